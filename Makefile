@@ -1,0 +1,95 @@
+# make demo    train a small GPT over four processes on this machine, about two minutes
+# make test    run the tests
+# make lint    check style
+# make docs    build the documentation into site/; make docs-serve shows it on this machine
+# make traces    record anew the runs that the documentation replays, into docs/recordings
+# make timeline  record four paced stages on real ranks and draw docs/images/timeline.png
+#
+# Each first makes .venv and installs what it needs there. Settings, for example
+# `make demo PYTHON=python3.12 LAYOUT="--pipeline-model-parallel-size 4"`:
+
+PYTHON ?= python3
+# The version the tests run with. Give another requirement, or one with a CPU-only build in pip's
+# own configuration (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS), to download less.
+TORCH  ?= torch==2.13.0
+NPROC  ?= 4
+LAYOUT ?= --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# 8 microbatches: --global-batch-size / (--micro-batch-size x copies of the model).
+DEMO := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
+  -m minimegatron.pretrain_gpt $(LAYOUT) \
+  --num-layers 4 --hidden-size 96 --num-attention-heads 4 --position-embedding-type rope \
+  --seq-length 64 --max-position-embeddings 64 --micro-batch-size 8 --global-batch-size 64 \
+  --train-iters 200 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 \
+  --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
+  --log-interval 25 --eval-iters 10 --sample-tokens 150
+
+.PHONY: demo test lint timeline traces docs docs-serve chromium
+
+demo: $(VENV)/.installed
+	@echo 'The command that runs now:'
+	@echo
+	@echo '  $(DEMO)'
+	@echo
+	@echo 'Other layouts of the same model, one line each:'
+	@echo '  make demo LAYOUT="--pipeline-model-parallel-size 4"                   four stages'
+	@echo '  make demo LAYOUT="$(LAYOUT) --num-virtual-stages-per-pipeline-rank 2"'
+	@echo '                                                                        virtual stages'
+	@echo '  make demo LAYOUT="--tensor-model-parallel-size 2"                     two copies (dp=2)'
+	@echo '  make demo LAYOUT= NPROC=1                                             one process'
+	@echo
+	@$(DEMO)
+
+test: $(VENV)/.installed-dev chromium
+	$(BIN)/python -m pytest -v
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check minimegatron tests
+	$(BIN)/ruff format --check minimegatron tests
+
+traces: $(VENV)/.installed
+	$(BIN)/python docs/tools/record_traces.py
+
+timeline: $(VENV)/.installed-dev
+	$(BIN)/python docs/tools/timeline.py
+
+# The variables silence advertisements for other generators.
+MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/tools/build_docs.py
+	$(MKDOCS) build --strict --quiet
+	@echo 'The site is in site/; open site/index.html, or: make docs-serve'
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
+
+# A browser for the tests of the site.
+chromium:
+	@command -v chromium >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
+	  { echo 'The tests need the browser chromium; install it (apt-get install chromium)'; exit 1; }
+
+# -- .venv, made once; a stamp is written only when an installation is complete --
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'minimegatron needs Python 3.11 or newer; try: make PYTHON=python3.12 ...'; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
