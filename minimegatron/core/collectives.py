@@ -1,0 +1,150 @@
+"""The collectives everything above uses: `torch.distributed`, traced, on any device.
+
+Called by: tensor-parallel mappings, gradient buffers, optimizers, the training loop. Calls:
+`torch.distributed`. Megatron calls `torch.distributed` directly everywhere; it may, because it only
+ever runs on NCCL. Here the same code must also run where several ranks share one GPU: then the
+group's backend is gloo, which moves host memory only; device tensors are staged through the host.
+
+Every function takes its process group as an argument and is a no-op, or a copy, for a group of one.
+Asynchronous forms return an object with `wait()`.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.tracing import traced
+
+ReduceOp = dist.ReduceOp
+
+# Renamed in torch 2.13; the old names warn there, the new ones do not exist before.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Done:
+    """The handle of a collective that had nothing to do."""
+
+    def wait(self) -> bool:
+        return True
+
+
+class _CopyBack:
+    """The handle of a collective staged through the host: the copy back happens in `wait`."""
+
+    def __init__(self, work: Any, staged: torch.Tensor, target: torch.Tensor):
+        self._work, self._staged, self._target = work, staged, target
+
+    def wait(self) -> bool:
+        self._work.wait()
+        self._target.copy_(self._staged)
+        return True
+
+
+class Pending:
+    """The handle of a collective under way. To wait for it is a link of the chain, as to start it."""
+
+    def __init__(self, work: Any, name: str):
+        self.work, self.name = work, name
+
+    def wait(self) -> bool:
+        _wait_for(self)
+        return True
+
+
+@traced("collective-wait", lambda a: {"collective": a["handle"].name})
+def _wait_for(handle: Pending) -> None:
+    handle.work.wait()
+
+
+def needs_staging(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """True where `tensor` lives on a device that `group`'s backend cannot read."""
+    return tensor.is_cuda and dist.get_backend(group) == "gloo"
+
+
+def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
+    tensor = arguments.get("tensor", arguments.get("input"))
+    return {
+        "bytes": tensor.numel() * tensor.element_size(),
+        "shape": tuple(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "group_size": arguments["group"].size(),
+    }
+
+
+def _finish(work: Any, async_op: bool, name: str) -> Any:
+    if async_op:
+        return Pending(work, name)
+    work.wait()
+    return None
+
+
+@traced("all-reduce", _describe)
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any = ReduceOp.SUM,
+    async_op: bool = False,
+) -> Any:
+    """Reduces `tensor` in place over `group`, the same result on every rank."""
+    if group.size() == 1:
+        return Done() if async_op else None
+    if needs_staging(tensor, group):
+        staged = tensor.cpu()
+        work = dist.all_reduce(staged, op=op, group=group, async_op=True)
+        work = _CopyBack(work, staged, tensor)
+    else:
+        work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return _finish(work, async_op, "all-reduce")
+
+
+@traced("broadcast", _describe)
+def broadcast(tensor: torch.Tensor, group_src: int, group: dist.ProcessGroup) -> None:
+    """Copies `tensor` of rank `group_src` (a rank within `group`) to every rank, in place."""
+    if group.size() == 1:
+        return
+    if not needs_staging(tensor, group):
+        dist.broadcast(tensor, group=group, group_src=group_src)
+        return
+    staged = tensor.cpu()
+    dist.broadcast(staged, group=group, group_src=group_src)
+    tensor.copy_(staged)
+
+
+@traced("all-gather", _describe)
+def all_gather(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
+    """Concatenates every rank's `input` along dimension 0 into `output`, in group order."""
+    if group.size() == 1:
+        output.copy_(input)
+        return Done() if async_op else None
+    if needs_staging(input, group):
+        staged = torch.empty(output.shape, dtype=output.dtype)
+        work = _all_gather(staged, input.cpu().contiguous(), group=group, async_op=True)
+        work = _CopyBack(work, staged, output)
+    else:
+        work = _all_gather(output, input.contiguous(), group=group, async_op=True)
+    return _finish(work, async_op, "all-gather")
+
+
+@traced("reduce-scatter", _describe)
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any = ReduceOp.SUM,
+    async_op: bool = False,
+) -> Any:
+    """Reduces `input` over `group`; slice number `group.rank()` of dimension 0 goes to `output`."""
+    if group.size() == 1:
+        output.copy_(input)
+        return Done() if async_op else None
+    if needs_staging(input, group):
+        staged = torch.empty(output.shape, dtype=output.dtype)
+        work = _reduce_scatter(staged, input.cpu().contiguous(), op=op, group=group, async_op=True)
+        work = _CopyBack(work, staged, output)
+    else:
+        work = _reduce_scatter(output, input.contiguous(), op=op, group=group, async_op=True)
+    return _finish(work, async_op, "reduce-scatter")

@@ -1,0 +1,133 @@
+"""How a model is cut over ranks, and the hooks through which the schedule reaches the rest.
+
+Read by: every layer, the schedules, `P2PCommunicator`, `DistributedDataParallel`. Calls nothing.
+Counterpart: `megatron.core.model_parallel_config.ModelParallelConfig`, under the same field names.
+
+The sizes are fixed once built. The `*_func` hooks are not: `training.train` fills them in after the
+model and the optimizer exist, which is why this dataclass is not frozen.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class ModelParallelConfig:
+    """Sizes of every parallel dimension, precision, and schedule hooks."""
+
+    # -- Sizes --
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = 1
+    """Stages: ranks that each hold some of the layers."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Chunks per stage for interleaving; None for plain 1F1B."""
+    sequence_parallel: bool = False
+    """Also split what lies between the tensor-parallel layers, along the sequence."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a mixture-of-experts layer."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert; None for the tensor-parallel size."""
+
+    # -- Precision --
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: torch.dtype = torch.float32
+    """dtype of the model's weights."""
+    pipeline_dtype: torch.dtype | None = None
+    """dtype of activations and gradients sent between stages; needed when there is a pipeline."""
+    enable_autocast: bool = False
+    autocast_dtype: torch.dtype | None = None
+
+    # -- Hooks, filled in by `training.train` or by hand --
+    timers: Any = None
+    """A `Timers`; it watches every `@traced` call made during a schedule."""
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Multiplies the loss by the loss scale, just before backward."""
+    no_sync_func: Callable[[], Any] | list[Callable[[], Any]] | None = None
+    """Context manager that holds back gradient communication; one per chunk with interleaving."""
+    grad_sync_func: Callable | list[Callable] | None = None
+    """Launches gradient communication at the schedule's moment, not backward's."""
+    param_sync_func: Callable | list[Callable] | None = None
+    """Launches the gathering of parameters before a chunk's first forward."""
+    finalize_model_grads_func: Callable | None = None
+    """Called once, after the last backward, with the model chunks."""
+    aux_loss_scale_funcs: tuple[Callable[[torch.Tensor], None], ...] = ()
+    """Told the scale of the main loss before backward, for losses that enter by the side."""
+
+    # -- Loss --
+    calculate_per_token_loss: bool = False
+    """Divide the summed loss by the global number of tokens, once, after the last backward."""
+
+    # -- Communication between stages --
+    variable_seq_lengths: bool = False
+    """Send three int64 sizes ahead of every message, instead of assuming one fixed shape."""
+    overlap_p2p_comm: bool = False
+    """Interleaving only: send while computing. Excludes `batch_p2p_comm`."""
+    batch_p2p_comm: bool = True
+    """Give the transport one batch of sends and receives, instead of an even/odd order."""
+    deallocate_pipeline_outputs: bool = False
+    """Free a stage's output once it is sent; only its `grad_fn` is still needed."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Interleaving: microbatches run on one chunk before the next chunk's turn; None for p."""
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    """Of the microbatches in flight, how many keep (some of) their activations."""
+
+    # -- Deferred embedding gradient --
+    defer_embedding_wgrad_compute: bool = False
+    """Compute the output layer's weight gradient after the pipeline has drained."""
+    wgrad_deferral_limit: int = 0
+    """How many microbatches may be deferred; 0 for all."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, with the numbers and the remedy, for sizes that cannot work."""
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+        if self.fp16 and self.bf16:
+            raise ValueError("fp16 and bf16 are both on; choose one")
+        if self.overlap_p2p_comm and self.batch_p2p_comm:
+            raise ValueError(
+                "overlap_p2p_comm needs separate sends and receives; set batch_p2p_comm=False"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel with tensor_model_parallel_size=1 splits nothing; "
+                "use 2 or more tensor-parallel ranks or turn it off"
+            )
+        if self.pipeline_model_parallel_size > 1 and self.pipeline_dtype is None:
+            self.pipeline_dtype = self.params_dtype
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
+        if self.virtual_pipeline_model_parallel_size is not None:
+            self._check_interleaving()
+
+    def _check_interleaving(self) -> None:
+        p = self.pipeline_model_parallel_size
+        v = self.virtual_pipeline_model_parallel_size
+        if v < 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size is {v}; give 1 or more, or None"
+            )
+        if p == 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size={v} needs a pipeline, but "
+                "pipeline_model_parallel_size is 1; use 2 or more stages"
+            )
+        if self.microbatch_group_size_per_vp_stage is None:
+            self.microbatch_group_size_per_vp_stage = p
+        if self.microbatch_group_size_per_vp_stage < p:
+            raise ValueError(
+                f"microbatch_group_size_per_vp_stage={self.microbatch_group_size_per_vp_stage} is "
+                f"less than pipeline_model_parallel_size={p}; give {p} or more"
+            )

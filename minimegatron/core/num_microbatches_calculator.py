@@ -1,0 +1,272 @@
+"""How many microbatches make one global batch, and how that number grows during batch ramp-up.
+
+Called by: `training.train` before and after every step, and the data samplers. Calls nothing.
+Counterpart: `megatron.core.num_microbatches_calculator`, under the same names.
+
+    num_microbatches = global batch size / (micro batch size * data-parallel size)
+
+Torch-free, and the one module-level state of this package outside `parallel_state`: the number is a
+fact of the whole run, asked for by name from the schedule's caller and from the data side.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+
+logger = logging.getLogger(__name__)
+
+
+class NumMicroBatchesCalculator(ABC):
+    """The three numbers everybody asks for, and how they follow from consumed samples.
+
+    Sizes are in samples. `current_running_global_batch_size` differs from
+    `current_global_batch_size` only with `decrease_batch_size_if_needed`: it is what the ranks can
+    actually run.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool = False,
+    ):
+        for name, size in (
+            ("global_batch_size", global_batch_size),
+            ("micro_batch_size", micro_batch_size),
+            ("data_parallel_size", data_parallel_size),
+        ):
+            if size < 1:
+                raise ValueError(f"{name} is {size}; give 1 or more")
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_size = data_parallel_size
+        self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
+        self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
+        self.num_micro_batches = 0
+        self.current_global_batch_size = 0
+        self.current_running_global_batch_size = 0
+
+    def get(self) -> int:
+        """Microbatches per data-parallel rank and step."""
+        return self.num_micro_batches
+
+    def get_current_global_batch_size(self) -> int:
+        """Samples per step, over all data-parallel ranks."""
+        return self.current_global_batch_size
+
+    def get_micro_batch_size(self) -> int:
+        """Samples per microbatch."""
+        return self.micro_batch_size
+
+    def get_current_running_global_batch_size(self) -> int:
+        """Samples per step that the data-parallel ranks share out evenly."""
+        return self.current_running_global_batch_size
+
+    @abstractmethod
+    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
+        """Sets the three numbers for the step that starts after `consumed_samples`."""
+
+    def _set_global_batch_size(self, size: int) -> None:
+        """Takes `size`; the caller has made sure that it divides, or may be rounded down."""
+        unit = self.micro_batch_times_data_parallel_size
+        self.current_global_batch_size = size
+        self.current_running_global_batch_size = size // unit * unit
+        self.num_micro_batches = size // unit
+
+    def _check_divisible(self, size: int, what: str) -> None:
+        """Raises ValueError unless whole microbatches for every rank make up `size`."""
+        unit = self.micro_batch_times_data_parallel_size
+        if self.decrease_batch_size_if_needed and size >= unit:
+            return
+        if size % unit:
+            raise ValueError(
+                f"{what} {size} is not divisible by micro_batch_size ({self.micro_batch_size}) x "
+                f"data_parallel_size ({self.data_parallel_size}) = {unit}; "
+                f"try {max(size // unit, 1) * unit}, or a smaller micro_batch_size"
+            )
+
+
+class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
+    """The same number at every step. Raises ValueError where the batch does not divide."""
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool = False,
+    ):
+        super().__init__(
+            global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed
+        )
+        self._check_divisible(global_batch_size, "global_batch_size")
+        self._set_global_batch_size(global_batch_size)
+
+    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
+        """Nothing changes."""
+
+
+class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
+    """A batch that grows in equal steps, each held for an equal number of samples.
+
+    From `start_global_batch_size` to `global_batch_size` in steps of `batch_size_increment`, reached
+    after `ramup_samples` samples (Megatron's spelling):
+
+        size(n) = start + increment * floor(n / (ramup_samples / number of steps)),  n <= ramup_samples
+
+    Raises ValueError where the steps do not reach the final size, or where any size on the way does
+    not divide into microbatches: an error now, not in the middle of the run.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool,
+        start_global_batch_size: int,
+        batch_size_increment: int,
+        ramup_samples: int,
+    ):
+        super().__init__(
+            global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed
+        )
+        start, increment = start_global_batch_size, batch_size_increment
+        if start < 1 or increment < 1 or ramup_samples < 0:
+            raise ValueError(
+                f"rampup_batch_size is {start} {increment} {ramup_samples}; start and increment "
+                "must be 1 or more, samples 0 or more"
+            )
+        if start > global_batch_size or (global_batch_size - start) % increment:
+            raise ValueError(
+                f"rampup_batch_size starts at {start} and grows by {increment}, which never meets "
+                f"global_batch_size {global_batch_size}; the difference {global_batch_size - start} "
+                f"must be a multiple of {increment}"
+            )
+        for size in range(start, global_batch_size + 1, increment):
+            self._check_divisible(size, "rampup_batch_size reaches the batch size")
+        self.start_global_batch_size = start
+        self.batch_size_increment = increment
+        self.ramup_samples = ramup_samples
+        self.num_increments = (global_batch_size - start) // increment
+        self.update(0, consistency_check=False)
+
+    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
+        """`consistency_check` asserts that the size divides, which the constructor made sure of."""
+        before = self.current_global_batch_size
+        if consumed_samples > self.ramup_samples or self.ramup_samples == 0:
+            size = self.global_batch_size
+        else:
+            # Integers throughout: at n = k * ramup_samples / num_increments exactly, a quotient of
+            # floats may fall just short of k.
+            num_steps = consumed_samples * self.num_increments // self.ramup_samples
+            size = self.start_global_batch_size + num_steps * self.batch_size_increment
+        if consistency_check and not self.decrease_batch_size_if_needed:
+            assert size % self.micro_batch_times_data_parallel_size == 0
+        self._set_global_batch_size(size)
+        if verbose and before != size:
+            logger.info("global batch size grows from %d to %d", before, size)
+
+
+_GLOBAL_NUM_MICROBATCHES_CALCULATOR: NumMicroBatchesCalculator | None = None
+
+
+def init_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: list[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
+) -> None:
+    """Sets up the run's calculator, once.
+
+    Args:
+        rank: only rank 0 logs.
+        rampup_batch_size: None, or [start batch size, increment, ramp-up samples].
+
+    Raises ValueError for sizes that do not divide, or when called a second time.
+    """
+    if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
+        raise ValueError(
+            "the number-of-microbatches calculator is already set up; call "
+            "destroy_num_microbatches_calculator() or reconfigure_num_microbatches_calculator(...)"
+        )
+    reconfigure_num_microbatches_calculator(
+        rank,
+        rampup_batch_size,
+        global_batch_size,
+        micro_batch_size,
+        data_parallel_size,
+        decrease_batch_size_if_needed,
+    )
+
+
+def reconfigure_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: list[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
+) -> None:
+    """As `init_num_microbatches_calculator`, replacing what is there."""
+    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    sizes = (global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+    if rampup_batch_size is None:
+        calculator = ConstantNumMicroBatchesCalculator(*sizes)
+    else:
+        if len(rampup_batch_size) != 3:
+            raise ValueError(
+                f"rampup_batch_size has {len(rampup_batch_size)} numbers; "
+                "give 3: start batch size, increment, ramp-up samples"
+            )
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(*sizes, *map(int, rampup_batch_size))
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
+    if rank == 0:
+        logger.info("%d microbatches per step at first", calculator.get())
+
+
+def destroy_num_microbatches_calculator() -> None:
+    """Forgets the run's calculator."""
+    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = None
+
+
+unset_num_microbatches_calculator = destroy_num_microbatches_calculator
+
+
+def _calculator() -> NumMicroBatchesCalculator:
+    if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
+        raise ValueError(
+            "the number of microbatches is not known yet; "
+            "call init_num_microbatches_calculator(...) first"
+        )
+    return _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+
+
+def get_num_microbatches() -> int:
+    """Microbatches per data-parallel rank in the current step."""
+    return _calculator().get()
+
+
+def get_current_global_batch_size() -> int:
+    """Samples in the current step, over all data-parallel ranks."""
+    return _calculator().get_current_global_batch_size()
+
+
+def get_micro_batch_size() -> int:
+    """Samples per microbatch."""
+    return _calculator().get_micro_batch_size()
+
+
+def get_current_running_global_batch_size() -> int:
+    """Samples in the current step that the data-parallel ranks share out evenly."""
+    return _calculator().get_current_running_global_batch_size()
+
+
+def update_num_microbatches(
+    consumed_samples: int, consistency_check: bool = True, verbose: bool = False
+) -> None:
+    """Moves the ramp on to `consumed_samples`, the samples seen since the run began."""
+    _calculator().update(consumed_samples, consistency_check, verbose)

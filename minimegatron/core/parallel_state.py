@@ -1,0 +1,502 @@
+"""Who am I, and who are my peers: this process's groups, and the getters everybody asks.
+
+Called by: `training.initialize` (`initialize_model_parallel`), then, through the getters, by the
+edges of the package only: `training`, `pretrain_*.py` and the constructors that fill in missing
+process groups. Everything between takes its groups as arguments (`ProcessGroupCollection`).
+Calls: `rank_generator` for the lists of ranks, `torch.distributed` for the groups. Counterpart:
+`megatron.core.parallel_state`, under the same names.
+
+One process group stands for each distinct set of ranks: with tp=1, the model group and the pipeline
+group are the same object, and a group of all ranks is the default group. Megatron makes one per
+kind, at least 17 per rank; each costs connections, and with gloo three polling threads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from minimegatron.core.rank_generator import DEFAULT_ORDER, GROUP_KINDS, all_groups
+
+
+@dataclass(frozen=True)
+class _ParallelState:
+    """This rank's view: per kind of group, the group it is in (None if none) and the members."""
+
+    groups: dict[str, dist.ProcessGroup | None]
+    ranks: dict[str, list[int] | None]
+    created: list[dist.ProcessGroup]
+
+
+_state: _ParallelState | None = None
+_virtual_size: int | None = None
+_virtual_rank: int | None = None
+
+
+# -- Making and freeing the groups --
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    distributed_timeout_minutes: int = 30,
+    order: str = DEFAULT_ORDER,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+) -> None:
+    """Makes this rank's process groups; every rank must call it with the same arguments.
+
+    The data-parallel size is what is left of the world:
+    world_size / (tensor * context * pipeline). `expert_tensor_parallel_size` None means
+    `tensor_model_parallel_size`. `order` numbers the ranks, the fastest-changing dimension first;
+    see `RankGenerator`. The two functions pick, from the global ranks of one pipeline, those that
+    hold word and position embeddings; by default first and last stage, and first stage.
+
+    `python -m minimegatron groups` prints the groups without making them. With 16 ranks, tensor
+    size 2 and pipeline size 4 there are 8 tensor groups (0-1, 2-3, ...), 4 pipelines (0-4-8-12,
+    ...) and 8 data groups (0-2, 1-3, 4-6, ...).
+
+    Raises ValueError for sizes or an order that do not fit the world (before any group is made),
+    RuntimeError without `torch.distributed` or if the groups exist already.
+    Source: `megatron.core.parallel_state.initialize_model_parallel`.
+    """
+    global _state, _virtual_size, _virtual_rank
+    if not dist.is_initialized():
+        raise RuntimeError("call torch.distributed.init_process_group() first")
+    if _state is not None:
+        raise RuntimeError("model parallel groups exist already; call destroy_model_parallel()")
+    _check_virtual_size(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
+    if distributed_timeout_minutes <= 0:
+        raise ValueError(
+            f"distributed_timeout_minutes is {distributed_timeout_minutes}; give more than 0"
+        )
+    groups = all_groups(
+        world_size=dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+        etp=expert_tensor_parallel_size,
+        order=order,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+    )
+    _state = _create_groups(groups, timedelta(minutes=distributed_timeout_minutes))
+    _virtual_size = virtual_pipeline_model_parallel_size
+    _virtual_rank = None if _virtual_size is None else 0
+
+
+def _check_virtual_size(virtual_size: int | None, pipeline_size: int) -> None:
+    if virtual_size is None:
+        return
+    if virtual_size < 1:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size is {virtual_size}; give 1 or more, or None"
+        )
+    if pipeline_size < 2:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size={virtual_size} needs a pipeline, but "
+            f"pipeline_model_parallel_size is {pipeline_size}; use 2 or more stages"
+        )
+
+
+def _create_groups(groups: dict[str, list[list[int]]], timeout: timedelta) -> _ParallelState:
+    """Makes one process group per distinct set of ranks, the same calls in the same order on all.
+
+    `new_group` is collective over the whole world: a rank that skipped the groups it is not a
+    member of would leave the others waiting.
+    """
+    me = dist.get_rank()
+    kinds_of: dict[tuple[int, ...], list[str]] = {}
+    for kind in GROUP_KINDS:
+        for ranks in groups[kind.name]:
+            kinds_of.setdefault(tuple(sorted(ranks)), []).append(kind.name)
+
+    by_kind: dict[str, dist.ProcessGroup | None] = {kind.name: None for kind in GROUP_KINDS}
+    created = []
+    for ranks, names in kinds_of.items():
+        if len(ranks) == dist.get_world_size():
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(list(ranks), timeout=timeout, group_desc="+".join(names))
+            if me in ranks:
+                created.append(group)
+        if me in ranks:
+            by_kind |= dict.fromkeys(names, group)
+    mine = {
+        name: next((ranks for ranks in of_kind if me in ranks), None)
+        for name, of_kind in groups.items()
+    }
+    return _ParallelState(by_kind, mine, created)
+
+
+def destroy_model_parallel() -> None:
+    """Frees every group that `initialize_model_parallel` made; the default group stays.
+
+    Does nothing without groups, and waits for nobody, so that a rank that failed may call it too.
+    """
+    global _state, _virtual_size, _virtual_rank
+    if _state is None:
+        return
+    if dist.is_initialized():
+        for group in _state.created:
+            dist.destroy_process_group(group)
+    _state = _virtual_size = _virtual_rank = None
+
+
+def is_initialized() -> bool:
+    """Whether the groups exist."""
+    return _state is not None
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether the groups exist; Megatron's longer name."""
+    return is_initialized()
+
+
+# -- The four questions behind every getter --
+
+
+def get_group(kind: str, check_initialized: bool = True) -> dist.ProcessGroup | None:
+    """This rank's group of a kind of `GROUP_KINDS`.
+
+    Raises RuntimeError without `initialize_model_parallel`, and for a rank that is in no such group
+    (a middle stage has no embedding group); with `check_initialized=False` returns None instead.
+    """
+    group = None if _state is None else _state.groups[kind]
+    if group is None and check_initialized:
+        _explain_absence(kind)
+    return group
+
+
+def get_global_ranks(kind: str) -> list[int]:
+    """The global ranks of this rank's group of a kind, in group order. Raises as `get_group`."""
+    ranks = None if _state is None else _state.ranks[kind]
+    if ranks is None:
+        _explain_absence(kind)
+    return ranks
+
+
+def _explain_absence(kind: str) -> None:
+    title = next(entry.title for entry in GROUP_KINDS if entry.name == kind)
+    if _state is None:
+        raise RuntimeError(f"the {title} group does not exist; call initialize_model_parallel()")
+    raise RuntimeError(f"rank {dist.get_rank()} is in no {title} group")
+
+
+def _size(kind: str) -> int:
+    return get_group(kind).size()
+
+
+def _rank(kind: str) -> int:
+    return get_group(kind).rank()
+
+
+# -- Groups --
+
+
+def get_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks that hold one copy of the model: tensor and pipeline together."""
+    return get_group("mp", check_initialized)
+
+
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks that share each layer."""
+    return get_group("tp", check_initialized)
+
+
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The stages of this rank's pipeline, first stage first."""
+    return get_group("pp", check_initialized)
+
+
+def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
+    """The ranks with the same weights and other samples; with context parallelism, also those with
+    another piece of the same sequences, which is the group that gradients are reduced over."""
+    return get_group("dp_cp" if with_context_parallel else "dp")
+
+
+def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks that share each sequence."""
+    return get_group("cp", check_initialized)
+
+
+def get_embedding_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The stages of this pipeline that hold the word embedding: two copies, one gradient."""
+    return get_group("embd", check_initialized)
+
+
+def get_position_embedding_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The stages of this pipeline that hold the position embedding."""
+    return get_group("pos_embd", check_initialized)
+
+
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> dist.ProcessGroup:
+    """All ranks of this stage (of this stage and context piece, without context parallelism)."""
+    return get_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
+
+
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks of this stage that work on the same samples."""
+    return get_group("tp_cp", check_initialized)
+
+
+def get_expert_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks that share the experts of a layer."""
+    return get_group("ep", check_initialized)
+
+
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks that share each expert."""
+    return get_group("expt_tp", check_initialized)
+
+
+def get_expert_data_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks with the same experts: the group that expert gradients are reduced over."""
+    return get_group("expt_dp", check_initialized)
+
+
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks that hold one full set of a layer's experts."""
+    return get_group("tp_ep", check_initialized)
+
+
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True,
+) -> dist.ProcessGroup:
+    """The ranks that hold one full set of all layers' experts."""
+    return get_group("tp_ep_pp", check_initialized)
+
+
+# -- Sizes --
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Ranks that share each layer."""
+    return _size("tp")
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Stages."""
+    return _size("pp")
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Chunks per stage; None without interleaving."""
+    return _virtual_size
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    """Copies of the model (times pieces of each sequence)."""
+    return get_data_parallel_group(with_context_parallel).size()
+
+
+def get_context_parallel_world_size() -> int:
+    """Pieces of each sequence."""
+    return _size("cp")
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Ranks of a stage that work on the same samples."""
+    return _size("tp_cp")
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Ranks that share the experts of a layer."""
+    return _size("ep")
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    """Ranks that share each expert."""
+    return _size("expt_tp")
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """Ranks that hold one full set of a layer's experts."""
+    return _size("tp_ep")
+
+
+def get_expert_data_parallel_world_size() -> int:
+    """Copies of each expert."""
+    return _size("expt_dp")
+
+
+# -- This rank's place --
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Place in the tensor group."""
+    return _rank("tp")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """Stage."""
+    return _rank("pp")
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """The chunk last announced by `set_virtual_pipeline_model_parallel_rank`; None without
+    interleaving. Prefer to pass `vp_stage` along."""
+    return _virtual_rank
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Announces which chunk is being built or run, for user code that asks globally."""
+    global _virtual_rank
+    _virtual_rank = rank
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Changes the number of chunks per stage; None turns interleaving off."""
+    global _virtual_size
+    _virtual_size = world_size
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    """Place in the data group: which share of the samples is ours."""
+    return get_data_parallel_group(with_context_parallel).rank()
+
+
+def get_context_parallel_rank() -> int:
+    """Place in the context group: which piece of each sequence is ours."""
+    return _rank("cp")
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """Place in the tensor-and-context group."""
+    return _rank("tp_cp")
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Place in the expert group: which experts are ours."""
+    return _rank("ep")
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """Place in the expert-tensor group."""
+    return _rank("expt_tp")
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """Place in the expert-tensor-and-expert group."""
+    return _rank("tp_ep")
+
+
+def get_expert_data_parallel_rank() -> int:
+    """Place among the copies of our experts."""
+    return _rank("expt_dp")
+
+
+def get_all_ranks() -> str:
+    """Our places, as "tensor_data_context_pipeline_expert", to name files and threads after."""
+    return "_".join(str(_rank(kind)) for kind in ("tp", "dp", "cp", "pp", "ep"))
+
+
+# -- Global ranks of peers, for calls that name a source or a destination --
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first member of our tensor group."""
+    return get_global_ranks("tp")[0]
+
+
+def get_model_parallel_src_rank() -> int:
+    """Global rank of the first member of our model group."""
+    return get_global_ranks("mp")[0]
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Global rank of the first member of our data group."""
+    return get_global_ranks("dp_cp" if with_context_parallel else "dp")[0]
+
+
+def get_expert_model_parallel_src_rank() -> int:
+    """Global rank of the first member of our expert group."""
+    return get_global_ranks("ep")[0]
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Global ranks of our context group, first piece first."""
+    return get_global_ranks("cp") if check_initialized or is_initialized() else None
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Global rank of our pipeline's first stage."""
+    return get_global_ranks("pp")[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Global rank of our pipeline's last stage."""
+    return get_global_ranks("pp")[-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the stage after ours; after the last comes the first (the next chunk)."""
+    return get_global_ranks("pp")[(_rank("pp") + 1) % _size("pp")]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the stage before ours; before the first comes the last."""
+    return get_global_ranks("pp")[(_rank("pp") - 1) % _size("pp")]
+
+
+# -- Stages --
+# A model's first layer is on chunk 0 of stage 0, its last on the last chunk of the last stage.
+# `ignore_virtual=True` asks about the stage alone, whatever the chunk.
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether we are the first stage and, unless `ignore_virtual`, `vp_stage` its first chunk.
+
+    Raises ValueError if the chunk matters and `vp_stage` is missing or out of range.
+    """
+    if not ignore_virtual and _virtual_size is not None and _chunk(vp_stage) != 0:
+        return False
+    return _rank("pp") == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether we are the last stage and, unless `ignore_virtual`, `vp_stage` its last chunk.
+
+    Raises ValueError if the chunk matters and `vp_stage` is missing or out of range.
+    """
+    if not ignore_virtual and _virtual_size is not None and _chunk(vp_stage) != _virtual_size - 1:
+        return False
+    return _rank("pp") == _size("pp") - 1
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether we hold a word embedding and, unless `ignore_virtual`, whether `vp_stage` does.
+
+    Raises ValueError as `is_pipeline_first_stage`; False without groups.
+    """
+    if get_group("embd", check_initialized=False) is None:
+        return False
+    ranks, me = get_global_ranks("embd"), dist.get_rank()
+    if not ignore_virtual and me == ranks[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if not ignore_virtual and me == ranks[-1]:
+        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether we hold a position embedding; False without groups."""
+    return get_group("pos_embd", check_initialized=False) is not None
+
+
+def _chunk(vp_stage: int | None) -> int:
+    if vp_stage is None or not 0 <= vp_stage < _virtual_size:
+        raise ValueError(
+            f"vp_stage is {vp_stage}; each stage has {_virtual_size} chunks, so pass "
+            f"0..{_virtual_size - 1}, or ignore_virtual=True to ask about the stage"
+        )
+    return vp_stage

@@ -1,0 +1,97 @@
+"""The process groups of one model, as one argument.
+
+Made by: `training` (from `parallel_state`), or by hand, for a model that has its own idea of
+groups. Read by: layers, schedules, `DistributedDataParallel`, optimizers. Calls: `parallel_state`,
+only in `use_mpu_process_groups`. Counterpart: `megatron.core.process_groups_config`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch.distributed as dist
+
+from minimegatron.core import parallel_state
+
+
+@dataclass(init=False, repr=False, eq=False)
+class ProcessGroupCollection:
+    """This rank's process groups by short name.
+
+    Give only those that matter: `ProcessGroupCollection(tp=a, pp=b)`. A field that was not given
+    does not exist (`hasattr` is False, reading it raises AttributeError); None means that this rank
+    is in no such group, as a middle stage is in no embedding group.
+    """
+
+    tp: dist.ProcessGroup
+    """Ranks that share each layer."""
+    pp: dist.ProcessGroup
+    """Stages of one pipeline, first stage first."""
+    mp: dist.ProcessGroup
+    """Tensor and pipeline: one copy of the model."""
+    embd: dist.ProcessGroup | None
+    """Stages that hold the word embedding."""
+    pos_embd: dist.ProcessGroup | None
+    """Stages that hold the position embedding."""
+    cp: dist.ProcessGroup
+    """Ranks that share each sequence."""
+    tp_cp: dist.ProcessGroup
+    """Tensor and context: ranks of a stage with the same samples."""
+    dp: dist.ProcessGroup
+    """Ranks with the same weights and the same piece of other samples."""
+    dp_cp: dist.ProcessGroup
+    """Data and context: all ranks with the same weights."""
+    tp_dp: dist.ProcessGroup
+    """Tensor and data."""
+    tp_dp_cp: dist.ProcessGroup
+    """Tensor, data and context: all ranks of a stage."""
+    ep: dist.ProcessGroup
+    """Ranks that share the experts of a layer."""
+    expt_tp: dist.ProcessGroup
+    """Ranks that share each expert."""
+    tp_ep: dist.ProcessGroup
+    """Expert tensor and expert: one set of a layer's experts."""
+    tp_ep_pp: dist.ProcessGroup
+    """Expert tensor, expert and pipeline: one set of all experts."""
+    expt_dp: dist.ProcessGroup
+    """Ranks with the same experts."""
+
+    def __init__(self, **groups: dist.ProcessGroup | None):
+        known = [entry.name for entry in fields(self)]
+        for name, group in groups.items():
+            if name not in known:
+                raise ValueError(f"no process group is called {name!r}; use {', '.join(known)}")
+            setattr(self, name, group)
+
+    def __getattr__(self, name: str) -> dist.ProcessGroup:
+        # Reached only for names that were not set.
+        raise AttributeError(
+            f"this ProcessGroupCollection has no {name!r}, only {self}; give it {name}=..."
+        )
+
+    def __repr__(self) -> str:
+        given = [
+            f"{name}({'None' if group is None else group.size()})"
+            for name, group in vars(self).items()
+        ]
+        return f"ProcessGroupCollection({', '.join(given) or 'empty'})"
+
+    @classmethod
+    def use_mpu_process_groups(
+        cls, required_pgs: Iterable[str] | None = None
+    ) -> "ProcessGroupCollection":
+        """The groups `parallel_state.initialize_model_parallel` made: all, or those required.
+
+        Raises RuntimeError before `initialize_model_parallel`, ValueError for an unknown name.
+        """
+        if not parallel_state.is_initialized():
+            raise RuntimeError("no process groups exist; call initialize_model_parallel() first")
+        known = [entry.name for entry in fields(cls)]
+        names = known if required_pgs is None else list(required_pgs)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(
+                f"required_pgs names {', '.join(map(repr, unknown))}; use {', '.join(known)}"
+            )
+        return cls(
+            **{name: parallel_state.get_group(name, check_initialized=False) for name in names}
+        )

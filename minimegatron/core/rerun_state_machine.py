@@ -1,0 +1,83 @@
+"""Judges results while they are computed: a NaN, an Inf or a sudden jump is seen where it arises.
+
+Called by: `training.result_checks`, on each microbatch's loss. Calls nothing. Counterpart:
+`megatron.core.rerun_state_machine`, of which this is the judging part; there, a rejected result can
+also be computed again, to tell a fault of the hardware from one of the run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class _Sample:
+    largest: float = float("-inf")
+    count: int = 0
+
+
+class RerunStateMachine:
+    """Keeps what `is_unexpectedly_large` has learned; one per process."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, _Sample] = {}
+
+    def validate_result(
+        self,
+        result: torch.Tensor,
+        rejection_func: Callable[[torch.Tensor], bool | torch.Tensor],
+        message: str | Callable[[], str],
+        fatal: bool = True,
+    ) -> str | None:
+        """None if `rejection_func(result)` is false.
+
+        Else raises RuntimeError(message), or returns the message if that is not `fatal`. A message
+        that takes time to write may come as a function.
+        """
+        if not bool(rejection_func(result)):
+            return None
+        text = message if isinstance(message, str) else message()
+        if fatal:
+            raise RuntimeError(text)
+        return text
+
+    def is_unexpectedly_large(
+        self,
+        result: torch.Tensor,
+        threshold: float,
+        context: str,
+        num_samples: int = 100,
+        resample: bool = False,
+    ) -> bool:
+        """True if `result` is at least `threshold` times the largest of the first `num_samples`.
+
+        While those are being seen, and for the one that is NaN, it is False. `context` names what
+        is compared with what; `resample` begins anew.
+        """
+        if resample or context not in self._samples:
+            self._samples[context] = _Sample()
+        sample, value = self._samples[context], float(result)
+        if sample.count < num_samples:
+            sample.count += 1
+            sample.largest = max(sample.largest, value)
+            return False
+        return value >= threshold * sample.largest
+
+    def largest(self, context: str) -> float:
+        """The largest of the samples seen under this name."""
+        return self._samples[context].largest
+
+
+_machine = RerunStateMachine()
+
+
+def get_rerun_state_machine() -> RerunStateMachine:
+    """This process's."""
+    return _machine
+
+
+def destroy_rerun_state_machine() -> None:
+    """Forgets what was learned, so that another run may begin in this process."""
+    global _machine
+    _machine = RerunStateMachine()
