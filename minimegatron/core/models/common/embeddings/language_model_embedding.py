@@ -1,0 +1,100 @@
+"""Token and position embeddings: what the first stage makes of token ids.
+
+Called by: `GPTModel` on the first chunk. Calls: `VocabParallelEmbedding`, `mappings`. Counterpart:
+`megatron.core.models.common.embeddings.language_model_embedding`.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from minimegatron.core.tensor_parallel.initial_weights import new_weight
+from minimegatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from minimegatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
+from minimegatron.core.transformer.module import MegatronModule
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LanguageModelEmbedding(MegatronModule):
+    """dropout(word(ids) + position(positions)).
+
+    Args:
+        vocab_size: global, divisible by t.
+        max_sequence_length: positions of a learned embedding.
+        position_embedding_type: "learned_absolute" adds one here; "rope" and "none" do not.
+        tp_group: None for `parallel_state`'s.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: str = "learned_absolute",
+        tp_group: Any = None,
+    ):
+        super().__init__(config)
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
+        self.add_position_embedding = position_embedding_type == "learned_absolute"
+        # Positions are added to whole sequences; without them, the sum over vocabulary shards may
+        # scatter the sequence at once.
+        self.reduce_scatter_embeddings = (
+            config.sequence_parallel and not self.add_position_embedding
+        )
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            config.hidden_size,
+            init_method=config.init_method,
+            reduce_scatter_embeddings=self.reduce_scatter_embeddings,
+            config=config,
+            tp_group=self.tp_group,
+        )
+        if self.add_position_embedding:
+            shape = (max_sequence_length, config.hidden_size)
+            self.position_embeddings = torch.nn.Embedding(*shape, device="meta")
+            self.position_embeddings.weight = new_weight(
+                shape, config.params_dtype, config.init_method, -1, self.tp_group
+            )
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+        """Ids and positions [b, s] -> [s, b, h], or [s/t, b, h] with sequence parallelism.
+
+        `position_ids` is read for learned positions only. Raises ValueError for a sequence longer
+        than those, or not divisible over the ranks.
+        """
+        self._check_length(input_ids.size(1))
+        embeddings = self.word_embeddings(input_ids)
+        if self.add_position_embedding:
+            embeddings = embeddings + self.position_embeddings(position_ids)
+        if not self.reduce_scatter_embeddings:
+            # [b, s, h] -> [s, b, h]
+            embeddings = embeddings.transpose(0, 1).contiguous()
+        if self.config.fp32_residual_connection:
+            embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+        if self.config.sequence_parallel and not self.reduce_scatter_embeddings:
+            embeddings = scatter_to_sequence_parallel_region(embeddings, group=self.tp_group)
+        dropout = self.config.hidden_dropout
+        if not self.training or dropout == 0.0:
+            return embeddings
+        # Ranks that hold other tokens drop by their own streams, ranks that hold the same alike.
+        own_stream = get_cuda_rng_tracker().fork() if self.config.sequence_parallel else None
+        with own_stream or contextlib.nullcontext():
+            return F.dropout(embeddings, p=dropout, training=True)
+
+    def _check_length(self, sequence_length: int) -> None:
+        if self.add_position_embedding and sequence_length > self.max_sequence_length:
+            raise ValueError(
+                f"the batch has sequences of {sequence_length} tokens but the model has "
+                f"{self.max_sequence_length} learned positions; raise max_sequence_length"
+            )
+        if self.config.sequence_parallel and sequence_length % self.tp_group.size():
+            raise ValueError(
+                f"sequence_parallel cuts the sequence over {self.tp_group.size()} ranks, which does "
+                f"not divide its length {sequence_length}; pad it or turn sequence_parallel off"
+            )

@@ -1,0 +1,56 @@
+"""The angles of rotary positions.
+
+Called by: `GPTModel`, once per forward; attention does the turning. Calls nothing. Counterpart:
+`megatron.core.models.common.embeddings.rotary_pos_embedding`.
+"""
+
+import torch
+
+from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
+
+__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Angle of feature pair k at position i: i x base^(-2k/d') (Su et al. 2021).
+
+    Args:
+        kv_channels: width d of one head.
+        rotary_percent: the share of d that is turned: d' = d x rotary_percent.
+        rotary_base: the slowest pair takes about 2 pi x base positions for one turn.
+        dtype: of the angles. float32 is enough for 16-bit models and too little for float64 ones.
+
+    Raises:
+        ValueError: d' is not an even number of 2 or more.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        width = int(kv_channels * rotary_percent)
+        if width < 2 or width % 2:
+            raise ValueError(
+                f"kv_channels {kv_channels} x rotary_percent {rotary_percent} turns {width} "
+                "features; they are turned in pairs, so give an even number of 2 or more"
+            )
+        # Plain attributes, not buffers: `module.bfloat16()` would round those.
+        self.inv_freq = 1.0 / rotary_base ** (
+            torch.arange(0, width, 2, dtype=torch.float64) / width
+        )
+        self.dtype = dtype
+        self._angles: torch.Tensor | None = None
+
+    def forward(self, max_seq_len: int, device: torch.device) -> torch.Tensor:
+        """Angles [max_seq_len, 1, 1, d'] in radians, for positions from 0; kept for the next call."""
+        known = self._angles
+        if known is None or known.size(0) < max_seq_len or known.device != device:
+            positions = torch.arange(max_seq_len, dtype=torch.float64)
+            # The halves hold the pairs' first and second coordinates: the same angles twice.
+            angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
+            self._angles = angles[:, None, None, :].to(device=device, dtype=self.dtype)
+        return self._angles[:max_seq_len]

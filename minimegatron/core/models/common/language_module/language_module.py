@@ -1,0 +1,68 @@
+"""What language models share: the loss, and the weight that first and last stage may share.
+
+Called by: `GPTModel`, its subclass; `finalize_model_grads` asks for the shared weight. Calls:
+`vocab_parallel_cross_entropy`. Counterpart:
+`megatron.core.models.common.language_module.language_module`.
+"""
+
+import torch
+
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
+from minimegatron.core.transformer.module import MegatronModule
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LanguageModule(MegatronModule):
+    """A model chunk with an embedding on the first stage and an output layer on the last.
+
+    Args:
+        pg_collection: tp and pp; None for `parallel_state`'s.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ):
+        super().__init__(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
+        self.pre_process = self.post_process = True
+        self.share_embeddings_and_output_weights = False
+
+    def compute_language_model_loss(
+        self, labels: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss of each token: labels [b, s], logits [s, b, v/t] -> [b, s].
+
+        float32; float64 for float64 logits. The same on every tensor-parallel rank.
+        """
+        labels = labels.transpose(0, 1).contiguous()
+        loss = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
+        return make_viewless_tensor(loss.transpose(0, 1).contiguous())
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Marks the vocabulary's weights for who must treat them specially.
+
+        With a pipeline, a tied weight lives twice: on the first stage as the embedding and on the
+        last as the output layer. `shared_embedding` on both: they are one parameter, their
+        gradients to be summed. `shared` on the second: the gradient norm counts the first only.
+        """
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+        if not self.share_embeddings_and_output_weights or self.pre_process and self.post_process:
+            return
+        weight = self.shared_embedding_or_output_weight()
+        if weight is not None:
+            weight.shared_embedding = True
+            weight.shared = self.post_process
+
+    def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
+        """This chunk's copy of the tied weight; None for a middle chunk or if none is tied."""
+        if not self.share_embeddings_and_output_weights:
+            return None
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None

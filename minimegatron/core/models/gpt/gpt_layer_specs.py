@@ -1,0 +1,59 @@
+"""What a GPT layer is made of.
+
+Called by: the user's model provider. Calls nothing; a spec is data. Counterpart:
+`megatron.core.models.gpt.gpt_layer_specs`. "Local" are Megatron's own layers, as against those of
+Transformer Engine.
+"""
+
+from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from minimegatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from minimegatron.core.transformer.dot_product_attention import DotProductAttention
+from minimegatron.core.transformer.enums import AttnMaskType
+from minimegatron.core.transformer.layer_placement import get_num_layers_to_build
+from minimegatron.core.transformer.mlp import MLP, MLPSubmodules
+from minimegatron.core.transformer.spec_utils import ModuleSpec
+from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
+from minimegatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+
+def get_gpt_layer_local_spec(qk_layernorm: bool = False) -> ModuleSpec:
+    """A pre-norm decoder layer with causal attention. Which norm, and which MLP, the config says."""
+    head_norm = WrappedTorchNorm if qk_layernorm else None
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    mlp = ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=attention,
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=mlp,
+        ),
+    )
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of one chunk, one spec each; the place where layers could differ."""
+    number = get_num_layers_to_build(config, vp_stage, pp_rank)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=WrappedTorchNorm)

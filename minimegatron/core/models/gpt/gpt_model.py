@@ -1,0 +1,205 @@
+"""GPT, or the chunk of it that one stage holds.
+
+Called by: the user's `forward_step_func`. Calls: `LanguageModelEmbedding`, `TransformerBlock`, the
+output layer. Counterpart: `megatron.core.models.gpt.gpt_model`.
+
+    tokens [b, s] -> embedding -> [s, b, h] -> layers -> [s, b, h] -> output layer -> [s, b, v/t]
+                     first chunk only        every chunk             last chunk only
+
+Between chunks the schedule carries the [s, b, h] tensor: it calls `set_input_tensor` before
+`forward`. With sequence parallelism it is [s/t, b, h].
+"""
+
+from typing import Any
+
+import torch
+
+from minimegatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
+from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from minimegatron.core.models.common.language_module.language_module import LanguageModule
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
+from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
+from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
+from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.transformer_block import TransformerBlock
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
+
+
+def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
+    model = arguments["self"]
+    return {"chunk": model.vp_stage or 0, "layers": len(model.decoder.layers)}
+
+
+class GPTModel(LanguageModule):
+    """A decoder-only language model.
+
+    Args:
+        transformer_layer_spec: a layer's spec, or `get_gpt_decoder_block_spec(...)` for the chunk.
+        vocab_size: global, padded so that t divides it.
+        max_sequence_length: s at most, for learned positions.
+        pre_process: this is the first chunk: it holds the embedding.
+        post_process: this is the last chunk: it holds the output layer.
+        fp16_lm_cross_entropy: accepted as in Megatron-Core, where it has no effect either: the
+            loss is computed in float32 at least.
+        parallel_output: leave logits cut over the vocabulary, [.., v/t].
+        share_embeddings_and_output_weights: the output layer uses the word embedding's weight.
+        position_embedding_type: "learned_absolute", "rope" or "none".
+        rotary_percent, rotary_base: see `RotaryEmbedding`.
+        pg_collection: tp and pp are used; None for `parallel_state`'s.
+        vp_stage: which chunk of its stage this is, with virtual stages.
+
+    Raises:
+        ValueError: unknown position embedding, indivisible sizes.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ):
+        super().__init__(config, pg_collection)
+        if position_embedding_type not in POSITION_EMBEDDING_TYPES:
+            raise ValueError(
+                f"position_embedding_type {position_embedding_type!r} is unknown; "
+                f"use one of {', '.join(POSITION_EMBEDDING_TYPES)}"
+            )
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.parallel_output = parallel_output
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        self.vp_stage = vp_stage
+        self.rotary_pos_emb = None
+        if position_embedding_type == "rope":
+            dtype = torch.promote_types(config.params_dtype, torch.float32)
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels, rotary_percent, rotary_base, dtype
+            )
+        with weights_drawn_later():
+            self._build(transformer_layer_spec)
+        self.setup_embeddings_and_output_layer()
+        self.initialize_weights(self.tp_group)
+
+    def _build(self, transformer_layer_spec: Any) -> None:
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                self.config,
+                self.vocab_size,
+                self.max_sequence_length,
+                self.position_embedding_type,
+                tp_group=self.tp_group,
+            )
+        self.decoder = TransformerBlock(
+            self.config,
+            transformer_layer_spec,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=self.vp_stage,
+        )
+        if self.post_process:
+            self._build_output_layer()
+
+    def _build_output_layer(self) -> None:
+        # The two factors of deferred weight gradients, filled by forward and backward, emptied by
+        # `drain_embedding_wgrad_compute` at the end of the schedule.
+        deferring = self.config.defer_embedding_wgrad_compute
+        self.embedding_activation_buffer: list[torch.Tensor] | None = [] if deferring else None
+        self.grad_output_buffer: list[torch.Tensor] | None = [] if deferring else None
+        # A tied weight is allocated here only where the embedding lives on another stage.
+        self.output_layer = ColumnParallelLinear(
+            self.config.hidden_size,
+            self.vocab_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=not self.parallel_output,
+            skip_weight_param_allocation=(
+                self.pre_process and self.share_embeddings_and_output_weights
+            ),
+            embedding_activation_buffer=self.embedding_activation_buffer,
+            grad_output_buffer=self.grad_output_buffer,
+            tp_group=self.tp_group,
+        )
+
+    def set_input_tensor(
+        self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None
+    ) -> None:
+        """What the previous stage sent: [s, b, h], alone or as a list of one; None on the first."""
+        if isinstance(input_tensor, list):
+            if len(input_tensor) != 1:
+                raise ValueError(f"GPTModel takes 1 input tensor, not {len(input_tensor)}")
+            input_tensor = input_tensor[0]
+        self.decoder.set_input_tensor(input_tensor)
+
+    @traced("model-forward", _describe)
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        decoder_input: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        checkpoint_activations_microbatch: bool | None = None,
+    ) -> torch.Tensor:
+        """Runs the chunk.
+
+        Args:
+            input_ids, position_ids: int64 [b, s]; read on the first chunk.
+            attention_mask: bool, True where attention must not look, broadcastable to
+                [b, a/t, s, s]; None for plain causal attention.
+            decoder_input: [s, b, h], used instead of embedding `input_ids`.
+            labels: int64 [b, s]; read on the last chunk.
+            loss_mask: not read here; the loss function applies it.
+            checkpoint_activations_microbatch: the schedule's word on recompute for this
+                microbatch, None for the config's. A `forward_step_func` that takes it as third
+                argument passes it on here (see `transformer_block.Recompute.of`).
+
+        Returns:
+            Last chunk, with labels: the loss of each token, [b, s], float32 (float64 for float64
+            models). Last chunk without: logits [b, s, v/t], or [b, s, v] unless `parallel_output`.
+            Other chunks: [s, b, h], or [s/t, b, h] with sequence parallelism. Never a view.
+        """
+        if self.pre_process and decoder_input is None:
+            decoder_input = self.embedding(input_ids, position_ids)
+        hidden_states = self.decoder(
+            decoder_input,
+            attention_mask,
+            rotary_pos_emb=self._rotary_angles(decoder_input),
+            checkpoint_activations_microbatch=checkpoint_activations_microbatch,
+        )
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight()
+        logits, _ = self.output_layer(hidden_states, weight=weight)
+        if labels is None:
+            return make_viewless_tensor(logits.transpose(0, 1).contiguous())
+        return self.compute_language_model_loss(labels, logits)
+
+    def _rotary_angles(self, decoder_input: torch.Tensor | None) -> torch.Tensor | None:
+        """[s, 1, 1, d'] for the whole sequence, of which activations may hold 1/t."""
+        activations = decoder_input if self.pre_process else self.decoder.input_tensor
+        if self.rotary_pos_emb is None or activations is None:
+            return None
+        ranks = self.tp_group.size() if self.config.sequence_parallel else 1
+        return self.rotary_pos_emb(activations.size(0) * ranks, activations.device)

@@ -1,0 +1,85 @@
+"""One rank of a tensor-parallel group reads the batch; the others receive it.
+
+Called by: the user's `get_batch`. Calls: `core.collectives`. Counterpart:
+`megatron.core.tensor_parallel.data`.
+
+All tensor-parallel ranks work on the same samples, so only one needs to load them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from minimegatron.core import collectives
+from minimegatron.core.device import get_device
+from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
+
+_MAX_DATA_DIM = 5
+
+
+def _broadcast_sizes(
+    keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, group: Any
+) -> list[tuple[int, ...]]:
+    """The shape of each key, known to every rank: one row of (dimensions, sizes...) per key."""
+    table = torch.zeros(len(keys), 1 + _MAX_DATA_DIM, dtype=torch.int64)
+    if group.rank() == 0:
+        for row, key in zip(table, keys, strict=True):
+            shape = data[key].shape
+            row[0] = len(shape)
+            row[1 : 1 + len(shape)] = torch.tensor(shape)
+    table = table.to(get_device())
+    collectives.broadcast(table, 0, group)
+    return [tuple(row[1 : 1 + row[0]]) for row in table.tolist()]
+
+
+def _check(keys: Sequence[str], data: Mapping[str, torch.Tensor], datatype: torch.dtype) -> None:
+    for key in keys:
+        if key not in data:
+            raise ValueError(f"the batch has no {key!r}; it has {sorted(data)}")
+        if data[key].dtype != datatype:
+            raise ValueError(
+                f"{key!r} has dtype {data[key].dtype} but is to be broadcast as {datatype}; "
+                "convert it or broadcast it in a call of its own"
+            )
+        if data[key].dim() > _MAX_DATA_DIM:
+            raise ValueError(
+                f"{key!r} has {data[key].dim()} dimensions; at most {_MAX_DATA_DIM} can be sent"
+            )
+
+
+def broadcast_data(
+    keys: Sequence[str],
+    data: Mapping[str, torch.Tensor] | None,
+    datatype: torch.dtype,
+    tp_group: Any = None,
+) -> dict[str, torch.Tensor]:
+    """Sends `data[key]` for each key from the group's first rank to all, on this rank's device.
+
+    Args:
+        keys: in the same order on every rank.
+        data: read on tensor-parallel rank 0 only; None elsewhere.
+        datatype: the dtype of every tensor named.
+        tp_group: None for `parallel_state`'s.
+
+    Returns:
+        A tensor per key, of the same shape on every rank.
+
+    Raises:
+        ValueError: a key is missing, has another dtype, or too many dimensions.
+    """
+    group = get_tensor_model_parallel_group_if_none(tp_group)
+    if group.rank() == 0:
+        _check(keys, data, datatype)
+    shapes = _broadcast_sizes(keys, data, group)
+
+    # -- All tensors travel as one --
+    device = get_device()
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    if group.rank() == 0:
+        flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])
+    else:
+        flat = torch.empty(sum(numels), dtype=datatype, device=device)
+    collectives.broadcast(flat, 0, group)
+    pieces = flat.split(numels)
+    return {key: piece.view(shape) for key, piece, shape in zip(keys, pieces, shapes, strict=True)}

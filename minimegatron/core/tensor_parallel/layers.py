@@ -1,0 +1,427 @@
+"""Linear layers and the embedding, cut over the tensor-parallel ranks.
+
+Called by: attention, the MLP, the embedding and the output layer. Calls: `mappings`,
+`core.collectives`. Counterpart: `megatron.core.tensor_parallel.layers`, same names.
+
+For Y = X W^T with t ranks (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053):
+
+- column-parallel cuts W's rows (the columns of W^T): rank r computes the piece Y_r from all of X;
+- row-parallel cuts W's columns: rank r computes, from X_r alone, one term of the sum Y.
+
+A column-parallel layer followed by a row-parallel one needs no exchange in between.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from minimegatron.core import collectives
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.tensor_parallel.initial_weights import new_weight
+from minimegatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from minimegatron.core.tensor_parallel.sharding import (  # noqa: F401  Megatron has them here
+    copy_tensor_model_parallel_attributes,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from minimegatron.core.tensor_parallel.utils import (
+    VocabUtility,
+    divide,
+    get_tensor_model_parallel_group_if_none,
+)
+
+InitMethod = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _new_bias(size: int, dtype: torch.dtype, cut: bool, stride: int = 1) -> torch.nn.Parameter:
+    """Biases start at zero, for any layout."""
+    bias = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
+    set_tensor_model_parallel_attributes(bias, is_parallel=cut, dim=0 if cut else -1, stride=stride)
+    return bias
+
+
+class VocabParallelEmbedding(torch.nn.Module):
+    """An embedding table cut along the vocabulary: rank r holds rows [r V/t, (r+1) V/t).
+
+    Args:
+        num_embeddings: V, global; divisible by t.
+        embedding_dim: h.
+        init_method: draws the full [V, h] table.
+        reduce_scatter_embeddings: return [s/t, b, h] for sequence parallelism, not [b, s, h].
+        config: dtype of the weight.
+        tp_group: None for `parallel_state`'s.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod,
+        reduce_scatter_embeddings: bool = False,
+        config: ModelParallelConfig,
+        tp_group: Any = None,
+    ):
+        super().__init__()
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        rank, size = self.tp_group.rank(), self.tp_group.size()
+        self.vocab_start_index, self.vocab_end_index = (
+            VocabUtility.vocab_range_from_global_vocab_size(num_embeddings, rank, size)
+        )
+        self.num_embeddings_per_partition = self.vocab_end_index - self.vocab_start_index
+        self.weight = new_weight(
+            (self.num_embeddings_per_partition, embedding_dim),
+            config.params_dtype,
+            init_method,
+            partition_dim=0,
+            tp_group=self.tp_group,
+            vocabulary=True,
+        )
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Token ids [b, s] -> [b, s, h], whole on every rank; or [s/t, b, h], see the class."""
+        if self.tp_group.size() == 1:
+            output_parallel = F.embedding(input_, self.weight)
+        else:
+            # Ids of other ranks look up row 0 here, and count as zero in the sum.
+            elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
+            found = F.embedding(local_ids, self.weight)
+            output_parallel = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.reduce_scatter_embeddings:
+            output_parallel = output_parallel.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(output_parallel, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(output_parallel, group=self.tp_group)
+
+
+# -- The matrix product under both linear layers --
+
+
+def _weight_gradient(grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
+    """dW = dY^T X over all tokens: [n, h] from [s, b, n] and [s, b, h]."""
+    return grad_output.flatten(0, -2).t() @ total_input.flatten(0, -2)
+
+
+class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
+    """Y = X W^T + bias, whose backward hides the input gradient's reduction behind dW.
+
+    dX must be summed over the ranks and dW need not be, and dW does not depend on dX: so dX is
+    computed first, its reduction launched, and dW computed while it is under way.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        input_,
+        weight,
+        bias,
+        allreduce_dgrad,
+        sequence_parallel,
+        grad_output_buffer,
+        wgrad_deferral_limit,
+        tp_group,
+    ):
+        # Saved before gathering: [s/t, b, h], gathered once more in backward.
+        ctx.save_for_backward(input_, weight)
+        ctx.use_bias = bias is not None
+        ctx.allreduce_dgrad = allreduce_dgrad
+        ctx.sequence_parallel = sequence_parallel
+        ctx.grad_output_buffer = grad_output_buffer
+        ctx.wgrad_deferral_limit = wgrad_deferral_limit
+        ctx.tp_group = tp_group
+        if sequence_parallel:
+            total_input, _ = _gather_sequence(input_, tp_group, async_op=False)
+        else:
+            total_input = input_
+        return F.linear(total_input, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        input_, weight = ctx.saved_tensors
+        group = ctx.tp_group
+        buffer, limit = ctx.grad_output_buffer, ctx.wgrad_deferral_limit
+        deferred = buffer is not None and (limit == 0 or len(buffer) < limit)
+        if deferred:
+            buffer.append(grad_output)
+
+        # -- Launch the gathering of X, compute dX meanwhile --
+        total_input, gathering = input_, None
+        if ctx.sequence_parallel and not deferred:
+            total_input, gathering = _gather_sequence(input_, group, async_op=True)
+        grad_input = grad_output.matmul(weight)
+        if gathering is not None:
+            gathering.wait()
+
+        # -- Launch the reduction of dX, compute dW meanwhile --
+        reducing = None
+        if ctx.allreduce_dgrad:
+            reducing = collectives.all_reduce(grad_input, group, async_op=True)
+        elif ctx.sequence_parallel:
+            partial = grad_input
+            grad_input = torch.empty_like(input_)
+            reducing = collectives.reduce_scatter(grad_input, partial, group, async_op=True)
+        grad_weight = None if deferred else _weight_gradient(grad_output, total_input)
+        grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
+        if reducing is not None:
+            reducing.wait()
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _gather_sequence(input_: torch.Tensor, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
+    """[s/t, b, h] -> [s, b, h], and the handle to wait for if asynchronous."""
+    gathered = input_.new_empty((group.size() * input_.size(0), *input_.shape[1:]))
+    handle = collectives.all_gather(gathered, input_.contiguous(), group, async_op=async_op)
+    return gathered, handle
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[torch.Tensor] | None = None,
+    wgrad_deferral_limit: int = 0,
+    tp_group: Any = None,
+) -> torch.Tensor:
+    """`F.linear`, with the exchange of a tensor-parallel layer built into forward and backward.
+
+    Args:
+        input: [s, b, h]; [s/t, b, h] with `sequence_parallel`, then gathered first.
+        weight: [n, h], local.
+        bias: [n], local, or None.
+        allreduce_dgrad: sum the input's gradient over the ranks.
+        sequence_parallel: gather `input`, reduce-scatter its gradient.
+        grad_output_buffer: keep the output's gradients here, and leave the weight's to
+            `drain_embedding_wgrad_compute`; None to compute it at once.
+        wgrad_deferral_limit: how many may be kept; 0 for any number.
+        tp_group: None for `parallel_state`'s.
+    """
+    if not allreduce_dgrad and not sequence_parallel and grad_output_buffer is None:
+        return F.linear(input, weight, bias)
+    group = get_tensor_model_parallel_group_if_none(tp_group)
+    device = input.device.type
+    # Autocast does not reach into a custom function's backward, so the casts are made out here.
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        input, weight = input.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return LinearWithGradAccumulationAndAsyncCommunication.apply(
+        input,
+        weight,
+        bias,
+        allreduce_dgrad,
+        sequence_parallel,
+        grad_output_buffer,
+        wgrad_deferral_limit,
+        group,
+    )
+
+
+def drain_embedding_wgrad_compute(
+    config: ModelParallelConfig,
+    embedding_activation_buffer: list[torch.Tensor],
+    grad_output_buffer: list[torch.Tensor],
+    weight: torch.nn.Parameter,
+    tp_group: Any = None,
+) -> None:
+    """Computes the output layer's weight gradients that backward put off, oldest first.
+
+    Each is added to `weight.main_grad` where a gradient buffer has given it one, else to `.grad`.
+    The two lists end empty. Called by `finish_embedding_wgrad_compute` once the pipeline has
+    drained. Mirrors: `megatron.core.utils`, same name.
+    """
+    group = get_tensor_model_parallel_group_if_none(tp_group)
+    # Forward keeps an input, backward its gradient: one was not run if the counts differ.
+    assert len(embedding_activation_buffer) == len(grad_output_buffer)
+    while grad_output_buffer:
+        total_input = embedding_activation_buffer.pop(0)
+        if config.sequence_parallel:
+            total_input, _ = _gather_sequence(total_input, group, async_op=False)
+        grad = _weight_gradient(grad_output_buffer.pop(0), total_input)
+        if hasattr(weight, "main_grad"):
+            weight.main_grad.add_(grad)
+        else:
+            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+
+
+class ColumnParallelLinear(torch.nn.Module):
+    """Y = X W^T + bias with W's rows cut: rank r computes output features [r n/t, (r+1) n/t).
+
+    Args:
+        input_size: h.
+        output_size: n, global; divisible by t.
+        config: dtype, sequence parallelism, deferral.
+        init_method: draws the full [n, h] weight.
+        bias: have one (it starts at zero).
+        gather_output: return [..., n] on every rank, not [..., n/t].
+        stride: number of matrices stacked in W, each cut by itself (see `sharding`).
+        skip_bias_add: return the bias instead of adding it, for who can fuse it.
+        skip_weight_param_allocation: have no weight; `forward` is given one (tied output layer).
+        embedding_activation_buffer, grad_output_buffer: where a deferred weight gradient's two
+            factors are kept, if `config.defer_embedding_wgrad_compute`.
+        disable_grad_reduce: leave the input's gradient unsummed.
+        tp_group: None for `parallel_state`'s.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: InitMethod,
+        bias: bool = True,
+        gather_output: bool = False,
+        stride: int = 1,
+        skip_bias_add: bool = False,
+        skip_weight_param_allocation: bool = False,
+        embedding_activation_buffer: list[torch.Tensor] | None = None,
+        grad_output_buffer: list[torch.Tensor] | None = None,
+        disable_grad_reduce: bool = False,
+        tp_group: Any = None,
+    ):
+        super().__init__()
+        self.input_size = input_size
+        self.output_size = output_size
+        self.config = config
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add
+        self.embedding_activation_buffer = embedding_activation_buffer
+        self.grad_output_buffer = grad_output_buffer
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        world_size = self.tp_group.size()
+        self.output_size_per_partition = divide(output_size, world_size)
+        self.sequence_parallel = config.sequence_parallel and world_size > 1
+        self.allreduce_dgrad = (
+            world_size > 1 and not self.sequence_parallel and not disable_grad_reduce
+        )
+        self.weight = None
+        if not skip_weight_param_allocation:
+            shape = (self.output_size_per_partition, input_size)
+            self.weight = new_weight(
+                shape, config.params_dtype, init_method, 0, self.tp_group, stride
+            )
+        self.bias = None
+        if bias:
+            size = self.output_size_per_partition
+            self.bias = _new_bias(size, config.params_dtype, cut=True, stride=stride)
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] ([s/t, b, h] with sequence parallelism) -> ([s, b, n/t], bias if not added).
+
+        `weight`: used instead of the layer's own. Raises ValueError if there is neither.
+        """
+        weight = self.weight if weight is None else weight
+        if weight is None:
+            raise ValueError(
+                "this ColumnParallelLinear was built with skip_weight_param_allocation and has "
+                "no weight; pass weight= to forward"
+            )
+        deferring = (
+            self.config.defer_embedding_wgrad_compute and self.grad_output_buffer is not None
+        )
+        if deferring and torch.is_grad_enabled():
+            limit = self.config.wgrad_deferral_limit
+            if limit == 0 or len(self.embedding_activation_buffer) < limit:
+                self.embedding_activation_buffer.append(input_.detach())
+        output_parallel = linear_with_grad_accumulation_and_async_allreduce(
+            input_,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            self.allreduce_dgrad,
+            self.sequence_parallel,
+            self.grad_output_buffer if deferring else None,
+            self.config.wgrad_deferral_limit if deferring else 0,
+            self.tp_group,
+        )
+        output = output_parallel
+        if self.gather_output:
+            output = gather_from_tensor_model_parallel_region(output_parallel, group=self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
+
+
+class RowParallelLinear(torch.nn.Module):
+    """Y = X W^T + bias with W's columns cut: rank r's product is one term of the sum Y.
+
+    Args:
+        input_size: n, global; divisible by t.
+        output_size: h.
+        config: dtype, sequence parallelism.
+        init_method: draws the full [h, n] weight.
+        bias: have one; it is whole on every rank, and added once, after the sum.
+        input_is_parallel: the input is [..., n/t] already, as a column-parallel layer leaves it.
+        skip_bias_add: return the bias instead of adding it.
+        tp_group: None for `parallel_state`'s.
+
+    Raises:
+        ValueError: sequence parallelism with `input_is_parallel=False`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: InitMethod,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        stride: int = 1,
+        tp_group: Any = None,
+    ):
+        super().__init__()
+        self.input_size = input_size
+        self.output_size = output_size
+        self.config = config
+        self.input_is_parallel = input_is_parallel
+        self.skip_bias_add = skip_bias_add
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        self.input_size_per_partition = divide(input_size, self.tp_group.size())
+        self.sequence_parallel = config.sequence_parallel and self.tp_group.size() > 1
+        if self.sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "a row-parallel layer under sequence_parallel takes features that are cut "
+                "already; set input_is_parallel=True or turn sequence_parallel off"
+            )
+        shape = (output_size, self.input_size_per_partition)
+        self.weight = new_weight(shape, config.params_dtype, init_method, 1, self.tp_group, stride)
+        self.bias = None
+        if bias:
+            self.bias = _new_bias(output_size, config.params_dtype, cut=False)
+            # Added to this rank's part of the sequence: its gradient is one term of a sum.
+            self.bias.sequence_parallel = config.sequence_parallel
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, n/t] -> ([s, b, h] or, with sequence parallelism, [s/t, b, h]; bias if not added)."""
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        output_parallel = linear_with_grad_accumulation_and_async_allreduce(
+            input_,
+            self.weight,
+            None,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=self.tp_group,
+        )
+        if self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(output_parallel, self.tp_group)
+        else:
+            output = reduce_from_tensor_model_parallel_region(output_parallel, self.tp_group)
+        if self.skip_bias_add:
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None

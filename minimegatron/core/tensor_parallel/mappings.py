@@ -1,0 +1,230 @@
+"""The conjugate collectives: what a tensor-parallel region does on entry and exit, and backward.
+
+Called by: `layers`, the embedding, anything that crosses between the two kinds of region. Calls:
+`core.collectives`. Counterpart: `megatron.core.tensor_parallel.mappings`, same names.
+
+Each row is an autograd function whose backward is the transpose of its forward, once one says
+whether a tensor that lives on every rank is *one* value in t copies or t terms of a sum:
+
+    function                                    forward                  backward
+    ------------------------------------------  -----------------------  ------------------------
+    copy_to_tensor_model_parallel_region        identity                 all-reduce
+    reduce_from_tensor_model_parallel_region    all-reduce               identity
+    scatter_to_tensor_model_parallel_region     split last dim           all-gather last dim
+    gather_from_tensor_model_parallel_region    all-gather last dim      split last dim
+    scatter_to_sequence_parallel_region         split first dim          all-gather first dim
+    gather_from_sequence_parallel_region        all-gather first dim     reduce-scatter first dim
+      (..., tensor_parallel_output_grad=False)  all-gather first dim     split first dim
+    reduce_scatter_to_sequence_parallel_region  reduce-scatter first     all-gather first dim
+
+Without sequence parallelism a layer is copy, column-parallel, row-parallel, reduce: two all-reduces
+per layer and direction. With it, it is gather, column, row, reduce-scatter: the same bytes, because
+an all-reduce is a reduce-scatter and an all-gather, but what lies between layers is 1/t as large
+(Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+
+The sequence is dimension 0 and features are the last: activations are [s, b, h].
+"""
+
+from typing import Any
+
+import torch
+
+from minimegatron.core import collectives
+from minimegatron.core.tensor_parallel.utils import (
+    divide,
+    get_tensor_model_parallel_group_if_none,
+    split_tensor_along_last_dim,
+)
+
+# -- The moves themselves, without gradients --
+
+
+def _reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over `group`, in a new tensor: autograd forbids changing the caller's."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    collectives.all_reduce(total, group)
+    return total
+
+
+def _split_along_last_dim(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    return split_tensor_along_last_dim(tensor, group.size())[group.rank()].contiguous()
+
+
+def _split_along_first_dim(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    share = divide(tensor.size(0), group.size())
+    return tensor[group.rank() * share : (group.rank() + 1) * share].contiguous()
+
+
+def _gather_along_first_dim(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    gathered = tensor.new_empty((group.size() * tensor.size(0), *tensor.shape[1:]))
+    collectives.all_gather(gathered, tensor.contiguous(), group)
+    return gathered
+
+
+def _gather_along_last_dim(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """Collectives concatenate along dimension 0, so the pieces are laid side by side afterwards."""
+    pieces = _gather_along_first_dim(tensor, group).chunk(group.size(), dim=0)
+    return torch.cat(pieces, dim=-1)
+
+
+def _reduce_scatter_along_first_dim(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    share = tensor.new_empty((divide(tensor.size(0), group.size()), *tensor.shape[1:]))
+    collectives.reduce_scatter(share, tensor.contiguous(), group)
+    return share
+
+
+# -- The table, row by row --
+# `ctx.group` is all that backward needs. Groups of one never get here (see the functions below).
+
+
+class _CopyToModelParallelRegion(torch.autograd.Function):
+    """One value in t copies enters t different computations: their gradients add up."""
+
+    @staticmethod
+    def forward(ctx, input_, group):
+        ctx.group = group
+        return input_.view_as(input_)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _reduce(grad_output, ctx.group), None
+
+
+class _ReduceFromModelParallelRegion(torch.autograd.Function):
+    """t terms become their sum: each term gets the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx, input_, group):
+        return _reduce(input_, group)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, None
+
+
+class _ScatterToModelParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, group):
+        ctx.group = group
+        return _split_along_last_dim(input_, group)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _gather_along_last_dim(grad_output, ctx.group), None
+
+
+class _GatherFromModelParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, group):
+        ctx.group = group
+        return _gather_along_last_dim(input_, group)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _split_along_last_dim(grad_output, ctx.group), None
+
+
+class _ScatterToSequenceParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, group):
+        ctx.group = group
+        return _split_along_first_dim(input_, group)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _gather_along_first_dim(grad_output, ctx.group), None
+
+
+class _GatherFromSequenceParallelRegion(torch.autograd.Function):
+    """What follows decides the backward.
+
+    If a tensor-parallel layer follows, each rank's gradient is one term of the sum. If every rank
+    goes on to do the same with the whole, each gradient is already the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, input_, group, tensor_parallel_output_grad):
+        ctx.group = group
+        ctx.tensor_parallel_output_grad = tensor_parallel_output_grad
+        return _gather_along_first_dim(input_, group)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if ctx.tensor_parallel_output_grad:
+            return _reduce_scatter_along_first_dim(grad_output, ctx.group), None, None
+        return _split_along_first_dim(grad_output, ctx.group), None, None
+
+
+class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, group):
+        ctx.group = group
+        return _reduce_scatter_along_first_dim(input_, group)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _gather_along_first_dim(grad_output, ctx.group), None
+
+
+# -- The functions to call --
+
+
+def _apply(function: Any, input_: torch.Tensor, group: Any | None, *options: Any) -> torch.Tensor:
+    """A group of one has nothing to exchange; all seven are then the identity."""
+    group = get_tensor_model_parallel_group_if_none(group)
+    if group.size() == 1:
+        return input_
+    return function.apply(input_, group, *options)
+
+
+def copy_to_tensor_model_parallel_region(
+    input_: torch.Tensor, group: Any | None = None
+) -> torch.Tensor:
+    """Enters a tensor-parallel region: the same tensor; backward sums its gradient over `group`."""
+    return _apply(_CopyToModelParallelRegion, input_, group)
+
+
+def reduce_from_tensor_model_parallel_region(
+    input_: torch.Tensor, group: Any | None = None
+) -> torch.Tensor:
+    """Leaves a tensor-parallel region: the sum over `group`; backward hands the gradient on."""
+    return _apply(_ReduceFromModelParallelRegion, input_, group)
+
+
+def scatter_to_tensor_model_parallel_region(
+    input_: torch.Tensor, group: Any | None = None
+) -> torch.Tensor:
+    """[..., n] -> this rank's [..., n/t]. Raises ValueError if t does not divide n."""
+    return _apply(_ScatterToModelParallelRegion, input_, group)
+
+
+def gather_from_tensor_model_parallel_region(
+    input_: torch.Tensor, group: Any | None = None
+) -> torch.Tensor:
+    """[..., n/t] -> [..., n], the same on every rank."""
+    return _apply(_GatherFromModelParallelRegion, input_, group)
+
+
+def scatter_to_sequence_parallel_region(
+    input_: torch.Tensor, group: Any | None = None
+) -> torch.Tensor:
+    """[s, ...] -> this rank's [s/t, ...]. Raises ValueError if t does not divide s."""
+    return _apply(_ScatterToSequenceParallelRegion, input_, group)
+
+
+def gather_from_sequence_parallel_region(
+    input_: torch.Tensor, tensor_parallel_output_grad: bool = True, group: Any | None = None
+) -> torch.Tensor:
+    """[s/t, ...] -> [s, ...], the same on every rank.
+
+    `tensor_parallel_output_grad`: a tensor-parallel layer consumes the result, so that gradients
+    are to be summed; False if every rank computes the same from it.
+    """
+    return _apply(_GatherFromSequenceParallelRegion, input_, group, tensor_parallel_output_grad)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    input_: torch.Tensor, group: Any | None = None
+) -> torch.Tensor:
+    """[s, ...] -> this rank's [s/t, ...] of the sum. Raises ValueError if t does not divide s."""
+    return _apply(_ReduceScatterToSequenceParallelRegion, input_, group)

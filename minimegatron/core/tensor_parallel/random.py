@@ -1,0 +1,258 @@
+"""Random numbers that agree, or differ, between tensor-parallel ranks as they must; and recompute.
+
+Called by: dropout in attention and in the layer, activation recompute in `TransformerBlock`. Calls:
+the default generator of the device in use. Counterpart: `megatron.core.tensor_parallel.random`; its
+names say CUDA, but here they serve the CPU too.
+
+Dropout needs two kinds of randomness. Where every tensor-parallel rank holds the same activations,
+all must drop the same ones: they use the default generator, seeded alike. Where each holds its own
+piece (heads; with sequence parallelism, tokens), each must drop others: they `fork()` to a generator
+seeded by rank.
+
+    activations                            without sequence parallelism   with it
+    -------------------------------------  -----------------------------  -----------------
+    between layers (hidden dropout)        default: equal over tp         model-parallel
+    attention probabilities, per head      model-parallel                 model-parallel
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from minimegatron.core.device import get_device
+from minimegatron.core.tensor_parallel.utils import (
+    gather_split_1d_tensor,
+    get_tensor_model_parallel_group_if_none,
+    split_tensor_into_1d_equal_chunks,
+)
+from minimegatron.core.tracing import traced
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+_DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """The state that is equal over tensor-parallel ranks."""
+    return _DATA_PARALLEL_RNG_TRACKER_NAME
+
+
+# -- The default generator of the device that this process computes on --
+
+
+def _get_rng_state() -> torch.Tensor:
+    device = get_device()
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor) -> None:
+    device = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _manual_seed(seed: int) -> None:
+    if get_device().type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+class CudaRNGStatesTracker:
+    """Named states of the default generator, exchanged for it within `fork`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all states."""
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def is_initialized(self) -> bool:
+        """True once a state was added or restored."""
+        return bool(self.states_)
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """A copy of the states, to save."""
+        return {name: state.clone() for name, state in self.states_.items()}
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Restores what `get_states` returned."""
+        self.states_ = {name: state.clone() for name, state in states.items()}
+
+    def add(self, name: str, seed: int) -> None:
+        """Adds a state seeded by `seed`. Raises ValueError if either is taken."""
+        if seed in self.seeds_:
+            raise ValueError(f"seed {seed} is in use already; streams must differ, give another")
+        if name in self.states_:
+            raise ValueError(f"random state {name!r} exists already; reset() the tracker first")
+        before = _get_rng_state()
+        _manual_seed(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = _get_rng_state()
+        _set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        """Within it, random numbers come from `name`'s state, which advances.
+
+        Not to be nested under one name: the inner fork would repeat the outer one's numbers.
+
+        Raises:
+            ValueError: no such state.
+        """
+        if name not in self.states_:
+            raise ValueError(
+                f"random state {name!r} is unknown (known: {sorted(self.states_)}); call "
+                "model_parallel_cuda_manual_seed(seed) before using dropout"
+            )
+        before = _get_rng_state()
+        _set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _get_rng_state()
+            _set_rng_state(before)
+
+
+_CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """This process's tracker."""
+    return _CUDA_RNG_STATE_TRACKER
+
+
+def model_parallel_cuda_manual_seed(seed: int, tp_rank: int | None = None) -> None:
+    """Seeds the default generator by `seed` and the model-parallel state by `seed` and rank.
+
+    Pipeline stages and, if wanted, data-parallel ranks differ because the caller gives them another
+    `seed` (Megatron: seed + 100 x pipeline rank, + 10 x data rank under data_parallel_random_init).
+
+    Args:
+        seed: equal over the ranks of a tensor-parallel group.
+        tp_rank: None for `parallel_state`'s.
+    """
+    if tp_rank is None:
+        tp_rank = get_tensor_model_parallel_group_if_none(None).rank()
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    _manual_seed(seed)
+    tracker.add(_DATA_PARALLEL_RNG_TRACKER_NAME, seed)
+    # 2718 apart, so that no rank's seed is another use's seed plus a small number.
+    tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tp_rank)
+
+
+# -- Activation recompute --
+
+
+def _all_rng_states() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """CPU, the device in use (the CPU again where that is all), and the tracker's."""
+    return torch.get_rng_state(), _get_rng_state(), get_cuda_rng_tracker().get_states()
+
+
+def _restore_rng_states(
+    states: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]],
+) -> None:
+    cpu, device, tracked = states
+    torch.set_rng_state(cpu)
+    _set_rng_state(device)
+    get_cuda_rng_tracker().set_states(tracked)
+
+
+@contextlib.contextmanager
+def _as_it_was(rng_states: Any) -> Iterator[None]:
+    """Within it, randomness continues from `rng_states`; afterwards as if nothing had happened."""
+    now = _all_rng_states()
+    _restore_rng_states(rng_states)
+    try:
+        yield
+    finally:
+        _restore_rng_states(now)
+
+
+def _autocast_state(device_type: str) -> Callable[[], Any]:
+    """Makes the context in which autocast is what it is now."""
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
+
+
+@traced("recompute")
+def _recompute(ctx: Any, inputs: tuple[Any, ...]) -> Any:
+    """Runs `ctx.run_function` again, with gradients, on the same inputs and random numbers."""
+    with _as_it_was(ctx.rng_states), ctx.autocast(), torch.enable_grad():
+        return ctx.run_function(*inputs)
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """Forward keeps the inputs only; backward runs the function again before differentiating it."""
+
+    @staticmethod
+    def forward(ctx, run_function, distribute_group, *args):
+        ctx.run_function = run_function
+        ctx.rng_states = _all_rng_states()
+        ctx.autocast = _autocast_state(get_device().type)
+        with torch.no_grad():
+            outputs = run_function(*args)
+        # Tensors are saved, so that autograd can tell if one is changed before backward.
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        ctx.other_args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        ctx.is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
+        ctx.distribute_group = distribute_group
+        if distribute_group is not None:
+            ctx.first_shape = tensors[0].shape
+            tensors[0] = split_tensor_into_1d_equal_chunks(tensors[0], distribute_group)
+        ctx.save_for_backward(*tensors)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        tensors = list(ctx.saved_tensors)
+        if ctx.distribute_group is not None:
+            whole = gather_split_1d_tensor(tensors[0], ctx.distribute_group)
+            tensors[0] = whole.view(ctx.first_shape)
+        needs_grad = ctx.needs_input_grad[2:]
+        remaining = iter(tensors)
+        inputs = tuple(
+            next(remaining).detach().requires_grad_(needs) if is_tensor else other
+            for is_tensor, other, needs in zip(
+                ctx.is_tensor, ctx.other_args, needs_grad, strict=True
+            )
+        )
+        outputs = _recompute(ctx, inputs)
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        differentiable = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if isinstance(output, torch.Tensor) and output.requires_grad
+        ]
+        torch.autograd.backward(*zip(*differentiable, strict=True))
+        input_grads = (arg.grad if isinstance(arg, torch.Tensor) else None for arg in inputs)
+        return None, None, *input_grads
+
+
+def checkpoint(
+    function: Callable, distribute_saved_activations: bool, *args: Any, tp_group: Any = None
+) -> Any:
+    """`function(*args)`, keeping only its inputs for backward, which runs it again.
+
+    The second run sees the same random numbers, so dropout drops the same. At least one tensor in
+    `args` must require gradients, else `function`'s parameters get none.
+
+    Args:
+        function: returns a tensor or a tuple of tensors.
+        distribute_saved_activations: each tensor-parallel rank keeps 1/t of the first tensor, which
+            all hold alike; they gather it again in backward.
+        args: inputs, by position.
+        tp_group: for `distribute_saved_activations`; None for `parallel_state`'s.
+    """
+    group = None
+    if distribute_saved_activations:
+        group = get_tensor_model_parallel_group_if_none(tp_group)
+    return CheckpointFunction.apply(function, group, *args)

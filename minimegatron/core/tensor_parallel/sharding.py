@@ -1,0 +1,114 @@
+"""One parameter of the full model and its tensor-parallel pieces: cutting and putting together.
+
+Called by: `initial_weights` (cut what was drawn), checkpoints and parity tests (both directions).
+Calls: `core.collectives`. Megatron keeps this arithmetic inside `layers` and its checkpoint code.
+
+Every parameter says how it is cut, by three attributes that the layers set:
+
+- `tensor_model_parallel`: cut at all? If not, each rank holds the whole.
+- `partition_dim`: the dimension that is cut.
+- `partition_stride`: how many matrices lie stacked along it, each cut by itself. SwiGLU's first
+  projection stacks gate and up (stride 2): full = [gate; up], rank r holds [gate_r; up_r].
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from minimegatron.core import collectives
+from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int
+) -> None:
+    """Records how `tensor` is cut over the tensor-parallel ranks. Mirrors: `layers`, same name."""
+    tensor.tensor_model_parallel = is_parallel
+    tensor.partition_dim = dim
+    tensor.partition_stride = stride
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
+    """Marks `tensor` as whole on every rank, unless a layer said otherwise."""
+    if not hasattr(tensor, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(tensor, is_parallel=False, dim=-1, stride=1)
+
+
+def copy_tensor_model_parallel_attributes(
+    destination_tensor: torch.Tensor, source_tensor: torch.Tensor
+) -> None:
+    """For an optimizer's fp32 copy of a parameter."""
+    set_defaults_if_not_set_tensor_model_parallel_attributes(source_tensor)
+    set_tensor_model_parallel_attributes(
+        destination_tensor,
+        source_tensor.tensor_model_parallel,
+        source_tensor.partition_dim,
+        source_tensor.partition_stride,
+    )
+
+
+def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = None) -> bool:
+    """True on exactly one rank per value: everywhere if cut, on tensor rank 0 if whole."""
+    if getattr(param, "tensor_model_parallel", False):
+        return True
+    return get_tensor_model_parallel_group_if_none(tp_group).rank() == 0
+
+
+def is_cut(param: torch.Tensor, tp_size: int) -> bool:
+    """True if the ranks hold different pieces of `param`."""
+    return tp_size > 1 and getattr(param, "tensor_model_parallel", False)
+
+
+def full_shape(param: torch.Tensor, tp_size: int) -> torch.Size:
+    """The shape `param` has in the full model."""
+    shape = list(param.shape)
+    if is_cut(param, tp_size):
+        shape[param.partition_dim] *= tp_size
+    return torch.Size(shape)
+
+
+def shard_parameter(
+    full: torch.Tensor, param: torch.Tensor, tp_rank: int, tp_size: int
+) -> torch.Tensor:
+    """The piece of `full` that rank `tp_rank` of `tp_size` holds; the whole if `param` is not cut.
+
+    Args:
+        full: a tensor of `param`'s full shape: a weight, its gradient, an optimizer moment.
+        param: says how it is cut; its own values are not read.
+
+    Raises:
+        ValueError: the cut dimension is not divisible by `tp_size` x stride.
+    """
+    if not is_cut(param, tp_size):
+        return full
+    dim, stride = param.partition_dim, param.partition_stride
+    if full.size(dim) % (tp_size * stride):
+        raise ValueError(
+            f"dimension {dim} of a parameter of shape {tuple(full.shape)} holds {stride} stacked "
+            f"matrices and cannot be cut over {tp_size} ranks; make it a multiple of "
+            f"{tp_size * stride}"
+        )
+    stacked = full.chunk(stride, dim)
+    return torch.cat([matrix.chunk(tp_size, dim)[tp_rank] for matrix in stacked], dim)
+
+
+def unshard_parameter(shards: Sequence[torch.Tensor], param: torch.Tensor) -> torch.Tensor:
+    """The inverse: `shards` of all ranks, in rank order, put together to the full parameter."""
+    if not is_cut(param, len(shards)):
+        return shards[0]
+    dim, stride = param.partition_dim, param.partition_stride
+    per_rank = [shard.chunk(stride, dim) for shard in shards]
+    return torch.cat([shard[k] for k in range(stride) for shard in per_rank], dim)
+
+
+def gather_parameter(shard: torch.Tensor, param: torch.Tensor, tp_group: Any) -> torch.Tensor:
+    """Every rank's `shard` (of `param`'s value, gradient, ...) put together, on every rank.
+
+    A collective over `tp_group` for a parameter that is cut; for others the rank's own value.
+    """
+    if not is_cut(param, tp_group.size()):
+        return shard
+    gathered = shard.new_empty((tp_group.size() * shard.size(0), *shard.shape[1:]))
+    collectives.all_gather(gathered, shard.contiguous(), tp_group)
+    return unshard_parameter(gathered.chunk(tp_group.size(), dim=0), param)

@@ -1,0 +1,91 @@
+"""Small arithmetic of tensor parallelism: which part of a tensor belongs to which rank.
+
+Called by: every other module of `tensor_parallel`, and the layers above. Calls: `parallel_state`,
+only to fill in a group that was not given. Counterpart: `megatron.core.tensor_parallel.utils`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from minimegatron.core import collectives, parallel_state
+
+
+def get_tensor_model_parallel_group_if_none(tp_group: Any | None) -> Any:
+    """`tp_group`, or this rank's tensor-parallel group of `parallel_state` for None.
+
+    Anything with `rank()` and `size()` will do for a group of one; more ranks need a
+    `torch.distributed.ProcessGroup`. Mirrors: `megatron.core.utils`, same name.
+    """
+    return parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The quotient of a division that must come out even. Raises ValueError if it does not."""
+    if numerator % denominator:
+        raise ValueError(
+            f"{numerator} is not divisible by {denominator}; "
+            f"the nearest sizes that are: {numerator // denominator * denominator} and "
+            f"{-(-numerator // denominator) * denominator}"
+        )
+    return numerator // denominator
+
+
+def split_tensor_along_last_dim(
+    tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> Sequence[torch.Tensor]:
+    """`num_partitions` equal pieces of the last dimension, views unless asked to be contiguous."""
+    pieces = torch.split(tensor, divide(tensor.size(-1), num_partitions), dim=-1)
+    if contiguous_split_chunks:
+        return tuple(piece.contiguous() for piece in pieces)
+    return pieces
+
+
+class VocabUtility:
+    """Which rows of the vocabulary a tensor-parallel rank holds: [first, last)."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        first = rank * per_partition_vocab_size
+        return first, first + per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(
+        global_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """Raises ValueError if `world_size` does not divide the vocabulary."""
+        per_partition = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(
+            per_partition, rank, world_size
+        )
+
+
+# -- Any tensor, cut flat --
+# Recompute may keep only 1/t of a layer's input per rank: all ranks hold the same one anyway.
+
+
+def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, tp_group: Any = None) -> torch.Tensor:
+    """This rank's copy of an equal share of the flattened `tensor`; ValueError if uneven."""
+    group = get_tensor_model_parallel_group_if_none(tp_group)
+    share = divide(tensor.numel(), group.size())
+    return tensor.reshape(-1)[group.rank() * share : (group.rank() + 1) * share].clone()
+
+
+def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any = None) -> torch.Tensor:
+    """The inverse: every rank's share, one after the other, flat."""
+    group = get_tensor_model_parallel_group_if_none(tp_group)
+    gathered = tensor.new_empty(group.size() * tensor.numel())
+    collectives.all_gather(gathered, tensor, group)
+    return gathered
+
+
+def make_viewless_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy of it if it is a view of another tensor.
+
+    A stage frees its output once it is sent (`deallocate_output_tensor`); freeing a view would free
+    nothing, because the tensor it looks into still holds the memory.
+    """
+    return tensor if tensor._base is None else tensor.clone()

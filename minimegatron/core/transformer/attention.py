@@ -1,0 +1,148 @@
+"""Self-attention: project to queries, keys and values, attend, project back.
+
+Called by: `TransformerLayer`. Calls: a column- and a row-parallel linear layer, the rotary rotation,
+`DotProductAttention`. Counterpart: `megatron.core.transformer.attention`.
+
+Heads are what is cut: a heads of width d over t ranks. With grouped-query attention (Ainslie et al.
+2023, https://arxiv.org/abs/2305.13245) g key/value heads serve a/g query heads each. The rows of the
+one projection weight are laid out by group,
+
+    [q .. q k v] [q .. q k v] ...      g groups of (a/g + 2) d rows,
+
+so that cutting the rows evenly gives each rank whole groups.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minimegatron.core.tensor_parallel.random import checkpoint
+from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
+from minimegatron.core.transformer.enums import AttnMaskType
+from minimegatron.core.transformer.module import MegatronModule
+from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
+from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """The specs of self-attention's parts; the two norms only with `config.qk_layernorm`."""
+
+    linear_qkv: ModuleSpec | type | None = None
+    core_attention: ModuleSpec | type | None = None
+    linear_proj: ModuleSpec | type | None = None
+    q_layernorm: Any = None
+    k_layernorm: Any = None
+
+
+class SelfAttention(MegatronModule):
+    """Multi-head self-attention over [s, b, h].
+
+    Args:
+        layer_number: from 1, in the whole model.
+        attn_mask_type: see `AttnMaskType`.
+        tp_group: None for `parallel_state`'s.
+
+    Raises:
+        ValueError: `config.qk_layernorm` asks for norms that `submodules` lacks, or the reverse.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        tp_group: Any = None,
+    ):
+        super().__init__(config)
+        self.layer_number = layer_number
+        tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        # The config has checked that t divides both.
+        self.num_query_groups_per_partition = config.num_query_groups // tp_group.size()
+        self.heads_per_group = config.num_attention_heads // config.num_query_groups
+        width, heads = config.kv_channels, config.num_attention_heads
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            (heads + 2 * config.num_query_groups) * width,
+            config=config,
+            init_method=config.init_method,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            gather_output=False,
+            tp_group=tp_group,
+        )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            heads * width,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=tp_group,
+        )
+        given = (submodules.q_layernorm is not None, submodules.k_layernorm is not None)
+        if given != (config.qk_layernorm, config.qk_layernorm):
+            raise ValueError(
+                f"config.qk_layernorm is {config.qk_layernorm} but the layer's spec has "
+                f"(q, k) norms {given}; pass the same qk_layernorm to get_gpt_layer_local_spec"
+            )
+        # Every rank has these weights whole but sees its own heads only, so their gradients are
+        # terms of a sum over tensor-parallel ranks, with and without sequence parallelism.
+        options = {"eps": config.layernorm_epsilon, "gradient_is_partial": True}
+        self.q_layernorm = build_module(submodules.q_layernorm, config, width, **options)
+        self.k_layernorm = build_module(submodules.k_layernorm, config, width, **options)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[s, b, h] -> q [s, b, a/t, d], k and v [s, b, g/t, d]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        s, b = mixed.shape[:2]
+        groups, width = self.num_query_groups_per_partition, self.config.kv_channels
+        by_group = mixed.view(s, b, groups, self.heads_per_group + 2, width)
+        query, key, value = by_group.split([self.heads_per_group, 1, 1], dim=3)
+        query = query.reshape(s, b, groups * self.heads_per_group, width)
+        key, value = key.squeeze(3), value.squeeze(3)
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        checkpoint_core_attention: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends over the whole sequence.
+
+        Args:
+            hidden_states: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            attention_mask: see `DotProductAttention`.
+            rotary_pos_emb: angles [s, 1, 1, d'], or None.
+            checkpoint_core_attention: recompute the core in backward (selective recompute): its
+                [b, a/t, s, s] probabilities cost much memory and little time.
+
+        Returns:
+            (as `hidden_states`, bias to add).
+        """
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        if rotary_pos_emb is not None:
+            query = apply_rotary_pos_emb(query, rotary_pos_emb)
+            key = apply_rotary_pos_emb(key, rotary_pos_emb)
+        if checkpoint_core_attention and self.training:
+            context = checkpoint(self.core_attention, False, query, key, value, attention_mask)
+        else:
+            context = self.core_attention(query, key, value, attention_mask)
+        return self.linear_proj(context)

@@ -1,0 +1,29 @@
+"""Kinds of layers and masks, by name. Torch-free.
+
+Read by: layer specs, attention, the pipeline layout. Calls nothing. Counterpart:
+`megatron.core.transformer.enums`.
+"""
+
+import enum
+
+
+class LayerType(enum.Enum):
+    """What one letter of a pipeline layout stands for."""
+
+    embedding = 1
+    loss = 2
+    decoder = 4
+    mtp = 5
+
+
+class AttnMaskType(enum.Enum):
+    """Which positions attention must not see."""
+
+    padding = 1
+    """Those the given mask says."""
+    causal = 2
+    """Those after the query, and those the given mask says, if one is given."""
+    no_mask = 3
+    """None at all."""
+    padding_causal = 4
+    """Those after the query and those the given mask says."""

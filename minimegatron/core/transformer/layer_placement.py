@@ -1,0 +1,146 @@
+"""Which chunk builds which layers. Arithmetic only, torch-free.
+
+Called by: `TransformerBlock` (how many), `TransformerLayer` (from which number on), the planner.
+Calls: `PipelineParallelLayerLayout`, where a layout is given. Megatron computes the two numbers
+separately, in `transformer_block` and `transformer_layer`, which re-export them here as there.
+
+A model is cut into p x v virtual stages, in model order; chunk `vp_stage` of pipeline rank `pp_rank`
+is virtual stage vp_stage x p + pp_rank. A chunk's offset is by definition the number of layers that
+all earlier virtual stages build, so every layer is built once, whatever the rule for the numbers.
+"""
+
+from typing import Any
+
+from minimegatron.core.transformer.enums import LayerType
+from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
+
+
+def _layout_of(config: Any) -> PipelineParallelLayerLayout | None:
+    layout = config.pipeline_model_parallel_layout
+    if isinstance(layout, str | list):
+        return PipelineParallelLayerLayout(layout, config.pipeline_model_parallel_size)
+    return layout
+
+
+def _layers_of_ranks(config: Any) -> list[int]:
+    """Layers of each pipeline rank, all chunks together; embedding and loss counted if asked to."""
+    p = config.pipeline_model_parallel_size
+    first = config.num_layers_in_first_pipeline_stage
+    last = config.num_layers_in_last_pipeline_stage
+    extra = (
+        config.account_for_embedding_in_pipeline_split + config.account_for_loss_in_pipeline_split
+    )
+    if first is None and last is None:
+        total = config.num_layers + extra
+        if total % p:
+            counted = f" (+ {extra} for embedding and loss)" if extra else ""
+            raise ValueError(
+                f"num_layers {config.num_layers}{counted} is not divisible by "
+                f"pipeline_model_parallel_size {p}; use {total // p * p - extra} or "
+                f"{-(-total // p) * p - extra} layers, or set num_layers_in_first_pipeline_stage "
+                "or num_layers_in_last_pipeline_stage"
+            )
+        return [total // p] * p
+    if extra:
+        raise ValueError(
+            "account_for_embedding/loss_in_pipeline_split and num_layers_in_first/last_"
+            "pipeline_stage both set the uneven stages; use one of the two"
+        )
+    return _uneven_layers_of_ranks(config.num_layers, p, first, last)
+
+
+def _uneven_layers_of_ranks(
+    num_layers: int, p: int, first: int | None, last: int | None
+) -> list[int]:
+    given = [number for number in (first, last) if number is not None]
+    middle = num_layers - sum(given)
+    num_middle = p - len(given)
+    if min(given) < 0 or middle < 0 or num_middle < 0:
+        raise ValueError(
+            f"num_layers_in_first/last_pipeline_stage {given} do not fit num_layers {num_layers} "
+            f"over {p} stages; their sum must be at most {num_layers}, and {len(given)} or more "
+            "stages are needed"
+        )
+    if middle % num_middle if num_middle else middle:
+        raise ValueError(
+            f"{middle} layers remain after num_layers_in_first/last_pipeline_stage {given}, not "
+            f"divisible over the {num_middle} other stages; change num_layers {num_layers} or "
+            "the first and last stages"
+        )
+    stages = [middle // num_middle] * num_middle if num_middle else []
+    if first is not None:
+        stages.insert(0, first)
+    if last is not None:
+        stages.append(last)
+    return stages
+
+
+def layers_of_virtual_stages(config: Any) -> list[int]:
+    """Layers of each virtual stage, in model order: entry chunk x p + rank.
+
+    Raises:
+        ValueError: the layers cannot be divided so, with the numbers and the remedy.
+    """
+    p = config.pipeline_model_parallel_size
+    v = config.virtual_pipeline_model_parallel_size or 1
+    layout = _layout_of(config)
+    if layout is not None:
+        if layout.virtual_pipeline_model_parallel_size != v:
+            raise ValueError(
+                f"the pipeline layout has {layout.virtual_pipeline_model_parallel_size} chunks "
+                f"per rank but virtual_pipeline_model_parallel_size is {v}; make them equal"
+            )
+        stages = [
+            layout.get_num_layers_to_build(LayerType.decoder, vp_stage=chunk, pp_rank=rank)
+            for chunk in range(v)
+            for rank in range(p)
+        ]
+        if sum(stages) != config.num_layers:
+            raise ValueError(
+                f"the pipeline layout has {sum(stages)} decoder layers but num_layers is "
+                f"{config.num_layers}; change one of them"
+            )
+        return stages
+    ranks = _layers_of_ranks(config)
+    for rank, number in enumerate(ranks):
+        if number % v:
+            raise ValueError(
+                f"pipeline stage {rank} has {number} layers, not divisible by "
+                f"virtual_pipeline_model_parallel_size {v}; change num_layers "
+                f"{config.num_layers} or the number of chunks"
+            )
+    stages = [number // v for number in ranks] * v
+    stages[0] -= config.account_for_embedding_in_pipeline_split
+    stages[-1] -= config.account_for_loss_in_pipeline_split
+    if min(stages) < 0:
+        raise ValueError(
+            f"num_layers {config.num_layers} leaves fewer layers than stages once embedding and "
+            "loss are counted; use more layers or fewer stages"
+        )
+    return stages
+
+
+def _virtual_stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> int:
+    p = config.pipeline_model_parallel_size
+    v = config.virtual_pipeline_model_parallel_size
+    if pp_rank is None and p > 1:
+        raise ValueError(f"pp_rank is None but there are {p} stages; pass the pipeline rank")
+    if vp_stage is None and v is not None and v > 1:
+        raise ValueError(f"vp_stage is None but each stage has {v} chunks; pass the chunk's number")
+    return (vp_stage or 0) * p + (pp_rank or 0)
+
+
+def get_num_layers_to_build(
+    config: Any, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
+    """Layers that chunk `vp_stage` of pipeline rank `pp_rank` builds; may be 0."""
+    return layers_of_virtual_stages(config)[_virtual_stage(config, vp_stage, pp_rank)]
+
+
+def get_transformer_layer_offset(
+    config: Any, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
+    """Layers that come before that chunk's first, in the whole model."""
+    return sum(layers_of_virtual_stages(config)[: _virtual_stage(config, vp_stage, pp_rank)])

@@ -1,0 +1,74 @@
+"""The feed-forward half of a layer: wide, activation, narrow again.
+
+Called by: `TransformerLayer`. Calls: a column- and a row-parallel linear layer. Counterpart:
+`megatron.core.transformer.mlp`.
+
+    [s, b, h] -> fc1, column-parallel -> [s, b, f/t] -> activation -> fc2, row-parallel -> [s, b, h]
+
+The activation is element-wise, so nothing is exchanged between the two.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minimegatron.core.transformer.module import MegatronModule
+from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MLPSubmodules:
+    """The specs of the MLP's two projections."""
+
+    linear_fc1: ModuleSpec | type | None = None
+    linear_fc2: ModuleSpec | type | None = None
+
+
+class MLP(MegatronModule):
+    """act(x W1 + b1) W2; with `config.gated_linear_unit`, (act(x Wg) * (x Wu)) W2.
+
+    Wg and Wu are stacked in one weight [2f, h], gate first, each cut over the ranks by itself
+    (stride 2), so that a rank holds matching pieces of both (SwiGLU: Shazeer 2020,
+    https://arxiv.org/abs/2002.05202).
+
+    Args:
+        tp_group: None for `parallel_state`'s.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, tp_group: Any = None):
+        super().__init__(config)
+        stacked = 2 if config.gated_linear_unit else 1
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            config.hidden_size,
+            stacked * config.ffn_hidden_size,
+            config=config,
+            init_method=config.init_method,
+            bias=config.add_bias_linear,
+            gather_output=False,
+            stride=stacked,
+            tp_group=tp_group,
+        )
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            config.ffn_hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=tp_group,
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> ([s, b, h], bias to add); [s/t, b, h] each with sequence parallelism."""
+        wide, _ = self.linear_fc1(hidden_states)
+        if self.config.gated_linear_unit:
+            gate, up = wide.chunk(2, dim=-1)
+            wide = self.config.activation_func(gate) * up
+        else:
+            wide = self.config.activation_func(wide)
+        return self.linear_fc2(wide)

@@ -1,0 +1,124 @@
+"""What every model and layer is: a torch module that knows its config; and its 16-bit wrapper.
+
+Called by: all of `transformer` and `models`; `training.get_model` for the wrapper. Calls:
+`tensor_parallel.initial_weights`. Counterpart: `megatron.core.transformer.module`.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
+from minimegatron.core.tensor_parallel.sharding import (
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+class MegatronModule(torch.nn.Module):
+    """A module that carries its config."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.config = config
+
+    def initialize_weights(self, tp_group: Any) -> None:
+        """Draws every weight by its name in the full model (see `initial_weights`).
+
+        A model calls this once it is built. Parameters without an `init_method` (norms, biases)
+        keep their constants.
+        """
+        for name, param in self.named_parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+            if hasattr(param, "init_method"):
+                global_name = global_parameter_name(self, name)
+                rank, size = tp_group.rank(), tp_group.size()
+                draw_named_weight(param, global_name, self.config.init_seed, rank, size)
+
+
+# -- Names that do not depend on the layout --
+
+
+def global_parameter_name(model: torch.nn.Module, name: str) -> str:
+    """The name in the full model of what the chunk `model` calls `name`.
+
+    `decoder.layers.0.` of a later chunk becomes `decoder.layers.{its place in the model}.`; the last
+    stage's copy of a tied embedding gets the embedding's own name.
+
+    Args:
+        model: a model chunk, wrapped (`Float16Module`, DDP) or not.
+        name: from `model.named_parameters()`; the prefixes of wrappers are dropped.
+    """
+    while hasattr(model, "module"):
+        model = model.module
+        name = name.removeprefix("module.")
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    match = _LAYER.match(name)
+    if match is None:
+        return name
+    layer = model.decoder.layers[int(match.group(1))]
+    return f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
+
+
+def named_global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """`model.named_parameters()` under their names in the full model."""
+    for name, param in model.named_parameters():
+        yield global_parameter_name(model, name), param
+
+
+# -- 16-bit models --
+
+
+def _convert(value: Any, conversion: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`conversion` on every tensor of nested tuples and lists."""
+    if isinstance(value, tuple | list):
+        return type(value)(_convert(item, conversion) for item in value)
+    return conversion(value) if isinstance(value, torch.Tensor) else value
+
+
+def fp32_to_float16(value: Any, dtype: torch.dtype) -> Any:
+    """float32 tensors to `dtype`; others (token ids, masks) as they are."""
+    return _convert(value, lambda t: t.to(dtype) if t.dtype == torch.float32 else t)
+
+
+def float16_to_fp32(value: Any) -> Any:
+    """fp16 and bf16 tensors to float32; others as they are."""
+    half = (torch.float16, torch.bfloat16)
+    return _convert(value, lambda t: t.float() if t.dtype in half else t)
+
+
+class Float16Module(MegatronModule):
+    """A model chunk in fp16 or bf16, whose callers see float32.
+
+    Conversion happens at the model's ends only: what the first stage is given, and what the last
+    returns. Between stages activations stay 16-bit.
+
+    Raises:
+        ValueError: `config` asks for neither fp16 nor bf16.
+    """
+
+    def __init__(self, config: TransformerConfig, module: torch.nn.Module):
+        super().__init__(config)
+        if not (config.fp16 or config.bf16):
+            raise ValueError("Float16Module needs config.fp16 or config.bf16; both are off")
+        self.dtype = torch.float16 if config.fp16 else torch.bfloat16
+        self.module = module.to(self.dtype)
+        self.vp_stage = module.vp_stage
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """As the chunk's own."""
+        self.module.set_input_tensor(input_tensor)
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """The chunk's own outputs; in float32 on the last stage, unless `fp32_output` is off."""
+        if self.module.pre_process:
+            inputs = fp32_to_float16(inputs, self.dtype)
+        outputs = self.module(*inputs, **kwargs)
+        if self.module.post_process and fp32_output:
+            outputs = float16_to_fp32(outputs)
+        return outputs

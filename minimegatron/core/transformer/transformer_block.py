@@ -1,0 +1,213 @@
+"""The layers of one chunk, in order, and which of their activations are kept for backward.
+
+Called by: `GPTModel`. Calls: `TransformerLayer`, `tensor_parallel.checkpoint`. Counterpart:
+`megatron.core.transformer.transformer_block`.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
+from minimegatron.core.transformer.layer_placement import get_num_layers_to_build
+from minimegatron.core.transformer.module import MegatronModule
+from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class TransformerBlockSubmodules:
+    """The specs of one chunk's layers and of the final norm."""
+
+    layer_specs: list[ModuleSpec]
+    """One per layer of the chunk."""
+    layer_norm: Any = WrappedTorchNorm
+    """The norm after the model's last layer."""
+
+
+def get_block_submodules(
+    config: TransformerConfig, spec: Any, vp_stage: int | None, pp_rank: int | None
+) -> TransformerBlockSubmodules:
+    """What `spec` means for one chunk: the layers themselves, or one layer's spec for all."""
+    if isinstance(spec, TransformerBlockSubmodules):
+        return spec
+    number = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[spec] * number)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What one microbatch recomputes in backward."""
+
+    granularity: str | None
+    method: str | None
+    num_layers: int
+
+    @classmethod
+    def of(
+        cls, config: TransformerConfig, num_layers: int, whole_microbatch: bool | None
+    ) -> "Recompute":
+        """The config's choice, or the schedule's for this microbatch.
+
+        Args:
+            num_layers: of the chunk.
+            whole_microbatch: `checkpoint_activations_microbatch`. None: as the config says. True:
+                every layer. False: only what "block" says, and nothing otherwise. With
+                `num_microbatches_with_partial_activation_checkpoints` the schedule says False for
+                that many of the microbatches in flight, for which there is memory, and True for the
+                rest (Korthikanti et al. 2022, appendix C).
+        """
+        chosen = cls(
+            config.recompute_granularity, config.recompute_method, config.recompute_num_layers or 1
+        )
+        if whole_microbatch is None or chosen.method == "block" and not whole_microbatch:
+            return chosen
+        if not whole_microbatch:
+            return cls(None, None, 0)
+        if chosen.granularity is None or chosen.method == "block":
+            return cls("full", "block", num_layers)
+        return chosen
+
+
+class TransformerBlock(MegatronModule):
+    """One chunk's layers, and the final norm if it is the last chunk.
+
+    Args:
+        spec: a layer's `ModuleSpec`, used for every layer, or `TransformerBlockSubmodules`.
+        post_layer_norm: have a final norm, on the last chunk.
+        pre_process: this is the first chunk: it is given its input, not sent it.
+        post_process: this is the last chunk.
+        pg_collection: tp and pp; None for `parallel_state`'s.
+        vp_stage: the chunk, with virtual stages.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: Any,
+        post_layer_norm: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ):
+        super().__init__(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.vp_stage = vp_stage
+        self.input_tensor: torch.Tensor | None = None
+        submodules = get_block_submodules(config, spec, vp_stage, pg_collection.pp.rank())
+        self.layers = torch.nn.ModuleList(
+            build_module(
+                layer_spec,
+                config=config,
+                layer_number=number,
+                pg_collection=pg_collection,
+                vp_stage=vp_stage,
+            )
+            for number, layer_spec in enumerate(submodules.layer_specs, start=1)
+        )
+        self.num_layers_per_pipeline_rank = len(self.layers)
+        self.final_layernorm = None
+        if post_process and post_layer_norm:
+            self.final_layernorm = build_module(
+                submodules.layer_norm, config, config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
+        """What the previous stage sent; `forward` uses it unless this is the first chunk."""
+        self.input_tensor = input_tensor
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        checkpoint_activations_microbatch: bool | None = None,
+    ) -> torch.Tensor:
+        """[s, b, h] -> [s, b, h], [s/t, b, h] each with sequence parallelism; never a view.
+
+        Args:
+            hidden_states: read on the first chunk only; others use `set_input_tensor`.
+            attention_mask: see `DotProductAttention`.
+            rotary_pos_emb: angles [s, 1, 1, d'], or None.
+            checkpoint_activations_microbatch: see `Recompute.of`.
+        """
+        if not self.pre_process:
+            hidden_states = self.input_tensor
+        if hidden_states is None:
+            raise ValueError(
+                "this chunk has no input; call set_input_tensor with what the previous stage sent "
+                "(or build the first chunk with pre_process=True and pass hidden_states)"
+            )
+        recompute = Recompute.of(self.config, len(self.layers), checkpoint_activations_microbatch)
+        arguments = (hidden_states, attention_mask, rotary_pos_emb)
+        with self._dropout_rng():
+            if recompute.granularity == "full" and self.training:
+                hidden_states = self._checkpointed_forward(recompute, *arguments)
+            else:
+                selective = recompute.granularity == "selective"
+                hidden_states = self._run(0, len(self.layers), *arguments, selective)
+        if self.final_layernorm is not None:
+            return self.final_layernorm(hidden_states)
+        # A chunk without layers must not hand on its input itself: sent on and then freed, it
+        # would take the tensor away from under the stage's own backward.
+        return hidden_states if len(self.layers) else hidden_states.clone()
+
+    def _dropout_rng(self) -> Any:
+        """With sequence parallelism each rank has other tokens and drops by its own stream."""
+        drops = self.config.hidden_dropout > 0.0 or self.config.attention_dropout > 0.0
+        if self.config.sequence_parallel and self.training and drops:
+            return get_cuda_rng_tracker().fork()
+        return contextlib.nullcontext()
+
+    def _run(
+        self,
+        first: int,
+        last: int,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None,
+        checkpoint_core_attention: bool = False,
+    ) -> torch.Tensor:
+        """Layers [first, last)."""
+        for layer in self.layers[first:last]:
+            hidden_states = layer(
+                hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
+            )
+        return hidden_states
+
+    def _checkpointed_forward(
+        self,
+        recompute: Recompute,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Whole layers recomputed.
+
+        "uniform" keeps the input of each group of `num_layers` layers. "block" keeps the input of
+        each of the first `num_layers` layers, and everything of the others, for which there is room.
+        """
+        uniform = recompute.method == "uniform"
+        step = recompute.num_layers if uniform else 1
+        recomputed = len(self.layers) if uniform else min(recompute.num_layers, len(self.layers))
+        for first in range(0, recomputed, step):
+            hidden_states = checkpoint(
+                self._run,
+                False,
+                first,
+                first + step,
+                hidden_states,
+                attention_mask,
+                rotary_pos_emb,
+            )
+        return self._run(
+            recomputed, len(self.layers), hidden_states, attention_mask, rotary_pos_emb
+        )

@@ -1,0 +1,127 @@
+"""One transformer layer: norm, attention, add; norm, MLP, add.
+
+Called by: `TransformerBlock`. Calls: attention, the MLP, the norms. Counterpart:
+`megatron.core.transformer.transformer_layer`; `bias_dropout_add` is there in
+`megatron.core.fusions.fused_bias_dropout`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.layer_placement import get_transformer_layer_offset
+from minimegatron.core.transformer.module import MegatronModule
+from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class TransformerLayerSubmodules:
+    """The specs of a layer's two halves and the norm before each."""
+
+    input_layernorm: Any = None
+    self_attention: ModuleSpec | type | None = None
+    pre_mlp_layernorm: Any = None
+    mlp: ModuleSpec | type | None = None
+
+
+def bias_dropout_add(
+    x_with_bias: tuple[torch.Tensor, torch.Tensor | None],
+    residual: torch.Tensor,
+    dropout: float,
+    training: bool,
+) -> torch.Tensor:
+    """residual + dropout(x + bias), in the residual's dtype; always a new tensor."""
+    x, bias = x_with_bias
+    if bias is not None:
+        x = x + bias
+    if dropout > 0.0 and training:
+        x = F.dropout(x, p=dropout, training=True)
+    return residual + x.to(residual.dtype)
+
+
+def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"layer": arguments["self"].layer_number}
+
+
+class TransformerLayer(MegatronModule):
+    """A pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        layer_number: from 1, within this chunk. The attribute of that name counts from 1 within the
+            whole model.
+        hidden_dropout: None for the config's.
+        pg_collection: tp and pp; None for `parallel_state`'s.
+        vp_stage: the chunk, with virtual stages.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ):
+        super().__init__(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
+        self.layer_number = layer_number + get_transformer_layer_offset(
+            config, vp_stage, pg_collection.pp.rank()
+        )
+        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+        norm_options = {
+            "config": config,
+            "hidden_size": config.hidden_size,
+            "eps": config.layernorm_epsilon,
+        }
+        self.input_layernorm = build_module(submodules.input_layernorm, **norm_options)
+        self.self_attention = build_module(
+            submodules.self_attention,
+            config=config,
+            layer_number=self.layer_number,
+            tp_group=pg_collection.tp,
+        )
+        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_options)
+        self.mlp = build_module(submodules.mlp, config=config, tp_group=pg_collection.tp)
+
+    @traced("layer-forward", _describe)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        checkpoint_core_attention: bool = False,
+    ) -> torch.Tensor:
+        """[s, b, h] -> [s, b, h]; [s/t, b, h] each with sequence parallelism.
+
+        Under `config.fp32_residual_connection` both are float32, whatever the weights' dtype.
+        """
+        hidden_states = self._forward_attention(
+            hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
+        )
+        return self._forward_mlp(hidden_states)
+
+    def _forward_attention(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None,
+        checkpoint_core_attention: bool,
+    ) -> torch.Tensor:
+        attended = self.self_attention(
+            self.input_layernorm(hidden_states),
+            attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )
+        return bias_dropout_add(attended, hidden_states, self.hidden_dropout, self.training)
+
+    def _forward_mlp(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        output = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        return bias_dropout_add(output, hidden_states, self.hidden_dropout, self.training)
