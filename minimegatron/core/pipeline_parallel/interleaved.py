@@ -1,0 +1,332 @@
+"""Interleaved 1F1B: each stage holds several chunks of the model and takes turns between them.
+
+Called by: `get_forward_backward_func`'s callers, when virtual stages are configured. Calls:
+`ModelChunk.forward_step` / `backward_step` for the computation, `InterleavedOrder` for the order,
+`P2PCommunicator` between stages. Counterpart:
+`megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving`: the same
+order and the same calls, with its nested helpers as methods.
+
+Why: with v chunks per stage a pipeline fills in p - 1 steps that are v times shorter, so the bubble
+shrinks from (p - 1)/M of the ideal time to (p - 1)/(v M). The price is v times as many messages.
+Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.2.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
+from minimegatron.core.pipeline_parallel.utils import (
+    GradSync,
+    clear_embedding_activation_buffer,
+    finish_embedding_wgrad_compute,
+    finish_step,
+    get_tensor_shapes,
+    is_pp_last_stage,
+    schedule,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.utils import get_model_config
+
+
+@schedule
+def forward_backward_pipelining_with_interleaving(
+    *,
+    forward_step_func: Callable,
+    data_iterator: Iterator | list[Iterator],
+    model: torch.nn.Module | list[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list:
+    """Interleaved 1F1B over `model`, a list of this stage's chunks, with one iterator for each.
+
+    Warm-up runs 2(p - r - 1) + (v - 1)G forwards; then each forward is followed by a backward; then
+    come the backwards that are left. All three visit chunks in the order of `get_schedule_table`.
+    With `forward_only`, everything is warm-up.
+
+    Raises ValueError for what interleaving cannot do: other shapes than one, a decoder length of its
+    own, and numbers of microbatches that `check_interleaving` refuses.
+    """
+    config = get_model_config(model[0])
+    _check_arguments(
+        model, data_iterator, config, seq_length, decoder_seq_length, adjust_tensor_shapes_fn
+    )
+    pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
+    order = InterleavedOrder(
+        p2p.pp_group.size(),
+        p2p.pp_group.rank(),
+        num_microbatches,
+        len(model),
+        config.microbatch_group_size_per_vp_stage or p2p.pp_group.size(),
+        forward_only,
+    )
+    forward_data_store: list = []
+    chunks = [
+        ModelChunk(
+            forward_step_func,
+            data_iterator[chunk_id],
+            model[chunk_id],
+            num_microbatches,
+            forward_data_store=forward_data_store,
+            cp_group_size=pg_collection.cp.size(),
+            collect_non_loss_data=collect_non_loss_data,
+            forward_only=forward_only,
+            first_val_step=first_val_step,
+            num_in_flight=order.counts.num_warmup + 1,
+            vp_stage=chunk_id,
+            is_last_stage=order.is_last_virtual_stage(chunk_id),
+        )
+        for chunk_id in range(len(model))
+    ]
+    (tensor_shape,) = get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_group=pg_collection.tp,
+        cp_group=pg_collection.cp,
+    )
+    is_last_stage = is_pp_last_stage(p2p.pp_group)
+    embedding_module = clear_embedding_activation_buffer(config, model, is_last_stage)
+    run = _InterleavedRun(chunks, order, p2p, tensor_shape, forward_only)
+    run.warmup()
+    run.steady_state()
+    if not forward_only:
+        run.cooldown()
+    p2p.finish()
+    run.sync_remaining_grads()
+    finish_embedding_wgrad_compute(config, embedding_module, is_last_stage, pg_collection.tp)
+    finish_step(config, chunks, forward_only, pg_collection)
+    return forward_data_store
+
+
+def _check_arguments(
+    model: Any,
+    data_iterator: Any,
+    config: Any,
+    seq_length: int,
+    decoder_seq_length: int | None,
+    adjust_tensor_shapes_fn: Callable | None,
+) -> None:
+    if not isinstance(model, list) or not isinstance(data_iterator, list):
+        raise ValueError("interleaving needs a list of model chunks and a list of data iterators")
+    if len(model) != len(data_iterator):
+        raise ValueError(
+            f"{len(model)} model chunks but {len(data_iterator)} data iterators; give one iterator "
+            "per chunk, each going through all microbatches by itself"
+        )
+    if adjust_tensor_shapes_fn is not None:
+        raise ValueError("adjust_tensor_shapes_fn works with plain 1F1B only; drop virtual stages")
+    if decoder_seq_length is not None and decoder_seq_length != seq_length:
+        raise ValueError(
+            f"interleaving sends one shape, but decoder_seq_length {decoder_seq_length} differs "
+            f"from seq_length {seq_length}; use plain 1F1B"
+        )
+    if config.overlap_p2p_comm and config.batch_p2p_comm:
+        raise ValueError("overlap_p2p_comm needs batch_p2p_comm=False")
+
+
+class _InterleavedRun:
+    """One step of one stage. Virtual microbatch k is the k-th forward, and the k-th backward.
+
+    `_inputs` and `_grads` hold, per chunk, what has arrived and is not yet used: (tensor, handle).
+    The handle is None once the tensor may be read.
+    """
+
+    def __init__(
+        self,
+        chunks: list[ModelChunk],
+        order: InterleavedOrder,
+        p2p: P2PCommunicator,
+        tensor_shape: tuple[int, ...],
+        forward_only: bool,
+    ):
+        self.chunks, self.order, self.p2p, self.shape = chunks, order, p2p, tensor_shape
+        self.config, self.forward_only = chunks[0].config, forward_only
+        self.overlap = self.config.overlap_p2p_comm
+        self.grad_sync = GradSync(self.config)
+        self._synchronized_chunks: set[int] = set()
+        self._inputs: list[deque] = [deque() for _ in chunks]
+        self._grads: list[deque] = [deque() for _ in chunks]
+
+    # -- The three phases --
+
+    def warmup(self) -> None:
+        """Forwards only. The last one also asks for the first gradient."""
+        self._gather_first_params()
+        counts, last_chunk = self.order.counts, len(self.chunks) - 1
+        first_input = self.p2p.recv_forward(self.shape, self.order.pp_rank == 0)
+        if first_input is not None:
+            self._inputs[0].append((first_input, None))
+        for k in range(counts.num_warmup):
+            output = self._forward(k)
+            arrival = self.order.arrival_after(k, forward=True)
+            is_last = k == counts.num_warmup - 1
+            wants_grad = is_last and not self.forward_only and not counts.are_all_in_warmup
+            if wants_grad and not self.overlap:
+                grad = Arrival(not self._is_last_rank(), last_chunk)
+                self._exchange_both(output, None, arrival, grad)
+            else:
+                self._exchange_forward(output, arrival)
+            self._free(k, output)
+            if wants_grad and self.overlap:
+                self._exchange_backward(None, Arrival(not self._is_last_rank(), last_chunk))
+
+    def steady_state(self) -> None:
+        """One forward, one backward, and the messages of both."""
+        num_warmup, num_remaining = self.order.counts.num_warmup, self.order.counts.num_remaining
+        for k in range(num_remaining):
+            output = self._forward(num_warmup + k)
+            next_input = self.order.arrival_after(num_warmup + k, forward=True)
+            if self.overlap:
+                self._exchange_forward(output, next_input)
+            input_grad = self._backward(k)
+            next_grad = self.order.arrival_after(k, forward=False)
+            if self.overlap:
+                self._exchange_backward(input_grad, next_grad)
+            else:
+                self._exchange_both(output, input_grad, next_input, next_grad)
+            self._free(num_warmup + k, output)
+
+    def cooldown(self) -> None:
+        """The backwards that are left."""
+        counts, last_chunk = self.order.counts, len(self.chunks) - 1
+        if counts.are_all_in_warmup:
+            grad = self.p2p.recv_backward(self.shape, self._is_last_rank())
+            if grad is not None:
+                self._grads[last_chunk].append((grad, None))
+        for k in range(counts.num_remaining, counts.total):
+            input_grad = self._backward(k)
+            self._exchange_backward(input_grad, self.order.arrival_after(k, False), False)
+
+    # -- One forward, one backward --
+
+    def _forward(self, k: int) -> torch.Tensor | None:
+        chunk_id = self.order.model_chunk_id(k, forward=True)
+        self._gather_params_ahead(k)
+        input_tensor = None
+        if not self.order.is_first_virtual_stage(chunk_id):
+            input_tensor = _arrived(self._inputs[chunk_id])
+        output = self.chunks[chunk_id].forward_step(self.order.microbatch_id(k), input_tensor, k)
+        return None if self.order.is_last_virtual_stage(chunk_id) else output
+
+    def _free(self, k: int, output: torch.Tensor | None) -> None:
+        self.chunks[self.order.model_chunk_id(k, forward=True)].free_output(output)
+
+    def _backward(self, k: int) -> torch.Tensor | None:
+        chunk_id = self.order.model_chunk_id(k, forward=False)
+        is_last = self.order.is_last_microbatch_for_model_chunk(k)
+        if self.config.grad_sync_func is None and is_last:
+            self.grad_sync.enable()
+            self._synchronized_chunks.add(chunk_id)
+        grad = None
+        if not self.order.is_last_virtual_stage(chunk_id):
+            grad = _arrived(self._grads[chunk_id])
+        input_grad = self.chunks[chunk_id].backward_step(grad)
+        self._sync_grads_behind(k)
+        self.grad_sync.disable()
+        return input_grad
+
+    def _is_last_rank(self) -> bool:
+        return self.order.pp_rank == self.order.pp_size - 1
+
+    # -- Messages: what goes out, and into which chunk's queue the arrival belongs --
+
+    def _exchange_forward(self, output: torch.Tensor | None, arrival: Arrival) -> None:
+        handles: dict[str, Any] = {}
+        received = self.p2p.send_forward_recv_forward(
+            output, arrival.expected, self.shape, overlap_p2p_comm=self.overlap
+        )
+        if self.overlap:
+            received, handles = received
+        if arrival.expected:
+            self._inputs[arrival.model_chunk_id].append((received, handles.get("recv_prev")))
+
+    def _exchange_backward(
+        self, input_grad: torch.Tensor | None, arrival: Arrival, overlap: bool = True
+    ) -> None:
+        handles: dict[str, Any] = {}
+        received = self.p2p.send_backward_recv_backward(
+            input_grad, arrival.expected, self.shape, overlap_p2p_comm=overlap
+        )
+        if overlap:
+            received, handles = received
+        if arrival.expected:
+            self._grads[arrival.model_chunk_id].append((received, handles.get("recv_next")))
+
+    def _exchange_both(
+        self,
+        output: torch.Tensor | None,
+        input_grad: torch.Tensor | None,
+        next_input: Arrival,
+        next_grad: Arrival,
+    ) -> None:
+        received, grad = self.p2p.send_forward_backward_recv_forward_backward(
+            output, input_grad, next_input.expected, next_grad.expected, self.shape
+        )
+        if next_input.expected:
+            self._inputs[next_input.model_chunk_id].append((received, None))
+        if next_grad.expected:
+            self._grads[next_grad.model_chunk_id].append((grad, None))
+
+    # -- Parameters and gradients over data-parallel ranks, where the schedule sets the moment --
+
+    def _gather_first_params(self) -> None:
+        for chunk_id in range(min(2, len(self.chunks))):
+            self._gather_params(chunk_id)
+
+    def _gather_params_ahead(self, k: int) -> None:
+        # All stages launch a chunk's gathering at the same time: stage r looks r steps ahead.
+        ahead = k + self.order.pp_rank
+        if ahead >= self.order.counts.total:
+            return
+        chunk_id = self.order.model_chunk_id(ahead, forward=True) + 1
+        is_first = self.order.is_first_microbatch_for_model_chunk(ahead)
+        if is_first and 1 < chunk_id < len(self.chunks):
+            self._gather_params(chunk_id)
+
+    def _gather_params(self, chunk_id: int) -> None:
+        if self.config.param_sync_func is not None:
+            self.config.param_sync_func[chunk_id](self.chunks[chunk_id].model.parameters())
+
+    def _sync_grads_behind(self, k: int) -> None:
+        # Stage r is r backwards behind the last stage, so here all stages launch together too.
+        behind = k - self.order.pp_rank
+        if self.config.grad_sync_func is None or behind < 0:
+            return
+        if self.order.is_last_microbatch_for_model_chunk(behind):
+            self.grad_sync.enable()
+            self._sync_grads(self.order.model_chunk_id(behind, forward=False))
+
+    def _sync_grads(self, chunk_id: int) -> None:
+        self.grad_sync.launch(self.chunks[chunk_id].model, chunk_id)
+        self._synchronized_chunks.add(chunk_id)
+
+    def sync_remaining_grads(self) -> None:
+        """Launches the gradient communication of every chunk whose turn did not come."""
+        self.grad_sync.enable()
+        if self.config.grad_sync_func is not None and not self.forward_only:
+            for chunk_id in range(len(self.chunks)):
+                if chunk_id not in self._synchronized_chunks:
+                    self._sync_grads(chunk_id)
+
+
+def _arrived(queue: deque) -> torch.Tensor:
+    """The oldest of the tensors that came for a chunk, waited for if it is still on its way."""
+    tensor, handle = queue.popleft()
+    if handle is not None:
+        handle.wait()
+    return tensor

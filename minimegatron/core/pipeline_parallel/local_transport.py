@@ -1,0 +1,284 @@
+"""Messages between stages on one host, through shared memory: no copy on arrival, no polling thread.
+
+Called by: `P2PCommunicator`, in place of `TorchTransport`, where all stages of a pipeline share a
+host and gloo would carry their messages. Calls: the operating system. Megatron needs no such
+module: NCCL does the same for GPUs of one host.
+
+A gloo message between two processes of one host goes through the kernel's network code twice, and
+wakes two threads in turn. Here a message is a *slot* of memory that both processes have mapped:
+
+1. The sender copies the tensor into a free slot, and writes the slot's number to a socket.
+2. The receiver, asleep in a read of that socket, wakes. The slot's memory itself becomes the
+   received tensor.
+3. When the last user of that tensor has let go of it, the receiver writes the slot's number back.
+
+So a send returns when its copy is made, a message travels whether or not its receive has been
+asked for, and the output that was sent may be freed at once. A stage that dies closes its sockets,
+which its neighbours notice at once. The idea is NCCL's and MPI's; the mechanism is Linux's.
+"""
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.pipeline_parallel.transport import (
+    ACTIVATION,
+    GRADIENT,
+    Message,
+    TorchTransport,
+    Transport,
+    Work,
+    describe_message,
+)
+from minimegatron.core.tracing import traced
+
+TIMEOUT_SECONDS = 30 * 60
+_HEADER = struct.Struct("=IQd")  # slot number, bytes, time of sending on the host's clock
+_SLOT_NUMBER = struct.Struct("=I")
+
+
+_transports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def get_transport(group: dist.ProcessGroup) -> Transport:
+    """The transport of `group`, made on first use, by all its ranks together."""
+    if group not in _transports:
+        is_gloo = group.size() > 1 and dist.get_backend(group) == "gloo"
+        local = is_gloo and shares_one_host(group)
+        _transports[group] = LocalTransport(group) if local else TorchTransport(group)
+    return _transports[group]
+
+
+def shares_one_host(group: dist.ProcessGroup) -> bool:
+    """Collective: True on every rank if all ranks of `group` can share memory and sockets."""
+    if not sys.platform.startswith("linux"):
+        return False
+    host = (os.stat("/proc/self/ns/net").st_ino, os.stat("/proc/self/ns/ipc").st_ino)
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        mine = (file.read(), *host, os.getuid())
+    everyones: list = [None] * group.size()
+    dist.all_gather_object(everyones, mine, group=group)
+    return len(set(everyones)) == 1
+
+
+class LocalTransport:
+    """One stage's channels: activations to the next stage, gradients to the previous one.
+
+    Making one is a collective over `group`. Raises TimeoutError if a neighbour does not answer.
+    """
+
+    matches_by_tag = True
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float = TIMEOUT_SECONDS):
+        rank, size = group.rank(), group.size()
+        name = "\0minimegatron-" + secrets.token_hex(16)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.settimeout(timeout)
+            listener.bind(name)
+            listener.listen(4)
+            names: list = [None] * size
+            dist.all_gather_object(names, name, group=group)
+            # Each stage connects to the next one, twice; so it is also called twice.
+            to_next, from_prev = {}, {}
+            for payload in (ACTIVATION, GRADIENT):
+                to_next[payload] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                to_next[payload].connect(names[(rank + 1) % size])
+                to_next[payload].sendall(payload[:1].encode())
+            for _ in range(2):
+                connection, _ = listener.accept()
+                which = {p[:1].encode(): p for p in (ACTIVATION, GRADIENT)}[connection.recv(1)]
+                from_prev[which] = connection
+        for connection in (*to_next.values(), *from_prev.values()):
+            _set_timeout(connection, timeout)
+        self._outgoing = {
+            ACTIVATION: _Outgoing(to_next[ACTIVATION]),
+            GRADIENT: _Outgoing(from_prev[GRADIENT]),
+        }
+        self._incoming = {
+            ACTIVATION: _Incoming(from_prev[ACTIVATION]),
+            GRADIENT: _Incoming(to_next[GRADIENT]),
+        }
+
+    @traced("p2p-start", describe_message)
+    def start(self, message: Message) -> Work:
+        """Sends at once, or notes a receive, which its `wait` completes."""
+        payload = message.payload.split()[0]
+        if message.is_send:
+            self._outgoing[payload].send(message.tensor)
+            return _Sent()
+        return self._incoming[payload].expect(message.tensor)
+
+    def start_batch(self, messages: list[Message]) -> list[Work]:
+        """No message waits for another, so a batch is nothing special."""
+        return [self.start(message) for message in messages]
+
+
+class _Sent:
+    """The handle of a message that has left already."""
+
+    def wait(self) -> bool:
+        return True
+
+
+class _Outgoing:
+    """The sending end of one channel; owns the slots."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._slots: list[torch.Tensor] = []
+        self._free: list[int] = []
+        # Each slot as the tensor it carried last: most messages have the shape of the one before.
+        self._shaped: dict[int, torch.Tensor] = {}
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Copies `tensor` into a slot and tells the receiver. Raises ConnectionError if it died."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        number = self._find_free(num_bytes)
+        descriptor = None
+        if number is None:
+            number, descriptor = self._make_slot(num_bytes)
+        slot = self._shaped.get(number)
+        if slot is None or slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+            slot = self._slots[number][:num_bytes].view(tensor.dtype).view(tensor.shape)
+            self._shaped[number] = slot
+        slot.copy_(tensor.detach())
+        header = _HEADER.pack(number, num_bytes, time.monotonic())
+        if descriptor is None:
+            self._connection.sendall(header)
+        else:
+            socket.send_fds(self._connection, [header], [descriptor])
+            os.close(descriptor)
+        self._take_back()
+
+    def _find_free(self, num_bytes: int) -> int | None:
+        # The slot used last is the one whose memory is still in the caches.
+        for number in reversed(self._free):
+            if self._slots[number].numel() >= num_bytes:
+                self._free.remove(number)
+                return number
+        return None
+
+    def _make_slot(self, num_bytes: int) -> tuple[int, int]:
+        # The file has no name: it is gone once both processes are, however they end.
+        size = max(num_bytes, mmap.PAGESIZE)
+        descriptor = os.memfd_create("minimegatron-message")
+        os.ftruncate(descriptor, size)
+        self._slots.append(torch.frombuffer(_map(descriptor, size), dtype=torch.uint8))
+        return len(self._slots) - 1, descriptor
+
+    def _take_back(self) -> None:
+        while True:
+            try:
+                returned = self._connection.recv(4096, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if not returned:  # it has closed: no harm if that was the last message
+                return
+            # Four bytes were written at once, on a local socket: they come together.
+            for (number,) in _SLOT_NUMBER.iter_unpack(returned):
+                self._free.append(number)
+
+
+class _Incoming:
+    """The receiving end of one channel."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._slots: dict[int, mmap.mmap] = {}
+        self._lent: dict[int, weakref.ref] = {}
+        self._returned: deque[int] = deque()
+        self._expected: deque[_LocalReceive] = deque()
+
+    def expect(self, tensor: torch.Tensor) -> "_LocalReceive":
+        """Notes that the next message not yet spoken for will become `tensor`."""
+        receive = _LocalReceive(self, tensor)
+        self._expected.append(receive)
+        return receive
+
+    def complete(self, receive: "_LocalReceive") -> None:
+        """Takes messages, in the order in which they were asked for, up to that of `receive`."""
+        while not receive.is_done:
+            self._give_back()
+            first = self._expected.popleft()
+            number, num_bytes, first.sent_at = self._next_header()
+            tensor = first.tensor
+            wanted = tensor.numel() * tensor.element_size()
+            if num_bytes != wanted:
+                raise ConnectionError(
+                    f"a message of {num_bytes} bytes came where {wanted} were expected, for shape "
+                    f"{tuple(tensor.shape)} of {tensor.dtype}; both stages must agree on it"
+                )
+            arrived = self._lend(number, num_bytes, tensor.dtype)
+            with torch.no_grad():
+                if tensor.device.type == "cpu":
+                    storage = arrived.untyped_storage()
+                    tensor.set_(storage, 0, tensor.shape, tensor.stride())
+                else:
+                    tensor.copy_(arrived.view(tensor.shape))
+            first.is_done = True
+
+    def _next_header(self) -> tuple[int, int, float]:
+        header, descriptors = b"", []
+        while len(header) < _HEADER.size:
+            try:
+                part, found, _, _ = socket.recv_fds(self._connection, _HEADER.size - len(header), 1)
+            except BlockingIOError as error:
+                raise ConnectionError("nothing came in time") from error
+            if not part:
+                raise ConnectionError("the sender has closed the connection")
+            header, descriptors = header + part, descriptors + found
+        number, num_bytes, sent_at = _HEADER.unpack(header)
+        for descriptor in descriptors:
+            self._slots[number] = _map(descriptor, os.fstat(descriptor).st_size)
+            os.close(descriptor)
+        return number, num_bytes, sent_at
+
+    def _lend(self, number: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        # The tensor's storage keeps `memory` alive. Its end says that nobody uses the slot any
+        # more; it may come in any thread, so here it is only noted.
+        memory = memoryview(self._slots[number])[:num_bytes]
+        returned, lent = self._returned, self._lent
+
+        def note(_: weakref.ref) -> None:
+            returned.append(number)
+            lent.pop(number, None)
+
+        lent[number] = weakref.ref(memory, note)
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def _give_back(self) -> None:
+        while self._returned:
+            self._connection.sendall(_SLOT_NUMBER.pack(self._returned.popleft()))
+
+
+class _LocalReceive:
+    """The handle of a message to come. `sent_at`: when it was sent, on `time.monotonic`'s clock."""
+
+    def __init__(self, channel: _Incoming, tensor: torch.Tensor):
+        self._channel, self.tensor = channel, tensor
+        self.is_done, self.sent_at = False, None
+
+    def wait(self) -> bool:
+        if not self.is_done:
+            self._channel.complete(self)
+        return True
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _set_timeout(connection: socket.socket, seconds: float) -> None:
+    # In the kernel, not in Python: a socket with a Python time-out polls before each read.
+    connection.settimeout(None)
+    limit = struct.pack("ll", int(seconds), 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

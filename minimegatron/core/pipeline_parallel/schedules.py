@@ -1,0 +1,331 @@
+"""One training step's forwards and backwards: which schedule, and the two that need no chunks.
+
+Called by: `training.train_step` and `training.evaluate`, through `get_forward_backward_func`. Calls:
+`forward_step` and `backward_step` once per microbatch, `P2PCommunicator` between them, and after
+the last backward `config.finalize_model_grads_func`. Counterpart:
+`megatron.core.pipeline_parallel.schedules`; what stands there in one file is here in four, and all
+of its names can be imported from this one:
+
+* `steps`: one microbatch on one stage.
+* `schedule_table`: the order of work, as arithmetic without torch.
+* `interleaved`: 1F1B over several model chunks per stage.
+* this file: no pipeline, and plain 1F1B.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from minimegatron.core import parallel_state
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.interleaved import (
+    forward_backward_pipelining_with_interleaving,
+)
+from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.schedule_table import (
+    RankMicrobatches,
+    convert_schedule_table_to_order,
+    count_rank_microbatches,
+    get_num_warmup_microbatches,
+    get_schedule_table,
+)
+from minimegatron.core.pipeline_parallel.steps import (
+    backward_step,
+    check_first_val_step,
+    custom_backward,
+    deallocate_output_tensor,
+    forward_step,
+    forward_step_calc_loss,
+    set_current_microbatch,
+)
+from minimegatron.core.pipeline_parallel.utils import (
+    GradSync,
+    clear_embedding_activation_buffer,
+    finish_embedding_wgrad_compute,
+    finish_step,
+    get_tensor_shapes,
+    is_pp_first_stage,
+    is_pp_last_stage,
+    schedule,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.utils import get_model_config
+
+__all__ = [
+    "backward_step",
+    "check_first_val_step",
+    "clear_embedding_activation_buffer",
+    "convert_schedule_table_to_order",
+    "custom_backward",
+    "deallocate_output_tensor",
+    "finish_embedding_wgrad_compute",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_step",
+    "forward_step_calc_loss",
+    "get_forward_backward_func",
+    "get_pp_rank_microbatches",
+    "get_schedule_table",
+    "get_tensor_shapes",
+    "set_current_microbatch",
+]
+
+
+def get_forward_backward_func() -> Callable:
+    """The schedule for the process groups that exist: one signature, three implementations.
+
+    | stages | chunks per stage | schedule                                           |
+    |--------|------------------|----------------------------------------------------|
+    | 1      |                  | `forward_backward_no_pipelining`                   |
+    | > 1    | None             | `forward_backward_pipelining_without_interleaving` |
+    | > 1    | a number         | `forward_backward_pipelining_with_interleaving`    |
+
+    The returned function takes these keyword arguments:
+
+    * forward_step_func: `(data_iterator, model) -> (output, loss_func)`; see `forward_step`. A third
+      argument says whether to recompute this microbatch's activations, when
+      `num_microbatches_with_partial_activation_checkpoints` is used.
+    * data_iterator: handed through to `forward_step_func`; one per chunk with interleaving.
+    * model: the stage's model, wrapped or not; a list with one entry per chunk.
+    * num_microbatches, seq_length, micro_batch_size: sizes of this step. `seq_length` is the full
+      sequence; what travels between stages is [seq_length / c / t, micro_batch_size, hidden_size],
+      the division by t only with sequence parallelism. Ignored with `variable_seq_lengths`.
+    * decoder_seq_length: of a two-stack model; plain 1F1B sends the decoder's length.
+    * forward_only: no backward, for evaluation and log-probabilities.
+    * collect_non_loss_data: the loss function returns anything; it is collected as it is.
+    * first_val_step: with `forward_only`, whether this is the first validation step.
+    * adjust_tensor_shapes_fn: plain 1F1B only; maps (receive shapes, send shapes) to other ones.
+    * p2p_communicator, pg_collection: the groups; default to those of `parallel_state`.
+
+    It returns what the loss function reported, a list with one entry per microbatch, on the last
+    stage; an empty list elsewhere.
+    """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return forward_backward_no_pipelining
+    if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
+        return forward_backward_pipelining_with_interleaving
+    return forward_backward_pipelining_without_interleaving
+
+
+def get_pp_rank_microbatches(
+    num_microbatches: int,
+    num_model_chunks: int,
+    microbatch_group_size_per_vp_stage: int,
+    forward_only: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
+    p2p_communicator: P2PCommunicator | None = None,
+) -> RankMicrobatches:
+    """(total, are all in warm-up, warm-up, remaining) of this rank, in virtual microbatches.
+
+    The rank is that of `p2p_communicator`, or else of `parallel_state`.
+    """
+    if p2p_communicator is None:
+        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    else:
+        pp_size = p2p_communicator.pp_group.size()
+        pp_rank = p2p_communicator.pp_group.rank()
+        vp_size = p2p_communicator.virtual_pipeline_model_parallel_size
+    return count_rank_microbatches(
+        pp_size,
+        pp_rank,
+        num_microbatches,
+        num_model_chunks,
+        microbatch_group_size_per_vp_stage,
+        is_interleaved=vp_size is not None,
+        forward_only=forward_only,
+        overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
+    )
+
+
+@schedule
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: Callable,
+    data_iterator: Iterator | list[Iterator],
+    model: torch.nn.Module | list[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list:
+    """Gradient accumulation on one stage: forward and backward of each microbatch in turn.
+
+    All but the last backward run under `no_sync_func`, so that gradients cross the data-parallel
+    ranks once per step. Sizes and shape functions are unused: nothing is sent.
+    """
+    model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
+    config = get_model_config(model)
+    if pg_collection is None:
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    chunk = ModelChunk(
+        forward_step_func,
+        data_iterator,
+        model,
+        num_microbatches,
+        forward_data_store=[],
+        cp_group_size=pg_collection.cp.size(),
+        collect_non_loss_data=collect_non_loss_data,
+        forward_only=forward_only,
+        first_val_step=first_val_step,
+    )
+    no_sync = config.no_sync_func or contextlib.nullcontext
+    for i in range(num_microbatches):
+        is_last_microbatch = i == num_microbatches - 1
+        with contextlib.nullcontext() if is_last_microbatch else no_sync():
+            chunk.forward_step(i, None)
+            if not forward_only:
+                chunk.backward_step(None)
+    finish_step(config, [chunk], forward_only, pg_collection)
+    return chunk.forward_data_store
+
+
+@schedule
+def forward_backward_pipelining_without_interleaving(
+    *,
+    forward_step_func: Callable,
+    data_iterator: Iterator | list[Iterator],
+    model: torch.nn.Module | list[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list:
+    """Plain 1F1B: warm-up forwards, then one forward and one backward in turn, then the rest.
+
+    Stage r of p warms up with p - r - 1 forwards, one for each stage that must see a microbatch
+    before its gradient can come back. From then on a forward is followed by the backward of the
+    oldest microbatch, so at most p - r microbatches are held at a time, however many there are.
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1.
+    """
+    model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
+    config = get_model_config(model)
+    p2p, pg_collection = _groups_for_1f1b(config, p2p_communicator, pg_collection)
+    stage, num_stages = p2p.pp_group.rank(), p2p.pp_group.size()
+    is_first_stage, is_last_stage = is_pp_first_stage(p2p.pp_group), is_pp_last_stage(p2p.pp_group)
+    num_warmup_microbatches = get_num_warmup_microbatches(num_stages, stage, num_microbatches)
+    if forward_only:  # nothing to wait for: every forward is a warm-up forward
+        num_warmup_microbatches = num_microbatches
+    sizes = (seq_length, micro_batch_size, decoder_seq_length)
+    recv_shapes, send_shapes = _message_shapes(
+        config, pg_collection, sizes, adjust_tensor_shapes_fn
+    )
+    chunk = ModelChunk(
+        forward_step_func,
+        data_iterator,
+        model,
+        num_microbatches,
+        forward_data_store=[],
+        cp_group_size=pg_collection.cp.size(),
+        collect_non_loss_data=collect_non_loss_data,
+        forward_only=forward_only,
+        first_val_step=first_val_step,
+        num_in_flight=num_warmup_microbatches + 1,
+        is_last_stage=is_last_stage,
+    )
+    embedding_module = clear_embedding_activation_buffer(config, model, is_last_stage)
+    grad_sync = GradSync(config)
+    # With a `grad_sync_func`, only stage 0 also lets backward itself send gradients: it finishes
+    # last, and has nothing left to hide the communication behind.
+    sync_in_backward = config.grad_sync_func is None or is_first_stage
+
+    # -- Warm-up: forwards only, until the last stage has its first microbatch --
+    for i in range(num_warmup_microbatches):
+        input_tensor = p2p.recv_forward(recv_shapes, is_first_stage)
+        output_tensor = chunk.forward_step(i, input_tensor)
+        p2p.send_forward(output_tensor, is_last_stage)
+        chunk.free_output(output_tensor)
+
+    # -- Steady state: one forward, then the backward of the oldest microbatch in flight --
+    if num_warmup_microbatches < num_microbatches:
+        input_tensor = p2p.recv_forward(recv_shapes, is_first_stage)
+    for i in range(num_warmup_microbatches, num_microbatches):
+        is_last_iteration = i == num_microbatches - 1
+        output_tensor = chunk.forward_step(i, input_tensor)
+        grad = p2p.send_forward_recv_backward(output_tensor, send_shapes, is_last_stage)
+        chunk.free_output(output_tensor)
+        if num_warmup_microbatches == 0 and is_last_iteration and sync_in_backward:
+            grad_sync.enable()
+        input_grad = chunk.backward_step(grad)
+        if is_last_iteration:
+            p2p.send_backward(input_grad, is_first_stage)
+        else:
+            input_tensor = p2p.send_backward_recv_forward(input_grad, recv_shapes, is_first_stage)
+
+    # -- Cool-down: the backwards of what warm-up put in flight --
+    while chunk.num_in_flight() > 0:
+        if chunk.num_in_flight() == 1 and sync_in_backward:
+            grad_sync.enable()
+        grad = p2p.recv_backward(send_shapes, is_last_stage)
+        input_grad = chunk.backward_step(grad)
+        p2p.send_backward(input_grad, is_first_stage)
+
+    p2p.finish()
+    grad_sync.enable()
+    if not forward_only:
+        grad_sync.launch(model)
+    finish_embedding_wgrad_compute(config, embedding_module, is_last_stage, pg_collection.tp)
+    finish_step(config, [chunk], forward_only, pg_collection)
+    return chunk.forward_data_store
+
+
+def _groups_for_1f1b(
+    config: ModelParallelConfig,
+    p2p_communicator: P2PCommunicator | None,
+    pg_collection: ProcessGroupCollection | None,
+) -> tuple[P2PCommunicator, ProcessGroupCollection]:
+    if config.overlap_p2p_comm:
+        raise ValueError(
+            "overlap_p2p_comm is on, but plain 1F1B sends and receives in one exchange; turn it "
+            "off, or use virtual stages (virtual_pipeline_model_parallel_size)"
+        )
+    pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    return p2p_communicator or P2PCommunicator(pg_collection.pp, config), pg_collection
+
+
+def _message_shapes(
+    config: ModelParallelConfig,
+    pg_collection: ProcessGroupCollection,
+    sizes: tuple[int, int, int | None],
+    adjust_tensor_shapes_fn: Callable | None,
+) -> tuple[list, list]:
+    seq_length, micro_batch_size, decoder_seq_length = sizes
+    shapes = get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_group=pg_collection.tp,
+        cp_group=pg_collection.cp,
+    )
+    if adjust_tensor_shapes_fn is None:
+        return shapes, shapes
+    return adjust_tensor_shapes_fn(shapes, shapes)
+
+
+def _only(one_or_list: Any, name: str) -> Any:
+    # Both come as lists where a caller does not know which schedule it got.
+    if not isinstance(one_or_list, list):
+        return one_or_list
+    if len(one_or_list) != 1:
+        raise ValueError(
+            f"{name} is a list of {len(one_or_list)}, but this schedule runs one model chunk; "
+            "for more, set virtual_pipeline_model_parallel_size"
+        )
+    return one_or_list[0]

@@ -1,0 +1,275 @@
+"""One microbatch on one stage: `forward_step`, the loss contract, `backward_step`.
+
+Called by: the three schedules (`schedules`, `interleaved`), once per action. Calls: the user's
+`forward_step_func` (and through it the model), the loss function that it returned, and autograd.
+Counterpart: the functions of the same names in `megatron.core.pipeline_parallel.schedules`, which
+re-exports them here as there.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.variable import Variable
+
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.tracing import call_traced, traced
+from minimegatron.core.utils import get_attr_wrapped_model
+
+NO_TOKENS = torch.tensor(0, dtype=torch.int)
+
+
+def _describe_forward(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "microbatch": arguments["current_microbatch"],
+        "chunk": arguments["vp_stage"] or 0,
+        "is_last_stage": arguments["is_last_stage"],
+    }
+
+
+@traced("forward-compute", _describe_forward)
+def forward_step(
+    forward_step_func: Callable,
+    data_iterator: Iterator | None,
+    model: torch.nn.Module,
+    num_microbatches: int,
+    input_tensor: torch.Tensor | list[torch.Tensor | None] | None,
+    forward_data_store: list,
+    config: ModelParallelConfig,
+    cp_group_size: int,
+    collect_non_loss_data: bool = False,
+    checkpoint_activations_microbatch: bool | None = None,
+    is_first_microbatch: bool = False,
+    current_microbatch: int | None = None,
+    vp_stage: int | None = None,
+    is_last_stage: bool = True,
+) -> tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
+    """Forward of one microbatch through this stage, and on the last stage its loss.
+
+    The first stage takes its input from `data_iterator`; every other one from `input_tensor`, which
+    reaches the model by `set_input_tensor`, so that the user's function need not know its stage.
+
+    Args:
+        forward_step_func: `(data_iterator, model) -> (output, loss_func)`; with recompute per
+            microbatch it also gets `checkpoint_activations_microbatch` as third argument. What
+            `loss_func(output)` may return is told in `forward_step_calc_loss`.
+        input_tensor: [s, b, h] (per rank [s/c/t, b, h] with context and sequence parallelism), in
+            `pipeline_dtype`; None on the first stage. A list of one tensor in plain 1F1B.
+        forward_data_store: the last stage appends what the loss function reports.
+        is_first_microbatch: tells a model that has `set_is_first_microbatch`.
+
+    Returns the output (a list if the input was one), and the number of tokens as an int tensor.
+    On the last stage the output is the loss, scaled for backward.
+    """
+    if is_first_microbatch and hasattr(model, "set_is_first_microbatch"):
+        model.set_is_first_microbatch()
+    if current_microbatch is not None:
+        set_current_microbatch(model, current_microbatch)
+
+    unwrap = not isinstance(input_tensor, list)
+    set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
+    set_input_tensor([input_tensor] if unwrap else input_tensor)
+
+    extra = (
+        () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
+    )
+    with _autocast(config):
+        output_tensor, loss_func = call_traced(
+            "forward-step-func", forward_step_func, data_iterator, model, *extra
+        )
+        output_tensor, num_tokens = forward_step_calc_loss(
+            model,
+            output_tensor,
+            loss_func,
+            config,
+            vp_stage,
+            collect_non_loss_data,
+            num_microbatches,
+            forward_data_store,
+            cp_group_size,
+            is_last_stage,
+        )
+    return (output_tensor if unwrap else [output_tensor]), num_tokens
+
+
+def _autocast(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
+    if not config.enable_autocast:
+        return contextlib.nullcontext()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.autocast(device, dtype=config.autocast_dtype)
+
+
+def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
+    """Tells the model's decoder, if it has one, and its layers which microbatch comes now."""
+    try:
+        decoder = get_attr_wrapped_model(model, "decoder")
+    except RuntimeError:
+        return
+    if decoder is None:
+        return
+    decoder.current_microbatch = microbatch_id
+    for layer in decoder.layers:
+        layer.current_microbatch = microbatch_id
+
+
+@traced("loss-compute", lambda a: {"chunk": a["vp_stage"] or 0})
+def forward_step_calc_loss(
+    model: torch.nn.Module,
+    output_tensor: torch.Tensor,
+    loss_func: Callable,
+    config: ModelParallelConfig,
+    vp_stage: int | None,
+    collect_non_loss_data: bool,
+    num_microbatches: int,
+    forward_data_store: list,
+    cp_group_size: int | None = None,
+    is_last_stage: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Applies the loss function on the last stage, and scales the loss for this microbatch.
+
+    The contract, with M microbatches, c context-parallel ranks and n tokens:
+
+    | `loss_func` returns    | `calculate_per_token_loss` | loss for backward                     |
+    |------------------------|----------------------------|---------------------------------------|
+    | (sum, n, report)       | off                        | sum / max(n, 1) / M                   |
+    | (sum, n, report)       | on                         | sum; finalize divides by all tokens   |
+    | (mean, report)         | off or on                  | mean * c / M                          |
+    | anything               | `collect_non_loss_data`    | none; the value itself is stored      |
+
+    A two-tuple's mean is expected over all c ranks' tokens, hence the factor c: gradients are later
+    averaged over data-parallel and context-parallel ranks together.
+
+    The division makes a new tensor. Megatron divides in place, which also changes a report that
+    shares storage with the loss (`loss.detach()`).
+
+    Returns (output or scaled loss, number of tokens as an int tensor: 0 unless three were returned).
+    """
+    num_tokens = NO_TOKENS
+    if is_last_stage and collect_non_loss_data:
+        forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
+    elif is_last_stage:
+        outputs = call_traced("loss-func", loss_func, output_tensor)
+        if len(outputs) == 3:
+            output_tensor, num_tokens, report = outputs
+            if not config.calculate_per_token_loss:
+                output_tensor = output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches
+        elif len(outputs) == 2:
+            output_tensor, report = outputs
+            output_tensor = output_tensor * (cp_group_size or 1) / num_microbatches
+        else:
+            raise ValueError(
+                f"the loss function returned {len(outputs)} values; return (loss, report) or "
+                "(summed loss, number of tokens, report)"
+            )
+        forward_data_store.append(report)
+    _scale_auxiliary_losses(config, output_tensor, num_microbatches)
+    return output_tensor, num_tokens
+
+
+def _scale_auxiliary_losses(
+    config: ModelParallelConfig, output_tensor: torch.Tensor, num_microbatches: int
+) -> None:
+    # Losses that join by the side (experts' balance, extra predicted tokens) are not in the sum
+    # that was just scaled. They are told the same scale, on every stage, before its backward.
+    if not config.aux_loss_scale_funcs:
+        return
+    scale = torch.ones(1, device=output_tensor.device)
+    if config.grad_scale_func is not None:
+        scale = config.grad_scale_func(scale)
+    if not config.calculate_per_token_loss:
+        scale = scale / num_microbatches
+    for set_loss_scale in config.aux_loss_scale_funcs:
+        set_loss_scale(scale)
+
+
+@traced("backward-compute")
+def backward_step(
+    input_tensor: Any,
+    output_tensor: Any,
+    output_tensor_grad: Any,
+    model_type: Any,
+    config: ModelParallelConfig,
+) -> Any:
+    """Backward of one microbatch through this stage.
+
+    Args:
+        input_tensor: what `forward_step` was given; its gradient is the result.
+        output_tensor: what `forward_step` returned; on the last stage the loss. May have been freed
+            by `deallocate_output_tensor`.
+        output_tensor_grad: the loss's gradient with respect to the output; None on the last stage.
+        model_type: unused, here as in Megatron; the schedules pass None.
+
+    Each of the three may be a list of one. Returns the loss's gradient with respect to the input,
+    None on the first stage; a list if the input was one.
+    """
+    unwrap = not isinstance(input_tensor, list)
+    inputs = [input_tensor] if unwrap else input_tensor
+    outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
+    grads = output_tensor_grad if isinstance(output_tensor_grad, list) else [output_tensor_grad]
+    for tensor in inputs:
+        if tensor is not None:
+            tensor.retain_grad()
+
+    output, grad = outputs[0], grads[0]
+    if grad is None and config.grad_scale_func is not None:
+        output = config.grad_scale_func(output)
+    # A stage may have had nothing to do for this microbatch (no image for the vision encoder).
+    if output.requires_grad:
+        if config.deallocate_pipeline_outputs:
+            custom_backward(output, grad)
+        else:
+            torch.autograd.backward(output, grad_tensors=grad)
+
+    input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
+    return input_grads[0] if unwrap else input_grads
+
+
+def deallocate_output_tensor(
+    out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False
+) -> None:
+    """Pseudo-frees an output that has been sent: only its `grad_fn` is still needed.
+
+    The storage is replaced by a single element. Autograd keeps what backward needs by itself, so an
+    output that no operation saved is truly gone. Raises ValueError for a view: its base would keep
+    the storage alive and nothing would be freed.
+    """
+    if out is None or not deallocate_pipeline_outputs:
+        return
+    if out._base is not None:
+        raise ValueError(
+            f"the stage's output of shape {tuple(out.shape)} is a view, so freeing it would free "
+            "nothing; return a tensor of its own (for example `.clone()`), or turn "
+            "deallocate_pipeline_outputs off"
+        )
+    out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
+
+
+def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
+    """Backward from an output whose storage was freed.
+
+    `torch.autograd.backward` compares the shapes of output and gradient, and a freed output has
+    shape [1]. The engine underneath does not look, so it is called directly.
+    """
+    if grad_output is None:
+        if output.numel() != 1:
+            raise ValueError(
+                f"backward without a gradient needs a scalar, not shape {tuple(output.shape)}"
+            )
+        grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
+    Variable._execution_engine.run_backward(
+        tensors=(output,),
+        grad_tensors=(grad_output,),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
+    """`cond` while training; while validating, `cond` only in the first validation step."""
+    if first_val_step is not None and forward_only:
+        return first_val_step and cond
+    return cond

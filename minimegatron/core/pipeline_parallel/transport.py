@@ -1,0 +1,119 @@
+"""What carries a message between two stages: `torch.distributed`, on any device and backend.
+
+Called by: `P2PCommunicator`, which knows stages, shapes and order. Calls: `torch.distributed`. It
+is the lowest link of the chain. Megatron has no such module: its communicator calls
+`torch.distributed` itself and relies on NCCL. Tests put a fake in this place.
+
+A transport sends and receives whole tensors between ranks of one process group. Two kinds differ in
+what order they forgive:
+
+* NCCL pairs the n-th send with the n-th receive of two ranks, and either blocks its stream until the
+  other is there. Both sides must agree on the order of everything between them.
+* gloo pairs by tag, and a message waits for its receive without blocking anybody. So does shared
+  memory (`local_transport`), which takes gloo's place between stages on one host.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.collectives import needs_staging
+from minimegatron.core.tracing import traced
+
+ACTIVATION, GRADIENT = "activation", "gradient"
+_TAGS = {ACTIVATION: 1, GRADIENT: 2, f"{ACTIVATION} shape": 3, f"{GRADIENT} shape": 4}
+
+
+class Message(NamedTuple):
+    """One tensor to or from `peer` (a rank within the pipeline group)."""
+
+    is_send: bool
+    tensor: torch.Tensor
+    peer: int
+    payload: str
+    """ACTIVATION or GRADIENT, or one of them followed by " shape"."""
+
+
+def describe_message(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What observers are told of a message that starts."""
+    message = arguments["message"]
+    return {
+        "peer": message.peer,
+        "payload": message.payload,
+        "doing": "sending" if message.is_send else "receiving",
+        "bytes": message.tensor.numel() * message.tensor.element_size(),
+    }
+
+
+class Work(Protocol):
+    """The handle of a message under way. Until `wait` returns, its tensor may still be read."""
+
+    def wait(self) -> Any: ...
+
+
+class Transport(Protocol):
+    """What `P2PCommunicator` needs."""
+
+    matches_by_tag: bool
+    """True if activations and gradients cannot be taken for each other, and sends run on alone."""
+
+    def start(self, message: Message) -> Work:
+        """Starts one message. Where the transport does not match by tag, order is meaning."""
+
+    def start_batch(self, messages: list[Message]) -> list[Work]:
+        """Starts all messages as one: none of them waits for another of the same batch."""
+
+
+class TorchTransport:
+    """Messages over one `torch.distributed` process group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.matches_by_tag = dist.get_backend(group) == "gloo"
+
+    def start(self, message: Message) -> Work:
+        """Raises what `torch.distributed` raises, for example if the peer has gone."""
+        if needs_staging(message.tensor, self.group):
+            return _Staged(message, self.group)
+        return _start(message, message.tensor, self.group)
+
+    def start_batch(self, messages: list[Message]) -> list[Work]:
+        """gloo needs no batch; NCCL gets one, and one handle comes back for all of it."""
+        if self.matches_by_tag:
+            return [self.start(message) for message in messages]
+        operations = [
+            dist.P2POp(
+                dist.isend if message.is_send else dist.irecv,
+                message.tensor,
+                group=self.group,
+                group_peer=message.peer,
+            )
+            for message in messages
+        ]
+        works = dist.batch_isend_irecv(operations)
+        return works * len(messages) if len(works) == 1 else works
+
+
+@traced("p2p-start", describe_message)
+def _start(message: Message, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    tag = _TAGS[message.payload]
+    if message.is_send:
+        return dist.isend(tensor, group=group, group_dst=message.peer, tag=tag)
+    return dist.irecv(tensor, group=group, group_src=message.peer, tag=tag)
+
+
+class _Staged:
+    """A message of a device tensor over gloo: through a host copy that lives as long as this."""
+
+    def __init__(self, message: Message, group: dist.ProcessGroup):
+        self._message = message
+        tensor = message.tensor.detach()
+        self._host = tensor.cpu() if message.is_send else torch.empty_like(tensor, device="cpu")
+        self._work = _start(message, self._host, group)
+
+    def wait(self) -> bool:
+        self._work.wait()
+        if not self._message.is_send:
+            self._message.tensor.detach().copy_(self._host)
+        return True
