@@ -1,0 +1,81 @@
+"""What the rest of the chain may ask of a data-parallel wrapper, whichever one it is.
+
+Called by: the schedules (`no_sync`), `finalize_model_grads` (`finish_grad_sync`,
+`scale_gradients`), `training.train_step` (`zero_grad_buffer`), the optimizers (`get_main_grad`,
+`start_param_sync`). Counterpart: `megatron.core.distributed.data_parallel_base`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def get_main_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """Where `param`'s accumulated gradient lives, None if it has none.
+
+    `main_grad`, a view into a buffer, under our own `DistributedDataParallel`; `grad` under torch's,
+    and for a model that is not wrapped at all.
+    """
+    return param.main_grad if hasattr(param, "main_grad") else param.grad
+
+
+def named_parameters_inside(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The model's parameters under the names they have inside all wrappers.
+
+    Every wrapper keeps what it wraps in `.module`, and so puts "module." before every name.
+    """
+    named = list(model.named_parameters())
+    while named and all(name.startswith("module.") for name, _ in named):
+        named = [(name.removeprefix("module."), param) for name, param in named]
+    return named
+
+
+class _BaseDataParallel(torch.nn.Module):
+    """The common surface. The module inside is `self.module`, its configuration `self.config`."""
+
+    def __init__(self, config: Any, module: torch.nn.Module):
+        super().__init__()
+        self.config = config
+        self.module = module
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backward accumulates gradients and communicates nothing."""
+        yield
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Launches the summation of gradients over data-parallel ranks."""
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Returns once the summed gradients are in place."""
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
+        """Launches the gathering of parameters that other ranks have updated."""
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies every gradient by `scaling_factor`, in place."""
+        raise NotImplementedError
+
+    def zero_grad_buffer(self) -> None:
+        """Readies the gradients for the next step."""
+        raise NotImplementedError
+
+    def broadcast_params(self) -> None:
+        """Copies every parameter from data-parallel rank 0 to the others."""
+        raise NotImplementedError
+
+    # -- State dicts are the wrapped module's --
+    # A checkpoint must not depend on which wrapper, if any, the model was trained in.
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped module's state dict."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads into the wrapped module."""
+        return self.module.load_state_dict(*args, **kwargs)

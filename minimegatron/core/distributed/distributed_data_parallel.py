@@ -1,0 +1,247 @@
+"""Data parallelism: every rank's gradients end up in buffers, summed over ranks bucket by bucket.
+
+Called by: `training.get_model`, which wraps each model chunk in it. Calls:
+`param_and_grad_buffer`. Counterpart:
+`megatron.core.distributed.distributed_data_parallel.DistributedDataParallel`.
+
+One step, seen from here: `zero_grad_buffer`; for each microbatch forward and backward, whose hooks
+add `param.grad` into `param.main_grad` and free it, all but the last within `no_sync`;
+`finish_grad_sync` (by `finalize_model_grads`); the optimizer reads `main_grad`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from minimegatron.core.collectives import broadcast
+from minimegatron.core.distributed.data_parallel_base import (
+    _BaseDataParallel,
+    named_parameters_inside,
+)
+from minimegatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from minimegatron.core.distributed.param_and_grad_buffer import (
+    _ParamAndGradBuffer,
+    partition_buckets,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def gradient_scaling_factor(
+    config: TransformerConfig, ddp_config: DistributedDataParallelConfig, num_ranks: int
+) -> float:
+    """What gradients are multiplied by before they are summed over `num_ranks` ranks.
+
+    1 / num_ranks makes the sum a mean. With `calculate_per_token_loss` the sum is wanted as it is,
+    for `finalize_model_grads` divides by the global number of tokens; with `average_in_collective`
+    the collective divides. Raises ValueError for both.
+    """
+    per_token = config.calculate_per_token_loss
+    if per_token and ddp_config.average_in_collective:
+        raise ValueError(
+            "average_in_collective divides by the number of ranks, calculate_per_token_loss by the "
+            "number of tokens; turn one of them off"
+        )
+    return 1.0 if per_token or ddp_config.average_in_collective else 1.0 / num_ranks
+
+
+class DistributedDataParallel(_BaseDataParallel):
+    """Wraps one model chunk.
+
+    Args:
+        config: of the model; `calculate_per_token_loss` decides the scaling of gradients.
+        ddp_config: buckets, overlap, precision.
+        module: the chunk. Parameters with `requires_grad=False` are left alone.
+        disable_bucketing: one bucket per dtype. `get_model` sets it for chunks after the first, and
+            stages after the first do the same: in a pipeline's flush only stage 0 computes until
+            the end, so only there is communication hidden by being cut up.
+        pg_collection: needs `dp_cp` and `pp`; None for those of `parallel_state`.
+
+    `bucket_groups` are in the order of backward, so the next forward meets them in reverse.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        super().__init__(config, module)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        self.ddp_config = ddp_config
+        self.dp_cp_group = pg_collection.dp_cp
+        if config.defer_embedding_wgrad_compute and ddp_config.overlap_grad_reduce:
+            raise ValueError(
+                "defer_embedding_wgrad_compute adds to the embedding's gradient after its bucket "
+                "would have been launched; turn it or overlap_grad_reduce off"
+            )
+        # Without overlap nothing is gained by several launches.
+        self.bucket_size = None
+        if (
+            ddp_config.overlap_grad_reduce
+            and not disable_bucketing
+            and pg_collection.pp.rank() == 0
+        ):
+            default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
+            self.bucket_size = ddp_config.bucket_size or default
+        self.buffers = self._allocate_buffers()
+        self.bucket_groups = partition_buckets(
+            self.buffers,
+            backward_order=[*module.parameters()][::-1],
+            force_single_bucket_group=not ddp_config.overlap_grad_reduce,
+        )
+        self.param_to_bucket_group = {
+            param: group for group in self.bucket_groups for param in group.params
+        }
+        self._register_hooks()
+
+    def _allocate_buffers(self) -> list[_ParamAndGradBuffer]:
+        """One buffer per (parameter dtype, gradient dtype)."""
+        param_to_name: dict[torch.nn.Parameter, str] = {}
+        params_by_dtype: dict[tuple[torch.dtype, torch.dtype], list[torch.nn.Parameter]] = {}
+        for name, param in named_parameters_inside(self.module):
+            if not param.requires_grad:
+                continue
+            param.grad_added_to_main_grad = False
+            param_to_name[param] = name
+            in_fp32 = self.ddp_config.grad_reduce_in_fp32 and param.dtype in HALF_DTYPES
+            key = (param.dtype, torch.float32 if in_fp32 else param.dtype)
+            params_by_dtype.setdefault(key, []).append(param)
+        scaling = gradient_scaling_factor(self.config, self.ddp_config, self.dp_cp_group.size())
+        return [
+            _ParamAndGradBuffer(
+                self.ddp_config,
+                param_dtype,
+                grad_dtype,
+                params,
+                self.dp_cp_group,
+                self.bucket_size,
+                param_to_name,
+                scaling,
+            )
+            for (param_dtype, grad_dtype), params in params_by_dtype.items()
+        ]
+
+    def _register_hooks(self) -> None:
+        for param in self.param_to_bucket_group:
+            param.register_post_accumulate_grad_hook(self._after_grad)
+        if not self.ddp_config.overlap_param_gather:
+            return
+        for submodule in self.module.modules():
+            submodule.register_forward_pre_hook(self._before_forward)
+
+    def _after_grad(self, param: torch.nn.Parameter) -> None:
+        """Backward hook, once autograd has put this microbatch's gradient into `param.grad`.
+
+        A layer that adds its weight gradient into `main_grad` itself sets
+        `param.grad_added_to_main_grad` and returns some gradient of the right shape (an expanded
+        zero costs nothing): for None, autograd would not call this hook.
+        """
+        if not param.grad_added_to_main_grad:
+            param.main_grad.add_(param.grad)
+        param.grad_added_to_main_grad = False
+        param.grad = None
+        if self.ddp_config.overlap_grad_reduce:
+            self.param_to_bucket_group[param].register_grad_ready(param)
+
+    def _before_forward(self, submodule: torch.nn.Module, *unused: Any) -> None:
+        """Forward hook: a submodule's own parameters must have arrived before it computes."""
+        for param in submodule.parameters(recurse=False):
+            if param in self.param_to_bucket_group:
+                self.param_to_bucket_group[param].finish_param_sync()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, gradients accumulate and no bucket is launched."""
+        for group in self.bucket_groups:
+            group.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            for group in self.bucket_groups:
+                group.is_last_microbatch = True
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Launches every bucket now; for a schedule that chooses the moment (`grad_sync_func`)."""
+        for group in self.bucket_groups:
+            group.start_grad_sync()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Returns once `main_grad` holds the gradients of all data-parallel ranks.
+
+        With a distributed optimizer only this rank's shard of every bucket does, unless
+        `force_all_reduce`. Raises RuntimeError naming the parameters if, with overlap, some bucket
+        was never launched.
+        """
+        for group in self.bucket_groups:
+            group.check_launched(force_all_reduce)
+        for group in self.bucket_groups:
+            if group.grad_reduce_handles is None:
+                group.start_grad_sync(force_all_reduce)
+        for group in self.bucket_groups:
+            group.finish_grad_sync()
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
+        """Launches the gathering of parameters, where the optimizer has updated shards of them.
+
+        `force_sync` also waits: to be used before parameters are read other than by a forward, for
+        instance to save them.
+        """
+        for group in reversed(self.bucket_groups):
+            group.start_param_sync()
+        if force_sync:
+            for group in reversed(self.bucket_groups):
+                group.finish_param_sync()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped module's; RuntimeError while parts of it are still to be gathered.
+
+        Gathering them here would hang whoever asks on one rank only.
+        """
+        if any(group.params_are_incomplete() for group in self.bucket_groups):
+            raise RuntimeError(
+                "with overlap_param_gather, what other ranks have updated is gathered by the next "
+                "forward; call start_param_sync(force_sync=True) on every rank first"
+            )
+        return super().state_dict(*args, **kwargs)
+
+    def params_were_updated(self) -> None:
+        """Told by the distributed optimizer that this rank's shard of every bucket is new.
+
+        Gathers them all, or with overlap launches only the bucket that forward needs first: each
+        bucket's first use launches the next.
+        """
+        for group in self.bucket_groups:
+            group.params_are_stale = True
+        if not self.ddp_config.overlap_param_gather:
+            self.start_param_sync(force_sync=True)
+        elif self.bucket_groups:
+            self.bucket_groups[-1].start_param_sync()
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies every gradient by `scaling_factor`, in place."""
+        for buffer in self.buffers:
+            buffer.scale_gradients(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Sets all gradients to zero; before each step."""
+        for param in self.param_to_bucket_group:
+            param.grad_added_to_main_grad = False
+        for buffer in self.buffers:
+            buffer.reset()
+        for group in self.bucket_groups:
+            group.reset()
+
+    def broadcast_params(self) -> None:
+        """Copies every parameter from data-parallel rank 0 to the others."""
+        for param in self.module.parameters():
+            broadcast(param.data, 0, self.dp_cp_group)

@@ -1,0 +1,132 @@
+"""After the last backward: every gradient becomes what one process with the whole batch would have.
+
+Called by: the schedules, once per step, as `config.finalize_model_grads_func`. Calls: the
+data-parallel wrappers, `core.collectives`. Counterpart:
+`megatron.core.distributed.finalize_model_grads`, under the same names.
+
+The order matters. Every later sum works on gradients that are already summed over data-parallel
+ranks, so it may treat them elementwise; the tokens come last, one factor for all.
+
+    1. data parallel     sum over dp_cp        (what backward launched is waited for here)
+    2. tensor parallel   sum over tp           gradients of replicated parameters that are partial
+    3. tied embedding    sum over embd         first stage's and last stage's copy
+    4. tokens            divide by their number, which only the last stage knows
+"""
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.collectives import all_reduce, broadcast
+from minimegatron.core.distributed.data_parallel_base import get_main_grad
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tracing import traced
+from minimegatron.core.utils import unwrap_model
+
+
+def _is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
+    """True for a parameter that every tensor-parallel rank has, each with part of its gradient.
+
+    With sequence parallelism each rank has seen part of the sequence. Norms of queries and keys
+    see only this rank's heads, with or without it.
+    """
+    return getattr(param, "sequence_parallel", False) or any(
+        norm in name for norm in ("q_layernorm", "k_layernorm")
+    )
+
+
+@traced("non-tensor-parallel-grads-all-reduce")
+def _allreduce_non_tensor_model_parallel_grads(
+    model: list[torch.nn.Module], tp_group: dist.ProcessGroup
+) -> None:
+    """Sums partial gradients of replicated parameters, in one message per dtype.
+
+    A sum, not a mean: each rank's part is a term of the gradient, not an estimate of it.
+    """
+    if tp_group.size() == 1:
+        return
+    grads_by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for chunk in model:
+        for name, param in chunk.named_parameters():
+            grad = get_main_grad(param)
+            if grad is not None and _is_partial_over_tp(name, param):
+                grads_by_dtype.setdefault(grad.dtype, []).append(grad)
+    for grads in grads_by_dtype.values():
+        together = torch.cat([grad.reshape(-1) for grad in grads])
+        all_reduce(together, tp_group)
+        for grad, summed in zip(grads, together.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(summed.view(grad.shape))
+
+
+@traced("embedding-grads-all-reduce")
+def _allreduce_word_embedding_grads(
+    model: list[torch.nn.Module],
+    embd_group: dist.ProcessGroup | None,
+    pp_group: dist.ProcessGroup,
+) -> None:
+    """Adds up the two gradients of a tied embedding: as a lookup table and as output weights.
+
+    At one stage both went into one parameter already, and the group has one rank.
+    """
+    if embd_group is None or embd_group.size() == 1:
+        return
+    # The embedding is in the first stage's first chunk, the output layer in the last stage's last.
+    chunk = unwrap_model(model[0] if pp_group.rank() == 0 else model[-1])
+    if getattr(chunk, "share_embeddings_and_output_weights", False):
+        grad = get_main_grad(chunk.shared_embedding_or_output_weight())
+        if grad is not None:
+            all_reduce(grad, embd_group)
+
+
+@traced("position-embedding-grads-all-reduce")
+def _allreduce_position_embedding_grads(
+    model: list[torch.nn.Module], pos_embd_group: dist.ProcessGroup | None
+) -> None:
+    """The same for position embeddings that several stages hold, as an encoder-decoder's do."""
+    if pos_embd_group is None or pos_embd_group.size() == 1:
+        return
+    grad = get_main_grad(unwrap_model(model[0]).embedding.position_embeddings.weight)
+    if grad is not None:
+        all_reduce(grad, pos_embd_group)
+
+
+@traced("scale-gradients")
+def _divide_by_num_tokens(
+    model: list[torch.nn.Module],
+    num_tokens: torch.Tensor,
+    pp_group: dist.ProcessGroup,
+    dp_cp_group: dist.ProcessGroup,
+) -> None:
+    """Divides all gradients by the number of tokens in the global batch; by 1 if there are none."""
+    num_tokens = num_tokens.clone()
+    broadcast(num_tokens, pp_group.size() - 1, pp_group)
+    all_reduce(num_tokens, dp_cp_group)
+    scaling = 1.0 / max(num_tokens.item(), 1)
+    for chunk in model:
+        chunk.scale_gradients(scaling)
+
+
+@traced("finalize-model-grads")
+def finalize_model_grads(
+    model: list[torch.nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Turns what backward left in `main_grad` into the gradients the optimizer should see.
+
+    Args:
+        model: this stage's chunks, each in its data-parallel wrapper.
+        num_tokens: with `calculate_per_token_loss`, the tokens this data-parallel rank's loss was
+            summed over; an int tensor whose value matters on the last stage only. Left unchanged.
+        pg_collection: needs tp, pp, embd, pos_embd, dp_cp; None for those of `parallel_state`.
+        force_all_reduce: see `DistributedDataParallel.finish_grad_sync`.
+    """
+    if pg_collection is None:
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    for chunk in model:
+        chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
+    _allreduce_non_tensor_model_parallel_grads(model, pg_collection.tp)
+    _allreduce_word_embedding_grads(model, pg_collection.embd, pg_collection.pp)
+    _allreduce_position_embedding_grads(model, pg_collection.pos_embd)
+    if num_tokens is not None:
+        _divide_by_num_tokens(model, num_tokens, pg_collection.pp, pg_collection.dp_cp)

@@ -1,0 +1,429 @@
+"""Contiguous memory for gradients (and parameters), cut into buckets that are summed as a whole.
+
+Called by: `DistributedDataParallel`, which fills the buffers from its backward hooks, and the
+distributed optimizer, which updates one shard of every bucket. Calls: `core.collectives`.
+Counterpart: `megatron.core.distributed.param_and_grad_buffer`, under the same names.
+
+Backward produces the last layer's gradient first, so parameters are laid out in reverse: a bucket
+is a stretch of the buffer whose gradients arrive one after the other, and can be on its way while
+earlier layers still compute.
+
+    params       embed  layer0  layer1  head             (the order of module.parameters())
+    buffer       [ head  layer1 | layer0  embed ]        two buckets
+    with ZeRO-1  [ head  layer1 . | layer0  embed . . ]  padded so that every rank's shard is equal
+
+From top to bottom: where everything lies (arithmetic only), a bucket, a group of buckets with its
+communication, the buffer that owns the memory.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.collectives import ReduceOp, all_gather, all_reduce, reduce_scatter
+from minimegatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from minimegatron.core.tracing import traced
+
+PARAM_ALIGNMENT = 64
+"""With a distributed optimizer, parameters start at multiples of this (256 bytes of fp32)."""
+
+BUCKET_ALIGNMENT = 128
+"""With a distributed optimizer, buckets end at multiples of lcm(ranks, this): equal shards."""
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Element ranges within a buffer, half open.
+
+    `params[i]` is (start, end, bucket_id) of parameter i, in the order they were given; `buckets[b]`
+    is (start, end) with padding; `buckets_unpadded[b]` is bucket b's length up to its last gradient.
+    """
+
+    params: list[tuple[int, int, int]]
+    buckets: list[tuple[int, int]]
+    buckets_unpadded: list[int]
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1][1] if self.buckets else 0
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _fill_buckets(
+    numels: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int
+) -> list[list[int]]:
+    """Parameter numbers of each bucket, last parameter first; closes a bucket once it is full."""
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for i in reversed(range(len(numels))):
+        if alone[i] and buckets[-1]:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(i)
+        is_full = bucket_size is not None and filled + numels[i] >= bucket_size
+        filled += _round_up(numels[i], alignment)
+        if alone[i] or is_full:
+            buckets.append([])
+            filled = 0
+    return [bucket for bucket in buckets if bucket]
+
+
+def lay_out_buffer(
+    numels: Sequence[int],
+    alone: Sequence[bool],
+    bucket_size: int | None,
+    num_shards: int | None = None,
+) -> BufferLayout:
+    """Where every parameter and bucket lies.
+
+    Args:
+        numels: elements of each parameter, in module order.
+        alone: which parameters must have a bucket of their own.
+        bucket_size: close a bucket at this many elements; None for a single one.
+        num_shards: with a distributed optimizer, the ranks among whom every bucket is divided.
+    """
+    param_alignment = PARAM_ALIGNMENT if num_shards else 1
+    bucket_alignment = math.lcm(num_shards, BUCKET_ALIGNMENT) if num_shards else 1
+    params: list[tuple[int, int, int]] = [(0, 0, 0)] * len(numels)
+    buckets, unpadded = [], []
+    bucket_start = 0
+    for bucket_id, members in enumerate(_fill_buckets(numels, alone, bucket_size, param_alignment)):
+        end = bucket_start
+        for i in members:
+            start = _round_up(end, param_alignment)
+            end = start + numels[i]
+            params[i] = (start, end, bucket_id)
+        unpadded.append(end - bucket_start)
+        buckets.append((bucket_start, _round_up(end, bucket_alignment)))
+        bucket_start = buckets[-1][1]
+    return BufferLayout(params, buckets, unpadded)
+
+
+def shard_buffer(buffer: torch.Tensor, data_parallel_group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's view of `buffer`, the slice that a reduce-scatter leaves to it."""
+    numel = buffer.numel() // data_parallel_group.size()
+    return buffer[data_parallel_group.rank() * numel :][:numel]
+
+
+@dataclass(eq=False)
+class _ParamAndGradBucket:
+    """One stretch of a buffer: the unit of communication."""
+
+    params: dict[torch.nn.Parameter, str]
+    """Its parameters, by name for messages."""
+    param_data: torch.Tensor | None
+    """The parameters themselves, only with a distributed optimizer."""
+    grad_data: torch.Tensor
+    offset: int
+    """Where in the buffer it starts."""
+    numel_unpadded: int
+    gradient_scaling_factor: float
+    """What gradients are multiplied by before they are summed."""
+    bucket_id: int
+
+
+def _describe_launch(arguments: dict[str, Any]) -> dict[str, Any]:
+    group = arguments["self"]
+    return {
+        "bucket": [bucket.bucket_id for bucket in group.buckets],
+        "bytes": sum(b.grad_data.numel() * b.grad_data.element_size() for b in group.buckets),
+        "num_params": len(group.params),
+    }
+
+
+class _ParamAndGradBucketGroup:
+    """Buckets that are launched together: with overlap one, without it all of a model chunk's.
+
+    In one step: `register_grad_ready` for each parameter during the last backward, which calls
+    `start_grad_sync` at the last of them; `finish_grad_sync`; the optimizer; then, with a
+    distributed optimizer, `start_param_sync` and `finish_param_sync` before the next forward.
+
+    Groups are launched in one order, whatever the order in which they fill up: collectives of one
+    process group are told apart only by their order, and a rank that misses a gradient must not
+    offer bucket 2 where its peers offer bucket 1. (Torch's DDP has the same rule. Megatron trusts
+    backward; there such a rank sums the wrong buckets, or hangs.)
+
+    Megatron counts, in the first iteration, how often each gradient becomes ready, and overlaps
+    from the second on. Here every parameter counts as ready once per backward, so the first
+    iteration overlaps too, and whoever breaks that rule is told.
+    """
+
+    def __init__(
+        self,
+        buckets: list[_ParamAndGradBucket],
+        ddp_config: DistributedDataParallelConfig,
+        data_parallel_group: dist.ProcessGroup,
+    ):
+        self.buckets = buckets
+        self.ddp_config = ddp_config
+        self.data_parallel_group = data_parallel_group
+        self.params = {param: name for bucket in buckets for param, name in bucket.params.items()}
+        # Neighbours in the order of backward. Forward meets the groups in the opposite order.
+        self.previous_bucket_group: _ParamAndGradBucketGroup | None = None
+        self.next_bucket_group: _ParamAndGradBucketGroup | None = None
+        # False within `no_sync`.
+        self.is_last_microbatch = True
+        self.params_with_grad: set[torch.nn.Parameter] = set()
+        # None until launched, then one per bucket.
+        self.grad_reduce_handles: list[Any] | None = None
+        self.param_gather_handles: list[Any] | None = None
+        # True from the optimizer's update of the local shards until their gathering is launched.
+        self.params_are_stale = False
+
+    # -- Gradients --
+
+    def reset(self) -> None:
+        """Readies the group for the next step."""
+        self.params_with_grad.clear()
+        self.grad_reduce_handles = None
+
+    def register_grad_ready(self, param: torch.nn.Parameter) -> None:
+        """Notes that `param.main_grad` is complete; launches the groups that are due by that."""
+        if self.grad_reduce_handles is not None:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: another gradient of {self.params[param]} came after its "
+                "bucket was launched, and would be lost; run every microbatch but the last within "
+                "no_sync(), and call zero_grad_buffer() before each step"
+            )
+        if not self.is_last_microbatch:
+            return
+        self.params_with_grad.add(param)
+        group: _ParamAndGradBucketGroup | None = self
+        while group is not None and group._is_due():
+            group.start_grad_sync()
+            group = group.next_bucket_group
+
+    def _is_due(self) -> bool:
+        """True when it is complete, and its turn."""
+        previous = self.previous_bucket_group
+        is_its_turn = previous is None or previous.grad_reduce_handles is not None
+        is_complete = len(self.params_with_grad) == len(self.params)
+        return is_complete and is_its_turn and self.grad_reduce_handles is None
+
+    @traced("bucket-launch", _describe_launch)
+    def start_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Launches one collective per bucket, without waiting for any.
+
+        A reduce-scatter into this rank's shard with a distributed optimizer, else an all-reduce.
+        """
+        assert self.grad_reduce_handles is None, "launched twice in one step"
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_grads()
+        self.grad_reduce_handles = [
+            self._reduce(bucket, force_all_reduce) for bucket in self.buckets
+        ]
+
+    def _reduce(self, bucket: _ParamAndGradBucket, force_all_reduce: bool) -> Any:
+        if bucket.gradient_scaling_factor != 1.0:
+            bucket.grad_data.mul_(bucket.gradient_scaling_factor)
+        group = self.data_parallel_group
+        op = ReduceOp.AVG if self.ddp_config.average_in_collective else ReduceOp.SUM
+        if not self.ddp_config.use_distributed_optimizer or force_all_reduce:
+            return all_reduce(bucket.grad_data, group, op, async_op=True)
+        shard = shard_buffer(bucket.grad_data, group)
+        return reduce_scatter(shard, bucket.grad_data, group, op, async_op=True)
+
+    def finish_grad_sync(self) -> None:
+        """Waits for what was launched."""
+        for handle in self.grad_reduce_handles:
+            handle.wait()
+        self.reset()
+
+    def check_launched(self, force_all_reduce: bool) -> None:
+        """With overlap, raises RuntimeError naming the parameters that kept the group from launching.
+
+        Called before the first wait. A peer whose gradients did all come has launched, and waits
+        for us: to launch now would hide the fault, and to wait on other buckets would hang.
+        """
+        if not self.ddp_config.overlap_grad_reduce:
+            return
+        missing = [name for p, name in self.params.items() if p not in self.params_with_grad]
+        if self.grad_reduce_handles is None and missing:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: no gradient came in the last microbatch for "
+                f"{', '.join(missing)}, so {len(self.params)} gradients were never summed over "
+                f"{self.data_parallel_group.size()} data-parallel ranks; use each of them in every "
+                "forward, set requires_grad=False on it, or turn overlap_grad_reduce off"
+            )
+        if force_all_reduce and self.ddp_config.use_distributed_optimizer:
+            raise ValueError(
+                "force_all_reduce came after the reduce-scatters were launched; "
+                "turn overlap_grad_reduce off to use it"
+            )
+
+    def _check_grads(self) -> None:
+        """Raises RuntimeError that names rank, bucket and parameters where a gradient is not finite."""
+        for bucket in self.buckets:
+            # One pass and one number while all is well; a finite sum has only finite terms.
+            if math.isfinite(bucket.grad_data.sum()):
+                continue
+            culprits = []
+            for param, name in bucket.params.items():
+                num_nan = int(param.main_grad.isnan().sum())
+                num_inf = int(param.main_grad.isinf().sum())
+                if num_nan or num_inf:
+                    culprits.append(f"{name} ({num_nan} NaN, {num_inf} Inf of {param.numel()})")
+            if culprits:
+                raise RuntimeError(
+                    f"rank {dist.get_rank()}: gradients are not finite in bucket "
+                    f"{bucket.bucket_id}, before data-parallel summation: {', '.join(culprits)}; "
+                    "look at this rank's batch, lower the learning rate, or clip harder"
+                )
+
+    # -- Parameters, with a distributed optimizer --
+
+    def start_param_sync(self) -> None:
+        """Launches the gathering of updated shards, one all-gather per bucket; once per update."""
+        if self.params_are_stale:
+            self.params_are_stale = False
+            self.param_gather_handles = [self._gather(bucket) for bucket in self.buckets]
+
+    def params_are_incomplete(self) -> bool:
+        """True from the optimizer's update until all of its results are here."""
+        return self.params_are_stale or self.param_gather_handles is not None
+
+    def _gather(self, bucket: _ParamAndGradBucket) -> Any:
+        group = self.data_parallel_group
+        shard = shard_buffer(bucket.param_data, group)
+        return all_gather(bucket.param_data, shard, group, async_op=True)
+
+    def finish_param_sync(self) -> None:
+        """Makes this group's parameters usable; launches the group that forward needs next."""
+        self.start_param_sync()
+        if self.param_gather_handles is None:
+            return
+        for handle in self.param_gather_handles:
+            handle.wait()
+        self.param_gather_handles = None
+        if self.previous_bucket_group is not None:
+            self.previous_bucket_group.start_param_sync()
+
+
+class _ParamAndGradBuffer:
+    """The memory: gradients of all parameters of one dtype, and with ZeRO-1 the parameters too.
+
+    Args:
+        param_dtype, grad_dtype: of `param_data` and `grad_data`.
+        params: in module order; all of `param_dtype`.
+        data_parallel_group: over whom gradients are summed.
+        bucket_size: elements per bucket, None for one bucket.
+        param_to_name: for messages.
+        gradient_scaling_factor: applied to every gradient before summation.
+
+    Afterwards `param.main_grad` is a view into `grad_data`, shaped like `param`, and with a
+    distributed optimizer `param.data` is a view into `param_data`. `param_index_map[param]` is
+    (start, end, bucket_id).
+    """
+
+    def __init__(
+        self,
+        ddp_config: DistributedDataParallelConfig,
+        param_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        params: list[torch.nn.Parameter],
+        data_parallel_group: dist.ProcessGroup,
+        bucket_size: int | None,
+        param_to_name: Mapping[torch.nn.Parameter, str],
+        gradient_scaling_factor: float,
+    ):
+        self.ddp_config = ddp_config
+        self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
+        self.params = params
+        self.data_parallel_group = data_parallel_group
+        sharded = ddp_config.use_distributed_optimizer
+        self.layout = lay_out_buffer(
+            [param.numel() for param in params],
+            [self._needs_own_bucket(param) for param in params],
+            bucket_size,
+            data_parallel_group.size() if sharded else None,
+        )
+        self.numel = self.layout.numel
+        self.param_index_map = dict(zip(params, self.layout.params, strict=True))
+        device = params[0].device
+        self.grad_data = torch.zeros(self.numel, dtype=grad_dtype, device=device)
+        self.param_data = None
+        if sharded:
+            self.param_data = torch.zeros(self.numel, dtype=param_dtype, device=device)
+        self._place_params()
+        self.buckets = self._make_buckets(param_to_name, gradient_scaling_factor)
+
+    def _needs_own_bucket(self, param: torch.nn.Parameter) -> bool:
+        """True for the tied embedding, which exists on the first stage and on the last.
+
+        After a reduce-scatter, data-parallel rank i holds shard i of a bucket. The two copies'
+        gradients are then summed between the two stages, rank i with rank i: the shards must cover
+        the same elements on both, which only a bucket of nothing else makes sure of.
+        """
+        return self.ddp_config.use_distributed_optimizer and getattr(
+            param, "shared_embedding", False
+        )
+
+    def _place_params(self) -> None:
+        for param, (start, end, _) in self.param_index_map.items():
+            param.main_grad = self.grad_data[start:end].view(param.shape)
+            if self.param_data is not None:
+                inside = self.param_data[start:end].view(param.shape)
+                inside.copy_(param.data)
+                param.data = inside
+
+    def _make_buckets(
+        self, param_to_name: Mapping[torch.nn.Parameter, str], gradient_scaling_factor: float
+    ) -> list[_ParamAndGradBucket]:
+        members: list[dict[torch.nn.Parameter, str]] = [{} for _ in self.layout.buckets]
+        for param, (_, _, bucket_id) in self.param_index_map.items():
+            members[bucket_id][param] = param_to_name[param]
+        return [
+            _ParamAndGradBucket(
+                params=members[bucket_id],
+                param_data=None if self.param_data is None else self.param_data[start:end],
+                grad_data=self.grad_data[start:end],
+                offset=start,
+                numel_unpadded=self.layout.buckets_unpadded[bucket_id],
+                gradient_scaling_factor=gradient_scaling_factor,
+                bucket_id=bucket_id,
+            )
+            for bucket_id, (start, end) in enumerate(self.layout.buckets)
+        ]
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies all gradients, in place."""
+        self.grad_data.mul_(scaling_factor)
+
+    def reset(self) -> None:
+        """Sets all gradients to zero."""
+        self.grad_data.zero_()
+
+
+def partition_buckets(
+    buffers: Iterable[_ParamAndGradBuffer],
+    backward_order: Iterable[torch.nn.Parameter],
+    force_single_bucket_group: bool = False,
+) -> list[_ParamAndGradBucketGroup]:
+    """One group per bucket, or a single one for all; in the order in which they should fill up.
+
+    `backward_order` are all parameters, last layer first. Buckets of several buffers (dtypes) take
+    their places between each other: by the last gradient that each has to wait for.
+    """
+    buffers = list(buffers)
+    if not buffers:
+        return []
+    config, process_group = buffers[0].ddp_config, buffers[0].data_parallel_group
+    place = {param: i for i, param in enumerate(backward_order)}
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    buckets.sort(key=lambda bucket: max(place[param] for param in bucket.params))
+    parts = [buckets] if force_single_bucket_group else [[bucket] for bucket in buckets]
+    groups = [_ParamAndGradBucketGroup(part, config, process_group) for part in parts]
+    for earlier, later in pairwise(groups):
+        earlier.next_bucket_group = later
+        later.previous_bucket_group = earlier
+    return groups

@@ -1,0 +1,119 @@
+"""Optimizers: how the pieces of this package become the one that fits a model and a configuration.
+
+Called by: `training.setup_model_and_optimizer`. Counterpart: `megatron.core.optimizer`.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
+from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from minimegatron.core.optimizer.grad_scaler import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    MegatronGradScaler,
+)
+from minimegatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+    NamedParamGroup,
+    ParamShard,
+)
+from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+
+__all__ = [
+    "ConstantGradScaler",
+    "DistributedOptimizer",
+    "DynamicGradScaler",
+    "FP32Optimizer",
+    "Float16OptimizerWithFloat16Params",
+    "MegatronGradScaler",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "ParamShard",
+    "get_megatron_optimizer",
+]
+
+
+def _is_bias_or_norm(name: str, param: torch.nn.Parameter) -> bool:
+    """Weight decay pulls towards 0, which for a norm's weight or a bias means nothing good."""
+    return name.endswith(".bias") or param.dim() == 1
+
+
+def _get_param_groups(
+    model_chunks: list[torch.nn.Module],
+    no_weight_decay_cond: Callable[[str, torch.nn.Parameter], bool],
+) -> list[NamedParamGroup]:
+    """Two groups on every rank, with weight decay and without, also where one is empty."""
+    decayed, undecayed = [], []
+    for chunk_id, chunk in enumerate(model_chunks):
+        for name, param in named_parameters_inside(chunk):
+            if not param.requires_grad:
+                continue
+            group = undecayed if no_weight_decay_cond(name, param) else decayed
+            group.append((f"model{chunk_id}.{name}", param))
+    return [NamedParamGroup(decayed, wd_mult=1.0), NamedParamGroup(undecayed, wd_mult=0.0)]
+
+
+def _get_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
+    """A constant scale if one is given, a dynamic one for fp16; bf16 has fp32's range: none."""
+    if config.loss_scale is not None:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+def _check_wrappers(config: OptimizerConfig, model_chunks: list[torch.nn.Module]) -> None:
+    """Optimizer and data-parallel wrapper must mean the same: otherwise ranks silently diverge."""
+    for chunk in model_chunks:
+        ddp_config = chunk.ddp_config if hasattr(chunk, "ddp_config") else None
+        for name in ("use_distributed_optimizer", "overlap_param_gather"):
+            ours = getattr(config, name)
+            theirs = ddp_config is not None and getattr(ddp_config, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"{name} is {ours} in OptimizerConfig but {theirs} for the model's "
+                    f"{type(chunk).__name__}; set both alike"
+                )
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: list[torch.nn.Module],
+    no_weight_decay_cond: Callable[[str, torch.nn.Parameter], bool] | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> MegatronOptimizer:
+    """The optimizer for this rank's model chunks.
+
+    Args:
+        config: decides the kind: `use_distributed_optimizer`, then `fp16` or `bf16`, else fp32.
+        model_chunks: as the schedules get them, each in its data-parallel wrapper.
+        no_weight_decay_cond: (name within the chunk, parameter) -> True for no weight decay; None
+            for biases and one-dimensional parameters, as Megatron does.
+        pg_collection: needs `tp`, `mp` and `dp_cp`; None for those of `parallel_state`.
+
+    Raises ValueError for no learning rate, or where model and configuration contradict each other.
+    """
+    if config.lr is None:
+        raise ValueError("OptimizerConfig.lr is None; give a learning rate")
+    if pg_collection is None:
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    _check_wrappers(config, model_chunks)
+    groups = _get_param_groups(model_chunks, no_weight_decay_cond or _is_bias_or_norm)
+    scaler = _get_grad_scaler(config)
+    if config.use_distributed_optimizer:
+        return DistributedOptimizer(groups, config, scaler, pg_collection, model_chunks)
+    if config.fp16 or config.bf16:
+        return Float16OptimizerWithFloat16Params(groups, config, scaler, pg_collection)
+    return FP32Optimizer(groups, config, None, pg_collection)

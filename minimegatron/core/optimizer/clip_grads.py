@@ -1,0 +1,105 @@
+"""The norm of the whole model's gradient, from ranks that each hold a part of it; and clipping by it.
+
+Called by: the optimizers' `step`. Calls: `core.collectives`. Counterpart:
+`megatron.core.optimizer.clip_grads`, under the same names ("fp32" there names the gradients' dtype;
+float64 gradients are welcome here, and lose nothing).
+
+Each rank must leave out what another counts already (`MegatronOptimizer.get_main_grads_for_grad_norm`
+does), and all ranks must clip by the same number: by their own, they would drift apart.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.collectives import ReduceOp, all_reduce
+from minimegatron.core.device import get_device
+
+NORM_BLOCK = 1 << 16
+"""Elements that a CPU converts to float64 at a time: what fits its cache."""
+
+
+def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
+    """A float64 scalar.
+
+    Squares of float32 are exact in float64, so the sum hardly depends on how a tensor is cut into
+    shards, and the clipped gradients of a sharded and an unsharded run agree to the last bit.
+    """
+    if tensor.device.type != "cpu":
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    # The same call on a CPU converts element by element, eight times slower than this.
+    total = torch.zeros((), dtype=torch.float64)
+    for block in tensor.reshape(-1).split(NORM_BLOCK):
+        block = block.double()
+        total += torch.dot(block, block)
+    return total
+
+
+def _reduce_over(
+    value: torch.Tensor, groups: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None, op: object
+) -> float:
+    if groups is None:
+        groups = ()
+    for group in groups if isinstance(groups, Sequence) else [groups]:
+        all_reduce(value, group, op)
+    return value.item()
+
+
+@torch.no_grad()
+def get_grad_norm_fp32(
+    grads_for_norm: Iterable[torch.Tensor] | torch.Tensor,
+    norm_type: float = 2.0,
+    grad_stats_parallel_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+) -> float:
+    """The norm of all gradients of all ranks of the group, as if they were one vector.
+
+    Args:
+        grads_for_norm: this rank's part; together with the other ranks', each gradient once.
+        norm_type: any positive p, or inf for the largest absolute value.
+        grad_stats_parallel_group: reduced over one group, or over several in turn (data-parallel
+            ranks that hold shards, then the model-parallel ranks); None for this rank alone.
+
+    Every rank of the group must call it, also with no gradients, and gets the same number.
+    """
+    if isinstance(grads_for_norm, torch.Tensor):
+        grads_for_norm = [grads_for_norm]
+    norm_type = float(norm_type)
+    total = torch.zeros((), dtype=torch.float64, device=get_device())
+    if norm_type == math.inf:
+        for grad in grads_for_norm:
+            if grad.numel():
+                total = torch.maximum(total, grad.abs().max().double())
+        return _reduce_over(total, grad_stats_parallel_group, ReduceOp.MAX)
+    for grad in grads_for_norm:
+        if norm_type == 2.0:
+            total += _sum_of_squares(grad)
+        else:
+            total += grad.double().abs().pow(norm_type).sum()
+    return _reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM) ** (1.0 / norm_type)
+
+
+@torch.no_grad()
+def clip_grad_by_total_norm_fp32(
+    parameters: Iterable[torch.Tensor], max_norm: float, total_norm: float
+) -> None:
+    """Multiplies every `.grad` by max_norm / total_norm, in place, where that is below 1."""
+    coefficient = max_norm / (total_norm + 1e-6)
+    if coefficient < 1.0:
+        for param in parameters:
+            if param.grad is not None:
+                param.grad.mul_(coefficient)
+
+
+@torch.no_grad()
+def count_zeros_fp32(
+    parameters: Iterable[torch.Tensor],
+    grad_stats_parallel_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+) -> int:
+    """How many elements of all `.grad` of all ranks of the group are zero; groups as for the norm."""
+    total = torch.zeros((), dtype=torch.float64, device=get_device())
+    for param in parameters:
+        if param.grad is not None:
+            total += param.grad.numel() - torch.count_nonzero(param.grad)
+    return int(_reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM))

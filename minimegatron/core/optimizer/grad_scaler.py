@@ -1,0 +1,135 @@
+"""The loss scale: keeps small fp16 gradients from vanishing, and finds out how large it may be.
+
+Called by: the mixed-precision optimizers (`scale_loss` before backward, `update` after each
+attempted step). Calls nothing. Counterpart: `megatron.core.optimizer.grad_scaler`, under the same
+names.
+
+fp16 holds nothing below 6e-8. Backward is linear in the loss, so a loss times 2^k gives gradients
+times 2^k; they are divided again in fp32. Too large a scale overflows to Inf: that step is skipped
+(Micikevicius et al. 2018).
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+
+class MegatronGradScaler(ABC):
+    """A scale, its inverse, and how it reacts to overflow.
+
+    The scale is kept as a Python float and handed out as a CPU scalar tensor, which mixes with
+    tensors of any device and, having no dimensions, does not change the loss's dtype.
+    """
+
+    def __init__(self, initial_scale: float):
+        if initial_scale <= 0.0:
+            raise ValueError(f"initial loss scale is {initial_scale}; give a positive number")
+        self._scale = float(initial_scale)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """What the loss is multiplied by; a float32 scalar."""
+        return torch.tensor(self._scale)
+
+    @property
+    def inv_scale(self) -> torch.Tensor:
+        """What gradients are multiplied by; a float32 scalar."""
+        return torch.tensor(1.0 / self._scale)
+
+    @abstractmethod
+    def update(self, found_inf: bool) -> None:
+        """Told after every attempted step, on all ranks alike, whether a gradient overflowed."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with the same scales."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+
+
+class ConstantGradScaler(MegatronGradScaler):
+    """Always the same scale. Steps that overflow are still skipped."""
+
+    def update(self, found_inf: bool) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to remember: the scale comes from the configuration."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to take over."""
+
+
+class DynamicGradScaler(MegatronGradScaler):
+    """Halves the scale on overflow, doubles it after a long run without.
+
+    Args:
+        initial_scale, min_scale: where it begins, and never below.
+        growth_factor, backoff_factor: above 1, and between 0 and 1.
+        growth_interval: steps without overflow before it grows.
+        hysteresis: overflows since the last growth before it shrinks.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float,
+        min_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        hysteresis: int,
+    ):
+        super().__init__(initial_scale)
+        if not (
+            0.0 < min_scale <= initial_scale
+            and growth_factor > 1.0
+            and 0.0 < backoff_factor < 1.0
+            and growth_interval >= 1
+            and hysteresis >= 1
+        ):
+            raise ValueError(
+                f"need 0 < min_scale <= initial_scale, growth_factor > 1, 0 < backoff_factor < 1, "
+                f"growth_interval and hysteresis >= 1, but they are {min_scale}, {initial_scale}, "
+                f"{growth_factor}, {backoff_factor}, {growth_interval}, {hysteresis}"
+            )
+        self.min_scale = min_scale
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self._growth_tracker = 0
+        self._hysteresis_tracker = hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        """Counts, and moves the scale where the counts say so.
+
+        The hysteresis count is only restored by a growth: once it is used up, every further
+        overflow halves the scale at once, so that it falls fast from a far too large beginning.
+        """
+        if found_inf:
+            self._growth_tracker = 0
+            self._hysteresis_tracker -= 1
+            if self._hysteresis_tracker <= 0:
+                self._scale = max(self._scale * self.backoff_factor, self.min_scale)
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker == self.growth_interval:
+            self._growth_tracker = 0
+            self._hysteresis_tracker = self.hysteresis
+            self._scale *= self.growth_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and both counts."""
+        return {
+            "scale": self._scale,
+            "growth_tracker": self._growth_tracker,
+            "hysteresis_tracker": self._hysteresis_tracker,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the scale and both counts."""
+        self._scale = float(state_dict["scale"])
+        self._growth_tracker = int(state_dict["growth_tracker"])
+        self._hysteresis_tracker = int(state_dict["hysteresis_tracker"])

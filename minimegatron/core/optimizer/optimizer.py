@@ -1,0 +1,429 @@
+"""From gradients to new parameters: unscale, agree on overflow, clip, update, copy back.
+
+Called by: `training.train_step` (`step`), the schedules (`scale_loss`, before each backward). Calls:
+`clip_grads`, `grad_scaler`, and torch's own optimizers for the update rule. Counterpart:
+`megatron.core.optimizer.optimizer`, under the same names.
+
+The class below does a step; what differs between its kinds is where the *main* parameters are, the
+ones the update rule works on:
+
+    kind                                main parameter
+    FP32Optimizer                       the model's own
+    Float16OptimizerWithFloat16Params   an fp32 copy of each bf16 or fp16 one
+    DistributedOptimizer                this rank's shard, an fp32 copy of it if it is bf16 or fp16
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.collectives import ReduceOp, all_reduce
+from minimegatron.core.device import get_device
+from minimegatron.core.distributed.data_parallel_base import get_main_grad
+from minimegatron.core.optimizer.clip_grads import (
+    clip_grad_by_total_norm_fp32,
+    count_zeros_fp32,
+    get_grad_norm_fp32,
+)
+from minimegatron.core.optimizer.grad_scaler import MegatronGradScaler
+from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.sharding import param_is_not_tensor_parallel_duplicate
+from minimegatron.core.tracing import traced
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(eq=False)
+class ParamShard:
+    """The part of one of this rank's parameters that this rank updates; mostly all of it.
+
+    It covers the elements [start, end) of the flattened parameter. `main_param` has that many
+    elements: shaped like the parameter where it covers all of it, else flat.
+    """
+
+    name: str
+    """"model{chunk}.{name within the chunk}", as in "model0.decoder.final_layernorm.weight"."""
+    model_param: torch.nn.Parameter
+    main_param: torch.Tensor
+    start: int
+    end: int
+
+    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        if self.end - self.start == whole.numel():
+            return whole
+        return whole.view(-1)[self.start : self.end]
+
+    def model_data(self) -> torch.Tensor:
+        """This part of the model's parameter, a view."""
+        return self._part_of(self.model_param.data)
+
+    def model_grad(self) -> torch.Tensor | None:
+        """This part of the parameter's accumulated gradient, a view."""
+        grad = get_main_grad(self.model_param)
+        return None if grad is None else self._part_of(grad)
+
+    @property
+    def is_copy(self) -> bool:
+        """False where the main parameter shares the model's memory."""
+        return self.main_param.data_ptr() != self.model_data().data_ptr()
+
+
+@dataclass(frozen=True)
+class NamedParamGroup:
+    """Parameters that share hyperparameters, before an optimizer has made main parameters of them."""
+
+    params: Sequence[tuple[str, torch.nn.Parameter]]
+    wd_mult: float = 1.0
+
+
+def make_torch_optimizer(
+    param_groups: list[dict[str, Any]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """The update rule alone. Groups carry `params` and `wd_mult`; a group may be empty.
+
+    Not the `fused` kind: its vectorised middle and its scalar ends round differently, so that a
+    sharded parameter would not get the same bits as a whole one.
+    """
+    for group in param_groups:
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(param_groups, lr=config.lr, momentum=config.sgd_momentum)
+    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    betas = (config.adam_beta1, config.adam_beta2)
+    return kind(param_groups, lr=config.lr, betas=betas, eps=config.adam_eps)
+
+
+class MegatronOptimizer(ABC):
+    """A training step's last part, on every rank at once.
+
+    Args:
+        param_groups: this rank's parameters, by name.
+        config: see `OptimizerConfig`.
+        grad_scaler: None for gradients that come unscaled.
+        pg_collection: needs `tp` and `mp`, for the distributed optimizer `dp_cp` too.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[NamedParamGroup],
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None,
+        pg_collection: ProcessGroupCollection,
+    ):
+        self.config = config
+        self.grad_scaler = grad_scaler
+        self.tp_group = pg_collection.tp
+        self.grad_stats_parallel_groups: tuple[dist.ProcessGroup, ...] = (pg_collection.mp,)
+        self.model_params = [param for group in param_groups for _, param in group.params]
+        self.shards: list[ParamShard] = []
+        torch_groups = []
+        for group in param_groups:
+            shards = [self._make_shard(name, param) for name, param in group.params]
+            shards = [shard for shard in shards if shard is not None]
+            self.shards += shards
+            main_params = [shard.main_param for shard in shards]
+            torch_groups.append({"params": main_params, "wd_mult": group.wd_mult})
+        self.optimizer = make_torch_optimizer(torch_groups, config)
+
+    @abstractmethod
+    def _make_shard(self, name: str, param: torch.nn.Parameter) -> ParamShard | None:
+        """The part of `param` this rank updates, with its main parameter; None for no part."""
+
+    # -- What training asks for --
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Torch's parameter groups: `lr`, `weight_decay`, `wd_mult` and the rule's own."""
+        return self.optimizer.param_groups
+
+    def get_parameters(self) -> list[torch.Tensor]:
+        """The main parameters."""
+        return [shard.main_param for shard in self.shards]
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """What the loss is multiplied by before backward, a scalar; 1 without a loss scale."""
+        return torch.tensor(1.0) if self.grad_scaler is None else self.grad_scaler.scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale; the schedules' `config.grad_scale_func`."""
+        return self.get_loss_scale() * loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets `param.grad` everywhere. The buffers are `DDP.zero_grad_buffer`'s to clear."""
+        for param in [*self.model_params, *self.get_parameters()]:
+            if set_to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad.zero_()
+
+    # -- One step --
+
+    @traced("optimizer")
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """One attempted update: (update_successful, grad_norm, num_zeros_in_grad).
+
+        The norm is that of the whole model's unclipped gradient, the same on every rank. Where any
+        rank's gradients overflowed, no rank updates, and the result is (False, None, None).
+        `num_zeros_in_grad` is None unless `config.log_num_zeros_in_grad`.
+        """
+        found_inf = self.prepare_grads()
+        if found_inf:
+            self._release_main_grads()
+            return False, None, None
+        grad_norm = self.clip_grad_norm(self.config.clip_grad)
+        num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        update_successful = self.step_with_ready_grads()
+        self._release_main_grads()
+        return update_successful, grad_norm, num_zeros
+
+    def prepare_grads(self) -> bool:
+        """Puts unscaled gradients where the update rule reads them; True if any rank found Inf."""
+        self._copy_model_grads_to_main_grads()
+        if self.grad_scaler is None:
+            return False
+        found_inf = self._unscale_main_grads_and_check_for_nan()
+        self.grad_scaler.update(found_inf)
+        return found_inf
+
+    @traced("optimizer-copy-to-main-grad")
+    def _copy_model_grads_to_main_grads(self) -> None:
+        for shard in self.shards:
+            grad = shard.model_grad()
+            # No copy where the dtype is right already: then clipping writes into the buffer.
+            shard.main_param.grad = None if grad is None else grad.to(shard.main_param.dtype)
+
+    @traced("optimizer-unscale-and-check-inf")
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        """Divides by the loss scale; True, on all ranks, if a gradient of any is Inf or NaN.
+
+        All must agree: a rank that skipped the step alone would have other weights from then on.
+        """
+        inv_scale = self.grad_scaler.inv_scale.item()
+        found_inf = torch.zeros((), device=get_device())
+        for param in self.get_parameters():
+            if param.grad is not None and param.grad.numel():
+                param.grad.mul_(inv_scale)
+                found_inf = torch.maximum(found_inf, (~param.grad.isfinite()).any().float())
+        for group in self.grad_stats_parallel_groups:
+            all_reduce(found_inf, group, ReduceOp.MAX)
+        return bool(found_inf.item())
+
+    @traced("optimizer-inner-step")
+    def step_with_ready_grads(self) -> bool:
+        """The update rule on the main parameters, then their way into the model."""
+        self.optimizer.step()
+        self._copy_main_params_to_model_params()
+        return True
+
+    def _release_main_grads(self) -> None:
+        """Frees copies of gradients, and undoes aliases of `main_grad`.
+
+        An alias left in `param.grad` would make the next backward accumulate into the buffer, and
+        the hook after it add the buffer to itself.
+        """
+        for shard in self.shards:
+            is_grads_home = shard.main_param is shard.model_param and not hasattr(
+                shard.model_param, "main_grad"
+            )
+            if not is_grads_home:
+                shard.main_param.grad = None
+
+    # -- Norm, clipping, zeros --
+
+    def _is_counted(self, shard: ParamShard) -> bool:
+        """True on exactly one of the ranks that have this parameter, data-parallel ones aside.
+
+        A tied embedding is counted on the first stage, a parameter that tensor-parallel ranks
+        replicate on the first of them.
+        """
+        param = shard.model_param
+        if getattr(param, "shared", False):
+            return False
+        return param_is_not_tensor_parallel_duplicate(param, self.tp_group)
+
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        """Gradients of this rank that no other rank counts."""
+        return [
+            shard.main_param.grad
+            for shard in self.shards
+            if shard.main_param.grad is not None and self._is_counted(shard)
+        ]
+
+    def get_grad_norm(self) -> float:
+        """2-norm of the whole model's gradient; every rank must call it."""
+        return get_grad_norm_fp32(
+            self.get_main_grads_for_grad_norm(),
+            grad_stats_parallel_group=self.grad_stats_parallel_groups,
+        )
+
+    @traced("optimizer-clip-main-grad")
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Scales gradients down to norm `clip_grad`, 0 for not at all; returns the norm before."""
+        grad_norm = self.get_grad_norm()
+        if clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(self.get_parameters(), clip_grad, grad_norm)
+        return grad_norm
+
+    @traced("optimizer-count-zeros")
+    def count_zeros(self) -> int:
+        """Zero elements in the whole model's gradient; every rank must call it."""
+        counted = [shard.main_param for shard in self.shards if self._is_counted(shard)]
+        return count_zeros_fp32(counted, self.grad_stats_parallel_groups)
+
+    # -- Main and model parameters --
+
+    @traced("optimizer-copy-main-to-model-params")
+    def _copy_main_params_to_model_params(self) -> None:
+        for shard in self.shards:
+            if shard.is_copy:
+                shard.model_data().copy_(shard.main_param)
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Makes the main copies follow the model, whose weights somebody else has set.
+
+        To be called after loading weights without optimizer state: otherwise the first step would
+        copy the old main parameters back over them.
+        """
+        for shard in self.shards:
+            if shard.is_copy:
+                shard.main_param.copy_(shard.model_data())
+
+    # -- State --
+
+    def initialize_state(self) -> None:
+        """Gives every parameter the moments it would have before its first step: zeros."""
+        if self.config.optimizer == "adam":
+            moments = ["exp_avg", "exp_avg_sq"]
+        else:
+            moments = ["momentum_buffer"] if self.config.sgd_momentum > 0.0 else []
+        for main_param in self.get_parameters():
+            state = self.optimizer.state[main_param]
+            if state or not moments:
+                continue
+            for moment in moments:
+                state[moment] = torch.zeros_like(main_param)
+            if self.config.optimizer == "adam":
+                state["step"] = torch.tensor(0.0)
+
+    def parameter_state(self, shard: ParamShard) -> dict[str, torch.Tensor]:
+        """Everything kept per element, by name: "param" (the main parameter), "exp_avg", ...
+
+        These are the tensors themselves: writing into them changes the optimizer. A checkpoint
+        that is to be cut differently later takes them with `shard.name`, `start` and `end`.
+        """
+        moments = self.optimizer.state[shard.main_param]
+        tensors = {k: v for k, v in moments.items() if k != "step" and v is not None}
+        return {"param": shard.main_param, **tensors}
+
+    def get_step(self) -> int:
+        """Updates made so far, as Adam's bias correction counts them."""
+        states = [self.optimizer.state[param] for param in self.get_parameters()]
+        return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+    def set_step(self, step: int) -> None:
+        """Overwrites what `get_step` returns; after `initialize_state`."""
+        for param in self.get_parameters():
+            if "step" in self.optimizer.state[param]:
+                self.optimizer.state[param]["step"].fill_(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings and tensors only, for this rank's part at this layout.
+
+        `state[name]` holds `start`, `end` and the tensors of `parameter_state`.
+        """
+        self.initialize_state()
+        result: dict[str, Any] = {
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.param_groups
+            ],
+            "step": self.get_step(),
+            "state": {
+                shard.name: {"start": shard.start, "end": shard.end, **self.parameter_state(shard)}
+                for shard in self.shards
+            },
+        }
+        if self.grad_scaler is not None:
+            result["grad_scaler"] = self.grad_scaler.state_dict()
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave on the same rank of the same layout.
+
+        Raises ValueError, before anything is changed, where a parameter, a range or a tensor is
+        missing or too many: moments that are silently dropped cost a run.
+        """
+        self.initialize_state()
+        self._check_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        for shard in self.shards:
+            saved = state_dict["state"][shard.name]
+            for key, tensor in self.parameter_state(shard).items():
+                tensor.copy_(saved[key])
+        self.set_step(state_dict["step"])
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        here = {
+            shard.name: {(shard.start, shard.end), *self.parameter_state(shard)}
+            for shard in self.shards
+        }
+        there = {
+            name: {(saved["start"], saved["end"]), *(saved.keys() - {"start", "end"})}
+            for name, saved in state_dict["state"].items()
+        }
+        wrong = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+        if wrong:
+            name = wrong[0]
+            raise ValueError(
+                f"the optimizer state does not fit for {len(wrong)} of {len(here)} parameters; "
+                f"{name} has {here.get(name, 'no place')} here but {there.get(name, 'nothing')} in "
+                "the checkpoint; load at the same layout, or through a re-sharding checkpoint"
+            )
+        if (self.grad_scaler is not None) != ("grad_scaler" in state_dict):
+            raise ValueError(
+                "the loss scale's state is in only one of optimizer and checkpoint; "
+                "use the same fp16 / bf16 / loss_scale settings"
+            )
+
+
+class FP32Optimizer(MegatronOptimizer):
+    """Updates the model's own parameters: float32, or float64 for parity tests."""
+
+    def _make_shard(self, name: str, param: torch.nn.Parameter) -> ParamShard:
+        if param.dtype in HALF_DTYPES:
+            raise ValueError(
+                f"{name} is {param.dtype}, in which small updates vanish; "
+                "set bf16=True or fp16=True in OptimizerConfig for fp32 main parameters"
+            )
+        return ParamShard(name, param, param, 0, param.numel())
+
+
+class MixedPrecisionOptimizer(MegatronOptimizer):
+    """Half-precision parameters have main copies in fp32; a loss scale is possible."""
+
+    def _main_copy_or_view(self, part: torch.Tensor) -> torch.Tensor:
+        """What the update rule works on, for this part of a parameter's memory.
+
+        bf16 has 8 significant bits: an update below 1/256 of the weight would round to nothing, in
+        every step anew. In the fp32 copy such updates add up.
+        """
+        return part.float() if part.dtype in HALF_DTYPES else part
+
+
+class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
+    """bf16 or fp16 parameters, fp32 main copies, every data-parallel rank updating all of them."""
+
+    def _make_shard(self, name: str, param: torch.nn.Parameter) -> ParamShard:
+        main_param = self._main_copy_or_view(param.detach())
+        return ParamShard(name, param, main_param, 0, param.numel())
