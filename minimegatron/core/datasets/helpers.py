@@ -1,0 +1,109 @@
+"""The two loops over all samples that Megatron runs in C++: where samples begin, and blending.
+
+Called by: `GPTDataset`, `BlendedDataset`. Calls numpy; torch-free. Counterpart:
+`megatron.core.datasets.helpers`, with the same results, number for number: the sample index needs
+no loop (a cumulative sum and a binary search), blending is a Python loop kept short.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy
+
+_BLENDED_AT_ONCE = 1 << 14
+
+
+def build_sample_idx(
+    sizes: numpy.ndarray,
+    document_indices: numpy.ndarray,
+    sequence_length: int,
+    num_epochs: int,
+    tokens_per_epoch: int,
+    drop_last_partial_sequence: bool = True,
+    add_extra_token_to_sequence: bool = True,
+) -> numpy.ndarray:
+    """Where each sample begins in the stream of all documents, and where the last one ends.
+
+    Args:
+        sizes: tokens per sequence of the whole dataset, int32.
+        document_indices: which sequences make up the stream, in order; every epoch.
+        sequence_length: s, tokens a sample moves on by. It reads one more if
+            `add_extra_token_to_sequence`, the label of its last token, which the next begins with.
+        num_epochs, tokens_per_epoch: their product is the length of the stream.
+        drop_last_partial_sequence: leave out a last sample that the stream does not fill.
+
+    Returns [samples + 1, 2]: a position in `document_indices` and an offset into that sequence;
+    int32 where the numbers fit.
+    """
+    extra = int(add_extra_token_to_sequence)
+    total = num_epochs * tokens_per_epoch
+    num_samples = max(0, total - extra) // sequence_length
+    if not drop_last_partial_sequence:
+        num_samples = math.ceil(max(0, total - extra) / sequence_length)
+    lengths = sizes[document_indices].astype(numpy.int64)
+    ends = numpy.cumsum(lengths)
+    # Sample i >= 1 begins right after the last token that sample i - 1 moved past, in the sequence
+    # that holds that token, even at its very end; empty sequences hold none.
+    moved_past = numpy.arange(1, num_samples + 1, dtype=numpy.int64) * sequence_length
+    last_read = numpy.minimum(moved_past + extra, total) - 1
+    position = numpy.searchsorted(ends, last_read, side="right")
+    offset = last_read - (ends - lengths)[position] + 1 - extra
+    largest = max(len(document_indices), int(sizes.max(initial=0)))
+    dtype = numpy.int32 if largest <= numpy.iinfo(numpy.int32).max else numpy.int64
+    sample_idx = numpy.zeros((num_samples + 1, 2), dtype=dtype)
+    sample_idx[1:, 0], sample_idx[1:, 1] = position, offset
+    return sample_idx
+
+
+def build_blending_indices(
+    weights: Sequence[float], size: int, limits: Sequence[int] | None = None
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Sample after sample from the dataset furthest behind its weight.
+
+    Before sample n, dataset d is behind by `weights[d] * max(n, 1) - taken[d]`; the first of those
+    with the largest error gives the sample, its own next one. So at any moment no dataset is off
+    its share by more than a sample or two.
+
+    Args:
+        weights: one per dataset, adding up to 1.
+        size: samples in all.
+        limits: samples each dataset has; one that is used up is passed over.
+
+    Returns the dataset of each sample, int16, and which of that dataset's samples it is, int64.
+    """
+    dataset_index = numpy.zeros(size, dtype=numpy.int16)
+    weight = numpy.array(weights, dtype=numpy.float64)
+    taken = [0] * len(weights)
+    for begin in range(0, size, _BLENDED_AT_ONCE):
+        n = numpy.arange(begin, min(begin + _BLENDED_AT_ONCE, size), dtype=numpy.float64)
+        chosen = _blend(numpy.outer(numpy.maximum(n, 1.0), weight).tolist(), taken, limits)
+        dataset_index[begin : begin + len(chosen)] = chosen
+    # Each dataset is read in its own order: its samples are numbered as they come.
+    sample_index = numpy.zeros(size, dtype=numpy.int64)
+    in_turn = numpy.argsort(dataset_index, kind="stable")
+    sample_index[in_turn] = numpy.concatenate([numpy.arange(count) for count in taken])
+    return dataset_index, sample_index
+
+
+def _blend(shares: list[list[float]], taken: list[int], limits: Sequence[int] | None) -> list[int]:
+    """The dataset of each row of `shares` (weights x samples so far); counts them in `taken`."""
+    chosen = []
+    for row in shares:
+        behind = [share - count for share, count in zip(row, taken, strict=True)]
+        if limits is not None:
+            behind = [
+                error if count < limit else -math.inf
+                for error, count, limit in zip(behind, taken, limits, strict=True)
+            ]
+        furthest = behind.index(max(behind))
+        taken[furthest] += 1
+        chosen.append(furthest)
+    return chosen
+
+
+def build_exhaustive_blending_indices(
+    sizes: Sequence[int],
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Every sample of every dataset once, blended in proportion to `sizes`."""
+    total = sum(sizes)
+    return build_blending_indices([size / total for size in sizes], total, limits=sizes)

@@ -1,0 +1,273 @@
+"""Text files and JSONL into indexed datasets, with as many processes as asked for.
+
+Called by: `minimegatron preprocess`. Calls: the tokenizers, `IndexedDatasetBuilder`. Counterpart:
+Megatron's `tools/preprocess_data.py`, whose output names it keeps: `PREFIX_KEY_document.bin`. There
+the input is JSONL only; sentence splitting (for BERT) and partitioning are left out.
+
+The main process reads and writes, in order; workers take a batch of raw lines or a file name, and
+return tokens in the form they have on disk. Torch-free.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import numpy
+
+from minimegatron.core.datasets.atomic_file import write_atomically
+from minimegatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from minimegatron.core.datasets.megatron_tokenizer import (
+    MegatronTokenizer,
+    UnreadableText,
+    build_tokenizer,
+    train_bpe,
+)
+from minimegatron.core.datasets.raw_text import (
+    JSONL_SUFFIXES,
+    Batch,
+    is_jsonl,
+    read_batches,
+    texts_of,
+)
+
+Progress = Callable[[int], object]
+"""Told of each number of input bytes finished."""
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """What to read, how to tokenize it, where to write it."""
+
+    input: Sequence[str]
+    output_prefix: str
+    json_keys: Sequence[str] = ("text",)
+    """Of JSONL: each key's text goes to a dataset of its own."""
+    document_per: str = "file"
+    """Of plain text: a document per "file", "paragraph" (blank lines between) or "line"."""
+    tokenizer_type: str = "byte"
+    tokenizer_file: str | None = None
+    vocab_size: int | None = None
+    """BPE without a tokenizer file: learn one of this size from the input."""
+    eod_token: str | None = None
+    append_eod: bool = False
+    """End each document with the end-of-document token."""
+    dtype: str = "auto"
+    """Of the stored tokens: "auto" for what the vocabulary takes, or a name."""
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, in the words of the flags, for what cannot be."""
+        if self.workers < 1:
+            raise ValueError(f"--workers is {self.workers}; give 1 or more")
+        if self.tokenizer_type == "byte" and (self.tokenizer_file or self.vocab_size):
+            raise ValueError(
+                "--tokenizer-file and --vocab-size go with --tokenizer-type bpe; bytes need neither"
+            )
+        if self.tokenizer_type == "bpe" and bool(self.tokenizer_file) == bool(self.vocab_size):
+            raise ValueError(
+                "--tokenizer-type bpe needs --tokenizer-file, to use a tokenizer.json, or "
+                "--vocab-size, to learn one from the input, and not both"
+            )
+        for path in self.input:
+            if not os.path.isfile(path):
+                kind = "is a folder" if os.path.isdir(path) else "does not exist"
+                raise ValueError(f"--input: {path} {kind}; name text or JSONL files")
+        kinds = {is_jsonl(path) for path in self.input}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"--input holds {'both JSONL and plain text' if kinds else 'no file'}; "
+                "give files of one kind"
+            )
+        if self.reads_jsonl and self.document_per != "file":
+            raise ValueError("--document-per goes with plain text; JSONL has a document per line")
+        if not self.reads_jsonl and list(self.json_keys) != ["text"]:
+            raise ValueError(
+                f"--json-keys goes with JSONL, but {self.input[0]} does not end in "
+                f"{', '.join(JSONL_SUFFIXES)}"
+            )
+        for key in self.json_keys:
+            if self.json_keys.count(key) > 1:
+                raise ValueError(f"--json-keys names {key!r} twice")
+
+    @property
+    def reads_jsonl(self) -> bool:
+        return is_jsonl(self.input[0])
+
+    @property
+    def tokenizer_to_write(self) -> str:
+        """Where a learned tokenizer goes."""
+        return f"{self.output_prefix}_tokenizer.json"
+
+    def prefix_of(self, key: str) -> str:
+        """What a dataset is called: the argument for `--data-path`."""
+        return f"{self.output_prefix}_{key}_document"
+
+
+@dataclass
+class Summary:
+    """What became of one key: the dataset's name and what it holds."""
+
+    prefix: str
+    documents: int = 0
+    empty_documents: int = 0
+    """Left out: they have no tokens."""
+    tokens: int = 0
+
+
+# -- Encoding: in workers --
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Documents of one key: their tokens as they go to disk, and how many each has."""
+
+    tokens: bytes
+    lengths: list[int]
+    empty: int
+
+
+class Encoder:
+    """Turns batches into tokens; every worker has one."""
+
+    def __init__(self, config: PreprocessConfig):
+        self.config = config
+        file = config.tokenizer_file
+        if config.tokenizer_type == "bpe" and file is None:
+            file = config.tokenizer_to_write
+        self.tokenizer = build_tokenizer(config.tokenizer_type, file, config.eod_token)
+        self.dtype = choose_dtype(config.dtype, self.tokenizer)
+        self.end = numpy.array([self.tokenizer.eod] if config.append_eod else [], self.dtype)
+
+    def encode(self, batch: Batch) -> list[Encoded]:
+        """One result per key. Raises ValueError, with file and line, for text it cannot read."""
+        results = []
+        for documents in texts_of(batch, self.config.json_keys):
+            try:
+                tokenized = self.tokenizer.tokenize_batch(documents)
+            except UnreadableText as error:
+                raise _not_utf8(batch, error.document, error.byte) from None
+            kept = [ids for ids in tokenized if len(ids)]
+            parts = [part for ids in kept for part in (ids, self.end)]
+            joined = numpy.concatenate(parts, dtype=self.dtype, casting="unsafe") if parts else b""
+            lengths = [len(ids) + len(self.end) for ids in kept]
+            results.append(Encoded(bytes(joined), lengths, len(tokenized) - len(kept)))
+        return results
+
+
+def _not_utf8(batch: Batch, number: int, byte: int) -> ValueError:
+    return ValueError(
+        f"{batch.place(number)}: byte {byte} is not UTF-8; convert the file, or use "
+        "--tokenizer-type byte, which reads any bytes"
+    )
+
+
+def choose_dtype(name: str, tokenizer: MegatronTokenizer) -> type[numpy.number]:
+    """The dtype for this vocabulary, or the named one. Raises ValueError if that is too narrow."""
+    if name == "auto":
+        return DType.optimal_dtype(tokenizer.vocab_size)
+    dtype = getattr(numpy, name)
+    if numpy.iinfo(dtype).max < tokenizer.vocab_size - 1:
+        raise ValueError(
+            f"--dtype {name} holds ids up to {numpy.iinfo(dtype).max}, but the vocabulary has "
+            f"{tokenizer.vocab_size}; use --dtype auto"
+        )
+    return dtype
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(config: PreprocessConfig) -> None:
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    _encoder = Encoder(config)
+
+
+def _encode_in_worker(batch: Batch) -> list[Encoded]:
+    assert _encoder is not None, "the pool's initializer makes it"
+    return _encoder.encode(batch)
+
+
+def _encode_all(config: PreprocessConfig, encoder: Encoder) -> Iterator[tuple[int, list[Encoded]]]:
+    """The size of every batch and its tokens, in the order of the input."""
+    batches = read_batches(config.input, config.document_per)
+    if config.workers == 1:
+        for batch in batches:
+            yield batch.size, encoder.encode(batch)
+        return
+    # Spawned, not forked: learning a BPE leaves threads behind.
+    pool = ProcessPoolExecutor(
+        config.workers, get_context("spawn"), initializer=_start_worker, initargs=(config,)
+    )
+    under_way: deque[tuple[int, Future[list[Encoded]]]] = deque()
+    try:
+        for batch in batches:
+            under_way.append((batch.size, pool.submit(_encode_in_worker, batch)))
+            # A few more than workers, so that none waits; not all, so that memory stays small.
+            if len(under_way) > 4 * config.workers:
+                size, future = under_way.popleft()
+                yield size, future.result()
+        for size, future in under_way:
+            yield size, future.result()
+    except BrokenProcessPool:
+        raise ValueError(
+            f"one of {config.workers} workers was killed, perhaps for want of memory; "
+            "use fewer --workers, or cut the largest file"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# -- The whole job --
+
+
+def learn_tokenizer(config: PreprocessConfig, progress: Progress) -> None:
+    """Learns a BPE from the input and writes it to `config.tokenizer_to_write`."""
+    tokenizer = train_bpe(_texts_to_learn_from(config, progress), config.vocab_size)
+    write_atomically(config.tokenizer_to_write, tokenizer.encode())
+
+
+def _texts_to_learn_from(config: PreprocessConfig, progress: Progress) -> Iterator[str]:
+    for batch in read_batches(config.input, config.document_per):
+        for documents in texts_of(batch, config.json_keys):
+            for number, document in enumerate(documents):
+                try:
+                    yield document.decode()
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(batch, number, error.start) from None
+        progress(batch.size)
+
+
+def preprocess(config: PreprocessConfig, progress: Progress = lambda size: None) -> list[Summary]:
+    """Writes one dataset per key. Nothing appears under its name unless the whole input was read.
+
+    Raises ValueError for input it cannot read, OSError for output it cannot write.
+    """
+    encoder = Encoder(config)
+    keys = config.json_keys if config.reads_jsonl else ["text"]
+    summaries = [Summary(config.prefix_of(key)) for key in keys]
+    with ExitStack() as unfinished:
+        builders = [
+            unfinished.enter_context(IndexedDatasetBuilder(f"{summary.prefix}.bin", encoder.dtype))
+            for summary in summaries
+        ]
+        for size, results in _encode_all(config, encoder):
+            for builder, summary, encoded in zip(builders, summaries, results, strict=True):
+                builder.add_tokenized(encoded.tokens, encoded.lengths)
+                summary.documents += len(encoded.lengths)
+                summary.empty_documents += encoded.empty
+                summary.tokens += sum(encoded.lengths)
+            progress(size)
+        for summary in summaries:
+            if not summary.tokens:
+                raise ValueError(
+                    f"no text for {summary.prefix} in {', '.join(config.input)}; nothing written"
+                )
+        for builder, summary in zip(builders, summaries, strict=True):
+            builder.finalize(f"{summary.prefix}.idx")
+    return summaries
