@@ -1,0 +1,435 @@
+"""Ranks without torchrun: calls one function in n processes and returns what each returned.
+
+Called by: tests (`tests/ranks.py`), notebooks, exercises. Calls: `core.device`,
+`torch.distributed`. Megatron has no such module; `torch.multiprocessing.spawn` is the closest, but
+it starts each interpreter afresh (seconds per rank here, against milliseconds for a fork of a
+process that has imported torch already), and when ranks hang it waits for ever.
+
+What it promises: a rank that raises, dies or hangs is named, with its traceback, its signal or its
+Python stack, and no process is left behind, even when the caller is killed. With `hang_timeout`, the
+hang doctor watches too, and says who waits for whom, and why.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.device import choose_backend, set_device
+from minimegatron.doctor.observer import start_recording
+from minimegatron.doctor.processes import (
+    STACK_SIGNAL,
+    make_folder,
+    offer_stacks,
+    read_stacks,
+    remove_folder,
+)
+from minimegatron.doctor.records import RAISED, RETURNED, RUNNING
+from minimegatron.doctor.shared_record import RecordWriter
+from minimegatron.doctor.verdict import MISMATCH, Diagnosis
+from minimegatron.doctor.watch import Watch, record_path, stack_path
+from minimegatron.doctor.words import headline, render_stacks
+
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "minimegatron.launcher"]
+"""Imported once, by the process that ranks are forked from. None of them touches CUDA, which would
+not survive the fork. `torch._dynamo` is what a first optimizer step would import, for a second."""
+
+GRACE_SECONDS = 0.2
+"""How long after a first failure other ranks may report theirs, so that causes can be told apart
+from consequences: when a rank dies, its peers fail too, with a lost connection."""
+
+
+class RankError(RuntimeError):
+    """One or more ranks raised or died. `ranks` lists them, the likely cause first."""
+
+    diagnosis: Diagnosis | None = None
+    """What the hang doctor says, if it was asked and knows."""
+
+    def __init__(self, message: str, ranks: list[int]):
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class RankTimeout(RankError, TimeoutError):
+    """Some ranks did not return in time. `ranks` lists them; the message shows their stacks."""
+
+
+class HangError(RankError):
+    """No rank has moved for `hang_timeout` seconds. `diagnosis` says why, `ranks` who is at fault."""
+
+    def __init__(self, diagnosis: Diagnosis):
+        parts = (headline(diagnosis), diagnosis.text, render_stacks(diagnosis.stacks))
+        message = "\n\n".join(parts)
+        super().__init__(message, list(diagnosis.ranks))
+        self.diagnosis = diagnosis
+
+    def __reduce__(self) -> tuple:
+        return HangError, (self.diagnosis,)
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    timeout: float | None = None,
+    hang_timeout: float | None = None,
+    backend: str | None = None,
+    device: str = "auto",
+) -> list[Any]:
+    """Calls `fn(*args)` in `nprocs` ranks at once; returns their return values, rank 0's first.
+
+    In each rank `torch.distributed` is initialised (and taken down afterwards), torch uses one
+    thread, and RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set as torchrun sets them.
+    `fn` must be defined at the top level of a module; it, its arguments and its return values
+    travel pickled, tensors by value. `timeout` is in seconds, None for no limit. `backend` None
+    and `device` "auto" mean NCCL on GPUs where every rank can have one, else gloo.
+
+    With `hang_timeout`, in seconds, every rank keeps a record of its calls, and when no rank has
+    begun or ended a call for so long, the launch ends with a diagnosis (`minimegatron.doctor`). It
+    must be longer than any single call: a slow rank and a stuck one look the same from outside.
+
+    Raises RankError if a rank raises or dies, RankTimeout if one is not done in time, HangError if
+    none moves, ValueError if `nprocs` is below 1 or `fn` cannot be sent.
+    """
+    options = {"backend": backend, "device": device, "hang_timeout": hang_timeout}
+    with RankProcesses(fn, nprocs, *args, **options) as ranks:
+        return ranks.wait(timeout)
+
+
+class RankProcesses:
+    """The processes behind one `launch`: started by `with`, and stopped by its end."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        nprocs: int,
+        *args: Any,
+        backend: str | None = None,
+        device: str = "auto",
+        hang_timeout: float | None = None,
+    ):
+        if nprocs < 1:
+            raise ValueError(f"nprocs is {nprocs}; give 1 rank or more")
+        if hang_timeout is not None and hang_timeout <= 0:
+            raise ValueError(f"hang_timeout is {hang_timeout}; give more than 0, or None")
+        self.nprocs = nprocs
+        self._job = _pack(fn, args)
+        self._backend, self._device, self._hang_timeout = backend, device, hang_timeout
+        self._watch: Watch | None = None
+        self._values: dict[int, Any] = {}
+        self._raised: dict[int, _Raised] = {}
+        self._died: dict[int, int] = {}
+
+    def __enter__(self) -> "RankProcesses":
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        # This process, not rank 0, serves the store: it picks a free port without a race, and it
+        # outlives every rank.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = make_folder("minimegatron-ranks-")
+        if self._hang_timeout is not None:
+            self._watch = Watch(self._folder, range(self.nprocs), self._hang_timeout)
+        self.processes, self._channels = [], []
+        try:
+            for rank in range(self.nprocs):
+                seat = self._seat(rank)
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_rank_main, args=(seat, self._job, theirs), name=f"rank {rank}"
+                )
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self._channels.append(ours)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _seat(self, rank: int) -> "_Seat":
+        return _Seat(
+            rank=rank,
+            nprocs=self.nprocs,
+            store_port=self._store.port,
+            backend=self._backend,
+            device=self._device,
+            folder=str(self._folder),
+            is_recorded=self._watch is not None,
+            environment=dict(os.environ),
+        )
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """Collects every rank's return value; raises as `launch` does."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while pending := self.unfinished():
+            heard = self._listen(pending, deadline)
+            if self._raised or self._died:
+                # Nothing more can succeed; hear who else failed within the grace, and end.
+                deadline = min(deadline or float("inf"), time.monotonic() + GRACE_SECONDS)
+                while heard and self.unfinished():
+                    heard = self._listen(self.unfinished(), deadline)
+                raise self._failure()
+            if not heard:
+                raise self._timeout(pending, timeout)
+        # Only now may ranks leave: one that closed its connections earlier could fail its peers.
+        for channel in self._channels:
+            _tell(channel, "leave")
+        for process in self.processes:
+            process.join(timeout=30)
+        return [self._values[rank] for rank in range(self.nprocs)]
+
+    def unfinished(self) -> list[int]:
+        """The ranks that have neither returned, nor raised, nor died."""
+        done = self._values.keys() | self._raised.keys() | self._died.keys()
+        return [rank for rank in range(self.nprocs) if rank not in done]
+
+    def _listen(self, ranks: list[int], deadline: float | None) -> bool:
+        """Notes the next reports and deaths among `ranks`; False if `deadline` came first.
+
+        Raises HangError if the hang doctor finds, meanwhile, that nobody moves.
+        """
+        while self._watch is not None:
+            soon = time.monotonic() + self._watch.interval
+            if deadline is not None and soon >= deadline:
+                break
+            if self._hear(ranks, soon):
+                return True
+            self._watch.look()
+            if self._watch.is_hung():
+                raise HangError(self._watch.diagnose())
+        return self._hear(ranks, deadline)
+
+    def _hear(self, ranks: list[int], deadline: float | None) -> bool:
+        by_source = {self._channels[rank]: rank for rank in ranks}
+        by_source |= {self.processes[rank].sentinel: rank for rank in ranks}
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = connection.wait(list(by_source), left)
+        for rank in sorted({by_source[source] for source in ready}):
+            self._note(rank)
+        return bool(ready)
+
+    def _note(self, rank: int) -> None:
+        # A report that was sent just before a death still counts, so look for it first.
+        report = None
+        with contextlib.suppress(EOFError, ConnectionError):
+            if self._channels[rank].poll():
+                report = pickle.loads(self._channels[rank].recv_bytes())
+        if report is None:
+            self.processes[rank].join(timeout=10)
+            self._died[rank] = self.processes[rank].exitcode
+        elif isinstance(report, _Raised):
+            self._raised[rank] = report
+        else:
+            self._values[rank] = report.value
+
+    def _failure(self) -> RankError:
+        # A death without a report is a cause; of the exceptions, the earliest is the likeliest.
+        died = sorted(self._died)
+        raised = sorted(self._raised, key=lambda rank: self._raised[rank].at)
+        ranks = died + raised
+        lines = [f"rank {rank} of {self.nprocs} {_fate(self._died[rank])}" for rank in died]
+        shown = raised if not died else []
+        for rank in shown[:1]:
+            lines.append(f"rank {rank} of {self.nprocs} raised {self._raised[rank].summary}")
+            lines.append(self._raised[rank].traceback.rstrip())
+        later = [f"rank {rank}: {self._raised[rank].summary}" for rank in raised[len(shown[:1]) :]]
+        lines += [f"afterwards, {line}" for line in later]
+        if self.unfinished():
+            lines.append(f"stopped while running: {_list_ranks(self.unfinished())}")
+        # Tensors that do not fit together make some collectives fail and others hang.
+        found = None if self._watch is None else self._watch.diagnose_records()
+        if found is not None and found.kind == MISMATCH:
+            lines += ["", found.text]
+        else:
+            found = None
+        error = RankError("\n".join(lines), ranks)
+        error.diagnosis = found
+        return error
+
+    def _timeout(self, ranks: list[int], timeout: float) -> RankTimeout:
+        lines = [f"{_list_ranks(ranks)} of {self.nprocs} did not return within {timeout:g} s"]
+        for rank, stack in self.python_stacks(ranks).items():
+            lines.append(f"--- Python stack of rank {rank}, innermost call first ---")
+            lines.append(stack or "(none: the process had not begun)")
+        error = RankTimeout("\n".join(lines), ranks)
+        error.diagnosis = None if self._watch is None else self._watch.diagnose_records()
+        return error
+
+    def python_stacks(self, ranks: Iterable[int]) -> dict[int, str]:
+        """What each of `ranks` is doing now: its Python stacks, innermost call first.
+
+        Works in a rank stuck inside a C++ wait too; it goes on as before. Empty for a rank whose
+        process has not come so far yet.
+        """
+        pids = {rank: self.processes[rank].pid for rank in ranks}
+        return read_stacks(pids, {rank: stack_path(self._folder, rank) for rank in pids})
+
+    def stop(self) -> None:
+        """Ends every rank that is still there, and the processes it started. May be repeated."""
+        for process in self.processes:
+            # A rank that was only just forked does not lead a process group yet.
+            if process.is_alive():
+                _signal(os.kill, process.pid, signal.SIGKILL)
+            _signal(os.killpg, process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.join(timeout=10)
+        for channel in self._channels:
+            channel.close()
+        remove_folder(self._folder)
+
+
+# -- In the rank --
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What one rank needs to know to take its place."""
+
+    rank: int
+    nprocs: int
+    store_port: int
+    backend: str | None
+    device: str
+    folder: str
+    is_recorded: bool
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Returned:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Raised:
+    summary: str
+    traceback: str
+    at: float
+
+
+def _rank_main(seat: _Seat, job: bytes, channel: connection.Connection) -> None:
+    os.setpgrp()
+    folder = Path(seat.folder)
+    threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(seat.environment)
+    torch.set_num_threads(1)
+    with offer_stacks(stack_path(folder, seat.rank)):
+        channel.send_bytes(_report(seat, job))
+        _wait_to_leave(channel)
+        faulthandler.unregister(STACK_SIGNAL)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _report(seat: _Seat, job: bytes) -> bytes:
+    """Runs the job; its result or its exception, pickled with what can be pickled."""
+    record: RecordWriter | None = None
+    try:
+        if seat.is_recorded:
+            path = record_path(Path(seat.folder), seat.rank)
+            record = start_recording(path, seat.rank, seat.nprocs)
+        _initialize(seat)
+        fn, args = pickle.loads(job)
+        _note(record, RUNNING)
+        value = fn(*args)
+        _note(record, RETURNED)
+        return pickle.dumps(_Returned(value))
+    except BaseException as error:
+        _note(record, RAISED)
+        # The first frame is this function; the reader wants theirs.
+        error.__traceback__ = error.__traceback__.tb_next or error.__traceback__
+        summary = traceback.format_exception_only(error)[-1].strip()
+        return pickle.dumps(_Raised(summary, traceback.format_exc(), time.monotonic()))
+
+
+def _note(record: RecordWriter | None, state: str) -> None:
+    if record is not None:
+        record.set_state(state)
+
+
+def _initialize(seat: _Seat) -> None:
+    ranks = {"RANK": seat.rank, "LOCAL_RANK": seat.rank}
+    sizes = {"WORLD_SIZE": seat.nprocs, "LOCAL_WORLD_SIZE": seat.nprocs}
+    os.environ.update({name: str(value) for name, value in (ranks | sizes).items()})
+    # Ranks of one machine need no network, and its name need not resolve.
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    set_device(seat.device, local_rank=seat.rank)
+    store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
+    backend = seat.backend or choose_backend(seat.nprocs)
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.nprocs)
+
+
+def _wait_to_leave(channel: connection.Connection) -> None:
+    with contextlib.suppress(EOFError, ConnectionError):
+        channel.recv_bytes()
+
+
+def _die_with_parent(folder: Path) -> None:
+    """Ends this rank and all it started when the process that called `launch` is gone."""
+    connection.wait([multiprocessing.parent_process().sentinel])
+    remove_folder(folder)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+# -- Small helpers --
+
+
+def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """`fn` and `args` for the way into the ranks. Plain pickle: tensors go by value, for torch's
+    own shared-memory way needs the sender to outlive the reader."""
+    main = sys.modules["__main__"]
+    if getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
+        raise ValueError(
+            f"{fn.__qualname__} is defined in an interactive session, where ranks cannot import "
+            "it; put it in a module"
+        )
+    try:
+        return pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{fn!r} and its arguments cannot be sent to the ranks ({error}); "
+            "define the function at the top level of a module, and pass plain values and tensors"
+        ) from error
+
+
+def _fate(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"ended with exit code {exitcode} before it returned"
+    name = signal.Signals(-exitcode).name
+    hint = " (the kernel does so when memory runs out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _list_ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _tell(channel: connection.Connection, word: str) -> None:
+    with contextlib.suppress(OSError):
+        channel.send_bytes(word.encode())
+
+
+def _signal(send: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(pid, number)

@@ -1,0 +1,173 @@
+"""Pretrain a GPT: the file a learner copies and edits.
+
+Run by: `torchrun --nproc-per-node 4 -m minimegatron.pretrain_gpt --tensor-model-parallel-size 2 ...`.
+Calls: `pretrain`, once, and is then called back through the five functions below. Counterpart:
+`pretrain_gpt.py` at the top of Megatron-LM.
+
+The functions come in the order in which a run first calls them, and the last line hands them over.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from minimegatron.core import parallel_state
+from minimegatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetBuilder,
+)
+from minimegatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from minimegatron.core.datasets.stdlib_corpus import (
+    STDLIB,
+    StdlibGPTDataset,
+    validation_unigram_entropy,
+)
+from minimegatron.core.datasets.utils import get_blend_from_list
+from minimegatron.core.enums import ModelType
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.utils import get_attr_wrapped_model
+from minimegatron.training.arguments import core_transformer_config_from_args
+from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
+from minimegatron.training.result_checks import check_loss
+from minimegatron.training.text_generation import generate
+from minimegatron.training.training import pretrain
+from minimegatron.training.utils import (
+    get_batch_on_this_tp_rank,
+    print_rank_0,
+)
+
+
+def model_provider(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> GPTModel:
+    """Builds one chunk of the model. `pre_process`: it has the embedding; `post_process`: the loss."""
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config, vp_stage, pp_rank),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        vp_stage=vp_stage,
+    )
+
+
+def train_valid_test_datasets_provider(
+    train_val_test_num_samples: Sequence[int], vp_stage: int | None = None
+) -> list[Any]:
+    """Train, validation and test datasets, for a chunk that needs them: the first and the last."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        tokenizer=get_tokenizer(),
+        blend=get_blend_from_list(args.data_path) or ([STDLIB], None),
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    dataset_class = StdlibGPTDataset if args.data_path is None else GPTDataset
+    return BlendedMegatronDatasetBuilder(
+        dataset_class, train_val_test_num_samples, partial(has_data, vp_stage), config
+    ).build()
+
+
+def has_data(vp_stage: int | None) -> bool:
+    """True for the chunk that takes in tokens and for the one that compares with labels."""
+    where = {"ignore_virtual": False, "vp_stage": vp_stage}
+    first = parallel_state.is_pipeline_first_stage(**where)
+    return first or parallel_state.is_pipeline_last_stage(**where)
+
+
+def get_batch(
+    data_iterator: Iterator | None, vp_stage: int | None = None
+) -> tuple[torch.Tensor | None, ...]:
+    """tokens, labels, loss_mask, attention_mask, position_ids; [b, s], None where not needed."""
+    batch = get_batch_on_this_tp_rank(data_iterator, vp_stage)
+    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    return tuple(batch[name] for name in names)
+
+
+def loss_func(
+    loss_mask: torch.Tensor, model: torch.nn.Module, output_tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one microbatch, on the last stage.
+
+    Args:
+        loss_mask: float32 [b, s], 0 for tokens that do not count.
+        model: the chunk that computed them; a bad loss is reported with its microbatch.
+        output_tensor: what the model returned: the loss of each token, float32 [b, s].
+
+    Returns the summed loss, the number of tokens, and what is logged: both, as a pair. The schedule
+    divides one by the other; see `forward_step_calc_loss`.
+    """
+    losses = output_tensor.view(-1).float()
+    loss_mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses * loss_mask)
+    num_tokens = loss_mask.sum().clone().detach().to(torch.int)
+    check_loss(loss.detach() / num_tokens.clamp(min=1), model)
+    reporting_loss = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": reporting_loss}
+
+
+def forward_step(
+    data_iterator: Iterator | None, model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable]:
+    """One microbatch through one chunk. The schedule calls it, and later the function it returns.
+
+    On a chunk without embedding the tokens are None: its input came from the stage before, by
+    `set_input_tensor`. On a chunk without output layer the result goes to the next stage, and the
+    loss function is not called.
+    """
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
+    timers("batch-generator").stop()
+
+    output_tensor = model(tokens, position_ids, attention_mask, labels=labels)
+    return output_tensor, partial(loss_func, loss_mask, model)
+
+
+def write_sample(model: list[torch.nn.Module]) -> str:
+    """During each evaluation, on every rank: some text by the model, with `--sample-tokens`."""
+    return generate(model, prompt="def ", num_tokens=get_args().sample_tokens)
+
+
+def after_evaluation(sample: str, iteration: int, writer: Any) -> None:
+    """Below the validation loss: what to hold it against, and the sample."""
+    args = get_args()
+    if args.data_path is None:
+        entropy = validation_unigram_entropy(get_tokenizer(), args.split)
+        print_rank_0(
+            f" for comparison: unigram entropy of the validation text {entropy:.4f} nats/byte, "
+            "the best loss without knowing any order"
+        )
+    if args.sample_tokens > 0:
+        print_rank_0(f" a sample of what the model writes:\n\n{sample}\n")
+
+
+def main() -> None:
+    """The whole run."""
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        process_non_loss_data_func=after_evaluation,
+        non_loss_data_func=write_sample,
+    )
+
+
+if __name__ == "__main__":
+    main()

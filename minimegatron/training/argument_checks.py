@@ -1,0 +1,358 @@
+"""What cannot work is refused here, before any process group exists.
+
+Called by: `arguments.parse_args`, on every rank, with the same answer on every rank. Calls: the
+checks that `core` makes anyway, so that each rule is written once. Counterpart: `validate_args` of
+`megatron.training.arguments`.
+
+Every check raises ValueError with one sentence: the flags, the numbers, what to change.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import math
+import os
+import tempfile
+import typing
+
+import torch
+
+from minimegatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from minimegatron.core.datasets.indexed_dataset import IndexedDataset
+from minimegatron.core.datasets.stdlib_corpus import num_blocks, stdlib_files
+from minimegatron.core.datasets.utils import get_blend_from_list
+from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
+from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
+from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.training.argument_utils import flag_name, flags_by_name
+from minimegatron.training.checkpoint_args import check_against_checkpoint
+from minimegatron.training.checkpoint_folder import find_checkpoint
+from minimegatron.training.config import SECTIONS
+
+
+def check_fields(args: argparse.Namespace) -> None:
+    """Every field by itself: required ones are there, numbers are within their limits."""
+    for config in SECTIONS.values():
+        for field in dataclasses.fields(config):
+            if "derived" in field.metadata:
+                continue
+            value, limits = args.__dict__[field.name], field.metadata
+            name = flag_name(field)
+            if value is None:
+                if limits["required"]:
+                    raise ValueError(f"{name} is missing; give {name} and a number")
+                continue
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} is {value}; give a finite number")
+            if limits["minimum"] is not None and not value >= limits["minimum"]:
+                raise ValueError(f"{name} is {value}; give {limits['minimum']} or more")
+            if limits["above"] is not None and not value > limits["above"]:
+                raise ValueError(f"{name} is {value}; give more than {limits['above']}")
+            if limits["below"] is not None and not value < limits["below"]:
+                raise ValueError(f"{name} is {value}; give less than {limits['below']}")
+
+
+def check_world(args: argparse.Namespace) -> None:
+    """The ranks divide into model copies."""
+    t, p, world = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.world_size,
+    )
+    if not 0 <= args.rank < world:
+        raise ValueError(f"RANK is {args.rank}, but WORLD_SIZE is {world}; start with torchrun")
+    if world % (t * p):
+        raise ValueError(
+            f"{world} processes do not divide into models of --tensor-model-parallel-size {t} x "
+            f"--pipeline-model-parallel-size {p} = {t * p}; start a multiple of {t * p} processes "
+            f"(torchrun --nproc-per-node {t * p}) or change these sizes"
+        )
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """The global batch divides into microbatches of every model copy, all along the ramp-up."""
+    b, d = args.micro_batch_size, args.data_parallel_size
+    for batch in batch_sizes(args):
+        if batch % (b * d):
+            raise ValueError(
+                f"--global-batch-size {batch} is not divisible by --micro-batch-size {b} x "
+                f"{d} model copies = {b * d}; try {max(batch // (b * d), 1) * b * d}"
+            )
+
+
+def batch_sizes(args: argparse.Namespace) -> list[int]:
+    """Every global batch size of the run, smallest first. Raises ValueError for a bad ramp-up."""
+    if args.rampup_batch_size is None:
+        return [args.global_batch_size]
+    start, step, samples = args.rampup_batch_size
+    whole = f"--rampup-batch-size {start} {step} {samples}"
+    if min(start, step) < 1 or samples < 0:
+        raise ValueError(f"{whole} has a negative or zero part; give start, step and samples")
+    if start > args.global_batch_size or (args.global_batch_size - start) % step:
+        raise ValueError(
+            f"{whole} does not reach --global-batch-size {args.global_batch_size}: "
+            f"{args.global_batch_size} - {start} must be a multiple of {step}, and not negative"
+        )
+    return list(range(start, args.global_batch_size + 1, step))
+
+
+def check_pipeline(args: argparse.Namespace) -> None:
+    """Interleaving and overlap, where there are stages to interleave."""
+    p, v = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    if v is None:
+        if args.overlap_p2p_comm:
+            raise ValueError(
+                "--overlap-p2p-communication needs interleaving; add "
+                "--num-virtual-stages-per-pipeline-rank 2 (or more), or drop it"
+            )
+        if args.microbatch_group_size_per_vp_stage is not None:
+            raise ValueError(
+                "--microbatch-group-size-per-virtual-pipeline-stage "
+                f"{args.microbatch_group_size_per_vp_stage} needs interleaving; add "
+                "--num-virtual-stages-per-pipeline-rank 2 (or more), or drop it"
+            )
+        return
+    if p == 2 and not args.overlap_p2p_comm:
+        raise ValueError(
+            "interleaving over --pipeline-model-parallel-size 2 sends both ways between the same "
+            "two ranks, and one batch of such messages can cross; use --overlap-p2p-communication"
+        )
+    group = args.microbatch_group_size_per_vp_stage
+    for batch in batch_sizes(args):
+        num_microbatches = batch // (args.micro_batch_size * args.data_parallel_size)
+        count = (
+            f"--global-batch-size {batch} / (--micro-batch-size {args.micro_batch_size} x "
+            f"{args.data_parallel_size} model copies) = {num_microbatches} microbatches"
+        )
+        if num_microbatches < p:
+            raise ValueError(
+                f"{count}, but interleaving over --pipeline-model-parallel-size {p} needs {p} or "
+                "more; raise the global batch size or lower the micro batch size"
+            )
+        try:
+            check_interleaving(p, num_microbatches, p if group is None else group)
+        except ValueError as error:
+            raise ValueError(f"{count}: {error}") from None
+
+
+def check_layers(args: argparse.Namespace, config: TransformerConfig) -> None:
+    """Every chunk gets a whole number of layers, and all layers are somewhere."""
+    if args.pipeline_model_parallel_layout is not None:
+        layout = PipelineParallelLayerLayout(
+            args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+        )
+        layout.validate_layer_layout(args.num_layers)
+    layers_of_virtual_stages(config)
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """What `TransformerConfig` does not know: sequences and the vocabulary."""
+    t = args.tensor_model_parallel_size
+    if args.seq_length > args.max_position_embeddings:
+        raise ValueError(
+            f"--seq-length {args.seq_length} is more than --max-position-embeddings "
+            f"{args.max_position_embeddings}; raise the second to {args.seq_length}"
+        )
+    if args.sequence_parallel and args.seq_length % t:
+        raise ValueError(
+            f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size {t}, "
+            f"as --sequence-parallel needs; try {args.seq_length // t * t or t}"
+        )
+    if args.padded_vocab_size % t:
+        raise ValueError(
+            f"--padded-vocab-size {args.padded_vocab_size} is not divisible by "
+            f"--tensor-model-parallel-size {t}; try {-(-args.padded_vocab_size // t) * t}"
+        )
+    if args.swiglu and args.openai_gelu:
+        raise ValueError("--swiglu and --openai-gelu are two activation functions; keep one")
+    if args.rotary_percent > 1.0:
+        raise ValueError(f"--rotary-percent is {args.rotary_percent}; give at most 1.0")
+
+
+def check_optimizer(args: argparse.Namespace) -> None:
+    """Learning rates in order, warm-up shorter than the run, options that belong together."""
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min-lr {args.min_lr} is more than --lr {args.lr}; lower it")
+    if args.lr_warmup_init > args.lr:
+        raise ValueError(f"--lr-warmup-init {args.lr_warmup_init} is more than --lr {args.lr}")
+    if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
+        raise ValueError("--lr-warmup-iters and --lr-warmup-fraction are both given; keep one")
+    if args.train_iters and args.lr_warmup_iters >= args.lr_decay_iters:
+        raise ValueError(
+            f"--lr-warmup-iters {args.lr_warmup_iters} is not less than the {args.lr_decay_iters} "
+            "steps of --lr-decay-iters (by default --train-iters); shorten the warm-up"
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its end")
+    if args.weight_decay_incr_style == "constant":
+        if args.start_weight_decay != args.end_weight_decay:
+            raise ValueError(
+                f"--start-weight-decay {args.start_weight_decay} and --end-weight-decay "
+                f"{args.end_weight_decay} differ; add --weight-decay-incr-style linear"
+            )
+    elif args.start_weight_decay > args.end_weight_decay:
+        raise ValueError(
+            f"--start-weight-decay {args.start_weight_decay} is more than --end-weight-decay "
+            f"{args.end_weight_decay}; it can only grow"
+        )
+
+
+def check_gradients(args: argparse.Namespace) -> None:
+    """What goes with which DistributedDataParallel."""
+    if args.overlap_param_gather and not args.use_distributed_optimizer:
+        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer; add it")
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        raise ValueError("--overlap-param-gather needs --overlap-grad-reduce; add it")
+    if args.DDP_impl == "local":
+        return
+    for name in (
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "bf16",
+        "fp16",
+        "accumulate_allreduce_grads_in_fp32",
+    ):
+        if args.__dict__[name]:
+            raise ValueError(
+                f"{flags_by_name()[name]} needs Megatron's gradient buffers; use --DDP-impl local"
+            )
+    if args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"--DDP-impl torch with --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}: torch's reducer is armed in forward, but the "
+            "last backward of a pipeline belongs to an earlier forward; use --DDP-impl local"
+        )
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """The data is there, and every split that the run asks for has some of it."""
+    spans = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
+    if args.data_path is None:
+        _check_spans(args, spans, num_blocks(stdlib_files()), "blocks of the built-in text")
+        return
+    if not args.data_path:
+        raise ValueError("--data-path is empty; give a prefix, or drop it for the built-in text")
+    for prefix in get_blend_from_list(args.data_path)[0]:
+        if not IndexedDataset.exists(prefix):
+            raise ValueError(
+                f"--data-path {prefix}: {prefix}.idx and {prefix}.bin are not both there; make "
+                "them from text with `minimegatron preprocess`, and leave out the endings"
+            )
+        count = len(IndexedDataset(prefix).sequence_lengths)
+        _check_spans(args, spans, count, f"documents of --data-path {prefix}")
+
+
+def _check_spans(
+    args: argparse.Namespace, spans: list[tuple[float, float] | None], count: int, what: str
+) -> None:
+    wanted = (args.train_iters > 0, args.eval_iters > 0, args.eval_iters > 0)
+    for name, span, is_wanted in zip(
+        ("training", "validation", "test"), spans, wanted, strict=True
+    ):
+        if span is not None and is_wanted and round(span[0] * count) == round(span[1] * count):
+            raise ValueError(
+                f"--split {args.split} gives {name} none of the {count} {what}; "
+                f"raise its share, or give it 0 to do without {name}"
+            )
+
+
+def check_folder(flag: str, path: str) -> None:
+    """The folder is there or can be made, and takes files."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {path} takes no files ({error.strerror}); give a writable folder"
+        ) from None
+
+
+def check_checkpoint(args: argparse.Namespace) -> None:
+    """The folders to write to take files, the folder to load from exists."""
+    if args.save_interval is not None and args.save is None:
+        raise ValueError(f"--save-interval {args.save_interval} needs --save and a folder")
+    for flag, path in (("--save", args.save), ("--data-cache-path", args.data_cache_path)):
+        if path is not None:
+            check_folder(flag, path)
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each "
+            "other; keep one"
+        )
+    if args.load is None:
+        return
+    folder = find_checkpoint(args.load)
+    if folder is not None:
+        check_against_checkpoint(args, folder)
+    elif args.save is None or os.path.realpath(args.save) != os.path.realpath(args.load):
+        # A run that is started again and again saves where it loads; its first start finds nothing.
+        raise ValueError(
+            f"--load {args.load} holds no checkpoint; drop --load, or give the same folder as "
+            "--save to begin there"
+        )
+
+
+def check_tensorboard(args: argparse.Namespace) -> None:
+    """Its writer is installed, and the folder takes files."""
+    if args.tensorboard_dir is None:
+        return
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            f"--tensorboard-dir {args.tensorboard_dir} needs the package tensorboard; "
+            "pip install 'minimegatron[tensorboard]', or drop it"
+        )
+    check_folder("--tensorboard-dir", args.tensorboard_dir)
+
+
+def check_tracing(args: argparse.Namespace) -> None:
+    """Steps to record need a folder, which takes files; a pace has both lengths."""
+    if args.trace is None:
+        for flag, value in (
+            ("--trace-first-step", args.trace_first_step or None),
+            ("--trace-num-steps", args.trace_num_steps),
+        ):
+            if value is not None:
+                raise ValueError(f"{flag} {value} needs --trace and a folder")
+    else:
+        check_folder("--trace", args.trace)
+        if args.trace_first_step >= args.train_iters > 0:
+            raise ValueError(
+                f"--trace-first-step {args.trace_first_step} is never reached in --train-iters "
+                f"{args.train_iters}, counted from 0; give {args.train_iters - 1} or less"
+            )
+    for given, other in (("forward", "backward"), ("backward", "forward")):
+        if (
+            getattr(args, f"pace_{given}_ms") is not None
+            and getattr(args, f"pace_{other}_ms") is None
+        ):
+            raise ValueError(f"--pace-{given}-ms is given without --pace-{other}-ms; give both")
+
+
+def check_backend(args: argparse.Namespace) -> None:
+    """NCCL needs a GPU for every process of this machine."""
+    if args.distributed_backend == "nccl" and torch.cuda.device_count() < args.local_world_size:
+        raise ValueError(
+            f"--distributed-backend nccl needs a GPU for each of the {args.local_world_size} "
+            f"processes here, but there are {torch.cuda.device_count()}; use gloo, or leave it out"
+        )
+
+
+CHECKS: tuple[typing.Callable[[argparse.Namespace], None], ...] = (
+    check_model,
+    check_batch,
+    check_pipeline,
+    check_optimizer,
+    check_gradients,
+    check_data,
+    check_checkpoint,
+    check_tensorboard,
+    check_tracing,
+    check_backend,
+)
+"""In this order, once `check_fields`, `check_world` and the derived values are done."""

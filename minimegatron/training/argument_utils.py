@@ -1,0 +1,135 @@
+"""Dataclass in, command-line flags out.
+
+Called by: `arguments.parse_args` and the checks of `argument_checks`. Calls: argparse. Counterpart:
+`ArgumentGroupFactory` of `megatron.training.argument_utils`.
+
+Everything a user can get wrong here raises ValueError with one line; nothing prints or exits.
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import types
+import typing
+
+from minimegatron.training.config import SECTIONS
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse, except that an error is a ValueError of one line instead of a page of usage."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Raises ValueError(message)."""
+        raise ValueError(message.removeprefix("argument "))
+
+
+class ArgumentGroupFactory:
+    """Makes the argparse group of one config dataclass."""
+
+    def __init__(self, config: type):
+        self.config = config
+        self.types = typing.get_type_hints(config)
+        self.help = _field_docstrings(config)
+
+    def build_group(self, parser: argparse.ArgumentParser) -> None:
+        """Adds one flag per field; derived fields get none."""
+        group = parser.add_argument_group(self.config.__doc__)
+        for field in dataclasses.fields(self.config):
+            if "derived" not in field.metadata:
+                group.add_argument(
+                    flag_name(field), dest=field.name, default=field.default, **self._options(field)
+                )
+
+    def _options(self, field: dataclasses.Field) -> dict[str, typing.Any]:
+        annotation, optional = _without_none(self.types[field.name])
+        options: dict[str, typing.Any] = {"help": self.help[field.name].replace("%", "%%")}
+        if annotation is bool:
+            if optional:
+                return options | {"action": argparse.BooleanOptionalAction}
+            return options | {"action": "store_false" if field.default else "store_true"}
+        if typing.get_origin(annotation) is typing.Literal:
+            choices = typing.get_args(annotation)
+            return options | {"choices": choices, "type": type(choices[0])}
+        if typing.get_origin(annotation) is list:
+            return options | {
+                "type": typing.get_args(annotation)[0],
+                "nargs": field.metadata["nargs"],
+            }
+        return options | {"type": annotation}
+
+
+def flag_name(field: dataclasses.Field) -> str:
+    """`--num-layers` for the field `num_layers`, unless the field names its flag itself."""
+    return field.metadata.get("name") or "--" + field.name.replace("_", "-")
+
+
+def _without_none(annotation: typing.Any) -> tuple[typing.Any, bool]:
+    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
+        return annotation, False
+    (rest,) = (a for a in typing.get_args(annotation) if a is not type(None))
+    return rest, True
+
+
+def _field_docstrings(config: type) -> dict[str, str]:
+    """The string below each field, which Python itself throws away."""
+    body = ast.parse(inspect.getsource(config)).body[0].body
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+@functools.cache
+def flags_by_name() -> dict[str, str]:
+    """Field name to flag, also for the names that core's own checks use in their messages."""
+    names = {
+        field.name: flag_name(field)
+        for config in SECTIONS.values()
+        for field in dataclasses.fields(config)
+        if "derived" not in field.metadata
+    }
+    return names | {
+        "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+        "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+        "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+        "layernorm_epsilon": "--norm-epsilon",
+    }
+
+
+def in_flags(message: str) -> str:
+    """Core's message in the user's words: every `field_name` in it becomes its `--flag-name`."""
+    for phrase, flags in PHRASES.items():
+        message = message.replace(phrase, flags)
+    names = flags_by_name()
+    word = r"(?<![-\w])[A-Za-z]+(?:_[A-Za-z]+)+\b"
+    return re.sub(word, lambda match: names.get(match[0], match[0]), message)
+
+
+PHRASES = {
+    "fp16 and bf16 are": "--fp16 and --bf16 are",
+    "data path: ": "--data-path: ",
+    "pipeline layout: ": "--pipeline-model-parallel-layout: ",
+    "split '": "--split '",
+    "num_layers_in_first/last_pipeline_stage": (
+        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+    ),
+    "account_for_embedding/loss_in_pipeline_split": (
+        "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
+    ),
+}
+"""Where core names two fields at once, or no field at all."""
+
+
+def refuse_unknown(words: list[str], parser: argparse.ArgumentParser) -> None:
+    """Raises ValueError for arguments the parser did not take, with the nearest flag if one is near."""
+    if not words:
+        return
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    near = difflib.get_close_matches(words[0].split("=")[0], known, n=1, cutoff=0.6)
+    advice = f"did you mean {near[0]}?" if near else "--help lists all flags"
+    raise ValueError(f"unknown argument {words[0]}; {advice}")

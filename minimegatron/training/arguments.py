@@ -1,0 +1,209 @@
+"""The command line, read once: flags and launcher's environment in, frozen dataclasses out.
+
+Called by: `initialize.initialize_megatron`, before anything else. Calls: `argument_utils` (flags),
+`argument_checks` (refusals). Counterpart: `megatron.training.arguments`. After this, nothing reads
+`sys.argv` or the environment again.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from minimegatron.core.activations import fast_gelu
+from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.training.argument_checks import CHECKS, check_fields, check_layers, check_world
+from minimegatron.training.argument_utils import (
+    ArgumentGroupFactory,
+    OneLineParser,
+    in_flags,
+    refuse_unknown,
+)
+from minimegatron.training.config import SECTIONS, Arguments
+from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_size_with_padding
+
+
+def parse_args(
+    extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Arguments:
+    """Everything the run is told, checked.
+
+    `extra_args_provider(parser)` adds the user's own flags; `args_defaults` replaces defaults, and
+    flags replace both. `argv` and `environ` stand in for the process's own. Raises ValueError, with
+    one line that names the flags, the numbers and the remedy, for what cannot work.
+    """
+    parser = _build_parser(extra_args_provider, args_defaults or {})
+    args, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    refuse_unknown(unknown, parser)
+    _read_launcher(args, os.environ if environ is None else environ)
+    try:
+        check_fields(args)
+        check_world(args)
+        derive(args)
+        check_layers(args, core_transformer_config_from_args(args))
+        for check in CHECKS:
+            check(args)
+    except ValueError as error:
+        raise ValueError(in_flags(str(error))) from None
+    return _freeze(args)
+
+
+def _build_parser(
+    extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None,
+    args_defaults: Mapping[str, Any],
+) -> OneLineParser:
+    parser = OneLineParser(description="minimegatron arguments", allow_abbrev=False)
+    for config in SECTIONS.values():
+        ArgumentGroupFactory(config).build_group(parser)
+    if extra_args_provider is not None:
+        extra_args_provider(parser)
+    known = {action.dest for action in parser._actions}
+    for name in args_defaults:
+        if name not in known:
+            raise ValueError(f"args_defaults has {name!r}, which is no argument; remove it")
+    parser.set_defaults(**args_defaults)
+    return parser
+
+
+def _read_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """What torchrun tells each process; a process started alone is rank 0 of 1."""
+    for name, default in (
+        ("RANK", 0),
+        ("WORLD_SIZE", 1),
+        ("LOCAL_RANK", 0),
+        ("LOCAL_WORLD_SIZE", 1),
+    ):
+        value = environ.get(name, str(default))
+        if not value.isdecimal():
+            raise ValueError(f"{name} is {value!r} in the environment; start with torchrun")
+        setattr(args, name.lower(), int(value))
+
+
+def derive(args: argparse.Namespace) -> None:
+    """Fills in what follows from other arguments, in place. Raises ValueError where it cannot."""
+    t, p = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    args.data_parallel_size = args.world_size // (t * p)
+    if args.global_batch_size is None:
+        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    if args.ffn_hidden_size is None:
+        # SwiGLU has three matrices where GELU has two: two thirds of the width keep the size.
+        wide = 4 * args.hidden_size
+        args.ffn_hidden_size = max(wide * 2 // 3 // 64 * 64, 64) if args.swiglu else wide
+    if args.bf16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+    if args.fp16 and args.loss_scale is None:
+        # Inf is how a dynamic loss scale finds its height.
+        args.check_for_nan_in_loss_and_grad = False
+    args.virtual_pipeline_model_parallel_size = _num_chunks(args)
+    if args.overlap_p2p_comm is None:
+        args.overlap_p2p_comm = args.virtual_pipeline_model_parallel_size is not None
+    if args.lr_decay_iters is None:
+        args.lr_decay_iters = args.train_iters
+    if args.start_weight_decay is None:
+        args.start_weight_decay = args.weight_decay
+    if args.end_weight_decay is None:
+        args.end_weight_decay = args.weight_decay
+    vocab_size = _vocab_size(args)
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = vocab_size_with_padding(
+            vocab_size, args.make_vocab_size_divisible_by, t
+        )
+    if args.padded_vocab_size < vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size {args.padded_vocab_size} is less than the tokenizer's "
+            f"{vocab_size} tokens; give at least that"
+        )
+
+
+def _vocab_size(args: argparse.Namespace) -> int:
+    try:
+        return build_tokenizer(args).vocab_size
+    except ValueError as error:
+        raise ValueError(f"--tokenizer-file {args.tokenizer_file}: {error}") from None
+
+
+def _num_chunks(args: argparse.Namespace) -> int | None:
+    """Chunks per stage, from whichever of three flags is given; None without interleaving."""
+    p, num_layers = args.pipeline_model_parallel_size, args.num_layers
+    chunks, per_chunk, layout = (
+        args.num_virtual_stages_per_pipeline_rank,
+        args.num_layers_per_virtual_pipeline_stage,
+        args.pipeline_model_parallel_layout,
+    )
+    given = {
+        "--num-virtual-stages-per-pipeline-rank": chunks,
+        "--num-layers-per-virtual-pipeline-stage": per_chunk,
+        "--pipeline-model-parallel-layout": layout,
+    }
+    given = [f"{flag} {value}" for flag, value in given.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} each say how many chunks there are; keep one")
+    if layout is not None:
+        chunks = PipelineParallelLayerLayout(layout, p).virtual_pipeline_model_parallel_size
+    if per_chunk is not None:
+        if num_layers % (p * per_chunk):
+            raise ValueError(
+                f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size {p} "
+                f"x --num-layers-per-virtual-pipeline-stage {per_chunk} = {p * per_chunk}; "
+                f"try --num-layers {max(num_layers // (p * per_chunk), 1) * p * per_chunk}"
+            )
+        chunks = num_layers // (p * per_chunk)
+    # One chunk per stage is plain 1F1B. A flag that asks for chunks without a pipeline is a slip.
+    return None if chunks == 1 and (p > 1 or layout is not None) else chunks
+
+
+def _freeze(args: argparse.Namespace) -> Arguments:
+    values, sections = dict(args.__dict__), {}
+    for section, config in SECTIONS.items():
+        names = [field.name for field in dataclasses.fields(config)]
+        sections[section] = config(**{name: values.pop(name) for name in names})
+    return Arguments(**sections, extra=values)
+
+
+def core_transformer_config_from_args(
+    args: Arguments | argparse.Namespace, config_class: type = TransformerConfig
+) -> Any:
+    """The model's configuration for `core`. Raises ValueError for sizes that do not fit together.
+
+    Most fields have the same name on both sides; the rest is spelled out.
+    """
+    names = [field.name for field in dataclasses.fields(config_class)]
+    same = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    dtype = params_dtype(args)
+    spelled_out = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "batch_p2p_comm": not args.overlap_p2p_comm,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        "layernorm_epsilon": args.norm_epsilon,
+        "gated_linear_unit": args.swiglu,
+        "activation_func": _activation_func(args),
+        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+        "init_seed": args.seed,
+    }
+    return config_class(**(same | spelled_out))
+
+
+def _activation_func(args: Arguments | argparse.Namespace) -> Callable:
+    if args.swiglu:
+        return F.silu
+    return fast_gelu if args.openai_gelu else F.gelu
+
+
+def params_dtype(args: Arguments | argparse.Namespace) -> torch.dtype:
+    """dtype of the model's weights."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32

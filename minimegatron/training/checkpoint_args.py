@@ -1,0 +1,87 @@
+"""Whether a checkpoint is of the model that the command line describes.
+
+Called by: `argument_checks`, before any process group exists. Calls: `checkpoint_folder`,
+`dist_checkpointing.core`; torch-free. Counterpart: `check_checkpoint_args` of
+`megatron.training.checkpointing`.
+
+Layout, precision and batch may differ: a checkpoint is of the full model. What the model computes
+may not.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from minimegatron.core.dist_checkpointing.core import (
+    CheckpointingException,
+    check_files,
+    load_common_state_dict,
+)
+from minimegatron.training.argument_utils import flags_by_name
+
+ALWAYS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "group_query_attention",
+    "position_embedding_type",
+    "normalization",
+    "norm_epsilon",
+    "qk_layernorm",
+    "swiglu",
+    "openai_gelu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+)
+"""What makes another model of the same weights, or has weights of another shape."""
+
+ONLY_IF = {
+    "kv_channels": ("kv_channels", None),
+    "num_query_groups": ("group_query_attention", False),
+    "max_position_embeddings": ("position_embedding_type", "rope"),
+    "rotary_base": ("position_embedding_type", "learned_absolute"),
+    "rotary_percent": ("position_embedding_type", "learned_absolute"),
+    "tokenizer_type": ("finetune", True),
+}
+"""What matters unless another argument has this value."""
+
+
+def check_against_checkpoint(args: argparse.Namespace, folder: Path) -> None:
+    """Raises ValueError if the checkpoint in `folder` is damaged or of another model."""
+    try:
+        check_files(folder)
+        common = load_common_state_dict(folder)
+    except CheckpointingException as error:
+        raise ValueError(str(error)) from None
+    saved = {name: value for section in common["args"].values() for name, value in section.items()}
+    names = [*ALWAYS]
+    names += [name for name, (other, value) in ONLY_IF.items() if args.__dict__[other] != value]
+    for name in names:
+        if name in saved and saved[name] != args.__dict__[name]:
+            raise ValueError(_difference(name, args.__dict__[name], saved[name], folder))
+    if args.no_load_optim or args.finetune:
+        return
+    if common["optimizer"] is None:
+        raise ValueError(
+            f"{folder} holds no optimizer state; add --no-load-optim, or --finetune to begin at "
+            "iteration 0"
+        )
+    if common["optimizer"]["kind"] != args.optimizer:
+        raise ValueError(
+            f"--optimizer is {args.optimizer}, but {common['optimizer']['kind']} in {folder}; "
+            "use that, or --no-load-optim"
+        )
+
+
+def _difference(name: str, here: Any, there: Any, folder: Path) -> str:
+    flag = flags_by_name()[name]
+    if isinstance(here, bool):
+        # A flag that turns something off is called otherwise than what it turns off.
+        given = here != flag.startswith(("--no-", "--disable-"))
+        return (
+            f"{flag} is {'given' if given else 'not given'} here, but {folder} was made "
+            f"{'without' if given else 'with'} it; {'drop' if given else 'add'} it"
+        )
+    return f"{flag} is {here}, but {there} in the checkpoint {folder}; use {flag} {there}"

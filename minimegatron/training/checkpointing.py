@@ -1,0 +1,292 @@
+"""The state of a run, to disk and back: what to save, when, and where it goes at another layout.
+
+Called by: `training.train` and `training.pretrain` (save), `setup_model_and_optimizer` (load).
+Calls: `core.dist_checkpointing`, `checkpoint_folder`, `random_state`. Counterpart:
+`megatron.training.checkpointing`.
+
+A checkpoint knows the full model only, under names that no layout changes:
+
+    model.NAME                        a weight, as the model computes with it
+    optimizer.state.fp32_param.NAME   its main copy, where the optimizer has one (bf16, fp16)
+    optimizer.state.exp_avg.NAME ...  the moments
+    rng.pp0.tp0.dp0.STREAM            random numbers, per place; see `random_state`
+    common.json                       steps, schedule, loss scale, position in the data, arguments
+
+Plain and distributed optimizer save the same, so either can load what the other saved.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import collectives, parallel_state
+from minimegatron.core.datasets.atomic_file import write_atomically
+from minimegatron.core.device import get_device
+from minimegatron.core.dist_checkpointing import serialization
+from minimegatron.core.dist_checkpointing.core import (
+    CheckpointingException,
+    load_common_state_dict,
+)
+from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
+from minimegatron.core.optimizer import MegatronOptimizer
+from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.training.argument_utils import in_flags
+from minimegatron.training.checkpoint_folder import (
+    TRACKER,
+    checkpoint_name,
+    complete_iterations,
+    find_checkpoint,
+    remove_checkpoints,
+    remove_leftovers,
+)
+from minimegatron.training.global_vars import get_args, get_train_state
+from minimegatron.training.random_state import (
+    rng_layout,
+    seed_again,
+    sharded_rng_state,
+    take_rng_state,
+)
+from minimegatron.training.utils import print_rank_0
+
+SAVED_STATE = (
+    "iteration",
+    "consumed_train_samples",
+    "consumed_valid_samples",
+    "skipped_train_samples",
+)
+"""What of the train state a checkpoint brings back."""
+
+
+# -- Saving --
+
+
+def save_checkpoint(
+    iteration: int,
+    model: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+) -> None:
+    """Saves to `--save`. Every rank must call it; when it returns, the checkpoint is complete.
+
+    Killed at any moment, it leaves the newest complete checkpoint as it is. Raises
+    CheckpointingException, on all ranks, if it cannot write (a full disk); the same holds then.
+    """
+    args, state = get_args(), get_train_state()
+    folder = Path(args.save) / checkpoint_name(iteration)
+    if state.saved_iteration == iteration:
+        print_rank_0(f" the checkpoint of iteration {iteration} is in {folder} already")
+        return
+    # -- 1. What a killed run left half written, to have the room --
+    _on_first_rank(lambda: remove_leftovers(args.save))
+    # -- 2. With overlap_param_gather, parts of the weights may still be on other ranks --
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
+    # -- 3. The checkpoint itself, which gets its name last --
+    tensors = list(sharded_model_state(model))
+    if not args.no_save_optim:
+        tensors += sharded_optimizer_state(model, optimizer)
+    if not args.no_save_rng:
+        tensors += sharded_rng_state(args.data_parallel_random_init)
+    common = _common_state(iteration, optimizer, opt_param_scheduler)
+    try:
+        serialization.save(tensors, common, folder)
+    except CheckpointingException as error:
+        complete = complete_iterations(args.save)
+        left = f"iteration {complete[-1]} is complete there" if complete else "none is complete yet"
+        raise CheckpointingException(
+            f"{error}; {left}; make room, or give another folder as --save"
+        ) from None
+    # -- 4. The marker, and only then older checkpoints may go --
+    _on_first_rank(lambda: write_atomically(folder.parent / TRACKER, str(iteration).encode()))
+    if args.keep_last is not None:
+        _on_first_rank(lambda: remove_checkpoints(args.save, keep_last=args.keep_last))
+    state.saved_iteration = iteration
+    print_rank_0(f" saved checkpoint of iteration {iteration} to {folder}")
+
+
+def sharded_model_state(model: list[torch.nn.Module]) -> Iterator[ShardedTensor]:
+    """This rank's part of the weights."""
+    for chunk in model:
+        for name, param in named_global_parameters(chunk):
+            yield from _sharded(f"model.{name}", param, param.detach())
+
+
+def sharded_optimizer_state(
+    model: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    saved_keys: set[str] | None = None,
+) -> Iterator[ShardedTensor]:
+    """This rank's part of what the optimizer keeps per weight.
+
+    `saved_keys`, when loading, are the checkpoint's: between runs of different precision, main
+    parameters come from where the weights are most precise.
+    """
+    optimizer.initialize_state()
+    names = {param: name for chunk in model for name, param in named_global_parameters(chunk)}
+    for shard in optimizer.shards:
+        name = names[shard.model_param]
+        for what, tensor in optimizer.parameter_state(shard).items():
+            key = f"optimizer.state.{what}.{name}"
+            if what == "param":
+                key = f"optimizer.state.fp32_param.{name}"
+                if saved_keys is None and not shard.is_copy:
+                    continue  # it is the weight itself
+                if saved_keys is not None and key not in saved_keys:
+                    key = f"model.{name}"
+            yield from _sharded(key, shard.model_param, tensor.detach(), shard.start)
+
+
+def _sharded(
+    key: str, param: torch.nn.Parameter, data: torch.Tensor, start: int = 0
+) -> list[ShardedTensor]:
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    # The last stage's copy of a tied embedding is read, but the first stage's is written.
+    second_copy = getattr(param, "shared", False)
+    return make_sharded_tensors(
+        key, param, data, tp_group.rank(), tp_group.size(), start, replica_id=int(second_copy)
+    )
+
+
+def _common_state(
+    iteration: int, optimizer: MegatronOptimizer, opt_param_scheduler: OptimizerParamScheduler
+) -> dict[str, Any]:
+    args, state = get_args(), get_train_state()
+    common = {
+        "iteration": iteration,
+        "train_state": {name: getattr(state, name) for name in SAVED_STATE},
+        "opt_param_scheduler": opt_param_scheduler.state_dict(),
+        "optimizer": None if args.no_save_optim else _optimizer_numbers(optimizer),
+        "rng": None if args.no_save_rng else rng_layout(args.data_parallel_random_init),
+        "args": args_as_json(args),
+        "torch": torch.__version__,
+    }
+    return common
+
+
+def _optimizer_numbers(optimizer: MegatronOptimizer) -> dict[str, Any]:
+    # A rank without parameters has made no step of its own.
+    step = torch.tensor(optimizer.get_step(), device=get_device())
+    collectives.all_reduce(step, dist.group.WORLD, op=collectives.ReduceOp.MAX)
+    scaler = optimizer.grad_scaler
+    return {
+        "kind": get_args().optimizer,
+        "step": int(step),
+        "grad_scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def args_as_json(args: Any) -> dict[str, Any]:
+    """All arguments by section, for people and for `checkpoint_args`; odd types as their words."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+    return plain(dataclasses.asdict(args))
+
+
+def _on_first_rank(action: Callable[[], Any]) -> None:
+    """Does it on rank 0, while the others wait. An OSError there is everybody's."""
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = [str(error)]
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointingException(f"cannot save to {get_args().save}: {failure[0]}")
+
+
+# -- Loading --
+
+
+def load_checkpoint(
+    model: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+) -> int:
+    """Takes the newest complete checkpoint of `--load`, of whatever layout, into all three.
+
+    Returns its iteration; 0 where there is none yet, which only a folder that is also `--save` may
+    be. Raises ValueError or CheckpointingException for one that cannot be used.
+    """
+    args, state = get_args(), get_train_state()
+    folder = find_checkpoint(args.load)
+    if folder is None:
+        print_rank_0(f" no checkpoint in {args.load} yet: beginning at iteration 0")
+        return 0
+    common = load_common_state_dict(folder)
+    with_optimizer = not (args.no_load_optim or args.finetune)
+    if with_optimizer:
+        _take_schedule(opt_param_scheduler, common["opt_param_scheduler"])
+    tensors = list(sharded_model_state(model))
+    if with_optimizer:
+        saved_keys = set(serialization.load_tensors_metadata(folder))
+        tensors += sharded_optimizer_state(model, optimizer, saved_keys)
+    same_place = common["rng"] == rng_layout(args.data_parallel_random_init)
+    with_rng = same_place and not (args.no_load_rng or args.finetune)
+    rng = sharded_rng_state(args.data_parallel_random_init) if with_rng else []
+    serialization.load(tensors + rng, folder)
+
+    if with_optimizer:
+        _take_optimizer_numbers(optimizer, common["optimizer"])
+    else:
+        # Otherwise the first step would copy old main parameters over what was just loaded.
+        optimizer.reload_model_params()
+    if args.finetune:
+        print_rank_0(f" loaded the weights of {folder}; beginning at iteration 0")
+        return 0
+    for name in SAVED_STATE:
+        setattr(state, name, common["train_state"][name])
+    if with_rng:
+        take_rng_state(rng)
+    elif not args.no_load_rng:
+        # At another layout nobody's numbers would go on where they stopped; but they must not
+        # begin again either, or dropout would repeat the run's first steps.
+        seed_again(args.seed, state.iteration, args.data_parallel_random_init)
+        print_rank_0(" random numbers are seeded anew: the checkpoint is of another layout")
+    if args.save is not None and Path(args.load).resolve() == Path(args.save).resolve():
+        state.saved_iteration = state.iteration
+    dist.barrier()
+    print_rank_0(f" loaded checkpoint of iteration {state.iteration} from {folder}")
+    return state.iteration
+
+
+def _take_schedule(opt_param_scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> None:
+    try:
+        opt_param_scheduler.load_state_dict(saved)
+    except ValueError as error:
+        words = str(error)
+        for name, flags in SCHEDULE_FLAGS.items():
+            words = words.replace(name, flags)
+        raise CheckpointingException(in_flags(words)) from None
+
+
+SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "lr_warmup_steps": "--lr-warmup-iters x --global-batch-size",
+    "wsd_decay_steps": "--lr-wsd-decay-iters x --global-batch-size",
+    "lr_decay_steps": "--lr-decay-iters x --global-batch-size",
+    "start_wd": "--start-weight-decay",
+    "end_wd": "--end-weight-decay",
+    "wd_incr_steps": "--train-iters x --global-batch-size",
+    "wd_incr_style": "--weight-decay-incr-style",
+}
+"""What the scheduler calls otherwise than the command line; see `get_optimizer_param_scheduler`."""
+
+
+def _take_optimizer_numbers(optimizer: MegatronOptimizer, numbers: dict[str, Any]) -> None:
+    optimizer.set_step(numbers["step"])
+    scaler = optimizer.grad_scaler
+    # A run that had no loss scale, or a constant one, says nothing about where a dynamic one is.
+    if scaler is not None and numbers["grad_scaler"]:
+        scaler.load_state_dict(numbers["grad_scaler"])

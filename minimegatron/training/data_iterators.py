@@ -1,0 +1,75 @@
+"""From the user's dataset provider to iterators over microbatches.
+
+Called by: `training.pretrain`, once per model chunk. Calls: the provider, `data_samplers`.
+Counterpart: the functions of the same names in `megatron.training.training`.
+
+Only the first rank of each tensor-parallel group holds data; `get_batch_on_this_tp_rank` shares it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import collectives, parallel_state
+from minimegatron.core.device import get_device
+from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
+from minimegatron.training.global_vars import get_args, get_train_state
+
+
+def get_train_valid_test_num_samples() -> tuple[int, int, int]:
+    """Sequences that the whole run will ask of each dataset, at most."""
+    args = get_args()
+    num_evals = 1 + (args.train_iters // args.eval_interval if args.eval_interval else 0)
+    return (
+        args.train_iters * args.global_batch_size,
+        num_evals * args.eval_iters * args.global_batch_size,
+        args.eval_iters * args.global_batch_size,
+    )
+
+
+def build_train_valid_test_data_loaders(
+    build_train_valid_test_datasets_provider: Callable[[tuple[int, int, int]], tuple],
+) -> tuple[Any, Any, Any]:
+    """A loader per split, or None: on this rank, or because there is no such data.
+
+    Also decides, for all ranks alike, whether there is anything to train on, validate and test.
+    """
+    args, state = get_args(), get_train_state()
+    loaders = [None, None, None]
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        datasets = build_train_valid_test_datasets_provider(get_train_valid_test_num_samples())
+        consumed = (state.consumed_train_samples, state.consumed_valid_samples, 0)
+        needed = (args.train_iters > state.iteration, args.eval_iters > 0, args.eval_iters > 0)
+        for split, (dataset, skip) in enumerate(zip(datasets, consumed, strict=True)):
+            if needed[split]:
+                loaders[split] = build_pretraining_data_loader(
+                    dataset,
+                    skip,
+                    micro_batch_size=args.micro_batch_size,
+                    data_parallel_rank=parallel_state.get_data_parallel_rank(),
+                    data_parallel_size=parallel_state.get_data_parallel_world_size(),
+                    dataloader_type=args.dataloader_type,
+                    num_workers=args.num_workers,
+                    seed=args.seed,
+                )
+    # Rank 0 is the first stage's first rank, so it has data if anybody has; of its chunks, the one
+    # with the embedding has it, so one that has none takes nothing back.
+    flags = torch.tensor([loader is not None for loader in loaders], dtype=torch.int32)
+    flags = flags.to(get_device())
+    collectives.broadcast(flags, 0, dist.group.WORLD)
+    do_train, do_valid, do_test = (bool(flag) for flag in flags.tolist())
+    state.do_train |= do_train
+    state.do_valid |= do_valid
+    state.do_test |= do_test
+    return loaders[0], loaders[1], loaders[2]
+
+
+def build_train_valid_test_data_iterators(
+    build_train_valid_test_datasets_provider: Callable[[tuple[int, int, int]], tuple],
+) -> tuple[Iterator | None, Iterator | None, Iterator | None]:
+    """An iterator over microbatches per split; None where this rank loads none."""
+    loaders = build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider)
+    train, valid, test = (None if loader is None else iter(loader) for loader in loaders)
+    return train, valid, test

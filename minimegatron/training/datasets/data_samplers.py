@@ -1,0 +1,127 @@
+"""Which samples each copy of the model sees, and from where on.
+
+Called by: `data_iterators`, on the ranks that load data. Calls: `torch.utils.data.DataLoader`.
+Counterpart: `megatron.training.datasets.data_samplers`.
+
+`consumed_samples` counts over all copies and all epochs; a run that stopped goes on at exactly the
+sample it would have taken next, however many copies there are now.
+"""
+
+from collections.abc import Iterator
+
+import numpy
+import torch
+
+
+class MegatronPretrainingSampler:
+    """The dataset in its own order, once. Each step of `micro_batch_size x copies` is dealt in turn.
+
+    >>> [list(MegatronPretrainingSampler(8, 2, 1, rank, 2)) for rank in (0, 1)]
+    [[[2], [4], [6]], [[3], [5], [7]]]
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        drop_last: bool = True,
+    ):
+        if consumed_samples >= total_samples:
+            raise ValueError(
+                f"{consumed_samples} samples are consumed, but the dataset has {total_samples}; "
+                "raise --train-iters, or use --dataloader-type cyclic"
+            )
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        self.micro_batch_size, self.drop_last = micro_batch_size, drop_last
+        self.data_parallel_rank = data_parallel_rank
+        self.step = micro_batch_size * data_parallel_size
+
+    def __len__(self) -> int:
+        return self.total_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Batches of sample numbers for this copy: the rank-th part of each step's samples."""
+        mine = self.data_parallel_rank * self.micro_batch_size
+        for first in range(self.consumed_samples, self.total_samples, self.step):
+            whole = range(first, min(first + self.step, self.total_samples))
+            part = list(whole[mine : mine + self.micro_batch_size])
+            if len(whole) == self.step or (part and not self.drop_last):
+                yield part
+
+
+class MegatronPretrainingRandomSampler:
+    """Epoch after epoch, each in an order of its own that `seed` and the epoch's number decide."""
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        seed: int = 0,
+    ):
+        self.step = micro_batch_size * data_parallel_size
+        self.per_epoch = total_samples // self.step * self.step
+        if self.per_epoch == 0:
+            raise ValueError(
+                f"the dataset has {total_samples} samples, but a step of {micro_batch_size} on "
+                f"{data_parallel_size} copies takes {self.step}; use more data or smaller batches"
+            )
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        self.micro_batch_size, self.seed = micro_batch_size, seed
+        self.data_parallel_rank = data_parallel_rank
+
+    def __len__(self) -> int:
+        return self.total_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Batches of sample numbers for this copy, without end."""
+        epoch, position = divmod(self.consumed_samples, self.per_epoch)
+        mine = self.data_parallel_rank * self.micro_batch_size
+        while True:
+            order = numpy.random.default_rng([self.seed, epoch]).permutation(self.total_samples)
+            for first in range(position, self.per_epoch, self.step):
+                part = order[first + mine : first + mine + self.micro_batch_size]
+                yield part.tolist()
+            epoch, position = epoch + 1, 0
+
+
+def build_pretraining_data_loader(
+    dataset: torch.utils.data.Dataset | None,
+    consumed_samples: int,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    dataloader_type: str = "single",
+    num_workers: int = 0,
+    seed: int = 0,
+) -> torch.utils.data.DataLoader | None:
+    """Microbatches of this copy, as dicts of tensors [micro_batch_size, ...]; None for no dataset."""
+    if dataset is None:
+        return None
+    share = (
+        len(dataset),
+        consumed_samples,
+        micro_batch_size,
+        data_parallel_rank,
+        data_parallel_size,
+    )
+    if dataloader_type == "single":
+        sampler = MegatronPretrainingSampler(*share)
+    else:
+        sampler = MegatronPretrainingRandomSampler(*share, seed=seed)
+    return torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=num_workers > 0,
+        # Every iterator draws a number. From the default generator, which dropout uses on a CPU,
+        # it would draw only on ranks that load data, and tensor-parallel ranks would drop apart.
+        generator=torch.Generator().manual_seed(seed),
+    )

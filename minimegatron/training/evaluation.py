@@ -1,0 +1,128 @@
+"""The loss on data that was not trained on.
+
+Called by: `training.train` at intervals, `training.pretrain` at the end. Calls: the same schedule
+as training, with `forward_only=True`. Counterpart: the functions of the same names in
+`megatron.training.training`.
+
+A forward pass over a pipeline is a conversation, also when nobody wants a gradient: every rank
+enters every call here, whoever uses its result.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.core.tracing import traced
+from minimegatron.training.global_vars import (
+    get_args,
+    get_tensorboard_writer,
+    get_train_state,
+)
+from minimegatron.training.utils import (
+    broadcast_from_last_stage,
+    print_rank_0,
+    sum_over_microbatches,
+)
+
+
+@traced("evaluate")
+def evaluate(
+    forward_step_func: Callable,
+    data_iterator: Iterator | list[Iterator] | None,
+    model: list[torch.nn.Module],
+    process_non_loss_data_func: Callable | None,
+    config: ModelParallelConfig,
+    non_loss_data_func: Callable | None = None,
+) -> tuple[dict[str, float], Any]:
+    """Mean losses over `--eval-iters` global batches, the same on every rank, and non-loss data.
+
+    Each token weighs the same, wherever it was computed. Non-loss data is what
+    `non_loss_data_func(model)` returned on this rank or, if only `process_non_loss_data_func` is
+    given, what the loss function collected of one batch with `collect_non_loss_data`.
+    """
+    args = get_args()
+    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    forward_backward_func = get_forward_backward_func()
+    sizes = {
+        "num_microbatches": num_microbatches,
+        "seq_length": args.seq_length,
+        "micro_batch_size": args.micro_batch_size,
+    }
+    for chunk in model:
+        chunk.eval()
+    totals: dict[str, torch.Tensor] = {}
+    config.timers = None  # they time training
+    with torch.no_grad():
+        for iteration in range(args.eval_iters):
+            reports = forward_backward_func(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                forward_only=True,
+                first_val_step=iteration == 0,
+                **sizes,
+            )
+            for key, pair in sum_over_microbatches(reports).items():
+                totals[key] = totals[key] + pair if key in totals else pair
+            get_train_state().consumed_valid_samples += args.global_batch_size
+        collected = None
+        if non_loss_data_func is not None:
+            collected = non_loss_data_func(model)
+        elif process_non_loss_data_func is not None:
+            collected = forward_backward_func(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                forward_only=True,
+                collect_non_loss_data=True,
+                **sizes,
+            )
+    for chunk in model:
+        chunk.train()
+    means = {key: float(pair[0]) / max(float(pair[1]), 1.0) for key, pair in totals.items()}
+    return broadcast_from_last_stage(means), collected
+
+
+def evaluate_and_print_results(
+    prefix: str,
+    forward_step_func: Callable,
+    data_iterator: Iterator | list[Iterator] | None,
+    model: list[torch.nn.Module],
+    iteration: int,
+    process_non_loss_data_func: Callable | None,
+    config: ModelParallelConfig,
+    non_loss_data_func: Callable | None = None,
+    write_to_tensorboard: bool = True,
+) -> dict[str, float]:
+    """`evaluate`, then its losses and perplexities on rank 0. Returns the losses, on every rank.
+
+    Then `process_non_loss_data_func(collected, iteration, writer)` is called on every rank; what
+    the loss function collected is on the last stage, an empty list elsewhere; `writer` is that of
+    TensorBoard or None.
+    """
+    losses, collected = evaluate(
+        forward_step_func,
+        data_iterator,
+        model,
+        process_non_loss_data_func,
+        config,
+        non_loss_data_func,
+    )
+    text = f" validation loss at {prefix}"
+    for key, loss in losses.items():
+        text += f" | {key} {loss:.4f} | {key} PPL {math.exp(min(20.0, loss)):.3f}"
+    writer = get_tensorboard_writer()
+    if writer is not None and write_to_tensorboard:
+        for key, loss in losses.items():
+            writer.add_scalar(f"{key} validation", loss, iteration)
+        writer.flush()
+    print_rank_0("-" * len(text))
+    print_rank_0(text)
+    print_rank_0("-" * len(text))
+    if process_non_loss_data_func is not None:
+        process_non_loss_data_func(collected, iteration, writer)
+    return losses

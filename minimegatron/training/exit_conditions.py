@@ -1,0 +1,65 @@
+"""Whether the run goes on after a step, decided by all ranks alike, and the checkpoint if not.
+
+Called by: `training.train`, after every step. Calls: `checkpointing`, `dist_signal_handler`.
+Counterpart: `checkpoint_and_decide_exit` of `megatron.training.training`.
+
+Ranks must leave at the same step: one that left alone would leave the others waiting for it. But a
+signal reaches them at different moments, and their clocks differ. So whatever any rank knows is made
+known to all, in one message of two numbers.
+"""
+
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import collectives
+from minimegatron.core.device import get_device
+from minimegatron.core.optimizer import MegatronOptimizer
+from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.training.checkpointing import save_checkpoint
+from minimegatron.training.dist_signal_handler import signal_received
+from minimegatron.training.global_vars import get_args, get_train_state
+from minimegatron.training.utils import print_rank_0
+
+_start_time = time.monotonic()
+"""Of the process, as nearly as a module knows: what a scheduler's time limit counts from."""
+
+
+def checkpoint_and_decide_exit(
+    model: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    iteration: int,
+) -> bool:
+    """Saves if that is due, or if the run is to end now; True, on all ranks, if it is."""
+    args, state = get_args(), get_train_state()
+    state.exit_reason = _reason_to_exit(iteration)
+    at_interval = args.save_interval is not None and iteration % args.save_interval == 0
+    # The last step's checkpoint is written when training is over.
+    due = state.exit_reason is not None or (at_interval and iteration < args.train_iters)
+    if due and args.save is not None:
+        save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
+    if state.exit_reason is not None:
+        saved = "" if args.save is not None else "; nothing is saved without --save"
+        print_rank_0(f" exiting after iteration {iteration}: {state.exit_reason}{saved}")
+    return state.exit_reason is not None
+
+
+def _reason_to_exit(iteration: int) -> str | None:
+    args = get_args()
+    minutes = (time.monotonic() - _start_time) / 60.0
+    is_over = args.exit_duration_in_mins is not None and minutes > args.exit_duration_in_mins
+    seen = torch.tensor([signal_received(), is_over], dtype=torch.int32, device=get_device())
+    collectives.all_reduce(seen, dist.group.WORLD, op=collectives.ReduceOp.MAX)
+    number, is_over = seen.tolist()
+    if number:
+        return f"received {signal.Signals(number).name}"
+    if iteration >= args.train_iters:
+        return None
+    if args.exit_interval is not None and iteration % args.exit_interval == 0:
+        return f"--exit-interval {args.exit_interval}"
+    if is_over:
+        return f"--exit-duration-in-mins {args.exit_duration_in_mins:g}"
+    return None

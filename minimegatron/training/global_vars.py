@@ -1,0 +1,103 @@
+"""The few objects that a user's `forward_step` may ask for by name instead of being given them.
+
+Set by: `initialize_megatron`, once. Asked by: `training` and `pretrain_*.py`, never by `core`.
+Calls: nothing below but `Timers` and the microbatch calculator. Counterpart:
+`megatron.training.global_vars`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
+from minimegatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from minimegatron.core.rerun_state_machine import destroy_rerun_state_machine
+from minimegatron.core.timers import Timers
+from minimegatron.training.config import Arguments
+from minimegatron.training.tokenizer.tokenizer import build_tokenizer
+from minimegatron.training.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class _Globals:
+    args: Arguments
+    tokenizer: MegatronTokenizer
+    timers: Timers
+    train_state: TrainState
+    tensorboard_writer: Any
+
+
+_globals: _Globals | None = None
+
+
+def set_global_variables(args: Arguments) -> None:
+    """Builds them all from the arguments. Raises RuntimeError if they are set already."""
+    global _globals
+    if _globals is not None:
+        raise RuntimeError("initialize_megatron was called twice; call destroy_global_vars between")
+    _globals = _Globals(
+        args=args,
+        tokenizer=build_tokenizer(args),
+        timers=Timers(args.timing_log_level, "minmax"),
+        train_state=TrainState(),
+        tensorboard_writer=_build_tensorboard_writer(args),
+    )
+    init_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+
+
+def _build_tensorboard_writer(args: Arguments) -> Any:
+    """A `SummaryWriter` on the last rank, as in Megatron; None on others, and without a folder."""
+    if args.tensorboard_dir is None or args.rank != args.world_size - 1:
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # optional, and takes a second to import
+
+    return SummaryWriter(args.tensorboard_dir)
+
+
+def destroy_global_vars() -> None:
+    """Forgets them, so that another run may begin in this process."""
+    global _globals
+    if _globals is not None and _globals.tensorboard_writer is not None:
+        _globals.tensorboard_writer.close()
+    destroy_rerun_state_machine()
+    _globals = None
+    unset_num_microbatches_calculator()
+
+
+def _get() -> _Globals:
+    if _globals is None:
+        raise RuntimeError("nothing is initialised yet; call pretrain or initialize_megatron first")
+    return _globals
+
+
+def get_args() -> Arguments:
+    """The run's arguments, frozen."""
+    return _get().args
+
+
+def get_tokenizer() -> MegatronTokenizer:
+    """The run's tokenizer."""
+    return _get().tokenizer
+
+
+def get_timers() -> Timers:
+    """The run's timers."""
+    return _get().timers
+
+
+def get_train_state() -> TrainState:
+    """The run's progress."""
+    return _get().train_state
+
+
+def get_tensorboard_writer() -> Any:
+    """TensorBoard's `SummaryWriter`: on the last rank with `--tensorboard-dir`, else None."""
+    return _get().tensorboard_writer

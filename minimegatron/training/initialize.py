@@ -1,0 +1,127 @@
+"""From the command line to a process that knows its place: arguments, device, groups, seeds.
+
+Called by: `training.pretrain`, first thing. Calls: `arguments.parse_args`, then `global_vars`,
+`core.device`, `torch.distributed`, `parallel_state.initialize_model_parallel`. Counterpart:
+`megatron.training.initialize`.
+"""
+
+import argparse
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import parallel_state, tensor_parallel
+from minimegatron.core.device import choose_backend, set_device
+from minimegatron.doctor.session import watch_ranks
+from minimegatron.training import failures
+from minimegatron.training.arguments import parse_args
+from minimegatron.training.config import Arguments
+from minimegatron.training.global_vars import set_global_variables
+from minimegatron.training.rendezvous import find_each_other
+from minimegatron.training.utils import print_rank_0
+
+BAD_ARGUMENTS = 2
+"""Exit code where the arguments cannot work; nothing has been started then."""
+
+
+def initialize_megatron(
+    extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+) -> None:
+    """Everything that must be there before a model is built.
+
+    Arguments that cannot work end every rank with exit code 2, before any process group exists;
+    rank 0 prints why, in one line (a caret below, for a pipeline layout). The last two arguments
+    are those of `initialize_model_parallel`.
+    """
+    try:
+        args = parse_args(extra_args_provider, args_defaults)
+    except ValueError as reason:
+        _refuse(reason)
+    set_global_variables(args)
+    _initialize_distributed(args, get_embedding_ranks, get_position_embedding_ranks)
+    print_rank_0(f"> setting random seeds to {args.seed} ...")
+    set_random_seed(args.seed, args.data_parallel_random_init)
+
+
+def _refuse(reason: ValueError) -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"minimegatron: {reason}", file=sys.stderr, flush=True)
+    else:
+        # A launcher ends all ranks when the first one exits. Rank 0, which prints, should be that
+        # one; so wait for the launcher's signal, or as long as rank 0 may need to come this far.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(BAD_ARGUMENTS))
+        time.sleep(30)
+    sys.exit(BAD_ARGUMENTS)
+
+
+def _initialize_distributed(
+    args: Arguments,
+    get_embedding_ranks: Callable | None,
+    get_position_embedding_ranks: Callable | None,
+) -> None:
+    """Device, default process group, all other groups; then every rank knows every other."""
+    ours = not dist.is_initialized()
+    if ours:
+        set_device("auto", args.local_rank)
+        _init_process_group(args)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+    )
+    if ours:
+        failures.watch_peers()
+        if args.hang_timeout is not None:
+            watch_ranks(args.hang_timeout, os.environ.get("MASTER_ADDR", "localhost"))
+    print_rank_0(
+        f"> {args.world_size} ranks: tensor {args.tensor_model_parallel_size} x "
+        f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}, "
+        f"{dist.get_backend()}"
+    )
+
+
+def _init_process_group(args: Arguments) -> None:
+    backend = args.distributed_backend or choose_backend(args.local_world_size)
+    if args.world_size == args.local_world_size:
+        # Ranks of one machine need no network, and the machine's name need not resolve.
+        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        if loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    dist.init_process_group(
+        backend,
+        rank=args.rank,
+        world_size=args.world_size,
+        timeout=timeout,
+        store=find_each_other(args.rank, args.world_size, timeout),
+    )
+
+
+def set_random_seed(seed: int, data_parallel_random_init: bool = False) -> None:
+    """Seeds Python, NumPy and torch. Stages differ, so that their dropout does; copies of the model
+    differ if asked for. Within a tensor-parallel group, `model_parallel_cuda_manual_seed` decides.
+    """
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

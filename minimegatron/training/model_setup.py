@@ -1,0 +1,146 @@
+"""This rank's part of the model, wrapped for training, and what updates it.
+
+Called by: `training.pretrain`. Calls: the user's `model_provider`, `DistributedDataParallel`,
+`get_megatron_optimizer`, `OptimizerParamScheduler`. Counterpart: the functions of the same names in
+`megatron.training.training`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from minimegatron.core import parallel_state, tensor_parallel
+from minimegatron.core.device import get_device
+from minimegatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchDistributedDataParallel,
+)
+from minimegatron.core.enums import ModelType
+from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.transformer.module import Float16Module
+from minimegatron.core.utils import get_model_config
+from minimegatron.training.arguments import params_dtype
+from minimegatron.training.checkpointing import load_checkpoint
+from minimegatron.training.global_vars import get_args
+
+
+def setup_model_and_optimizer(
+    model_provider_func: Callable[..., torch.nn.Module],
+    model_type: ModelType = ModelType.encoder_or_decoder,
+) -> tuple[list[torch.nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
+    """Model chunks, optimizer and scheduler; taken from a checkpoint with `--load`."""
+    args = get_args()
+    model = get_model(model_provider_func, model_type)
+    optimizer = get_megatron_optimizer(get_megatron_optimizer_config(), model)
+    opt_param_scheduler = get_optimizer_param_scheduler(optimizer)
+    if args.load is not None:
+        load_checkpoint(model, optimizer, opt_param_scheduler)
+    return model, optimizer, opt_param_scheduler
+
+
+def get_model(
+    model_provider_func: Callable[..., torch.nn.Module],
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+) -> list[torch.nn.Module]:
+    """This stage's chunks, one without interleaving: built, moved to the device, wrapped.
+
+    `model_provider_func(pre_process, post_process, vp_stage)` builds one chunk; the flags say
+    whether it begins with the embedding and ends with the loss.
+    """
+    args = get_args()
+    num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    model = []
+    for vp_stage in [None] if num_chunks is None else range(num_chunks):
+        if vp_stage is not None:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        chunk = model_provider_func(
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            vp_stage=vp_stage,
+        )
+        chunk.model_type = model_type
+        model.append(chunk)
+
+    for chunk in model:
+        for param in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    _print_number_of_parameters(model)
+    model = [chunk.to(get_device()) for chunk in model]
+    if args.fp16 or args.bf16:
+        model = [Float16Module(get_model_config(chunk), chunk) for chunk in model]
+    return _wrap_with_ddp(model) if wrap_with_ddp else model
+
+
+def _print_number_of_parameters(model: list[torch.nn.Module]) -> None:
+    if parallel_state.get_data_parallel_rank() == 0:
+        count = sum(param.numel() for chunk in model for param in chunk.parameters())
+        print(
+            f" > number of parameters on (tensor, pipeline) model parallel rank "
+            f"({parallel_state.get_tensor_model_parallel_rank()}, "
+            f"{parallel_state.get_pipeline_model_parallel_rank()}): {count}",
+            flush=True,
+        )
+
+
+def _wrap_with_ddp(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    args = get_args()
+    wrapper = {"local": DistributedDataParallel, "torch": TorchDistributedDataParallel}
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+        bucket_size=args.ddp_bucket_size,
+        average_in_collective=args.ddp_average_in_collective,
+    )
+    # Only the first chunk's gradients are ready late enough for buckets to pay: those of later
+    # chunks have the whole rest of the backward pass to be reduced in.
+    return [
+        wrapper[args.DDP_impl](
+            get_model_config(chunk), ddp_config, chunk, disable_bucketing=index > 0
+        )
+        for index, chunk in enumerate(model)
+    ]
+
+
+def get_megatron_optimizer_config() -> OptimizerConfig:
+    """The arguments that `core.optimizer` knows, under the names it knows them by."""
+    args = get_args()
+    names = [field.name for field in dataclasses.fields(OptimizerConfig) if field.init]
+    same = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return OptimizerConfig(**(same | {"params_dtype": params_dtype(args)}))
+
+
+def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning rate and weight decay as functions of the samples seen: iterations x global batch."""
+    args = get_args()
+    batch = args.global_batch_size
+    # A run without steps still has an optimizer, whose schedule needs a length.
+    decay_steps = max(args.lr_decay_iters, 1) * batch
+    if args.lr_warmup_fraction is not None:
+        warmup_steps = int(args.lr_warmup_fraction * decay_steps)
+    else:
+        warmup_steps = args.lr_warmup_iters * batch
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=max(args.train_iters, 1) * batch,
+        wd_incr_style=args.weight_decay_incr_style,
+        wsd_decay_steps=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * batch,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+    )

@@ -1,0 +1,133 @@
+"""What a person watching a run sees: one bar, and a line every `--log-interval` steps.
+
+Called by: `training.train`. Calls: tqdm, on rank 0 only. Counterpart: `training_log` of
+`megatron.training.training`; the bar is ours.
+"""
+
+import sys
+import time
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from minimegatron.core.num_microbatches_calculator import get_current_global_batch_size
+from minimegatron.training.global_vars import (
+    get_args,
+    get_tensorboard_writer,
+    get_timers,
+    get_train_state,
+)
+from minimegatron.training.utils import broadcast_from_last_stage, print_rank_0
+
+
+class Progress:
+    """The bar, and the clock and token count since the last log line."""
+
+    def __init__(self, total: int, done: int):
+        # A terminal redraws one line; a file gets a new line each time, so it gets fewer.
+        interval = 0.5 if sys.stderr.isatty() else 15.0
+        self.bar = tqdm(
+            total=total,
+            initial=done,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=interval,
+            maxinterval=interval,
+            disable=dist.get_rank() != 0,
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new interval, now."""
+        self.begin, self.tokens, self.steps = time.perf_counter(), 0, 0
+
+    def advance(self, tokens: int) -> None:
+        """Counts one step."""
+        self.tokens, self.steps = self.tokens + tokens, self.steps + 1
+        self.bar.update()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        story: TracebackType | None,
+    ) -> None:
+        self.bar.close()
+
+
+def training_log(
+    loss_dict: dict[str, torch.Tensor],
+    total_loss_dict: dict[str, torch.Tensor],
+    learning_rate: float,
+    iteration: int,
+    loss_scale: float,
+    skipped_iter: int,
+    grad_norm: float | None,
+    num_zeros_in_grad: float | None,
+    progress: Progress,
+) -> None:
+    """Counts one step and, every `--log-interval` steps, logs the interval. Every rank must call it.
+
+    `loss_dict` is what `train_step` returned: scalar tensors on the last stage, empty elsewhere.
+    `total_loss_dict` carries their sums, and the count of good steps, through the interval.
+    """
+    args, state = get_args(), get_train_state()
+    progress.advance(get_current_global_batch_size() * args.seq_length)
+    if not skipped_iter:
+        for key, loss in loss_dict.items():
+            total_loss_dict[key] = total_loss_dict.get(key, 0.0) + loss
+    good = total_loss_dict.pop("good steps", 0) + 1 - skipped_iter
+    total_loss_dict["good steps"] = good
+    if iteration % args.log_interval and iteration != args.train_iters:
+        return
+
+    del total_loss_dict["good steps"]
+    means = {key: float(total) / max(good, 1) for key, total in total_loss_dict.items()}
+    total_loss_dict.clear()
+    losses = broadcast_from_last_stage(means)
+    seconds = time.perf_counter() - progress.begin
+    values = losses | {
+        "lr": learning_rate,
+        "grad norm": grad_norm,
+        "zeros in grad": num_zeros_in_grad,
+        "loss scale": loss_scale if loss_scale != 1.0 else None,
+        "skipped": progress.steps - good or None,
+    }
+    values = {name: value for name, value in values.items() if value is not None}
+    _write_to_tensorboard(values | {"tokens/s": progress.tokens / seconds}, iteration)
+    parts = [f"{name} {value:{FORMATS.get(name, '.4f')}}" for name, value in values.items()]
+    parts += [f"{progress.tokens / seconds:,.0f} tokens/s"]
+    progress.bar.set_postfix_str(", ".join(parts), refresh=False)
+    print_rank_0(
+        f" iteration {iteration:>{len(str(args.train_iters))}}/{args.train_iters} | "
+        + " | ".join(parts)
+        + f" | {1000 * seconds / progress.steps:.0f} ms/step | "
+        f"{state.consumed_train_samples} samples"
+    )
+    if args.timing_log_level > 0:
+        get_timers().log(rank=0, normalizer=progress.steps)
+    progress.restart()
+
+
+FORMATS = {
+    "lr": ".2e",
+    "grad norm": ".3f",
+    "zeros in grad": ".0f",
+    "loss scale": "g",
+    "skipped": "d",
+}
+"""How the log line shows what is no loss."""
+
+
+def _write_to_tensorboard(values: dict[str, float], iteration: int) -> None:
+    """One point per curve, on disk at once: a run may be killed."""
+    writer = get_tensorboard_writer()
+    if writer is not None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+        writer.flush()

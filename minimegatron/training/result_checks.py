@@ -1,0 +1,68 @@
+"""Looks at the loss of every microbatch, on the rank and at the moment it arises.
+
+Called by: `pretrain_gpt.loss_func`. Calls: `core.rerun_state_machine`. Counterpart: the end of
+`loss_func` in Megatron's `pretrain_gpt.py`. Gradients are looked at in their buckets, by
+`DistributedDataParallel`.
+"""
+
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from minimegatron.core.rerun_state_machine import get_rerun_state_machine
+from minimegatron.core.utils import get_attr_wrapped_model
+from minimegatron.training import failures
+from minimegatron.training.global_vars import get_args, get_train_state
+
+SPIKY_LOSS_FACTOR = 10
+"""A loss is spiky if it is this many times the largest of the first hundred."""
+
+
+def check_loss(loss: torch.Tensor, model: torch.nn.Module) -> None:
+    """As far as the arguments say so: RuntimeError for a NaN or Inf, a line for a sudden jump.
+
+    `loss` is one microbatch's mean loss, a scalar; `model` the chunk that computed it.
+    """
+    args, machine = get_args(), get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        machine.validate_result(loss, torch.isnan, partial(_not_a_number, "NaN", model))
+        machine.validate_result(loss, torch.isinf, partial(_not_a_number, "Inf", model))
+    if args.check_for_spiky_loss and model.training:
+        is_spiky = partial(
+            machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
+        )
+        message = machine.validate_result(loss, is_spiky, partial(_spiky, loss, model), fatal=False)
+        if message is not None:
+            tqdm.write(message)
+
+
+def _not_a_number(what: str, model: torch.nn.Module) -> str:
+    return (
+        f"the loss is {what} in {_where(model)}; look at its samples, lower --lr or --clip-grad, "
+        "lengthen --lr-warmup-iters, or compute in another precision; "
+        "--no-check-for-nan-in-loss-and-grad goes on"
+    )
+
+
+def _spiky(loss: torch.Tensor, model: torch.nn.Module) -> str:
+    usual = get_rerun_state_machine().largest("loss")
+    return (
+        f" spiky loss on {failures.identify()}: {float(loss):.4g} in {_where(model)}, where the "
+        f"first hundred were at most {usual:.4g}; look at its samples, or lower --lr"
+    )
+
+
+def _where(model: torch.nn.Module) -> str:
+    """Microbatch, iteration and samples, in the words of a sentence."""
+    args, state = get_args(), get_train_state()
+    microbatch = get_attr_wrapped_model(model, "decoder").current_microbatch
+    if not model.training:
+        return f"microbatch {microbatch} of the evaluation after iteration {state.iteration}"
+    # Each step of the samplers deals one microbatch to every copy of the model in turn.
+    first = state.consumed_train_samples + args.micro_batch_size * (
+        microbatch * args.data_parallel_size + failures.identify().dp
+    )
+    last = first + args.micro_batch_size - 1
+    samples = f"sample {first}" if first == last else f"samples {first} to {last}"
+    return f"microbatch {microbatch} of iteration {state.iteration + 1} (training {samples})"

@@ -1,0 +1,306 @@
+"""The chain from `pretrain` to one step, top to bottom in the order it runs.
+
+Called by: `pretrain_*.py`. Calls, in this order: `initialize_megatron`, `setup_model_and_optimizer`,
+`build_train_valid_test_data_iterators`, `train` (which calls `train_step`, and through it the
+schedule), `evaluate_and_print_results`. Counterpart: `megatron.training.training`; what stands
+there in one file is here in several, and all of its names can be imported from this one:
+
+* `model_setup`: the model's chunks, the optimizer, its scheduler.
+* `data_iterators`: from datasets to microbatches.
+* `evaluation`: the loss on other data.
+* `progress`: bar and log lines.
+* `exit_conditions`: checkpoints, and whether the run goes on.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from minimegatron.core import parallel_state
+from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
+from minimegatron.core.enums import ModelType
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+from minimegatron.core.optimizer import MegatronOptimizer
+from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.core.tracing import traced
+from minimegatron.core.utils import get_model_config
+from minimegatron.training import failures
+from minimegatron.training.checkpointing import save_checkpoint
+from minimegatron.training.data_iterators import build_train_valid_test_data_iterators
+from minimegatron.training.dist_signal_handler import signals_remembered
+from minimegatron.training.evaluation import evaluate, evaluate_and_print_results
+from minimegatron.training.exit_conditions import checkpoint_and_decide_exit
+from minimegatron.training.global_vars import get_args, get_timers, get_train_state
+from minimegatron.training.initialize import initialize_megatron
+from minimegatron.training.model_setup import (
+    get_megatron_optimizer_config,
+    get_model,
+    get_optimizer_param_scheduler,
+    setup_model_and_optimizer,
+)
+from minimegatron.training.progress import Progress, training_log
+from minimegatron.training.utils import (
+    logical_and_across_model_parallel_group,
+    print_rank_0,
+    reduce_max_stat_across_model_parallel_group,
+    sum_over_microbatches,
+)
+from minimegatron.training.watching import watched
+
+__all__ = [
+    "checkpoint_and_decide_exit",
+    "build_train_valid_test_data_iterators",
+    "evaluate",
+    "evaluate_and_print_results",
+    "get_megatron_optimizer_config",
+    "get_model",
+    "get_optimizer_param_scheduler",
+    "pretrain",
+    "setup_model_and_optimizer",
+    "train",
+    "train_step",
+    "training_log",
+]
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Callable[..., tuple],
+    model_provider: Callable[..., torch.nn.Module],
+    model_type: ModelType,
+    forward_step_func: Callable[..., tuple],
+    process_non_loss_data_func: Callable | None = None,
+    extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    non_loss_data_func: Callable[[list[torch.nn.Module]], Any] | None = None,
+) -> None:
+    """A whole training run: initialise, build model and data, train, evaluate, save.
+
+    Args:
+        train_valid_test_dataset_provider: `(numbers of samples, vp_stage) -> (train, valid, test)`,
+            each a dataset or None; called on the first rank of each tensor-parallel group.
+        model_provider: `(pre_process, post_process, vp_stage) -> model chunk`, without wrappers.
+        forward_step_func: `(data_iterator, model) -> (output, loss_func)`; see `forward_step` in
+            `core.pipeline_parallel.steps` for what `loss_func(output)` may return.
+        process_non_loss_data_func: `(data, iteration, writer)`, called after each evaluation with
+            what `non_loss_data_func` returned or, without one, what `loss_func` collected.
+        extra_args_provider: `(parser)` adds the user's own flags; `get_args` then has them.
+        args_defaults: defaults that replace the built-in ones.
+        non_loss_data_func: `(model)`, called on every rank during each evaluation.
+
+    `--trace` and `--pace-forward-ms` watch what comes after the set-up (see `watching`).
+    SIGTERM and SIGUSR1 end it after the step under way, with a checkpoint and exit code 0. Ends the
+    process if a rank fails (see `failures`) or if the arguments cannot work (exit code 2).
+    """
+    with failures.reported():
+        initialize_megatron(
+            extra_args_provider, args_defaults, get_embedding_ranks, get_position_embedding_ranks
+        )
+        args, state = get_args(), get_train_state()
+        model, optimizer, opt_param_scheduler = setup_model_and_optimizer(
+            model_provider, model_type
+        )
+        config = get_model_config(model[0])
+        train_iterator, valid_iterator, test_iterator = _iterators_of_all_chunks(
+            train_valid_test_dataset_provider, len(model)
+        )
+
+        with signals_remembered(), watched():
+            if state.do_train:
+                print_rank_0("training ...")
+                train(
+                    forward_step_func,
+                    model,
+                    optimizer,
+                    opt_param_scheduler,
+                    train_iterator,
+                    valid_iterator,
+                    process_non_loss_data_func,
+                    config,
+                    non_loss_data_func=non_loss_data_func,
+                )
+                if state.exit_reason is None:
+                    print_rank_0("after training is done")
+                    if args.save is not None:
+                        save_checkpoint(state.iteration, model, optimizer, opt_param_scheduler)
+            non_loss_funcs = (process_non_loss_data_func, non_loss_data_func)
+            for name, iterator, wanted, (process_func, non_loss_func) in (
+                ("validation", valid_iterator, state.do_valid, non_loss_funcs),
+                ("test", test_iterator, state.do_test, (None, None)),
+            ):
+                if wanted and state.exit_reason is None:
+                    evaluate_and_print_results(
+                        f"iteration {state.iteration} on {name} set",
+                        forward_step_func,
+                        iterator,
+                        model,
+                        state.iteration,
+                        process_func,
+                        config,
+                        non_loss_func,
+                        write_to_tensorboard=name == "validation",
+                    )
+        failures.leave_together()
+
+
+def _iterators_of_all_chunks(provider: Callable[..., tuple], num_chunks: int) -> tuple:
+    """Train, valid and test iterators; lists of them, one per chunk, with interleaving.
+
+    Every chunk has its own: each must see every microbatch, and they take turns in no fixed order.
+    """
+    if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
+        return build_train_valid_test_data_iterators(partial(provider, vp_stage=None))
+    per_chunk = [
+        build_train_valid_test_data_iterators(partial(provider, vp_stage=vp_stage))
+        for vp_stage in range(num_chunks)
+    ]
+    return tuple(list(of_split) for of_split in zip(*per_chunk, strict=True))
+
+
+def train(
+    forward_step_func: Callable[..., tuple],
+    model: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    train_data_iterator: Iterator | list[Iterator] | None,
+    valid_data_iterator: Iterator | list[Iterator] | None,
+    process_non_loss_data_func: Callable | None,
+    config: ModelParallelConfig,
+    non_loss_data_func: Callable | None = None,
+) -> int:
+    """Steps until `--train-iters`, with evaluation, log lines and checkpoints between them.
+
+    Ends earlier where `checkpoint_and_decide_exit` says so. Returns the number of the last iteration.
+    """
+    args, state = get_args(), get_train_state()
+    for chunk in model:
+        chunk.train()
+    _connect_schedule(config, model, optimizer)
+    forward_backward_func = get_forward_backward_func()
+    total_loss_dict: dict[str, torch.Tensor] = {}
+
+    with Progress(args.train_iters, state.iteration) as progress:
+        while state.iteration < args.train_iters:
+            update_num_microbatches(state.consumed_train_samples, consistency_check=True)
+            config.timers = get_timers() if args.timing_log_level > 0 else None
+            learning_rate = optimizer.param_groups[0]["lr"]
+            loss_dict, skipped_iter, grad_norm, num_zeros_in_grad = train_step(
+                forward_step_func,
+                train_data_iterator,
+                model,
+                optimizer,
+                opt_param_scheduler,
+                config,
+                forward_backward_func,
+            )
+            state.iteration += 1
+            state.consumed_train_samples += get_current_global_batch_size()
+            state.skipped_train_samples += skipped_iter * get_current_global_batch_size()
+            training_log(
+                loss_dict,
+                total_loss_dict,
+                learning_rate,
+                state.iteration,
+                float(optimizer.get_loss_scale()),
+                skipped_iter,
+                grad_norm,
+                num_zeros_in_grad,
+                progress,
+            )
+            if _is_due(args.eval_interval) and state.do_valid:
+                evaluate_and_print_results(
+                    f"iteration {state.iteration}",
+                    forward_step_func,
+                    valid_data_iterator,
+                    model,
+                    state.iteration,
+                    process_non_loss_data_func,
+                    config,
+                    non_loss_data_func,
+                )
+                progress.restart()
+            if checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, state.iteration):
+                break
+            if state.saved_iteration == state.iteration:
+                progress.restart()
+    return state.iteration
+
+
+def _is_due(interval: int | None) -> bool:
+    """After every `interval` steps, but not after the last: `pretrain` does then what is due."""
+    iteration = get_train_state().iteration
+    return interval is not None and iteration % interval == 0 and iteration < get_args().train_iters
+
+
+def _connect_schedule(
+    config: ModelParallelConfig, model: list[torch.nn.Module], optimizer: MegatronOptimizer
+) -> None:
+    """Fills in the hooks through which the schedule reaches optimizer and gradient buffers."""
+    args = get_args()
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce or args.DDP_impl == "torch":
+        # Without these, every microbatch would send its gradients.
+        hooks = [chunk.no_sync for chunk in model]
+        config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+
+
+@traced("train-step")
+def train_step(
+    forward_step_func: Callable[..., tuple],
+    data_iterator: Iterator | list[Iterator] | None,
+    model: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    config: ModelParallelConfig,
+    forward_backward_func: Callable,
+) -> tuple[dict[str, torch.Tensor], int, float | None, float | None]:
+    """One global batch: all microbatches forward and backward, then one update.
+
+    Returns the mean losses (scalar tensors; empty but on the last stage), 1 if the update was
+    skipped else 0, the gradient norm before clipping, and the number of zeros in the gradient (None
+    unless `--log-num-zeros-in-grad`).
+    """
+    args = get_args()
+
+    # -- 1. Gradients back to zero: in the buffers, and where autograd may have left some --
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+    # -- 2. The schedule runs every microbatch and, at its end, `finalize_model_grads` --
+    losses_reduced = forward_backward_func(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+
+    # -- 3. The update. A stage without parameters has no norm, so the ranks of a model compare --
+    update_successful, grad_norm, num_zeros_in_grad = optimizer.step()
+    update_successful = logical_and_across_model_parallel_group(update_successful)
+    grad_norm = reduce_max_stat_across_model_parallel_group(grad_norm)
+    if args.log_num_zeros_in_grad:
+        num_zeros_in_grad = reduce_max_stat_across_model_parallel_group(num_zeros_in_grad)
+
+    # -- 4. Learning rate of the next step, counted in samples --
+    if update_successful:
+        opt_param_scheduler.step(increment=get_current_global_batch_size())
+
+    # -- 5. What the loss function reported, over all microbatches and copies of the model --
+    summed = sum_over_microbatches(losses_reduced)
+    loss_reduced = {key: total / count.clamp(min=1) for key, (total, count) in summed.items()}
+    return loss_reduced, int(not update_successful), grad_norm, num_zeros_in_grad

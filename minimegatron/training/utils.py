@@ -1,0 +1,133 @@
+"""Small things around a training step: printing once, averaging, sharing a batch.
+
+Called by: the rest of `training`, and `pretrain_*.py`. Calls: `core.collectives`, `parallel_state`.
+Counterpart: `megatron.training.utils`.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from minimegatron.core import collectives, parallel_state
+from minimegatron.core.device import get_device
+from minimegatron.core.tensor_parallel.data import broadcast_data
+
+# -- Printing --
+
+
+def print_rank_0(message: str) -> None:
+    """Prints on rank 0 only, above the progress bar if there is one."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        tqdm.write(message)
+
+
+def is_last_rank() -> bool:
+    """True on the rank with the highest number, which is on the last stage."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def print_rank_last(message: str) -> None:
+    """Prints on the last rank only."""
+    if not dist.is_initialized() or is_last_rank():
+        tqdm.write(message)
+
+
+# -- Numbers over ranks --
+
+
+def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
+    """Each loss averaged over the copies of the model; float tensor [len(losses)]."""
+    averaged = torch.stack([loss.clone().detach().reshape(()) for loss in losses])
+    group = parallel_state.get_data_parallel_group()
+    collectives.all_reduce(averaged, group)
+    return averaged / group.size()
+
+
+def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | None:
+    """The largest `stat` of the model's ranks; None where all have None (nothing to train there)."""
+    value = torch.tensor(
+        [-1.0 if stat is None else float(stat)], dtype=torch.float32, device=get_device()
+    )
+    group = parallel_state.get_model_parallel_group()
+    collectives.all_reduce(value, group, op=collectives.ReduceOp.MAX)
+    return None if value.item() == -1.0 else value.item()
+
+
+def logical_and_across_model_parallel_group(value: bool) -> bool:
+    """True if it is true on all of the model's ranks."""
+    number = torch.tensor([int(value)], dtype=torch.int32, device=get_device())
+    group = parallel_state.get_model_parallel_group()
+    collectives.all_reduce(number, group, op=collectives.ReduceOp.MIN)
+    return bool(number.item())
+
+
+MESSAGE_BYTES = 4096
+"""Length of what `broadcast_from_last_stage` sends: one message, whose size all ranks know."""
+
+
+def broadcast_from_last_stage(values: dict[str, float]) -> dict[str, float]:
+    """The last stage's `values` on every stage: losses exist there, but rank 0 prints them."""
+    text = json.dumps(values).encode().ljust(MESSAGE_BYTES)
+    if len(text) > MESSAGE_BYTES:
+        raise ValueError(f"{len(values)} logged values take over {MESSAGE_BYTES} bytes; log fewer")
+    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(get_device())
+    group = parallel_state.get_pipeline_model_parallel_group()
+    collectives.broadcast(message, group.size() - 1, group)
+    return json.loads(bytes(message.tolist()))
+
+
+def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What the loss function reported for M microbatches, as one [sum, count] pair per key.
+
+    A report is either a [loss sum, number of tokens] pair, which is also summed over the copies of
+    the model, so that every token weighs the same; or one number, which counts as one.
+    Source: the end of Megatron's `train_step` and `evaluate`.
+    """
+    summed = {}
+    for key in reports[0] if reports else ():
+        values = torch.stack([report[key].detach().float().view(-1) for report in reports])
+        if values.shape[1] == 2:
+            pair = values.sum(dim=0)
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            collectives.all_reduce(pair, group)
+        else:
+            pair = torch.stack([values.sum(), torch.ones_like(values).sum()])
+        summed[key] = pair
+    return summed
+
+
+# -- Batches --
+
+
+def get_batch_on_this_tp_rank(
+    data_iterator: Iterator | None, vp_stage: int | None = None
+) -> dict[str, torch.Tensor | None]:
+    """The next microbatch's fields that this stage uses, the same on all tensor-parallel ranks.
+
+    The first tensor-parallel rank reads the iterator and broadcasts. `tokens` and `position_ids`
+    (int64 [b, s]) go to the first stage, `labels` (int64) and `loss_mask` (float32) to the last;
+    the rest is None. `attention_mask` is None everywhere: causal attention needs none.
+    """
+    keys = []
+    if parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage):
+        keys += ["tokens", "position_ids"]
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage):
+        keys += ["labels", "loss_mask"]
+    batch: dict[str, Any] = dict.fromkeys(
+        ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    )
+    if not keys:
+        return batch
+    data = None
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        sample = next(data_iterator)
+        # One message, so one dtype: the mask's 0 and 1 travel as integers.
+        data = {key: sample[key].to(torch.int64) for key in keys}
+    batch |= broadcast_data(keys, data, torch.int64)
+    if batch["loss_mask"] is not None:
+        batch["loss_mask"] = batch["loss_mask"].float()
+    return batch

@@ -1,0 +1,34 @@
+"""What `--trace` and `--pace-forward-ms` ask for, around a run's training and evaluation.
+
+Called by: `training.pretrain`. Calls: `tracing.recorder.trace`, `tracing.pace.pace`. Megatron has no
+counterpart.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from minimegatron.tracing.pace import pace
+from minimegatron.tracing.recorder import trace
+from minimegatron.training.global_vars import get_args
+from minimegatron.training.utils import print_rank_0
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Records and paces what runs inside, as far as the arguments say so; else does nothing."""
+    args = get_args()
+    with contextlib.ExitStack() as stack:
+        if args.pace_forward_ms is not None:
+            stack.enter_context(pace(args.pace_forward_ms, args.pace_backward_ms))
+            print_rank_0(
+                f"> paced: every forward takes {args.pace_forward_ms:g} ms and every backward "
+                f"{args.pace_backward_ms:g} ms, or longer; times mean nothing else"
+            )
+        if args.trace is not None:
+            run = stack.enter_context(
+                trace(args.trace, first_step=args.trace_first_step, num_steps=args.trace_num_steps)
+            )
+        yield
+    if args.trace is not None:
+        print_rank_0(f"> recorded in {args.trace} ({run.clock_words}); see it with:")
+        print_rank_0(f">   minimegatron trace show {args.trace}")
