@@ -1,0 +1,249 @@
+"""What a rank does, as data: the schema that plans, simulations and recorded runs share.
+
+Made by: `stage.Stage` (plans) and by a trace recorder (runs). Read by: every other module of the
+planner, the trace tools, the documentation's player. Calls nothing. Megatron has no counterpart.
+
+An `Action` says *what*: a forward, a backward, or one call of a `P2PCommunicator` method with the
+messages that this call sends and receives. It holds no time, so the plan of a schedule and the
+trace of its run are equal when their lists of actions are. An `Event` adds *when* and *where*: start
+and end, how much of it was waiting, the source line, the enclosing event.
+
+A timeline as JSON, version 1 (`timeline_to_json`):
+
+```
+{"schema": "minimegatron-timeline", "version": 1,
+ "source": "plan" | "simulation" | "run",
+ "config": {"schedule": "1f1b", "pp_size": 4, "num_microbatches": 8, ...},
+ "unit": "forward" | "us" | ...,           what 1 means in start, end and wait
+ "summary": {...},                          figures, optional
+ "ranks": [[event, ...], ...]}              ranks[r]: the events of stage r, in the order of starting
+event = {"kind", "rank", "phase", "microbatch", "chunk", "call", "messages", "overlap",
+         "start", "end", "wait", "waits_for": [rank, index],
+         "name", "symbol", "file", "line", "parent", "attributes"}
+message = {"direction", "payload", "peer", "microbatch", "chunk", "num_bytes"}
+```
+
+A key is left out where it would say nothing: None, an empty list, False. A reader must refuse a
+higher `version` and ignore keys it does not know; new keys do not raise the version, changed
+meanings do.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+SCHEMA = "minimegatron-timeline"
+SCHEMA_VERSION = 1
+
+FORWARD = "forward"
+BACKWARD = "backward"
+COMMUNICATE = "communicate"
+
+SEND = "send"
+RECEIVE = "receive"
+ACTIVATION = "activation"
+GRADIENT = "gradient"
+
+WARMUP = "warmup"
+STEADY = "steady"
+COOLDOWN = "cooldown"
+
+Time = int | float | Fraction
+"""Any unit. Integers and Fractions stay exact through the simulator."""
+
+
+class Message(NamedTuple):
+    """One tensor that a call sends or receives, as that call's own rank sees it.
+
+    `microbatch` and `chunk` name the work of *this* rank that made the tensor (send) or will use it
+    (receive). The two ends of a message may thus name different chunks: what chunk 0 of the last
+    stage sends is the input of chunk 1 of the first.
+    """
+
+    direction: str
+    """`SEND` or `RECEIVE`."""
+    payload: str
+    """`ACTIVATION` (goes to the next virtual stage) or `GRADIENT` (goes to the previous one)."""
+    peer: int
+    """The stage at the other end."""
+    microbatch: int
+    chunk: int
+    num_bytes: int = 0
+    """Size of the tensor; 0 where it is not known."""
+
+
+class Action(NamedTuple):
+    """One step of one rank.
+
+    For a forward or backward, `microbatch` and `chunk` say of what. For a communication, `call` is
+    the name of the `P2PCommunicator` method and `messages` what it moves, in the order in which the
+    messages are started. A call without messages (say, `recv_forward` on the first stage) is an
+    action too: the schedule does make that call.
+    """
+
+    kind: str
+    """`FORWARD`, `BACKWARD` or `COMMUNICATE`."""
+    rank: int
+    """The stage, `pp_rank`."""
+    phase: str | None = None
+    """`WARMUP`, `STEADY` or `COOLDOWN`; None where a schedule has no such phases."""
+    microbatch: int | None = None
+    chunk: int | None = None
+    call: str | None = None
+    messages: tuple[Message, ...] = ()
+    overlap: bool = False
+    """The call returned wait handles; whoever needs a received tensor waits for it there."""
+
+    def __str__(self) -> str:
+        if self.kind != COMMUNICATE:
+            return f"{self.kind} of microbatch {self.microbatch}, chunk {self.chunk}"
+        return f"{self.call}({'; '.join(map(describe_message, self.messages))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action that has happened, in a simulation or in a run; or any other call of the chain.
+
+    Calls that are no action of the schedule (`train_step`, a collective, ...) have the action
+    `Action("call", rank)`, and are known by `name`.
+    """
+
+    action: Action
+    start: Time
+    end: Time
+    wait: Time = 0
+    """Of a communication's length, the part before its partner was there; the rest is transfer."""
+    waits_for: tuple[int, int] | None = None
+    """(rank, index) of the event whose end let this one start, in the timeline's `ranks`."""
+    name: str | None = None
+    """Megatron's timer name of the link, such as "forward-compute"."""
+    symbol: str | None = None
+    file: str | None = None
+    line: int | None = None
+    parent: int | None = None
+    """Index, on the same rank, of the event that this one is nested in."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """Anything else: tensor- and data-parallel coordinates, shape, dtype, ..."""
+
+
+def describe_message(message: Message) -> str:
+    """A message in words.
+
+    >>> describe_message(Message(SEND, GRADIENT, 1, 5, 0))
+    'send gradient of microbatch 5, chunk 0 to rank 1'
+    """
+    to_or_from = "to" if message.direction == SEND else "from"
+    return (
+        f"{message.direction} {message.payload} of microbatch {message.microbatch}, "
+        f"chunk {message.chunk} {to_or_from} rank {message.peer}"
+    )
+
+
+# -- JSON --
+
+
+def action_to_json(action: Action) -> dict[str, Any]:
+    """The action as a dict for `json.dumps`, without what it does not say.
+
+    >>> action_to_json(Action(FORWARD, 2, WARMUP, 0, 0))
+    {'kind': 'forward', 'rank': 2, 'phase': 'warmup', 'microbatch': 0, 'chunk': 0}
+    """
+    data = {
+        key: value
+        for key, value in action._asdict().items()
+        if value is not None and value is not False and key != "messages"
+    }
+    if action.messages:
+        data["messages"] = [message._asdict() for message in action.messages]
+    return data
+
+
+def action_from_json(data: dict[str, Any]) -> Action:
+    """The inverse of `action_to_json`. Raises ValueError, naming the fault, for anything else."""
+    try:
+        values = {key: data[key] for key in Action._fields if key in data}
+        values["messages"] = tuple(
+            Message(**{key: message[key] for key in Message._fields if key in message})
+            for message in data.get("messages", ())
+        )
+        return Action(**values)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not an action: {str(data)[:200]} ({error})") from error
+
+
+def number_to_json(value: Time) -> int | float:
+    """A time as JSON can hold it: whole Fractions as int, others as the nearest float."""
+    if isinstance(value, Fraction):
+        return value.numerator if value.denominator == 1 else float(value)
+    return value
+
+
+_EVENT_KEYS = ("waits_for", "name", "symbol", "file", "line", "parent", "attributes")
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """The event as a dict for `json.dumps`: its action's keys, then its own."""
+    data = action_to_json(event.action)
+    data["start"], data["end"] = number_to_json(event.start), number_to_json(event.end)
+    if event.wait:
+        data["wait"] = number_to_json(event.wait)
+    for key in _EVENT_KEYS:
+        value = getattr(event, key)
+        if value is not None and value != {}:
+            data[key] = list(value) if key == "waits_for" else value
+    return data
+
+
+def event_from_json(data: dict[str, Any]) -> Event:
+    """The inverse of `event_to_json`. Raises ValueError for anything else."""
+    for key in ("start", "end"):
+        if not isinstance(data.get(key), int | float):
+            raise ValueError(f"not an event: {key!r} is missing or no number in {str(data)[:200]}")
+    values = {key: data[key] for key in _EVENT_KEYS if key in data}
+    if "waits_for" in values:
+        values["waits_for"] = tuple(values["waits_for"])
+    return Event(action_from_json(data), data["start"], data["end"], data.get("wait", 0), **values)
+
+
+def timeline_to_json(
+    ranks: Iterable[Iterable[Action | Event]],
+    source: str,
+    config: dict[str, Any],
+    unit: str | None = None,
+    summary: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The whole timeline as a dict for `json.dumps`; the module's docstring shows its shape."""
+    data: dict[str, Any] = {
+        "schema": SCHEMA,
+        "version": SCHEMA_VERSION,
+        "source": source,
+        "config": config,
+    }
+    if unit is not None:
+        data["unit"] = unit
+    if summary is not None:
+        data["summary"] = summary
+    data["ranks"] = [
+        [event_to_json(x) if isinstance(x, Event) else action_to_json(x) for x in rank]
+        for rank in ranks
+    ]
+    return data
+
+
+def timeline_from_json(data: dict[str, Any]) -> list[list[Action | Event]]:
+    """The events (or, without times, the actions) of each rank.
+
+    Raises ValueError for another schema and for a version newer than this code.
+    """
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"not a timeline: 'schema' must be {SCHEMA!r}")
+    if data.get("version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"timeline version {data.get('version')!r}, but this program reads version "
+            f"{SCHEMA_VERSION}; use the minimegatron that wrote it"
+        )
+    return [
+        [event_from_json(x) if "start" in x else action_from_json(x) for x in rank]
+        for rank in data["ranks"]
+    ]

@@ -1,0 +1,104 @@
+"""Closed forms to hold a simulation against: makespan, bubble, activations in flight, messages.
+
+Called by: the renderers (which print each beside the counted figure), tests, the documentation's
+formula page. Calls: `schedule_table` for the warm-up count. Megatron has no counterpart; sources
+are Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, and Huang et al. 2019 (arXiv:1811.06965).
+
+Each returns None for a schedule that has no closed form here (a user's own). The first two assume
+that every chunk takes equally long and that messages are free.
+"""
+
+from fractions import Fraction
+from typing import NamedTuple
+
+from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
+from minimegatron.planner.actions import Time
+from minimegatron.planner.schedules import GPIPE, INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
+from minimegatron.planner.stage import PlanConfig
+
+
+class Formula(NamedTuple):
+    """A closed form and its value."""
+
+    text: str
+    value: Time
+
+
+def makespan_formula(config: PlanConfig, forward: Time, backward: Time) -> Formula | None:
+    """Length of a step. `forward` and `backward` are those of a whole stage, all chunks together.
+
+    >>> makespan_formula(PlanConfig("1f1b", 4, 8), forward=1, backward=2)
+    Formula(text='(M + p - 1)(f + b)', value=33)
+    >>> makespan_formula(PlanConfig("interleaved", 4, 8, 2, 4), forward=1, backward=2)
+    Formula(text='(M + (p - 1)/v)(f + b)', value=Fraction(57, 2))
+    """
+    p, M, v = config.pp_size, config.num_microbatches, config.num_model_chunks
+    work, words = (forward, "f") if config.forward_only else (forward + backward, "(f + b)")
+    if config.schedule == NO_PIPELINING:
+        return Formula(f"M {words}" if config.forward_only else f"M{words}", M * work)
+    if config.schedule in (GPIPE, ONE_F_ONE_B):
+        return Formula(f"(M + p - 1){words}", (M + p - 1) * work)
+    if config.schedule == INTERLEAVED:
+        return Formula(f"(M + (p - 1)/v){words}", (M + Fraction(p - 1, v)) * work)
+    return None
+
+
+def bubble_formulas(config: PlanConfig) -> tuple[Formula, Formula] | None:
+    """Idle time over ideal (computing) time, and idle time over total time.
+
+    >>> bubble_formulas(PlanConfig("1f1b", 4, 8))[1]
+    Formula(text='(p - 1)/(M + p - 1)', value=Fraction(3, 11))
+    """
+    p, M, v = config.pp_size, config.num_microbatches, config.num_model_chunks
+    if config.schedule == NO_PIPELINING:
+        return Formula("0", Fraction(0)), Formula("0", Fraction(0))
+    if config.schedule in (GPIPE, ONE_F_ONE_B):
+        over_ideal, over_total = "(p - 1)/M", "(p - 1)/(M + p - 1)"
+    elif config.schedule == INTERLEAVED:
+        over_ideal, over_total = "(p - 1)/(Mv)", "(p - 1)/(Mv + p - 1)"
+    else:
+        return None
+    return (
+        Formula(over_ideal, Fraction(p - 1, v * M)),
+        Formula(over_total, Fraction(p - 1, v * M + p - 1)),
+    )
+
+
+def peak_in_flight_formula(config: PlanConfig, rank: int) -> Formula | None:
+    """Microbatches (each counted once per chunk) whose activations a stage holds at its peak.
+
+    Plain 1F1B: a stage's warm-up forwards and one more. Interleaving likewise; w, its warm-up, is
+    2(p - r - 1) + (v - 1)G. GPipe: all.
+
+    >>> [peak_in_flight_formula(PlanConfig("1f1b", 4, 8), rank).value for rank in range(4)]
+    [4, 3, 2, 1]
+    """
+    p, M, v = config.pp_size, config.num_microbatches, config.num_model_chunks
+    if config.schedule not in (NO_PIPELINING, GPIPE, ONE_F_ONE_B, INTERLEAVED):
+        return None
+    if config.forward_only:
+        return Formula("0", 0)
+    if config.schedule == NO_PIPELINING:
+        return Formula("1", 1)
+    if config.schedule == GPIPE:
+        return Formula("M", M)
+    if config.schedule == ONE_F_ONE_B:
+        return Formula("min(M, p - r)", min(M, p - rank))
+    counts = count_rank_microbatches(p, rank, M, v, config.microbatch_group_size_per_vp_stage)
+    return Formula("min(Mv, w + 1)", min(M * v, counts.num_warmup + 1))
+
+
+def message_formula(config: PlanConfig) -> Formula | None:
+    """Messages in one direction: one per microbatch and boundary between virtual stages.
+
+    >>> message_formula(PlanConfig("interleaved", 4, 8, 2, 4))
+    Formula(text='(pv - 1)M', value=56)
+    """
+    p, M, v = config.pp_size, config.num_microbatches, config.num_model_chunks
+    if config.schedule == NO_PIPELINING:
+        return Formula("0", 0)
+    if config.schedule in (GPIPE, ONE_F_ONE_B):
+        return Formula("(p - 1)M", (p - 1) * M)
+    if config.schedule == INTERLEAVED:
+        return Formula("(pv - 1)M", (p * v - 1) * M)
+    return None

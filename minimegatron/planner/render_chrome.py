@@ -1,0 +1,152 @@
+"""A timeline for https://ui.perfetto.dev and chrome://tracing: the trace-event format.
+
+Called by: `render`. Calls: `simulator`, `transport`. Megatron has no counterpart.
+
+One process per rank, with one track for forwards and backwards and one for communication calls; an
+arrow for each message, from the work that made the tensor to the work that needs it; a counter of
+microbatches in flight. Format: "Trace Event Format" of the Chromium project, its JSON object form.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from minimegatron.planner.actions import (
+    ACTIVATION,
+    BACKWARD,
+    COMMUNICATE,
+    FORWARD,
+    SCHEMA,
+    SCHEMA_VERSION,
+    Time,
+    describe_message,
+)
+from minimegatron.planner.plan import plan_config_to_json
+from minimegatron.planner.report import gap_words, title
+from minimegatron.planner.simulator import Simulation
+from minimegatron.planner.transport import Place, Side, match_messages
+
+COMPUTE_TRACK, MESSAGE_TRACK = 0, 1
+TRACKS = {COMPUTE_TRACK: "forward and backward", MESSAGE_TRACK: "communication"}
+
+
+def render_chrome(simulation: Simulation, microseconds_per_unit: float = 1000.0) -> str:
+    """The timeline as JSON text. One unit of simulated time is drawn as a millisecond."""
+    trace = {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "schema": SCHEMA,
+            "version": SCHEMA_VERSION,
+            "title": title(simulation),
+            "source": "simulation",
+            "config": plan_config_to_json(simulation.plan.config),
+            "summary": simulation.summary(),
+        },
+        "traceEvents": list(_Trace(simulation, microseconds_per_unit).events()),
+    }
+    return json.dumps(trace, separators=(",", ":")) + "\n"
+
+
+class _Trace:
+    def __init__(self, simulation: Simulation, microseconds_per_unit: float):
+        self.simulation = simulation
+        self.factor = microseconds_per_unit
+
+    def _us(self, time: Time) -> float:
+        return round(float(time) * self.factor, 3)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        for rank in range(len(self.simulation.plan.ranks)):
+            yield from self._names(rank)
+            yield from self._slices(rank)
+            yield from self._counter(rank)
+        yield from self._arrows()
+
+    def _names(self, rank: int) -> Iterator[dict[str, Any]]:
+        names = [
+            ("process_name", 0, {"name": f"rank {rank}"}),
+            ("process_sort_index", 0, {"sort_index": rank}),
+        ]
+        for tid, name in TRACKS.items():
+            names.append(("thread_name", tid, {"name": name}))
+            names.append(("thread_sort_index", tid, {"sort_index": tid}))
+        for name, tid, args in names:
+            yield {"ph": "M", "pid": rank, "tid": tid, "name": name, "args": args}
+
+    def _slices(self, rank: int) -> Iterator[dict[str, Any]]:
+        simulation = self.simulation
+        gaps = {gap.before: gap for gap in simulation.gaps(rank)}
+        for index, action in enumerate(simulation.plan.ranks[rank]):
+            start = self._us(simulation.starts[rank][index])
+            event = {
+                "ph": "X",
+                "pid": rank,
+                "tid": MESSAGE_TRACK if action.kind == COMMUNICATE else COMPUTE_TRACK,
+                "ts": start,
+                "dur": round(self._us(simulation.ends[rank][index]) - start, 3),
+            }
+            if action.kind == COMMUNICATE:
+                args: dict[str, Any] = {"messages": [describe_message(m) for m in action.messages]}
+                args["waiting_us"] = self._us(simulation.waits[rank][index])
+                event |= {"name": action.call, "cat": "communication"}
+            else:
+                args = {"microbatch": action.microbatch, "chunk": action.chunk}
+                if index in gaps:
+                    args["idle before"] = gap_words(simulation, gaps[index])
+                event |= {"name": f"{action.kind} {action.microbatch}", "cat": action.kind}
+            if action.phase:
+                args["phase"] = action.phase
+            yield event | {"args": args}
+
+    def _counter(self, rank: int) -> Iterator[dict[str, Any]]:
+        simulation, held = self.simulation, 0
+        if simulation.plan.config.forward_only:
+            return
+        for index, action in enumerate(simulation.plan.ranks[rank]):
+            if action.kind == COMMUNICATE:
+                continue
+            is_forward = action.kind == FORWARD
+            held += 1 if is_forward else -1
+            times = simulation.starts if is_forward else simulation.ends
+            yield {
+                "ph": "C",
+                "pid": rank,
+                "ts": self._us(times[rank][index]),
+                "name": "microbatches in flight",
+                "args": {"held": held},
+            }
+
+    def _arrows(self) -> Iterator[dict[str, Any]]:
+        places = {
+            (rank, action.kind, action.microbatch, action.chunk): (rank, index)
+            for rank, actions in enumerate(self.simulation.plan.ranks)
+            for index, action in enumerate(actions)
+            if action.kind != COMMUNICATE
+        }
+        number = 0
+        for sends, receives in match_messages(self.simulation.plan).values():
+            for send, receive in zip(sends, receives, strict=False):
+                source, target = places.get(_work(send)), places.get(_work(receive))
+                if source is not None and target is not None:
+                    yield from self._arrow(number, send.message.payload, source, target)
+                    number += 1
+
+    def _arrow(
+        self, number: int, payload: str, source: Place, target: Place
+    ) -> Iterator[dict[str, Any]]:
+        # Viewers bind an arrow's ends to the slices around these moments, so its start lies just
+        # inside the slice that made the tensor.
+        begin = self.simulation.starts[source[0]][source[1]]
+        end = self.simulation.ends[source[0]][source[1]]
+        common = {"cat": "message", "name": payload, "id": number, "tid": COMPUTE_TRACK}
+        inside = self._us(begin) + 0.999 * (self._us(end) - self._us(begin))
+        yield {"ph": "s", "pid": source[0], "ts": round(inside, 3)} | common
+        arrival = self._us(self.simulation.starts[target[0]][target[1]])
+        yield {"ph": "f", "bp": "e", "pid": target[0], "ts": arrival} | common
+
+
+def _work(side: Side) -> tuple[int, str, int, int]:
+    """What made the sent tensor, or needs the received one: the same kind of work."""
+    message = side.message
+    kind = FORWARD if message.payload == ACTIVATION else BACKWARD
+    return side.place[0], kind, message.microbatch, message.chunk

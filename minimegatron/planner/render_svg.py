@@ -1,0 +1,339 @@
+"""A timeline as one SVG picture that needs nothing else: no script, font or file.
+
+Called by: `render`, the documentation. Calls: `report`. Megatron has no counterpart.
+
+Blue is forward and orange is backward, told apart under every common colour blindness and in grey
+(Okabe and Ito 2008); chunks are shades, dark first. The picture follows the reader's light or dark
+scheme. Each bar and each gap says what it is when pointed at.
+"""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from xml.sax.saxutils import escape
+
+from minimegatron.planner.actions import (
+    BACKWARD,
+    COMMUNICATE,
+    COOLDOWN,
+    FORWARD,
+    STEADY,
+    WARMUP,
+    Action,
+    Time,
+)
+from minimegatron.planner.report import (
+    cost_words,
+    figures,
+    formula_words,
+    gap_words,
+    number_words,
+    percent,
+    rank_figures,
+    tick_step,
+    title,
+)
+from minimegatron.planner.simulator import Simulation
+
+# -- Colours --
+
+# Three stops per kind of work: dark, plain, light.
+SHADES = {
+    FORWARD: ("#00507d", "#0072b2", "#b5def5"),
+    BACKWARD: ("#a86200", "#e69f00", "#ffe3b0"),
+}
+# With these two, one always has a contrast of 4.5 or more, on any colour.
+DARK_TEXT, LIGHT_TEXT = "#000000", "#ffffff"
+PHASES = {WARMUP: ("warm-up", "7 3"), STEADY: ("steady", ""), COOLDOWN: ("cool-down", "2 3")}
+
+STYLE = """
+text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif;
+  font-size: 12px; fill: #1c2733; font-variant-numeric: tabular-nums; }
+.paper { fill: #ffffff; } .track { fill: #eef1f4; } .hatch { stroke: #cfd6dd; }
+.title { font-size: 17px; font-weight: 650; } .quiet { fill: #5b6773; } .bold { font-weight: 650; }
+.num { font-size: 11px; text-anchor: middle; } .small { font-size: 9px; } .end { text-anchor: end; }
+.middle { text-anchor: middle; } .rule { stroke: #c3cbd3; } .phase { stroke: #5b6773; }
+.critical { fill: none; stroke: #c2185b; stroke-width: 2; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6ebf0; } .paper { fill: #12181f; } .track { fill: #1f2831; }
+  .hatch { stroke: #394552; } .quiet { fill: #9aa7b4; } .rule { stroke: #46525e; }
+  .phase { stroke: #9aa7b4; } .critical { stroke: #ff77a9; }
+}
+"""
+
+
+def shade(kind: str, chunk: int, num_chunks: int) -> str:
+    """The colour of a chunk's bars.
+
+    >>> shade(FORWARD, 0, 1), shade(FORWARD, 0, 2), shade(FORWARD, 1, 2)
+    ('#0072b2', '#0072b2', '#b5def5')
+    """
+    darkest = 1.0 if num_chunks <= 2 else 0.0
+    place = darkest + (2 - darkest) * chunk / max(num_chunks - 1, 1)
+    low = min(int(place), 1)
+    return _mix(SHADES[kind][low], SHADES[kind][low + 1], place - low)
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def _mix(a: str, b: str, part: float) -> str:
+    pairs = zip(_channels(a), _channels(b), strict=True)
+    return "#" + "".join(f"{round(x + (y - x) * part):02x}" for x, y in pairs)
+
+
+def contrast(a: str, b: str) -> float:
+    """Contrast ratio of two colours, 1 to 21, as WCAG 2 defines it."""
+    low, high = sorted((_luminance(a), _luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (channel / 255 for channel in _channels(colour))
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def text_colour(background: str) -> str:
+    """White or black, whichever reads better on the colour."""
+    return max((LIGHT_TEXT, DARK_TEXT), key=lambda text: contrast(text, background))
+
+
+# -- The picture --
+
+MARGIN = 24
+LABEL_WIDTH = 56
+RIGHT_WIDTH = 150
+ROW_HEIGHT, BAR_HEIGHT = 38, 26
+TOP = 96
+LEAST_WIDTH, MOST_WIDTH = 640, 1600
+DIGIT_WIDTHS = {"num": 6.6, "num small": 5.3}
+"""Class of a bar's number -> width of a digit, larger first."""
+LETTER_WIDTH = 7.2
+"""A generous guess: which font the reader has is not known."""
+
+
+def render_svg(simulation: Simulation, critical_path: bool = False) -> str:
+    """The timeline as SVG text. `critical_path` outlines the actions that set its length."""
+    return _Picture(simulation, critical_path).draw()
+
+
+class _Picture:
+    def __init__(self, simulation: Simulation, critical_path: bool):
+        self.simulation, self.config = simulation, simulation.plan.config
+        self.critical = set(simulation.critical_path()) if critical_path else set()
+        self.num_ranks = self.config.pp_size
+        self.left = MARGIN + LABEL_WIDTH
+        self.chart_width = self._chart_width()
+        makespan = simulation.makespan
+        self.scale = self.chart_width / float(makespan) if makespan else 1.0
+        self.right = self.left + self.chart_width
+        self.width = self.right + RIGHT_WIDTH + MARGIN
+        self.bottom = TOP + self.num_ranks * ROW_HEIGHT
+        self.number_classes = {kind: self._number_class(kind) for kind in (FORWARD, BACKWARD)}
+        self.figures = figures(simulation)
+        self.height = self.bottom + 92 + 20 * (len(self.figures) + 1) + MARGIN
+
+    def _chart_width(self) -> float:
+        # Wide enough for a number in the shortest bar, within what a page can show.
+        lengths = self._lengths(FORWARD)
+        if not self.config.forward_only:
+            lengths |= self._lengths(BACKWARD)
+        if not lengths:
+            return LEAST_WIDTH
+        digits = len(str(self.config.num_microbatches - 1))
+        wanted = (
+            (DIGIT_WIDTHS["num"] * digits + 8)
+            * float(self.simulation.makespan)
+            / float(min(lengths))
+        )
+        return round(min(max(wanted, LEAST_WIDTH), MOST_WIDTH))
+
+    def _lengths(self, kind: str) -> set[Time]:
+        times = self.simulation.costs.of_chunks(self.config)[0 if kind == FORWARD else 1]
+        return {time for of_rank in times for time in of_rank if time}
+
+    def _number_class(self, kind: str) -> str | None:
+        """The largest type in which every bar of this kind holds its number, if there is one."""
+        digits = len(str(self.config.num_microbatches - 1))
+        least = self.scale * float(min(self._lengths(kind), default=0))
+        fitting = [css for css, width in DIGIT_WIDTHS.items() if width * digits + 2 <= least]
+        return fitting[0] if fitting else None
+
+    def _x(self, time: Time) -> float:
+        return self.left + float(time) * self.scale
+
+    def draw(self) -> str:
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'width="{self.width}" height="{self.height}" role="img" '
+            'aria-labelledby="title description" style="max-width:100%;height:auto">',
+            f'<title id="title">{escape(title(self.simulation))}</title>',
+            f'<desc id="description">{escape(self._description())}</desc>',
+            f"<style>{STYLE}</style>",
+            '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><line class="hatch" x1="0" y1="0" x2="0" y2="6"/>'
+            "</pattern></defs>",
+            f'<rect class="paper" width="{self.width}" height="{self.height}" rx="6"/>',
+            *self._header(),
+            *self._axis(),
+        ]
+        for rank in range(self.num_ranks):
+            parts += self._row(rank)
+        parts += self._legend(self.bottom + 52)
+        parts += self._footer(self.bottom + 92)
+        return "\n".join([*parts, "</svg>"]) + "\n"
+
+    def _description(self) -> str:
+        return (
+            f"{cost_words(self.simulation)}. "
+            + "; ".join(f"{f.name} {f.text} {formula_words(f)}".strip() for f in self.figures)
+            + ". Peak microbatches in flight per rank: "
+            + ", ".join(str(self.simulation.plan.peak_in_flight(r)) for r in range(self.num_ranks))
+            + "."
+        )
+
+    def _header(self) -> Iterator[str]:
+        name, _, rest = title(self.simulation).partition(", ")
+        yield _text(MARGIN, 40, name, "title")
+        yield _text(MARGIN, 62, f"{rest} · {cost_words(self.simulation)}", "quiet")
+        idle = percent(self.simulation.bubble_over_total)
+        yield _text(self.width - MARGIN, 40, f"{idle} idle", "title end")
+        yield _text(self.width - MARGIN - 74, TOP - 10, "idle", "quiet end")
+        yield _text(self.width - MARGIN, TOP - 10, "in flight", "quiet end")
+
+    def _axis(self) -> Iterator[str]:
+        y = self.bottom + 8
+        yield f'<line class="rule" x1="{self.left}" y1="{y}" x2="{self.right}" y2="{y}"/>'
+        yield _text(MARGIN, y + 18, "time", "quiet")
+        step = tick_step(Fraction(56) / Fraction(self.scale))
+        time: Time = 0
+        while time <= self.simulation.makespan:
+            x = self._x(time)
+            yield f'<line class="rule" x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 5}"/>'
+            yield _text(x, y + 18, number_words(time), "quiet middle")
+            time += step
+
+    # -- One rank --
+
+    def _row(self, rank: int) -> Iterator[str]:
+        top = TOP + rank * ROW_HEIGHT
+        row = rank_figures(self.simulation, rank)
+        yield f'<g id="rank-{rank}">'
+        yield _text(MARGIN, top + 18, f"rank {rank}", "bold")
+        yield _rect(self.left, top, self.chart_width, BAR_HEIGHT, 'class="track"')
+        for gap in self.simulation.gaps(rank):
+            x, width = self._x(gap.start), float(gap.length) * self.scale
+            tip = f"rank {rank} idle: {gap_words(self.simulation, gap)}"
+            yield _tipped(_rect(x, top, width, BAR_HEIGHT, 'fill="url(#idle)"'), tip)
+        for index, action in enumerate(self.simulation.plan.ranks[rank]):
+            if action.kind != COMMUNICATE:
+                yield self._bar(rank, index, action, top)
+        yield from self._phase_lines(rank, top + BAR_HEIGHT + 4)
+        yield _text(self.width - MARGIN - 74, top + 18, number_words(row.idle), "end")
+        yield _text(self.width - MARGIN, top + 18, str(row.peak_in_flight), "end bold")
+        yield "</g>"
+
+    def _bar(self, rank: int, index: int, action: Action, top: float) -> str:
+        start, end = self.simulation.starts[rank][index], self.simulation.ends[rank][index]
+        x, width = self._x(start), float(end - start) * self.scale
+        fill = shade(action.kind, action.chunk, self.config.num_model_chunks)
+        # Half a pixel of paper on either side keeps neighbours apart, whatever their colours.
+        inset = 0.5 if width > 3 else 0
+        shapes = [
+            _rect(x + inset, top, max(width - 2 * inset, 0.4), BAR_HEIGHT, f'rx="2" fill="{fill}"')
+        ]
+        if (rank, index) in self.critical:
+            shapes.append(
+                _rect(x + 1.5, top + 1, max(width - 3, 0.4), BAR_HEIGHT - 2, 'class="critical"')
+            )
+        css = self.number_classes[action.kind]
+        if css and width:
+            shapes.append(
+                f'<text class="{css}" x="{x + width / 2:.2f}" y="{top + 17}" '
+                f'style="fill:{text_colour(fill)}">{action.microbatch}</text>'
+            )
+        return _tipped("".join(shapes), self._tip(rank, action, start, end))
+
+    def _tip(self, rank: int, action: Action, start: Time, end: Time) -> str:
+        chunk = f", chunk {action.chunk}" if self.config.num_model_chunks > 1 else ""
+        phase = f" ({PHASES[action.phase][0]})" if action.phase in PHASES else ""
+        return (
+            f"rank {rank}: {action.kind} of microbatch {action.microbatch}{chunk}{phase}, "
+            f"{number_words(start)} to {number_words(end)}"
+        )
+
+    def _phase_lines(self, rank: int, y: float) -> Iterator[str]:
+        spans: dict[str, tuple[Time, Time]] = {}
+        for index, action in enumerate(self.simulation.plan.ranks[rank]):
+            if action.kind != COMMUNICATE and action.phase in PHASES:
+                start, _ = spans.get(action.phase, (self.simulation.starts[rank][index], 0))
+                spans[action.phase] = (start, self.simulation.ends[rank][index])
+        for phase, (start, end) in spans.items():
+            yield _phase_line(self._x(start) + 1, self._x(end) - 1, y, phase)
+
+    # -- Below --
+
+    def _legend(self, y: float) -> Iterator[str]:
+        x: float = MARGIN
+        for swatches, words in self._legend_entries():
+            for swatch, width in swatches:
+                yield f'<g transform="translate({x:.2f} {y})">{swatch}</g>'
+                x += width
+            yield _text(x + 5, y + 11, words)
+            x += 5 + LETTER_WIDTH * len(words) + 16
+
+    def _legend_entries(self) -> Iterator[tuple[list[tuple[str, int]], str]]:
+        num_chunks = self.config.num_model_chunks
+        for kind in (FORWARD,) if self.config.forward_only else (FORWARD, BACKWARD):
+            fills = [shade(kind, chunk, num_chunks) for chunk in range(num_chunks)]
+            swatches = [(_rect(0, 0, 18, 14, f'rx="2" fill="{fill}"'), 20) for fill in fills]
+            yield swatches, kind if num_chunks == 1 else f"{kind}, chunk 0 to {num_chunks - 1}"
+        track = _rect(0, 0, 18, 14, 'class="track"') + _rect(0, 0, 18, 14, 'fill="url(#idle)"')
+        yield [(track, 20)], "idle"
+        if self.critical:
+            yield [(_rect(1, 1, 16, 12, 'class="critical"'), 20)], "critical path"
+        present = {a.phase for actions in self.simulation.plan.ranks for a in actions}
+        for phase, (words, _) in PHASES.items():
+            if phase in present:
+                yield [(_phase_line(0, 26, 7, phase), 28)], words
+
+    def _footer(self, y: float) -> Iterator[str]:
+        rows = [(f.name, f.text, formula_words(f)) for f in self.figures]
+        peaks = [rank_figures(self.simulation, rank) for rank in range(self.num_ranks)]
+        shown = [str(row.peak_in_flight) for row in peaks]
+        held = ", ".join(shown if len(shown) <= 8 else [*shown[:6], "...", shown[-1]])
+        formula = peaks[0].peak_formula
+        agrees = formula and all(p.peak_formula.value == p.peak_in_flight for p in peaks)
+        rows.append(("in flight, peak", held, f"= {formula.text}" if agrees else ""))
+        value_width = LETTER_WIDTH * max(len(text) for _, text, _ in rows)
+        for name, text, words in rows:
+            yield _text(MARGIN, y, name, "quiet")
+            yield _text(MARGIN + 120, y, text, "bold")
+            # A typographic minus; hyphens in formulas stand for nothing else.
+            yield _text(MARGIN + 136 + value_width, y, words.replace(" - ", " − "), "quiet")
+            y += 20
+
+
+def _text(x: float, y: float, words: str, css: str = "") -> str:
+    css = f' class="{css}"' if css else ""
+    return f'<text{css} x="{x:.2f}" y="{y:.2f}">{escape(words)}</text>'
+
+
+def _rect(x: float, y: float, width: float, height: float, rest: str) -> str:
+    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height}" {rest}/>'
+
+
+def _tipped(shapes: str, tip: str) -> str:
+    return f"<g><title>{escape(tip)}</title>{shapes}</g>"
+
+
+def _phase_line(start: float, end: float, y: float, phase: str) -> str:
+    dashes = PHASES[phase][1]
+    dashes = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return (
+        f'<line class="phase" x1="{start:.2f}" y1="{y}" x2="{max(end, start):.2f}" y2="{y}" '
+        f'stroke-width="2"{dashes}/>'
+    )

@@ -1,0 +1,229 @@
+"""A timeline for the terminal: one line per rank (and chunk), then the figures beside formulas.
+
+Called by: `render`. Calls: `report`. Megatron has no counterpart.
+"""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import chain, groupby
+from math import ceil, gcd, lcm
+
+from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, Action, Time
+from minimegatron.planner.report import (
+    cost_words,
+    figures,
+    formula_words,
+    gap_words,
+    number_words,
+    rank_figures,
+    tick_step,
+    title,
+)
+from minimegatron.planner.simulator import Simulation
+
+IDLE = "·"
+FILL = {FORWARD: "-", BACKWARD: "="}
+COLOURS = {FORWARD: "\033[44;97m", BACKWARD: "\033[43;30m"}
+NO_COLOUR = "\033[0m"
+MOST_LINES = 200
+"""A timeline of more lines than these is squeezed into one block."""
+
+
+def render_text(simulation: Simulation, width: int = 100, colour: bool = False) -> str:
+    """The timeline in at most `width` columns, with the table and the figures below it.
+
+    Every line fits `width` (only a table with very long numbers may not). Bars carry microbatch
+    numbers where they are wide enough. `colour` adds terminal colours.
+    """
+    lines = [title(simulation), cost_words(simulation), ""]
+    lines += _Gantt(simulation, width).lines(colour)
+    lines.append("")
+    lines += _rank_table(simulation)
+    lines.append("")
+    lines += _figure_lines(simulation)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+# -- Bars --
+
+
+class _Gantt:
+    """Bars on a grid of characters. Time t is drawn at column round(t * scale).
+
+    A step too long for one line goes on in further blocks; one too long even for that is squeezed
+    into one block, without numbers.
+    """
+
+    def __init__(self, simulation: Simulation, width: int):
+        self.simulation = simulation
+        config = simulation.plan.config
+        self.num_ranks, self.num_chunks = config.pp_size, config.num_model_chunks
+        self.last_microbatch = config.num_microbatches - 1
+        self.labels = [self._label_of(rank, 0) for rank in range(self.num_ranks)]
+        self.indent = len(self.labels[-1]) + 2
+        self.block_width = width - self.indent
+        shortest = self._shortest_bars()
+        self.scale = self._choose_scale(shortest)
+        self.num_columns = self._column(simulation.makespan)
+        least = min((int(time * self.scale) for time in shortest), default=0)
+        self.letters = least >= len(f"F{self.last_microbatch}")
+        self.numbers = least >= len(f"{self.last_microbatch}")
+
+    def _label_of(self, rank: int, chunk: int) -> str:
+        width = len(f"rank {self.num_ranks - 1}")
+        label = (f"rank {rank}" if chunk == 0 else "").ljust(width)
+        return label if self.num_chunks == 1 else f"{label} chunk {chunk}"
+
+    def _shortest_bars(self) -> set[Time]:
+        """Every length of bar that occurs, but 0."""
+        times = self.simulation.costs.of_chunks(self.simulation.plan.config)
+        lengths = set(chain.from_iterable(chain.from_iterable(times[: 1 + self._has_backward()])))
+        return lengths - {0}
+
+    def _has_backward(self) -> bool:
+        return not self.simulation.plan.config.forward_only
+
+    def _choose_scale(self, lengths: set[Time]) -> Time:
+        """Columns per unit of time: as many as labels need, and more if one block has room."""
+        makespan = self.simulation.makespan
+        if not lengths:
+            return 1
+        # Two-digit numbers side by side would run together: they get one more column.
+        num_digits = len(str(self.last_microbatch))
+        needed = Fraction(num_digits + (num_digits > 1)) / Fraction(min(lengths))
+        unit = _common_unit(lengths)
+        if unit is not None:
+            # Every bar gets a whole number of columns.
+            most = len(f"F{self.last_microbatch}") + 1
+            fitting = min(int(self.block_width * unit / makespan), most) / unit
+            needed = ceil(needed * unit) / unit
+            # No bar of one unit is cut by the end of a block.
+            self.block_width -= self.block_width % int(needed * unit)
+        else:
+            fitting = Fraction(self.block_width) / Fraction(makespan)
+        if fitting >= needed:
+            return fitting
+        num_blocks = ceil(needed * Fraction(makespan) / self.block_width)
+        if num_blocks * self.num_ranks * self.num_chunks <= MOST_LINES:
+            return needed
+        return Fraction(self.block_width) / Fraction(makespan)
+
+    def _column(self, time: Time) -> int:
+        return round(float(time) * float(self.scale))
+
+    def lines(self, colour: bool) -> Iterator[str]:
+        rows = [self._rows(rank) for rank in range(self.num_ranks)]
+        axis = self._axis()
+        for first in range(0, max(self.num_columns, 1), self.block_width):
+            block = slice(first, first + self.block_width)
+            yield "time".ljust(self.indent) + "".join(axis[block])
+            for rank, of_chunks in enumerate(rows):
+                for chunk, (cells, kinds) in enumerate(of_chunks):
+                    text = _paint(cells[block], kinds[block]) if colour else "".join(cells[block])
+                    yield self._label_of(rank, chunk).ljust(self.indent) + text
+        yield self._legend()
+
+    def _rows(self, rank: int) -> list[tuple[list[str], list[str | None]]]:
+        """Per chunk: the characters of its line, and the kind of work (or None) of each."""
+        simulation = self.simulation
+        rows: list[tuple[list[str], list[str | None]]] = [
+            ([IDLE] * self.num_columns, [None] * self.num_columns) for _ in range(self.num_chunks)
+        ]
+        for index, action in enumerate(simulation.plan.ranks[rank]):
+            if action.kind == COMMUNICATE:
+                continue
+            start = self._column(simulation.starts[rank][index])
+            end = self._column(simulation.ends[rank][index])
+            for chunk, (cells, kinds) in enumerate(rows):
+                # The rank is busy, if only with another chunk.
+                cells[start:end] = " " * (end - start)
+                if action.chunk == chunk and end > start:
+                    cells[start:end] = self._label(action).ljust(end - start, FILL[action.kind])
+                    kinds[start:end] = [action.kind] * (end - start)
+        return rows
+
+    def _label(self, action: Action) -> str:
+        if self.letters:
+            return f"{action.kind[0].upper()}{action.microbatch}"
+        return str(action.microbatch) if self.numbers else ""
+
+    def _axis(self) -> list[str]:
+        step = tick_step(12 / Fraction(self.scale))
+        ticks = [" "] * (self.num_columns + 12)
+        time: Time = 0
+        while self._column(time) <= self.num_columns:
+            text = number_words(time)
+            column = self._column(time)
+            # A number that the end of a block would cut is left out.
+            if column % self.block_width + len(text) <= self.block_width:
+                ticks[column : column + len(text)] = text
+            time += step
+        return ticks[: self.num_columns]
+
+    def _legend(self) -> str:
+        if self.letters:
+            meaning = "F0 forward of microbatch 0, B0 its backward"
+        elif self.numbers:
+            meaning = f"0{FILL[FORWARD]} forward of microbatch 0, 0{FILL[BACKWARD]} its backward"
+        else:
+            meaning = f"{FILL[FORWARD]} forward, {FILL[BACKWARD]} backward (too many to number)"
+        if not self._has_backward():
+            meaning = meaning.split(",")[0]
+        return f"{'':{self.indent}}{meaning}, {IDLE} idle"
+
+
+def _paint(cells: list[str], kinds: list[str | None]) -> str:
+    runs = groupby(zip(cells, kinds, strict=True), key=lambda cell: cell[1])
+    return "".join(
+        (COLOURS[kind] + text + NO_COLOUR) if kind else text
+        for kind, text in ((kind, "".join(c for c, _ in run)) for kind, run in runs)
+    )
+
+
+def _common_unit(times: set[Time]) -> Fraction | None:
+    """The largest unit that divides all of them; None where there is none (floats)."""
+    if any(isinstance(time, float) for time in times):
+        return None
+    fractions = {Fraction(time) for time in times}
+    denominator = lcm(*(f.denominator for f in fractions))
+    return Fraction(gcd(*(int(f * denominator) for f in fractions)), denominator)
+
+
+# -- Figures --
+
+
+def _rank_table(simulation: Simulation) -> list[str]:
+    has_phases = any(a.phase for actions in simulation.plan.ranks for a in actions)
+    head = ["", "warm-up", "steady", "cool-down"] if has_phases else [""]
+    rows = [[*head, "busy", "idle", "in flight", "longest wait"]]
+    for rank in range(simulation.plan.config.pp_size):
+        row = rank_figures(simulation, rank)
+        in_flight = str(row.peak_in_flight)
+        if row.peak_formula is not None:
+            sign = "=" if row.peak_formula.value == row.peak_in_flight else "not"
+            in_flight += f" {sign} {row.peak_formula.text}"
+        rows.append(
+            [
+                f"rank {rank}",
+                *(row.phases.values() if has_phases else ()),
+                number_words(row.busy),
+                number_words(row.idle),
+                in_flight,
+                gap_words(simulation, row.longest_gap) if row.longest_gap else "-",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+
+
+def _figure_lines(simulation: Simulation) -> list[str]:
+    rows = figures(simulation)
+    name_width = max(len(row.name) for row in rows)
+    text_width = max(len(row.text) for row in rows[:-1])
+    lines = [
+        f"{row.name:{name_width}}  {row.text:>{text_width}}  {formula_words(row)}" for row in rows
+    ]
+    num_bytes = simulation.plan.bytes_sent()
+    if num_bytes:
+        lines.append(f"{'bytes sent':{name_width}}  {num_bytes:,}")
+    return lines

@@ -1,0 +1,257 @@
+"""The figures that go with a timeline: counted from the simulation, each beside its formula.
+
+Called by: the renderers. Calls: `formulas`, `simulator`. Megatron has no counterpart.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from minimegatron.planner.actions import (
+    ACTIVATION,
+    BACKWARD,
+    COOLDOWN,
+    FORWARD,
+    GRADIENT,
+    STEADY,
+    WARMUP,
+    Time,
+)
+from minimegatron.planner.formulas import (
+    Formula,
+    bubble_formulas,
+    makespan_formula,
+    message_formula,
+    peak_in_flight_formula,
+)
+from minimegatron.planner.schedules import GPIPE, INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
+from minimegatron.planner.simulator import Gap, Simulation
+
+NAMES = {
+    NO_PIPELINING: "No pipelining",
+    GPIPE: "GPipe",
+    ONE_F_ONE_B: "1F1B",
+    INTERLEAVED: "Interleaved 1F1B",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a step. `formula` is None where there is no closed form."""
+
+    name: str
+    value: Time
+    text: str
+    formula: Formula | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """True where the formula gives the counted value."""
+        return self.formula is not None and self.formula.value == self.value
+
+
+def title(simulation: Simulation) -> str:
+    """The plan in a line: schedule, sizes, what is special.
+
+    >>> from minimegatron.planner.plan import plan
+    >>> from minimegatron.planner.simulator import simulate
+    >>> title(simulate(plan("interleaved", 4, 8, vpp=2, forward_only=True)))
+    'Interleaved 1F1B, 4 stages, 2 chunks per stage, 8 microbatches in groups of 4, forward only'
+    """
+    config = simulation.plan.config
+    parts = [NAMES.get(config.schedule, config.schedule), _count(config.pp_size, "stage")]
+    microbatches = _count(config.num_microbatches, "microbatch", "es")
+    if config.num_model_chunks > 1:
+        parts.append(f"{config.num_model_chunks} chunks per stage")
+        microbatches += f" in groups of {config.microbatch_group_size_per_vp_stage}"
+    parts.append(microbatches)
+    if config.forward_only:
+        parts.append("forward only")
+    if config.overlap_p2p_comm:
+        parts.append("messages overlapped")
+    return ", ".join(parts)
+
+
+def cost_words(simulation: Simulation) -> str:
+    """The costs in a line.
+
+    >>> from minimegatron.planner.plan import plan
+    >>> from minimegatron.planner.simulator import Costs, simulate
+    >>> cost_words(simulate(plan("1f1b", 2, 2), Costs([1, 2], 3, latency=Fraction(1, 4))))
+    'forward 1 to 2, backward 3, message 0.25'
+    """
+    costs, config = simulation.costs, simulation.plan.config
+    words = [f"forward {_range_words(costs.forward)}"]
+    if not config.forward_only:
+        words.append(f"backward {_range_words(costs.backward)}")
+    message = costs.message_time(config.message_bytes)
+    if message:
+        words.append(f"message {number_words(message)}")
+    text = ", ".join(words)
+    return f"per chunk: {text}" if config.num_model_chunks > 1 else text
+
+
+def figures(simulation: Simulation) -> list[Figure]:
+    """Makespan, both bubble fractions, messages."""
+    config = simulation.plan.config
+    over_ideal, over_total = bubble_formulas(config) or (None, None)
+    counts = simulation.plan.message_counts()
+    words = _count(counts[ACTIVATION], ACTIVATION)
+    if not config.forward_only:
+        words += f", {_count(counts[GRADIENT], GRADIENT)}"
+    return [
+        Figure(
+            "makespan",
+            simulation.makespan,
+            number_words(simulation.makespan),
+            _makespan(simulation),
+        ),
+        Figure(
+            "idle / computing",
+            simulation.bubble_over_ideal,
+            percent(simulation.bubble_over_ideal),
+            over_ideal,
+        ),
+        Figure(
+            "idle / total",
+            simulation.bubble_over_total,
+            percent(simulation.bubble_over_total),
+            over_total,
+        ),
+        Figure("messages", counts[ACTIVATION], words, message_formula(config)),
+    ]
+
+
+def formula_words(figure: Figure) -> str:
+    """What stands beside a figure: its formula, and how the two compare."""
+    formula = figure.formula
+    if formula is None:
+        return ""
+    if formula.text == "0" and figure.agrees:
+        return "= 0"
+    if figure.name == "messages":
+        return f"= {formula.text} each way" if figure.agrees else f"{formula.text} expected"
+    if not figure.agrees:
+        value = number_words(formula.value) if figure.name == "makespan" else percent(formula.value)
+        return f"{formula.text} gives {value} for equal stages and free messages"
+    value = ""
+    if isinstance(formula.value, Fraction) and figure.name != "makespan":
+        value = f" = {formula.value}"
+    return f"= {formula.text}{value}"
+
+
+def _makespan(simulation: Simulation) -> Formula | None:
+    costs, config = simulation.costs, simulation.plan.config
+    if isinstance(costs.forward, Sequence) or isinstance(costs.backward, Sequence):
+        return None
+    v = config.num_model_chunks
+    return makespan_formula(config, costs.forward * v, costs.backward * v)
+
+
+# -- Per rank --
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One row of the table under a timeline."""
+
+    rank: int
+    phases: dict[str, str]
+    """Phase -> how many forwards and backwards, in words."""
+    busy: Time
+    idle: Time
+    peak_in_flight: int
+    peak_formula: Formula | None
+    longest_gap: Gap | None
+
+
+def rank_figures(simulation: Simulation, rank: int) -> RankFigures:
+    """What the rank does in each phase, what it holds, and what it waits for longest."""
+    plan = simulation.plan
+    counts = Counter((action.phase, action.kind) for action in plan.work(rank))
+    phases = {}
+    for phase in (WARMUP, STEADY, COOLDOWN):
+        words = [
+            f"{counts[phase, kind]} {kind[0].upper()}"
+            for kind in (FORWARD, BACKWARD)
+            if counts[phase, kind]
+        ]
+        phases[phase] = " ".join(words) or "-"
+    gaps = simulation.gaps(rank)
+    return RankFigures(
+        rank,
+        phases,
+        simulation.busy(rank),
+        simulation.idle(rank),
+        plan.peak_in_flight(rank),
+        peak_in_flight_formula(plan.config, rank),
+        max(gaps, key=lambda gap: gap.length, default=None),
+    )
+
+
+def gap_words(simulation: Simulation, gap: Gap) -> str:
+    """Why the rank computes nothing in this gap.
+
+    >>> from minimegatron.planner.plan import plan
+    >>> from minimegatron.planner.simulator import simulate
+    >>> step = simulate(plan("1f1b", 2, 2))
+    >>> [gap_words(step, gap) for gap in step.gaps(0)]
+    ['2 for B0 on rank 1', '1 for B1 on rank 1']
+    """
+    length = number_words(gap.length)
+    if gap.before is None:
+        return f"{length} at the end"
+    if gap.waits_for is None:
+        return f"{length} for messages"
+    action = simulation.action(gap.waits_for)
+    work = f"{action.kind[0].upper()}{action.microbatch}"
+    if simulation.plan.config.num_model_chunks > 1:
+        work += f" (chunk {action.chunk})"
+    where = "" if gap.waits_for[0] == gap.rank else f" on rank {gap.waits_for[0]}"
+    return f"{length} for {work}{where}" if where else f"{length} for messages after its own {work}"
+
+
+# -- Numbers in words --
+
+
+def number_words(value: Time) -> str:
+    """A number with at most three decimals.
+
+    >>> number_words(Fraction(99, 8)), number_words(33), number_words(2 / 3), number_words(0.00012)
+    ('12.375', '33', '0.667', '0.00012')
+    """
+    if value == int(value):
+        return str(int(value))
+    if abs(value) < 0.01:
+        return f"{float(value):.3g}"
+    return f"{float(value):.3f}".rstrip("0").rstrip(".")
+
+
+def percent(value: Time) -> str:
+    """
+    >>> percent(Fraction(3, 11))
+    '27.3%'
+    """
+    return f"{100 * float(value):.1f}%"
+
+
+def tick_step(least: Time) -> Time:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... (and 0.1, 0.2, ...) that is at least `least`."""
+    power = Fraction(1)
+    while power > least:
+        power /= 10
+    while power * 10 <= least:
+        power *= 10
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+
+
+def _range_words(value: Time | Sequence[Time]) -> str:
+    if not isinstance(value, Sequence):
+        return number_words(value)
+    low, high = min(value), max(value)
+    return number_words(low) if low == high else f"{number_words(low)} to {number_words(high)}"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
