@@ -1,0 +1,100 @@
+"""Where a rank stands, and which plan its step should follow: read off the calls and the groups.
+
+Called by: `recorder`. Calls: `parallel_state` where it was initialised, else reads the groups that
+the schedule was given. Megatron has no counterpart.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from minimegatron.core import parallel_state
+from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes
+from minimegatron.core.tracing import Call
+from minimegatron.core.utils import get_model_config
+from minimegatron.planner import schedules
+from minimegatron.tracing.pace import Pace, current_pace
+from minimegatron.tracing.rank_trace import AXES
+
+SCHEDULES = {
+    "forward_backward_no_pipelining": schedules.NO_PIPELINING,
+    "forward_backward_pipelining_without_interleaving": schedules.ONE_F_ONE_B,
+    "forward_backward_pipelining_with_interleaving": schedules.INTERLEAVED,
+}
+"""The function that runs a schedule -> its name among plans."""
+
+
+class Surroundings:
+    """Coordinates of this rank, and sizes of the axes, as far as they have been seen."""
+
+    def __init__(self):
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.pace: Pace | None = None
+        self.coordinates, self.sizes = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
+        if parallel_state.model_parallel_is_initialized():
+            self._read_groups({axis: parallel_state.get_group(axis) for axis in AXES})
+
+    def _read_groups(self, groups: dict[str, Any]) -> None:
+        for axis, group in groups.items():
+            if group is not None:
+                self.coordinates[axis], self.sizes[axis] = group.rank(), group.size()
+
+    def learn(self, call: Call) -> dict[str, Any]:
+        """Reads a schedule's arguments; returns the config of the plan that it should follow."""
+        arguments = call.arguments
+        self.pace = current_pace() or self.pace
+        collection, p2p = arguments.get("pg_collection"), arguments.get("p2p_communicator")
+        if collection is not None:
+            self._read_groups({axis: getattr(collection, axis, None) for axis in AXES})
+        if p2p is not None:
+            self._read_groups({"pp": p2p.pp_group})
+        function = call.symbol.rpartition(".")[2]
+        name = call.attributes.get("schedule") or SCHEDULES.get(function, function)
+        return self._plan_config(name, arguments)
+
+    def _plan_config(self, schedule: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        model = arguments["model"]
+        chunks = model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        is_interleaved = schedule == schedules.INTERLEAVED
+        group_size = config.microbatch_group_size_per_vp_stage or self.sizes["pp"]
+        return {
+            "schedule": schedule,
+            "pp_size": self.sizes["pp"],
+            "num_microbatches": arguments["num_microbatches"],
+            "num_model_chunks": len(chunks),
+            "microbatch_group_size_per_vp_stage": group_size if is_interleaved else None,
+            "forward_only": bool(arguments.get("forward_only")),
+            "overlap_p2p_comm": config.overlap_p2p_comm and (is_interleaved or len(chunks) > 1),
+            "batch_p2p_comm": config.batch_p2p_comm,
+            "message_bytes": self._message_bytes(config, arguments),
+        }
+
+    def _message_bytes(self, config: Any, arguments: dict[str, Any]) -> int:
+        """Bytes between two stages; 0 where there are none, or where they are not known ahead."""
+        is_fixed = arguments.get("adjust_tensor_shapes_fn") is None
+        if self.sizes["pp"] == 1 or config.variable_seq_lengths or not is_fixed:
+            return 0
+        (shape,) = get_tensor_shapes(
+            seq_length=arguments["seq_length"],
+            micro_batch_size=arguments["micro_batch_size"],
+            decoder_seq_length=arguments.get("decoder_seq_length"),
+            config=config,
+            tp_group=_Size(self.sizes["tp"]),
+            cp_group=_Size(self.sizes["cp"]),
+        )
+        elements = 1
+        for size in shape:
+            elements *= size
+        return elements * config.pipeline_dtype.itemsize
+
+
+class _Size:
+    """As much of a process group as a shape depends on."""
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
