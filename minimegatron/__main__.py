@@ -1,0 +1,81 @@
+"""The command line: `minimegatron <command> ...`, or `python -m minimegatron <command> ...`.
+
+Called by: people. Calls: the one module that the command names, imported only then, so that
+commands which need no torch start at once and run where torch is absent. Megatron has no such
+module. Training is not a command here: `torchrun -m minimegatron.pretrain_gpt`.
+
+A command is a module with `add_arguments(parser)` and `run(args)`, and a row in `COMMANDS`. `run`
+returns an exit code (None for 0); a ValueError or OSError it raises ends in one line and exit code
+2, as do arguments that do not parse.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+COMMANDS = {
+    "convert": ("minimegatron.commands.convert", "import or export Hugging Face weights"),
+    "groups": ("minimegatron.commands.groups", "print every process group of a parallel layout"),
+    "layout": ("minimegatron.commands.layout", "print which rank holds which layers"),
+    "plan": ("minimegatron.commands.plan", "show what every stage does when in a step"),
+    "preprocess": ("minimegatron.commands.preprocess", "turn text into a dataset to train on"),
+    "trace": ("minimegatron.commands.trace", "show what a recorded run did, beside its plan"),
+}
+"""Command -> (module, what it does)."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(_refuse(self.prog, message))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Without arguments, prints the commands."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if argv else 2
+    name = argv[0]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        advice = f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(COMMANDS)}"
+        return _refuse("minimegatron", f"there is no command {name!r}; {advice}")
+    module_name, summary = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = _Parser(prog=f"minimegatron {name}", description=summary, allow_abbrev=False)
+    module.add_arguments(parser)
+    arguments = parser.parse_args(argv[1:])
+    try:
+        code = module.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output, `head` perhaps, has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        return _refuse(parser.prog, str(error))
+    return code or 0
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: minimegatron <command> [options]", "", "commands:", *lines, ""]
+        + ["`minimegatron <command> --help` lists a command's options."]
+    )
+
+
+def _refuse(program: str, message: str) -> int:
+    print(f"{program}: error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

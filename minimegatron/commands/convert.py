@@ -1,0 +1,75 @@
+"""`minimegatron convert --from hf --to minimegatron --load-dir gpt2 --save-dir ckpt`, or back.
+
+Called by: `minimegatron.__main__`. Calls: `convert.hugging_face`. Counterpart: Megatron's
+`tools/checkpoint/convert.py`.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from minimegatron.convert.hugging_face import export_to_hf, import_from_hf
+from minimegatron.core.dist_checkpointing.core import CheckpointingException
+from minimegatron.training.argument_utils import flag_name
+from minimegatron.training.config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Directions, folders, and what to keep."""
+    add = parser.add_argument
+    add("--from", dest="source", choices=("hf", "minimegatron"), required=True)
+    add("--to", dest="target", choices=("hf", "minimegatron"), required=True)
+    add("--load-dir", type=Path, required=True, metavar="D", help="folder to read")
+    add("--save-dir", type=Path, required=True, metavar="D", help="folder to write")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="to hf: rows of the embedding to keep (default: all, with their padding)",
+    )
+    add("--dtype", choices=DTYPES, help="to hf: of the weights (default: the checkpoint's)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Converts GPT-2 and Llama weights. Raises ValueError."""
+    if args.source == args.target:
+        raise ValueError(f"--from and --to are both {args.source}; one of them must be the other")
+    try:
+        with tqdm(desc="converting", unit=" weights", disable=None, leave=False) as bar:
+            if args.source == "hf":
+                found = import_from_hf(args.load_dir, args.save_dir, bar.update)
+            else:
+                dtype = None if args.dtype is None else DTYPES[args.dtype]
+                found = export_to_hf(
+                    args.load_dir, args.save_dir, bar.update, args.vocab_size, dtype
+                )
+    except CheckpointingException as error:
+        raise ValueError(str(error)) from None
+    print(f"wrote {args.save_dir}")
+    if args.source == "hf":
+        print("train on from it with these flags, and others of your own:")
+        print(f"  {' '.join(flags(found))} --load {args.save_dir} --finetune")
+        if (args.load_dir / "tokenizer.json").is_file():
+            file = args.load_dir / "tokenizer.json"
+            print(f"  --tokenizer-type BPETokenizer --tokenizer-file {file}")
+    else:
+        print(
+            f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(args.save_dir)!r})"
+        )
+
+
+def flags(model_args: dict[str, Any]) -> list[str]:
+    """The flags that describe this model, where they are not the defaults."""
+    words = []
+    for field in dataclasses.fields(ModelConfig):
+        if field.name in model_args and model_args[field.name] != field.default:
+            words.append(flag_name(field))
+            if not isinstance(model_args[field.name], bool):
+                words.append(str(model_args[field.name]))
+    return [*words, "--make-vocab-size-divisible-by", "1"]

@@ -1,0 +1,199 @@
+"""Between a Hugging Face folder and a checkpoint of ours.
+
+Called by: `commands.convert`. Calls: `gpt2`, `llama` (what is what), `dist_checkpointing` (our
+side), the package safetensors (theirs). Megatron has `tools/checkpoint/convert.py` for this.
+
+    HF folder                             our folder
+    config.json                           iter_0000000/common.json
+    model.safetensors, or several and     iter_0000000/rank_00000.safetensors
+      model.safetensors.index.json
+
+One process holds the whole model in memory. Pickled weights (`pytorch_model.bin`) are not read:
+unpickling can execute what it reads.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimegatron.convert.family import Family
+from minimegatron.convert.gpt2 import GPT2
+from minimegatron.convert.llama import LLAMA
+from minimegatron.core.datasets.atomic_file import write_atomically
+from minimegatron.core.dist_checkpointing import serialization
+from minimegatron.core.dist_checkpointing.core import load_common_state_dict
+from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
+from minimegatron.training.checkpoint_folder import TRACKER, checkpoint_name, find_checkpoint
+from minimegatron.training.config import ModelConfig
+
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA)}
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Weights with a row per token."""
+
+Progress = Callable[[], Any]
+
+
+def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[str, Any]:
+    """Writes a checkpoint of the weights at iteration 0. Returns the model's arguments.
+
+    `progress` is called once per weight. Raises ValueError for a folder that is none of Hugging
+    Face's, or holds another model than is supported.
+    """
+    config = _read_config(load_dir)
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        raise ValueError(
+            f"{load_dir / 'config.json'} has model_type {config.get('model_type')!r}; supported "
+            f"are {', '.join(FAMILIES)}"
+        )
+    args = family.arguments(config)
+    theirs = _read_safetensors(load_dir)
+    tensors = []
+    for weight in family.weights(args):
+        missing = [name for name in weight.theirs if name not in theirs]
+        if missing:
+            raise ValueError(f"{load_dir} has no weight {missing[0]}; is the folder complete?")
+        (ours,) = weight.way.to_ours([theirs.pop(name) for name in weight.theirs])
+        tensors.append(ShardedTensor.from_rank_offsets(f"model.{weight.ours}", ours.contiguous()))
+        progress()
+    common = {
+        "iteration": 0,
+        "train_state": {},
+        "opt_param_scheduler": None,
+        "optimizer": None,
+        "rng": None,
+        "args": {"model": args},
+    }
+    serialization.save(tensors, common, save_dir / checkpoint_name(0))
+    write_atomically(save_dir / TRACKER, b"0")
+    return args | {"vocab_size": tensors[0].global_shape[0]}
+
+
+def export_to_hf(
+    load_dir: Path,
+    save_dir: Path,
+    progress: Progress,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Writes config.json and model.safetensors from the newest checkpoint. Returns the config.
+
+    Args:
+        vocab_size: rows of the embedding to keep; None for all, padding included.
+        dtype: of the written weights; None for that of the checkpoint.
+    """
+    folder = find_checkpoint(load_dir)
+    if folder is None:
+        raise ValueError(f"{load_dir} holds no checkpoint")
+    args = _model_arguments(folder)
+    family = _family_of(args)
+    ours = serialization.load_plain_tensors(folder, prefix="model.")
+    rows = len(ours[f"model.{VOCABULARY[0]}"])
+    vocab_size = rows if vocab_size is None else vocab_size
+    if not 0 < vocab_size <= rows:
+        raise ValueError(f"--vocab-size {vocab_size} must be 1 to {rows}, the embedding's rows")
+    theirs: dict[str, torch.Tensor] = {}
+    for weight in family.weights(args):
+        tensor = ours.pop(f"model.{weight.ours}").to(dtype)
+        if weight.ours in VOCABULARY:
+            tensor = tensor[:vocab_size]
+        parts = weight.way.to_theirs([tensor])
+        theirs |= {
+            name: part.contiguous().clone() for name, part in zip(weight.theirs, parts, strict=True)
+        }
+        progress()
+    config = {
+        "model_type": family.model_type,
+        **family.config(args),
+        "vocab_size": vocab_size,
+        "torch_dtype": str(next(iter(theirs.values())).dtype).removeprefix("torch."),
+    }
+    save_dir.mkdir(parents=True, exist_ok=True)
+    _safetensors().save_file(theirs, save_dir / "model.safetensors", metadata={"format": "pt"})
+    write_atomically(save_dir / "config.json", json.dumps(config, indent=2).encode())
+    return config
+
+
+def _model_arguments(folder: Path) -> dict[str, Any]:
+    args = load_common_state_dict(folder)["args"]["model"]
+    return {field.name: field.default for field in dataclasses.fields(ModelConfig)} | args
+
+
+def _family_of(args: dict[str, Any]) -> Family:
+    """The family that computes the same. Raises ValueError naming what none of them has."""
+    wanted = {
+        "gpt2": {
+            "position_embedding_type": "learned_absolute",
+            "normalization": "LayerNorm",
+            "swiglu": False,
+            "add_bias_linear": True,
+            "group_query_attention": False,
+            "qk_layernorm": False,
+            "kv_channels": None,
+        },
+        "llama": {
+            "position_embedding_type": "rope",
+            "normalization": "RMSNorm",
+            "swiglu": True,
+            "add_bias_linear": False,
+            "add_qkv_bias": False,
+            "qk_layernorm": False,
+            "rotary_percent": 1.0,
+        },
+    }
+    differing = {
+        name: [f"{key} is {args[key]!r}" for key, value in values.items() if args[key] != value]
+        for name, values in wanted.items()
+    }
+    for name, differences in differing.items():
+        if not differences:
+            return FAMILIES[name]
+    reasons = "; ".join(f"no {name}, since {', '.join(why)}" for name, why in differing.items())
+    raise ValueError(f"Hugging Face has no model that computes what this one does: {reasons}")
+
+
+def _read_config(load_dir: Path) -> dict[str, Any]:
+    path = load_dir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; give the folder of a downloaded model")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _read_safetensors(load_dir: Path) -> dict[str, torch.Tensor]:
+    """All weights, under names with their model's prefix."""
+    index = load_dir / "model.safetensors.index.json"
+    files = [load_dir / "model.safetensors"]
+    if index.is_file():
+        files = [
+            load_dir / name
+            for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        ]
+    weights: dict[str, torch.Tensor] = {}
+    for path in files:
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is missing; pickled weights (*.bin) are not read, since they can execute "
+                "code: save the model with safetensors"
+            )
+        weights |= _safetensors().load_file(path)
+    # The published GPT-2 files are of the model without its head, and so without this prefix.
+    if "wte.weight" in weights:
+        weights = {f"transformer.{name}": tensor for name, tensor in weights.items()}
+    return weights
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch  # an extra
+    except ImportError:
+        raise ValueError(
+            "conversion needs the package safetensors; pip install 'minimegatron[convert]'"
+        ) from None
+    return safetensors.torch

@@ -1,0 +1,384 @@
+"""The causes a hang can have, each with how to tell it from the others.
+
+Called by: `diagnosis.diagnose`, in the order of `FINDERS`. Calls: `case`. Torch-free. Megatron has no
+counterpart.
+
+Each finder returns a diagnosis, or None if the hang is not of its kind. They start from
+`case.ends`, the ranks that others wait for and that wait for nobody, and from `case.circle`.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+from minimegatron.doctor.case import Case
+from minimegatron.doctor.records import (
+    SENDING,
+    Collective,
+    GroupUse,
+    RankRecord,
+    group_of,
+    ranks_in_words,
+)
+from minimegatron.doctor.situation import (
+    COLLECTIVE,
+    HIDDEN,
+    MESSAGE,
+    OVER,
+    STOPPED,
+    WAITING,
+    collective_text,
+    group_text,
+)
+from minimegatron.doctor.units import StepUnits, unit_in_words
+from minimegatron.doctor.verdict import (
+    CYCLE,
+    LEFT,
+    MISMATCH,
+    MISSING,
+    NOBODY,
+    ORDER,
+    STOPPED_RANK,
+    STUCK,
+    SWALLOWED,
+    UNEQUAL,
+    UNKNOWN,
+    WRONG_PEER,
+    Diagnosis,
+)
+
+MUST_AGREE = {
+    "num_microbatches": "microbatches",
+    "num_model_chunks": "chunks per stage",
+    "microbatch_group_size_per_vp_stage": "microbatches per group",
+    "forward_only": "forward_only",
+    "schedule": "schedule",
+}
+"""What the steps of one pipeline's stages must have in common -> in words."""
+
+
+# -- Faults that explain more than where the arrows end --
+
+
+def find_mismatch(case: Case) -> Diagnosis | None:
+    """A collective that its ranks entered with different operations, sizes or types."""
+    for record in case.records.values():
+        for group in record.groups:
+            found = _differing(group, case.records)
+            if found is None or not _matters(found, group, case):
+                continue
+            number = next(iter(found.values())).number
+            versions: dict[tuple, list[int]] = {}
+            for member, entry in found.items():
+                versions.setdefault(_signature(entry), []).append(member)
+            fewest = min(versions.values(), key=len)
+            odd = fewest if len(fewest) * 2 < len(found) else sorted(found)
+            sides = [
+                f"{ranks_in_words(members)} with {_entry_text(found[members[0]])}"
+                for members in versions.values()
+            ]
+            return case.verdict(
+                MISMATCH,
+                f"Collective #{number} of {group_text(group)} was entered by {', by '.join(sides)}.",
+                odd,
+                details=tuple(_skipped(found, group, case)),
+            )
+    return None
+
+
+def _differing(group: GroupUse, records: Mapping[int, RankRecord]) -> dict[int, Collective] | None:
+    """The first collective that the group's members entered in ways that do not fit together."""
+    entered: dict[int, dict[int, Collective]] = {}
+    for rank in group.ranks:
+        theirs = group_of(records[rank], group.name) if rank in records else None
+        for entry in () if theirs is None else theirs.recent:
+            entered.setdefault(entry.number, {})[rank] = entry
+    for number in sorted(entered):
+        if len(set(map(_signature, entered[number].values()))) > 1:
+            return entered[number]
+    return None
+
+
+def _signature(entry: Collective) -> tuple:
+    """What must be the same on all ranks: operation, number of elements, type, kind of reduction."""
+    size = None if entry.shape is None else prod(entry.shape)
+    return entry.name, size, entry.dtype, entry.op
+
+
+def _matters(found: Mapping[int, Collective], group: GroupUse, case: Case) -> bool:
+    """Whether a rank is stuck in this collective or a later one, or has failed since."""
+    for rank in found:
+        record, seen = case.records[rank], case.situations[rank]
+        in_it = seen.group is not None and seen.group.name == group.name
+        if in_it or record.state == "raised" or record.caught is not None:
+            return True
+    return False
+
+
+def _entry_text(entry: Collective) -> str:
+    shape = "" if entry.shape is None else f" of {list(entry.shape)} {entry.dtype}"
+    return f"{entry.name}{shape}" + (f" ({entry.op})" if entry.op else "")
+
+
+def _skipped(found: Mapping[int, Collective], group: GroupUse, case: Case) -> Iterable[str]:
+    """Whether one rank's collective is the one that others enter next: then it left one out."""
+    number = next(iter(found.values())).number
+    for rank, entry in found.items():
+        for other in found:
+            theirs = group_of(case.records[other], group.name)
+            for later in theirs.recent:
+                if later.number > number and _signature(later) == _signature(entry):
+                    yield (
+                        f"What rank {rank} entered as #{number} looks like #{later.number} of "
+                        f"rank {other}: rank {rank} may have left one out."
+                    )
+                    return
+
+
+def find_swallowed(case: Case) -> Diagnosis | None:
+    """A rank that others wait for left something out because of an exception."""
+    for rank in [*case.ends, *case.circle]:
+        record = case.records.get(rank)
+        if record is None or record.caught is None or record.state == "raised":
+            continue
+        waiting = [other for other in case.waiting_for([rank]) if other != rank]
+        if record.caught.num_steps < min(case.records[r].num_steps for r in waiting):
+            continue
+        call = record.caught.call
+        unit = unit_in_words(StepUnits(record).of_call(call), record)
+        of = f" of {unit}" if unit else ""
+        return case.verdict(
+            SWALLOWED,
+            f"On rank {rank} an exception ended {call.name}{of}, somebody caught it, and the rank "
+            f"went on without the rest: {record.caught.text}",
+            [rank],
+            details=(f"{_subject(waiting)} for what rank {rank} has left out.",),
+        )
+    return None
+
+
+def find_unequal(case: Case) -> Diagnosis | None:
+    """Ranks that should run the same step, and do not."""
+    for rank, others in sorted(case.waits.items()):
+        for other in others:
+            mine, theirs = case.records[rank], case.records.get(other)
+            if theirs is None or mine.step is None or theirs.step is None:
+                continue
+            if mine.num_steps != theirs.num_steps or not _must_agree(mine, theirs):
+                continue
+            for key, what in MUST_AGREE.items():
+                if mine.step.get(key) != theirs.step.get(key):
+                    return _unequal(case, key, what, {*mine.pipeline, rank, other})
+    return None
+
+
+def _must_agree(mine: RankRecord, theirs: RankRecord) -> bool:
+    """Whether two ranks work on the same samples; copies of the model may do as they like."""
+    same_copy = mine.coordinates and mine.coordinates.get("dp") == theirs.coordinates.get("dp")
+    return bool(same_copy) or mine.pipeline == theirs.pipeline
+
+
+def _unequal(case: Case, key: str, what: str, ranks: Iterable[int]) -> Diagnosis:
+    values: dict[Any, list[int]] = {}
+    for rank in sorted(ranks):
+        if rank in case.records and case.records[rank].step is not None:
+            values.setdefault(case.records[rank].step.get(key), []).append(rank)
+    fewest = min(values.values(), key=len)
+    everyone = [rank for members in values.values() for rank in members]
+    odd = fewest if len(fewest) * 2 < len(everyone) else sorted(everyone)
+    said = "; ".join(f"{ranks_in_words(members)}: {value}" for value, members in values.items())
+    return case.verdict(
+        UNEQUAL,
+        f"Ranks that work on the same samples run different steps. Their {what}: {said}.",
+        odd,
+    )
+
+
+def find_wrong_peer(case: Case) -> Diagnosis | None:
+    """A stage that exchanges messages with another than its neighbours."""
+    for rank, record in case.records.items():
+        if rank not in record.pipeline or not case.waits:
+            continue
+        place, size = record.pipeline.index(rank), len(record.pipeline)
+        for count in record.messages:
+            if not count.payload:
+                continue
+            onwards = (count.doing == SENDING) == count.payload.startswith("activation")
+            right = record.pipeline[(place + (1 if onwards else -1)) % size]
+            if count.peer == right:
+                continue
+            verb, preposition = ("sends", "to") if count.doing == SENDING else ("expects", "from")
+            side = "next" if onwards else "previous"
+            return case.verdict(
+                WRONG_PEER,
+                f"Rank {rank} (stage {place}) {verb} {count.payload}s {preposition} rank "
+                f"{count.peer}, but its {side} stage is rank {right}.",
+                [rank],
+                cycle=case.circle,
+            )
+    return None
+
+
+# -- Where the arrows end --
+
+
+def find_over_or_stopped(case: Case) -> Diagnosis | None:
+    """Ranks that others wait for, and that will not come."""
+    for kind, found in ((STOPPED_RANK, STOPPED), (LEFT, OVER)):
+        ranks = [r for r in case.ends if r in case.records and case.situations[r].kind == found]
+        if ranks:
+            who = "; ".join(f"Rank {r} {case.situations[r].text}" for r in ranks)
+            waiting = _subject(case.waiting_for(ranks))
+            details = _first_difference(case, ranks) if kind == LEFT else ()
+            return case.verdict(
+                kind, f"{who}. {waiting} for {_them(ranks)}.", ranks, details=tuple(details)
+            )
+    return None
+
+
+def _first_difference(case: Case, ranks: Iterable[int]) -> Iterable[str]:
+    """Where a rank that entered fewer collectives than the others did something else than they."""
+    for rank in ranks:
+        for group in case.records[rank].groups:
+            for entry in group.recent:
+                theirs = {
+                    other: later
+                    for other in group.ranks
+                    if other in case.records and other != rank
+                    for later in _recent(case.records[other], group.name)
+                    if later.number == entry.number
+                }
+                odd = [r for r, their in theirs.items() if _place(their) != _place(entry)]
+                if odd:
+                    yield (
+                        f"It left one out before: as #{entry.number} of {group_text(group)} it "
+                        f"entered {_entry_text(entry)}{_place_text(entry)}, rank {odd[0]} "
+                        f"{_entry_text(theirs[odd[0]])}{_place_text(theirs[odd[0]])}."
+                    )
+                    return
+
+
+def _recent(record: RankRecord, name: str) -> tuple[Collective, ...]:
+    use = group_of(record, name)
+    return () if use is None else use.recent
+
+
+def _place(entry: Collective) -> tuple:
+    return _signature(entry), entry.work, entry.work_number, entry.layer
+
+
+def _place_text(entry: Collective) -> str:
+    if entry.work is None:
+        return ""
+    work = entry.work.removesuffix("-compute")
+    layer = "" if entry.layer is None else f", layer {entry.layer}"
+    return f" in {work} #{entry.work_number}{layer}"
+
+
+def find_circle(case: Case) -> Diagnosis | None:
+    """Ranks that wait for each other."""
+    if not case.circle:
+        return None
+    kinds = {case.situations[rank].kind for rank in case.circle}
+    who = ranks_in_words(case.circle)
+    circle = f"R{who[1:]} wait for each other in a circle, so none of them can go on."
+    if kinds == {MESSAGE}:
+        return case.verdict(CYCLE, circle, case.circle, cycle=case.circle)
+    if kinds == {COLLECTIVE}:
+        return _absent_one(case) or _other_order(case, circle)
+    # One of them waits for a message, and the other has gone on to something else.
+    gone_on = [
+        (rank, case.circle[(place + 1) % len(case.circle)])
+        for place, rank in enumerate(case.circle)
+        if case.situations[rank].kind == MESSAGE
+    ]
+    rank, partner = next(
+        (pair for pair in gone_on if case.situations[pair[1]].kind != MESSAGE), gone_on[0]
+    )
+    cause = (
+        f"Rank {rank} {case.situations[rank].text}. But rank {partner} has gone on without it, "
+        f"and {case.situations[partner].text}. {circle}"
+    )
+    return case.verdict(MISSING, cause, [partner], cycle=case.circle)
+
+
+def _absent_one(case: Case) -> Diagnosis | None:
+    """A rank that alone is absent from a collective, while it waits in another for those in there."""
+    for rank in case.circle:
+        seen = case.situations[rank]
+        if len(seen.waits_for) != 1 or len(seen.group.ranks) < 3:
+            continue
+        (absent,) = seen.waits_for
+        there = [other for other in seen.group.ranks if other != absent]
+        cause = (
+            f"Rank {absent} is missing from {collective_text(seen.call, seen.group)}, where "
+            f"{ranks_in_words(there)} are. It has gone on without it, and "
+            f"{case.situations[absent].text}. It has left a collective out, or enters them in "
+            "another order than the others."
+        )
+        details = tuple(_first_difference(case, [absent]))
+        return case.verdict(MISSING, cause, [absent], cycle=case.circle, details=details)
+    return None
+
+
+def _other_order(case: Case, circle: str) -> Diagnosis:
+    calls = [case.situations[rank] for rank in case.circle]
+    entered = "; ".join(
+        f"rank {seen.rank} is in {collective_text(seen.call, seen.group)}" for seen in calls
+    )
+    cause = f"The ranks entered their collectives in different orders: {entered}. {circle}"
+    return case.verdict(ORDER, cause, case.circle, cycle=case.circle)
+
+
+def find_stuck(case: Case) -> Diagnosis | None:
+    """A rank that others wait for, and that is busy with something else."""
+    ranks = [rank for rank in case.ends if rank in case.records]
+    if not ranks:
+        return None
+    who = "; ".join(f"Rank {rank} {case.situations[rank].text}" for rank in ranks)
+    waiting = _subject(case.waiting_for(ranks))
+    hidden = all(case.situations[rank].kind == HIDDEN for rank in ranks)
+    kind = MISSING if hidden else STUCK
+    return case.verdict(kind, f"{who}. {waiting} for {_them(ranks)}.", ranks)
+
+
+def find_rest(case: Case) -> Diagnosis:
+    """What is left: an unknown rank, a broken connection, or no hang at all."""
+    unseen = sorted(case.waited_for - case.records.keys())
+    if unseen:
+        waiting = _subject(case.waiting_for(unseen))
+        return case.verdict(
+            MISSING, f"{waiting} for {ranks_in_words(unseen)}, of which nothing is known.", unseen
+        )
+    waiting = [rank for rank, seen in case.situations.items() if seen.kind in (*WAITING, HIDDEN)]
+    if waiting:
+        cause = (
+            f"{_subject(waiting)}, but everybody they wait for has come: either the connection "
+            "between them is slow or broken, or calls are missing that the doctor cannot see."
+        )
+        return case.verdict(UNKNOWN, cause, waiting)
+    running = [rank for rank, seen in case.situations.items() if seen.kind != OVER]
+    cause = "No rank waits for another. This may be slow rather than stuck."
+    return case.verdict(NOBODY, cause, running)
+
+
+def _subject(ranks: list[int]) -> str:
+    who = ranks_in_words(ranks)
+    return f"R{who[1:]} {'waits' if len(ranks) == 1 else 'wait'}"
+
+
+def _them(ranks: list[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
+
+
+FINDERS = (
+    find_mismatch,
+    find_swallowed,
+    find_unequal,
+    find_wrong_peer,
+    find_over_or_stopped,
+    find_circle,
+    find_stuck,
+    find_rest,
+)
+"""Those that explain most come first; the last always finds something."""

@@ -1,0 +1,400 @@
+"""What a rank notes of each traced call: which it is, whom it concerns, how many came before it.
+
+Called by: `core.tracing`, as an observer; `torch_calls`. Calls: `shared_record`, and
+`torch.distributed` for the ranks of a group that it meets for the first time. Megatron has no
+counterpart.
+
+Everything that needs thought is left to whoever reads: `units` finds out which microbatch a message
+carries, `diagnosis` who waits for whom. Here a call costs a few lookups and two packed structs.
+"""
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import parallel_state
+from minimegatron.core.rank_generator import GROUP_KINDS
+from minimegatron.core.tracing import Call, add_observer
+from minimegatron.core.utils import get_model_config
+from minimegatron.doctor.shared_record import MAX_CALLS, NONE, CallFields, RecordWriter, pad_shape
+from minimegatron.doctor.torch_calls import note_torch_calls
+from minimegatron.planner import schedules
+
+TITLES = {kind.name: kind.title for kind in GROUP_KINDS} | {"default_pg": "world"}
+SCHEDULES = {
+    "forward_backward_no_pipelining": schedules.NO_PIPELINING,
+    "forward_backward_pipelining_without_interleaving": schedules.ONE_F_ONE_B,
+    "forward_backward_pipelining_with_interleaving": schedules.INTERLEAVED,
+}
+"""The function that runs a schedule -> its name among plans."""
+DTYPES = {
+    d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)
+}
+WORK = ("forward-compute", "backward-compute")
+
+
+def start_recording(path: str | os.PathLike, rank: int, world_size: int) -> RecordWriter:
+    """From now on, this rank's record is kept up to date in the file at `path`.
+
+    It says `STARTING` until its writer is told otherwise.
+    """
+    writer = RecordWriter(path, rank, world_size)
+    observer = RecordingObserver(writer)
+    add_observer(observer)
+    note_torch_calls(observer)
+    return writer
+
+
+class _Link(NamedTuple):
+    """What is known of a traced function before it is called."""
+
+    name: str
+    describe: Callable[[Call, CallFields], CallFields] | None
+    """Fills in what is special about one call; None for functions of which nothing is."""
+    fields: CallFields
+
+
+_Open = tuple[Call, CallFields, float, BaseException | None]
+"""A call that has not ended, when it began, and which exception was being handled then: if that one
+still is when the call ends, the call did not raise it. A plain tuple is made twice as fast."""
+
+
+class RecordingObserver:
+    """Keeps one rank's record up to date."""
+
+    def __init__(self, writer: RecordWriter):
+        self.writer = writer
+        self._open: list[_Open] = []
+        self._links: dict[str, _Link] = {}
+        self._groups: dict[int, tuple[weakref.ref, tuple[int, ...], str]] = {}
+        self._group_indices: dict[str, int] = {}
+        self._num_collectives: dict[int, int] = {}
+        self._handles: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._num_messages: dict[tuple[str, str, str], int] = {}
+        self._counts: dict[tuple[int, int, int], list[int]] = {}
+        self._shapes: dict[tuple, tuple] = {}
+        self._layers: dict[tuple[int, int], CallFields] = {}
+        self._raising: int | None = None
+        self._num_steps = self._num_forwards = self._num_backwards = 0
+        self._pipeline: Any = None
+        self._describe: dict[str, Callable[[Call, CallFields], CallFields]] = {
+            "forward-backward": self._step,
+            "forward-compute": self._forward,
+            "backward-compute": self._backward,
+            "collective-wait": self._wait_for_collective,
+        }
+
+    # -- As an observer --
+
+    def start(self, call: Call) -> None:
+        """A traced call begins."""
+        self._raising = None
+        link = self._links.get(call.symbol)
+        if link is None or link.name != call.name:
+            link = self._learn(call)
+        fields = link.fields
+        if link.describe is not None:
+            fields = link.describe(call, fields)
+        since = self.writer.push(fields)
+        self._open.append((call, fields, since, sys.exception()))
+
+    def _learn(self, call: Call) -> _Link:
+        attributes = call.attributes
+        describe = self._describe.get(call.name)
+        if describe is None and "group_size" in attributes:
+            describe = self._collective
+        elif describe is None and "doing" in attributes:
+            describe = self._message
+        elif describe is None and "layer" in attributes:
+            describe = self._layer
+        elif describe is None and hasattr(call.arguments.get("self"), "pp_group"):
+            describe = self._exchange
+        fields = CallFields(self.writer.link(call.name, call.symbol))
+        self._links[call.symbol] = _Link(call.name, describe, fields)
+        return self._links[call.symbol]
+
+    def stop(self, call: Call) -> None:
+        """A traced call ends, with a result or an exception."""
+        calls = self._open
+        place = len(calls) - 1
+        while place >= 0 and calls[place][0] is not call:
+            place -= 1
+        if place < 0:
+            return
+        _, fields, _, before = calls.pop(place)
+        exception = sys.exception()
+        if exception is not None and exception is not before:
+            self._note_exception(exception, call, fields)
+        elif fields.group != NONE and call.result is not None:
+            # An asynchronous collective: whoever waits for its handle waits for this number.
+            self._handles[call.result] = fields
+        self.writer.pop()
+        if len(calls) >= MAX_CALLS:
+            _, fields, since, _ = calls[-1]
+            self.writer.show_innermost(since, fields)
+
+    def is_communicating(self) -> bool:
+        """Whether the innermost open call is a message or a collective."""
+        if not self._open:
+            return False
+        fields = self._open[-1][1]
+        return fields.group != NONE or fields.doing != 0
+
+    # -- A schedule, and its forwards and backwards --
+
+    def _step(self, call: Call, fields: CallFields) -> CallFields:
+        places = step_places(call.arguments)
+        self._pipeline = places.get("pp")
+        self.writer.tell(
+            step=step_config(call),
+            coordinates={axis: group.rank() for axis, group in places.items()},
+            sizes={axis: group.size() for axis, group in places.items()},
+        )
+        if self._pipeline is not None:
+            self._set_pipeline(self._pipeline)
+        self._num_steps += 1
+        self._num_forwards = self._num_backwards = 0
+        self._num_messages.clear()
+        self._counts.clear()
+        self.writer.clear_messages()
+        self._set_counts()
+        return fields._replace(number=self._num_steps - 1)
+
+    def _set_counts(self) -> None:
+        self.writer.set_counts(self._num_steps, self._num_forwards, self._num_backwards)
+
+    def _set_pipeline(self, group: Any) -> None:
+        self._pipeline = group
+        self.writer.tell(pipeline=list(self._ranks(group)))
+
+    def _forward(self, call: Call, fields: CallFields) -> CallFields:
+        self._num_forwards += 1
+        self._set_counts()
+        microbatch = call.attributes["microbatch"]
+        return fields._replace(
+            number=self._num_forwards - 1,
+            microbatch=NONE if microbatch is None else microbatch,
+            chunk=call.attributes["chunk"],
+        )
+
+    def _backward(self, call: Call, fields: CallFields) -> CallFields:
+        self._num_backwards += 1
+        self._set_counts()
+        return fields._replace(number=self._num_backwards - 1)
+
+    def _layer(self, call: Call, fields: CallFields) -> CallFields:
+        key = (fields.link, call.attributes["layer"])
+        known = self._layers.get(key)
+        if known is None:
+            known = self._layers[key] = fields._replace(layer=key[1])
+        return known
+
+    # -- Messages --
+
+    def _exchange(self, call: Call, fields: CallFields) -> CallFields:
+        # A communicator that is used without a schedule.
+        if self._pipeline is None:
+            self._set_pipeline(call.arguments["self"].pp_group)
+        return fields
+
+    def _message(self, call: Call, fields: CallFields) -> CallFields:
+        attributes, name = call.attributes, call.name
+        doing, payload = attributes["doing"], attributes.get("payload", "")
+        # What starts a message knows its group; what waits for it, only where the group is one.
+        group = call.arguments.get("group", self._pipeline)
+        peer = attributes["peer"]
+        if group is not None and 0 <= peer < group.size():
+            peer = self._ranks(group)[peer]
+        if self._pipeline is None and name == "p2p-start" and group is not None:
+            self._set_pipeline(group)
+        # Messages of one kind are started and awaited in the same order.
+        kind = (name, doing, payload)
+        number = self._num_messages.get(kind, 0)
+        self._num_messages[kind] = number + 1
+        doing, payload = self.writer.word(doing), self.writer.word(payload)
+        key = (doing, payload, peer)
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = [len(self._counts), 0, 0]
+        counts[1] += name != "p2p-wait"
+        counts[2] += name != "p2p-start"
+        self.writer.set_message(*counts, *key)
+        tensor = call.arguments.get("tensor")
+        if not isinstance(tensor, torch.Tensor):
+            tensor = None
+        return CallFields(
+            fields.link,
+            payload,
+            doing,
+            *((0, 0, 0) if tensor is None else (self._dtype(tensor), 0, tensor.dim())),
+            NONE,
+            NONE,
+            NONE,
+            NONE,
+            peer,
+            number,
+            NONE if tensor is None else tensor.nbytes,
+            *self._sizes(() if tensor is None else tensor.shape),
+        )
+
+    def _dtype(self, tensor: Any) -> int:
+        return self.writer.word(DTYPES[tensor.dtype])
+
+    def _sizes(self, shape: tuple) -> tuple[int, ...]:
+        sizes = self._shapes.get(shape)
+        if sizes is None:
+            if len(self._shapes) > 1000:  # lengths that vary without end
+                self._shapes.clear()
+            sizes = self._shapes[shape] = pad_shape(tuple(shape))
+        return sizes
+
+    # -- Collectives --
+
+    def _collective(self, call: Call, fields: CallFields) -> CallFields:
+        attributes, arguments = call.attributes, call.arguments
+        if attributes["group_size"] == 1:
+            return fields
+        group = arguments["group"]
+        index = self._group(group)
+        op = attributes.get("op", "")
+        if "group_src" in arguments:
+            op = f"from rank {self._ranks(group)[arguments['group_src']]}"
+        elif "op" in arguments:
+            op = getattr(arguments["op"], "name", "").lower()
+        shape = attributes.get("shape")
+        dtype = 0 if shape is None else self.writer.word(attributes["dtype"])
+        sizes = self._sizes(shape or ())
+        num_dims = len(shape or ())
+        op = self.writer.word(op)
+        number = self._num_collectives.get(index, 0)
+        self._num_collectives[index] = number + 1
+        if index != NONE:
+            layer, work, work_number = self._surroundings()
+            entry = (fields.link, dtype, op, num_dims, layer, work, number, work_number, *sizes)
+            self.writer.set_collective(index, number, entry)
+        num_bytes = attributes.get("bytes", NONE)
+        places = (NONE, NONE, NONE, NONE)  # microbatch, chunk, layer, peer: see the calls around
+        return CallFields(
+            fields.link, 0, 0, dtype, op, num_dims, index, *places, number, num_bytes, *sizes
+        )
+
+    def _surroundings(self) -> tuple[int, int, int]:
+        """(layer, link, number) of the layer and of the forward or backward around."""
+        layer = NONE
+        for call, fields, _, _ in reversed(self._open):
+            if layer == NONE:
+                layer = fields.layer
+            if call.name in WORK:
+                return layer, fields.link, fields.number
+        return layer, NONE, NONE
+
+    def _wait_for_collective(self, call: Call, fields: CallFields) -> CallFields:
+        begun = self._handles.get(call.arguments["handle"])
+        return fields if begun is None else begun._replace(link=fields.link)
+
+    # -- Groups --
+
+    def _group(self, group: Any) -> int:
+        _, ranks, name = self._known(group)
+        index = self._group_indices.get(name)
+        if index is None:
+            title = TITLES.get(_description(group), "")
+            index = self._group_indices[name] = self.writer.add_group(name, title, list(ranks))
+        return index
+
+    def _ranks(self, group: Any) -> tuple[int, ...]:
+        """The global ranks of a group, in its order."""
+        return self._known(group)[1]
+
+    def _known(self, group: Any) -> tuple[weakref.ref, tuple[int, ...], str]:
+        # By identity: to ask a group for its name takes longer than all the rest.
+        known = self._groups.get(id(group))
+        if known is None or known[0]() is not group:
+            if isinstance(group, dist.ProcessGroup):
+                ranks, name = tuple(dist.get_process_group_ranks(group)), group.group_name
+            else:
+                ranks, name = tuple(range(group.size())), str(id(group))
+            known = self._groups[id(group)] = (weakref.ref(group), ranks, name)
+        return known
+
+    # -- Exceptions --
+
+    def _note_exception(self, exception: BaseException, call: Call, fields: CallFields) -> None:
+        # On its way out it ends the calls around as well; the innermost is where it came from.
+        if self._raising == id(exception):
+            return
+        self._raising = id(exception)
+        # Of a forward or backward, whichever of its links it came from.
+        for around, its_fields, _, _ in self._open:
+            if around.name in WORK:
+                call, fields = around, its_fields
+        text = f"{type(exception).__name__}: {exception}"
+        self.writer.tell(
+            caught={
+                "text": text.splitlines()[0][:300],
+                "name": call.name,
+                "symbol": call.symbol,
+                "number": None if fields.number == NONE else fields.number,
+                "microbatch": None if fields.microbatch == NONE else fields.microbatch,
+                "chunk": None if fields.chunk == NONE else fields.chunk,
+                "at": time.monotonic(),
+                "num_steps": self._num_steps,
+            }
+        )
+
+
+def step_places(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The groups of this rank along each axis, as far as a schedule's arguments tell."""
+    collection, p2p = arguments.get("pg_collection"), arguments.get("p2p_communicator")
+    places = {}
+    for axis in ("pp", "tp", "dp", "cp"):
+        if axis == "pp" and p2p is not None:
+            places[axis] = p2p.pp_group
+        elif hasattr(collection, axis):
+            places[axis] = getattr(collection, axis)
+        elif parallel_state.is_initialized():
+            places[axis] = parallel_state.get_group(axis)
+    return {axis: group for axis, group in places.items() if group is not None}
+
+
+def step_config(call: Call) -> dict[str, Any]:
+    """The `planner.stage.PlanConfig` of a schedule run, of which any may be written by a student."""
+    function = call.symbol.rpartition(".")[2]
+    schedule = call.attributes.get("schedule") or SCHEDULES.get(function, function)
+    model = call.arguments.get("model")
+    chunks = model if isinstance(model, list) else [model]
+    options = _options(chunks[0])
+    pipeline = step_places(call.arguments).get("pp")
+    pp_size = 1 if pipeline is None else pipeline.size()
+    group_size = options.get("microbatch_group_size_per_vp_stage") or pp_size
+    return {
+        "schedule": schedule,
+        "pp_size": pp_size,
+        "num_microbatches": call.arguments.get("num_microbatches"),
+        "num_model_chunks": len(chunks),
+        "microbatch_group_size_per_vp_stage": (
+            group_size if schedule == schedules.INTERLEAVED else None
+        ),
+        "forward_only": bool(call.arguments.get("forward_only")),
+        "batch_p2p_comm": bool(options.get("batch_p2p_comm", True)),
+    }
+
+
+def _options(model: Any) -> dict[str, Any]:
+    """What the model's configuration says, if it has one."""
+    try:
+        return dict(vars(get_model_config(model)))
+    except (AttributeError, RuntimeError, TypeError):
+        return {}
+
+
+def _description(group: Any) -> str:
+    # Groups with the same ranks are made once and described by all of their kinds: "dp+dp_cp".
+    described = group.group_desc if isinstance(group, dist.ProcessGroup) else ""
+    return described.partition("+")[0]

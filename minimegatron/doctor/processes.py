@@ -1,0 +1,162 @@
+"""What the system tells of a process: whether it runs, computes or is stopped, and its Python stack.
+
+Called by: `watch`, the launcher. Calls: the operating system (/proc where there is one, signals).
+Torch-free. Megatron has no counterpart.
+"""
+
+import contextlib
+import faulthandler
+import linecache
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from minimegatron.doctor.situation import FRAME
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Sent to a rank to make it write its Python stacks to its file, whatever it is doing."""
+
+STACK_SECONDS = 2.0
+"""How long to wait for stacks. A stopped process writes none, one just begun has no file yet."""
+
+OWN_THREADS = ("_die_with_parent", "doctor/session.py", "training/failures.py")
+"""Threads that wait in every rank and say nothing about what it does."""
+
+OWN_FRAMES = ("multiprocessing/", "minimegatron/launcher.py", "<frozen runpy>", "<string>")
+"""The outermost frames of every launched rank, likewise."""
+
+
+BETWEEN = ("minimegatron/core/tracing.py", "minimegatron/doctor/", "distributed/c10d_logger.py")
+"""Frames between the ones a reader looks for."""
+
+
+class Sample(NamedTuple):
+    """A process at a moment."""
+
+    letter: str
+    """The state of its main thread: R runs or is ready to, S and D wait, T is stopped, Z has ended."""
+    cpu_seconds: float
+    """Used so far, by all threads."""
+
+
+def sample(pid: int) -> Sample | None:
+    """The process's state; None where the system does not tell. A process that is gone is "Z"."""
+    if not os.path.isdir("/proc/self"):
+        return None if _exists(pid) else Sample("Z", 0.0)
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return Sample("Z", 0.0)
+    ticks = int(fields[11]) + int(fields[12])
+    return Sample(fields[0], ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def make_folder(prefix: str) -> Path:
+    """A new folder for the files that ranks share with who watches them.
+
+    In memory where there is such a place and nobody asks for another: a rank that writes to its
+    record must not wait for a disk.
+    """
+    in_memory = Path("/dev/shm")
+    nobody_asked = tempfile.gettempdir() == "/tmp"
+    is_there = nobody_asked and os.access(in_memory, os.W_OK)
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=in_memory if is_there else None))
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes it with all that is in it, if it is still there."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- Stacks --
+
+
+def offer_stacks(path: str | os.PathLike) -> IO[str]:
+    """In a rank: from now on `read_stacks` works. The file must stay open; close it after the end."""
+    stack_file = open(f"{path}.new", "w")  # noqa: SIM115
+    faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
+    # The file under its own name says that the signal would not end us any more.
+    os.rename(stack_file.name, path)
+    return stack_file
+
+
+def read_stacks(pids: Mapping[int, int], files: Mapping[int, Path]) -> dict[int, str]:
+    """What each rank is doing now: its Python stacks, innermost call first.
+
+    `pids` and `files` are by rank. Works in a rank stuck inside a C++ wait too; it goes on as
+    before. Empty for a rank that does not answer.
+    """
+    before = {rank: len(_text(files[rank])) for rank in pids if files[rank].exists()}
+    for rank in before:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pids[rank], STACK_SIGNAL)
+    stacks, waiting = dict.fromkeys(pids, ""), set(before)
+    last: dict[int, str] = dict.fromkeys(before, "")
+    give_up = time.monotonic() + STACK_SECONDS
+    while waiting and time.monotonic() < give_up:
+        time.sleep(0.05)
+        for rank in list(waiting):
+            # The file grows line by line: done when it has grown, and then stays as it is.
+            text = _text(files[rank])[before[rank] :]
+            if text and text == last[rank]:
+                waiting.discard(rank)
+            last[rank] = stacks[rank] = text
+    return {rank: without_own_threads(text) for rank, text in stacks.items()}
+
+
+def without_own_threads(stacks: str) -> str:
+    """The threads' stacks but those of the threads that this package starts in every rank."""
+    threads = [
+        part
+        for part in stacks.split("\n\n")
+        if not any(own in part for own in OWN_THREADS if not part.startswith("Current"))
+    ]
+    return "\n\n".join(threads).strip()
+
+
+def main_stack(stacks: str) -> str:
+    """Of several threads' stacks, the one of the main thread, without what is in every rank.
+
+    Each line of source stands below its frame, where it can be read.
+
+    >>> print(main_stack('''Thread 0x1 (most recent call first):
+    ...   File "a.py", line 1 in wait
+    ...
+    ... Current thread 0x2 (most recent call first):
+    ...   File "b.py", line 7 in train
+    ...   File "minimegatron/launcher.py", line 9 in _report'''))
+      File "b.py", line 7 in train
+    """
+    threads = [part.strip("\n") for part in stacks.split("\n\n") if part.strip()]
+    # The system hands a signal to the main thread, unless that one refuses signals.
+    chosen = next((part for part in threads if part.startswith("Current thread")), None)
+    if chosen is None:
+        chosen = threads[-1] if threads else ""
+    frames = [line for line in chosen.splitlines()[1:] if not any(b in line for b in BETWEEN)]
+    while frames and any(own in frames[-1] for own in OWN_FRAMES):
+        frames.pop()
+    lines = []
+    for frame in frames:
+        place = FRAME.search(frame)
+        source = linecache.getline(place[1], int(place[2])).strip() if place else ""
+        lines += [frame, f"    {source}"] if source else [frame]
+    return "\n".join(lines)
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""

@@ -1,0 +1,213 @@
+"""What is known of one rank at a moment: its open calls, its counts, the state of its process.
+
+Made by: `shared_record` (read from memory that the rank keeps up to date), completed by `watch` with
+what the system says of the process. Read by: `diagnosis.diagnose`, exercises, tests, which also write
+such records by hand. Calls nothing; torch-free. Megatron has no counterpart.
+
+Ranks are global ranks everywhere here, never places within a group. Times are seconds on the
+machine's monotonic clock, which all its processes share.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+RUNNING = "running"
+RETURNED = "returned"
+"""The rank's function, or its training run, is over."""
+RAISED = "raised"
+STARTING = "starting"
+"""Not yet under way: other ranks may have to wait for a while."""
+
+SENDING, RECEIVING = "sending", "receiving"
+
+Unit = tuple[int | None, int | None]
+"""(microbatch, chunk)"""
+
+
+@dataclass(frozen=True)
+class OpenCall:
+    """One traced call that has begun and not ended."""
+
+    name: str
+    """The link's name, such as "forward-compute", "p2p-wait", "all-reduce"."""
+    symbol: str = ""
+    """The function's dotted path."""
+    since: float = 0.0
+    number: int | None = None
+    """How many of its like came before it: in this step (forwards, backwards, messages of this
+    direction and payload), or since the beginning in this group (collectives)."""
+    microbatch: int | None = None
+    chunk: int | None = None
+    layer: int | None = None
+    doing: str | None = None
+    """`SENDING` or `RECEIVING`: the call starts or awaits a message."""
+    payload: str | None = None
+    """"activation", "gradient", or one of them and " shape"."""
+    peer: int | None = None
+    group: int | None = None
+    """Index into `RankRecord.groups`: the call is a collective, or waits for one."""
+    op: str | None = None
+    """What a reduction computes; the source of a broadcast."""
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a rank has entered, whether or not it is over."""
+
+    number: int
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    op: str | None = None
+    work: str | None = None
+    """The forward or backward it belongs to ("forward-compute", "backward-compute"), and"""
+    work_number: int | None = None
+    """that one's number in the step."""
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class GroupUse:
+    """A process group, and how far this rank has come in it."""
+
+    name: str
+    """The same on all of the group's ranks, and different from any other group's."""
+    ranks: tuple[int, ...]
+    title: str = ""
+    """For people: "tensor", "data", ..."""
+    num_started: int = 0
+    """Collectives that this rank has entered; the next one has this number."""
+    recent: tuple[Collective, ...] = ()
+    """The last few of them, oldest first."""
+
+
+@dataclass(frozen=True)
+class MessageCount:
+    """Messages of one direction and payload between this rank and a peer, in this step."""
+
+    doing: str
+    payload: str
+    peer: int
+    num_started: int = 0
+    num_awaited: int = 0
+
+
+@dataclass(frozen=True)
+class CaughtException:
+    """An exception that ended a traced call; the rank went on, so somebody caught it."""
+
+    text: str
+    """Type and message."""
+    call: OpenCall
+    at: float
+    num_steps: int = 0
+    """Schedule runs begun by then."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Everything known of one rank."""
+
+    rank: int
+    world_size: int
+    pid: int = 0
+    state: str = RUNNING
+    """`STARTING`, `RUNNING`, `RETURNED` or `RAISED`."""
+    num_events: int = 0
+    """Beginnings and ends of traced calls so far."""
+    last_progress: float = 0.0
+    """When the last of them was."""
+    calls: tuple[OpenCall, ...] = ()
+    """Open calls, outermost first."""
+    groups: tuple[GroupUse, ...] = ()
+    messages: tuple[MessageCount, ...] = ()
+    num_steps: int = 0
+    """Schedule runs begun."""
+    num_forwards: int = 0
+    """Begun in this step."""
+    num_backwards: int = 0
+    step: Mapping[str, Any] | None = None
+    """The `planner.stage.PlanConfig` of the latest step, as a dict."""
+    pipeline: tuple[int, ...] = ()
+    """The ranks of this rank's pipeline, first stage first."""
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    """{"tp": 0, "pp": 1, "dp": 0}, once known."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    caught: CaughtException | None = None
+
+    # -- What the system tells, filled in by whoever watches --
+    seen_at: float | None = None
+    """When this was read."""
+    process: str | None = None
+    """"computing", "sleeping", "stopped" (by a signal) or "gone"; None where it is not known."""
+    stack: str = ""
+    """The Python stack of its main thread, innermost call first."""
+
+    def quiet(self) -> float:
+        """Seconds since this rank last began or ended a traced call."""
+        return 0.0 if self.seen_at is None else max(0.0, self.seen_at - self.last_progress)
+
+    def is_over(self) -> bool:
+        """True if nothing more will come from this rank."""
+        return self.state in (RETURNED, RAISED) or self.process == "gone"
+
+    def is_in(self, name: str) -> bool:
+        """Whether a call of this name is open."""
+        return any(call.name == name for call in self.calls)
+
+
+def group_of(record: RankRecord, name: str) -> GroupUse | None:
+    """What `record` says of the group of this name; None if the rank has not used it yet."""
+    return next((group for group in record.groups if group.name == name), None)
+
+
+def record_to_dict(record: RankRecord) -> dict[str, Any]:
+    """The record as plain lists and dicts, for `json.dumps`."""
+    return asdict(record)
+
+
+def record_from_dict(data: Mapping[str, Any]) -> RankRecord:
+    """The inverse of `record_to_dict`, also after a journey through JSON."""
+    values = dict(data)
+    values["calls"] = tuple(map(_call, data["calls"]))
+    values["groups"] = tuple(
+        GroupUse(
+            **{
+                **group,
+                "ranks": tuple(group["ranks"]),
+                "recent": tuple(Collective(**_with_shape(entry)) for entry in group["recent"]),
+            }
+        )
+        for group in data["groups"]
+    )
+    values["messages"] = tuple(MessageCount(**count) for count in data["messages"])
+    values["pipeline"] = tuple(data["pipeline"])
+    if data["caught"] is not None:
+        values["caught"] = CaughtException(
+            **{**data["caught"], "call": _call(data["caught"]["call"])}
+        )
+    return RankRecord(**values)
+
+
+def _call(data: Mapping[str, Any]) -> OpenCall:
+    return OpenCall(**_with_shape(data))
+
+
+def _with_shape(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {**data, "shape": None if data["shape"] is None else tuple(data["shape"])}
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Ranks in words.
+
+    >>> ranks_in_words([3]), ranks_in_words([0, 2]), ranks_in_words([0, 1, 2])
+    ('rank 3', 'ranks 0 and 2', 'ranks 0, 1 and 2')
+    """
+    listed = [str(rank) for rank in ranks]
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"

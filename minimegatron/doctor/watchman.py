@@ -1,0 +1,144 @@
+"""A process beside the ranks of one machine under torchrun: finds a hang, says why, ends the job.
+
+Started by: `session`, on the first rank of each machine. Calls: `watch`, `machines`. Torch-free, so
+that it starts at once and is small; a process of its own, so that it lives when any rank is stopped or
+stuck. Megatron has no counterpart.
+
+It ends when the ranks of its machine have, and takes their files along.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from minimegatron.doctor.diagnosis import diagnose
+from minimegatron.doctor.machines import END, REPORT, Branch, Head
+from minimegatron.doctor.processes import remove_folder, sample
+from minimegatron.doctor.records import RETURNED
+from minimegatron.doctor.verdict import NOBODY
+from minimegatron.doctor.watch import Watch
+from minimegatron.doctor.words import headline, render_stacks
+
+HANG_EXIT_CODE = 75
+"""With which ranks end after a hang: "temporary failure", the one that invites to try again."""
+
+LINGER_SECONDS = 1.0
+"""How long ranks may take to end by themselves before they are killed."""
+
+RULE = "=" * 100
+
+
+def ending_path(folder: Path, rank: int) -> Path:
+    """The pipe on which a rank is told to end."""
+    return folder / f"{rank}.end"
+
+
+def port_path(folder: Path) -> Path:
+    """Where the head says on which port it listens."""
+    return folder / "port"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Watches until all ranks are over, or hang; then ends them. Returns an exit code."""
+    parser = argparse.ArgumentParser(prog="minimegatron hang doctor")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("hang_timeout", type=float)
+    parser.add_argument("ranks", type=int, nargs="+")
+    parser.add_argument("--head-of", type=int, default=0, help="number of other machines")
+    parser.add_argument("--branch-of", nargs=2, metavar=("ADDRESS", "PORT"))
+    args = parser.parse_args(argv)
+    # The token comes by standard input: a command line can be read by everybody on the machine.
+    token = sys.stdin.readline().strip()
+    # Ctrl-C is for the ranks; this process ends when they have.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    watch = Watch(args.folder, args.ranks, args.hang_timeout)
+    try:
+        if args.branch_of:
+            address, port = args.branch_of
+            return _run_branch(watch, Branch(address, int(port), token))
+        return _run_head(watch, Head(args.head_of, token))
+    finally:
+        remove_folder(args.folder)
+
+
+def _run_head(watch: Watch, head: Head) -> int:
+    new = port_path(watch.folder).with_suffix(".new")
+    new.write_text(str(head.port))
+    os.rename(new, port_path(watch.folder))
+    quiet_enough = watch.hang_timeout
+    while True:
+        time.sleep(watch.interval)
+        watch.look()
+        head.look()
+        # Where all ranks of this machine have ended, others may still hang.
+        mine = float("inf") if watch.are_all_over() else watch.patient_quiet()
+        quiet = min(mine, head.quiet())
+        if quiet == float("inf"):
+            return 0
+        if quiet < watch.hang_timeout:
+            quiet_enough = watch.hang_timeout
+        if quiet < quiet_enough:
+            continue
+        if _report(watch, head):
+            head.tell_end()
+            _end_ranks(watch)
+            return HANG_EXIT_CODE
+        quiet_enough = quiet + watch.hang_timeout
+
+
+def _report(watch: Watch, head: Head) -> bool:
+    """Prints the diagnosis; True if it is a hang, False if no rank waits for another."""
+    found = diagnose([*watch.ask(), *head.ask()])
+    is_hang = found.kind != NOBODY
+    end = f"The job ends here; its ranks exit with code {HANG_EXIT_CODE}."
+    parts = (headline(found), found.text, render_stacks(found.stacks))
+    text = "\n\n".join([*parts, end if is_hang else "So the job goes on."])
+    with contextlib.suppress(OSError):
+        # All of it at once, so that other processes' lines do not mix with it; below what may stand
+        # on the last line, such as a progress bar.
+        os.write(2, f"\n{RULE}\n{text}\n{RULE}\n".encode())
+    return is_hang
+
+
+def _run_branch(watch: Watch, branch: Branch) -> int:
+    while True:
+        time.sleep(watch.interval)
+        watch.look()
+        if watch.are_all_over():
+            return 0
+        for wish in branch.look(watch.patient_quiet()):
+            if wish == REPORT:
+                branch.report(watch.ask())
+            elif wish == END:
+                _end_ranks(watch)
+                return HANG_EXIT_CODE
+
+
+def _end_ranks(watch: Watch) -> None:
+    """Tells the ranks to end, with the exit code of a hang; kills those that cannot hear it."""
+    pids = {r.rank: r.pid for r in watch.records() if r is not None and r.state != RETURNED}
+    for rank in pids:
+        with contextlib.suppress(OSError):
+            pipe = os.open(ending_path(watch.folder, rank), os.O_WRONLY | os.O_NONBLOCK)
+            os.write(pipe, b"\0")
+            os.close(pipe)
+    deadline = time.monotonic() + LINGER_SECONDS
+    while time.monotonic() < deadline and any(map(_is_alive, pids.values())):
+        time.sleep(0.05)
+    for pid in filter(_is_alive, pids.values()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    state = sample(pid)
+    return state is None or state.letter not in "ZX"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

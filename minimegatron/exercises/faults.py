@@ -1,0 +1,340 @@
+"""Known mistakes, each as a patch of a line or two: the answer key of the "break it" labs.
+
+Read by: the labs, which apply one to a copy of the package and let the student predict what breaks;
+and by `tests/test_mutations.py`, which applies each in turn and demands that the tests notice, so a
+lab cannot rot. Calls nothing, needs no torch. Megatron has no counterpart; most of these mistakes
+were once made in it, or in code that builds on it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, found exactly once in `file` (under the package's folder), becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    story: str
+    """What is wrong with it, and what a run then does."""
+
+
+def apply_fault(fault: Fault, package: Path) -> None:
+    """Patches the copy of minimegatron in folder `package`.
+
+    Raises ValueError if the code has changed so that the patch no longer fits.
+    """
+    path = package / fault.file
+    source = path.read_text()
+    if source.count(fault.old) != 1:
+        raise ValueError(
+            f"fault {fault.name}: {fault.old!r} occurs {source.count(fault.old)} times in "
+            f"{fault.file}, not once; write the patch anew"
+        )
+    path.write_text(source.replace(fault.old, fault.new))
+
+
+_PP = "core/pipeline_parallel/"
+_TP = "core/tensor_parallel/"
+_DDP = "core/distributed/"
+
+FAULTS = (
+    # -- Schedules --
+    Fault(
+        "backward-of-the-newest",
+        _PP + "model_chunk.py",
+        "next(iter(self._in_flight))",
+        "next(reversed(self._in_flight))",
+        "Backwards take the newest microbatch. The gradient that arrives belongs to the oldest.",
+    ),
+    Fault(
+        "one-warm-up-too-many",
+        _PP + "schedule_table.py",
+        "return min(pp_size - pp_rank - 1, num_microbatches)",
+        "return min(pp_size - pp_rank, num_microbatches)",
+        "Each stage warms up one forward more: the last one too, which then waits for a gradient.",
+    ),
+    Fault(
+        "warm-up-not-clamped",
+        _PP + "schedule_table.py",
+        "return min(pp_size - pp_rank - 1, num_microbatches)",
+        "return pp_size - pp_rank - 1",
+        "With fewer microbatches than stages, the first stages forward microbatches nobody has.",
+    ),
+    Fault(
+        "interleaved-warm-up-once",
+        _PP + "schedule_table.py",
+        "num_warmup = 2 * (pp_size - pp_rank - 1)\n",
+        "num_warmup = pp_size - pp_rank - 1\n",
+        "Half of the warm-up: the exchange that moves activations and gradients together deadlocks.",
+    ),
+    Fault(
+        "backward-chunks-in-forward-order",
+        _PP + "schedule_table.py",
+        "return chunk if forward else self.num_model_chunks - 1 - chunk",
+        "return chunk",
+        "The first chunk's backward is tried before the last chunk's gradient exists.",
+    ),
+    Fault(
+        "one-receive-too-many",
+        _PP + "schedule_table.py",
+        "if k + 1 == self.counts.total:",
+        "if k + 1 == self.counts.total + 1:",
+        "After its last forward a stage still asks for an input.",
+    ),
+    Fault(
+        "short-group-allowed",
+        _PP + "schedule_table.py",
+        "if 0 < M % G < p:",
+        "if False:",
+        "A last group shorter than the pipeline is let through; messages meet the wrong receives.",
+    ),
+    Fault(
+        "chunks-share-an-iterator",
+        _PP + "interleaved.py",
+        "            data_iterator[chunk_id],\n",
+        "            data_iterator[0],\n",
+        "All chunks read one iterator: each sees only some of the microbatches.",
+    ),
+    Fault(
+        "input-of-another-chunk",
+        _PP + "interleaved.py",
+        "self._inputs[next_input.model_chunk_id].append((received, None))",
+        "self._inputs[0].append((received, None))",
+        "Whatever arrives is taken for the first chunk's input.",
+    ),
+    Fault(
+        "all-stages-send-first",
+        _PP + "p2p_communication.py",
+        "if self.curr_rank_in_pg % 2:",
+        "if False:",
+        "Without the even/odd order every stage of the ring waits for a receiver.",
+    ),
+    Fault(
+        "batched-ring-of-two",
+        _PP + "p2p_communication.py",
+        "            self.world_size == 2\n",
+        "            False\n",
+        "Interleaving over two stages in batches is let through; tensors can cross.",
+    ),
+    Fault(
+        "gradient-to-the-next-stage",
+        _PP + "p2p_communication.py",
+        "peer = self.next_rank if forwards else self.prev_rank",
+        "peer = self.next_rank",
+        "Gradients go forwards too; nobody there waits for them.",
+    ),
+    Fault(
+        "freed-while-being-sent",
+        _PP + "p2p_communication.py",
+        "tensor.detach().contiguous() if is_send else tensor",
+        "tensor",
+        "The message shares the output that is freed next; a slow transport sends one element.",
+    ),
+    Fault(
+        "input-without-gradient",
+        _PP + "p2p_communication.py",
+        "requires_grad=payload == ACTIVATION,",
+        "requires_grad=False,",
+        "Backward stops at the stage's input: the stages before it get no gradient.",
+    ),
+    Fault(
+        "shape-of-another-direction",
+        _PP + "utils.py",
+        "    if config.sequence_parallel:\n        length //= tp_group.size()\n",
+        "",
+        "The receive buffer has the full sequence, the sender a part of it.",
+    ),
+    # -- One microbatch --
+    Fault(
+        "loss-not-divided-by-microbatches",
+        _PP + "steps.py",
+        "output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches",
+        "output_tensor / torch.clamp(num_tokens, min=1)",
+        "Gradients are M times too large. Adam hides it; only clipping and raw gradients do not.",
+    ),
+    Fault(
+        "masked-microbatch-divides-by-zero",
+        _PP + "steps.py",
+        "torch.clamp(num_tokens, min=1)",
+        "num_tokens",
+        "A microbatch whose tokens are all masked turns every gradient into NaN.",
+    ),
+    Fault(
+        "context-ranks-forgotten",
+        _PP + "steps.py",
+        "output_tensor * (cp_group_size or 1) / num_microbatches",
+        "output_tensor / num_microbatches",
+        "A mean over all context-parallel ranks is averaged over them once more.",
+    ),
+    Fault(
+        "loss-scale-on-every-stage",
+        _PP + "steps.py",
+        "if grad is None and config.grad_scale_func is not None:",
+        "if config.grad_scale_func is not None:",
+        "Each stage scales what it sends back: the scale enters p times.",
+    ),
+    Fault(
+        "checked-backward-of-a-freed-output",
+        _PP + "steps.py",
+        "            custom_backward(output, grad)\n",
+        "            torch.autograd.backward(output, grad_tensors=grad)\n",
+        "torch compares the gradient's shape with that of an output that was freed.",
+    ),
+    Fault(
+        "views-are-freed",
+        _PP + "steps.py",
+        "if out._base is not None:",
+        "if False:",
+        "Freeing a view frees nothing: its base keeps the memory, and nobody notices.",
+    ),
+    # -- Tensor parallelism --
+    Fault(
+        "input-gradient-not-summed",
+        _TP + "layers.py",
+        "        if ctx.allreduce_dgrad:\n",
+        "        if False:\n",
+        "Each rank passes back its own term of the input's gradient.",
+    ),
+    Fault(
+        "bias-on-every-rank",
+        _TP + "layers.py",
+        "output = reduce_from_tensor_model_parallel_region(output_parallel, self.tp_group)",
+        "output = reduce_from_tensor_model_parallel_region("
+        "output_parallel + (0 if self.bias is None else self.bias), self.tp_group)",
+        "The row-parallel bias is added before the sum, t times too often.",
+    ),
+    Fault(
+        "foreign-tokens-not-masked",
+        _TP + "layers.py",
+        "output_parallel = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)",
+        "output_parallel = found",
+        "A token of another rank's vocabulary adds this rank's row 0.",
+    ),
+    Fault(
+        "softmax-of-a-part",
+        _TP + "cross_entropy.py",
+        "collectives.all_reduce(normaliser, group)",
+        "pass",
+        "Each rank normalises over its own part of the vocabulary.",
+    ),
+    Fault(
+        "sequence-parallel-gradient-not-scattered",
+        _TP + "layers.py",
+        "reducing = collectives.reduce_scatter(grad_input, partial, group, async_op=True)",
+        "grad_input.copy_(partial.chunk(group.size())[group.rank()])",
+        "The input's gradient is cut but not summed.",
+    ),
+    Fault(
+        "same-draw-on-every-rank",
+        _TP + "initial_weights.py",
+        "weight.copy_(shard_parameter(full, weight, tp_rank, tp_size))",
+        "weight.copy_(shard_parameter(full, weight, 0, tp_size))",
+        "All ranks start from the first rank's piece: the model has repeated weights.",
+    ),
+    # -- Placement --
+    Fault(
+        "chunks-laid-out-by-rank",
+        "core/transformer/layer_placement.py",
+        "return (vp_stage or 0) * p + (pp_rank or 0)",
+        "return (pp_rank or 0) * (v or 1) + (vp_stage or 0)",
+        "A rank's chunks are taken for neighbours; layers come in the wrong order.",
+    ),
+    Fault(
+        "embedding-group-of-all-stages",
+        "core/rank_generator.py",
+        '        "embd": get_embedding_ranks or default_embedding_ranks,',
+        '        "embd": get_embedding_ranks or list,',
+        "Middle stages join the sum of the tied embedding's gradients, with nothing to add.",
+    ),
+    # -- Gradients over ranks --
+    Fault(
+        "gradients-overwritten",
+        _DDP + "distributed_data_parallel.py",
+        "param.main_grad.add_(param.grad)",
+        "param.main_grad.copy_(param.grad)",
+        "Only the last microbatch counts.",
+    ),
+    Fault(
+        "gradients-not-averaged",
+        _DDP + "distributed_data_parallel.py",
+        "return 1.0 if per_token or ddp_config.average_in_collective else 1.0 / num_ranks",
+        "return 1.0",
+        "The sum over data-parallel ranks is not divided by their number.",
+    ),
+    Fault(
+        "no-sync-forgotten",
+        _PP + "utils.py",
+        "                self._held.enter_context(function())\n",
+        "                pass\n",
+        "Buckets leave after the first microbatch; what comes later stays on its rank.",
+    ),
+    Fault(
+        "tied-embedding-not-summed",
+        _DDP + "finalize_model_grads.py",
+        "            all_reduce(grad, embd_group)\n",
+        "            pass\n",
+        "First and last stage update their copies of one weight differently.",
+    ),
+    Fault(
+        "norm-gradients-not-summed",
+        _DDP + "finalize_model_grads.py",
+        "        all_reduce(together, tp_group)\n",
+        "",
+        "Under sequence parallelism each rank's norm has seen a part of the sequence only.",
+    ),
+    Fault(
+        "norm-gradients-averaged",
+        _DDP + "finalize_model_grads.py",
+        "        all_reduce(together, tp_group)\n",
+        "        all_reduce(together, tp_group)\n        together.div_(tp_group.size())\n",
+        "A part of the sequence is a term of the gradient, not an estimate of it.",
+    ),
+    Fault(
+        "tokens-of-one-replica",
+        _DDP + "finalize_model_grads.py",
+        "    all_reduce(num_tokens, dp_cp_group)\n",
+        "",
+        "The sum over all replicas is divided by the tokens of one.",
+    ),
+    Fault(
+        "tokens-of-every-stage",
+        _DDP + "finalize_model_grads.py",
+        "    broadcast(num_tokens, pp_group.size() - 1, pp_group)\n",
+        "",
+        "Only the last stage counts tokens; the others divide by one.",
+    ),
+    # -- Optimizer --
+    Fault(
+        "clipped-by-the-local-norm",
+        "core/optimizer/clip_grads.py",
+        "return _reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM) ** (1.0 / norm_type)",
+        "return total.item() ** (1.0 / norm_type)",
+        "Each rank clips by the norm of its own part: ranks drift apart.",
+    ),
+    Fault(
+        "shared-weight-counted-twice",
+        "core/optimizer/optimizer.py",
+        'if getattr(param, "shared", False):',
+        "if False:",
+        "The tied embedding is in the norm twice, so gradients are clipped too much.",
+    ),
+    Fault(
+        "replicas-counted-often",
+        _TP + "sharding.py",
+        "return get_tensor_model_parallel_group_if_none(tp_group).rank() == 0",
+        "return True",
+        "Weights that every tensor-parallel rank holds are in the norm t times.",
+    ),
+    Fault(
+        "overflow-seen-by-one-rank",
+        "core/optimizer/optimizer.py",
+        "            all_reduce(found_inf, group, ReduceOp.MAX)\n",
+        "            pass\n",
+        "One rank skips the step and the others do not.",
+    ),
+)
+"""All of them, in the order of the chain."""
