@@ -1,0 +1,144 @@
+"""What happens to gradients after the last backward, with values one can add up by hand."""
+
+import torch
+
+from minimegatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tracing import observed_by
+from tests.core.distributed.common import Recorder, make_config, make_groups
+from tests.ranks import run_ranks
+
+
+def _weight(value: float, **attributes) -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.full((3, 2), value, dtype=torch.float64))
+    for name, attribute in attributes.items():
+        setattr(param, name, attribute)
+    return param
+
+
+class _Layer(torch.nn.Module):
+    """Parameters of every kind that tensor-parallel ranks may hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.split = _weight(0.0, tensor_model_parallel=True, sequence_parallel=False)
+        self.replicated = _weight(0.0, sequence_parallel=False)
+        self.norm = _weight(0.0, sequence_parallel=True)
+        self.norm_bias = _weight(0.0, sequence_parallel=True)
+        self.q_layernorm = torch.nn.LayerNorm(4).double()
+        self.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+
+
+def _partial_gradients_are_summed_over_tp():
+    groups = make_groups(tp=2)  # and dp=2
+    tp, dp = groups.tp.rank(), groups.dp_cp.rank()
+    ddp = DistributedDataParallel(
+        make_config(), DistributedDataParallelConfig(), _Layer(), pg_collection=groups
+    )
+    mine = 1.0 + tp + 10.0 * dp
+    for param in ddp.bucket_groups[0].params:
+        param.main_grad.fill_(mine)
+    recorder = Recorder()
+    with observed_by(recorder):
+        finalize_model_grads([ddp], pg_collection=groups)
+    layer = ddp.module
+    mean_over_dp = 1.0 + tp + 5.0
+    sum_over_tp = (1.0 + 5.0) + (2.0 + 5.0)
+    for name, expected in {
+        "split": mean_over_dp,
+        "replicated": mean_over_dp,
+        "norm": sum_over_tp,
+        "norm_bias": sum_over_tp,
+        "q_layernorm.weight": sum_over_tp,
+        "q_layernorm.bias": sum_over_tp,
+    }.items():
+        assert layer.get_parameter(name).main_grad.eq(expected).all(), name
+    # One message for all of them, after the data-parallel one.
+    names = [call.name for call in recorder.calls]
+    assert names.count("all-reduce") == 2
+    assert names.index("bucket-launch") < names.index("non-tensor-parallel-grads-all-reduce")
+
+
+class _Stage(torch.nn.Module):
+    """A stage with its copy of the tied embedding, and something else before or behind it."""
+
+    share_embeddings_and_output_weights = True
+
+    def __init__(self, is_first: bool, tied: bool = True):
+        super().__init__()
+        self.share_embeddings_and_output_weights = tied
+        self.position_embeddings = torch.nn.Embedding(4, 2).double()
+        self.embedding = self if is_first else None
+        self.word = _weight(0.0, shared_embedding=tied, shared=tied and not is_first)
+
+    def parameters(self, recurse=True):  # `embedding` is this module itself
+        return iter([self.position_embeddings.weight, self.word])
+
+    def named_parameters(self, *args, **kwargs):
+        yield "position_embeddings.weight", self.position_embeddings.weight
+        yield "word", self.word
+
+    def shared_embedding_or_output_weight(self):
+        return self.word
+
+    def __setattr__(self, name, value):
+        if value is self:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+
+def _tied_gradients_and_tokens():
+    groups = make_groups(pp=2)  # and dp=2
+    stage, dp = groups.pp.rank(), groups.dp_cp.rank()
+    for sharded in (False, True):
+        for tied in (True, False):
+            config = make_config(calculate_per_token_loss=True)
+            ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+            module = _Stage(stage == 0, tied)
+            ddp = DistributedDataParallel(config, ddp_config, module, pg_collection=groups)
+            for param in ddp.bucket_groups[0].params:
+                param.main_grad.fill_(1.0 + stage + 10.0 * dp)
+            # Only the last stage's count is a count; the first stage's must not matter.
+            num_tokens = torch.tensor(7 + dp if stage == 1 else -99)
+            finalize_model_grads([ddp], num_tokens, groups, force_all_reduce=True)
+            assert int(num_tokens) == (7 + dp if stage == 1 else -99)
+            sums = [1.0 + 11.0, 2.0 + 12.0]  # over dp, per stage
+            expected = (sum(sums) if tied else sums[stage]) / (7 + 8)
+            for param, value in (
+                (module.word, expected),
+                (module.position_embeddings.weight, sums[stage] / 15),
+            ):
+                assert (param.main_grad / value - 1.0).abs().max() < 1e-15
+    # No tokens at all: gradients are zero anyway, and must not become NaN.
+    ddp.zero_grad_buffer()
+    finalize_model_grads([ddp], torch.tensor(0), groups)
+    assert not ddp.module.word.main_grad.any()
+    # A position embedding on several stages, as in an encoder-decoder.
+    ddp = DistributedDataParallel(
+        make_config(),
+        DistributedDataParallelConfig(),
+        _Stage(is_first=True, tied=False),
+        pg_collection=groups,
+    )
+    both = ProcessGroupCollection(
+        tp=groups.tp, pp=groups.pp, embd=groups.embd, pos_embd=groups.pp, dp_cp=groups.dp_cp
+    )
+    for param in ddp.bucket_groups[0].params:
+        param.main_grad.fill_(1.0 + stage)
+    finalize_model_grads([ddp], pg_collection=both)
+    assert ddp.module.position_embeddings.weight.main_grad.eq(3.0).all()
+    assert ddp.module.word.main_grad.eq(1.0 + stage).all()
+
+
+def _finalize_over_ranks():
+    _partial_gradients_are_summed_over_tp()
+    _tied_gradients_and_tokens()
+
+
+def test_finalize_over_real_ranks():
+    run_ranks(_finalize_over_ranks, 4)

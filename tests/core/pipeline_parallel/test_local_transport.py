@@ -1,0 +1,101 @@
+"""Shared-memory messages: content, order, reuse of memory, and what a dying neighbour looks like."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.pipeline_parallel.local_transport import LocalTransport, get_transport
+from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, Message
+from minimegatron.launcher import RankError
+from tests.ranks import run_ranks
+
+
+def _send(transport, value, peer, payload=ACTIVATION, shape=(3, 2)):
+    return transport.start(Message(True, torch.full(shape, float(value)), peer, payload))
+
+
+def _receive(transport, peer, payload=ACTIVATION, shape=(3, 2)):
+    tensor = torch.empty(shape)
+    return tensor, transport.start(Message(False, tensor, peer, payload))
+
+
+def exchange_in_a_ring():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transport = get_transport(dist.group.WORLD)
+    assert isinstance(transport, LocalTransport)
+    assert get_transport(dist.group.WORLD) is transport
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for i in range(20):
+        _send(transport, 100 * rank + i, after)
+        _send(transport, -100 * rank - i, before, GRADIENT, (5,))
+    held = []
+    for i in range(20):
+        tensor, work = _receive(transport, before)
+        grad, grad_work = _receive(transport, after, GRADIENT, (5,))
+        grad_work.wait()
+        work.wait()
+        assert tensor.tolist() == [[100 * before + i] * 2] * 3
+        assert grad.tolist() == [-100 * after - i] * 5
+        held.append(tensor)
+    # Held tensors are not overwritten by later messages.
+    assert [tensor[0, 0].item() for tensor in held] == [100 * before + i for i in range(20)]
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_message_arrives_in_order_and_stays(size):
+    assert all(run_ranks(exchange_in_a_ring, size))
+
+
+def reuse_slots():
+    transport = get_transport(dist.group.WORLD)
+    other = 1 - dist.get_rank()
+    for i in range(50):
+        _send(transport, i, other)
+        tensor, work = _receive(transport, other)
+        work.wait()
+        assert tensor[0, 0] == i
+        tensor.requires_grad_()
+        tensor.square().sum().backward()  # autograd holds the memory, then lets go
+        assert tensor.grad[0, 0] == 2 * i
+        del tensor, work
+        dist.barrier()
+    return len(transport._outgoing[ACTIVATION]._slots)
+
+
+def test_memory_is_used_again_once_nobody_holds_it():
+    assert max(run_ranks(reuse_slots, 2)) <= 3
+
+
+def wrong_size():
+    transport = get_transport(dist.group.WORLD)
+    other = 1 - dist.get_rank()
+    _send(transport, 1, other, shape=(4, 2))
+    _, work = _receive(transport, other, shape=(3, 2))
+    with pytest.raises(ConnectionError, match="32 bytes came where 24 were expected"):
+        work.wait()
+    return True
+
+
+def test_shapes_that_do_not_agree_are_told():
+    assert all(run_ranks(wrong_size, 2))
+
+
+def neighbour_dies():
+    transport = get_transport(dist.group.WORLD)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, work = _receive(transport, 1)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="closed the connection"):
+        work.wait()
+    assert time.monotonic() - began < 10
+
+
+def test_a_dead_neighbour_is_noticed_at_once():
+    with pytest.raises(RankError, match="rank 1"):
+        run_ranks(neighbour_dies, 2)

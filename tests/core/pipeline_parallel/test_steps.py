@@ -1,0 +1,289 @@
+"""One microbatch on one stage: the loss contract, freed outputs, what backward returns."""
+
+import pytest
+import torch
+
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    check_first_val_step,
+    custom_backward,
+    deallocate_output_tensor,
+    forward_backward_no_pipelining,
+    forward_step,
+    forward_step_calc_loss,
+    set_current_microbatch,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from tests.fake_transport import FakeGroup
+
+
+class Doubler(torch.nn.Module):
+    """y = w x, as a stage."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.weight = torch.nn.Parameter(torch.tensor(2.0))
+        self.input_tensor = None
+
+    def set_input_tensor(self, tensors):
+        self.input_tensor = tensors[0]
+
+    def forward(self, x):
+        return self.weight * x
+
+
+def calc_loss(config, output, loss_func, num_microbatches=4, cp=1, **keywords):
+    store = []
+    loss, num_tokens = forward_step_calc_loss(
+        None, output, loss_func, config, None, False, num_microbatches, store, cp, True, **keywords
+    )
+    return loss, num_tokens, store
+
+
+def test_three_values_are_averaged_over_tokens_and_microbatches():
+    output = torch.tensor([1.0, 3.0, 8.0])
+    loss_func = lambda out: (out.sum(), torch.tensor(3), {"sum": out.sum()})  # noqa: E731
+    loss, num_tokens, store = calc_loss(ModelParallelConfig(), output, loss_func, cp=2)
+    assert loss.item() == pytest.approx(12.0 / 3 / 4)
+    assert num_tokens.item() == 3
+    assert store[0]["sum"].item() == 12.0
+
+
+def test_per_token_loss_stays_a_sum():
+    config = ModelParallelConfig()
+    config.calculate_per_token_loss = True
+    loss_func = lambda out: (out.sum(), torch.tensor(3), {})  # noqa: E731
+    loss, num_tokens, _ = calc_loss(config, torch.tensor([1.0, 3.0, 8.0]), loss_func)
+    assert (loss.item(), num_tokens.item()) == (12.0, 3)
+
+
+def test_two_values_are_scaled_by_context_ranks_and_microbatches():
+    loss_func = lambda out: (out.mean(), {})  # noqa: E731
+    loss, num_tokens, _ = calc_loss(
+        ModelParallelConfig(), torch.tensor([2.0, 4.0]), loss_func, cp=2
+    )
+    assert loss.item() == pytest.approx(3.0 * 2 / 4)
+    assert num_tokens.item() == 0
+
+
+def test_a_fully_masked_microbatch_has_no_loss_and_no_nan():
+    output = torch.tensor([1.0, 3.0], requires_grad=True)
+    loss_func = lambda out: ((out * 0).sum(), torch.tensor(0), {})  # noqa: E731
+    loss, _, _ = calc_loss(ModelParallelConfig(), output, loss_func)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert output.grad.tolist() == [0.0, 0.0]
+
+
+def test_a_report_that_shares_storage_with_the_loss_is_not_changed():
+    def loss_func(out):
+        loss = out.mean()
+        return loss, {"loss": loss.detach()}
+
+    _, _, store = calc_loss(ModelParallelConfig(), torch.tensor([2.0, 4.0]), loss_func)
+    assert store[0]["loss"].item() == 3.0
+
+
+def test_four_values_are_refused():
+    with pytest.raises(ValueError, match="returned 4 values"):
+        calc_loss(ModelParallelConfig(), torch.tensor(1.0), lambda out: (out, 1, 2, 3))
+
+
+def test_anything_is_collected_when_asked_for():
+    store = []
+    output = torch.tensor([1.0, 2.0])
+    forward_step_calc_loss(
+        None,
+        output,
+        lambda out, non_loss_data: {"tokens": out, "asked": non_loss_data},
+        ModelParallelConfig(),
+        None,
+        True,
+        4,
+        store,
+        1,
+        True,
+    )
+    assert store == [{"tokens": output, "asked": True}]
+
+
+def test_middle_stages_do_not_call_the_loss_function():
+    def fails(out):
+        raise AssertionError("called")
+
+    store = []
+    output = torch.tensor([1.0])
+    result, _ = forward_step_calc_loss(
+        None, output, fails, ModelParallelConfig(), None, False, 4, store, 1, False
+    )
+    assert result is output
+    assert store == []
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_auxiliary_losses_are_told_the_scale_of_the_main_loss(per_token, scale):
+    told = []
+    config = ModelParallelConfig(aux_loss_scale_funcs=(told.append,))
+    config.calculate_per_token_loss = per_token
+    if scale is not None:
+        config.grad_scale_func = lambda loss: loss * scale
+    calc_loss(config, torch.tensor([2.0]), lambda out: (out.sum(), torch.tensor(1), {}))
+    assert told[0].item() == (scale or 1.0) / (1 if per_token else 4)
+
+
+def test_the_loss_scale_enters_on_the_last_stage_only():
+    config = ModelParallelConfig(grad_scale_func=lambda loss: loss * 16.0)
+    x = torch.tensor(3.0, requires_grad=True)
+    grad = backward_step(x, x * 2, None, None, config)
+    assert grad.item() == 32.0
+    y = torch.tensor([3.0], requires_grad=True)
+    assert backward_step(y, y * 2, torch.ones(1), None, config).item() == 2.0
+
+
+def test_backward_of_an_output_without_gradient_does_nothing():
+    x = torch.tensor([1.0], requires_grad=True)
+    assert backward_step(x, torch.tensor([5.0]), torch.ones(1), None, ModelParallelConfig()) is None
+
+
+def test_lists_in_lists_out():
+    x = torch.tensor([1.0], requires_grad=True)
+    grads = backward_step([x], [x * 3], [torch.ones(1)], None, ModelParallelConfig())
+    assert isinstance(grads, list)
+    assert grads[0].item() == 3.0
+    assert backward_step([None], [x * 3], [torch.ones(1)], None, ModelParallelConfig()) == [None]
+
+
+def test_a_freed_output_still_carries_its_gradient():
+    x = torch.randn(4, 8, requires_grad=True)
+    output = x.exp() + x
+    expected = torch.autograd.grad(output, x, torch.ones_like(output), retain_graph=True)[0]
+    grad = torch.ones_like(output)
+    deallocate_output_tensor(output, True)
+    assert output.numel() == 1
+    with pytest.raises(RuntimeError, match="[Mm]ismatch in shape"):
+        torch.autograd.backward(output, grad)
+    custom_backward(output, grad)
+    assert torch.allclose(x.grad, expected)
+
+
+def test_freeing_is_off_by_default_and_refuses_views():
+    out = torch.randn(4, 2)
+    deallocate_output_tensor(out)
+    deallocate_output_tensor(None, True)
+    assert out.numel() == 8
+    with pytest.raises(ValueError, match=r"\(2, 4\) is a view"):
+        deallocate_output_tensor(out.view(2, 4), True)
+
+
+def test_custom_backward_without_gradient_needs_a_scalar():
+    with pytest.raises(ValueError, match=r"scalar, not shape \(2,\)"):
+        custom_backward(torch.ones(2, requires_grad=True) * 1, None)
+
+
+def test_first_validation_step():
+    assert [check_first_val_step(*a) for a in ((None, True, True), (None, False, False))] == [
+        True,
+        False,
+    ]
+    assert not check_first_val_step(False, True, True)
+    assert check_first_val_step(True, True, True)
+    assert check_first_val_step(False, False, True)
+
+
+def test_layers_are_told_the_microbatch():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder = torch.nn.Module()
+            self.decoder.layers = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+
+    model = Model()
+    set_current_microbatch(model, 7)
+    assert [layer.current_microbatch for layer in model.decoder.layers] == [7, 7]
+    set_current_microbatch(torch.nn.Identity(), 3)  # no decoder: nothing to tell
+
+
+def test_forward_step_hands_on_input_flags_and_lists():
+    config = ModelParallelConfig()
+    model = Doubler(config)
+    model.firsts = []
+    model.set_is_first_microbatch = lambda: model.firsts.append(True)
+    seen = {}
+
+    def step(iterator, model, checkpoint):
+        seen["checkpoint"] = checkpoint
+        return model(model.input_tensor), None
+
+    x = torch.tensor(3.0)
+    output, num_tokens = forward_step(
+        step,
+        None,
+        model,
+        4,
+        [x],
+        [],
+        config,
+        1,
+        checkpoint_activations_microbatch=True,
+        is_first_microbatch=True,
+        current_microbatch=0,
+        is_last_stage=False,
+    )
+    assert isinstance(output, list)
+    assert output[0].item() == 6.0
+    assert (num_tokens.item(), seen, model.firsts) == (0, {"checkpoint": True}, [True])
+
+
+def test_no_pipelining_syncs_gradients_in_the_last_microbatch_only():
+    events = []
+
+    class Hold:
+        def __enter__(self):
+            events.append("hold")
+
+        def __exit__(self, *unused):
+            events.append("release")
+
+    finalized = []
+    config = ModelParallelConfig(no_sync_func=Hold)
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = lambda models, tokens, pg_collection: finalized.append(
+        tokens.item()
+    )
+    model = Doubler(config)
+
+    def step(iterator, model):
+        x = next(iterator)
+        events.append(f"forward {x:g}")
+        return model(x), lambda out: (out, torch.tensor(2), {"loss": out.item()})
+
+    reports = forward_backward_no_pipelining(
+        forward_step_func=step,
+        data_iterator=iter([1.0, 2.0, 3.0]),
+        model=[model],
+        num_microbatches=3,
+        seq_length=1,
+        micro_batch_size=1,
+        pg_collection=ProcessGroupCollection(cp=FakeGroup()),
+    )
+    assert events == ["hold", "forward 1", "release", "hold", "forward 2", "release", "forward 3"]
+    assert reports == [{"loss": 2.0}, {"loss": 4.0}, {"loss": 6.0}]
+    assert model.weight.grad.item() == 6.0
+    assert finalized == [6]
+
+
+def test_a_list_of_chunks_needs_interleaving():
+    models = [Doubler(ModelParallelConfig()) for _ in range(2)]
+    with pytest.raises(ValueError, match="model is a list of 2"):
+        forward_backward_no_pipelining(
+            forward_step_func=None,
+            data_iterator=None,
+            model=models,
+            num_microbatches=1,
+            seq_length=1,
+            micro_batch_size=1,
+            pg_collection=ProcessGroupCollection(cp=FakeGroup()),
+        )

@@ -1,0 +1,157 @@
+"""Dropout streams agree and differ as they must; recompute sees the same numbers again."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from minimegatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    checkpoint,
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    model_parallel_cuda_manual_seed,
+)
+from tests.groups import PretendGroup
+from tests.ranks import run_ranks
+
+
+def draws(seed: int, tp_rank: int) -> dict[str, torch.Tensor]:
+    model_parallel_cuda_manual_seed(seed, tp_rank)
+    tracker = get_cuda_rng_tracker()
+    found = {"default": torch.rand(8)}
+    with tracker.fork():
+        found["model"] = torch.rand(8)
+    found["default again"] = torch.rand(8)
+    with tracker.fork():
+        found["model again"] = torch.rand(8)
+    with tracker.fork(get_data_parallel_rng_tracker_name()):
+        found["data"] = torch.rand(8)
+    return found
+
+
+def test_default_stream_is_equal_over_ranks_and_model_parallel_stream_differs():
+    first, second = draws(1, tp_rank=0), draws(1, tp_rank=1)
+    for name in ("default", "default again", "data"):
+        assert torch.equal(first[name], second[name]), name
+    for name in ("model", "model again"):
+        assert not torch.equal(first[name], second[name]), name
+    everything = torch.stack(list(first.values())).flatten()
+    # "data" restarts the default stream; all other draws are new numbers.
+    assert everything.unique().numel() == everything.numel() - 8
+
+
+def test_seeds_of_stages_differ_and_repeat():
+    assert torch.equal(draws(1, 0)["model again"], draws(1, 0)["model again"])
+    stages = [draws(1 + 100 * stage, 0) for stage in range(3)]
+    for name in ("default", "model"):
+        assert torch.stack([stage[name] for stage in stages]).unique().numel() == 24
+
+
+def test_fork_leaves_the_default_stream_alone_even_if_its_body_raises():
+    model_parallel_cuda_manual_seed(3, 0)
+    expected = torch.rand(4)
+    model_parallel_cuda_manual_seed(3, 0)
+    with pytest.raises(KeyError), get_cuda_rng_tracker().fork():
+        torch.rand(100)
+        raise KeyError
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_states_are_saved_and_restored():
+    model_parallel_cuda_manual_seed(3, 0)
+    tracker = get_cuda_rng_tracker()
+    saved = tracker.get_states()
+    with tracker.fork():
+        expected = torch.rand(4)
+    tracker.set_states(saved)
+    with tracker.fork():
+        assert torch.equal(torch.rand(4), expected)
+
+
+def test_misuse_is_explained():
+    tracker = CudaRNGStatesTracker()
+    assert not tracker.is_initialized()
+    with pytest.raises(ValueError, match="call model_parallel_cuda_manual_seed"), tracker.fork():
+        pass
+    tracker.add("a", 1)
+    with pytest.raises(ValueError, match="seed 1 is in use"):
+        tracker.add("b", 1)
+    with pytest.raises(ValueError, match="'a' exists already"):
+        tracker.add("a", 2)
+
+
+def noisy(x: torch.Tensor, weight: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws from both streams, nothing to be said for it otherwise."""
+    y = F.dropout(x @ weight, 0.5)
+    with get_cuda_rng_tracker().fork():
+        z = F.dropout(y.tanh(), 0.5)
+    return y * scale, z
+
+
+def run_noisy(recompute: bool, tp_rank: int, group=None) -> list[torch.Tensor]:
+    model_parallel_cuda_manual_seed(9, tp_rank)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 6, generator=generator, requires_grad=True)
+    weight = torch.randn(6, 6, generator=generator, requires_grad=True)
+    distribute = group is not None and group.size() > 1
+    for _ in range(2):
+        if recompute:
+            y, z = checkpoint(noisy, distribute, x, weight, 3.0, tp_group=group)
+        else:
+            y, z = noisy(x, weight, 3.0)
+        after = torch.rand(4)
+        (y.sin() + z).sum().backward()
+    return [y.detach(), z.detach(), after, torch.rand(4), x.grad, weight.grad]
+
+
+def test_recompute_repeats_dropout_and_disturbs_nothing_after_it():
+    for usual, again in zip(run_noisy(False, 0), run_noisy(True, 0), strict=True):
+        assert torch.equal(usual, again)
+
+
+def distributed_recompute() -> list[bool]:
+    group = dist.group.WORLD
+    usual, again = run_noisy(False, group.rank()), run_noisy(True, group.rank(), group)
+    return [torch.equal(a, b) for a, b in zip(usual, again, strict=True)]
+
+
+def test_recompute_with_inputs_kept_in_pieces():
+    for rank, equal in enumerate(run_ranks(distributed_recompute, 2)):
+        assert all(equal), f"rank {rank}: {equal}"
+
+
+def test_recompute_keeps_only_inputs():
+    """The forward pass holds one tensor per checkpoint, not those between."""
+    kept = []
+
+    def deep(x):
+        for _ in range(5):
+            x = (x * 2).sin()
+        return x
+
+    x = torch.randn(1000, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
+        checkpoint(deep, False, x)
+    assert kept == [1000]
+
+
+def test_recompute_happens_under_the_same_autocast():
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(4, 4, requires_grad=True)
+    grads = []
+    for recompute in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = checkpoint(torch.matmul, False, x, weight) if recompute else x @ weight
+        assert y.dtype == torch.bfloat16
+        grads.append(torch.autograd.grad(y.float().sum(), (x, weight)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_pretended_group_is_enough_for_pieces_of_one():
+    x = torch.randn(5, requires_grad=True)
+    y = checkpoint(torch.sin, True, x, tp_group=PretendGroup())
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())

@@ -1,0 +1,339 @@
+"""Process groups on real ranks: right members, as few as possible, the same calls everywhere."""
+
+import gc
+import os
+import threading
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import parallel_state as mpu
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.rank_generator import GROUP_KINDS, all_groups, make_grids
+from tests.ranks import run_ranks
+
+LAYOUTS = [
+    # tp, pp, cp, ep, etp, order
+    (1, 1, 1, 1, None, "tp-cp-ep-dp-pp"),
+    (2, 1, 1, 1, None, "tp-cp-ep-dp-pp"),
+    (2, 2, 1, 1, None, "tp-cp-ep-dp-pp"),
+    (2, 2, 1, 1, None, "dp-tp-pp"),
+    (1, 4, 1, 1, None, "tp-cp-ep-dp-pp"),
+    (4, 1, 1, 2, 1, "tp-cp-ep-dp-pp"),
+    (1, 2, 2, 2, 1, "tp-cp-ep-dp-pp"),
+    (1, 1, 1, 4, 1, "tp-pp-ep-dp-cp"),
+    (1, 2, 1, 1, None, "pp-dp-tp"),
+]
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def members(group: dist.ProcessGroup | None) -> list[int] | None:
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def build_every_layout(layouts: list[tuple]) -> list[dict]:
+    """Per layout: the creation calls made, and each kind's group as this rank sees it."""
+    seen = []
+    new_group = dist.new_group
+    calls: list[tuple[int, ...]] = []
+
+    def counted(ranks, **kwargs):
+        calls.append(tuple(ranks))
+        return new_group(ranks, **kwargs)
+
+    dist.new_group = counted
+    dist.all_reduce(torch.ones(1))
+    threads_before = count_threads()
+    for tp, pp, cp, ep, etp, order in layouts:
+        calls.clear()
+        mpu.initialize_model_parallel(
+            tp,
+            pp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+            order=order,
+        )
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        groups = {kind.name: getattr(collection, kind.name) for kind in GROUP_KINDS}
+        distinct = {id(group) for group in groups.values() if group is not None}
+        total = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(total, group=groups["tp"])
+        seen.append(
+            {
+                "calls": list(calls),
+                "members": {name: members(group) for name, group in groups.items()},
+                "distinct": len(distinct),
+                "world is default": all(
+                    group is dist.group.WORLD
+                    for group in groups.values()
+                    if group is not None and group.size() == dist.get_world_size()
+                ),
+                "tp sum": total.item(),
+                "answers": ask_getters(),
+            }
+        )
+        mpu.destroy_model_parallel()
+        del collection, groups
+    gc.collect()
+    seen.append({"threads": (threads_before, count_threads())})
+    return seen
+
+
+def ask_getters() -> dict:
+    return {
+        "tp": (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()),
+        "pp": (
+            mpu.get_pipeline_model_parallel_rank(),
+            mpu.get_pipeline_model_parallel_world_size(),
+        ),
+        "dp": (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()),
+        "dp_cp": (
+            mpu.get_data_parallel_rank(with_context_parallel=True),
+            mpu.get_data_parallel_world_size(with_context_parallel=True),
+        ),
+        "cp": (mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()),
+        "tp_cp": (
+            mpu.get_tensor_and_context_parallel_rank(),
+            mpu.get_tensor_and_context_parallel_world_size(),
+        ),
+        "ep": (mpu.get_expert_model_parallel_rank(), mpu.get_expert_model_parallel_world_size()),
+        "expt_tp": (
+            mpu.get_expert_tensor_parallel_rank(),
+            mpu.get_expert_tensor_parallel_world_size(),
+        ),
+        "expt_dp": (
+            mpu.get_expert_data_parallel_rank(),
+            mpu.get_expert_data_parallel_world_size(),
+        ),
+        "tp_ep": (
+            mpu.get_expert_tensor_and_model_parallel_rank(),
+            mpu.get_expert_tensor_and_model_parallel_world_size(),
+        ),
+        "src": {
+            "tp": mpu.get_tensor_model_parallel_src_rank(),
+            "mp": mpu.get_model_parallel_src_rank(),
+            "dp": mpu.get_data_parallel_src_rank(),
+            "dp_cp": mpu.get_data_parallel_src_rank(with_context_parallel=True),
+            "ep": mpu.get_expert_model_parallel_src_rank(),
+        },
+        "cp ranks": mpu.get_context_parallel_global_ranks(),
+        "neighbours": (
+            mpu.get_pipeline_model_parallel_first_rank(),
+            mpu.get_pipeline_model_parallel_prev_rank(),
+            mpu.get_pipeline_model_parallel_next_rank(),
+            mpu.get_pipeline_model_parallel_last_rank(),
+        ),
+        "first, last": (mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()),
+        "embedding": (mpu.is_rank_in_embedding_group(), mpu.is_rank_in_position_embedding_group()),
+        "all": mpu.get_all_ranks(),
+        "initialized": (mpu.is_initialized(), mpu.model_parallel_is_initialized()),
+    }
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[list[dict]]:
+    return run_ranks(build_every_layout, 4, LAYOUTS)
+
+
+def expected_groups(layout: tuple) -> dict[str, list[list[int]]]:
+    tp, pp, cp, ep, etp, order = layout
+    return all_groups(4, tp, pp, cp, ep, etp, order)
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_every_rank_gets_the_group_that_the_arithmetic_lists(four_ranks, number):
+    expected = expected_groups(LAYOUTS[number])
+    for rank, seen in enumerate(four_ranks):
+        for kind in GROUP_KINDS:
+            mine = [ranks for ranks in expected[kind.name] if rank in ranks]
+            assert seen[number]["members"][kind.name] == (mine[0] if mine else None), (
+                f"{kind.name} on rank {rank}"
+            )
+        assert seen[number]["tp sum"] == sum(seen[number]["members"]["tp"])
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_one_group_per_distinct_set_made_by_the_same_calls_on_all_ranks(four_ranks, number):
+    expected = expected_groups(LAYOUTS[number])
+    sets = {tuple(sorted(ranks)) for groups in expected.values() for ranks in groups}
+    calls = four_ranks[0][number]["calls"]
+    assert sorted(calls) == sorted(sets - {(0, 1, 2, 3)})
+    for rank, seen in enumerate(four_ranks):
+        assert seen[number]["calls"] == calls, f"rank {rank} made other calls than rank 0"
+        assert seen[number]["world is default"]
+        assert seen[number]["distinct"] == len({ranks for ranks in sets if rank in ranks})
+
+
+def test_destroy_frees_every_thread(four_ranks):
+    for seen in four_ranks:
+        before, after = seen[-1]["threads"]
+        assert after <= before, f"{after} threads after {len(LAYOUTS)} layouts, {before} before"
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_getters_agree_with_the_coordinates(four_ranks, number):
+    tp, pp, cp, ep, etp, order = LAYOUTS[number]
+    expected = expected_groups(LAYOUTS[number])
+    dense, expert = make_grids(4, tp, pp, cp, ep, etp, order)
+    for rank, seen in enumerate(four_ranks):
+        answers = seen[number]["answers"]
+        place, expert_place = dense.coordinates(rank), expert.coordinates(rank)
+        for name in ("tp", "pp", "dp", "cp"):
+            assert answers[name] == (place[name], dense.name_to_size[name])
+        for name, word in (("ep", "ep"), ("expt_tp", "tp"), ("expt_dp", "dp")):
+            assert answers[name] == (expert_place[word], expert.name_to_size[word])
+        mine = {name: next((g for g in groups if rank in g), None) for name, groups in
+                expected.items()}  # fmt: skip
+        for name in ("dp_cp", "tp_cp", "tp_ep"):
+            assert answers[name] == (mine[name].index(rank), len(mine[name]))
+        assert answers["src"] == {name: mine[name][0] for name in answers["src"]}
+        assert answers["cp ranks"] == mine["cp"]
+        stage, stages = place["pp"], mine["pp"]
+        assert answers["neighbours"] == (
+            stages[0],
+            stages[stage - 1],
+            stages[(stage + 1) % pp],
+            stages[-1],
+        )
+        assert answers["first, last"] == (stage == 0, stage == pp - 1)
+        assert answers["embedding"] == (stage in (0, pp - 1), stage == 0)
+        assert (
+            answers["all"]
+            == "_".join(str(place[w]) for w in ("tp", "dp", "cp", "pp")) + f"_{expert_place['ep']}"
+        )
+        assert answers["initialized"] == (True, True)
+
+
+def ask_about_chunks() -> dict:
+    """pp=3, v=2: who is first, last and in the embedding group, per chunk."""
+    mpu.initialize_model_parallel(1, 3, 2)
+    answers = {
+        "size, rank": (
+            mpu.get_virtual_pipeline_model_parallel_world_size(),
+            mpu.get_virtual_pipeline_model_parallel_rank(),
+        ),
+        "first": [mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)],
+        "last": [mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)],
+        "embd": [mpu.is_rank_in_embedding_group(ignore_virtual=False, vp_stage=c) for c in (0, 1)],
+        "ignoring": (mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()),
+    }
+    mpu.set_virtual_pipeline_model_parallel_rank(1)
+    answers["set"] = mpu.get_virtual_pipeline_model_parallel_rank()
+    for vp_stage in (None, 2, -1):
+        with pytest.raises(ValueError, match=rf"vp_stage is {vp_stage}; each stage has 2 chunks"):
+            mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if dist.get_rank() == 1:
+        assert mpu.get_embedding_group(check_initialized=False) is None
+        with pytest.raises(RuntimeError, match="rank 1 is in no embedding group"):
+            mpu.get_embedding_group()
+    mpu.destroy_model_parallel()
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
+    return answers
+
+
+def test_chunks_of_a_stage():
+    first, middle, last = run_ranks(ask_about_chunks, 3)
+    assert first["size, rank"] == (2, 0)
+    assert first["set"] == 1
+    assert [rank["first"] for rank in (first, middle, last)] == [[True, False], [False] * 2] + [
+        [False] * 2
+    ]
+    assert [rank["last"] for rank in (first, middle, last)] == [[False] * 2, [False] * 2] + [
+        [False, True]
+    ]
+    assert [rank["embd"] for rank in (first, middle, last)] == [[True, False], [False] * 2] + [
+        [False, True]
+    ]
+    assert first["ignoring"] == (True, False)
+    assert last["ignoring"] == (False, True)
+
+
+def refuse_bad_calls() -> None:
+    threads = threading.active_count()
+    for arguments, message in (
+        ({"tensor_model_parallel_size": 3}, "world size 2 is not divisible by tp=3"),
+        ({"pipeline_model_parallel_size": 0}, "pp is 0"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "needs a pipeline"),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 0},
+            "virtual_pipeline_model_parallel_size is 0",
+        ),
+        ({"order": "tp-pp"}, "dp is 2 but order 'tp-pp' lacks it"),
+        ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mpu.initialize_model_parallel(**arguments)
+        assert not mpu.model_parallel_is_initialized()
+    assert threading.active_count() == threads
+    # A refused call must leave nothing behind: the good one below still works.
+    mpu.initialize_model_parallel(2)
+    with pytest.raises(RuntimeError, match=r"exist already; call destroy_model_parallel\(\)"):
+        mpu.initialize_model_parallel(2)
+    with pytest.raises(ValueError, match="required_pgs names 'tq'"):
+        ProcessGroupCollection.use_mpu_process_groups(["tp", "tq"])
+    some = ProcessGroupCollection.use_mpu_process_groups(["tp", "embd"])
+    assert repr(some) == "ProcessGroupCollection(tp(2), embd(1))"
+    mpu.destroy_model_parallel()
+    mpu.destroy_model_parallel()
+
+
+def test_bad_calls_are_refused_before_any_group_is_made():
+    run_ranks(refuse_bad_calls, 2)
+
+
+def test_getters_raise_before_initialization():
+    with pytest.raises(RuntimeError, match=r"tensor group does not exist; call initialize_model"):
+        mpu.get_tensor_model_parallel_group()
+    assert mpu.get_tensor_model_parallel_group(check_initialized=False) is None
+    with pytest.raises(RuntimeError, match=r"pipeline group does not exist"):
+        mpu.get_pipeline_model_parallel_rank()
+    assert not mpu.is_rank_in_embedding_group()
+    assert not mpu.is_rank_in_position_embedding_group()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        mpu.initialize_model_parallel()
+    with pytest.raises(RuntimeError, match="no process groups exist"):
+        ProcessGroupCollection.use_mpu_process_groups()
+
+
+def use_groups_made_by_hand() -> float:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    collection = ProcessGroupCollection(tp=pairs[dist.get_rank() // 2], embd=None)
+    assert not mpu.is_initialized()
+    assert collection.embd is None
+    assert not hasattr(collection, "pp")
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=collection.tp)
+    return total.item()
+
+
+def test_a_collection_by_hand_needs_no_global_state():
+    assert run_ranks(use_groups_made_by_hand, 4) == [1.0, 1.0, 5.0, 5.0]
+    with pytest.raises(AttributeError, match=r"has no 'pp', only ProcessGroupCollection\(empty\)"):
+        _ = ProcessGroupCollection().pp
+    with pytest.raises(ValueError, match="no process group is called 'tensor'; use tp, pp"):
+        ProcessGroupCollection(tensor=None)
+
+
+def choose_embedding_stages() -> list[int] | None:
+    """As multi-token prediction does: a second-to-last stage that needs the embedding too."""
+    mpu.initialize_model_parallel(
+        1, 4, get_embedding_ranks=lambda ranks: [ranks[0], ranks[2], ranks[3]]
+    )
+    mine = members(mpu.get_embedding_group(check_initialized=False))
+    mpu.destroy_model_parallel()
+    return mine
+
+
+def test_embedding_stages_can_be_chosen():
+    assert run_ranks(choose_embedding_stages, 4) == [[0, 2, 3], None, [0, 2, 3], [0, 2, 3]]
+
+
+def test_every_kind_is_a_field_of_the_collection():
+    names = [entry.name for entry in fields(ProcessGroupCollection)]
+    assert sorted(names) == sorted(kind.name for kind in GROUP_KINDS)

@@ -1,0 +1,114 @@
+"""Wrappers, divisions, groups that may be missing; the device and the backend."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import device, utils
+from minimegatron.core.enums import ModelType
+from tests.ranks import run_ranks
+
+
+class Inner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = "inner config"
+        self.model_type = ModelType.encoder_or_decoder
+        self.nothing = None
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+
+
+class OtherWrapper(Wrapper):
+    config = None
+
+
+def test_unwrap_model():
+    inner = Inner()
+    model = OtherWrapper(Wrapper(inner))
+    assert utils.unwrap_model(model) is inner
+    assert utils.unwrap_model([model, inner]) == [inner, inner]
+    assert utils.unwrap_model(model, OtherWrapper) is model.module
+    assert utils.unwrap_model(model, (Wrapper,)) is inner
+    assert utils.unwrap_model(inner) is inner
+
+
+def test_attributes_of_wrapped_models():
+    inner = Inner()
+    model = OtherWrapper(Wrapper(inner))
+    assert utils.get_model_config(model) == "inner config"
+    assert utils.get_attr_wrapped_model(model, "config") is None
+    assert utils.get_attr_wrapped_model(model, "nothing") is None
+    assert utils.get_attr_wrapped_model(model, "model_type", return_model_obj=True) is inner
+    assert utils.get_model_type(model) is ModelType.encoder_or_decoder
+    with pytest.raises(RuntimeError, match="neither OtherWrapper nor what it wraps has 'depth'"):
+        utils.get_attr_wrapped_model(model, "depth")
+    with pytest.raises(RuntimeError, match="'nothing'"):
+        utils.get_attr_wrapped_model(model, "nothing", allow_none=False)
+    with pytest.raises(ValueError, match="list of 2 chunks"):
+        utils.get_attr_wrapped_model([model, model], "config")
+
+
+def test_divide():
+    assert utils.divide(12, 4) == 3
+    with pytest.raises(ValueError, match="13 is not divisible by 4; .*: 12 and 16"):
+        utils.divide(13, 4)
+    with pytest.raises(ValueError, match="2 is not divisible by 4"):
+        utils.ensure_divisibility(2, 4)
+
+
+def ask_groups() -> tuple:
+    pairs = [dist.new_group([0]), dist.new_group([1, 2])]
+    mine = pairs[min(dist.get_rank(), 1)]
+    logger = logging.getLogger("ask_groups")
+    seen = []
+    logger.addHandler(type("Kept", (logging.Handler,), {"emit": lambda _, r: seen.append(r.msg)})())
+    utils.log_single_rank(logger, logging.WARNING, "one", rank=2)
+    utils.log_on_each_pipeline_stage(
+        logger, logging.WARNING, "stage", tp_group=mine, dp_cp_group=None
+    )
+    return utils.get_pg_size(mine), utils.get_pg_rank(mine), utils.get_pg_src_rank(mine), seen
+
+
+def test_groups_that_may_be_missing():
+    assert utils.get_pg_size(None) == 1
+    assert utils.get_pg_rank(None) == 0
+    assert utils.get_pg_src_rank(None) == 0
+    assert run_ranks(ask_groups, 3) == [
+        (1, 0, 0, ["stage"]),
+        (2, 0, 1, ["stage"]),
+        (2, 1, 1, ["one"]),
+    ]
+
+
+def test_device_and_backend(monkeypatch):
+    monkeypatch.setattr(device, "_device", None)
+    with pytest.raises(ValueError, match="device is \"?'?tpu"):
+        device.set_device("tpu")
+    assert device.set_device("cpu") == device.get_device() == torch.device("cpu")
+    assert device.choose_backend(1) == "gloo"
+
+
+def test_ranks_share_gpus_when_they_outnumber_them(monkeypatch):
+    monkeypatch.setattr(device, "_device", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert [device.set_device("auto", rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert device.choose_backend(2) == "nccl"
+    assert device.choose_backend(4) == "gloo"
+    assert device.set_device("cpu", 1).type == "cpu"
+    assert device.choose_backend(2) == "gloo"
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no usable GPU here"):
+        device.set_device("cuda")

@@ -1,0 +1,178 @@
+"""Every layer is built once, in order, whatever the rule for placing them."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minimegatron.core.transformer.layer_placement import (
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+    layers_of_virtual_stages,
+)
+from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+
+
+def make_config(num_layers: int, p: int = 1, v: int | None = None, **options) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=p,
+        virtual_pipeline_model_parallel_size=v,
+        **options,
+    )
+
+
+def placed(config: TransformerConfig) -> list[list[int]]:
+    """Layer ids of each virtual stage, from what the two functions say about each chunk."""
+    p = config.pipeline_model_parallel_size
+    v = config.virtual_pipeline_model_parallel_size
+    stages = []
+    for chunk in range(v or 1):
+        for rank in range(p):
+            vp_stage = None if v is None else chunk
+            first = get_transformer_layer_offset(config, vp_stage, rank)
+            number = get_num_layers_to_build(config, vp_stage, rank)
+            stages.append(list(range(first, first + number)))
+    return stages
+
+
+@st.composite
+def configs(draw):
+    """Any division that is allowed: even, accounting for embedding and loss, uneven."""
+    p = draw(st.integers(1, 6))
+    v = draw(st.sampled_from([None, 1, 2, 3])) if p > 1 else None
+    chunks, per_chunk = v or 1, draw(st.integers(1, 4))
+    kind = draw(st.sampled_from(["even", "account", "uneven"]))
+    if kind == "even":
+        return make_config(p * chunks * per_chunk, p, v)
+    if kind == "account":
+        embedding, loss = draw(st.booleans()), draw(st.booleans())
+        num_layers = p * chunks * per_chunk - embedding - loss
+        if num_layers < 1 or (p * chunks == 1 and per_chunk < embedding + loss):
+            num_layers, embedding, loss = p * chunks * per_chunk, False, False
+        return make_config(
+            num_layers,
+            p,
+            v,
+            account_for_embedding_in_pipeline_split=embedding,
+            account_for_loss_in_pipeline_split=loss,
+        )
+    first = draw(st.none() | st.integers(0, 3))
+    last = draw(st.none() | st.integers(0, 3))
+    if (first is not None) + (last is not None) > p:
+        last = None
+    stages = [per_chunk] * p
+    if first is not None:
+        stages[0] = first
+    if last is not None:
+        stages[-1] = last
+    total = chunks * sum(stages)
+    if total == 0:
+        return make_config(p * chunks, p, v)
+    return make_config(
+        total,
+        p,
+        v,
+        num_layers_in_first_pipeline_stage=None if first is None else chunks * first,
+        num_layers_in_last_pipeline_stage=None if last is None else chunks * last,
+    )
+
+
+@given(configs())
+def test_union_of_layer_ids_is_all_in_order(config):
+    stages = placed(config)
+    assert [layer for stage in stages for layer in stage] == list(range(config.num_layers))
+    assert [len(stage) for stage in stages] == layers_of_virtual_stages(config)
+
+
+def test_documented_examples():
+    # Megatron's own comment: 8 layers, 2 stages, 4 chunks each of 1 layer.
+    assert placed(make_config(8, 2, 4)) == [[0], [1], [2], [3], [4], [5], [6], [7]]
+    # The trap: 8 layers, 2 stages, 2 chunks, uneven last.
+    config = make_config(8, 2, 2, num_layers_in_last_pipeline_stage=2)
+    assert placed(config) == [[0, 1, 2], [3], [4, 5, 6], [7]]
+    config = make_config(7, 4, num_layers_in_first_pipeline_stage=1)
+    assert placed(config) == [[0], [1, 2], [3, 4], [5, 6]]
+    config = make_config(
+        6,
+        4,
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )
+    assert placed(config) == [[0], [1, 2], [3, 4], [5]]
+    config = make_config(
+        2,
+        2,
+        2,
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )
+    assert placed(config) == [[], [0], [1], []]
+    assert placed(make_config(5, 1, num_layers_in_last_pipeline_stage=5)) == [[0, 1, 2, 3, 4]]
+
+
+def test_layouts():
+    for layout in ("Et|tt||tL", PipelineParallelLayerLayout("Et|tt||tL", 2)):
+        config = make_config(4, 2, 2, pipeline_model_parallel_layout=layout)
+        assert placed(config) == [[0], [1, 2], [], [3]]
+    with pytest.raises(ValueError, match="4 decoder layers but num_layers is 5"):
+        placed(make_config(5, 2, 2, pipeline_model_parallel_layout="Et|tt||tL"))
+    with pytest.raises(ValueError, match="2 chunks per rank but virtual_pipeline"):
+        placed(make_config(4, 2, pipeline_model_parallel_layout="Et|tt||tL"))
+
+
+def test_divisions_that_do_not_come_out():
+    for options, match in [
+        ((7, 2), r"num_layers 7 is not divisible .* use 6 or 8 layers"),
+        ((6, 2, 2), r"stage 0 has 3 layers, not divisible by virtual_pipeline.* 2"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            placed(make_config(*options))
+    for options, match in [
+        ({"num_layers_in_last_pipeline_stage": 3}, "5 layers remain"),
+        ({"num_layers_in_first_pipeline_stage": 9}, r"\[9\] do not fit num_layers 8"),
+        ({"num_layers_in_first_pipeline_stage": -1}, r"\[-1\] do not fit"),
+        (
+            {
+                "account_for_loss_in_pipeline_split": True,
+                "account_for_embedding_in_pipeline_split": True,
+            },
+            r"num_layers 8 \(\+ 2 for embedding and loss\)",
+        ),
+        (
+            {
+                "account_for_loss_in_pipeline_split": True,
+                "num_layers_in_first_pipeline_stage": 2,
+            },
+            "use one of the two",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            placed(make_config(8, 3, **options))
+    both = {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 4}
+    with pytest.raises(ValueError, match="2 or more stages are needed"):
+        placed(make_config(8, 1, **both))
+    with pytest.raises(ValueError, match="0 other stages"):
+        placed(make_config(9, 2, **both))
+
+
+def test_a_chunk_must_be_named():
+    with pytest.raises(ValueError, match="pp_rank is None but there are 2 stages"):
+        get_num_layers_to_build(make_config(4, 2))
+    with pytest.raises(ValueError, match="vp_stage is None but each stage has 2 chunks"):
+        get_num_layers_to_build(make_config(4, 2, 2), pp_rank=0)
+
+
+def test_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; "
+        "import minimegatron.core.transformer.layer_placement"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,385 @@
+"""Parity: a step of GPT, cut in any way over real ranks, against the same step in one process.
+
+Used by tests/test_parity.py and by the mutation tests. The reference runs in the test's own process
+with every group of size one, in float64, and is written to a file; every rank then compares its own
+pieces with it: the loss of each microbatch, every raw gradient before the optimizer sees it, and the
+weights after three steps.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from minimegatron.core import parallel_state
+from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from minimegatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    get_forward_backward_func,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from minimegatron.core.tensor_parallel.sharding import shard_parameter
+from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.core.utils import unwrap_model
+from tests.fake_transport import FakeGroup
+
+VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 32, 8, 2, 32, 8
+GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-10, 1e-9
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of cutting one step. `llama`: untied, RoPE, RMSNorm, SwiGLU, grouped queries."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vp: int | None = None
+    G: int | None = None
+    M: int = 4
+    llama: bool = False
+    batched: bool = True
+    overlap: bool = False
+    deallocate: bool = False
+    sp: bool = False
+    recompute: str | None = None
+    dist_opt: bool = False
+    overlap_grad_reduce: bool = False
+    per_token: bool = False
+    num_layers: int = 0
+    num_partial: int | None = None
+    """Microbatches in flight that keep their activations; the others recompute all."""
+    overlap_param_gather: bool = False
+    layout: str | None = None
+    """A pipeline layout; `vp` and `num_layers` must say what it does."""
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        default = asdict(Case())
+        return " ".join(f"{k}={v}" for k, v in asdict(self).items() if v != default[k]) or "serial"
+
+    def serial(self) -> "Case":
+        """The case that this one must equal: all of one global batch in one process."""
+        layers = self.num_layers or self.pp * (self.vp or 1)
+        return Case(
+            M=self.M * self.dp, llama=self.llama, per_token=self.per_token, num_layers=layers
+        )
+
+
+def transformer_config(case: Case) -> TransformerConfig:
+    style: dict[str, Any] = {}
+    if case.llama:
+        style = {
+            "num_query_groups": 4,
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "add_bias_linear": False,
+            "ffn_hidden_size": 24,
+        }
+    if case.recompute == "full":
+        style |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=case.num_layers or case.pp * (case.vp or 1),
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp,
+        pipeline_model_parallel_layout=case.layout,
+        microbatch_group_size_per_vp_stage=case.G,
+        sequence_parallel=case.sp,
+        batch_p2p_comm=case.batched and not case.overlap,
+        overlap_p2p_comm=case.overlap,
+        deallocate_pipeline_outputs=case.deallocate,
+        recompute_granularity=case.recompute,
+        num_microbatches_with_partial_activation_checkpoints=case.num_partial,
+        calculate_per_token_loss=case.per_token,
+        init_method_std=0.1,
+        **style,
+    )
+
+
+def batches(num: int) -> list[dict[str, torch.Tensor]]:
+    """The global batch's microbatches, with a different number of unmasked tokens in each."""
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for i in range(num):
+        text = torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
+        mask = torch.ones(MICRO_BATCH, SEQ, dtype=torch.float64)
+        mask[:, SEQ - 1 - i % 3 :] = 0.0
+        found.append({"tokens": text[:, :-1], "labels": text[:, 1:], "mask": mask})
+    return found
+
+
+def loss_func(mask, output):
+    total, num_tokens = (output * mask).sum(), mask.sum().int()
+    return total, num_tokens, {"loss": total.detach().clone(), "num_tokens": num_tokens}
+
+
+def forward_step_func(data_iterator, model, checkpoint_activations_microbatch=None):
+    batch = next(data_iterator)
+    positions = torch.arange(SEQ).expand(MICRO_BATCH, SEQ)
+    output = model(
+        batch["tokens"],
+        positions,
+        None,
+        labels=batch["labels"],
+        checkpoint_activations_microbatch=checkpoint_activations_microbatch,
+    )
+    return output, partial(loss_func, batch["mask"])
+
+
+def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
+    """This rank's chunks, wrapped, and their optimizer."""
+    config = transformer_config(case)
+    chunks = []
+    for chunk_id in range(case.vp or 1):
+        first = groups.pp.rank() == 0 and chunk_id == 0
+        last = groups.pp.rank() == case.pp - 1 and chunk_id == (case.vp or 1) - 1
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCAB,
+            SEQ,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=not case.llama,
+            position_embedding_type="rope" if case.llama else "learned_absolute",
+            pg_collection=groups,
+            vp_stage=None if case.vp is None else chunk_id,
+        )
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=case.dist_opt,
+            overlap_grad_reduce=case.overlap_grad_reduce,
+            overlap_param_gather=case.overlap_param_gather,
+            bucket_size=500,
+        )
+        chunks.append(
+            DistributedDataParallel(
+                config, ddp_config, model, disable_bucketing=chunk_id > 0, pg_collection=groups
+            )
+        )
+    # A large eps: a key's bias has no gradient but round-off, which Adam would turn into a step.
+    optimizer_config = OptimizerConfig(
+        lr=0.05,
+        adam_eps=1e-3,
+        clip_grad=0.5,
+        params_dtype=torch.float64,
+        use_distributed_optimizer=case.dist_opt,
+        overlap_param_gather=case.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, chunks, pg_collection=groups)
+    config.finalize_model_grads_func = finalize_model_grads
+    no_sync = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = no_sync[0] if case.vp is None else no_sync
+    return chunks, optimizer
+
+
+def train_steps(case: Case, chunks: list, optimizer: Any, groups: Any, data: list) -> Iterator:
+    """Yields (losses, gradients by global name, gradient norm) of each step."""
+    function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
+    for _ in range(NUM_STEPS):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = function(
+            forward_step_func=forward_step_func,
+            data_iterator=[iter(data) for _ in chunks],
+            model=chunks,
+            num_microbatches=case.M,
+            seq_length=SEQ,
+            micro_batch_size=MICRO_BATCH,
+            pg_collection=groups,
+        )
+        gradients = [
+            (name, param, param.main_grad.clone())
+            for chunk in chunks
+            for name, param in named_global_parameters(unwrap_model(chunk))
+        ]
+        success, norm, _ = optimizer.step()
+        assert success
+        yield [report["loss"].item() for report in reports], gradients, norm
+
+
+@cache
+def reference(case: Case, folder: Path) -> str:
+    """Runs the serial case here; returns the path of what it found."""
+    path = folder / f"reference-{abs(hash(case))}.pt"
+    names = ("tp", "pp", "cp", "dp", "dp_cp", "mp", "embd", "pos_embd", "tp_cp", "tp_dp_cp")
+    groups = ProcessGroupCollection(**{name: FakeGroup() for name in names})
+    chunks, optimizer = build(case, groups)
+    found: dict[str, Any] = {"losses": [], "gradients": [], "norms": []}
+    for losses, gradients, norm in train_steps(case, chunks, optimizer, groups, batches(case.M)):
+        found["losses"].append(losses)
+        found["gradients"].append({name: grad for name, _, grad in gradients})
+        found["norms"].append(norm)
+    model = unwrap_model(chunks[0])
+    found["weights"] = {name: p.detach().clone() for name, p in named_global_parameters(model)}
+    torch.save(found, path)
+    return os.fspath(path)
+
+
+def compare(case: Case, expected: dict[str, Any], groups: Any) -> tuple[int, float, list[str]]:
+    """Runs `case` on this rank. Returns the number of tensors compared, the worst difference, and
+    what went beyond its tolerance."""
+    chunks, optimizer = build(case, groups)
+    data = batches(case.M * case.dp)[groups.dp.rank() :: case.dp]
+    tp_rank, problems, compared, worst = groups.tp.rank(), [], 0, 0.0
+
+    def check(what: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+        nonlocal compared, worst
+        difference = (found - wanted).abs().max().item()
+        compared, worst = compared + 1, max(worst, difference)
+        if not difference <= tolerance:
+            problems.append(f"{case}: {what} is off by {difference:.3g}")
+
+    steps = train_steps(case, chunks, optimizer, groups, data)
+    for step, (losses, gradients, norm) in enumerate(steps):
+        tolerance = GRADIENT_TOLERANCE if step == 0 else WEIGHT_TOLERANCE
+        wanted = expected["losses"][step][groups.dp.rank() :: case.dp]
+        if groups.pp.rank() == case.pp - 1:
+            check("loss", torch.tensor(losses), torch.tensor(wanted), tolerance)
+        for name, param, grad in gradients:
+            full = expected["gradients"][step][name]
+            # With a distributed optimizer a rank has whole gradients of its own shards only.
+            if not case.dist_opt or case.dp == 1:
+                piece = shard_parameter(full, param, tp_rank, case.tp)
+                check(f"step {step} gradient of {name}", grad, piece, tolerance)
+        check("norm", torch.tensor(norm), torch.tensor(expected["norms"][step]), tolerance)
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+        for name, param in named_global_parameters(unwrap_model(chunk)):
+            piece = shard_parameter(expected["weights"][name], param, tp_rank, case.tp)
+            check(f"weight of {name}", param.detach(), piece, WEIGHT_TOLERANCE)
+    problems += copies_that_differ(case, chunks, groups)
+    return compared, worst, problems
+
+
+def copies_that_differ(case: Case, chunks: list, groups: Any) -> list[str]:
+    """Weights that several ranks hold must stay bit-equal: over tp, over dp, tied embeddings."""
+    problems = []
+    for chunk in chunks:
+        model = unwrap_model(chunk)
+        for name, param in named_global_parameters(model):
+            sharers = [("dp", groups.dp)]
+            if not (param.tensor_model_parallel and case.tp > 1):
+                sharers.append(("tp", groups.tp))
+            if name == "embedding.word_embeddings.weight" and not case.llama:
+                sharers.append(("embd", groups.embd))
+            for kind, group in sharers:
+                if group.size() > 1:
+                    first = param.detach().clone()
+                    torch.distributed.broadcast(first, group=group, group_src=0)
+                    if not torch.equal(first, param.detach()):
+                        problems.append(f"{case}: copies of {name} differ over {kind}")
+    return problems
+
+
+def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list[str]]]:
+    """In one rank: every case of one world size, with its reference's path."""
+    results = []
+    layout = None
+    for case, path in sorted(cases, key=lambda item: str((item[0].tp, item[0].pp, item[0].vp))):
+        if layout != (case.tp, case.pp, case.vp):
+            if layout is not None:
+                parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=case.tp,
+                pipeline_model_parallel_size=case.pp,
+                virtual_pipeline_model_parallel_size=case.vp,
+            )
+            layout = (case.tp, case.pp, case.vp)
+        model_parallel_cuda_manual_seed(1)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        results.append((str(case), *compare(case, torch.load(path), groups)))
+    return results
+
+
+def layouts() -> list[Case]:
+    """Every composition of tp, pp and dp over 2 to 8 ranks."""
+    sizes = [(tp, pp, dp) for tp in (1, 2, 4) for pp in (1, 2, 3, 4) for dp in (1, 2)]
+    return [Case(tp=tp, pp=pp, dp=dp) for tp, pp, dp in sizes if 1 < tp * pp * dp <= 8]
+
+
+def all_cases() -> list[Case]:
+    """The schedules' grid: every layout, with every schedule and message mode on some."""
+    cases = []
+    for layout in layouts():
+        cases += _plain(layout)
+        if layout.pp > 1:
+            cases += _interleaved(layout)
+    return cases
+
+
+def system_cases() -> list[Case]:
+    """Sequence parallelism x recompute x ZeRO-1, every composition that a layout allows."""
+    cases = []
+    for layout in layouts():
+        for sp in (False, True) if layout.tp > 1 else (False,):
+            for recompute in (None, "selective", "full"):
+                for dist_opt in (False, True) if layout.dp > 1 else (False,):
+                    if sp or recompute or dist_opt:
+                        combined = {"sp": sp, "recompute": recompute, "dist_opt": dist_opt}
+                        llama = (len(cases) % 2) == 1
+                        cases.append(replace(layout, M=2, llama=llama, **combined))
+        everything = {
+            "sp": layout.tp > 1,
+            "dist_opt": layout.dp > 1,
+            "overlap_grad_reduce": layout.dp > 1,
+            "overlap_param_gather": layout.dp > 1,
+            "deallocate": True,
+        }
+        if layout.pp > 1:
+            ring = {"vp": 2, "G": layout.pp, "M": 2 * layout.pp, "overlap": True}
+            cases.append(replace(layout, recompute="full", **everything, **ring))
+            cases.append(replace(layout, M=5, recompute="full", num_partial=1, **everything))
+            cases.append(replace(layout, num_partial=2, **everything, **ring))
+    return cases
+
+
+def _plain(layout: Case) -> list[Case]:
+    cases = [replace(layout, M=M, llama=M % 2 == 1) for M in (1, 2, 3, 4, 8)]
+    cases += [replace(layout, M=3), replace(layout, M=4, llama=True)]
+    if layout.pp > 1:
+        cases.append(replace(layout, M=8, batched=False, deallocate=True, llama=True))
+    if layout.dp > 1:
+        cases.append(replace(layout, M=3, overlap_grad_reduce=True))
+        cases.append(replace(layout, M=2, per_token=True, llama=True))
+    return cases
+
+
+def _interleaved(layout: Case) -> list[Case]:
+    p = layout.pp
+    ring = replace(layout, vp=2, batched=p > 2)
+    cases = [
+        replace(ring, M=2 * p, G=p),
+        replace(ring, M=2 * p, G=2 * p, llama=True, batched=False),
+        replace(ring, M=2 * p + 1, G=p + 1, overlap=True, deallocate=True),  # a remainder group
+        replace(ring, M=p, G=p, vp=3, overlap=True, llama=True),
+    ]
+    if p == 4 or layout.world > 4:
+        return cases[1:3]
+    return [*cases, replace(ring, M=8, G=8, vp=3, deallocate=True, batched=False)]

@@ -1,0 +1,361 @@
+"""The rules of the house, checked on the source itself: sizes, imports, docstrings, habits.
+
+Nothing here imports the package in this process: the source is read with `ast` and `tokenize`.
+"""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "minimegatron"
+
+MAX_FUNCTION_LINES = 60
+"""Code lines below the signature, which the formatter gives a line per argument."""
+MAX_FILE_LINES = 400
+
+LAYERS = [
+    {
+        "core.activations",
+        "core.device",
+        "core.enums",
+        "core.model_parallel_config",
+        "core.num_microbatches_calculator",
+        "core.optimizer_param_scheduler",
+        "core.rank_generator",
+        "core.tracing",
+    },
+    {"core.collectives"},
+    {"core.parallel_state", "core.rerun_state_machine", "core.timers", "core.utils"},
+    {"core.process_groups_config"},
+    {"core.tensor_parallel"},
+    {"core.pipeline_parallel", "core.transformer"},
+    {"core.datasets", "core.distributed", "core.models"},
+    {"core.dist_checkpointing", "core.optimizer"},
+    {"planner"},
+    {"doctor", "execution", "tracing"},
+    {"launcher"},
+    {"training"},
+    {"convert"},
+    {"commands", "exercises", "pretrain_gpt"},
+    {"__main__"},
+]
+"""What may import what: each component only from rows above its own, and from itself."""
+
+TORCH_FREE = [
+    "minimegatron.core.datasets.megatron_tokenizer",
+    "minimegatron.core.dist_checkpointing.core",
+    "minimegatron.core.enums",
+    "minimegatron.core.num_microbatches_calculator",
+    "minimegatron.core.optimizer_param_scheduler",
+    "minimegatron.core.pipeline_parallel.schedule_table",
+    "minimegatron.core.rank_generator",
+    "minimegatron.core.tracing",
+    "minimegatron.core.transformer.enums",
+    "minimegatron.core.transformer.layer_placement",
+    "minimegatron.core.transformer.pipeline_parallel_layer_layout",
+    "minimegatron.doctor.diagnosis",
+    "minimegatron.doctor.shared_record",
+    "minimegatron.doctor.watchman",
+    "minimegatron.commands.trace",
+    "minimegatron.planner",
+    "minimegatron.tracing.trace_view",
+    "minimegatron.training.checkpoint_args",
+    "minimegatron.training.checkpoint_folder",
+    "minimegatron.training.config",
+]
+"""Modules, and all modules of packages, that must load where torch does not exist."""
+
+MAY_ASK_PARALLEL_STATE = re.compile(
+    r"minimegatron\.(training\..*|pretrain_\w+|tracing\..*|doctor\..*|exercises\..*"
+    r"|core\.parallel_state|core\.process_groups_config"
+    r"|core\.pipeline_parallel\.(schedules|p2p_communication)"
+    r"|core\.tensor_parallel\.utils)"
+)
+"""The edges of the package; everything between them is given its process groups."""
+
+MAY_READ_ENVIRONMENT = re.compile(
+    r"minimegatron\.(launcher|training\.(arguments|initialize|failures))"
+)
+"""Before arguments are parsed, or instead of parsing them."""
+
+
+# -- Reading the source --
+
+
+@cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+@cache
+def code_lines(path: Path) -> frozenset[int]:
+    """Numbers of the lines that hold code: no blank lines, comments or docstrings."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type not in skipped and token.string:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    # Docstrings, and the strings that document a field, are expressions of their own.
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines.difference_update(range(node.lineno, node.end_lineno + 1))
+    return frozenset(lines)
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def imported(node: ast.AST, package: str) -> list[str]:
+    """The modules of this package that one import statement reaches."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{package}: relative import in line {node.lineno}"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    else:
+        return []
+    reached = []
+    for name in names:
+        while name and name not in modules():
+            name = name.rpartition(".")[0]
+        if name and name not in ("minimegatron", package):
+            reached.append(name)
+    return reached
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    nodes = ast.walk(tree(modules()[name]))
+    return frozenset(reached for node in nodes for reached in imported(node, name))
+
+
+def component(module: str) -> str:
+    """`core.optimizer` for `minimegatron.core.optimizer.clip_grads`, `training` for the rest alike."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[:2]) if parts[0] == "core" else parts[0]
+
+
+def everything_but_inits() -> list[str]:
+    return [name for name, path in modules().items() if path.name != "__init__.py"]
+
+
+# -- Sizes --
+
+
+def test_functions_are_short():
+    long = []
+    for name, path in modules().items():
+        for function in functions(path):
+            body = range(function.body[0].lineno, function.end_lineno + 1)
+            count = len(code_lines(path).intersection(body))
+            if count > MAX_FUNCTION_LINES:
+                long.append(f"{name}.{function.name}: {count} code lines")
+    assert not long
+
+
+def test_files_are_short():
+    counts = {name: len(code_lines(path)) for name, path in modules().items()}
+    assert not {name: count for name, count in counts.items() if count > MAX_FILE_LINES}
+
+
+def test_code_lines_are_counted_right(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text('"""Doc."""\n\n# comment\nx = 1  # said\n"""Of x."""\ny = (\n    2\n)\n')
+    assert code_lines(path) == {4, 6, 7, 8}
+
+
+# -- Imports --
+
+
+def test_imports_point_downward():
+    row_of = {name: row for row, names in enumerate(LAYERS) for name in names}
+    components = {component(name) for name in modules() if name != "minimegatron"} - {"core"}
+    assert not components - set(row_of), "give these a row in LAYERS"
+    wrong = []
+    for name in modules():
+        for other in imports(name):
+            here, there = component(name), component(other)
+            if there != here and row_of[there] >= row_of[here]:
+                wrong.append(f"{name} imports {other}")
+    assert not wrong
+
+
+def test_no_import_cycles():
+    done, path = set(), []
+
+    def visit(name: str) -> None:
+        if name in path:
+            pytest.fail("import cycle: " + " -> ".join([*path[path.index(name) :], name]))
+        if name in done:
+            return
+        path.append(name)
+        for other in sorted(imports(name)):
+            visit(other)
+        path.pop()
+        done.add(name)
+
+    for name in modules():
+        visit(name)
+
+
+def test_schedules_know_no_layer():
+    """They reach models, optimizers and losses through hooks and methods only."""
+    for name in modules():
+        if name.startswith("minimegatron.core.pipeline_parallel."):
+            reached = {component(other) for other in imports(name)}
+            assert not reached & {"core.transformer", "core.models", "core.distributed"}, name
+
+
+def test_no_imports_of_ours_inside_functions():
+    inside = [
+        f"{name}.{function.name} imports {reached}"
+        for name, path in modules().items()
+        if name != "minimegatron"  # whose __getattr__ is there so that it need not import
+        for function in functions(path)
+        for node in ast.walk(function)
+        for reached in imported(node, "")
+    ]
+    assert not inside
+
+
+def test_torch_free_modules_load_without_torch():
+    names = [
+        name
+        for name in modules()
+        if any(name == free or name.startswith(f"{free}.") for free in TORCH_FREE)
+    ]
+    assert set(TORCH_FREE) <= set(names)
+    program = (
+        "import sys, importlib\n"
+        "sys.modules['torch'] = None  # importing it now raises ImportError\n"
+        f"for name in {names}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_parallel_state_is_asked_at_the_edges_only():
+    outside = [
+        name
+        for name in modules()
+        if "minimegatron.core.parallel_state" in imports(name)
+        and not MAY_ASK_PARALLEL_STATE.fullmatch(name)
+    ]
+    assert not outside
+
+
+# -- Docstrings --
+
+
+def test_every_module_says_what_it_is():
+    empty = [
+        name for name in everything_but_inits() if not (ast.get_docstring(tree(modules()[name])))
+    ]
+    assert not empty
+
+
+def test_every_module_says_who_calls_it():
+    says = re.compile(r"(Called|Read|Run|Set|Made|Filled in|Used|Asked|Started|Imported) by")
+    silent = []
+    for name in everything_but_inits():
+        first_lines = "\n".join((ast.get_docstring(tree(modules()[name])) or "").split("\n")[:12])
+        if not says.search(first_lines):
+            silent.append(name)
+    assert not silent
+
+
+def test_every_public_function_and_class_has_a_docstring():
+    bare = []
+    for name in everything_but_inits():
+        for node in tree(modules()[name]).body:
+            is_public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
+            if is_public and not ast.get_docstring(node):
+                bare.append(f"{name}.{node.name}")
+    assert not bare
+
+
+# -- Habits --
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+
+
+def test_nothing_is_left_for_later():
+    for name, path in modules().items():
+        found = re.search(r"\b(TODO|FIXME|XXX|HACK)\b|for now", path.read_text())
+        assert not found, f"{name}: {found[0]}"
+        for function in functions(path):
+            assert not all(isinstance(node, ast.Pass) for node in function.body), function.name
+
+
+def test_no_nonlocal():
+    for name, path in modules().items():
+        assert not any(isinstance(node, ast.Nonlocal) for node in ast.walk(tree(path))), name
+
+
+def test_configurations_have_no_hidden_defaults():
+    """`getattr(config, "x", 1)` hides a misspelt name and a second default."""
+    hidden = [
+        f"{name}:{call.lineno}"
+        for name, path in modules().items()
+        for call in calls(path)
+        if isinstance(call.func, ast.Name) and call.func.id == "getattr" and len(call.args) == 3
+        if re.search(r"(config|args)$", ast.unparse(call.args[0]))
+    ]
+    assert not hidden
+
+
+def test_the_environment_is_read_once():
+    reading = [
+        name
+        for name, path in modules().items()
+        if re.search(r"\bos\.(environ(?!\[\S+\] =)|getenv)\b", path.read_text())
+        and not MAY_READ_ENVIRONMENT.fullmatch(name)
+    ]
+    assert not reading
+
+
+def test_no_device_is_taken_for_granted():
+    for name, path in modules().items():
+        for call in calls(path):
+            is_cuda = isinstance(call.func, ast.Attribute) and call.func.attr == "cuda"
+            assert not is_cuda, f"{name}:{call.lineno} calls .cuda(); use get_device()"
+
+
+def test_no_message_is_lost():
+    """An f-string that is a statement of its own is half an error message that fell off."""
+    for name, path in modules().items():
+        for node in ast.walk(tree(path)):
+            lost = isinstance(node, ast.Expr) and isinstance(node.value, ast.JoinedStr)
+            assert not lost, f"{name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("command", [("check",), ("format", "--check")], ids=" ".join)
+def test_ruff_is_content(command):
+    ruff = Path(sys.executable).with_name("ruff")
+    done = subprocess.run(
+        [ruff, *command, "minimegatron", "tests"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,193 @@
+"""Ranks that return, raise, die and hang, and what is left of them: nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.launcher import RankError, RankProcesses, RankTimeout, launch
+from tests.ranks import run_ranks
+
+
+def report(factor: torch.Tensor) -> dict:
+    total = factor * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    return {
+        "rank": dist.get_rank(),
+        "total": total,
+        "threads": torch.get_num_threads(),
+        "environment": os.environ["RANK"] + "/" + os.environ["WORLD_SIZE"],
+        "passed on": os.environ.get("MINIMEGATRON_TEST"),
+        "cuda": torch.cuda.is_initialized(),
+        "pid": os.getpid(),
+    }
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError(f"trouble on {rank}")
+    dist.barrier()
+
+
+def end_on(rank: int, how: str) -> None:
+    if dist.get_rank() == rank:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_on(rank: int, folder: str) -> None:
+    # A process of its own per rank, to see that it goes as well.
+    child = subprocess.Popen(["sleep", "600"])
+    with open(f"{folder}/{dist.get_rank()}", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    if dist.get_rank() == rank:
+        dist.recv(torch.empty(1), src=0)
+
+
+def leave_early_with_message_under_way() -> float | None:
+    if dist.get_rank() == 0:
+        dist.send(torch.full((1000,), 3.0), dst=1)
+        return None
+    time.sleep(0.3)
+    received = torch.empty(1000)
+    dist.recv(received, src=0)
+    return received.mean().item()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int]) -> list[int]:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(map(is_running, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if is_running(pid)]
+
+
+def test_values_come_back_in_rank_order(monkeypatch):
+    monkeypatch.setenv("MINIMEGATRON_TEST", "late")
+    values = run_ranks(report, 3, torch.tensor([1.0, 10.0]))
+    assert [value["rank"] for value in values] == [0, 1, 2]
+    for value in values:
+        assert value["total"].tolist() == [6.0, 60.0]
+        assert value["threads"] == 1
+        assert value["environment"] == f"{value['rank']}/3"
+        assert value["passed on"] == "late"
+        assert not value["cuda"]
+    assert not wait_until_gone([value["pid"] for value in values])
+
+
+def test_a_second_launch_is_quick():
+    run_ranks(report, 2, torch.ones(1))
+    start = time.monotonic()
+    run_ranks(report, 4, torch.ones(1))
+    # 0.2 s on an idle two-core machine; a fresh interpreter per rank would take 8 s.
+    assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback():
+    with pytest.raises(RankError) as caught:
+        run_ranks(raise_on, 3, 1)
+    message = str(caught.value)
+    assert message.startswith("rank 1 of 3 raised KeyError: 'trouble on 1'")
+    assert 'raise KeyError(f"trouble on {rank}")' in message
+    assert "stopped while running: ranks 0, 2" in message
+    assert caught.value.ranks == [1]
+
+
+@pytest.mark.parametrize(("how", "fate"), [("exit", "exit code 7"), ("kill", "killed by SIGKILL")])
+def test_a_rank_that_dies_is_named_with_its_end(how, fate):
+    with pytest.raises(RankError) as caught:
+        run_ranks(end_on, 3, 2, how)
+    assert str(caught.value).startswith("rank 2 of 3 ")
+    assert fate in str(caught.value)
+    assert caught.value.ranks[0] == 2
+
+
+def test_a_hang_names_the_ranks_shows_their_stacks_and_leaves_nothing(tmp_path):
+    run_ranks(report, 1, torch.ones(1))
+    with pytest.raises(RankTimeout) as caught:
+        run_ranks(hang_on, 3, 1, str(tmp_path), timeout=4)
+    message = str(caught.value)
+    assert message.startswith("rank 1 of 3 did not return within 4 s")
+    assert "in hang_on" in message
+    assert "_die_with_parent" not in message
+    assert caught.value.ranks == [1]
+    assert isinstance(caught.value, TimeoutError)
+    pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
+    assert len(pids) == 6
+    assert not wait_until_gone(pids)
+
+
+def test_success_leaves_nothing_either(tmp_path):
+    run_ranks(hang_on, 2, -1, str(tmp_path))
+    pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
+    assert len(pids) == 4
+    assert not wait_until_gone(pids)
+
+
+def test_ranks_leave_together():
+    assert run_ranks(leave_early_with_message_under_way, 2) == [None, 3.0]
+
+
+def wait_for_file(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+def test_stacks_can_be_read_while_ranks_go_on(tmp_path):
+    go = tmp_path / "go"
+    with RankProcesses(wait_for_file, 2, str(go), backend="gloo", device="cpu") as ranks:
+        # The first look may come before the processes exist; it must not harm them.
+        stacks = ranks.python_stacks([0, 1])
+        deadline = time.monotonic() + 60
+        while not all("in wait_for_file" in stack for stack in stacks.values()):
+            assert time.monotonic() < deadline, stacks
+            stacks = ranks.python_stacks([0, 1])
+        assert ranks.unfinished() == [0, 1]
+        go.touch()
+        assert ranks.wait(timeout=30) == [None, None]
+
+
+def test_killing_the_caller_ends_its_ranks(tmp_path):
+    code = (
+        "from tests.test_launcher import hang_on; from tests.ranks import run_ranks\n"
+        f"if __name__ == '__main__': run_ranks(hang_on, 2, 1, {str(tmp_path)!r})"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": ".", "TMPDIR": str(tmp_path / "temporary")}
+    (tmp_path / "temporary").mkdir()
+    caller = subprocess.Popen([sys.executable, str(script)], env=environment)
+    try:
+        pids = []
+        deadline = time.monotonic() + 60
+        while len(pids) < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            texts = [file.read_text() for file in tmp_path.iterdir() if file.name in "01"]
+            pids = [int(pid) for text in texts for pid in text.split()]
+        assert len(pids) == 4
+    finally:
+        caller.kill()
+        caller.wait()
+    assert not wait_until_gone(pids)
+    assert not list((tmp_path / "temporary").glob("minimegatron-ranks-*"))
+
+
+def test_what_cannot_be_launched_is_refused():
+    with pytest.raises(ValueError, match="nprocs is 0; give 1 rank or more"):
+        launch(report, 0)
+    with pytest.raises(ValueError, match="at the top level of a module"):
+        launch(lambda: None, 1)

@@ -1,0 +1,67 @@
+"""`make demo`: the command it shows is the one it runs, and every layout it offers is a valid one."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from minimegatron.training.arguments import parse_args
+from minimegatron.training.config import Arguments
+from tests.training.test_bad_configs import launcher_environment
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def dry_run(*settings: str) -> str:
+    """What `make demo` would do, without doing it."""
+    command = ["make", "--dry-run", "demo", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    return done.stdout.replace("\\\n", " ")
+
+
+def arguments_of_demo(*settings: str) -> Arguments:
+    *_, last = [line for line in dry_run(*settings).splitlines() if "torchrun" in line]
+    words = shlex.split(last)
+    world_size = int(words[words.index("--nproc-per-node") + 1])
+    argv = words[words.index("minimegatron.pretrain_gpt") + 1 :]
+    return parse_args(argv=argv, environ=launcher_environment(0, world_size))
+
+
+def num_microbatches(args: Arguments) -> int:
+    return args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+
+
+def test_demo_is_two_by_two_with_eight_microbatches():
+    args = arguments_of_demo()
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
+    assert args.world_size == 4
+    assert num_microbatches(args) == 8
+    assert args.data_path is None and args.sample_tokens > 0
+
+
+def test_demo_shows_what_it_runs():
+    shown, ran = [line for line in dry_run().splitlines() if "torchrun" in line]
+    assert shlex.split(ran) == shlex.split(shlex.split(shown)[1])
+
+
+def test_every_layout_offered_works():
+    offered = re.findall(r"make demo (LAYOUT=(?:\"[^\"]*\")?)([^']*)", dry_run())
+    assert len(offered) == 4
+    layouts = []
+    for layout, rest in offered:
+        settings = [layout.replace('"', ""), *re.findall(r"NPROC=\d+", rest)]
+        args = arguments_of_demo(*settings)
+        layouts.append(
+            (
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                args.virtual_pipeline_model_parallel_size,
+                args.data_parallel_size,
+            )
+        )
+    assert layouts == [(1, 4, None, 1), (2, 2, 2, 1), (2, 1, None, 2), (1, 1, None, 1)]

@@ -1,0 +1,157 @@
+"""Each known mistake, made on purpose in a copy of the package: the tests must notice.
+
+A fault's row names what runs against it (a few tests, or one parity case) and a word that must be
+in the output, so that it is noticed for what it is. Every such probe must also pass on the code as
+it is.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import minimegatron
+from minimegatron.exercises.faults import FAULTS, Fault, apply_fault
+
+ROOT = Path(__file__).parents[1]
+ORDER = ("pytest", "tests/core/pipeline_parallel/test_order.py")
+STEPS = ("pytest", "tests/core/pipeline_parallel/test_steps.py")
+GROUPS = ("pytest", "tests/core/test_rank_generator.py")
+SKIPS = ("pytest", "tests/core/optimizer", "-k", "skip")
+TP = ("tests.probes", '{"tp": 2, "M": 2}')
+SP = ("tests.probes", '{"tp": 2, "M": 2, "sp": true}')
+SP_PP = ("tests.probes", '{"tp": 2, "pp": 2, "M": 2, "sp": true}')
+PP = ("tests.probes", '{"pp": 2, "M": 3}')
+PP_TOKENS = ("tests.probes", '{"pp": 2, "M": 3, "per_token": true}')
+VP = ("tests.probes", '{"pp": 2, "vp": 2, "M": 4, "G": 2, "batched": false}')
+DP = ("tests.probes", '{"dp": 2, "M": 2}')
+DP_TOKENS = ("tests.probes", '{"dp": 2, "M": 2, "per_token": true}')
+DP_OVERLAP = ("tests.probes", '{"pp": 2, "dp": 2, "M": 3, "overlap_grad_reduce": true}')
+
+CAUGHT_BY = {
+    "backward-of-the-newest": (ORDER, r"expected gradient|Deadlock|rank 0 of"),
+    "one-warm-up-too-many": (ORDER, r"test_plain_schedules"),
+    "warm-up-not-clamped": (ORDER, r"StopIteration|Deadlock|rank \d of"),
+    "interleaved-warm-up-once": (ORDER, r"Deadlock|rank \d of|deque|assert"),
+    "backward-chunks-in-forward-order": (ORDER, r"Deadlock|deque|StopIteration|empty|expected"),
+    "one-receive-too-many": (ORDER, r"IndexError|Deadlock"),
+    "short-group-allowed": (
+        ORDER,
+        r"test_interleaving_refuses_short_groups|DID NOT RAISE|Deadlock",
+    ),
+    "chunks-share-an-iterator": (ORDER, r"expected activation|StopIteration"),
+    "input-of-another-chunk": (ORDER, r"expected activation|deque|IndexError"),
+    "all-stages-send-first": (ORDER, r"Deadlock"),
+    "batched-ring-of-two": (ORDER, r"DID NOT RAISE"),
+    "gradient-to-the-next-stage": (ORDER, r"Deadlock|expected"),
+    "freed-while-being-sent": (ORDER, r"sent shape|assert"),
+    "input-without-gradient": (ORDER, r"requires_grad|retain_grad|grad|Deadlock"),
+    "shape-of-another-direction": (SP_PP, r"bytes came where|shape"),
+    "loss-not-divided-by-microbatches": (STEPS, r"three_values"),
+    "masked-microbatch-divides-by-zero": (STEPS, r"fully_masked"),
+    "context-ranks-forgotten": (STEPS, r"context_ranks"),
+    "loss-scale-on-every-stage": (STEPS, r"last_stage_only"),
+    "checked-backward-of-a-freed-output": (ORDER, r"[Mm]ismatch in shape"),
+    "views-are-freed": (STEPS, r"refuses_views"),
+    "input-gradient-not-summed": (TP, r"gradient of .* is off"),
+    "bias-on-every-rank": (TP, r"(loss|gradient of .*) is off"),
+    "foreign-tokens-not-masked": (TP, r"loss is off"),
+    "softmax-of-a-part": (TP, r"loss is off"),
+    "sequence-parallel-gradient-not-scattered": (SP, r"gradient of .* is off"),
+    "same-draw-on-every-rank": (TP, r"loss is off"),
+    "chunks-laid-out-by-rank": (VP, r"loss is off|gradient of .* is off"),
+    "embedding-group-of-all-stages": (GROUPS, r"embd|embedding"),
+    "gradients-overwritten": (DP, r"gradient of .* is off"),
+    "gradients-not-averaged": (DP, r"gradient of .* is off"),
+    "no-sync-forgotten": (DP_OVERLAP, r"no_sync|is off"),
+    "tied-embedding-not-summed": (PP, r"word_embeddings.weight (is off|differ)"),
+    "norm-gradients-not-summed": (SP, r"layernorm.* is off"),
+    "norm-gradients-averaged": (SP, r"layernorm.* is off"),
+    "tokens-of-one-replica": (DP_TOKENS, r"gradient of .* is off"),
+    "tokens-of-every-stage": (PP_TOKENS, r"gradient of .* is off"),
+    "clipped-by-the-local-norm": (TP, r"norm is off"),
+    "shared-weight-counted-twice": (PP, r"norm is off"),
+    "replicas-counted-often": (TP, r"norm is off"),
+    "overflow-seen-by-one-rank": (SKIPS, r"skip"),
+}
+
+
+def run_probe(probe: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess:
+    arguments = [*probe[1:], "-x", "-q", "-p", "no:cacheprovider"]
+    if probe[0] != "pytest":
+        arguments = list(probe[1:])
+    # The folder's own copy of the package comes first, before the installed one.
+    environment = {**os.environ, "PYTHONPATH": os.fspath(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", probe[0], *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def copy_package(folder: Path) -> None:
+    source = Path(minimegatron.__file__).parent
+    shutil.copytree(
+        source, folder / "minimegatron", ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+    )
+    (folder / "tests").symlink_to(ROOT / "tests")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def run_broken(fault: Fault, folder: Path) -> subprocess.CompletedProcess:
+    copy_package(folder)
+    apply_fault(fault, folder / "minimegatron")
+    done = run_probe(CAUGHT_BY[fault.name][0], folder)
+    shutil.rmtree(folder)
+    return done
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """All faults, two at a time; one process each, and the ranks that a probe starts."""
+    with ThreadPoolExecutor(2) as pool:
+        running: dict[str, Future] = {
+            fault.name: pool.submit(run_broken, fault, tmp_path_factory.mktemp(fault.name))
+            for fault in FAULTS
+        }
+        yield running
+
+
+def test_every_fault_has_a_probe_and_the_numbers_are_as_promised():
+    assert {fault.name for fault in FAULTS} == set(CAUGHT_BY)
+    assert len(FAULTS) >= 35
+    assert len({fault.story for fault in FAULTS}) == len(FAULTS)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_fault_is_noticed(fault, outcomes):
+    done = outcomes[fault.name].result()
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, f"the tests pass with this mistake:\n{output[-3000:]}"
+    assert re.search(CAUGHT_BY[fault.name][1], output), output[-3000:]
+
+
+# The probes that are tests of the suite pass as part of it.
+PARITY_PROBES = sorted({probe for probe, _ in CAUGHT_BY.values() if probe[0] != "pytest"})
+
+
+@pytest.mark.parametrize("probe", PARITY_PROBES, ids=" ".join)
+def test_the_probe_passes_without_a_fault(probe, tmp_path):
+    copy_package(tmp_path)
+    done = run_probe(probe, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_patch_that_no_longer_fits_is_told(tmp_path):
+    copy_package(tmp_path)
+    fault = Fault("gone", "core/utils.py", "no such line", "", "")
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        apply_fault(fault, tmp_path / "minimegatron")

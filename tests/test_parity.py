@@ -1,0 +1,33 @@
+"""Parallel equals serial: losses, every raw gradient, and weights after three steps, in float64."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity import Case, all_cases, reference, run_cases, system_cases
+from tests.ranks import run_ranks
+
+WORLDS = sorted({case.world for case in all_cases()})
+
+
+def check(cases: list[Case], world: int, folder: Path) -> None:
+    cases = [case for case in cases if case.world == world]
+    work = [(case, reference(case.serial(), folder)) for case in cases]
+    results = run_ranks(run_cases, world, work, timeout=280)
+    problems = [problem for rank in results for *_, found in rank for problem in found]
+    assert problems == []
+    compared = sum(number for rank in results for _, number, _, _ in rank)
+    worst = max(worst for rank in results for _, _, worst, _ in rank)
+    print(f"{world} ranks: {len(cases)} cases, {compared} tensors, worst difference {worst:.1e}")
+    assert compared > 20 * len(cases)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gpt_equals_one_process(world, tmp_path_factory):
+    check(all_cases(), world, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_memory_savings_change_nothing(world, tmp_path_factory):
+    """Sequence parallelism, recompute and ZeRO-1, together in every way."""
+    check(system_cases(), world, tmp_path_factory.getbasetemp())
