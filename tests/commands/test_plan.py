@@ -1,0 +1,186 @@
+"""`minimegatron plan`: what it accepts, what it refuses in one line, and user schedules."""
+
+import json
+import re
+
+import pytest
+
+from minimegatron.__main__ import main
+
+
+def run(line: str) -> int:
+    """The exit code, also where arguments do not parse."""
+    try:
+        return main(["plan", *line.split()])
+    except SystemExit as error:
+        return error.code
+
+
+def refused(capsys, line: str) -> str:
+    """The one line on stderr."""
+    assert run(line) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.startswith("minimegatron plan: error: ")
+    assert streams.err.count("\n") == 1
+    return streams.err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--pp 4", "--microbatches"),
+        ("--pp 0 --microbatches 4", "pp is 0"),
+        ("--pp 4 --microbatches x", "invalid int value: 'x'"),
+        ("--pp 4 --microbatches 8 --vpp 2 --group-size 3", "4, 3 and 8"),
+        ("--pp 4 --microbatches 9 --vpp 2", "last group of 1"),
+        ("--pp 4 --microbatches 8 --schedule foo", "known are no-pipelining, gpipe, 1f1b"),
+        ("--pp 4 --microbatches 8 --schedule gpipe --vpp 2", "leave vpp out"),
+        ("--pp 4 --microbatches 8 --overlap-p2p-comm", "turn it off"),
+        ("--pp 4 --microbatches 8 --forward-time -1", "-1 is negative"),
+        ("--pp 4 --microbatches 8 --forward-time nan", "'nan' is no number"),
+        ("--pp 4 --microbatches 8 --backward-time 1/0", "'1/0' is no number"),
+        ("--pp 4 --microbatches 8 --imbalance 1,2", "2 factors for 4 stages"),
+        ("--pp 4 --microbatches 8 --bandwidth 3", "add --message-bytes"),
+        ("--pp 4 --microbatches 8 --message-bytes 1 --bandwidth 0", "not above 0"),
+        ("--pp 4 --microbatches 8 --format gif", "invalid choice: 'gif'"),
+        ("--pp 4 --microbatches 8 --width 3", "give 40 or more"),
+        ("--pp 4 --microbatches 8 --layer-time loss=1:1", "add --layout"),
+        ("--pp 2 --microbatches 4 --layout Et|tL --layer-time loss=1", "write NAME=FORWARD:BACK"),
+        ("--pp 2 --microbatches 4 --layout Et|tL --layer-time x=1:1", "NAME one of embedding"),
+        ("--pp 2 --microbatches 4 --layout Et|tL --layer-time loss=1:x", "'x' is no number"),
+        ("--pp 2 --microbatches 4 --layout Et|tL --imbalance 1,1", "exclude each other"),
+        ("--pp 2 --microbatches 4 --layout Et|t|t|tL --vpp 3", "leave --vpp out"),
+        ("--pp 2 --microbatches 4 --output /nowhere/plan.svg", "/nowhere/plan.svg"),
+        ("--pp 2 --microbatches 4 --user-schedule mine", "write FILE.py:FUNCTION"),
+        ("--pp 2 --microbatches 4 --user-schedule no.py:mine", "there is no file no.py"),
+        ("--pp 2 --microbatches 4 --schedule gpipe --user-schedule a.py:b", "exclude each other"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(capsys, monkeypatch, tmp_path, line, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("def b(stage): return ()\n")
+    assert words in refused(capsys, line)
+
+
+def test_text_goes_to_the_terminal_and_files_are_named(capsys, tmp_path):
+    assert run("--pp 2 --microbatches 2") == 0
+    assert capsys.readouterr().out.startswith("1F1B, 2 stages, 2 microbatches\n")
+    for format, start in (("svg", "<svg"), ("json", "{"), ("chrome", "{"), ("text", "1F1B")):
+        path = tmp_path / f"plan.{format}"
+        assert run(f"--pp 2 --microbatches 2 --format {format} --output {path}") == 0
+        assert capsys.readouterr().out == f"wrote {path}\n"
+        assert path.read_text().startswith(start)
+
+
+def test_times_are_those_of_a_whole_stage(capsys):
+    makespans = []
+    for options in ("", "--vpp 2", "--vpp 4"):
+        line = f"--pp 4 --microbatches 8 --forward-time 2 --backward-time 4 {options}"
+        assert run(f"{line} --format json") == 0
+        makespans.append(json.loads(capsys.readouterr().out)["summary"]["makespan"])
+    assert makespans == [66, 57, 52.5]
+
+
+def test_layout_gives_costs_and_chunks(capsys):
+    line = "--pp 2 --microbatches 2 --layout Et|t|t|tL --layer-time loss=1:2 --format json"
+    assert run(line) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["config"]["num_model_chunks"] == 2
+    lengths = {
+        (e["rank"], e["chunk"]): e["end"] - e["start"]
+        for rank in data["ranks"]
+        for e in rank
+        if e["kind"] == "forward"
+    }
+    assert lengths == {(0, 0): 1, (1, 0): 1, (0, 1): 1, (1, 1): 2}
+
+
+def test_bandwidth_and_transport(capsys):
+    line = "--pp 2 --microbatches 1 --message-bytes 6 --bandwidth 3 --comm-time 0.5 --format json"
+    assert run(line) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["summary"]["makespan"] == 6 + 2 * 2.5
+    assert data["summary"]["bytes_sent"] == 12
+
+
+def test_two_stages_with_batched_messages_fail_the_check(capsys):
+    line = "--pp 2 --microbatches 4 --vpp 2"
+    assert run(line) == 0
+    capsys.readouterr()
+    assert run(f"{line} --batch-p2p-comm") == 1
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert all(": crossed: message " in text for text in streams.err.splitlines())
+
+
+# -- User schedules --
+
+GOOD = """
+def mine(stage):
+    for i in range(stage.num_microbatches):
+        yield stage.recv_forward(i)
+        yield stage.forward(i)
+        yield stage.send_forward(i)
+        yield stage.recv_backward(i)
+        yield stage.backward(i)
+        yield stage.send_backward(i)
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    def write(text: str):
+        path = tmp_path / "user.py"
+        path.write_text(text)
+        return f"--pp 3 --microbatches 4 --user-schedule {path}:mine"
+
+    return write
+
+
+def test_a_user_schedule_is_drawn(capsys, user_file):
+    assert run(user_file(GOOD)) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("mine, 3 stages, 4 microbatches\n")
+    # One microbatch at a time: nothing overlaps.
+    assert re.search(r"^idle / total +66.7%$", text, re.MULTILINE)
+
+
+def test_a_registered_user_schedule(capsys, user_file):
+    from minimegatron.planner.registry import unregister_schedule
+
+    line = user_file(
+        "from minimegatron.planner.registry import register_schedule\n"
+        f"@register_schedule('one by one'){GOOD}"
+    )
+    assert run(line) == 0
+    unregister_schedule("one by one")
+
+
+def test_problems_of_a_user_schedule_are_listed(capsys, user_file):
+    assert run(user_file(GOOD.replace("yield stage.send_forward(i)", "pass"))) == 1
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    lines = streams.err.splitlines()
+    assert len(lines) > 1
+    assert lines[0] == (
+        "rank 1, microbatch 0, chunk 0: leak: activation is expected from rank 0, which never "
+        "sends it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def other(stage): pass", "user.py has no function 'mine'"),
+        ("mine = 3", "user.py has no function 'mine'"),
+        ("def mine(stage)\n  pass", "SyntaxError"),
+        ("import no_such_module", "user.py:1: ModuleNotFoundError"),
+        ("def mine(stage):\n    yield stage.froward(0)", "user.py:2: AttributeError"),
+        ("def mine(stage):\n    yield 3", "schedule mine yielded 3 on rank 0"),
+        ("def mine(stage):\n    return 3", "must yield actions"),
+        ("def mine():\n    yield 3", "mine must be a function of one argument"),
+    ],
+)
+def test_a_broken_user_file_is_refused_with_its_line(capsys, user_file, text, words):
+    assert words in refused(capsys, user_file(text))

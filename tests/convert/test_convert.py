@@ -1,0 +1,162 @@
+"""GPT-2 and Llama from Hugging Face and back: the same logits, the same bytes."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimegatron import __main__, pretrain_gpt
+from minimegatron.core import parallel_state
+from minimegatron.training import training
+from minimegatron.training.global_vars import destroy_global_vars
+from minimegatron.training.initialize import initialize_megatron
+from tests.convert.plain_models import (
+    GPT2_CONFIG,
+    LLAMA_CONFIG,
+    gpt2_logits,
+    gpt2_weights,
+    llama_logits,
+    llama_weights,
+)
+from tests.ranks import run_ranks
+
+safetensors = pytest.importorskip("safetensors.torch", reason="the extra `convert` is missing")
+
+MODELS = {
+    "gpt2": (GPT2_CONFIG, gpt2_weights, gpt2_logits),
+    "llama": (LLAMA_CONFIG, llama_weights, llama_logits),
+}
+TOKENS = torch.arange(20).view(2, 10) * 7 % 50
+
+
+def hf_folder(path: Path, model_type: str) -> Path:
+    config, weights, _ = MODELS[model_type]
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    safetensors.save_file(weights(), path / "model.safetensors")
+    return path
+
+
+def convert(capsys, *words: str) -> tuple[int, str]:
+    """The command's exit code and what it printed."""
+    try:
+        code = __main__.main(["convert", *map(str, words)])
+    except SystemExit as ending:
+        code = ending.code
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def imported(capsys, path: Path, model_type: str) -> tuple[Path, list[str]]:
+    """A converted checkpoint, and the flags that the command says to use."""
+    source, target = hf_folder(path / "hf", model_type), path / "ours"
+    code, out = convert(
+        capsys, "--from", "hf", "--to", "minimegatron", "--load-dir", source, "--save-dir", target
+    )
+    assert code == 0, out
+    return target, shlex.split(out.splitlines()[2])
+
+
+def logits_of(all_flags: list[list[str]]) -> list[torch.Tensor]:
+    """What each imported model computes on these ranks: [b, s, v], on every rank."""
+    results = []
+    for flags in all_flags:
+        rest = "--seq-length 10 --micro-batch-size 2 --train-iters 1 --lr 1 --eval-iters 0"
+        tp = ["--tensor-model-parallel-size", str(torch.distributed.get_world_size())]
+        sys.argv = ["test", *flags, *rest.split(), *tp, "--padded-vocab-size", "260"]
+        initialize_megatron()
+        (model,), _, _ = training.setup_model_and_optimizer(pretrain_gpt.model_provider)
+        model.eval()
+        with torch.no_grad():
+            logits = model(TOKENS, torch.arange(10).expand(2, 10), None)
+        group = parallel_state.get_tensor_model_parallel_group()
+        parts = [torch.empty_like(logits) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, logits.contiguous(), group=group)
+        results.append(torch.cat(parts, dim=-1))
+        destroy_global_vars()
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def test_imported_models_compute_the_same(capsys, tmp_path):
+    flags = [imported(capsys, tmp_path / name, name)[1] for name in MODELS]
+    results = run_ranks(logits_of, 2, flags)[0]
+    for (name, (_, weights, logits)), found in zip(MODELS.items(), results, strict=True):
+        expected = logits(weights(), TOKENS)
+        assert expected.std() > 0.5
+        difference = (found[..., :50] - expected).abs().max().item()
+        print(f"{name}: logits differ by {difference:.2g} at most")
+        assert difference < 2e-5
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_there_and_back(capsys, tmp_path, model_type):
+    ours, _ = imported(capsys, tmp_path, model_type)
+    back = tmp_path / "back"
+    direction = ("--from", "minimegatron", "--to", "hf")
+    code, out = convert(capsys, *direction, "--load-dir", ours, "--save-dir", back)
+    assert code == 0 and f"wrote {back}" in out
+    before = safetensors.load_file(tmp_path / "hf/model.safetensors")
+    after = safetensors.load_file(back / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    config = json.loads((back / "config.json").read_text())
+    assert MODELS[model_type][0].items() <= config.items()
+
+    short = (*direction, "--vocab-size", "40", "--dtype", "bfloat16")
+    code, out = convert(capsys, *short, "--load-dir", ours, "--save-dir", tmp_path / "short")
+    assert code == 0, out
+    shorter = safetensors.load_file(tmp_path / "short/model.safetensors")
+    name = next(name for name in before if "embed_tokens" in name or "wte" in name)
+    assert torch.equal(shorter[name], before[name][:40].bfloat16())
+
+
+REFUSED = {
+    "model_type": ({"model_type": "mamba"}, "'mamba'; supported are gpt2, llama"),
+    "activation": ({"hidden_act": "relu"}, "hidden_act relu"),
+    "bias": ({"attention_bias": True}, "attention_bias"),
+    "scaling": ({"rope_scaling": {"rope_type": "llama3"}}, "scaled by llama3"),
+    "layers": ({"num_hidden_layers": 3}, "no weight model.layers.2"),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_refused(capsys, tmp_path, change):
+    folder = hf_folder(tmp_path / "hf", "llama")
+    changed, words = REFUSED[change]
+    (folder / "config.json").write_text(json.dumps(LLAMA_CONFIG | changed))
+    target = tmp_path / "ours"
+    code, out = convert(
+        capsys, "--from", "hf", "--to", "minimegatron", "--load-dir", folder, "--save-dir", target
+    )
+    assert code == 2 and words in out and len(out.splitlines()) == 1
+    assert not target.exists()
+
+
+def test_refused_folders(capsys, tmp_path):
+    from_hf = ("--from", "hf", "--to", "minimegatron", "--save-dir", tmp_path / "x")
+    code, out = convert(capsys, *from_hf, "--load-dir", tmp_path)
+    assert code == 2 and "config.json is missing" in out
+    folder = hf_folder(tmp_path / "hf", "gpt2")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    code, out = convert(capsys, *from_hf, "--load-dir", folder)
+    assert code == 2 and "can execute code" in out
+    code, out = convert(
+        capsys, "--from", "hf", "--to", "hf", "--load-dir", folder, "--save-dir", folder
+    )
+    assert code == 2 and "both hf" in out
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_transformers_computes_the_same(tmp_path, model_type):
+    """That the plain models, and so ours, are what Hugging Face means."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    folder = hf_folder(tmp_path / "hf", model_type)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        found = theirs(TOKENS).logits
+    _, weights, logits = MODELS[model_type]
+    assert torch.allclose(found, logits(weights(), TOKENS), atol=2e-5)

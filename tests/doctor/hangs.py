@@ -1,0 +1,300 @@
+"""Jobs that hang, each by one mistake; and one that is merely slow."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.collectives import all_gather, all_reduce, broadcast
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    forward_step,
+)
+from minimegatron.core.pipeline_parallel.transport import TorchTransport
+from minimegatron.core.pipeline_parallel.utils import schedule
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.execution import get_planned_forward_backward_func
+
+SHAPE = (4, 1, 2)
+
+
+class OneRank:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+class Stage(torch.nn.Module):
+    """A stage that multiplies; `before` is called in each forward, with microbatch and chunk."""
+
+    def __init__(self, config, chunk: int, before: Callable, in_backward: Callable | None):
+        super().__init__()
+        self.config, self.chunk, self.before = config, chunk, before
+        self.in_backward = in_backward
+        self.weight = torch.nn.Parameter(torch.ones(SHAPE))
+        self.input_tensor = None
+
+    def set_input_tensor(self, tensors):
+        self.input_tensor = tensors[0]
+
+    def forward(self, microbatch: int) -> torch.Tensor:
+        self.before(microbatch, self.chunk)
+        output = self.weight * (2 if self.input_tensor is None else self.input_tensor)
+        if self.in_backward is not None:
+            output.register_hook(partial(self.in_backward, microbatch))
+        return output
+
+
+def forward_step_func(data_iterator, model):
+    microbatch = next(data_iterator)
+    return model(microbatch), lambda output: (output.sum(), {"loss": output.sum().detach()})
+
+
+def nothing(microbatch: int, chunk: int) -> None:
+    pass
+
+
+def run_step(
+    num_microbatches: int,
+    before: Callable[[int, int], None] = nothing,
+    num_chunks: int | None = None,
+    next_rank: int | None = None,
+    function: Callable | None = None,
+    rendezvous: bool = False,
+    in_backward: Callable | None = None,
+) -> list:
+    """One step of a pipeline over all ranks. `rendezvous`: a send waits for its receive."""
+    world = dist.group.WORLD
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=world.size(),
+        virtual_pipeline_model_parallel_size=num_chunks,
+        batch_p2p_comm=num_chunks is None,
+        pipeline_dtype=torch.float32,
+    )
+    config.hidden_size = SHAPE[2]
+    p2p = P2PCommunicator(world, config, TorchTransport(world) if rendezvous else None)
+    if next_rank is not None:
+        p2p.next_rank = next_rank
+    chunks = [Stage(config, chunk, before, in_backward) for chunk in range(num_chunks or 1)]
+    if function is None:
+        function = forward_backward_pipelining_without_interleaving
+        if num_chunks is not None:
+            function = forward_backward_pipelining_with_interleaving
+    return function(
+        forward_step_func=forward_step_func,
+        data_iterator=[iter(range(num_microbatches)) for _ in chunks],
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=SHAPE[0],
+        micro_batch_size=SHAPE[1],
+        p2p_communicator=p2p,
+        pg_collection=ProcessGroupCollection(pp=world, tp=OneRank(), cp=OneRank()),
+    )
+
+
+# -- Messages --
+
+
+@schedule
+def all_send_first(*, model, p2p_communicator, data_iterator, num_microbatches, **_):
+    """Sends an output and a gradient before it receives either, and waits for both to be out."""
+    p2p, rank = p2p_communicator, dist.get_rank()
+    store: list = []
+    output, _ = forward_step(
+        forward_step_func,
+        data_iterator[0],
+        model[0],
+        num_microbatches,
+        None,
+        store,
+        model[0].config,
+        1,
+        current_microbatch=0,
+        is_last_stage=False,
+    )
+    if rank == 0:
+        p2p.send_forward(output.detach(), False)
+    else:
+        p2p.send_backward(output.detach(), False)
+    p2p.finish()
+    if rank == 0:
+        p2p.recv_backward(SHAPE, False)
+    else:
+        p2p.recv_forward(SHAPE, False)
+
+
+def send_send_cycle() -> None:
+    run_step(2, function=all_send_first, rendezvous=True)
+
+
+@schedule
+def receives_one_less(*, p2p_communicator, num_microbatches, **_):
+    if dist.get_rank() == 0:
+        for _ in range(num_microbatches):
+            p2p_communicator.send_forward(torch.ones(SHAPE), False)
+    else:
+        for _ in range(num_microbatches - 1):
+            p2p_communicator.recv_forward(SHAPE, False)
+    p2p_communicator.finish()
+
+
+def missing_receive() -> None:
+    run_step(4, function=receives_one_less, rendezvous=True)
+    all_reduce(torch.ones(3), dist.group.WORLD)
+
+
+def wrong_peer() -> None:
+    run_step(4, next_rank=2 if dist.get_rank() == 0 else None, rendezvous=True)
+
+
+def unequal_microbatches() -> None:
+    run_step(6 if dist.get_rank() == 1 else 4)
+
+
+# -- Collectives --
+
+
+def skipped_collective() -> None:
+    group = dist.new_group([0, 1, 2])
+    for layer in range(5):
+        if not (dist.get_rank() == 2 and layer == 3):
+            all_reduce(torch.ones(4, 8), dist.group.WORLD)
+    if dist.get_rank() < 3:
+        all_gather(torch.empty(6), torch.ones(2), group)
+
+
+def mismatched_shapes() -> None:
+    for size in ((4, 8), (2, 8)):
+        rows = 1 if dist.get_rank() == 1 and size == (2, 8) else size[0]
+        all_reduce(torch.ones(rows, size[1]), dist.group.WORLD)
+    time.sleep(60)
+
+
+def mismatched_operations() -> None:
+    tensor = torch.ones(16)
+    if dist.get_rank() == 1:
+        broadcast(tensor, 0, dist.group.WORLD)
+    else:
+        all_reduce(tensor, dist.group.WORLD)
+    time.sleep(60)
+
+
+def wrong_order() -> None:
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    order = (first, second) if dist.get_rank() == 0 else (second, first)
+    for group in order:
+        all_reduce(torch.ones(5), group)
+
+
+def never_waits_for_launched() -> None:
+    """An asynchronous collective: rank 1 never launches the second."""
+    handles = []
+    for _ in range(2 - dist.get_rank()):
+        handles.append(all_reduce(torch.ones(7), dist.group.WORLD, async_op=True))
+    for handle in handles:
+        handle.wait()
+    if dist.get_rank() == 1:
+        while True:
+            pass
+
+
+# -- Ranks --
+
+
+def early_return() -> str:
+    all_reduce(torch.ones(2), dist.group.WORLD)
+    if dist.get_rank() == 2:
+        return "done"
+    all_reduce(torch.ones(2), dist.group.WORLD)
+    return "done"
+
+
+def stops(microbatch: int, chunk: int) -> None:
+    if dist.get_rank() == 1 and microbatch == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleeps(microbatch: int, chunk: int) -> None:
+    if dist.get_rank() == 1 and microbatch == 1:
+        time.sleep(600)
+
+
+def loops(microbatch: int, chunk: int) -> None:
+    while dist.get_rank() == 1 and microbatch == 3 and chunk == 1:
+        pass
+
+
+def raises(microbatch: int, chunk: int) -> None:
+    if dist.get_rank() == 1 and microbatch == 2:
+        raise ValueError("a bad sample\nand more lines")
+
+
+def dawdles(microbatch: int, chunk: int) -> None:
+    time.sleep(0.7 if dist.get_rank() == 1 else 0)
+
+
+def stopped_rank() -> None:
+    run_step(4, stops)
+
+
+def asleep() -> None:
+    run_step(4, sleeps)
+
+
+def endless_loop() -> None:
+    run_step(4, loops, num_chunks=2)
+
+
+def swallowed_exception() -> None:
+    try:
+        run_step(4, raises)
+    except ValueError:
+        print("never mind")
+    all_reduce(torch.ones(1), dist.group.WORLD)
+
+
+def sleeps_in_backward(microbatch: int, grad: torch.Tensor) -> None:
+    if dist.get_rank() == 1 and microbatch == 2:
+        time.sleep(600)
+
+
+def planned_schedule() -> None:
+    """All forwards first, as the planner registers it; stuck in a backward, of the last stage."""
+    run_step(4, function=get_planned_forward_backward_func("gpipe"), in_backward=sleeps_in_backward)
+
+
+def slow() -> str:
+    run_step(4, dawdles)
+    return "done"
+
+
+# -- Calls of torch.distributed itself --
+
+
+def both_receive() -> None:
+    other = 1 - dist.get_rank()
+    dist.recv(torch.empty(3), src=other)
+    dist.send(torch.ones(3), dst=other)
+
+
+def barrier_of_one() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    else:
+        dist.recv(torch.empty(3), src=0)
+
+
+def handle_of_torch() -> None:
+    if dist.get_rank() == 0:
+        dist.irecv(torch.empty(3), src=1).wait()
+    else:
+        dist.barrier()

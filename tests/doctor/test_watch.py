@@ -1,0 +1,154 @@
+"""When is it a hang: the watcher's clock, busy machines, ranks that begin and end."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from minimegatron.doctor import watch as watch_module
+from minimegatron.doctor.processes import Sample, main_stack, sample, without_own_threads
+from minimegatron.doctor.records import RETURNED, RUNNING
+from minimegatron.doctor.shared_record import CallFields, RecordWriter
+from minimegatron.doctor.watch import STARVED_FACTOR, Watch, record_path
+
+
+class Bench:
+    """Two ranks' records, a clock, and what the system says of their processes."""
+
+    def __init__(self, folder, monkeypatch):
+        self.now, self.letter, self.cpu_seconds = 100.0, "S", 0.0
+        monkeypatch.setattr(
+            watch_module, "sample", lambda pid: Sample(self.letter, self.cpu_seconds)
+        )
+        self.watch = Watch(folder, [0, 1], hang_timeout=10, read_clock=lambda: self.now)
+        self.writers = [RecordWriter(record_path(folder, rank), rank, 2) for rank in (0, 1)]
+
+    def begin(self):
+        for writer in self.writers:
+            writer.set_state(RUNNING)
+        self.watch.look()
+
+    def let_pass(self, seconds: float, cpu_share: float = 0.0, by: float = 0.5):
+        for _ in range(round(seconds / by)):
+            self.now += by
+            self.cpu_seconds += by * cpu_share
+            self.watch.look()
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    return Bench(tmp_path, monkeypatch)
+
+
+def test_a_hang_is_the_time_out_without_an_event(bench):
+    bench.begin()
+    bench.let_pass(9)
+    assert not bench.watch.is_hung()
+    bench.writers[1].push(CallFields(0))
+    bench.let_pass(9)
+    assert not bench.watch.is_hung()
+    bench.let_pass(2)
+    assert bench.watch.is_hung()
+
+
+def test_nobody_hangs_before_all_have_begun(bench):
+    bench.writers[0].set_state(RUNNING)
+    bench.let_pass(60)
+    assert not bench.watch.is_hung()
+
+
+def test_nobody_hangs_after_all_have_ended(bench):
+    bench.begin()
+    bench.writers[0].set_state(RETURNED)
+    bench.let_pass(11)
+    assert bench.watch.is_hung()  # rank 1 is still to come
+    bench.writers[1].set_state(RETURNED)
+    bench.let_pass(30)
+    assert not bench.watch.is_hung()
+    assert bench.watch.are_all_over()
+
+
+def test_processes_that_are_gone_have_ended(bench):
+    bench.begin()
+    bench.letter = "Z"
+    bench.let_pass(30)
+    assert bench.watch.are_all_over()
+    assert [record.process for record in bench.watch.records()] == ["gone", "gone"]
+
+
+def test_time_in_which_the_watcher_was_stopped_too_does_not_count(bench):
+    bench.begin()
+    bench.now += 3600
+    bench.watch.look()
+    assert not bench.watch.is_hung()
+    bench.let_pass(11)
+    assert bench.watch.is_hung()
+
+
+def test_a_rank_that_gets_no_processor_is_given_longer(bench):
+    bench.begin()
+    bench.letter = "R"
+    bench.let_pass(20, cpu_share=0.1)
+    assert not bench.watch.is_hung()
+    bench.let_pass(10 * STARVED_FACTOR - 19, cpu_share=0.1)
+    assert bench.watch.is_hung()
+
+
+def test_a_rank_that_computes_is_not(bench):
+    bench.begin()
+    bench.letter = "R"
+    bench.let_pass(10.5, cpu_share=0.9)
+    assert bench.watch.is_hung()
+    assert {record.process for record in bench.watch.records()} == {"computing"}
+
+
+@pytest.mark.parametrize(("letter", "word"), [("S", "sleeping"), ("T", "stopped"), ("Z", "gone")])
+def test_states_of_a_process(bench, letter, word):
+    bench.begin()
+    bench.letter = letter
+    bench.let_pass(2)
+    assert bench.watch.records()[0].process == word
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_samples_of_real_processes():
+    code = "import sys; print(1, flush=True)\nfor _ in sys.stdin: pass\nwhile True: pass"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        child.stdout.readline()
+        deadline = time.monotonic() + 30
+        while sample(child.pid).letter != "S" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sample(child.pid).letter == "S"
+        child.stdin.close()
+        while sample(child.pid).letter != "R" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sample(child.pid).letter == "R"
+    finally:
+        child.kill()
+        child.wait()
+    assert sample(child.pid).letter == "Z"
+
+
+STACKS = """Thread 0x1 (most recent call first):
+  File "/x/minimegatron/launcher.py", line 3 in _die_with_parent
+
+Thread 0x2 (most recent call first):
+  File "/x/loader.py", line 5 in fetch
+
+Current thread 0x3 (most recent call first):
+  File "/x/minimegatron/core/tracing.py", line 1 in _watch
+  File "/x/model.py", line 9 in forward
+  File "/x/minimegatron/launcher.py", line 7 in _report
+"""
+
+
+def test_stacks_without_what_is_in_every_rank():
+    assert "_die_with_parent" not in without_own_threads(STACKS)
+    assert "loader.py" in without_own_threads(STACKS)
+    assert main_stack(STACKS) == '  File "/x/model.py", line 9 in forward'
+    assert main_stack("") == ""

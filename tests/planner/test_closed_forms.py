@@ -1,0 +1,105 @@
+"""The simulation gives what the closed forms say, exactly, for every legal configuration."""
+
+from fractions import Fraction
+
+import pytest
+
+from minimegatron.planner.actions import ACTIVATION, GRADIENT
+from minimegatron.planner.check import check
+from minimegatron.planner.formulas import (
+    bubble_formulas,
+    makespan_formula,
+    message_formula,
+    peak_in_flight_formula,
+)
+from minimegatron.planner.plan import plan
+from minimegatron.planner.simulator import Costs, simulate
+from minimegatron.planner.transport import BUFFERED
+from tests.planner.grid import MOST_CHUNKS, MOST_MICROBATCHES, MOST_STAGES, legal_groups
+
+
+def assert_closed_forms(step, forward, backward, transport="rendezvous"):
+    """`forward` and `backward` are times of a chunk."""
+    config = step.config
+    v = config.num_model_chunks
+    simulation = simulate(step, Costs(forward, backward), transport)
+    assert simulation.makespan == makespan_formula(config, forward * v, backward * v).value, config
+    over_ideal, over_total = bubble_formulas(config)
+    assert simulation.bubble_over_ideal == over_ideal.value, config
+    assert simulation.bubble_over_total == over_total.value, config
+    for rank in range(config.pp_size):
+        assert step.peak_in_flight(rank) == peak_in_flight_formula(config, rank).value, config
+    count = message_formula(config).value
+    gradients = 0 if config.forward_only else count
+    assert step.message_counts() == {ACTIVATION: count, GRADIENT: gradients}, config
+
+
+@pytest.mark.parametrize("p", range(2, MOST_STAGES + 1))
+@pytest.mark.parametrize("v", range(1, MOST_CHUNKS + 1))
+def test_interleaved_makespan_on_the_whole_grid(p, v):
+    for M, G in legal_groups(p, MOST_MICROBATCHES):
+        simulation = simulate(plan("interleaved", p, M, v, G), Costs(1, 2))
+        # (M + (p - 1)/v)(f + b) in chunk times.
+        assert simulation.makespan == (M * v + p - 1) * 3, (p, M, v, G)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_plain_schedules_on_the_whole_grid(name):
+    for p in range(1, MOST_STAGES + 1):
+        for M in range(1, MOST_MICROBATCHES + 1):
+            for forward_only in (False, True):
+                step = plan(name, p, M, forward_only=forward_only)
+                assert_closed_forms(step, 1, 2)
+
+
+@pytest.mark.parametrize("M", [1, 2, 7, 32])
+def test_no_pipelining(M):
+    for forward_only in (False, True):
+        step = plan(None, 1, M, forward_only=forward_only)
+        assert step.config.schedule == "no-pipelining"
+        assert_closed_forms(step, 3, 1)
+        assert check(step) == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_every_figure_of_interleaving(overlap, forward_only):
+    for p in range(2, 6):
+        for M, G in legal_groups(p, 11):
+            for v in range(1, MOST_CHUNKS + 1):
+                step = plan("interleaved", p, M, v, G, forward_only, overlap_p2p_comm=overlap)
+                assert_closed_forms(step, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [(1, 1), (5, 1), (1, 7), (Fraction(1, 3), Fraction(2, 7)), (0, 1), (1, 0)],
+)
+def test_any_ratio_of_forward_to_backward_and_either_transport(forward, backward):
+    for transport in ("rendezvous", BUFFERED):
+        assert_closed_forms(plan("gpipe", 4, 6), forward, backward, transport)
+        assert_closed_forms(plan("1f1b", 5, 9), forward, backward, transport)
+        assert_closed_forms(plan("interleaved", 4, 10, 3, 5), forward, backward, transport)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_built_in_plans_pass_the_check(batched):
+    for p in range(2, 7):
+        for M in range(1, 8):
+            for name in ("gpipe", "1f1b"):
+                for forward_only in (False, True):
+                    step = plan(name, p, M, forward_only=forward_only, batch_p2p_comm=batched)
+                    assert check(step) == [], step.config
+        for M, G in legal_groups(p, 9):
+            for v in (1, 2, 3):
+                if p == 2 and v > 1 and batched:
+                    continue  # Crosses: see test_check.
+                step = plan("interleaved", p, M, v, G, batch_p2p_comm=batched)
+                assert check(step) == [], step.config
+
+
+def test_raising_the_group_size_costs_memory_and_saves_no_time():
+    # traps.md, section 14: p = 4, v = 2, M = 16.
+    steps = [plan("interleaved", 4, 16, 2, G) for G in (4, 8, 16)]
+    assert [step.peak_in_flight(0) for step in steps] == [11, 15, 23]
+    assert len({simulate(step).makespan for step in steps}) == 1

@@ -1,0 +1,121 @@
+"""The headline: on real ranks, every schedule does exactly what its plan says, message by message."""
+
+import pytest
+import torch.distributed as dist
+
+import minimegatron
+from minimegatron.core import parallel_state
+from minimegatron.execution import get_planned_forward_backward_func
+from minimegatron.planner.actions import GRADIENT, RECEIVE
+from minimegatron.planner.registry import register_schedule
+from minimegatron.tracing.compare import compare_with_plan, wrong_messages
+from tests.core.pipeline_parallel.test_order import legal_groups
+from tests.core.pipeline_parallel.test_real_ranks import run_mode
+from tests.ranks import run_ranks
+from tests.trace.recordings import run_step
+
+PLAIN = ("batched", "unbatched", "batched free", "batched forward-only", "unbatched variable")
+PLAIN += ("batched gloo",)
+RING = ("unbatched", "overlap", "overlap free", "overlap forward-only", "unbatched variable")
+RING += ("unbatched gloo", "overlap gloo")
+
+
+def modes(p: int, v: int | None) -> tuple[str, ...]:
+    if v is None:
+        return PLAIN
+    return RING if p == 2 else (*RING, "batched", "batched free", "batched forward-only")
+
+
+def cases(p: int):
+    for v in (None, 1, 2, 3):
+        for M in (1, 2, 3, 5, 8):
+            for G in [None] if v is None else legal_groups(p, M):
+                for mode in modes(p, v):
+                    yield v, M, G, mode
+
+
+def record_grid(p: int) -> list:
+    runs = []
+    for v in (None, 1, 2, 3):
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=p, virtual_pipeline_model_parallel_size=v
+        )
+        with minimegatron.trace() as run:
+            for of_case, M, G, mode in cases(p):
+                if of_case == v:
+                    run_mode(p, M, v, G, mode)
+        parallel_state.destroy_model_parallel()
+        runs.append(run)
+    return runs if dist.get_rank() == 0 else []
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_every_rank_does_what_its_plan_says(p):
+    runs = run_ranks(record_grid, p, p, timeout=240)[0]
+    num_actions = num_messages = 0
+    for run, v in zip(runs, (None, 1, 2, 3), strict=True):
+        of_run = [case for case in cases(p) if case[0] == v]
+        assert run.num_steps == len(of_run)
+        for number, case in enumerate(of_run):
+            step = run.step(number)
+            assert compare_with_plan(step) == [], case
+            assert wrong_messages(step) == [], case
+            assert step.plan.message_counts() == count_messages(step), case
+            num_actions += sum(len(step.actions(rank)) for rank in range(p))
+            num_messages += len(step.transfers)
+    num_steps = sum(run.num_steps for run in runs)
+    print(f"p={p}: {num_steps} steps, {num_actions} actions, {num_messages} messages")
+    assert num_messages > 1000
+
+
+def count_messages(step) -> dict[str, int]:
+    gradients = sum(message.payload == GRADIENT for message in step.transfers)
+    received = sum(
+        message.direction == RECEIVE
+        for rank in range(len(step.stages))
+        for action in step.actions(rank)
+        for message in action.messages
+    )
+    assert received == len(step.transfers)
+    return {"activation": len(step.transfers) - gradients, "gradient": gradients}
+
+
+# -- Schedules of a user's own, run by `execution` --
+
+
+@register_schedule("last-first")
+def last_first(stage):
+    """GPipe with its backwards in the reverse order."""
+    for i in range(stage.num_microbatches):
+        yield stage.recv_forward(i)
+        yield stage.forward(i)
+        yield stage.send_forward(i)
+    for i in reversed(range(stage.num_microbatches)):
+        yield stage.recv_backward(i)
+        yield stage.backward(i)
+        yield stage.send_backward(i)
+
+
+PLANNED = ("gpipe", "last-first", "1f1b")
+
+
+def record_planned(p: int):
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=p)
+    with minimegatron.trace() as run:
+        for name in PLANNED:
+            for M in (1, 3, 5):
+                run_step(p, M, schedule=get_planned_forward_backward_func(name))
+    return run
+
+
+def test_registered_schedules_do_what_their_plans_say():
+    run = run_ranks(record_planned, 3, 3, timeout=120)[0]
+    assert run.num_steps == len(PLANNED) * 3
+    names = [run.step(number).config.schedule for number in range(run.num_steps)]
+    assert names == [name for name in PLANNED for _ in range(3)]
+    for number in range(run.num_steps):
+        step = run.step(number)
+        assert compare_with_plan(step) == [], names[number]
+        assert wrong_messages(step) == [], names[number]
+        phases = {action.phase for action in step.actions(0)}
+        assert phases == {action.phase for action in step.plan.ranks[0]}

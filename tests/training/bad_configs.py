@@ -1,0 +1,280 @@
+"""Configurations that cannot work, as data: what is asked for, and what the answer must say.
+
+Read by `test_bad_configs`. Each row changes one thing about `GOOD`, which works with 1, 2, 4, ...
+processes. `{folder}` in flags stands for an empty folder made for the test.
+"""
+
+from dataclasses import dataclass
+
+GOOD = {
+    "--num-layers": "8",
+    "--hidden-size": "64",
+    "--num-attention-heads": "8",
+    "--max-position-embeddings": "64",
+    "--seq-length": "64",
+    "--micro-batch-size": "1",
+    "--global-batch-size": "16",
+    "--train-iters": "10",
+    "--lr": "1e-3",
+    "--eval-iters": "1",
+}
+
+
+@dataclass(frozen=True)
+class BadConfig:
+    """`flags` are appended to GOOD, or replace what is there; `words` must all be in the answer."""
+
+    flags: str
+    words: tuple[str, ...]
+    world_size: int = 1
+    without: tuple[str, ...] = ()
+    lines: int = 1
+
+    def argv(self, folder: str) -> list[str]:
+        """The whole command line."""
+        good = [
+            word
+            for flag, value in GOOD.items()
+            if flag not in self.without
+            for word in (flag, value)
+        ]
+        return good + self.flags.format(folder=folder).split()
+
+    def __str__(self) -> str:
+        return (self.flags or f"without {' '.join(self.without)}") + f" on {self.world_size}"
+
+
+TP2 = "--tensor-model-parallel-size 2"
+TP4 = "--tensor-model-parallel-size 4"
+PP2 = "--pipeline-model-parallel-size 2"
+PP4 = "--pipeline-model-parallel-size 4"
+VP2 = "--num-virtual-stages-per-pipeline-rank 2"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+BAD_CONFIGS = [
+    # -- Missing, unknown, misspelt --
+    BadConfig("", ("--num-layers", "missing"), without=("--num-layers",)),
+    BadConfig("", ("--seq-length", "missing"), without=("--seq-length",)),
+    BadConfig("", ("--lr", "missing"), without=("--lr",)),
+    BadConfig("", ("--micro-batch-size", "missing"), without=("--micro-batch-size",)),
+    BadConfig("--num-layer 4", ("--num-layer", "did you mean --num-layers")),
+    BadConfig("--tensor-parallel 2", ("unknown argument --tensor-parallel",)),
+    BadConfig("--frobnicate", ("unknown argument --frobnicate", "--help")),
+    BadConfig("surplus", ("unknown argument surplus",)),
+    BadConfig("--num-layers", ("--num-layers", "expected one argument")),
+    BadConfig("--num-layers four", ("--num-layers", "invalid int value", "four")),
+    BadConfig("--lr high", ("--lr", "invalid float value", "high")),
+    BadConfig("--lr-decay-style spiral", ("--lr-decay-style", "spiral", "cosine")),
+    BadConfig("--normalization BatchNorm", ("--normalization", "BatchNorm", "RMSNorm")),
+    BadConfig("--position-embedding-type alibi", ("--position-embedding-type", "alibi", "rope")),
+    BadConfig("--optimizer lion", ("--optimizer", "lion", "adam")),
+    BadConfig("--DDP-impl horovod", ("--DDP-impl", "horovod", "local")),
+    BadConfig("--distributed-backend mpi", ("--distributed-backend", "mpi", "gloo")),
+    BadConfig("--tokenizer-type WordPiece", ("--tokenizer-type", "WordPiece")),
+    BadConfig("--tokenizer-type BPETokenizer", ("--tokenizer-file",)),
+    BadConfig(
+        "--tokenizer-type BPETokenizer --tokenizer-file {folder}/none.json",
+        ("--tokenizer-file", "none.json", "is no file"),
+    ),
+    # -- Sizes out of range --
+    BadConfig("--num-layers -3", ("--num-layers", "-3", "1 or more")),
+    BadConfig("--hidden-size 0", ("--hidden-size", "0", "1 or more")),
+    BadConfig("--micro-batch-size -1", ("--micro-batch-size", "-1", "1 or more")),
+    BadConfig("--global-batch-size 0", ("--global-batch-size", "0", "1 or more")),
+    BadConfig("--tensor-model-parallel-size 0", ("--tensor-model-parallel-size", "1 or more")),
+    BadConfig("--pipeline-model-parallel-size -2", ("--pipeline-model-parallel-size", "-2")),
+    BadConfig("--train-iters -1", ("--train-iters", "-1", "0 or more")),
+    BadConfig("--eval-interval 0", ("--eval-interval", "0", "1 or more")),
+    BadConfig("--log-interval 0", ("--log-interval", "0", "1 or more")),
+    BadConfig("--lr 0", ("--lr", "more than 0")),
+    BadConfig("--lr nan", ("--lr", "nan", "finite")),
+    BadConfig("--weight-decay -0.1", ("--weight-decay", "-0.1", "0.0 or more")),
+    BadConfig("--adam-beta2 1.0", ("--adam-beta2", "1.0", "less than 1.0")),
+    BadConfig("--hidden-dropout 1.5", ("--hidden-dropout", "1.5", "less than 1.0")),
+    BadConfig("--clip-grad -1", ("--clip-grad", "-1", "0.0 or more")),
+    # -- Heads, widths, vocabulary --
+    BadConfig("--num-attention-heads 7", ("--hidden-size", "64", "--num-attention-heads", "7")),
+    BadConfig(
+        f"{TP2} --hidden-size 63 --num-attention-heads 7",
+        ("--num-attention-heads", "7", "--tensor-model-parallel-size", "2"),
+        world_size=2,
+    ),
+    BadConfig(
+        "--group-query-attention --num-query-groups 3", ("--num-query-groups", "3", "heads 8")
+    ),
+    BadConfig(
+        f"{TP4} --group-query-attention --num-query-groups 2",
+        ("--num-query-groups", "2", "--tensor-model-parallel-size", "4"),
+        world_size=4,
+    ),
+    BadConfig(
+        f"{TP4} --ffn-hidden-size 102",
+        ("--ffn-hidden-size", "102", "--tensor-model-parallel-size", "4"),
+        world_size=4,
+    ),
+    BadConfig(
+        f"{TP2} --padded-vocab-size 513",
+        ("--padded-vocab-size", "513", "--tensor-model-parallel-size", "2", "514"),
+        world_size=2,
+    ),
+    BadConfig("--padded-vocab-size 256", ("--padded-vocab-size", "256", "257")),
+    BadConfig("--seq-length 128", ("--seq-length", "128", "--max-position-embeddings", "64")),
+    BadConfig("--rotary-percent 1.5", ("--rotary-percent", "1.5", "1.0")),
+    BadConfig(
+        f"{TP4} --sequence-parallel --seq-length 62",
+        ("--seq-length", "62", "--sequence-parallel", "60"),
+        world_size=4,
+    ),
+    BadConfig("--sequence-parallel", ("--sequence-parallel", "--tensor-model-parallel-size=1")),
+    # -- World and batch --
+    BadConfig(f"{TP2} {PP2}", ("6 processes", "2 x", "= 4", "--nproc-per-node 4"), world_size=6),
+    BadConfig(TP4, ("2 processes", "--tensor-model-parallel-size 4"), world_size=2),
+    BadConfig(
+        "--micro-batch-size 3",
+        ("--global-batch-size 16", "--micro-batch-size 3", "try 15"),
+    ),
+    BadConfig("--global-batch-size 6", ("--global-batch-size 6", "4 model copies"), world_size=4),
+    BadConfig(
+        "--rampup-batch-size 5 3 100",
+        ("--rampup-batch-size 5 3 100", "--global-batch-size 16", "multiple of 3"),
+    ),
+    BadConfig("--rampup-batch-size 4 0 100", ("--rampup-batch-size 4 0 100", "zero")),
+    BadConfig(
+        "--micro-batch-size 2 --rampup-batch-size 1 1 100",
+        ("--global-batch-size 1", "--micro-batch-size 2"),
+    ),
+    # -- Layers over stages --
+    BadConfig(
+        f"{PP4} --num-layers 6",
+        ("--num-layers 6", "--pipeline-model-parallel-size 4"),
+        world_size=4,
+    ),
+    BadConfig(
+        f"{PP2} --account-for-loss-in-pipeline-split", ("--num-layers 8", "+ 1"), world_size=2
+    ),
+    BadConfig(
+        f"{PP2} --decoder-first-pipeline-num-layers 9",
+        ("--decoder-first-pipeline-num-layers", "--num-layers 8"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP4} --decoder-last-pipeline-num-layers 1",
+        ("7 layers", "--decoder-last-pipeline-num-layers"),
+        world_size=4,
+    ),
+    BadConfig(
+        f"{PP4} {VP2} --num-layers 4",
+        ("--num-virtual-stages-per-pipeline-rank 2", "--num-layers 4"),
+        world_size=4,
+    ),
+    BadConfig(
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 3",
+        ("--num-layers 8", "--num-layers-per-virtual-pipeline-stage 3", "try --num-layers 6"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} --pipeline-model-parallel-layout Ettt|ttttLL",
+        ("--pipeline-model-parallel-layout", "L stands 2 times"),
+        world_size=2,
+        lines=3,
+    ),
+    BadConfig(
+        f"{PP2} {VP2} --pipeline-model-parallel-layout Et*4|t*4L",
+        ("--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout", "keep one"),
+        world_size=2,
+    ),
+    # -- Interleaving --
+    BadConfig(
+        VP2, ("--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-size is 1")
+    ),
+    BadConfig(
+        f"{PP2} {VP2} --num-layers-per-virtual-pipeline-stage 2",
+        ("--num-layers-per-virtual-pipeline-stage", "keep one"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {VP2} --no-overlap-p2p-communication",
+        ("--pipeline-model-parallel-size 2", "use --overlap-p2p-communication"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} --overlap-p2p-communication",
+        ("--overlap-p2p-communication", "needs interleaving"),
+        world_size=2,
+    ),
+    BadConfig(f"{PP2} {GROUP} 4", (GROUP, "needs interleaving"), world_size=2),
+    BadConfig(
+        f"{PP4} {VP2} --global-batch-size 2",
+        ("--pipeline-model-parallel-size 4", "--global-batch-size 2", "2 microbatches"),
+        world_size=4,
+    ),
+    BadConfig(
+        f"{PP4} {VP2} --global-batch-size 6",
+        ("6 microbatches in groups of 4", "last group of 2"),
+        world_size=4,
+    ),
+    BadConfig(f"{PP4} {VP2} {GROUP} 2", (GROUP, "less than", "4"), world_size=4),
+    BadConfig(
+        f"{PP4} {VP2} {GROUP} 32 --global-batch-size 16",
+        (GROUP, "4, 32 and 16"),
+        world_size=4,
+    ),
+    BadConfig(
+        f"{PP4} {VP2} {GROUP} 5 --global-batch-size 8",
+        ("8 microbatches in groups of 5", "last group of 3"),
+        world_size=4,
+    ),
+    # -- Options that exclude or need each other --
+    BadConfig("--bf16 --fp16", ("--bf16", "--fp16", "choose one")),
+    BadConfig("--min-lr 1", ("--min-lr 1.0", "--lr 0.001")),
+    BadConfig("--lr-warmup-iters 10", ("--lr-warmup-iters 10", "--train-iters")),
+    BadConfig("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", ("--lr-warmup-fraction", "keep one")),
+    BadConfig("--lr-decay-style WSD", ("WSD", "--lr-wsd-decay-iters")),
+    BadConfig("--end-weight-decay 0.1", ("--end-weight-decay 0.1", "--weight-decay-incr-style")),
+    BadConfig("--overlap-param-gather", ("--overlap-param-gather", "--use-distributed-optimizer")),
+    BadConfig("--DDP-impl torch --use-distributed-optimizer", ("--DDP-impl local",)),
+    BadConfig(f"--DDP-impl torch {PP2}", ("--DDP-impl torch", "pipeline"), world_size=2),
+    BadConfig(
+        "--DDP-impl torch --accumulate-allreduce-grads-in-fp32",
+        ("--accumulate-allreduce-grads-in-fp32", "--DDP-impl local"),
+    ),
+    BadConfig("--swiglu --openai-gelu", ("--swiglu", "--openai-gelu", "keep one")),
+    BadConfig(
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+        ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler", "keep one"),
+    ),
+    BadConfig("--recompute-granularity full", ("--recompute-granularity", "--recompute-method")),
+    BadConfig("--distributed-backend nccl", ("--distributed-backend nccl", "gloo")),
+    # -- Files and folders --
+    BadConfig(
+        "--data-path {folder}/no-such-data", ("--data-path", "no-such-data.idx", "preprocess")
+    ),
+    BadConfig("--data-path 0.5 {folder}/a x {folder}/b", ("--data-path", "weight", "x")),
+    BadConfig("--data-path", ("--data-path is empty",)),
+    BadConfig("--split 1,2,3,4", ("--split", "1,2,3,4")),
+    BadConfig("--split 99999,1,1", ("--split 99999,1,1", "validation", "built-in text")),
+    BadConfig("--split none", ("--split", "none", "949,50,1")),
+    BadConfig("--save /proc/no-such-place", ("--save", "/proc/no-such-place", "writable")),
+    BadConfig("--save /dev/null/x", ("--save", "/dev/null/x", "writable")),
+    BadConfig("--save-interval 5", ("--save-interval 5", "--save")),
+    BadConfig("--load {folder}", ("--load", "holds no checkpoint")),
+    BadConfig("--load {folder}/nowhere", ("--load", "nowhere", "no checkpoint")),
+    BadConfig("--save {folder}/a --load {folder}/b", ("--load", "same folder as --save")),
+    BadConfig("--keep-last 0", ("--keep-last", "0", "1 or more")),
+    BadConfig("--exit-interval 0", ("--exit-interval", "0", "1 or more")),
+    BadConfig("--exit-duration-in-mins 0", ("--exit-duration-in-mins", "more than 0")),
+    BadConfig("--tensorboard-dir /proc/x", ("--tensorboard-dir", "/proc/x", "writable")),
+    BadConfig("--data-cache-path /proc/x", ("--data-cache-path", "/proc/x")),
+    # -- Recording and pacing --
+    BadConfig("--trace /proc/no-such-place", ("--trace", "/proc/no-such-place", "writable")),
+    BadConfig("--trace-num-steps 2", ("--trace-num-steps 2", "--trace")),
+    BadConfig("--trace-first-step 2", ("--trace-first-step 2", "--trace")),
+    BadConfig(
+        "--trace {folder} --trace-first-step 10", ("--trace-first-step 10", "--train-iters 10")
+    ),
+    BadConfig("--pace-forward-ms 40", ("--pace-forward-ms", "--pace-backward-ms")),
+    BadConfig("--pace-backward-ms 80", ("--pace-forward-ms", "--pace-backward-ms")),
+    BadConfig(
+        "--pace-forward-ms -1 --pace-backward-ms 80", ("--pace-forward-ms is -1", "0 or more")
+    ),
+]

@@ -1,0 +1,128 @@
+"""A few training steps on this rank, from the command line's flags to a checkpoint: for tests.
+
+Used by `test_checkpointing` and `test_file_faults`, in ranks that `run_ranks` started.
+"""
+
+import dataclasses
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from minimegatron import pretrain_gpt
+from minimegatron.core import parallel_state
+from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    update_num_microbatches,
+)
+from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.core.utils import get_model_config
+from minimegatron.training import training
+from minimegatron.training.arguments import core_transformer_config_from_args
+from minimegatron.training.checkpointing import save_checkpoint
+from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
+from minimegatron.training.initialize import initialize_megatron
+from minimegatron.training.utils import broadcast_from_last_stage, get_batch_on_this_tp_rank
+
+MODEL = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
+    "--seq-length 8 --micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 1e-2 "
+    "--eval-iters 0 --padded-vocab-size 512"
+)
+TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
+PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+VP2 = "--num-virtual-stages-per-pipeline-rank 2"
+ZERO1 = "--use-distributed-optimizer"
+
+
+def run(flags: str, steps: int, double: bool = False) -> dict[str, Any]:
+    """Trains to iteration `steps`, from `--load` if given; saves there if `--save` is given.
+
+    Returns the losses of the steps made here, and where it began. `double`: in float64, loss and all.
+    """
+    sys.argv = ["test", *MODEL.split(), *flags.split()]
+    try:
+        initialize_megatron()
+        provider = double_model if double else pretrain_gpt.model_provider
+        forward_step = double_forward_step if double else pretrain_gpt.forward_step
+        model, optimizer, scheduler = training.setup_model_and_optimizer(provider)
+        state, begin = get_train_state(), get_train_state().iteration
+        iterator, _, _ = training._iterators_of_all_chunks(
+            pretrain_gpt.train_valid_test_datasets_provider, len(model)
+        )
+        config = get_model_config(model[0])
+        training._connect_schedule(config, model, optimizer)
+        losses = []
+        while state.iteration < steps:
+            update_num_microbatches(state.consumed_train_samples)
+            loss, _, _, _ = training.train_step(
+                forward_step,
+                iterator,
+                model,
+                optimizer,
+                scheduler,
+                config,
+                get_forward_backward_func(),
+            )
+            state.iteration += 1
+            state.consumed_train_samples += get_current_global_batch_size()
+            if double:
+                loss = {"lm loss": mean_of_microbatches()}
+            means = {key: float(value) for key, value in loss.items()}
+            losses.append(broadcast_from_last_stage(means)["lm loss"])
+        if get_args().save is not None:
+            save_checkpoint(state.iteration, model, optimizer, scheduler)
+        return {"losses": losses, "began": begin}
+    finally:
+        destroy_global_vars()
+        parallel_state.destroy_model_parallel()
+
+
+def double_model(pre_process=True, post_process=True, vp_stage=None):
+    """`pretrain_gpt.model_provider` in float64, which no flag asks for."""
+    args = get_args()
+    config = dataclasses.replace(
+        core_transformer_config_from_args(args),
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+    )
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    return GPTModel(
+        config,
+        pretrain_gpt.get_gpt_decoder_block_spec(config, vp_stage, pp_rank),
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        vp_stage=vp_stage,
+    )
+
+
+def double_forward_step(data_iterator, model):
+    """`pretrain_gpt.forward_step` whose loss stays in float64."""
+    vp_stage = model.module.vp_stage
+    batch = get_batch_on_this_tp_rank(data_iterator, vp_stage)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(double_loss, batch["loss_mask"])
+
+
+def double_loss(loss_mask, output):
+    """Summed loss, tokens, report."""
+    loss, num_tokens = (output * loss_mask).sum(), loss_mask.sum()
+    report = torch.stack([loss.detach(), num_tokens])
+    reports.append(report)
+    return loss, num_tokens.int(), {"lm loss": report}
+
+
+reports: list[torch.Tensor] = []
+
+
+def mean_of_microbatches() -> torch.Tensor:
+    """The step's loss, which `train_step` reports in float32, in float64."""
+    pair = torch.stack(reports).sum(dim=0) if reports else torch.zeros(2, dtype=torch.float64)
+    reports.clear()
+    torch.distributed.all_reduce(pair, group=parallel_state.get_data_parallel_group())
+    return pair[0] / pair[1]

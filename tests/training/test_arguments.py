@@ -1,0 +1,157 @@
+"""From command line to frozen dataclasses."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minimegatron.training.argument_utils import (
+    ArgumentGroupFactory,
+    OneLineParser,
+    flag_name,
+    in_flags,
+)
+from minimegatron.training.arguments import core_transformer_config_from_args, parse_args
+from minimegatron.training.config import SECTIONS, Arguments
+from tests.training.bad_configs import GOOD
+from tests.training.test_bad_configs import launcher_environment
+
+
+def parse(flags: str = "", world_size: int = 1, **kwargs) -> Arguments:
+    argv = [word for pair in GOOD.items() for word in pair] + flags.split()
+    return parse_args(argv=argv, environ=launcher_environment(0, world_size), **kwargs)
+
+
+def all_fields() -> list[dataclasses.Field]:
+    return [field for config in SECTIONS.values() for field in dataclasses.fields(config)]
+
+
+def test_no_name_occurs_twice():
+    names = [field.name for field in all_fields()]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(SECTIONS), "args.x would be a section and a field"
+
+
+def test_every_flag_explains_itself():
+    for config in SECTIONS.values():
+        help_of = ArgumentGroupFactory(config).help
+        for field in dataclasses.fields(config):
+            assert help_of[field.name].endswith("."), field.name
+
+
+def test_flags_have_megatrons_names():
+    names = {flag_name(field) for field in all_fields() if "derived" not in field.metadata}
+    assert names >= {
+        "--tensor-model-parallel-size",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "--group-query-attention",
+        "--untie-embeddings-and-output-weights",
+        "--disable-bias-linear",
+        "--overlap-p2p-communication",
+        "--DDP-impl",
+        "--use-distributed-optimizer",
+        "--data-path",
+        "--lr-warmup-fraction",
+        "--global-batch-size",
+    }
+
+
+def test_help_ends_well(capsys):
+    with pytest.raises(SystemExit) as ending:
+        parse("--help")
+    assert ending.value.code == 0
+    assert "--pipeline-model-parallel-size" in capsys.readouterr().out
+
+
+def test_arguments_are_frozen():
+    args = parse()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.training.train_iters = 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.train_iters = 5
+
+
+def test_flat_names_find_their_section():
+    args = parse("--seed 7")
+    assert args.seed == args.rng.seed == 7
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = args.no_such_thing
+
+
+def test_users_own_flags_and_defaults():
+    def add(parser):
+        parser.add_argument("--colour", default="red")
+
+    args = parse("--seed 7", extra_args_provider=add, args_defaults={"seed": 5, "eval_iters": 3})
+    assert (args.colour, args.extra) == ("red", {"colour": "red"})
+    assert args.seed == 7  # a flag beats args_defaults
+    assert parse("--clip-grad 2", args_defaults={"min_lr": 1e-4}).min_lr == 1e-4
+
+
+def test_what_follows_from_other_arguments():
+    args = parse(world_size=4)
+    assert args.data_parallel_size == 4
+    assert args.ffn_hidden_size == 256
+    assert args.padded_vocab_size == 384
+    assert args.lr_decay_iters == args.train_iters
+    assert args.start_weight_decay == args.end_weight_decay == args.weight_decay
+    assert args.overlap_p2p_comm is False
+    assert parse("--swiglu --hidden-size 96").ffn_hidden_size == 256
+    assert parse("--tensor-model-parallel-size 2", 2).padded_vocab_size == 512
+    assert parse("--bf16").accumulate_allreduce_grads_in_fp32
+    assert not parse("--fp16").check_for_nan_in_loss_and_grad
+
+
+def test_chunks_from_either_flag():
+    pp4 = "--pipeline-model-parallel-size 4"
+    for flags in (
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "--pipeline-model-parallel-layout Et|t|t|t|t|t|t|tL",
+    ):
+        args = parse(f"{pp4} {flags}", 4)
+        assert args.virtual_pipeline_model_parallel_size == 2, flags
+        assert args.overlap_p2p_comm is True  # the default where chunks interleave
+    args = parse(
+        f"{pp4} --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication", 4
+    )
+    assert args.overlap_p2p_comm is False
+    one_chunk = parse(f"{pp4} --num-virtual-stages-per-pipeline-rank 1", 4)
+    assert one_chunk.virtual_pipeline_model_parallel_size is None
+
+
+def test_configuration_for_core():
+    config = core_transformer_config_from_args(
+        parse(
+            "--swiglu --disable-bias-linear --group-query-attention --num-query-groups 4 "
+            "--norm-epsilon 1e-6 --bf16 --seed 99 --calculate-per-token-loss "
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2",
+            4,
+        )
+    )
+    assert config.gated_linear_unit and config.activation_func is F.silu
+    assert not config.add_bias_linear
+    assert (config.num_query_groups, config.layernorm_epsilon, config.init_seed) == (4, 1e-6, 99)
+    assert config.params_dtype is config.pipeline_dtype is torch.bfloat16
+    assert config.overlap_p2p_comm and not config.batch_p2p_comm
+    assert config.calculate_per_token_loss
+    plain = core_transformer_config_from_args(parse())
+    assert plain.activation_func is F.gelu
+    assert plain.num_query_groups == plain.num_attention_heads
+
+
+def test_cores_words_become_flags():
+    assert in_flags("num_layers 6 and hidden_size 5") == "--num-layers 6 and --hidden-size 5"
+    assert in_flags("set microbatch_group_size_per_vp_stage") == (
+        "set --microbatch-group-size-per-virtual-pipeline-stage"
+    )
+    assert in_flags("no such_name, --num-layers") == "no such_name, --num-layers"
+
+
+def test_one_line_parser_never_exits():
+    with pytest.raises(ValueError, match="expected one argument"):
+        parser = OneLineParser()
+        parser.add_argument("--x")
+        parser.parse_args(["--x"])

@@ -1,0 +1,55 @@
+"""From text to training: `preprocess`, then `pretrain_gpt --data-path`.
+
+One process, two tensor-parallel ranks (of which one reads the data) and two data-parallel ranks meet
+the same samples in the same order, so their losses agree. (The vocabulary is padded to one size, for
+padding rows are part of the softmax, as in Megatron.)
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minimegatron.__main__ import main
+
+MODEL = """
+    --num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 16
+    --seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 0.01 --log-interval 1
+    --eval-iters 0 --split 1,0,0 --hidden-dropout 0 --attention-dropout 0
+    --lr-decay-style constant --train-iters 4 --padded-vocab-size 258
+"""
+
+
+def _losses(nprocs: int, words: list[str]) -> dict[int, float]:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}"]
+    command = [sys.executable, *launch, "-m", "minimegatron.pretrain_gpt", *MODEL.split(), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"iteration +(\d+)/.*?lm loss (\d+\.\d+)", done.stdout + done.stderr)
+    return {int(number): float(loss) for number, loss in lines}
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A weighted blend of this test's own text and another file of the tests."""
+    folder = tmp_path_factory.mktemp("data")
+    words = ["--data-path"]
+    for weight, source in (
+        ("1", Path(__file__)),
+        ("2.5", Path(__file__).parent.parent / "ranks.py"),
+    ):
+        prefix = folder / source.stem
+        options = ["--document-per", "paragraph", "--append-eod", "--output-prefix", str(prefix)]
+        assert main(["preprocess", "--input", str(source), *options]) == 0
+        words += [weight, f"{prefix}_text_document"]
+    return [*words, "--data-cache-path", str(folder / "cache")]
+
+
+def test_every_layout_meets_the_same_samples(blend) -> None:
+    one = _losses(1, blend)
+    assert sorted(one) == [1, 2, 3, 4]
+    assert one[4] < one[1]
+    for words in (["--tensor-model-parallel-size", "2"], []):
+        assert _losses(2, [*blend, *words]) == pytest.approx(one, abs=3e-4), words

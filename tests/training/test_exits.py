@@ -1,0 +1,188 @@
+"""Runs that end early, and results that should end them: together, saved, in words."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimegatron import launcher, pretrain_gpt
+from minimegatron.core import parallel_state
+from minimegatron.core.dist_checkpointing.core import CheckpointingException
+from minimegatron.core.rerun_state_machine import RerunStateMachine
+from minimegatron.training import exit_conditions, failures
+from minimegatron.training.checkpoint_folder import complete_iterations
+from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
+from tests.ranks import run_ranks
+from tests.training.short_runs import MODEL, PP2
+from tests.training.test_failures import identity_of
+
+# -- Ending early --
+
+
+class Signalled:
+    """`pretrain_gpt.forward_step` during which one rank receives a signal, at iteration 3."""
+
+    def __init__(self, number: int | None):
+        self.number = number
+
+    def __call__(self, data_iterator, model):
+        if get_args().rank == 1 and get_train_state().iteration == 2 and self.number:
+            os.kill(os.getpid(), self.number)
+            self.number = None
+        return pretrain_gpt.forward_step(data_iterator, model)
+
+
+def whole_run(folder: str, flags: str, number: int | None = None) -> tuple[int, str | None, bool]:
+    """`pretrain`: where it stopped, why, and whether signals mean what they meant before."""
+    sys.argv = ["test", *MODEL.split(), *flags.split()]
+    sys.argv += f"--save {folder} --load {folder} --eval-iters 1 --log-interval 1".split()
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    pretrain_gpt.pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        pretrain_gpt.model_provider,
+        pretrain_gpt.ModelType.encoder_or_decoder,
+        Signalled(number),
+    )
+    after = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    state = get_train_state()
+    destroy_global_vars()
+    parallel_state.destroy_model_parallel()
+    return state.iteration, state.exit_reason, before == after
+
+
+def runs_that_end(folder: str) -> list[tuple]:
+    results = [
+        whole_run(f"{folder}/term", PP2, signal.SIGTERM),
+        whole_run(f"{folder}/usr1", PP2, signal.SIGUSR1),
+        whole_run(f"{folder}/interval", f"{PP2} --exit-interval 4 --tensorboard-dir {folder}/tb"),
+        whole_run(f"{folder}/interval", f"{PP2} --exit-interval 4 --tensorboard-dir {folder}/tb"),
+    ]
+    # As if only this rank's clock said that the time is over.
+    if torch.distributed.get_rank() == 1:
+        exit_conditions._start_time = time.monotonic() - 3600
+    results.append(whole_run(f"{folder}/duration", f"{PP2} --exit-duration-in-mins 50"))
+    exit_conditions._start_time = time.monotonic()
+    results.append(whole_run(f"{folder}/end", f"{PP2} --train-iters 5 --exit-interval 5"))
+    return results
+
+
+def test_ranks_end_together_and_save(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is missing")
+    expected = [
+        ("term", 3, "received SIGTERM"),
+        ("usr1", 3, "received SIGUSR1"),
+        ("interval", 4, "--exit-interval 4"),
+        ("interval", 8, "--exit-interval 4"),
+        ("duration", 1, "--exit-duration-in-mins 50"),
+        ("end", 5, None),
+    ]
+    for results in run_ranks(runs_that_end, 2, str(tmp_path), timeout=200):
+        for (folder, iteration, reason), result in zip(expected, results, strict=True):
+            assert result == (iteration, reason, True)
+            assert iteration in complete_iterations(tmp_path / folder)
+    check_curves(tmp_path / "tb")
+
+
+def check_curves(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(folder))
+    curves.Reload()
+    assert {"lm loss", "lr", "grad norm", "tokens/s"} <= set(curves.Tags()["scalars"])
+    points = [(event.step, event.value) for event in curves.Scalars("lm loss")]
+    assert [step for step, _ in points] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert points[-1][1] < points[0][1]
+
+
+def test_a_signalled_process_saves_and_exits_with_0(tmp_path):
+    """One real process, as a scheduler would treat it."""
+    command = [sys.executable, "-u", "-m", "minimegatron.pretrain_gpt", *MODEL.split()]
+    command += f"--train-iters 100000 --log-interval 1 --save {tmp_path}".split()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        for line in run.stdout:
+            if line.startswith(" iteration"):
+                break
+        run.send_signal(signal.SIGTERM)
+        out, err = run.communicate(timeout=100)
+    assert run.returncode == 0, err
+    (iteration,) = complete_iterations(tmp_path)
+    assert f"exiting after iteration {iteration}: received SIGTERM" in out
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(iteration)
+    assert "validation loss" not in out
+
+
+def test_a_failed_checkpoint_ends_in_one_line(monkeypatch):
+    endings = []
+
+    def end(self, text, exit_code, linger=0.0):
+        endings.append((text, exit_code, linger > 0))
+        raise SystemExit
+
+    watch = failures.PeerWatch(identity_of(os.getpid()), [identity_of(os.getpid())])
+    monkeypatch.setattr(failures.PeerWatch, "_end", end)
+    with pytest.raises(SystemExit):
+        watch.end_after(CheckpointingException("cannot save x: No space left on device"))
+    monkeypatch.undo()
+    watch.stop()
+    assert endings == [("", 1, True)]  # identity_of is rank 1; rank 0 speaks
+
+
+# -- Results that should end it --
+
+
+class Planted:
+    """`pretrain_gpt.forward_step` whose logits are spoilt in one microbatch of iteration 2."""
+
+    def __init__(self, value: float):
+        self.value = value
+
+    def __call__(self, data_iterator, model):
+        output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+        microbatch = model.module.decoder.current_microbatch
+        if model.training and (get_train_state().iteration, microbatch) == (1, 3):
+            output = output * self.value
+        return output, loss_func
+
+
+def planted_run(value: float) -> str:
+    sys.argv = ["test", *MODEL.split(), *PP2.split(), "--train-iters", "2"]
+    pretrain_gpt.pretrain(
+        pretrain_gpt.train_valid_test_datasets_provider,
+        pretrain_gpt.model_provider,
+        pretrain_gpt.ModelType.encoder_or_decoder,
+        Planted(value),
+    )
+
+
+def test_a_bad_loss_is_named():
+    with pytest.raises(launcher.RankError) as failure:
+        run_ranks(planted_run, 2, float("nan"), timeout=100)
+    assert failure.value.ranks[0] == 1  # the last stage
+    assert re.search(
+        r"rank 1 .*the loss is NaN in microbatch 3 of iteration 2 \(training sample 7\); "
+        r".*lower --lr",
+        str(failure.value),
+    )
+
+
+def test_spiky():
+    machine = RerunStateMachine()
+    spiky = [
+        machine.is_unexpectedly_large(torch.tensor(value), 10.0, "loss", num_samples=3)
+        for value in (1.0, 4.0, 2.0, 39.0, 41.0, 2.0, float("nan"))
+    ]
+    assert spiky == [False, False, False, False, True, False, False]
+    assert machine.largest("loss") == 4.0
+    assert not machine.is_unexpectedly_large(torch.tensor(50.0), 10.0, "loss", 3, resample=True)
+    assert machine.validate_result(torch.tensor(1.0), torch.isnan, "bad") is None
+    assert machine.validate_result(torch.tensor(1.0), torch.isfinite, "bad", fatal=False) == "bad"
+    with pytest.raises(RuntimeError, match="bad"):
+        machine.validate_result(torch.tensor(1.0), torch.isfinite, lambda: "bad")

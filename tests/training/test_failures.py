@@ -1,0 +1,86 @@
+"""A rank that raises or is killed takes the job down, with its rank and stage named."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from minimegatron.training import failures
+from minimegatron.training.failures import Identity, is_lost_connection
+
+TINY = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 "
+    "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --seq-length 16 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 1000 --lr 1e-3"
+)
+
+
+def run_job(*flags: str, launcher: tuple[str, ...] = ()) -> tuple[int, str, float]:
+    """Four ranks of `failing_pretrain` under torchrun: exit code, stderr, seconds."""
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [torchrun, "--nproc-per-node", "4", "--standalone", *launcher]
+    command += ["-m", "tests.training.failing_pretrain", *TINY.split(), *flags]
+    begin = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stderr, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("rank", "place"), [(3, "rank 3 (stage 1/2, tp 1, dp 0)")])
+def test_rank_that_raises(rank, place):
+    code, stderr, seconds = run_job("--fail-rank", str(rank), "--fail-how", "raise")
+    assert code != 0
+    assert f"{place}: ValueError: the planted error" in stderr
+    # One block: nothing of another rank between the headline and the last line of the traceback.
+    block = re.search(rf"-{{100}}\n{re.escape(place)}.*?\n-{{100}}\n", stderr, re.DOTALL)
+    assert block and block[0].rstrip("-\n").endswith("ValueError: the planted error")
+    print(f"raised: {seconds:.1f} s in all, of which most is starting")
+    assert seconds < 60 + 60
+
+
+@pytest.mark.parametrize(("rank", "place"), [(0, "rank 0 (stage 0/2, tp 0, dp 0)")])
+def test_rank_that_is_killed(rank, place):
+    code, stderr, seconds = run_job("--fail-rank", str(rank), "--fail-how", "kill")
+    assert code != 0
+    assert re.search(rf"stops, because a rank is gone: {re.escape(place)}, process \d+", stderr)
+    assert stderr.count("because a rank is gone") == 1  # one survivor speaks for all
+    print(f"killed: {seconds:.1f} s in all, of which most is starting")
+    assert seconds < 60 + 60
+
+
+def test_lost_connections_are_told_from_errors():
+    assert is_lost_connection(dist.DistBackendError("NCCL communicator was aborted"))
+    assert is_lost_connection(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed"))
+    assert is_lost_connection(ConnectionResetError())
+    assert not is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_lost_connection(ValueError("Connection closed"))
+
+
+def identity_of(pid: int) -> Identity:
+    return Identity(rank=1, stage=0, num_stages=1, tp=0, dp=1, host="here", pid=pid)
+
+
+def test_a_zombie_is_gone():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not identity_of(child.pid).is_gone()
+    child.kill()
+    while not identity_of(child.pid).is_gone():  # ended, but not collected
+        time.sleep(0.01)
+    child.wait()
+    assert identity_of(child.pid).is_gone()
+    child.stdin.close()
+
+
+def test_watch_can_be_stopped():
+    before = signal.getsignal(signal.SIGTERM)
+    watch = failures.PeerWatch(identity_of(os.getpid()), [identity_of(os.getpid())])
+    assert signal.getsignal(signal.SIGTERM) is not before
+    watch.stop()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "peer watch" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,171 @@
+"""The training loop over real ranks: every layout trains the same model on the same data.
+
+One launch per world size; within it, configuration after configuration.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimegatron import pretrain_gpt
+from minimegatron.core import parallel_state
+from minimegatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    update_num_microbatches,
+)
+from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.core.utils import get_model_config
+from minimegatron.training import training
+from minimegatron.training.arguments import parse_args
+from minimegatron.training.checkpointing import save_checkpoint
+from minimegatron.training.evaluation import evaluate
+from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
+from minimegatron.training.initialize import initialize_megatron
+from minimegatron.training.text_generation import generate
+from minimegatron.training.utils import broadcast_from_last_stage
+from tests.ranks import run_ranks
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 "
+    "--seq-length 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 "
+    "--lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 "
+    "--eval-interval 1000 --padded-vocab-size 512"
+)
+"""The padding is given, since by default it grows with the tensor-parallel size, and every padded
+token takes a little of the probability."""
+TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
+PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+VP2 = "--num-virtual-stages-per-pipeline-rank 2"
+
+
+def train_and_evaluate(flags: str, steps: int = 3) -> dict:
+    """A short run on this rank; what it saw, which should not depend on the rank or the layout."""
+    sys.argv = ["test", *MODEL.split(), *flags.split()]
+    initialize_megatron()
+    model, optimizer, scheduler = training.setup_model_and_optimizer(pretrain_gpt.model_provider)
+    train_iterator, valid_iterator, _ = training._iterators_of_all_chunks(
+        pretrain_gpt.train_valid_test_datasets_provider, len(model)
+    )
+    config, state = get_model_config(model[0]), get_train_state()
+    training._connect_schedule(config, model, optimizer)
+    losses, norms = [], []
+    while state.iteration < steps:
+        update_num_microbatches(state.consumed_train_samples)
+        loss, skipped, norm, _ = training.train_step(
+            pretrain_gpt.forward_step,
+            train_iterator,
+            model,
+            optimizer,
+            scheduler,
+            config,
+            get_forward_backward_func(),
+        )
+        assert skipped == 0
+        state.iteration += 1
+        state.consumed_train_samples += get_current_global_batch_size()
+        means = {key: float(value) for key, value in loss.items()}
+        losses.append(broadcast_from_last_stage(means)["lm loss"])
+        norms.append(norm)
+    result = {"losses": losses, "norms": norms, "consumed": state.consumed_train_samples}
+    if get_args().save is not None:
+        save_checkpoint(state.iteration, model, optimizer, scheduler)
+        result["weights"] = [t.clone() for chunk in model for t in chunk.state_dict().values()]
+    evaluated, _ = evaluate(pretrain_gpt.forward_step, valid_iterator, model, None, config)
+    result["valid"] = evaluated["lm loss"]
+    result["text"] = generate(model, "def ", num_tokens=4)
+    destroy_global_vars()
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def run_all(all_flags: list[str]) -> list[dict]:
+    return [train_and_evaluate(flags) for flags in all_flags]
+
+
+DROPOUT = "--hidden-dropout 0.1"
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict]:
+    """The same run in one process, without dropout and with it."""
+    without, with_dropout = run_ranks(run_all, 1, ["", DROPOUT], timeout=120)[0]
+    return {"": without, DROPOUT: with_dropout}
+
+
+LAYOUTS = [
+    f"{TP2} {PP2}",
+    f"{PP2} {VP2}",
+    f"{PP4} --deallocate-pipeline-outputs",
+    f"{TP2} --sequence-parallel --overlap-grad-reduce --ddp-bucket-size 2000",
+    f"{TP2} --use-distributed-optimizer --micro-batch-size 2",
+    f"{TP4} --calculate-per-token-loss --recompute-granularity selective",
+    "--DDP-impl torch",
+    f"{PP2} {TP2} --pipeline-model-parallel-layout Et|tttL",
+    f"{TP4} {DROPOUT}",
+]
+
+
+def test_every_layout_trains_the_same_model(alone):
+    results = run_ranks(run_all, 4, LAYOUTS, timeout=240)
+    for number, flags in enumerate(LAYOUTS):
+        for rank in range(4):
+            result = results[rank][number]
+            expected = alone[DROPOUT if DROPOUT in flags else ""]
+            assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), (flags, rank)
+            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4), (flags, rank)
+            assert result["valid"] == pytest.approx(expected["valid"], rel=1e-5), (flags, rank)
+            assert result["consumed"] == 24
+            assert result["text"] == results[0][number]["text"]
+
+
+def test_losses_fall(alone):
+    losses = alone[""]["losses"]
+    assert losses[2] < losses[0]
+    assert alone[DROPOUT]["losses"] != losses
+    assert losses[0] == pytest.approx(6.2, abs=0.3)  # ln of the padded vocabulary
+    assert alone[""]["text"].startswith("def ")
+
+
+def test_other_kinds_of_step():
+    """What changes the numbers, so that it cannot be compared; but it must run."""
+    kinds = [
+        "--bf16 --untie-embeddings-and-output-weights",
+        "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear",
+        "--group-query-attention --num-query-groups 2 --log-num-zeros-in-grad --optimizer sgd",
+        "--rampup-batch-size 4 4 8 --hidden-dropout 0.1 --eod-mask-loss --dataloader-type cyclic",
+    ]
+    for flags, result in zip(kinds, run_ranks(run_all, 1, kinds, timeout=120)[0], strict=True):
+        assert all(0 < loss < 7 for loss in result["losses"]), flags
+    assert result["consumed"] == 4 + 4 + 8
+
+
+# -- Going on from a checkpoint --
+
+
+def stop_and_go_on(folder: str) -> list[dict]:
+    layout = f"{TP2} --dataloader-type cyclic --hidden-dropout 0.1"
+    undisturbed = train_and_evaluate(f"{layout} --save {folder}/whole", steps=4)
+    first = train_and_evaluate(f"{layout} --save {folder}/half", steps=2)
+    rest = train_and_evaluate(f"{layout} --load {folder}/half --save {folder}/second-half", steps=4)
+    return [undisturbed, first, rest]
+
+
+def test_resumed_run_is_bit_identical(tmp_path):
+    for undisturbed, first, rest in run_ranks(stop_and_go_on, 2, str(tmp_path), timeout=120):
+        assert first["losses"] + rest["losses"] == undisturbed["losses"]
+        for ours, theirs in zip(rest["weights"], undisturbed["weights"], strict=True):
+            assert torch.equal(ours, theirs)
+    whole = tmp_path / "whole"
+    assert (whole / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "iter_0000004",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_torn_checkpoint_is_refused_before_the_start(tmp_path):
+    Path(tmp_path, "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(ValueError, match="names iteration 7"):
+        parse_args(argv=["--load", str(tmp_path), *MODEL.split()], environ={})
