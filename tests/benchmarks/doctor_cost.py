@@ -1,0 +1,103 @@
+"""What it costs to be watched by the hang doctor: one training step with a record kept, and without.
+
+Run: python -m tests.benchmarks.doctor_cost [--rounds 60]. Calls: the step of `tracing_cost`.
+
+As there, the two take turns in the same two processes, and the median of the rounds' ratios counts.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import minimegatron
+from minimegatron.core import tracing
+from minimegatron.core.tracing import Call
+from minimegatron.doctor.observer import RecordingObserver
+from minimegatron.doctor.processes import make_folder, remove_folder
+from minimegatron.doctor.shared_record import RECORD_BYTES, RecordWriter, read_record
+from tests.benchmarks.tracing_cost import NUM_STAGES, build_step, timed
+
+BOUND = 1.03
+
+
+@contextmanager
+def watched(observer: RecordingObserver) -> Iterator[None]:
+    """Keeps the record during one step."""
+    tracing.add_observer(observer)
+    try:
+        yield
+    finally:
+        tracing.remove_observer(observer)
+
+
+def measure(rounds: int) -> tuple[dict[str, list[tuple[float, float]]], float]:
+    """(wall, processor) seconds of every round by way; calls per step."""
+    torch.manual_seed(dist.get_rank())
+    step = build_step()
+    folder = make_folder("minimegatron-benchmark-")
+    path = folder / "record"
+    observer = RecordingObserver(RecordWriter(path, dist.get_rank(), dist.get_world_size()))
+    ways = {"off": nullcontext, "on": lambda: watched(observer)}
+    for surround in ways.values():
+        timed(step, surround)
+    before = read_record(path).num_events
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    order = list(ways)
+    for _ in range(rounds):
+        order = order[1:] + order[:1]
+        for way in order:
+            times[way].append(timed(step, ways[way]))
+    num_calls = (read_record(path).num_events - before) / 2 / rounds
+    remove_folder(folder)
+    return times, num_calls
+
+
+def cost_of_a_call(num_calls: int = 2000, repetitions: int = 30) -> float:
+    """Microseconds of processor time to note the beginning and end of one call, at best."""
+    with tempfile.TemporaryDirectory() as folder:
+        observer = RecordingObserver(RecordWriter(Path(folder) / "record", 0, 2))
+        call = Call("forward-compute", "a.b", "", 1, {"microbatch": 3, "chunk": 0})
+        best = float("inf")
+        for _ in range(repetitions):
+            began = time.process_time()
+            for _ in range(num_calls):
+                observer.start(call)
+                observer.stop(call)
+            best = min(best, (time.process_time() - began) / num_calls)
+    return best * 1e6
+
+
+def main() -> int:
+    """Prints the ratios; exit code 1 if the bound on processor time is broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60, metavar="N")
+    rounds = parser.parse_args().rounds
+    options = {"backend": "gloo", "device": "cpu"}
+    times, num_calls = minimegatron.launch(measure, NUM_STAGES, rounds, **options)[0]
+    print(
+        f"{cost_of_a_call():.1f} us per call, {num_calls:.0f} calls per step on rank 0, "
+        f"{RECORD_BYTES} bytes per rank"
+    )
+    is_kept = True
+    for which, name in enumerate(("wall clock", "processor time")):
+        pairs = zip(times["on"], times["off"], strict=True)
+        ratios = [a[which] / b[which] for a, b in pairs]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        print(
+            f"{name:15} median ratio {median:.4f}, quartiles {low:.4f} to {high:.4f} "
+            f"(bound {BOUND})"
+        )
+        is_kept = is_kept and (which == 0 or median <= BOUND)
+    return 0 if is_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

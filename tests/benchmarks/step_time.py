@@ -1,0 +1,24 @@
+"""Step time of a pipeline of real transformer blocks, all implementations side by side.
+
+Run: python -m tests.benchmarks.step_time [--implementations ours,megatron,torch,minimal]
+Calls: `measure.benchmark_main`.
+
+8 blocks split over p = 2 and p = 4 stages, M = 8 microbatches, messages of 256 KiB and of 16 KiB.
+The ideal is measured in the same run: every rank computes all its microbatches at once, without
+communication, times (M v + p - 1) / (M v). With more ranks than cores, ranks that wait leave their
+core to the others, so that an excess below zero is possible.
+"""
+
+from tests.benchmarks.measure import benchmark_main
+from tests.benchmarks.stages import Case
+
+_SHAPES = {"256 KiB": (256, 256), "16 KiB": (64, 64)}
+
+CASES = [
+    Case(f"p={p} M=8 {size}", p, 1, 8, *shape, num_blocks=8)
+    for p in (2, 4)
+    for size, shape in _SHAPES.items()
+]
+
+if __name__ == "__main__":
+    benchmark_main(__doc__.splitlines()[0], CASES, "ours,ours',megatron,torch,minimal", 15)

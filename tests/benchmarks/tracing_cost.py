@@ -1,0 +1,188 @@
+"""What tracing costs: one training step without the seam, with it unused, and while recording.
+
+Run: python -m tests.benchmarks.tracing_cost [--rounds 60]. Calls: GPT of `make demo` on two stages.
+
+The three take turns in the same two processes, in another order each round, so that what else the
+machine does meets all alike. Each round gives one ratio per pair; the median is shown, with the
+quartiles. Besides the wall clock, the processors' own time (all ranks together) is compared: it says
+the same on a machine that is busy with other things.
+
+* "without": every `@traced` function replaced by the plain one, as if the seam were not there;
+* "off": as shipped, nobody watching. Bound: 1.01;
+* "on": `trace()` recording. Bound: 1.03. What follows the last step is timed apart.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+import minimegatron
+from minimegatron.core import parallel_state, tracing
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.tracing.clock import Alignment
+from minimegatron.tracing.convert import to_rank_trace
+from minimegatron.tracing.recorder import Recorder
+
+NUM_STAGES, NUM_MICROBATCHES, SEQ, BATCH, VOCAB = 2, 8, 64, 8, 256
+BOUNDS = {"off": 1.01, "on": 1.03}
+
+
+def build_step() -> Callable[[], None]:
+    """Forwards and backwards of one global batch, with the sizes of `make demo`."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=NUM_STAGES)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=96,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=NUM_STAGES,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, None, rank),
+        VOCAB,
+        SEQ,
+        pre_process=rank == 0,
+        post_process=rank == NUM_STAGES - 1,
+        position_embedding_type="rope",
+    )
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1))
+    positions = torch.arange(SEQ).expand(BATCH, SEQ)
+
+    def loss_func(output):
+        loss = output.mean()
+        return loss, {"loss": loss.detach()}
+
+    def forward_step(data_iterator, model):
+        return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), loss_func
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=model,
+            num_microbatches=NUM_MICROBATCHES,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+        )
+
+    return step
+
+
+# -- The three ways --
+
+
+def is_link(value: object) -> bool:
+    """True for what `@traced` made of a function."""
+    code = getattr(value, "__code__", None)
+    return code is not None and code.co_name == "link" and code.co_filename == tracing.__file__
+
+
+@contextmanager
+def without_seam() -> Iterator[None]:
+    """Puts the plain function in every place where a traced one stands."""
+    places = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith("minimegatron.") and module is not None:
+            places.append(module)
+            places += [value for value in vars(module).values() if isinstance(value, type)]
+    replaced = []
+    for place in places:
+        for name, value in list(vars(place).items()):
+            if is_link(value):
+                replaced.append((place, name, value))
+                setattr(place, name, value.__wrapped__)
+            elif value is tracing.call_traced and place is not tracing:
+                replaced.append((place, name, value))
+                setattr(place, name, lambda _, function, *args: function(*args))
+    try:
+        yield
+    finally:
+        for place, name, value in replaced:
+            setattr(place, name, value)
+
+
+@contextmanager
+def recording(recorders: list[Recorder]) -> Iterator[None]:
+    """One step's recording, kept in `recorders` and not yet turned into events."""
+    recorder = Recorder()
+    tracing.add_observer(recorder)
+    try:
+        yield
+    finally:
+        recorder.close()
+        recorders[:] = [recorder]
+
+
+def timed(step: Callable[[], None], surround: Callable) -> tuple[float, float]:
+    """Seconds until all ranks are done, and seconds of processor time of all ranks."""
+    with surround():
+        dist.barrier()
+        wall, processor = time.perf_counter(), time.process_time()
+        step()
+        processor = torch.tensor([time.process_time() - processor], dtype=torch.float64)
+        dist.barrier()
+        wall = time.perf_counter() - wall
+    dist.all_reduce(processor)
+    return wall, processor.item()
+
+
+def measure(rounds: int) -> tuple[dict[str, list[tuple[float, float]]], int, float]:
+    """(wall, processor) seconds of every round by way; calls per step; seconds to make events."""
+    torch.manual_seed(dist.get_rank())
+    step, recorders = build_step(), []
+    ways = {"without": without_seam, "off": nullcontext, "on": lambda: recording(recorders)}
+    for surround in ways.values():
+        timed(step, surround)
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    order = list(ways)
+    for _ in range(rounds):
+        order = order[1:] + order[:1]
+        for way in order:
+            times[way].append(timed(step, ways[way]))
+    began = time.perf_counter()
+    events = to_rank_trace(recorders[0], Alignment(), None).events
+    return times, len(events), time.perf_counter() - began
+
+
+def main() -> int:
+    """Prints the ratios; exit code 1 if a bound on processor time is broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60, metavar="N")
+    rounds = parser.parse_args().rounds
+    results = minimegatron.launch(measure, NUM_STAGES, rounds, backend="gloo", device="cpu")
+    times, num_calls, seconds = results[0]
+    medians = {way: statistics.median(wall for wall, _ in of_way) for way, of_way in times.items()}
+    words = ", ".join(f"{way} {1e3 * median:.1f} ms" for way, median in medians.items())
+    print(f"median step: {words}")
+    print(
+        f"on: {num_calls} calls per step on rank 0; events made of them in {1e3 * seconds:.1f} ms"
+    )
+    is_kept = True
+    for way, bound in BOUNDS.items():
+        for which, name in enumerate(("wall clock", "processor time")):
+            pairs = zip(times[way], times["without"], strict=True)
+            ratios = [a[which] / b[which] for a, b in pairs]
+            low, median, high = statistics.quantiles(ratios, n=4)
+            print(
+                f"{way:4}{name:15} median ratio {median:.4f}, quartiles {low:.4f} to {high:.4f} "
+                f"(bound {bound})"
+            )
+            is_kept = is_kept and (which == 0 or median <= bound)
+    return 0 if is_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

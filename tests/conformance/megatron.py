@@ -1,0 +1,53 @@
+"""How the conformance tests reach megatron-core without a GPU and without processes.
+
+Read by: the tests beside it. They are skipped, with the reason, where it cannot be imported.
+"""
+
+import warnings
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.benchmarks.peers import PeerMissing, cuda_calls_on_cpu, import_megatron
+
+__all__ = ["cuda_calls_on_cpu", "megatron_module", "record_groups"]
+
+
+def megatron_module(name: str) -> ModuleType:
+    """`megatron.core.<name>`; skips the module that asks if megatron-core is not there."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return import_megatron(name)
+    except PeerMissing as reason:
+        pytest.skip(str(reason), allow_module_level=True)
+
+
+def record_groups(parallel_state: ModuleType, world_size: int, **sizes) -> dict[str, list]:
+    """The rank lists of every group megatron-core would make, by its `group_desc`.
+
+    Raises what `initialize_model_parallel` raises for sizes it refuses.
+    """
+    made: dict[str, list[list[int]]] = {}
+
+    def create_group(ranks=None, group_desc=None, **_):
+        made.setdefault(group_desc, []).append(list(ranks))
+        return SimpleNamespace(ranks=ranks)
+
+    before = dict(vars(parallel_state))
+    distributed = {
+        "is_initialized": lambda: True,
+        "get_world_size": lambda *_: world_size,
+        "get_rank": lambda *_: 0,
+    }
+    try:
+        with (
+            mock.patch.multiple(torch.distributed, **distributed),
+            mock.patch.object(parallel_state, "create_group", create_group),
+        ):
+            parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
+    finally:
+        vars(parallel_state).update(before)
+    return made
