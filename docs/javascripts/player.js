@@ -1,0 +1,63 @@
+"use strict";
+// The only script that a page names. Where the page has a `.mm-player` or a `.mm-replay`, it loads the
+// others from its own folder, then mounts them. No fetch, no module: all of it works from file://.
+//
+//   <div class="mm-player" data-schedule="1f1b" data-pp="4" data-microbatches="8"></div>
+//       and: data-vpp, data-group, data-forward, data-backward, data-message, data-cap, data-predict
+//   <div class="mm-replay" data-recording="1f1b-paced"></div>
+//
+// What stands inside such an element (a picture, a sentence) is shown until it is mounted, and where
+// scripts do not run. The first player or replay of a page keeps its state in the address.
+
+(() => {
+  const MM = (globalThis.MM ||= {});
+  const here = document.currentScript.src.replace(/[^/]*$/, "");
+  MM.base = here.replace(/javascripts\/$/, "");
+
+  const loaded = {};
+  MM.load = (path) =>
+    (loaded[path] ||= new Promise((resolve, reject) => {
+      const script = document.createElement("script");
+      script.src = MM.base + path;
+      script.async = false;
+      script.onload = resolve;
+      script.onerror = () => reject(new Error(`${path} did not load`));
+      document.head.append(script);
+    }));
+
+  function addStyle() {
+    if (document.querySelector('link[href*="stylesheets/player.css"]')) return null;
+    return new Promise((resolve) => {
+      const link = document.createElement("link");
+      Object.assign(link, { rel: "stylesheet", href: MM.base + "stylesheets/player.css", onload: resolve, onerror: resolve });
+      document.head.append(link);
+    });
+  }
+
+  async function mount() {
+    const elements = [...document.querySelectorAll(".mm-player, .mm-replay")];
+    if (!elements.length) return;
+    const replays = elements.some((element) => element.matches(".mm-replay"));
+    const players = elements.some((element) => element.matches(".mm-player"));
+    const files = ["engine.js", "draw.js", "timeline.js", "links.js"];
+    if (players) files.push("orders.js", "predict.js", "schedule_player.js");
+    if (replays) files.push("replay.js");
+    await Promise.all([addStyle(), ...files.map((name) => MM.load(`javascripts/${name}`))]);
+    MM.links = await MM.engine.unpack(MM.packed.links);
+    if (players) MM.orders = await MM.engine.unpack(MM.packed.orders);
+    for (const [number, element] of elements.entries()) {
+      const options = { ...element.dataset, hasAddress: number === 0 };
+      const show = element.matches(".mm-player") ? MM.mountPlayer : MM.mountReplay;
+      try {
+        await show(element, options);
+        element.dataset.ready = "";
+      } catch (error) {
+        console.error(error);
+        element.append(`This could not be shown: ${error.message}`);
+      }
+    }
+  }
+
+  if (document.readyState === "loading") addEventListener("DOMContentLoaded", mount);
+  else mount();
+})();

@@ -1,0 +1,53 @@
+"""Writes what MkDocs reads into build/docs. `make docs` runs this first, then `mkdocs build`.
+
+The pages of docs/ are copied with their macros filled in (see `macros`); the annotated source, the
+table of symbols, the reference and the pictures are generated. No plugin of MkDocs is involved, so
+that another generator of static pages can take its place.
+"""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from emit_player import write_player  # noqa: E402
+from package import ROOT, Package  # noqa: E402
+from site_pages import write_pages  # noqa: E402
+from source_pages import write_source_pages  # noqa: E402
+
+OUT = ROOT / "build" / "docs"
+SKIPPED = {"tools", "overrides", "recordings", "__pycache__", "node_modules"}
+"""Folders of docs/ that are no part of the site."""
+
+
+def build(out: Path = OUT) -> None:
+    """Writes everything below `out`, and removes what an earlier build left there."""
+    written = out.with_name("docs.new")
+    shutil.rmtree(written, ignore_errors=True)
+    written.mkdir(parents=True)
+    pieces = out.with_name("pieces")
+    shutil.rmtree(pieces, ignore_errors=True)
+    package = Package.read()
+    write_source_pages(package, written / "source", pieces / "source")
+    write_pages(package, written, pieces)
+    write_player(package, written)
+    for path in sorted((ROOT / "docs").rglob("*")):
+        relative = path.relative_to(ROOT / "docs")
+        target = written / relative
+        if relative.parts[0] in SKIPPED or not path.is_file() or path.suffix == ".md":
+            continue
+        if target.exists():
+            raise SystemExit(f"docs/{relative} is generated; remove it")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    shutil.rmtree(out, ignore_errors=True)
+    written.rename(out)
+
+
+if __name__ == "__main__":
+    begun = time.monotonic()
+    build()
+    print(f"build/docs written in {time.monotonic() - begun:.1f} s")

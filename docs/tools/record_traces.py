@@ -1,0 +1,232 @@
+"""Records the runs that the documentation replays, into docs/recordings. `make traces` runs this.
+
+Called by: the Makefile. Calls: torchrun with `minimegatron.pretrain_gpt --trace`, then
+`minimegatron.tracing`, whose timeline page has the same data. Real ranks, tensors, messages, losses and
+gradients; in paced runs computation is padded, so that few cores show the schedule and not their
+own shortage. Of the recorded steps the one of median length is kept.
+
+A recording is what `tracing.html.page_data` says, with texts that occur often written once:
+
+    {"provenance": {"command", "date", "versions", "machine", "clock"}, "title",
+     "steps": [...],           of page_data; an event's "f" is its number in "functions",
+                               its "x" a list of numbers in "words", its "st" one in "stacks"
+     "functions": [[name, source]], "sources": [[dotted name, path, first line]],
+     "stacks": [[frame]], "frames": [[source, line, the line's text]], "words": [text]}
+
+Lines are kept with their text: the pages that link them find them again after the source was
+edited, or say that they are gone (`emit_player`).
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import torch  # noqa: E402
+from timeline import MODEL, NUM_WARMUP_STEPS, median_step  # noqa: E402
+
+from minimegatron.tracing.html import page_data  # noqa: E402
+from minimegatron.tracing.trace_view import Trace  # noqa: E402
+
+ROOT = HERE.parents[1]
+OUT = ROOT / "docs" / "recordings"
+MAX_BYTES = 300_000
+
+PACE = {"--pace-forward-ms": 100, "--pace-backward-ms": 200}
+
+
+class Recipe(NamedTuple):
+    """A run to record."""
+
+    title: str
+    num_ranks: int
+    flags: dict[str, Any]
+
+
+RECIPES = {
+    "1f1b-paced": Recipe(
+        "1F1B on 4 ranks, paced",
+        4,
+        {"--pipeline-model-parallel-size": 4, "--global-batch-size": 8, **PACE},
+    ),
+    "1f1b": Recipe(
+        "1F1B on 4 ranks, as fast as they go",
+        4,
+        {"--pipeline-model-parallel-size": 4, "--global-batch-size": 8},
+    ),
+    "interleaved-paced": Recipe(
+        "Interleaved 1F1B on 4 ranks, paced",
+        4,
+        {
+            "--pipeline-model-parallel-size": 4,
+            "--num-virtual-stages-per-pipeline-rank": 2,
+            "--global-batch-size": 8,
+            **PACE,
+        },
+    ),
+    "tp2-pp2": Recipe(
+        "2 tensor-parallel ranks × 2 stages",
+        4,
+        {
+            "--tensor-model-parallel-size": 2,
+            "--pipeline-model-parallel-size": 2,
+            "--num-layers": 4,
+            "--global-batch-size": 4,
+        },
+    ),
+    "one-rank": Recipe("One rank, no pipeline", 1, {"--num-layers": 2, "--global-batch-size": 3}),
+}
+NUM_STEPS = 3
+
+
+# -- Recording --
+
+
+def record(recipe: Recipe, folder: str) -> str:
+    """Trains for a few steps under torchrun and leaves the last ones in `folder`.
+
+    Returns the command as a reader would type it.
+    """
+    flags = MODEL | recipe.flags | {"--train-iters": NUM_WARMUP_STEPS + NUM_STEPS}
+    flags |= {"--trace-first-step": NUM_WARMUP_STEPS, "--trace-num-steps": NUM_STEPS}
+    words = [str(word) for flag, value in flags.items() for word in (flag, value)]
+    launch = ["--standalone", "--nproc-per-node", str(recipe.num_ranks)]
+    launch += ["-m", "minimegatron.pretrain_gpt"]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *launch, *words, "--trace", folder],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    return " ".join(["OMP_NUM_THREADS=1 torchrun", *launch, *words, "--trace DIR"])
+
+
+def provenance(command: str, run: Trace) -> dict[str, Any]:
+    """Where a recording comes from, as far as a reader needs it to judge or repeat it."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {
+            "minimegatron": commit,
+            "Python": platform.python_version(),
+            "PyTorch": torch.__version__,
+        },
+        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), {memory:.0f} GiB memory, "
+        f"{platform.system()}; {run.ranks[0].device}, gloo",
+        "clock": run.clock_words,
+    }
+
+
+# -- Making it small --
+
+
+class _Table:
+    """Values, each once, by number."""
+
+    def __init__(self):
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, value: Any) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+    def list(self) -> list[Any]:
+        return list(self.numbers)
+
+
+class _Compact:
+    def __init__(self, data: dict[str, Any]):
+        self.data = data
+        self.functions, self.sources, self.frames, self.words = (_Table() for _ in range(4))
+
+    def source(self, key: str) -> int:
+        path, _, first = key.rpartition(":")
+        known = self.data["sources"].get(key)
+        name = known["n"] if known else ""
+        if name == "<module>":
+            name = path.removesuffix(".py").replace("/", ".")
+        return self.sources.number((name, path, int(first)))
+
+    def frame(self, key: str, line: int) -> int:
+        first = int(key.rpartition(":")[2])
+        known = self.data["sources"].get(key)
+        lines = known["t"].split("\n") if known else []
+        text = lines[line - first].strip() if 0 <= line - first < len(lines) else ""
+        # Of a comprehension only the first line is known; the file has not changed since it ran.
+        path = ROOT / key.rpartition(":")[0]
+        if not text and path.is_file():
+            text = path.read_text().split("\n")[line - 1].strip()
+        return self.frames.number((self.source(key), line, text))
+
+    def event(self, event: dict[str, Any]) -> dict[str, Any]:
+        small = {key: value for key, value in event.items() if key not in ("n", "so", "x")}
+        small["f"] = self.functions.number((event["n"], self.source(event["so"])))
+        if "x" in event:
+            small["x"] = [self.words.number(word) for word in event["x"]]
+        return small
+
+    def run(self) -> dict[str, Any]:
+        steps = [
+            {
+                **step,
+                "ranks": [
+                    {**rank, "events": [self.event(event) for event in rank["events"]]}
+                    for rank in step["ranks"]
+                ],
+            }
+            for step in self.data["steps"]
+        ]
+        stacks = [[self.frame(key, line) for key, line in stack] for stack in self.data["stacks"]]
+        return {
+            "steps": steps,
+            "stacks": stacks,
+            "frames": self.frames.list(),
+            "functions": self.functions.list(),
+            "sources": self.sources.list(),
+            "words": self.words.list(),
+        }
+
+
+def recording(name: str) -> dict[str, Any]:
+    """Makes one recording. Raises ValueError if it does not fit."""
+    recipe = RECIPES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        command = record(recipe, folder)
+        run = Trace.load(folder)
+    data = {"title": recipe.title, "provenance": provenance(command, run)}
+    data |= _Compact(page_data(run, [median_step(run)])).run()
+    return data
+
+
+def main() -> None:
+    """Makes the recordings that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(RECIPES))
+    OUT.mkdir(parents=True, exist_ok=True)
+    for name in parser.parse_args().names or RECIPES:
+        data = recording(name)
+        path = OUT / f"{name}.json"
+        text = json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n"
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"{path} would have {len(text)} bytes, above {MAX_BYTES}")
+        path.write_text(text)
+        figures = ", ".join(f"{f['label']} {f['value']}" for f in data["steps"][0]["figures"])
+        print(f"wrote {path.relative_to(ROOT)}, {len(text) // 1000} KB: {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The pages that are not annotated source: those of docs/, filled in, and the generated ones.
+
+Called by: `build_docs`. Calls: `macros`, `rosetta`, `architecture`.
+"""
+
+import re
+from pathlib import Path
+
+from architecture import architecture_svg
+from calculator import calculator_script
+from macros import Macros, read_glossary
+from package import ROOT, Package
+from rosetta import rosetta_page
+from source_pages import first_sentence
+
+from minimegatron.planner.render_svg import STYLE
+
+DOCS = ROOT / "docs"
+SKIPPED = {"tools", "overrides"}
+
+REFERENCE = ("core", "planner", "tracing", "training")
+"""What the reference covers; the rest of the package is no library but a program."""
+
+
+def write_pages(package: Package, out: Path, pieces: Path) -> None:
+    """Everything but the annotated modules, below `out`."""
+    glossary = read_glossary(DOCS / "glossary.md")
+    faults = []
+    for path in sorted(DOCS.rglob("*.md")):
+        relative = path.relative_to(DOCS)
+        if relative.parts[0] in SKIPPED or "node_modules" in relative.parts:
+            continue
+        macros = Macros(package, relative.as_posix(), glossary)
+        if relative.as_posix() == "contributing.md":
+            macros.extra = {"architecture": architecture_svg(package)}
+        _write(out / relative, macros.expand(path.read_text()))
+        macros.stash.save(pieces / f"{relative.as_posix()}.json")
+        faults += macros.faults
+    if faults:
+        raise SystemExit("\n".join(faults))
+    _write(out / "source" / "index.md", source_index(package))
+    _write(out / "rosetta.md", rosetta_page(package))
+    write_reference(package, out / "reference")
+    _write(out / "stylesheets" / "timeline.css", timeline_css())
+    _write(out / "javascripts" / "formulas.js", calculator_script())
+    _write(out / "assets" / "favicon.svg", FAVICON)
+    # The theme asks for this file when pages are opened from a folder, where search cannot run.
+    _write(out / "search" / "search_index.js", "var __index = {config: {}, docs: []};\n")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+FAVICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">'
+    '<rect x="2" y="4" width="12" height="6" rx="1.5" fill="#0072b2"/>'
+    '<rect x="15" y="4" width="15" height="6" rx="1.5" fill="#e69f00"/>'
+    '<rect x="7" y="13" width="12" height="6" rx="1.5" fill="#0072b2"/>'
+    '<rect x="20" y="13" width="10" height="6" rx="1.5" fill="#e69f00"/>'
+    '<rect x="12" y="22" width="12" height="6" rx="1.5" fill="#0072b2"/></svg>\n'
+)
+
+
+# -- The planner's pictures, in the page's colours --
+
+
+def timeline_css() -> str:
+    """The style of `render_svg`, limited to its pictures; its dark part for the dark scheme.
+
+    A picture that stands alone asks the system; on a page the reader's switch decides.
+    """
+    light, _, dark = STYLE.partition("@media (prefers-color-scheme: dark) {")
+    dark = dark.rpartition("}")[0]
+    return _scoped(light, ".mm-timeline") + _scoped(
+        dark, '[data-md-color-scheme="slate"] .mm-timeline'
+    )
+
+
+def _scoped(css: str, scope: str) -> str:
+    rules = re.findall(r"([^{}]+)\{([^}]*)\}", css)
+    return "".join(
+        ", ".join(f"{scope} {s.strip()}" for s in selectors.split(",")) + " {" + body + "}\n"
+        for selectors, body in rules
+    )
+
+
+# -- Index of the source --
+
+ORDER = [
+    (
+        "Start",
+        "training.training training.initialize training.arguments training.model_setup pretrain_gpt",
+    ),
+    ("Groups", "core.rank_generator core.parallel_state core.process_groups_config"),
+    ("The schedule", "core.pipeline_parallel"),
+    ("The model", "core.models core.transformer core.tensor_parallel"),
+    ("Gradients", "core.distributed core.optimizer"),
+    ("Data", "core.datasets training.data_iterators training.datasets"),
+    ("Checkpoints", "core.dist_checkpointing training.checkpointing training.checkpoint_folder"),
+    ("On paper", "planner"),
+    ("Watching it", "core.tracing tracing doctor"),
+]
+
+
+def source_index(package: Package) -> str:
+    """Every module with its first sentence, by topic in the order in which to read."""
+    parts = [
+        "---\ntitle: Annotated source\nhide: [toc]\n---\n",
+        "# Annotated source\n",
+        f"All {len(package.pages)} modules, their prose beside their code. Each page is made from "
+        "the comments in the file itself; names in the code lead to their definitions, and every "
+        "line has an address.\n",
+    ]
+    left = dict(package.pages)
+    for title, prefixes in ORDER:
+        rows = []
+        for prefix in prefixes.split():
+            dotted = f"minimegatron.{prefix}"
+            for name in [n for n in left if n == dotted or n.startswith(f"{dotted}.")]:
+                rows.append(_module_row(left.pop(name)))
+        parts += _module_table(title, rows)
+    parts += _module_table("Everything else", [_module_row(page) for page in left.values()])
+    return "\n".join(parts)
+
+
+def _module_row(page) -> str:
+    shown = page.module.removeprefix("minimegatron.")
+    sentence = re.sub(r"[\[|]", lambda m: "\\" + m[0], first_sentence(page).replace("<", "&lt;"))
+    return f"| [`{shown}`]({page.module}.md) | {sentence} |"
+
+
+def _module_table(title: str, rows: list[str]) -> list[str]:
+    if not rows:
+        return []
+    head = '<div class="mm-modules" markdown="1">\n\n| module | what it is |\n|---|---|'
+    return [f"## {title}\n", head, *rows, "\n</div>\n"]
+
+
+# -- Reference --
+
+
+def write_reference(package: Package, folder: Path) -> None:
+    """A page per part of the package, from the docstrings, through mkdocstrings."""
+    by_part: dict[str, list[str]] = {}
+    for name in package.pages:
+        parts = name.split(".")
+        if len(parts) > 2 and parts[1] in REFERENCE and not parts[-1].startswith("_"):
+            part = ".".join(parts[1:3]) if parts[1] == "core" and len(parts) > 3 else parts[1]
+            by_part.setdefault(part, []).append(name)
+    index = ["---\ntitle: Reference\n---\n", "# Reference\n"]
+    index.append("Signatures and docstrings of every public name, by package.\n")
+    for part, names in sorted(by_part.items()):
+        title = f"minimegatron.{part}"
+        modules = "\n\n".join(f"::: {name}" for name in names)
+        _write(folder / f"{part}.md", f"---\ntitle: {title}\n---\n\n# `{title}`\n\n{modules}\n")
+        words = ", ".join(f"`{name.rpartition('.')[2]}`" for name in names)
+        index.append(f"- [`{title}`]({part}.md): {words}")
+    _write(folder / "index.md", "\n".join(index) + "\n")
