@@ -1,0 +1,97 @@
+"""What stands between double braces: filled in from the code, or the build ends."""
+
+import importlib
+
+import pytest
+
+macros_module = importlib.import_module("macros")
+
+STEPS = "minimegatron.core.pipeline_parallel.steps"
+
+
+@pytest.fixture
+def macros(package):
+    return macros_module.Macros(package, "tour/page.md", {"bubble"})
+
+
+def lines_shown(html: str) -> list[int]:
+    return [int(n) for n in macros_module.re.findall(r'data-n="(\d+)"', html)]
+
+
+def test_code_is_the_symbol_without_its_docstring(macros, package):
+    macros.expand("{{ code " + STEPS + ".custom_backward }}")
+    (html,) = macros.stash.pieces
+    page = package.pages[STEPS]
+    definition = page.definitions["custom_backward"]
+    shown = lines_shown(html)
+    assert shown[0] == definition.line and shown[-1] == definition.end_line
+    text = "".join(page.lines[n - 1] for n in shown)
+    assert "run_backward" in text and "The engine underneath" not in text
+    assert f"../source/{STEPS}.html#custom_backward" in html
+
+
+def test_an_excerpt_begins_and_ends_at_words(macros, package):
+    macros.expand("{{ code " + STEPS + '.custom_backward from="if grad_output" to="ones_like" }}')
+    shown = lines_shown(macros.stash.pieces[0])
+    lines = package.pages[STEPS].lines
+    assert "if grad_output is None" in lines[shown[0] - 1]
+    assert "ones_like" in lines[shown[-1] - 1]
+
+
+@pytest.mark.parametrize(
+    ("macro", "words"),
+    [
+        ("{{ code " + STEPS + ".no_such }}", "the package has no"),
+        ("{{ code " + STEPS + '.custom_backward from="no such words" }}', "has no line with"),
+        ("{{ value 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ term no such term }}", "glossary has no"),
+        ("{{ unheard_of x }}", "no inline macro"),
+        ("{{ run rm -rf x }}", "only minimegatron commands"),
+        ("{{ run minimegatron plan --pp 0 --microbatches 1 }}", "ended with"),
+    ],
+)
+def test_what_cannot_be_filled_in_is_a_fault(macros, macro, words, capsys):
+    macros.expand(f"text\n\n{macro}\n")
+    assert len(macros.faults) == 1
+    assert words in macros.faults[0] and "tour/page.md" in macros.faults[0]
+
+
+def test_values_are_computed(macros):
+    assert macros.expand("{{ value fraction_words(bubble(4, 8)) }}.") == "3/11 = 27.3%."
+    assert macros.expand("{{ value 1 }} and {{ value 2 }}") == "1 and 2"
+
+
+def test_a_command_is_run(macros):
+    text = macros.expand("{{ run minimegatron plan --pp 2 --microbatches 2 }}")
+    assert text.startswith("```console\n$ minimegatron plan") and "makespan" in text
+
+
+def test_blocks_keep_their_indentation(macros):
+    text = macros.expand('??? question "x"\n    {{ table bubble_table((2,), (4,)) }}\n')
+    assert "\n    | p = 2 | 20.0% |" in text
+
+
+def test_code_in_fences_and_spans_is_left_alone(macros):
+    for text in ("```\n{{ value 1 }}\n```", "`{{ value 1 }}`"):
+        assert macros.expand(text) == text
+
+
+def test_formulas_become_mathml(macros):
+    assert macros.expand("$p - 1$").startswith("<math")
+    macros.expand("$$\\frac{1}{2}$$")
+    assert "<mfrac>" in macros.stash.pieces[0]
+    assert macros.expand("costs $5 and $6") == "costs $5 and $6"
+
+
+def test_pictures_of_one_page_share_no_ids(macros):
+    macros.expand('{{ figure timeline("1f1b", 2, 2) }}\n\n{{ figure timeline("1f1b", 2, 2) }}\n')
+    ids = macros_module.re.findall(r' id="([^"]+)"', "".join(macros.stash.pieces))
+    assert ids and len(ids) == len(set(ids))
+
+
+def test_links(macros):
+    assert "NVIDIA/Megatron-LM/issues/675" in macros.expand("{{ thread MLM#675 }}")
+    assert "(../glossary.md#bubble)" in macros.expand("{{ term bubble }}")
+    assert f"(../source/{STEPS}.md#forward_step)" in macros.expand(
+        "{{ link " + STEPS + ".forward_step }}"
+    )

@@ -1,0 +1,119 @@
+"""The built site: it builds without a warning, every link leads somewhere, and nothing is remote."""
+
+import re
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlsplit
+
+RESOURCES = {
+    ("link", "href"),
+    ("script", "src"),
+    ("img", "src"),
+    ("iframe", "src"),
+    ("source", "src"),
+    ("object", "data"),
+}
+"""What a browser fetches by itself; a link that a reader may click is another matter."""
+
+NAMELESS_LINKS = {"canonical", "alternate", "prev", "next", "edit"}
+
+
+class Page(HTMLParser):
+    """Ids, links and fetched files of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.resources: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        named = dict(attrs)
+        if "id" in named:
+            self.ids.append(named["id"])
+        if tag == "a" and named.get("href"):
+            self.links.append(named["href"])
+        for name, value in attrs:
+            is_fetched = (tag, name) in RESOURCES and named.get("rel") not in NAMELESS_LINKS
+            if is_fetched and value:
+                self.resources.append(value)
+
+
+@cache
+def read(path: Path) -> Page:
+    return Page(path.read_text())
+
+
+def pages(site: Path) -> list[Path]:
+    return sorted(site.rglob("*.html"))
+
+
+def is_remote(url: str) -> bool:
+    return bool(urlsplit(url).netloc)
+
+
+def test_every_page_is_there(site):
+    found = {path.relative_to(site).as_posix() for path in pages(site)}
+    assert {"index.html", "glossary.html", "formulas.html", "rosetta.html"} <= found
+    assert len([name for name in found if name.startswith("tour/")]) == 21
+    assert len([name for name in found if name.startswith("source/")]) > 100
+
+
+def test_no_macro_is_left(site):
+    for path in pages(site):
+        text = re.sub(r"<(pre|code|script)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL)
+        assert "{{" not in text and "<!--mm:" not in text, path
+
+
+def test_links_and_anchors_lead_somewhere(site):
+    broken = []
+    for path in pages(site):
+        if path.name == "404.html":
+            continue
+        for link in read(path).links:
+            url, fragment = urldefrag(link)
+            if is_remote(link) or link.startswith(("mailto:", "data:")):
+                continue
+            target = path if not url else (path.parent / unquote(url)).resolve()
+            if target.is_dir():
+                target = target / "index.html"
+            if not target.exists():
+                broken.append(f"{path.relative_to(site)}: {link}")
+            elif (
+                fragment
+                and target.suffix == ".html"
+                and unquote(fragment) not in set(read(target).ids)
+            ):
+                broken.append(f"{path.relative_to(site)}: {link} (no such anchor)")
+    assert not broken, f"{len(broken)}: " + "\n".join(broken[:20])
+
+
+def test_ids_are_unique(site):
+    for path in pages(site):
+        ids = [i for i in read(path).ids if not i.startswith("__")]
+        twice = {i for i in ids if ids.count(i) > 1} if len(ids) != len(set(ids)) else set()
+        assert not twice, f"{path.relative_to(site)}: {sorted(twice)[:5]}"
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for path in pages(site):
+        remote = [url for url in read(path).resources if is_remote(url)]
+        assert not remote, f"{path.relative_to(site)}: {remote}"
+    for path in site.rglob("*.css"):
+        remote = re.findall(r"(?:url\(|@import\s+)[\"']?(https?:)?//[^)\"']*", path.read_text())
+        assert not remote, path
+
+
+def test_files_that_pages_name_exist(site):
+    for path in pages(site):
+        if path.name == "404.html":
+            continue
+        for url in read(path).resources:
+            name = unquote(urlsplit(url).path)
+            assert is_remote(url) or (path.parent / name).exists(), f"{path}: {url}"
+
+
+def test_formulas_are_drawn_without_scripts(site):
+    assert "<mfrac>" in (site / "formulas.html").read_text()
