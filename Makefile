@@ -43,7 +43,7 @@ demo: $(VENV)/.installed
 	@echo
 	@$(DEMO)
 
-test: $(VENV)/.installed-dev chromium
+test: $(VENV)/.installed-conformance chromium
 	$(BIN)/python -m pytest -v
 
 lint: $(VENV)/.installed-dev
@@ -88,6 +88,13 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+# megatron-core and transformers are compared against, where pip can have them; the tests that do say
+# why they were skipped, if not.
+$(VENV)/.installed-conformance: pyproject.toml | $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[conformance,hf]' || \
+	  echo 'Not installed: megatron-core, transformers. The tests that compare with them are skipped.'
 	@touch $@
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/.installed
