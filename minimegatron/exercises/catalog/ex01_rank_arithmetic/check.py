@@ -1,0 +1,192 @@
+"""Checks `coordinates` and `get_ranks`: alone, then inside `all_groups` of whole jobs."""
+
+import random
+from collections import Counter
+from math import prod
+from types import ModuleType
+from typing import Any
+
+from minimegatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, all_groups
+from minimegatron.exercises.check import Case, Result, Wrong, check_value, installed, wrong_value
+
+GENERATOR = "minimegatron.core.rank_generator.RankGenerator."
+COORDINATES, GET_RANKS = RankGenerator.coordinates, RankGenerator.get_ranks
+NAMES = ("tp", "ep", "dp", "pp", "cp")
+ALSO = ("tp", "dp", "pp", "tp-pp", "pp-tp", "dp-cp", "tp-dp-cp", "tp-dp-pp")
+
+
+def cases(seed: int) -> list[Case]:
+    """Jobs to take apart; the seed draws the last ones."""
+    jobs = [
+        {"tp": 2, "dp": 2, "pp": 4, "order": "tp-dp-pp"},
+        {"tp": 3, "dp": 2, "pp": 2, "order": "pp-dp-tp"},
+        {"dp": 4, "order": "dp"},
+        {"tp": 2, "cp": 2, "dp": 3, "pp": 2, "order": DEFAULT_ORDER, "rank_offset": 8},
+    ]
+    draw = random.Random(seed)
+    for _ in range(2):
+        order = ["tp", "cp", "dp", "pp"]
+        draw.shuffle(order)
+        sizes = {word: draw.choice([1, 2, 3, 4]) for word in order}
+        jobs.append({**sizes, "order": "-".join(order), "rank_offset": draw.choice([0, 5])})
+    return [Case(_words(job), **job) for job in jobs]
+
+
+def run(student: ModuleType, case: Case) -> Result:
+    """One job: every coordinate, every kind of group, then all groups through the real code."""
+    job = case.values
+    sizes = {name: job.get(name, 1) for name in NAMES}
+    grid = RankGenerator(**sizes, order=job["order"], rank_offset=job.get("rank_offset", 0))
+    for rank in range(grid.rank_offset, grid.rank_offset + grid.world_size):
+        check_coordinates(student, grid, rank)
+    keys = list(student.coordinates(grid, grid.rank_offset))
+    check_value(
+        f"the order of the keys of coordinates(...) {_of(grid)}", keys, grid.order.split("-")
+    )
+    for token in ALSO:
+        check_groups(student, grid, token)
+    # The experts' grid has another shape; only with pp last do both have the same pipelines.
+    if grid.rank_offset or not grid.order.endswith("pp-ep-cp"):
+        return Result({"groups": f"every kind of group of {grid.world_size} ranks"})
+    sizes = {"tp": sizes["tp"], "pp": sizes["pp"], "order": job["order"]}
+    expected = all_groups(grid.world_size, **sizes)
+    with (
+        installed(student.coordinates, GENERATOR + "coordinates"),
+        installed(student.get_ranks, GENERATOR + "get_ranks"),
+    ):
+        groups = all_groups(grid.world_size, **sizes)
+    for kind, found in groups.items():
+        check_value(f"kind {kind!r} of all_groups(...) {_of(grid)}", found, expected[kind])
+    distinct = {tuple(group) for kind in groups.values() for group in kind}
+    return Result({"groups": f"{len(distinct)} process groups for {grid.world_size} ranks"})
+
+
+# -- Coordinates --
+
+
+def check_coordinates(student: ModuleType, grid: RankGenerator, rank: int) -> None:
+    """Raises Wrong unless the student's coordinates of `rank` are right."""
+    found, expected = student.coordinates(grid, rank), COORDINATES(grid, rank)
+    if found != expected:
+        what = f"coordinates({rank}) {_of(grid)}"
+        raise wrong_value(what, found, expected, _why_coordinates(grid, rank, found))
+
+
+def _why_coordinates(grid: RankGenerator, rank: int, found: Any) -> str:
+    words = grid.order.split("-")
+    if found == _digits(grid, rank - grid.rank_offset, words[::-1]):
+        return (
+            f"That is right for the order {'-'.join(reversed(_long(grid)))!r}. In "
+            f"{'-'.join(_long(grid))!r} the first word changes fastest: ranks {grid.rank_offset} "
+            f"and {grid.rank_offset + 1} differ in {_long(grid)[0]}."
+        )
+    if grid.rank_offset and found == _digits(grid, rank, words):
+        return (
+            f"This grid begins at rank {grid.rank_offset} (self.rank_offset): rank {rank} is its "
+            f"cell number {rank - grid.rank_offset}. Subtract the offset first."
+        )
+    return f"Read it as a number: {_sum_words(grid, rank)}."
+
+
+def _digits(grid: RankGenerator, number: int, words: list[str]) -> dict[str, int]:
+    digits = {}
+    for word in words:
+        number, digits[word] = divmod(number, grid.name_to_size[word])
+    return digits
+
+
+def _sum_words(grid: RankGenerator, rank: int) -> str:
+    """The cell's number as the sum of its coordinates' strides."""
+    terms = [
+        f"{place} ({word}) x {grid.stride[word]}"
+        for word, place in COORDINATES(grid, rank).items()
+        if grid.name_to_size[word] > 1
+    ]
+    begin = f"{rank - grid.rank_offset} = " + " + ".join(terms)
+    return begin + "; each step is as long as all sizes to the left of its word, multiplied"
+
+
+# -- Groups --
+
+
+def check_groups(student: ModuleType, grid: RankGenerator, token: str) -> None:
+    """Raises Wrong unless `get_ranks(token)` is right: first the invariants, then the order."""
+    groups, expected = student.get_ranks(grid, token), GET_RANKS(grid, token)
+    what = f'get_ranks("{token}") {_of(grid)}'
+    is_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    if groups == expected:
+        return
+    if not is_lists:
+        raise wrong_value(what, groups, expected)
+    _check_partition(grid, what, groups)
+    _check_members(grid, token, what, groups)
+    why = (
+        "The groups have the right members, in another order: ranks within a group ascend, and "
+        "groups ascend by their first rank."
+    )
+    raise wrong_value(what, groups, expected, why)
+
+
+def _check_partition(grid: RankGenerator, what: str, groups: list[list[int]]) -> None:
+    times = Counter(rank for group in groups for rank in group)
+    last = grid.rank_offset + grid.world_size - 1
+    outside = sorted(rank for rank in times if not grid.rank_offset <= rank <= last)
+    if outside:
+        raise Wrong(
+            f"{what} names rank {outside[0]}, but this grid's ranks are {grid.rank_offset} to "
+            f"{last}\nself.rank_offset is {grid.rank_offset}: it is the number of the first rank."
+        )
+    for rank in range(grid.rank_offset, last + 1):
+        if times[rank] != 1:
+            raise Wrong(
+                f"{what}: rank {rank} is in {times[rank]} groups; every rank is in exactly one "
+                f"group of each kind\n  your groups: {groups}"
+            )
+
+
+def _check_members(grid: RankGenerator, token: str, what: str, groups: list[list[int]]) -> None:
+    inside = token.split("-")
+    for group in groups:
+        for rank in group[1:]:
+            one, other = COORDINATES(grid, group[0]), COORDINATES(grid, rank)
+            for word in (word for word in one if word not in inside and one[word] != other[word]):
+                raise Wrong(
+                    f"{what}: the group {group} has ranks {group[0]} and {rank}, which differ in "
+                    f"{word}: {one[word]} and {other[word]}\n"
+                    f'A group "{token}" may differ in {" and ".join(inside)} only. Rank '
+                    f"{group[0]} is {_position(grid, group[0])}; rank {rank} is "
+                    f"{_position(grid, rank)}."
+                )
+    size = prod(grid.name_to_size[word] for word in inside)
+    for group in groups:
+        if len(group) != size:
+            product = " x ".join(f"{word}={grid.name_to_size[word]}" for word in inside)
+            raise Wrong(
+                f"{what}: the group {group} has {len(group)} ranks, but {product} makes {size}\n"
+                "Ranks that agree in all other coordinates belong in one group, not in several."
+            )
+
+
+# -- Words --
+
+
+def _position(grid: RankGenerator, rank: int) -> str:
+    position = COORDINATES(grid, rank)
+    return ", ".join(f"{word} {position[word]}" for word in _long(grid))
+
+
+def _of(grid: RankGenerator) -> str:
+    sizes = " ".join(f"{word}={grid.name_to_size[word]}" for word in _long(grid))
+    offset = f", first rank {grid.rank_offset}" if grid.rank_offset else ""
+    return f"of the grid {sizes} (order {'-'.join(_long(grid))!r}{offset})"
+
+
+def _long(grid: RankGenerator) -> list[str]:
+    """The coordinates with more than one place: the others are always 0."""
+    return [word for word in grid.order.split("-") if grid.name_to_size[word] > 1]
+
+
+def _words(job: dict[str, Any]) -> str:
+    sizes = " ".join(f"{name}={job[name]}" for name in NAMES if job.get(name, 1) > 1)
+    offset = f", ranks from {job['rank_offset']}" if job.get("rank_offset") else ""
+    return f"{sizes or 'one rank'}, order {job['order']}{offset}"
