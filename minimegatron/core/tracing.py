@@ -104,6 +104,7 @@ def traced(name: str, describe: Callable[[dict[str, Any]], dict[str, Any]] | Non
             call = Call(name, symbol, file, line, attributes, arguments)
             return _watch(call, function, args, kwargs)
 
+        link.decorate = decorate  # so that another function can take this link's place
         return link
 
     return decorate

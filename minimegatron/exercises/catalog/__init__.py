@@ -1,0 +1,36 @@
+"""All exercises, in order: one folder each. This file imports no torch, and no exercise's check."""
+
+import importlib
+from functools import cache
+from pathlib import Path
+
+from minimegatron.exercises.exercise import Exercise
+
+
+@cache
+def exercises() -> tuple[Exercise, ...]:
+    """Every exercise that is there, by name."""
+    found = []
+    for folder in sorted(Path(__file__).parent.glob("ex[0-9][0-9]_*")):
+        if (folder / "__init__.py").is_file():
+            found.append(importlib.import_module(f"{__name__}.{folder.name}").EXERCISE)
+    return tuple(found)
+
+
+def find(text: str) -> Exercise:
+    """The exercise whose name begins with `text`, or whose number it is: "ex06", "6", "06_one".
+
+    Raises ValueError if there is none, or more than one.
+    """
+    word = text.strip().removesuffix(".py").lower()
+    digits = word.removeprefix("ex").partition("_")[0]
+    if digits.isdigit():
+        word = f"ex{int(digits):02}" + word.removeprefix("ex")[len(digits) :]
+    fitting = [exercise for exercise in exercises() if exercise.name.startswith(word)]
+    if not fitting:
+        fitting = [exercise for exercise in exercises() if word and word in exercise.name]
+    if len(fitting) == 1:
+        return fitting[0]
+    names = ", ".join(exercise.name for exercise in fitting or exercises()) or "none"
+    what = f"{len(fitting)} exercises fit" if fitting else "there is no exercise"
+    raise ValueError(f"{what} {text!r}; name one of: {names}")

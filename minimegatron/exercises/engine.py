@@ -1,0 +1,215 @@
+"""Checks one student's file: starts its ranks, listens, and says what came of it.
+
+Called by: `minimegatron exercises check` (as a process of its own), `check.main`, the grader, tests.
+Calls: `launcher` (ranks and hang doctor), `rank_side` (in the ranks), `source` (before any process
+starts). The student's code runs in the ranks only. Megatron has no counterpart.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from minimegatron import launcher
+from minimegatron.exercises import verdict
+from minimegatron.exercises.catalog import find
+from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.pipes import Pipes
+from minimegatron.exercises.rank_side import Job, check_on_rank, told_verdict
+from minimegatron.exercises.source import check_source
+from minimegatron.exercises.verdict import Verdict, render
+from minimegatron.launcher import HangError, RankError, RankTimeout
+from minimegatron.tracing.trace_view import Trace
+
+HANG_SECONDS = 2.5
+"""Nobody begins or ends a call for so long: a hang. A check's own calls are far shorter."""
+MOST_SECONDS = 6.0
+"""For all cases of a check together; together with what starting takes, below 10 s."""
+
+
+def check_file(
+    exercise: Exercise,
+    path: Path,
+    seed: int = 0,
+    *,
+    patience: float = 1.0,
+    replay: Path | None = None,
+) -> Verdict:
+    """Runs the exercise's check on the student's file.
+
+    `patience` multiplies the time allowed, for a machine that has other work. With `replay`, the
+    last run that passed is written there as a page, if the check recorded one.
+    """
+    began = time.monotonic()
+    found = check_source(exercise, path) or _launch(exercise, path, seed, patience, replay)
+    return replace(found, seconds=time.monotonic() - began)
+
+
+def _launch(
+    exercise: Exercise, path: Path, seed: int, patience: float, replay: Path | None
+) -> Verdict:
+    num_ranks = max(1, exercise.num_ranks)
+    with tempfile.TemporaryDirectory(prefix="minimegatron-check-") as folder:
+        recordings = f"{folder}/recordings" if replay is not None else ""
+        with Pipes(Path(folder) / "printed", num_ranks) as pipes:
+            job = Job(exercise.module, str(path.resolve()), seed, recordings, str(pipes.folder))
+            found = _run(job, num_ranks, patience)
+        found = replace(found, printed=pipes.texts())
+        last = found.replay
+        found = replace(found, replay="")
+        if replay is not None and last:
+            replay.parent.mkdir(parents=True, exist_ok=True)
+            Trace.load(last).to_html(replay)
+            found = replace(found, replay=str(replay))
+    return found
+
+
+def _run(job: Job, num_ranks: int, patience: float) -> Verdict:
+    try:
+        found = launcher.launch(
+            check_on_rank,
+            num_ranks,
+            job,
+            timeout=MOST_SECONDS * patience,
+            hang_timeout=HANG_SECONDS * patience,
+            backend="gloo",
+            device="cpu",
+        )
+    except HangError as error:
+        return Verdict(
+            verdict.HANG, _hang_words(error, job.path), rank=min(error.ranks, default=None)
+        )
+    except RankTimeout as error:
+        return Verdict(verdict.TIMEOUT, _timeout_words(error, job.path, patience))
+    except RankError as error:
+        return _failed(error, job.path)
+    return _passed(found)
+
+
+def _passed(found: Sequence[dict[str, Any]]) -> Verdict:
+    achieved = tuple(found[0]["achieved"])
+    recording = found[0]["recording"]
+    num_cases = len(achieved)
+    return Verdict(
+        verdict.PASSED,
+        num_passed=num_cases,
+        num_cases=num_cases,
+        achieved=achieved,
+        replay=recording,
+    )
+
+
+def _failed(error: RankError, path: str) -> Verdict:
+    """Of several ranks' verdicts, the earliest that says something."""
+    for rank in error.ranks:
+        if rank in error.exit_codes:
+            return Verdict(verdict.DIED, _died_words(error, rank), rank=rank)
+    told = [told_verdict(error.summaries.get(rank, "")) for rank in error.ranks]
+    told = [one for one in told if one is not None]
+    if not told:
+        return Verdict(verdict.DEFECT, str(error))
+    # A rank whose partner has left fails in its turn; what the partner said is the cause.
+    causes = [one for one in told if not _is_consequence(one)]
+    first = (causes or told)[0]
+    if error.diagnosis is not None and first.kind != verdict.WRONG:
+        return replace(first, text=f"{first.text}\n\n{error.diagnosis.text}")
+    return first
+
+
+def _is_consequence(told: Verdict) -> bool:
+    lost = r"Connection (closed|reset)|Connection refused|Broken pipe|gloo.*(closed|reset)"
+    return told.kind in (verdict.RAISED, verdict.DEFECT) and bool(re.search(lost, told.text))
+
+
+# -- Words --
+
+
+def _died_words(error: RankError, rank: int) -> str:
+    code = error.exit_codes[rank]
+    fate = str(error).splitlines()[0]
+    if code is not None and code >= 0:
+        return f"{fate}. A rank may not leave a step (os._exit?): the others wait for it. Return."
+    return f"{fate}."
+
+
+def _hang_words(error: HangError, path: str) -> str:
+    text = error.diagnosis.text
+    lines = [str(error).splitlines()[0], "", text, *_where(error.diagnosis.stacks, path)]
+    return "\n".join(lines)
+
+
+def _timeout_words(error: RankTimeout, path: str, patience: float) -> str:
+    stacks = _stacks_in(str(error))
+    lines = [
+        f"The check was not over after {MOST_SECONDS * patience:g} s; right code takes about one. "
+        "Is there a loop that does not end?",
+        *_where(stacks, path),
+    ]
+    return "\n".join(lines)
+
+
+def _stacks_in(message: str) -> dict[int, str]:
+    parts = re.split(r"--- Python stack of rank (\d+), innermost call first ---\n", message)
+    return {int(rank): text for rank, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def _where(stacks: dict[int, str], path: str) -> list[str]:
+    """Which line of the student's file each rank is at."""
+    lines = []
+    pattern = re.compile(rf'File "{re.escape(path)}", line (\d+),? in (\S+)')
+    for rank, stack in sorted(stacks.items()):
+        if match := pattern.search(stack):
+            number = int(match[1])
+            text = Path(path).read_text().splitlines()[number - 1].strip()
+            lines.append(f"  rank {rank} is at {Path(path).name}:{number}, in {match[2]}:  {text}")
+    return ["", "In your file:", *lines] if lines else []
+
+
+# -- As a program --
+
+
+def exercise_of(path: Path) -> Exercise:
+    """The exercise that a file belongs to, by its own name or its folder's."""
+    for name in (path.stem, path.resolve().parent.name):
+        if re.match(r"ex\d\d", name):
+            return find(name[:4])
+    raise ValueError(
+        f"{path}: neither its name nor its folder's begins with an exercise's, as ex06"
+    )
+
+
+def check_with_command(path: Path, seed: int = 0) -> int:
+    """Checks a file and prints the verdict; returns the exit code."""
+    exercise = exercise_of(path)
+    found = check_file(
+        exercise, path, seed, replay=path.parent / "replays" / f"{exercise.name}.html"
+    )
+    print(render(found, exercise.name))
+    return 0 if found.has_passed else 1
+
+
+def check_in_torchrun(path: Path) -> int:
+    """The same for a file that torchrun has started on every rank."""
+    raise NotImplementedError(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Checks one file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    exercise = exercise_of(args.file)
+    found = check_file(exercise, args.file, args.seed)
+    print(render(found, exercise.name))
+    print(f"{found.seconds:.2f} s")
+    return 0 if found.has_passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

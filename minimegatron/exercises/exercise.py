@@ -1,0 +1,57 @@
+"""What an exercise is, and where its files are.
+
+Made by: `catalog/exNN_name/__init__.py`, one each. Read by: the command, the engine, the grader, the
+docs. Torch-free: listing exercises starts no torch. Megatron has no counterpart.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+CATALOG = "minimegatron.exercises.catalog"
+TIERS = ("warm-up", "core", "stretch")
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One piece of the chain to write. Its texts and programs lie in `folder`."""
+
+    name: str
+    """`ex06_one_f_one_b`: its folder's name, and the name of the student's file."""
+    title: str
+    tier: str
+    """One of `TIERS`."""
+    minutes: int
+    """How long it takes, about."""
+    num_ranks: int
+    """Processes that the check runs on; 0 if the answer needs none."""
+    mirrors: str
+    """The dotted path of ours that the student writes again, as `minimegatron.core...`; "" if none."""
+    summary: str
+    """One sentence: what to write."""
+    package: str = CATALOG
+    """The package that holds its folder: the catalogue, or one of a teacher's own."""
+
+    def __post_init__(self) -> None:
+        if self.tier not in TIERS:
+            raise ValueError(f"{self.name}: tier {self.tier!r} is not one of {', '.join(TIERS)}")
+
+    @property
+    def number(self) -> str:
+        """`ex06`.
+
+        >>> Exercise("ex06_one_f_one_b", "1F1B", "core", 40, 4, "", "").number
+        'ex06'
+        """
+        return self.name.partition("_")[0]
+
+    @property
+    def module(self) -> str:
+        """The dotted path of its folder."""
+        return f"{self.package}.{self.name}"
+
+    @property
+    def folder(self) -> Path:
+        """Where stub, solution, check, hints and page are."""
+        package = importlib.util.find_spec(self.package)
+        return Path(package.submodule_search_locations[0]) / self.name

@@ -1,0 +1,187 @@
+"""The part of a check that runs on the ranks, in the same process as the student's code.
+
+Called by: `engine`, through the launcher, and under torchrun. Calls: the exercise's `check`, the
+student's file. Megatron has no counterpart.
+"""
+
+import importlib
+import importlib.util
+import json
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import parallel_state
+from minimegatron.exercises import verdict
+from minimegatron.exercises.feedback import Wrong
+from minimegatron.exercises.recording import set_folder
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks are asked to do."""
+
+    exercise: str
+    """The dotted path of the exercise's folder."""
+    path: str
+    """The student's file."""
+    seed: int = 0
+    folder: str = ""
+    """Where recordings go; "" for nowhere."""
+    pipes: str = ""
+    """The folder of the pipes that take what is printed; "" to print as usual."""
+
+
+class Told(Exception):
+    """Carries a verdict out of a rank: its text is the verdict as JSON, in a line."""
+
+
+@dataclass
+class Found:
+    """What one rank has found when every case passed."""
+
+    achieved: list[dict[str, Any]]
+    recording: str
+
+
+def check_on_rank(job: Job) -> dict[str, Any]:
+    """Runs every case on this rank. Raises Told, with the verdict, at the first that fails."""
+    with _printing_to(job.pipes):
+        return asdict(_Work(job).run())
+
+
+class _Work:
+    def __init__(self, job: Job):
+        self.job = job
+        self.case_name, self.num_passed, self.num_cases = "", 0, 0
+
+    def run(self) -> Found:
+        found = Found([], "")
+        try:
+            check = importlib.import_module(f"{self.job.exercise}.check")
+            student = load_student(Path(self.job.path))
+            cases = check.cases(self.job.seed)
+            self.num_cases = len(cases)
+            for number, case in enumerate(cases):
+                self.case_name = str(case)
+                folder = f"{self.job.folder}/{number}" if self.job.folder else None
+                set_folder(folder)
+                result = check.run(student, case)
+                words = {key: str(value) for key, value in result.achieved.items()}
+                found.achieved.append({"case": self.case_name} | words)
+                if result.recording is not None and folder is not None:
+                    found.recording = folder
+                self._tidy()
+                self.num_passed += 1
+        except BaseException as error:
+            raise Told(self._verdict(error).to_json()) from error
+        return found
+
+    def _tidy(self) -> None:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+
+    def _verdict(self, error: BaseException) -> verdict.Verdict:
+        kind, text = self._words(error)
+        return verdict.Verdict(
+            kind,
+            text,
+            self.case_name,
+            dist.get_rank(),
+            num_passed=self.num_passed,
+            num_cases=self.num_cases,
+        )
+
+    def _words(self, error: BaseException) -> tuple[str, str]:
+        if isinstance(error, Wrong):
+            return verdict.WRONG, str(error)
+        where = student_frames(error, self.job.path)
+        if isinstance(error, NotImplementedError) and where and where[-1] == last_frame(error):
+            return verdict.UNWRITTEN, f"{error}\n\n{_place(where[-1])}"
+        if where:
+            return verdict.RAISED, _raised_words(error, where)
+        if isinstance(error, SystemExit):
+            return verdict.RAISED, f"rank {dist.get_rank()} called sys.exit(); return instead"
+        return verdict.DEFECT, "".join(traceback.format_exception(error))
+
+
+def load_student(path: Path) -> ModuleType:
+    """Runs the student's file as a module named after it, but not as `__main__`."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- Exceptions in the student's own lines --
+
+
+def student_frames(error: BaseException, path: str) -> list[traceback.FrameSummary]:
+    """The frames of the traceback that are lines of the student's file, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if frame.filename == path]
+
+
+def last_frame(error: BaseException) -> traceback.FrameSummary:
+    """Where it was raised."""
+    return traceback.extract_tb(error.__traceback__)[-1]
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    line = linecache.getline(frame.filename, frame.lineno).strip()
+    return f"  {os.path.basename(frame.filename)}:{frame.lineno}, in {frame.name}:  {line}"
+
+
+def _raised_words(error: BaseException, where: list[traceback.FrameSummary]) -> str:
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SystemExit):
+        summary = f"sys.exit({error.code!r}): a rank may not leave; return instead"
+    lines = [f"rank {dist.get_rank()}: {summary}", "", "In your file, innermost call last:"]
+    lines += [_place(frame) for frame in where[-6:]]
+    inner = last_frame(error)
+    if inner != where[-1]:
+        lines.append(f"  from there, in {inner.filename}:{inner.lineno}, in {inner.name}")
+    return "\n".join(lines)
+
+
+# -- What the student's code prints --
+
+
+@contextmanager
+def _printing_to(pipes: str) -> Iterator[None]:
+    """Standard output and error go into this rank's pipe, which the engine reads and shortens."""
+    torch.set_num_threads(1)
+    if not pipes:
+        yield
+        return
+    pipe = os.open(f"{pipes}/{dist.get_rank()}", os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(pipe, number)
+    os.close(pipe)
+    sys.stdout.reconfigure(line_buffering=True)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+
+
+def told_verdict(summary: str) -> verdict.Verdict | None:
+    """The verdict in a rank's exception, as the launcher sums it up; None if it is another one."""
+    start = summary.find("{")
+    if "Told" not in summary[:start] or start < 0:
+        return None
+    try:
+        return verdict.Verdict.from_json(summary[start:])
+    except (ValueError, json.JSONDecodeError):
+        return None

@@ -1,0 +1,110 @@
+"""What a check found, as data: made by the engine, printed for students, written down for teachers.
+
+Made by: `engine`, `rank_side`. Read by: the command, `watch`, the grader. Torch-free. Megatron has no
+counterpart.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PASSED = "passed"
+WRONG = "wrong"
+"""The check compared, and it was not right."""
+UNWRITTEN = "unwritten"
+"""The stub as it is."""
+RAISED = "raised"
+"""An exception in the student's code."""
+HANG = "hang"
+TIMEOUT = "timeout"
+DIED = "died"
+"""A rank's process ended by itself."""
+SYNTAX = "syntax"
+MISSING = "missing"
+"""A function of the stub is no longer there, or the whole file."""
+FORGED = "forged"
+"""The file changes what checks it."""
+DEFECT = "defect"
+"""The check itself failed: not the student's fault."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome for one student's file."""
+
+    kind: str
+    text: str = ""
+    """For the student."""
+    case: str = ""
+    """The configuration that it failed in."""
+    rank: int | None = None
+    num_passed: int = 0
+    num_cases: int = 0
+    achieved: tuple[Mapping[str, Any], ...] = ()
+    """Of each case that has passed, with its name under "case"."""
+    printed: Mapping[str, str] = field(default_factory=dict)
+    """Rank -> what the student's code printed, shortened."""
+    replay: str = ""
+    """The page that replays the student's run."""
+    seconds: float = 0.0
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether all is right."""
+        return self.kind == PASSED
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Verdict":
+        """The inverse. Raises ValueError for anything else."""
+        try:
+            data = json.loads(text)
+            return cls(**data | {"achieved": tuple(data.get("achieved", ()))})
+        except TypeError as error:
+            raise ValueError(f"not a verdict: {error}") from error
+
+
+HEADLINES = {
+    PASSED: "All public checks passed",
+    WRONG: "Not right yet",
+    UNWRITTEN: "Not written yet",
+    RAISED: "Your code raised an exception",
+    HANG: "Your ranks hang",
+    TIMEOUT: "It takes too long",
+    DIED: "A rank's process ended",
+    SYNTAX: "Python cannot read your file",
+    MISSING: "Something is missing",
+    FORGED: "Your file changes what checks it",
+    DEFECT: "The check itself failed; this is not your fault",
+}
+
+
+def render(verdict: Verdict, name: str) -> str:
+    """The verdict for a terminal."""
+    mark = "ok" if verdict.has_passed else "--"
+    lines = [f"[{mark}] {name}: {HEADLINES[verdict.kind]}"]
+    if verdict.case:
+        lines.append(f"     in the case: {verdict.case}")
+    if verdict.text:
+        lines += ["", *verdict.text.splitlines()]
+    if verdict.has_passed:
+        lines += ["", *_achieved_lines(verdict)]
+    elif verdict.num_passed:
+        lines += ["", f"{verdict.num_passed} of {verdict.num_cases} cases passed before this one."]
+    for rank, text in verdict.printed.items():
+        lines += ["", f"Rank {rank} printed:", *(f"  | {line}" for line in text.splitlines())]
+    if verdict.replay:
+        lines += ["", f"Your own run, to replay in a browser: {verdict.replay}"]
+    return "\n".join(lines) + "\n"
+
+
+def _achieved_lines(verdict: Verdict) -> list[str]:
+    lines = [f"{verdict.num_cases} configurations checked. What your code achieved:"]
+    for achieved in verdict.achieved:
+        words = [f"{key} {value}" for key, value in achieved.items() if key != "case"]
+        lines.append(f"  {achieved['case']}: {', '.join(words) or 'right'}")
+    return lines
