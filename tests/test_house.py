@@ -43,7 +43,7 @@ LAYERS = [
     {"planner"},
     {"doctor", "execution", "tracing"},
     {"launcher"},
-    {"training"},
+    {"training", "tiny_gpt"},
     {"convert"},
     {"commands", "exercises", "pretrain_gpt"},
     {"__main__"},
@@ -75,7 +75,7 @@ TORCH_FREE = [
 """Modules, and all modules of packages, that must load where torch does not exist."""
 
 MAY_ASK_PARALLEL_STATE = re.compile(
-    r"minimegatron\.(training\..*|pretrain_\w+|tracing\..*|doctor\..*|exercises\..*"
+    r"minimegatron\.(training\..*|pretrain_\w+|tiny_gpt|tracing\..*|doctor\..*|exercises\..*"
     r"|core\.parallel_state|core\.process_groups_config"
     r"|core\.pipeline_parallel\.(schedules|p2p_communication)"
     r"|core\.tensor_parallel\.utils)"
