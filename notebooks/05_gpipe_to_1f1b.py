@@ -14,11 +14,11 @@
 # %% [markdown]
 # # 05 From GPipe to 1F1B
 #
-# **The question.** Two orders of the same work take exactly as long as each other. Why does everybody
-# run the second?
+# **The question.** Two orders of the same work take exactly as long as each other. Why does
+# everybody run the second?
 #
-# You will write both orders as plain functions, let the planner check them before anything runs, run
-# them on four real ranks, and measure time and memory.
+# You will write both orders as plain functions, let the planner check them before anything runs,
+# run them on four real ranks, and measure time and memory.
 
 # %%
 # %matplotlib inline
@@ -51,9 +51,9 @@ STAGES, MICROBATCHES = 4, 8
 # %% [markdown]
 # ## An order is a function
 #
-# `stage` knows its number, `stage.pp_rank`, and how many there are, `stage.pp_size`. Everything it
-# does is yielded, messages too. At the ends of the pipeline a send or receive goes nowhere; it is
-# written anyway, as in Megatron.
+# `stage` knows its number, `stage.pp_rank`, and how many there are, `stage.pp_size`. Everything
+# it does is yielded, messages too. At the ends of the pipeline a send or receive goes nowhere; it
+# is written anyway, as in Megatron.
 
 
 # %%
@@ -71,20 +71,20 @@ def all_forwards_first(stage):
 
 
 # %% [markdown]
-# `plan` calls the function once per stage. `simulate` gives every action its time. Blue is forward,
-# orange is backward, hatched is idle.
+# `plan` calls the function once per stage. `simulate` gives every action its time. Blue is
+# forward, orange is backward, hatched is idle.
 
 # %%
 gpipe = simulate(plan("all_forwards_first", STAGES, MICROBATCHES), Costs(forward=1, backward=2))
 SVG(render(gpipe, "svg"))
 
 # %% [markdown]
-# Look at stage 3. It could run the backward of microbatch 0 right after its forward: the loss is there.
-# 1F1B does. Each stage runs just enough forwards ahead to keep the stages behind it busy, then one
-# backward for each forward.
+# Look at stage 3. It could run the backward of microbatch 0 right after its forward: the loss is
+# there. 1F1B does. Each stage runs just enough forwards ahead to keep the stages behind it busy,
+# then one backward for each forward.
 #
-# The two inner exchanges are one call each: both neighbours want to send and to receive, and one of
-# them would otherwise wait for a partner that waits too.
+# The two inner exchanges are one call each: both neighbours want to send and to receive, and one
+# of them would otherwise wait for a partner that waits too.
 
 
 # %%
@@ -121,8 +121,8 @@ SVG(render(one_f_one_b, "svg"))
 # %% [markdown]
 # ## The planner checks it first
 #
-# A wrong order hangs, or trains on wrong gradients. `check` finds out without a single process. Here is
-# a mistake that looks harmless: send the output only after the gradient has come.
+# A wrong order hangs, or trains on wrong gradients. `check` finds out without a single process.
+# Here is a mistake that looks harmless: send the output only after the gradient has come.
 
 
 # %%
@@ -144,11 +144,13 @@ assert check(gpipe.plan) == [] and check(one_f_one_b.plan) == []
 # %% [markdown]
 # ## Run it for real
 #
-# Four processes, a small GPT cut into four stages, real messages, real gradients. Two things are added:
+# Four processes, a small GPT cut into four stages, real messages, real gradients. Two things are
+# added:
 #
-# * `pace` pads each forward to 20 ms and each backward to 40 ms, so that four ranks on a laptop with two
-#   cores show the order and not their fight for the cores;
-# * `ActivationMeter` asks autograd for every tensor that it keeps for backward, and adds up their bytes.
+# * `pace` pads each forward to 20 ms and each backward to 40 ms, so that four ranks on a laptop
+#   with two cores show the order and not their fight for the cores;
+# * `ActivationMeter` asks autograd for every tensor that it keeps for backward, and adds up their
+#   bytes.
 
 
 # %%
@@ -178,7 +180,7 @@ def run_both():
 
 by_rank = launch(run_both, STAGES)
 runs = {
-    name: [of_rank[number] for of_rank in by_rank] for number, name in enumerate(["GPipe", "1F1B"])
+    name: [results[number] for results in by_rank] for number, name in enumerate(["GPipe", "1F1B"])
 }
 print(runs["GPipe"][0]["where"])
 
@@ -191,8 +193,8 @@ figure = runs["1F1B"][0]["trace"].plot(plan=True)
 figure
 
 # %% [markdown]
-# Same length, or nearly: the hatched parts have moved. (A busy machine shows ragged edges; the thin
-# strips are the plan.) Now the memory, measured at the end of each forward and backward:
+# Same length, or nearly: the hatched parts have moved. (A busy machine shows ragged edges; the
+# thin strips are the plan.) Now the memory, measured at the end of each forward and backward:
 
 # %%
 COLOURS = {"GPipe": "#e69f00", "1F1B": "#0072b2"}
@@ -213,8 +215,8 @@ plt.show()
 # %% [markdown]
 # ## Check the claim
 #
-# The first assertion is the strongest: the run did what the plan says, call for call, on every rank. What
-# the planner counts is then what the ranks did.
+# The first assertion is the strongest: the run did what the plan says, call for call, on every
+# rank. What the planner counts is then what the ranks did.
 
 # %%
 simulations = {"GPipe": gpipe, "1F1B": one_f_one_b}
@@ -229,8 +231,8 @@ for name, ranks in runs.items():
         one = rank["bytes of one microbatch"]
         assert rank["bytes"] == [one * held for held in done.plan.in_flight(stage)]
     print(
-        f"{name:6} length {done.makespan} by the plan, {ranks[0]['trace'].step(0).makespan / 1e3:.0f} ms paced;"
-        f"  microbatches held at most, per stage: {planned}"
+        f"{name:5}  by the plan {done.makespan}, paced "
+        f"{ranks[0]['trace'].step(0).makespan / 1e3:.0f} ms; microbatches held at most: {planned}"
     )
 
 assert gpipe.makespan == one_f_one_b.makespan == (MICROBATCHES + STAGES - 1) * (1 + 2) == 33
@@ -245,9 +247,9 @@ for before, after in zip(runs["GPipe"], runs["1F1B"], strict=True):
     )
 
 # %% [markdown]
-# So 1F1B buys memory, not time. And that memory does not grow with the number of microbatches: stage 0
-# holds `p`, never `M`. Time is bought with it after all, indirectly: with room for more microbatches, the
-# bubble, (p − 1)/(M + p − 1) of the step, can be made as small as you like.
+# So 1F1B buys memory, not time. And that memory does not grow with the number of microbatches:
+# stage 0 holds `p`, never `M`. Time is bought with it after all, indirectly: with room for more
+# microbatches, the bubble, (p − 1)/(M + p − 1) of the step, can be made as small as you like.
 
 # %%
 for M in (8, 32, 128):
@@ -261,15 +263,18 @@ for M in (8, 32, 128):
 # %% [markdown]
 # ## Change it
 #
-# * In `one_forward_one_backward`, take one warm-up forward away (`- 2` for `- 1`, and `max(0, ...)`).
-#   Predict first: does it hang? What does it cost, what does it save? `check` and `simulate` tell.
-# * Set `MICROBATCHES = 2`. Which line keeps the first stages from waiting for a microbatch that never comes?
-# * Let GPipe run its backwards newest first (`reversed(range(...))`). The length stays. Does anything else
-#   change, on a machine whose memory cannot hold everything?
+# * In `one_forward_one_backward`, take one warm-up forward away (`- 2` for `- 1`, and `max(0,
+#   ...)`). Predict first: does it hang? What does it cost, what does it save? `check` and
+#   `simulate` tell.
+# * Set `MICROBATCHES = 2`. Which line keeps the first stages from waiting for a microbatch that
+#   never comes?
+# * Let GPipe run its backwards newest first (`reversed(range(...))`). Predict the length, and the
+#   memory. Are the gradients still bit for bit the same? Which assertion tells, and why does it
+#   matter little?
 #
 # ## Where next
 #
 # * The real function, line by line: [1F1B](../docs/tour/one-f-one-b.md) in the tour.
-# * Write it without looking: exercises `ex05_predict_1f1b` and `ex06_one_f_one_b`
-#   (`minimegatron exercises start ex06`).
+# * Write it without looking: exercises `ex05_predict_1f1b` and `ex06_one_f_one_b` (`minimegatron
+#   exercises start ex06`).
 # * The next notebook traces Megatron's own 1F1B and asks, of every gap, who was waited for.
