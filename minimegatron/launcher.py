@@ -12,6 +12,7 @@ hang doctor watches too, and says who waits for whom, and why.
 
 import contextlib
 import faulthandler
+import linecache
 import multiprocessing
 import os
 import pickle
@@ -21,14 +22,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+try:
+    import cloudpickle
+except ImportError:  # an extra
+    cloudpickle = None
 
 from minimegatron.core.device import choose_backend, set_device
 from minimegatron.doctor.observer import start_recording
@@ -59,6 +66,10 @@ class RankError(RuntimeError):
 
     diagnosis: Diagnosis | None = None
     """What the hang doctor says, if it was asked and knows."""
+    summaries: Mapping[int, str] = MappingProxyType({})
+    """Rank -> the exception it raised, in a line."""
+    exit_codes: Mapping[int, int | None] = MappingProxyType({})
+    """Rank -> how its process ended before it returned; negative for a signal."""
 
     def __init__(self, message: str, ranks: list[int]):
         super().__init__(message)
@@ -95,8 +106,9 @@ def launch(
 
     In each rank `torch.distributed` is initialised (and taken down afterwards), torch uses one
     thread, and RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set as torchrun sets them.
-    `fn` must be defined at the top level of a module; it, its arguments and its return values
-    travel pickled, tensors by value. `timeout` is in seconds, None for no limit. `backend` None
+    `fn`, its arguments and its return values travel pickled, tensors by value. Functions at the top
+    level of a module always can; with cloudpickle installed, those of a notebook's cell, closures and
+    lambdas can too. `timeout` is in seconds, None for no limit. `backend` None
     and `device` "auto" mean NCCL on GPUs where every rank can have one, else gloo.
 
     With `hang_timeout`, in seconds, every rank keeps a record of its calls, and when no rank has
@@ -112,7 +124,11 @@ def launch(
 
 
 class RankProcesses:
-    """The processes behind one `launch`: started by `with`, and stopped by its end."""
+    """The processes behind one `launch`: started by `with`, and stopped by its end.
+
+    `folder` is for files that ranks share with the caller: made if None, removed at the end, also if
+    the caller is killed.
+    """
 
     def __init__(
         self,
@@ -122,6 +138,7 @@ class RankProcesses:
         backend: str | None = None,
         device: str = "auto",
         hang_timeout: float | None = None,
+        folder: Path | None = None,
     ):
         if nprocs < 1:
             raise ValueError(f"nprocs is {nprocs}; give 1 rank or more")
@@ -130,6 +147,7 @@ class RankProcesses:
         self.nprocs = nprocs
         self._job = _pack(fn, args)
         self._backend, self._device, self._hang_timeout = backend, device, hang_timeout
+        self._folder = folder
         self._watch: Watch | None = None
         self._values: dict[int, Any] = {}
         self._raised: dict[int, _Raised] = {}
@@ -141,7 +159,8 @@ class RankProcesses:
         # This process, not rank 0, serves the store: it picks a free port without a race, and it
         # outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._folder = make_folder("minimegatron-ranks-")
+        if self._folder is None:
+            self._folder = make_folder("minimegatron-ranks-")
         if self._hang_timeout is not None:
             self._watch = Watch(self._folder, range(self.nprocs), self._hang_timeout)
         self.processes, self._channels = [], []
@@ -195,6 +214,13 @@ class RankProcesses:
         for process in self.processes:
             process.join(timeout=30)
         return [self._values[rank] for rank in range(self.nprocs)]
+
+    def check(self) -> None:
+        """Raises RankError if a rank has raised or died by now."""
+        if self.unfinished():
+            self._hear(self.unfinished(), time.monotonic())
+        if self._raised or self._died:
+            raise self._failure()
 
     def unfinished(self) -> list[int]:
         """The ranks that have neither returned, nor raised, nor died."""
@@ -262,6 +288,8 @@ class RankProcesses:
             found = None
         error = RankError("\n".join(lines), ranks)
         error.diagnosis = found
+        error.summaries = {rank: self._raised[rank].summary for rank in raised}
+        error.exit_codes = dict(self._died)
         return error
 
     def _timeout(self, ranks: list[int], timeout: float) -> RankTimeout:
@@ -314,6 +342,23 @@ class _Seat:
 
 
 @dataclass(frozen=True)
+class _Job:
+    """The function and its arguments, on the way to the ranks."""
+
+    packed: bytes
+    by_value: bool
+    sources: dict[str, Any] = field(default_factory=dict)
+
+    def unpack(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        linecache.cache.update(self.sources)
+        return pickle.loads(self.packed)
+
+    def pack_result(self, result: "_Returned") -> bytes:
+        # An object of a class that came by value can only go back the same way.
+        return (cloudpickle if self.by_value else pickle).dumps(result)
+
+
+@dataclass(frozen=True)
 class _Returned:
     value: Any
 
@@ -325,7 +370,7 @@ class _Raised:
     at: float
 
 
-def _rank_main(seat: _Seat, job: bytes, channel: connection.Connection) -> None:
+def _rank_main(seat: _Seat, job: _Job, channel: connection.Connection) -> None:
     os.setpgrp()
     folder = Path(seat.folder)
     threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
@@ -340,7 +385,7 @@ def _rank_main(seat: _Seat, job: bytes, channel: connection.Connection) -> None:
         dist.destroy_process_group()
 
 
-def _report(seat: _Seat, job: bytes) -> bytes:
+def _report(seat: _Seat, job: _Job) -> bytes:
     """Runs the job; its result or its exception, pickled with what can be pickled."""
     record: RecordWriter | None = None
     try:
@@ -348,11 +393,11 @@ def _report(seat: _Seat, job: bytes) -> bytes:
             path = record_path(Path(seat.folder), seat.rank)
             record = start_recording(path, seat.rank, seat.nprocs)
         _initialize(seat)
-        fn, args = pickle.loads(job)
+        fn, args = job.unpack()
         _note(record, RUNNING)
         value = fn(*args)
         _note(record, RETURNED)
-        return pickle.dumps(_Returned(value))
+        return job.pack_result(_Returned(value))
     except BaseException as error:
         _note(record, RAISED)
         # The first frame is this function; the reader wants theirs.
@@ -395,22 +440,45 @@ def _die_with_parent(folder: Path) -> None:
 # -- Small helpers --
 
 
-def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """`fn` and `args` for the way into the ranks. Plain pickle: tensors go by value, for torch's
-    own shared-memory way needs the sender to outlive the reader."""
+def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> "_Job":
+    """`fn` and `args` for the way into the ranks. Tensors go by value, for torch's own
+    shared-memory way needs the sender to outlive the reader.
+
+    What ranks can import goes by name, with plain pickle. What they cannot, such as a function of a
+    notebook's cell or a lambda, goes by value, where cloudpickle is installed.
+    """
     main = sys.modules["__main__"]
-    if getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
+    is_interactive = not hasattr(main, "__file__")
+    problem = f"{fn!r} is defined in an interactive session, where ranks cannot import it"
+    if not is_interactive:
+        try:
+            return _Job(pickle.dumps((fn, args)), by_value=False)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            problem = f"{fn!r} and its arguments cannot be sent to the ranks ({error})"
+    elif cloudpickle is None and getattr(fn, "__module__", None) != "__main__":
+        return _Job(pickle.dumps((fn, args)), by_value=False)
+    if cloudpickle is None:
         raise ValueError(
-            f"{fn.__qualname__} is defined in an interactive session, where ranks cannot import "
-            "it; put it in a module"
+            f"{problem}; pip install 'minimegatron[notebooks]', whose cloudpickle sends it by value, "
+            "or define the function at the top level of a module, and pass plain values and tensors"
         )
     try:
-        return pickle.dumps((fn, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return _Job(cloudpickle.dumps((fn, args)), by_value=True, sources=_unsaved_sources())
+    except Exception as error:  # cloudpickle passes on whatever an object's own pickling raises
         raise ValueError(
-            f"{fn!r} and its arguments cannot be sent to the ranks ({error}); "
-            "define the function at the top level of a module, and pass plain values and tensors"
+            f"{fn!r} and its arguments cannot be sent to the ranks ({error}); pass plain values and "
+            "tensors, and make what cannot be sent inside the function"
         ) from error
+
+
+def _unsaved_sources() -> dict[str, Any]:
+    """The lines of code that is in no file, such as a notebook's cells: a rank's traceback shows
+    them, if it has them."""
+    return {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and not os.path.exists(name)
+    }
 
 
 def _fate(exitcode: int | None) -> str:

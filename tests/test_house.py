@@ -43,7 +43,7 @@ LAYERS = [
     {"planner"},
     {"doctor", "execution", "tracing"},
     {"launcher"},
-    {"training", "tiny_gpt"},
+    {"notebook", "tiny_gpt", "training"},
     {"convert"},
     {"commands", "exercises", "pretrain_gpt"},
     {"__main__"},

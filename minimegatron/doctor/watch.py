@@ -78,6 +78,8 @@ class Watch:
             state, num_events, _, pid = progress
             if state in (RETURNED, RAISED):
                 self._over.add(rank)
+            else:  # a live rank begins again, with the next cell
+                self._over.discard(rank)
             if self._seen.get(rank) != num_events:
                 self._seen[rank] = num_events
                 self._samples[rank].clear()

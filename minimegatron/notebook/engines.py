@@ -1,0 +1,97 @@
+"""What runs behind live ranks: one ipyparallel engine per rank, and their controller.
+
+Called by: `launcher.RankProcesses`, in processes of their own. Calls: ipyparallel, `doctor`.
+Megatron has no counterpart.
+
+Both are forked from the launcher's server, which has imported everything already; ipyparallel's own
+launchers would start an interpreter for each, which is most of the ten seconds they take.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ipyparallel.controller.app import IPController
+from ipyparallel.engine.app import IPEngine
+
+from minimegatron.core.device import get_device
+from minimegatron.doctor.observer import start_recording
+from minimegatron.doctor.records import RAISED, RETURNED, RUNNING
+from minimegatron.doctor.watch import record_path
+
+PATIENCE_SECONDS = 120
+"""How long an engine waits for the controller, on a machine that has much else to do."""
+LOG_LEVEL = logging.CRITICAL
+
+
+def client_file(folder: str) -> Path:
+    """What a client needs to know to reach the controller; the file is there once it listens."""
+    return Path(folder) / "security" / "ipcontroller-client.json"
+
+
+def serve_controller(folder: str) -> None:
+    """Passes messages between the notebook and the engines, until it is killed."""
+    # The process that beats time logs to stderr, whatever the level.
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    controller = IPController()
+    controller.initialize(
+        [
+            f"--profile-dir={folder}",
+            f"--ipython-dir={folder}",
+            f"--log-level={LOG_LEVEL}",
+            # Threads instead of processes: there are few engines, and less is left to clean up.
+            "--IPController.use_threads=True",
+            "--TaskScheduler.scheme_name=none",
+            # An engine is registered with its second heartbeat. That it lives is the launcher's care.
+            "--HeartMonitor.period=150",
+            "--HeartMonitor.max_heartmonitor_misses=1000000000",
+        ]
+    )
+    controller.start()
+
+
+def serve_rank(folder: str) -> None:
+    """Runs the cells that the notebook sends to this rank, until it is killed."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # For the doctor. The launcher's file for Python stacks is in this folder already.
+    record = start_recording(record_path(Path(folder), rank), rank, world_size)
+    record.set_state(RETURNED)
+    engine = IPEngine()
+    engine.user_ns = {
+        "rank": rank,
+        "world_size": world_size,
+        "torch": torch,
+        "dist": dist,
+        "device": get_device(),
+    }
+    engine.initialize(
+        [
+            f"--profile-dir={folder}",
+            f"--ipython-dir={folder}",
+            f"--log-level={LOG_LEVEL}",
+            f"--IPEngine.id={rank}",
+            f"--IPEngine.timeout={PATIENCE_SECONDS}",
+            f"--IPEngine.wait_for_url_file={PATIENCE_SECONDS}",
+            # The launcher watches the processes; another process per rank need not.
+            "--IPEngine.enable_nanny=False",
+            "--IPEngine.max_heartbeat_misses=0",
+            "--HistoryManager.enabled=False",
+        ]
+    )
+    engine.observe(lambda change: _note_cells(change.new.shell, record), "kernel")
+    engine.start()
+
+
+def _note_cells(shell: Any, record: Any) -> None:
+    """Between cells a rank waits for nobody: the doctor sees it as one that has returned."""
+    shell.events.register("pre_run_cell", lambda info: record.set_state(RUNNING))
+    shell.events.register(
+        "post_run_cell",
+        lambda result: record.set_state(RETURNED if result.success else RAISED),
+    )
+    sys.path[:] = [entry for entry in sys.path if entry] + [""]

@@ -1,0 +1,220 @@
+"""`live_ranks(4)`: starts ranks that run cells and keep their variables, and watches over them.
+
+Called by: notebooks. Calls: `launcher` for the processes, ipyparallel for what travels between them
+and the notebook, `doctor` when ranks hang, `magics`. Megatron has no counterpart.
+"""
+
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from minimegatron import launcher
+from minimegatron.core.device import choose_backend
+from minimegatron.doctor.processes import make_folder, remove_folder
+from minimegatron.doctor.verdict import NOBODY, STUCK, UNKNOWN, Diagnosis
+from minimegatron.doctor.watch import Watch
+
+try:
+    import ipyparallel
+    from IPython import get_ipython
+
+    from minimegatron.notebook.engines import client_file, serve_controller, serve_rank
+    from minimegatron.notebook.magics import CellError, RankMagics, places, show
+except ImportError as error:
+    raise ImportError(
+        f"live ranks need ipyparallel ({error}); pip install 'minimegatron[notebooks]'"
+    ) from error
+
+launcher.PRELOADED += ["minimegatron.notebook.engines"]
+
+START_SECONDS = 120
+INTERRUPT_SECONDS = 1.0
+"""How long an interrupted rank may take to come to Python; one inside a message never does."""
+AFTER_ERROR_SECONDS = 1.0
+"""When a rank has raised, how long the others may stand still before the doctor is asked."""
+LOOK_SECONDS = 0.05
+MAY_GO_ON = (STUCK, NOBODY, UNKNOWN)
+"""What the doctor says of ranks that may only be slow."""
+
+FRESH = "Fresh ranks have taken their place, without variables: run the cells above once more."
+
+_current: "LiveRanks | None" = None
+
+
+def live_ranks(num_ranks: int, hang_timeout: float = 5.0) -> "LiveRanks":
+    """Starts `num_ranks` ranks for `%%px` cells, in place of earlier ones; says what they run on.
+
+    NCCL where every rank can have a GPU of its own, else gloo on the CPU. If no rank moves for
+    `hang_timeout` seconds of a cell and the hang doctor finds that none ever will, the ranks are
+    ended and fresh ones started.
+    """
+    global _current
+    if _current is not None:
+        _current.stop()
+    _current = LiveRanks(num_ranks, hang_timeout)
+    shell = get_ipython()
+    if shell is not None:
+        shell.register_magics(RankMagics(shell, _current.run))
+    return _current
+
+
+class LiveRanks:
+    """Ranks that stay alive between cells. `ranks["x"]` is the value of `x` on each of them."""
+
+    def __init__(self, num_ranks: int, hang_timeout: float = 5.0):
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks is {num_ranks}; give 1 rank or more")
+        self.num_ranks, self.hang_timeout = num_ranks, hang_timeout
+        num_gpus = torch.cuda.device_count()
+        self.has_gpus = num_gpus >= num_ranks and choose_backend(num_ranks) == "nccl"
+        self.backend = "nccl" if self.has_gpus else "gloo"
+        self._open = contextlib.ExitStack()
+        begun = time.monotonic()
+        self._start()
+        atexit.register(self.stop)
+        on = f"{num_ranks} of {num_gpus} GPUs, one each"
+        if not self.has_gpus:
+            on = f"the CPU, one thread each (GPUs here: {num_gpus})"
+        word = "rank" if num_ranks == 1 else "ranks"
+        print(
+            f"{num_ranks} live {word}, {self.backend}, on {on}; "
+            f"started in {time.monotonic() - begun:.1f} s"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.num_ranks} live ranks, {self.backend}>"
+
+    # -- Start and end --
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as opened:
+            self._folder = make_folder("minimegatron-live-")
+            opened.callback(remove_folder, self._folder)
+            folder = str(self._folder)
+            controller = launcher.RankProcesses(serve_controller, 1, folder, device="cpu")
+            opened.enter_context(controller)
+            device = "cuda" if self.has_gpus else "cpu"
+            self._processes = launcher.RankProcesses(
+                serve_rank,
+                self.num_ranks,
+                folder,
+                backend=self.backend,
+                device=device,
+                folder=self._folder,
+            )
+            opened.enter_context(self._processes)
+            self._client = self._connect(controller)
+            opened.callback(self._client.close)
+            self._open = opened.pop_all()
+
+    def _connect(self, controller: launcher.RankProcesses) -> Any:
+        """A client that knows all engines; raises RankError if a process ends meanwhile."""
+        client, give_up = None, time.monotonic() + START_SECONDS
+        while client is None or len(client.ids) < self.num_ranks:
+            if client is None and client_file(str(self._folder)).exists():
+                client = ipyparallel.Client(str(client_file(str(self._folder))), timeout=30)
+            controller.check()
+            self._processes.check()
+            if time.monotonic() > give_up:
+                raise TimeoutError(
+                    f"{self.num_ranks} live ranks did not start within {START_SECONDS} s; "
+                    "is the machine very busy? Run the cell again, or ask for fewer"
+                )
+            time.sleep(LOOK_SECONDS)
+        return client
+
+    def stop(self) -> None:
+        """Ends the ranks and all that belongs to them. May be repeated."""
+        self._open.close()
+        atexit.unregister(self.stop)
+
+    def restart(self) -> None:
+        """Fresh ranks, without the variables of the old ones."""
+        self._open.close()
+        self._start()
+
+    # -- Cells --
+
+    def run(self, cell: str, ranks: Iterable[int] | None = None) -> None:
+        """Runs `cell` on `ranks` (None: all) and shows what they print, ordered by rank.
+
+        Raises CellError, with each failing rank's traceback, if a rank raises.
+        """
+        chosen = list(range(self.num_ranks)) if ranks is None else sorted(set(ranks))
+        if absent := [rank for rank in chosen if not 0 <= rank < self.num_ranks]:
+            raise ValueError(f"there is no rank {absent[0]}; ranks are 0 to {self.num_ranks - 1}")
+        self._check_alive()
+        replies = {
+            rank: self._client[rank].execute(cell, silent=False, block=False) for rank in chosen
+        }
+        watch = Watch(self._folder, range(self.num_ranks), self.hang_timeout)
+        try:
+            diagnosis = self._wait(replies, watch)
+        except KeyboardInterrupt:
+            diagnosis = self._interrupt(replies, watch)
+        done = {rank: reply for rank, reply in replies.items() if reply.ready()}
+        for reply in done.values():
+            reply.wait_for_output(1)
+        show(done)
+        errors = {rank: reply.error for rank, reply in done.items() if reply.error}
+        notes = []
+        if len(done) < len(replies):
+            notes = [diagnosis.text, places(diagnosis.stacks, cell), FRESH]
+            self.restart()
+        if errors or notes:
+            raise CellError(errors, notes)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """The value of variable `name` on every rank, rank 0's first."""
+        self._check_alive()
+        return [self._client[rank].pull(name, block=True) for rank in range(self.num_ranks)]
+
+    def push(self, **variables: Any) -> None:
+        """Gives every rank a copy of these values, under these names."""
+        self._check_alive()
+        for rank in range(self.num_ranks):
+            self._client[rank].push(variables, block=True)
+
+    def _wait(self, replies: dict[int, Any], watch: Watch) -> Diagnosis | None:
+        """Until all have replied, or will never: then returns why."""
+        waiting = list(replies.values())
+        while waiting:
+            concurrent.futures.wait(waiting, timeout=watch.interval)
+            waiting = [reply for reply in waiting if not reply.ready()]
+            self._check_alive()
+            if len(waiting) < len(replies) and any(r.error for r in replies.values() if r.ready()):
+                watch.hang_timeout = min(watch.hang_timeout, AFTER_ERROR_SECONDS)
+            watch.look()
+            if waiting and watch.is_hung():
+                diagnosis = watch.diagnose()
+                if diagnosis.kind not in MAY_GO_ON:
+                    return diagnosis
+                watch.quiet = 0.0
+        return None
+
+    def _interrupt(self, replies: dict[int, Any], watch: Watch) -> Diagnosis | None:
+        """Interrupts the ranks that still run; returns why some cannot be, if so."""
+        for rank in [rank for rank, reply in replies.items() if not reply.ready()]:
+            os.kill(self._processes.processes[rank].pid, signal.SIGINT)
+        give_up = time.monotonic() + INTERRUPT_SECONDS
+        while not all(reply.ready() for reply in replies.values()):
+            watch.look()
+            if time.monotonic() > give_up:
+                return watch.diagnose()
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def _check_alive(self) -> None:
+        """Raises RankError if a rank has died since; fresh ones are there then."""
+        try:
+            self._processes.check()
+        except launcher.RankError as error:
+            self.restart()
+            raise CellError({}, [str(error), FRESH]) from None
