@@ -1,0 +1,320 @@
+"""A very small GPT's training step, on these ranks and in one process: what a check compares.
+
+Used by: the checks of exercises whose function has a place in the real step. Calls: the real model,
+schedule, gradient buffers and optimizer, everything in float64. Megatron has no counterpart.
+
+Initial weights depend on names only and microbatches on their number in the global batch, so every
+way of cutting the step must give the gradients that one process gets (`one_process`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from minimegatron.core import parallel_state
+from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from minimegatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    get_forward_backward_func,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from minimegatron.core.tensor_parallel.sharding import shard_parameter
+from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.core.utils import unwrap_model
+from minimegatron.exercises.feedback import Wrong, wrong_numbers
+
+VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 16, 4, 2, 16, 2
+TOLERANCE = 1e-9
+"""Relative and absolute; in float64 only the order of additions may differ."""
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One way of cutting the step; the data-parallel size is what remains of the world."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int | None = None
+    num_microbatches: int = 2
+    """Of each data-parallel replica."""
+    num_layers: int = 0
+    """0 for one layer per virtual stage."""
+    seed: int = 0
+    """Of weights and data."""
+    tied: bool = True
+    swiglu: bool = False
+    sequence_parallel: bool = False
+    per_token: bool = False
+    overlap_grad_reduce: bool = False
+    distributed_optimizer: bool = False
+    clip_grad: float = 0.0
+    loss_scale: float | None = None
+    """A first dynamic loss scale; None for no scaling."""
+    loss_scale_window: int = 2
+    hysteresis: int = 2
+
+    @property
+    def layers(self) -> int:
+        """Transformer layers of the whole model."""
+        return self.num_layers or self.pp * (self.vp or 1)
+
+
+class OneRank:
+    """A process group of this rank alone, without a connection."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def _transformer_config(case: StepCase) -> TransformerConfig:
+    style: dict[str, Any] = {}
+    if case.swiglu:
+        style = {
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "add_bias_linear": False,
+            "ffn_hidden_size": 12,
+        }
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp,
+        sequence_parallel=case.sequence_parallel,
+        batch_p2p_comm=not (case.vp and case.pp == 2),
+        calculate_per_token_loss=case.per_token,
+        init_method_std=0.1,
+        init_seed=case.seed + 1,
+        **style,
+    )
+
+
+def _optimizer_config(case: StepCase) -> OptimizerConfig:
+    # A large eps: a key's bias has no gradient but round-off, which Adam would turn into a step.
+    scaling: dict[str, Any] = {}
+    if case.loss_scale is not None:
+        scaling = {
+            "fp16": True,
+            "initial_loss_scale": case.loss_scale,
+            "min_loss_scale": case.loss_scale / 4,
+            "loss_scale_window": case.loss_scale_window,
+            "hysteresis": case.hysteresis,
+        }
+    return OptimizerConfig(
+        lr=0.05,
+        adam_eps=1e-3,
+        clip_grad=case.clip_grad,
+        params_dtype=torch.float64,
+        use_distributed_optimizer=case.distributed_optimizer,
+        **scaling,
+    )
+
+
+def _batches(seed: int, num: int) -> list[dict[str, torch.Tensor]]:
+    """The global batch's microbatches, with a different number of unmasked tokens in each."""
+    generator = torch.Generator().manual_seed(seed + 7)
+    found = []
+    for i in range(num):
+        text = torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
+        mask = torch.ones(MICRO_BATCH, SEQ, dtype=torch.float64)
+        mask[:, SEQ - i % 3 :] = 0.0
+        found.append({"tokens": text[:, :-1], "labels": text[:, 1:], "mask": mask})
+    return found
+
+
+def _loss_func(mask: torch.Tensor, output: torch.Tensor) -> tuple:
+    total, num_tokens = (output * mask).sum(), mask.sum().int()
+    return total, num_tokens, {"loss": total.detach().clone()}
+
+
+def forward_step_func(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
+    """As a user writes it: one microbatch through the model, and what makes a loss of it."""
+    batch = next(data_iterator)
+    positions = torch.arange(SEQ).expand(MICRO_BATCH, SEQ)
+    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+    return output, partial(_loss_func, batch["mask"])
+
+
+class GptStep:
+    """This rank's chunks of the model, wrapped, with their optimizer and their part of the data."""
+
+    def __init__(self, case: StepCase, groups: ProcessGroupCollection):
+        self.case, self.groups = case, groups
+        self.config = _transformer_config(case)
+        self.chunks = [self._chunk(chunk_id) for chunk_id in range(case.vp or 1)]
+        self.optimizer = get_megatron_optimizer(
+            _optimizer_config(case), self.chunks, pg_collection=groups
+        )
+        self.config.finalize_model_grads_func = finalize_model_grads
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        self.config.no_sync_func = no_sync[0] if case.vp is None else no_sync
+        if case.loss_scale is not None:
+            self.config.grad_scale_func = self.optimizer.scale_loss
+        dp_rank, dp_size = groups.dp.rank(), groups.dp.size()
+        self.data = _batches(case.seed, case.num_microbatches * dp_size)[dp_rank::dp_size]
+
+    def _chunk(self, chunk_id: int) -> DistributedDataParallel:
+        case, pp_rank = self.case, self.groups.pp.rank()
+        model = GPTModel(
+            self.config,
+            get_gpt_layer_local_spec(),
+            VOCAB,
+            SEQ,
+            pre_process=pp_rank == 0 and chunk_id == 0,
+            post_process=pp_rank == case.pp - 1 and chunk_id == (case.vp or 1) - 1,
+            share_embeddings_and_output_weights=case.tied,
+            pg_collection=self.groups,
+            vp_stage=None if case.vp is None else chunk_id,
+        )
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=case.distributed_optimizer,
+            overlap_grad_reduce=case.overlap_grad_reduce,
+            bucket_size=2000,
+        )
+        return DistributedDataParallel(
+            self.config,
+            ddp_config,
+            model,
+            disable_bucketing=chunk_id > 0,
+            pg_collection=self.groups,
+        )
+
+    def forward_backward(self) -> list[dict[str, torch.Tensor]]:
+        """Forward, backward and finalize, as `train_step` does it; returns the loss reports."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        is_cut = self.case.pp > 1
+        function = get_forward_backward_func() if is_cut else forward_backward_no_pipelining
+        return function(
+            forward_step_func=forward_step_func,
+            data_iterator=[iter(self.data) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=self.case.num_microbatches,
+            seq_length=SEQ,
+            micro_batch_size=MICRO_BATCH,
+            pg_collection=self.groups,
+        )
+
+    def meet(self) -> None:
+        """Waits for all ranks: if one is stuck, the others are found here and not in the next case."""
+        dist.barrier()
+
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters, under their names in the full model."""
+        return [
+            named for chunk in self.chunks for named in named_global_parameters(unwrap_model(chunk))
+        ]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's raw gradients, under their names in the full model.
+
+        The second copy of a tied embedding, on a later stage, has the first one's name.
+        """
+        return {name: param.main_grad.clone() for name, param in self.parameters()}
+
+    def sizes(self) -> dict[str, int]:
+        """What a wrong ratio is compared with."""
+        case = self.case
+        sizes = {"tp": case.tp, "dp": self.groups.dp.size(), "pp": case.pp}
+        return sizes | {"num_microbatches": case.num_microbatches}
+
+    def place(self) -> str:
+        """This rank and where it stands: "2 (stage 1, dp 0)"."""
+        words = [f"stage {self.groups.pp.rank()}"]
+        for name in ("tp", "dp"):
+            group = getattr(self.groups, name)
+            words += [f"{name} {group.rank()}"] if group.size() > 1 else []
+        return f"{dist.get_rank()} ({', '.join(words)})"
+
+    def mine(self, full: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's piece of a weight or gradient of the full model."""
+        return shard_parameter(full, param, self.groups.tp.rank(), self.case.tp)
+
+
+def make_groups(case: StepCase) -> ProcessGroupCollection:
+    """The process groups for a case, in place of whatever there was; every rank must call it."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp,
+    )
+    model_parallel_cuda_manual_seed(1)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def on_these_ranks(case: StepCase) -> GptStep:
+    """The step as the case cuts it; every rank must call it."""
+    return GptStep(case, make_groups(case))
+
+
+def one_process(case: StepCase, dp: int) -> GptStep:
+    """The same step uncut, with all `dp` replicas' data, in this process alone.
+
+    To be used after `on_these_ranks`, whose groups stay those of `parallel_state`.
+    """
+    names = ("tp", "pp", "cp", "dp", "dp_cp", "mp", "embd", "pos_embd", "tp_cp", "tp_dp_cp")
+    serial = replace(
+        case,
+        tp=1,
+        pp=1,
+        vp=None,
+        num_microbatches=case.num_microbatches * dp,
+        num_layers=case.layers,
+        sequence_parallel=False,
+        overlap_grad_reduce=False,
+        distributed_optimizer=False,
+    )
+    return GptStep(serial, ProcessGroupCollection(**{name: OneRank() for name in names}))
+
+
+def reference_gradients(case: StepCase, dp: int) -> dict[str, torch.Tensor]:
+    """Every gradient of the full model, as one process computes it."""
+    step = one_process(case, dp)
+    step.forward_backward()
+    return step.gradients()
+
+
+def check_gradients(step: GptStep, expected: dict[str, torch.Tensor]) -> None:
+    """Raises Wrong, naming rank, place and parameter, unless all raw gradients here are `expected`."""
+    for name, param in step.parameters():
+        wanted = step.mine(expected[name], param)
+        if not torch.allclose(param.main_grad, wanted, rtol=TOLERANCE, atol=TOLERANCE):
+            raise wrong_gradient(step, name, param.main_grad, wanted)
+
+
+def wrong_gradient(
+    step: GptStep,
+    name: str,
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    sizes: dict[str, int] | None = None,
+) -> Wrong:
+    """What to say about one gradient: rank, place, parameter, ratio, and what of `sizes` it is."""
+    what, place = f"gradient of {name}", step.place()
+    sizes = step.sizes() if sizes is None else sizes
+    return wrong_numbers(what, got, expected, place, sizes, rtol=TOLERANCE, atol=TOLERANCE)
