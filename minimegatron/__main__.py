@@ -19,6 +19,7 @@ from typing import NoReturn
 
 COMMANDS = {
     "convert": ("minimegatron.commands.convert", "import or export Hugging Face weights"),
+    "exercises": ("minimegatron.commands.exercises", "write pieces of the chain; checked on ranks"),
     "groups": ("minimegatron.commands.groups", "print every process group of a parallel layout"),
     "layout": ("minimegatron.commands.layout", "print which rank holds which layers"),
     "plan": ("minimegatron.commands.plan", "show what every stage does when in a step"),

@@ -69,7 +69,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minimegatron.exercises.engine import check_in_torchrun, check_with_command
+from minimegatron.exercises.engine import check_with_command
 from minimegatron.exercises.feedback import (
     Wrong,
     check_numbers,
@@ -80,6 +80,7 @@ from minimegatron.exercises.feedback import (
     wrong_value,
 )
 from minimegatron.exercises.recording import recorded
+from minimegatron.exercises.torchrun import check_in_torchrun
 
 __all__ = [
     "Case",

@@ -186,16 +186,14 @@ def exercise_of(path: Path) -> Exercise:
 def check_with_command(path: Path, seed: int = 0) -> int:
     """Checks a file and prints the verdict; returns the exit code."""
     exercise = exercise_of(path)
-    found = check_file(
-        exercise, path, seed, replay=path.parent / "replays" / f"{exercise.name}.html"
-    )
+    found = check_file(exercise, path, seed, replay=replay_path(exercise, path.parent))
     print(render(found, exercise.name))
     return 0 if found.has_passed else 1
 
 
-def check_in_torchrun(path: Path) -> int:
-    """The same for a file that torchrun has started on every rank."""
-    raise NotImplementedError(path)
+def replay_path(exercise: Exercise, folder: Path) -> Path:
+    """Where the replay of a run lies in a student's folder."""
+    return folder / "replays" / f"{exercise.name}.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from minimegatron.core import parallel_state
 from minimegatron.exercises import verdict
 from minimegatron.exercises.feedback import Wrong
+from minimegatron.exercises.integrity import Seal
 from minimegatron.exercises.recording import set_folder
 
 
@@ -44,6 +45,10 @@ class Job:
 
 class Told(Exception):
     """Carries a verdict out of a rank: its text is the verdict as JSON, in a line."""
+
+
+class _Forged(Exception):
+    """The student's code changes what checks it."""
 
 
 @dataclass
@@ -69,6 +74,7 @@ class _Work:
         found = Found([], "")
         try:
             check = importlib.import_module(f"{self.job.exercise}.check")
+            seal = Seal()
             student = load_student(Path(self.job.path))
             cases = check.cases(self.job.seed)
             self.num_cases = len(cases)
@@ -77,6 +83,7 @@ class _Work:
                 folder = f"{self.job.folder}/{number}" if self.job.folder else None
                 set_folder(folder)
                 result = check.run(student, case)
+                self._look_at(seal)
                 words = {key: str(value) for key, value in result.achieved.items()}
                 found.achieved.append({"case": self.case_name} | words)
                 if result.recording is not None and folder is not None:
@@ -86,6 +93,13 @@ class _Work:
         except BaseException as error:
             raise Told(self._verdict(error).to_json()) from error
         return found
+
+    def _look_at(self, seal: Seal) -> None:
+        if (name := seal.broken()) is not None:
+            raise _Forged(
+                f"After your code has run, {name} is another function than before. Leave everything "
+                "outside your own file as it is; the check needs it."
+            )
 
     def _tidy(self) -> None:
         if parallel_state.model_parallel_is_initialized():
@@ -105,6 +119,8 @@ class _Work:
     def _words(self, error: BaseException) -> tuple[str, str]:
         if isinstance(error, Wrong):
             return verdict.WRONG, str(error)
+        if isinstance(error, _Forged):
+            return verdict.FORGED, str(error)
         where = student_frames(error, self.job.path)
         if isinstance(error, NotImplementedError) and where and where[-1] == last_frame(error):
             return verdict.UNWRITTEN, f"{error}\n\n{_place(where[-1])}"
@@ -182,6 +198,8 @@ def told_verdict(summary: str) -> verdict.Verdict | None:
     if "Told" not in summary[:start] or start < 0:
         return None
     try:
-        return verdict.Verdict.from_json(summary[start:])
+        told = verdict.Verdict.from_json(summary[start:])
     except (ValueError, json.JSONDecodeError):
         return None
+    # One rank alone cannot say that all is right.
+    return None if told.has_passed else told

@@ -1,0 +1,141 @@
+"""`minimegatron exercises list|start|check|watch|hint|reset|submit|...`: write a piece of the chain.
+
+Called by: `minimegatron.__main__`. Calls: `exercises`. Torch-free: what runs a student's code is a
+process of its own. Works on the folder it is called in, or on `--folder`. Exit code 1 of `check` and
+of `lab run` means that something is not right yet.
+"""
+
+import argparse
+import sys
+import webbrowser
+from pathlib import Path
+
+from minimegatron.exercises import pages
+from minimegatron.exercises.catalog import find
+from minimegatron.exercises.runner import Runner
+from minimegatron.exercises.student_folder import StudentFolder, digest
+from minimegatron.exercises.verdict import render
+from minimegatron.exercises.watching import ANSWER_SECONDS, watch
+
+SUBMISSION = "submission.zip"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What there is to do with exercises."""
+    parser.add_argument(
+        "--folder", default=".", metavar="DIR", help="where your files are (default: here)"
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("list", help="every exercise, and how far you are (the default)")
+    _add_named(actions, "start", "put an exercise's file here (default: the next one)")
+    checking = _add_named(actions, "check", "check your file; exit code 1 if it is not right")
+    checking.add_argument("--open", action="store_true", help="open the replay of your run")
+    actions.add_parser("watch", help="check again whenever you save, until all has passed")
+    _add_named(actions, "page", "the exercise's page, as in the documentation")
+    _add_named(actions, "hint", "the next of three hints")
+    _add_named(actions, "reset", "bring the stub back; your file is kept beside it")
+    submitting = actions.add_parser("submit", help="pack your files to hand in")
+    submitting.add_argument("--output", default=SUBMISSION, metavar="FILE", type=Path)
+    solving = actions.add_parser("solution", help="for teachers: where the reference solution is")
+    solving.add_argument("name", metavar="NAME")
+
+
+def _add_named(actions: argparse._SubParsersAction, name: str, help_text: str):
+    parser = actions.add_parser(name, help=help_text)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="ex06, or more of its name")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does it. Raises ValueError for a name that does not fit, or nothing started."""
+    folder = StudentFolder.open(args.folder)
+    action = args.action or "list"
+    return {
+        "list": _list,
+        "start": _start,
+        "check": _check,
+        "watch": _watch,
+        "page": _page,
+        "hint": _hint,
+        "reset": _reset,
+        "submit": _submit,
+        "solution": _solution,
+    }[action](args, folder)
+
+
+def _list(args: argparse.Namespace, folder: StudentFolder) -> int:
+    print(pages.overview(folder))
+    return 0
+
+
+def _start(args: argparse.Namespace, folder: StudentFolder) -> int:
+    following = folder.next()
+    if args.name is None and following is None:
+        print(pages.ending(folder))
+        return 0
+    exercise = following if args.name is None else find(args.name)
+    folder.start(exercise)
+    print(pages.start_words(folder, exercise))
+    return 0
+
+
+def _check(args: argparse.Namespace, folder: StudentFolder) -> int:
+    exercise = folder.choose(args.name)
+    path = folder.file(exercise)
+    ranks = f" on {exercise.num_ranks} ranks" if exercise.num_ranks else ""
+    print(f"checking {exercise.name}{ranks} ...", file=sys.stderr, flush=True)
+    checked = digest(path)
+    with Runner() as runner:
+        found = runner.ask(exercise, path, ANSWER_SECONDS, replay=str(folder.replay(exercise)))
+    if checked:
+        folder.note(exercise, found, checked)
+    print(render(found, exercise.name))
+    if after := pages.after_check(folder, exercise, found):
+        print(after)
+    if args.open and found.replay:
+        webbrowser.open(Path(found.replay).resolve().as_uri())
+    return 0 if found.has_passed else 1
+
+
+def _watch(args: argparse.Namespace, folder: StudentFolder) -> int:
+    try:
+        return watch(folder)
+    except KeyboardInterrupt:
+        print()
+        return 0
+
+
+def _page(args: argparse.Namespace, folder: StudentFolder) -> int:
+    print((folder.choose(args.name).folder / "page.md").read_text().rstrip())
+    return 0
+
+
+def _hint(args: argparse.Namespace, folder: StudentFolder) -> int:
+    number, text = folder.hint(folder.choose(args.name))
+    print(f"Hint {number}\n\n{text}")
+    return 0
+
+
+def _reset(args: argparse.Namespace, folder: StudentFolder) -> int:
+    path, kept = folder.reset(folder.choose(args.name))
+    print(f"{path.name} is the stub again" + (f"; yours is now {kept.name}" if kept else ""))
+    return 0
+
+
+def _submit(args: argparse.Namespace, folder: StudentFolder) -> int:
+    names = folder.submit(args.output)
+    print(f"wrote {args.output}: {len(names)} files")
+    for name in names:
+        exercise = find(name)
+        state = "public checks passed" if folder.is_finished(exercise) else "not passed as it is"
+        print(f"  {name:40} {state}")
+    print(
+        "Public checks are not the grade: your teacher grades with other data and other sizes, and "
+        "may read what you wrote."
+    )
+    return 0
+
+
+def _solution(args: argparse.Namespace, folder: StudentFolder) -> int:
+    print(find(args.name).folder / "solution.py")
+    return 0

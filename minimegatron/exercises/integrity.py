@@ -1,0 +1,71 @@
+"""Notices when a student's file changes what checks it.
+
+Called by: `rank_side`, on every rank. Calls: nothing of ours. Megatron has no counterpart.
+
+A student's code runs in the same Python process as the check, so it could replace the check's
+functions. `Seal` remembers every function of the package and those of torch that compare values,
+before the student's file is loaded, and looks at them again after each case. Code that puts
+everything back in time is not noticed here; the grader has further means (`grading`).
+"""
+
+import builtins
+import sys
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
+COMPARING = (
+    "allclose",
+    "equal",
+    "isclose",
+    "isfinite",
+    "all",
+    "any",
+    "as_tensor",
+    "sort",
+    "eq",
+    "ne",
+)
+
+
+class Seal:
+    """Every function as it is now."""
+
+    def __init__(self):
+        self._known = [
+            (holder, name, value, getattr(value, "__code__", None))
+            for holder in _holders()
+            for name, value in list(vars(holder).items())
+            if type(value) in FUNCTIONS
+        ]
+        self._known += [(torch, name, getattr(torch, name), None) for name in COMPARING]
+
+    def broken(self) -> str | None:
+        """The dotted path of a function that is another one now; None if all are the same."""
+        for holder, name, value, code in self._known:
+            is_same = vars(holder).get(name) is value
+            if not is_same or getattr(value, "__code__", None) is not code:
+                return f"{_name_of(holder)}.{name}"
+        return None
+
+
+def _holders() -> Iterator[Any]:
+    """Modules and classes whose functions are watched."""
+    yield from (builtins, dist, torch.Tensor, torch.testing)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] != "minimegatron" or module is None:
+            continue
+        yield module
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and value.__module__ == module_name:
+                yield value
+
+
+def _name_of(holder: Any) -> str:
+    if isinstance(holder, type):
+        return f"{holder.__module__}.{holder.__qualname__}"
+    return holder.__name__

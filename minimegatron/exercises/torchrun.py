@@ -1,0 +1,117 @@
+"""The same check for a file that torchrun has started: `torchrun --nproc-per-node 4 ex06.py`.
+
+Called by: `check.main`, on every rank. Calls: `rank_side`, the hang doctor. Rank 0 prints. Megatron
+has no counterpart.
+
+A rank that finds something wrong leaves word in torchrun's store; a thread of rank 0 reads it there,
+also while its main thread waits for a message that will never come.
+"""
+
+import os
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from minimegatron.core.device import set_device
+from minimegatron.doctor.session import stop_watching, watch_ranks
+from minimegatron.exercises import verdict
+from minimegatron.exercises.engine import HANG_SECONDS, exercise_of, replay_path
+from minimegatron.exercises.rank_side import Job, Told, check_on_rank
+from minimegatron.exercises.source import check_source
+from minimegatron.exercises.verdict import Verdict, render
+from minimegatron.launcher import GRACE_SECONDS
+from minimegatron.tracing.trace_view import Trace
+
+LOOK_SECONDS = 0.05
+FAILED, DONE, NUM_PASSED = "exercise/failed", "exercise/done", "exercise/num_passed"
+
+
+def check_in_torchrun(path: Path) -> int:
+    """Checks the file together with the other ranks; returns this rank's exit code."""
+    began = time.monotonic()
+    exercise = exercise_of(path)
+    set_device("cpu", local_rank=0)
+    dist.init_process_group("gloo")
+    rank, num_ranks = dist.get_rank(), max(1, exercise.num_ranks)
+    if dist.get_world_size() != num_ranks:
+        if rank == 0:
+            print(
+                f"{exercise.name} is checked on {num_ranks} ranks, and there are "
+                f"{dist.get_world_size()}: torchrun --nproc-per-node {num_ranks} {path.name}"
+            )
+        return 2 if rank == 0 else 0
+    if (found := check_source(exercise, path)) is not None:
+        if rank == 0:
+            print(render(found, exercise.name))
+        return 1 if rank == 0 else 0
+    found = _check(exercise, path)
+    if rank == 0:
+        print(render(replace(found, seconds=time.monotonic() - began), exercise.name))
+    return 0
+
+
+def _check(exercise, path: Path) -> Verdict:
+    """The verdict when every rank has passed. Otherwise this process ends inside."""
+    shared: list = [tempfile.mkdtemp(prefix="minimegatron-check-")]
+    dist.broadcast_object_list(shared, src=0)
+    watch_ranks(HANG_SECONDS)
+    board = _Board(exercise.name)
+    threading.Thread(target=board.listen, daemon=True).start()
+    try:
+        achieved = check_on_rank(Job(exercise.module, str(path), folder=shared[0]))
+    except Told as told:
+        board.fail(str(told))
+    finally:
+        stop_watching()
+    board.wait_for_all()
+    replay = ""
+    if dist.get_rank() == 0 and achieved["recording"]:
+        replay = str(replay_path(exercise, path.parent))
+        Path(replay).parent.mkdir(parents=True, exist_ok=True)
+        Trace.load(achieved["recording"]).to_html(replay)
+    num_cases = len(achieved["achieved"])
+    return Verdict(
+        verdict.PASSED,
+        num_passed=num_cases,
+        num_cases=num_cases,
+        achieved=tuple(achieved["achieved"]),
+        replay=replay,
+    )
+
+
+class _Board:
+    """What the ranks tell each other, through torchrun's store."""
+
+    def __init__(self, name: str):
+        self.name, self.rank = name, dist.get_rank()
+        self.store = dist.distributed_c10d._get_default_store()
+        # A connection of its own, since a waiting rank holds the other.
+        self.own_store = self.store.clone()
+
+    def fail(self, told: str) -> None:
+        """This rank found something; waits until rank 0 has said so."""
+        self.store.compare_set(FAILED, "", told)
+        while True:
+            time.sleep(1)
+
+    def wait_for_all(self) -> None:
+        """Returns when every rank has passed."""
+        self.store.add(NUM_PASSED, 1)
+        while self.store.add(NUM_PASSED, 0) < dist.get_world_size():
+            time.sleep(LOOK_SECONDS)
+
+    def listen(self) -> None:
+        """Ends this process when some rank has failed and rank 0 has printed it."""
+        while not self.own_store.check([FAILED if self.rank == 0 else DONE]):
+            time.sleep(LOOK_SECONDS)
+        if self.rank == 0:
+            time.sleep(GRACE_SECONDS)
+            found = Verdict.from_json(self.own_store.get(FAILED).decode())
+            print(render(found, self.name), flush=True)
+            self.own_store.set(DONE, "")
+        # One rank with an exit code is enough for torchrun, which lists every such rank at length.
+        os._exit(1 if self.rank == 0 else 0)
