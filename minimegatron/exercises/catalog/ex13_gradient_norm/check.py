@@ -167,14 +167,14 @@ def _why(step: GptStep, excess: float, copies: dict[str, float]) -> str:
         ),
         (
             often,
-            f"{often:.6g} is {t - 1} x the squares of what all {t} tensor-parallel ranks hold "
+            f"{often:.6g} is {t - 1} x the squares of what the {t} tensor-parallel ranks hold "
             "whole (layer norms, some biases, position embeddings): each of them counted it. "
             "Only tensor rank 0 may.",
         ),
         (
             often + tied,
             "Both kinds of copies are counted too often: the tied embedding by two stages, and "
-            f"what tensor-parallel ranks hold whole by all {t} of them.",
+            f"what tensor-parallel ranks hold whole by {t} ranks.",
         ),
         (-tied, "The tied embedding is not counted at all: the first stage's copy must be."),
         (
