@@ -159,9 +159,18 @@
         }
       }
     }
-    if (ranks.some((state) => state.stuck)) throw new Error("this plan never finishes");
+    if (ranks.some((state) => state.stuck)) {
+      if (!plan.mayStick) throw new Error("this plan never finishes");
+      plan = untilStuck(plan, ranks);
+    }
     const lists = (name) => ranks.map((state) => state[name]);
     return analyse(plan, costs, lists("starts"), lists("ends"), lists("waits"), lists("causes"));
+  }
+
+  // What was done of a plan that never finishes; `stuck` says in which action each rank waits.
+  function untilStuck(plan, ranks) {
+    return { ...plan, ranks: ranks.map(({ actions, starts }) => actions.slice(0, starts.length)),
+      stuck: new Map(ranks.filter(({ stuck }) => stuck).map(({ rank, actions, index }) => [rank, actions[index]])) };
   }
 
   // -- What follows from the times --

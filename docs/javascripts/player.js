@@ -40,7 +40,7 @@
     const replays = elements.some((element) => element.matches(".mm-replay"));
     const players = elements.some((element) => element.matches(".mm-player"));
     const files = ["engine.js", "draw.js", "timeline.js", "links.js"];
-    if (players) files.push("orders.js", "predict.js", "schedule_player.js");
+    if (players) files.push("orders.js", "controls.js", "explain.js", "predict.js", "schedule_player.js");
     if (replays) files.push("replay.js");
     await Promise.all([addStyle(), ...files.map((name) => MM.load(`javascripts/${name}`))]);
     MM.links = await MM.engine.unpack(MM.packed.links);

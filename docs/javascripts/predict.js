@@ -49,7 +49,7 @@
       }
       this.question.replaceChildren(`Stage ${this.rank} is free at ${this.words(this.t)}. Which forward (F) or backward (B) is its `, make("b", {}, "next"), ", at once or after a wait?");
       this.buttons.replaceChildren(...this.options().map((option) =>
-        make("button", { type: "button", onclick: (event) => this.answer(option, event.currentTarget) }, player.nameOf(option))));
+        make("button", { type: "button", onclick: (event) => this.answer(option, event.currentTarget) }, player.explain.nameOf(option))));
     }
 
     words(t) {
@@ -79,13 +79,13 @@
 
     answer(option, button) {
       const truth = this.work[this.place];
-      const name = this.player.nameOf(option);
+      const name = this.player.explain.nameOf(option);
       if (option.kind === truth.kind && option.mb === truth.mb && option.chunk === truth.chunk) {
         this.right += 1;
         this.place += 1;
         const wait = this.player.step.startOf(truth) - this.t;
         const gap = this.player.step.gaps[this.rank].find((g) => g.before === truth.index);
-        const words = wait > 1e-9 && gap ? ` It starts after waiting ${this.words(wait)}. ${this.player.gapWords(gap)}` : "";
+        const words = wait > 1e-9 && gap ? ` It starts after waiting ${this.words(wait)}. ${this.player.explain.gapWords(gap)}` : "";
         this.verdict.replaceChildren(make("b", { class: "mmp-right" }, `Yes, ${name}.`), words);
         this.ask();
         (this.buttons.querySelector("button") || this.question).focus({ preventScroll: true });
@@ -101,9 +101,9 @@
 
     // What the answer lacks: first its inputs, then its turn in the schedule.
     why(option, truth) {
-      const { player, t } = this, { step, plan, state } = player, name = player.nameOf(option);
+      const { player, t } = this, { step, plan, state } = player, name = player.explain.nameOf(option);
       for (const need of MM.engine.needs(plan.config, option)) {
-        const action = MM.engine.find(step, need), what = player.nameOf(need);
+        const action = MM.engine.find(step, need), what = player.explain.nameOf(need);
         if (need.rank === this.rank && !this.isDone(need)) return `${name} needs ${what} of this very stage first: without it there are no activations to go back through.`;
         const end = step.endOf(action);
         if (need.rank !== this.rank && end > t + 1e-9) {
@@ -131,7 +131,7 @@
         const way = option.kind === "F" ? "first chunk to last" : "last chunk to first";
         return `Interleaving takes the chunks in turn, ${way}, ${G} microbatches at a time: the turn is chunk ${truth.chunk}'s.`;
       }
-      return `The plan says ${player.nameOf(truth)}.`;
+      return `The plan says ${player.explain.nameOf(truth)}.`;
     }
   };
 

@@ -29,6 +29,12 @@
 
   MM.isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
+  const round = (value) => String(Number(Number(value).toPrecision(5)));
+  MM.words = {
+    round,
+    number: (value) => (Math.abs(value) >= 1000 ? String(Math.round(value)) : round(Math.round(value * 1000) / 1000)),
+  };
+
   let number = 0;
 
   // `options`: label, describe(id) -> {title, lines}, choose(id or null), keys: {key: function}

@@ -13,7 +13,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+from browser_python import write_browser_python  # noqa: E402
 from emit_player import write_player  # noqa: E402
+from notebook_pages import write_notebook_pages  # noqa: E402
 from package import ROOT, Package  # noqa: E402
 from site_pages import write_pages  # noqa: E402
 from source_pages import write_source_pages  # noqa: E402
@@ -23,8 +25,12 @@ SKIPPED = {"tools", "overrides", "recordings", "__pycache__", "node_modules"}
 """Folders of docs/ that are no part of the site."""
 
 
-def build(out: Path = OUT) -> None:
-    """Writes everything below `out`, and removes what an earlier build left there."""
+def build(out: Path = OUT, run_notebooks: bool = False) -> None:
+    """Writes everything below `out`, and removes what an earlier build left there.
+
+    Pages of notebooks show what a run put out: with `run_notebooks` of all, else of those that
+    have been run since they, and the package, were last changed.
+    """
     written = out.with_name("docs.new")
     shutil.rmtree(written, ignore_errors=True)
     written.mkdir(parents=True)
@@ -34,6 +40,8 @@ def build(out: Path = OUT) -> None:
     write_source_pages(package, written / "source", pieces / "source")
     write_pages(package, written, pieces)
     write_player(package, written)
+    write_notebook_pages(written / "notebooks", run_notebooks)
+    write_browser_python(package, written)
     for path in sorted((ROOT / "docs").rglob("*")):
         relative = path.relative_to(ROOT / "docs")
         target = written / relative
@@ -49,5 +57,7 @@ def build(out: Path = OUT) -> None:
 
 if __name__ == "__main__":
     begun = time.monotonic()
-    build()
+    if sys.argv[1:] not in ([], ["--run-notebooks"]):
+        raise SystemExit("usage: build_docs.py [--run-notebooks]")
+    build(run_notebooks=bool(sys.argv[1:]))
     print(f"build/docs written in {time.monotonic() - begun:.1f} s")

@@ -36,7 +36,7 @@ def write_player(package: Package, out: Path) -> None:
     """Writes all of it."""
     write_orders(out / "javascripts" / "orders.js")
     recordings = read_recordings()
-    chains = {"gpipe": planned_chains(package)}
+    chains = {"gpipe": planned_chains(package), "mine": planned_chains(package, "")}
     for name, data in recordings.items():
         resolved = resolve(data, package)
         if name in SCHEDULES:
@@ -147,9 +147,12 @@ def _actions(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{what} {event.get('ph', 'steady')}", event
 
 
-def planned_chains(package: Package) -> dict[str, list[Frame]]:
-    """GPipe has no function of its own in the chain: `execution` runs it from its plan."""
-    schedule = ("minimegatron.planner.schedules", "gpipe")
+def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[Frame]]:
+    """GPipe has no function of its own in the chain: `execution` runs it from its plan.
+
+    Nor has a reader's own schedule, of which no line is in the annotated source: "".
+    """
+    planned = ("minimegatron.planner.schedules", schedule)
     runner = ("minimegatron.execution", "get_planned_forward_backward_func")
     chains = {}
     for key, line, last in (
@@ -158,7 +161,7 @@ def planned_chains(package: Package) -> dict[str, list[Frame]]:
     ):
         chains[key] = [
             _named(package, *runner, "run.run()"),
-            _named(package, *schedule, line),
+            *([_named(package, *planned, line)] if schedule else []),
             _named(
                 package, "minimegatron.core.pipeline_parallel.model_chunk", f"ModelChunk.{last}"
             ),

@@ -1,0 +1,170 @@
+"""Python for the page: Pyodide, fetched once, and the planner's modules, which need no torch.
+
+Called by: `build_docs`. Calls: npm, `package`. Writes below the site's folder:
+
+    python/                        Pyodide; planner.zip: the planner and `in_browser`
+    javascripts/workbench_data.js  the schedules' own source to start from, and what Python weighs
+
+Nothing of Pyodide is in the repository. Where npm is not there, or has no network, the page says so
+and everything else works.
+"""
+
+import ast
+import hashlib
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+from emit_orders import script
+from package import ROOT, Package
+
+VERSION = "314.0.7"
+SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
+FILES = (
+    "pyodide.mjs",
+    "pyodide.asm.mjs",
+    "pyodide.asm.wasm",
+    "pyodide-lock.json",
+    "python_stdlib.zip",
+)
+CACHE = ROOT / "build" / "pyodide"
+ENTRY = Path(__file__).with_name("in_browser.py")
+SCHEDULES = {
+    "gpipe": ["gpipe"],
+    "1f1b": ["_steady_iteration", "one_forward_one_backward"],
+    "interleaved": ["_Interleaved", "interleaved"],
+}
+"""What a reader may start from: definitions of `planner.schedules`, the schedule last."""
+
+NOTICE = f"""Pyodide {VERSION}, unchanged, from the npm package `pyodide`: CPython for the browser.
+Licence: Mozilla Public License 2.0. Source: https://github.com/pyodide/pyodide
+planner.zip holds modules of minimegatron, under this project's own licence.
+"""
+
+
+def write_browser_python(package: Package, out: Path) -> None:
+    """Everything that "Edit the Python" loads."""
+    folder, missing = out / "python", ""
+    try:
+        archive = fetch_pyodide()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        missing = "This site was built without Python for the browser: npm could not fetch it."
+        print(f"{missing} ({error})")
+    else:
+        folder.mkdir(parents=True)
+        unpack(archive, folder)
+        (folder / "planner.zip").write_bytes(planner_zip(package, CACHE / "planner.zip"))
+        (folder / "README.txt").write_text(NOTICE)
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*"))
+    data = {
+        "sources": {name: starting_text(package, names) for name, names in SCHEDULES.items()},
+        "python": {
+            "name": f"Pyodide {VERSION}",
+            "megabytes": f"{num_bytes / 1e6:.1f}",
+            "missing": missing,
+        },
+    }
+    path = out / "javascripts" / "workbench_data.js"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script(data, "workbench"))
+
+
+# -- Pyodide --
+
+
+def fetch_pyodide(folder: Path = CACHE) -> Path:
+    """The package's archive, from an earlier build or from the registry that npm is set up for."""
+    archive = folder / f"pyodide-{VERSION}.tgz"
+    if not archive.exists():
+        if shutil.which("npm") is None:
+            raise FileNotFoundError("npm is not installed")
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(
+            ["npm", "pack", "--silent", "--fetch-retries=1", f"pyodide@{VERSION}"],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != SHA256:
+        archive.unlink()
+        raise ValueError(f"pyodide-{VERSION}.tgz has the SHA-256 {found}, expected {SHA256}")
+    return archive
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """The few files that a browser needs."""
+    with tarfile.open(archive) as tar:
+        for name in FILES:
+            (folder / name).write_bytes(tar.extractfile(f"package/{name}").read())
+
+
+# -- The planner --
+
+
+def needed_modules(package: Package, source: str) -> list[str]:
+    """The package's modules that a text imports, and those that they import.
+
+    Only imports in a module's body count: what a function imports is not there in the page.
+    """
+    needed, waiting = set(), _imported(package, ast.parse(source))
+    while waiting:
+        name = waiting.pop()
+        if name not in needed:
+            needed.add(name)
+            waiting += _imported(package, ast.parse("\n".join(package.pages[name].lines)))
+    return sorted(needed)
+
+
+def _imported(package: Package, tree: ast.Module) -> list[str]:
+    names = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    places = [package.find(name) for name in names]
+    modules = [f"{name}".rpartition(".")[0] for name in names]
+    return [place.page.module for place in places if place] + [
+        name for name in modules if name in package.pages
+    ]
+
+
+def planner_zip(package: Package, path: Path) -> bytes:
+    """The modules and their packages' `__init__`, as one archive that Python can unpack."""
+    names = {package.pages[name].path for name in needed_modules(package, ENTRY.read_text())}
+    for name in list(names):
+        parents = Path(name).parents
+        names |= {str(folder / "__init__.py") for folder in parents if folder != Path(".")}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(names):
+            # One date for all, so that equal sources make equal archives.
+            info = zipfile.ZipInfo(name)
+            archive.writestr(info, (ROOT / name).read_bytes(), zipfile.ZIP_DEFLATED)
+        archive.writestr(zipfile.ZipInfo(ENTRY.name), ENTRY.read_bytes(), zipfile.ZIP_DEFLATED)
+    return path.read_bytes()
+
+
+# -- Where a reader starts --
+
+
+def starting_text(package: Package, names: list[str]) -> str:
+    """Definitions of `planner.schedules` as a file of their own, with the imports they use."""
+    page = package.pages["minimegatron.planner.schedules"]
+    tree = ast.parse("\n".join(page.lines))
+    found = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+    nodes = [found[name] for name in names]
+    for node in nodes:
+        node.decorator_list = []  # the page takes the function itself
+    used = {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
+    imports = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            kept = [alias.name for alias in node.names if alias.name in used]
+            if kept:
+                imports.append(f"from {node.module} import {', '.join(kept)}")
+    texts = ["\n".join(page.lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
+    return "\n\n\n".join(["\n".join(imports), *texts]) + "\n"
