@@ -2,6 +2,7 @@
 # make test    run the tests
 # make lint    check style
 # make docs    build the documentation into site/; make docs-serve shows it on this machine
+# make notebooks open the notebooks in JupyterLab
 # make traces    record anew the runs that the documentation replays, into docs/recordings
 # make timeline  record four paced stages on real ranks and draw docs/images/timeline.png
 #
@@ -27,7 +28,7 @@ DEMO := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
   --log-interval 25 --eval-iters 10 --sample-tokens 150
 
-.PHONY: demo test lint timeline traces docs docs-serve chromium
+.PHONY: demo test lint timeline traces docs docs-serve chromium notebooks
 
 demo: $(VENV)/.installed
 	@echo 'The command that runs now:'
@@ -59,13 +60,25 @@ timeline: $(VENV)/.installed-dev
 # The variables silence advertisements for other generators.
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs
 
-docs: $(VENV)/.installed-docs
-	$(BIN)/python docs/tools/build_docs.py
+# Notebooks are run once, and again when they or the package have changed.
+docs: $(VENV)/.installed-docs $(VENV)/.installed-notebooks
+	$(BIN)/python docs/tools/build_docs.py --run-notebooks
 	$(MKDOCS) build --strict --quiet
 	@echo 'The site is in site/; open site/index.html, or: make docs-serve'
 
 docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
+
+# JupyterLab on this machine alone. It prints its address, with a password in it, and opens a browser
+# where there is one; with PORT=9999 elsewhere. Ctrl-C ends it, and with it every rank.
+PORT ?= 8888
+LAB  := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter lab --log-level=CRITICAL -y --port=$(PORT) \
+  --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/01_ranks_and_groups.ipynb \
+  $(if $(filter 0,$(shell id -u)),--allow-root)
+
+notebooks: $(VENV)/.installed-notebooks
+	@$(BIN)/python docs/tools/notebook_runs.py --pairs
+	@$(LAB)
 
 # A browser for the tests of the site.
 chromium:
@@ -95,6 +108,10 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
 $(VENV)/.installed-conformance: pyproject.toml | $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[conformance,hf]' || \
 	  echo 'Not installed: megatron-core, transformers. The tests that compare with them are skipped.'
+	@touch $@
+
+$(VENV)/.installed-notebooks: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[notebooks]'
 	@touch $@
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/.installed

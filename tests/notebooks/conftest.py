@@ -1,0 +1,31 @@
+"""All notebooks, started once and run two at a time; the table of times at the end."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "tools"))
+
+from notebook_runs import executing, sources, table  # noqa: E402
+
+TIMES: dict[str, float] = {}
+
+
+@pytest.fixture(scope="session")
+def runs(request: pytest.FixtureRequest):
+    """Name -> the future of its run, for those notebooks that tests of this session ask for."""
+    wanted = {
+        item.callspec.params["path"]
+        for item in request.session.items
+        if "runs" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
+    }
+    with executing(path for path in sources() if path in wanted) as futures:
+        yield futures
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if TIMES:
+        terminalreporter.section("notebooks, each from a fresh kernel")
+        terminalreporter.write_line(table(TIMES))
