@@ -34,6 +34,11 @@ from minimegatron.training.argument_utils import flag_name, flags_by_name
 from minimegatron.training.checkpoint_args import check_against_checkpoint
 from minimegatron.training.checkpoint_folder import find_checkpoint
 from minimegatron.training.config import SECTIONS
+from minimegatron.training.schedule_args import check_schedule
+
+
+TOO_MANY = 2**31
+"""Of anything: it would only overflow somewhere below."""
 
 
 def check_fields(args: argparse.Namespace) -> None:
@@ -48,6 +53,9 @@ def check_fields(args: argparse.Namespace) -> None:
                 if limits["required"]:
                     raise ValueError(f"{name} is missing; give {name} and a number")
                 continue
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int) and abs(number) >= TOO_MANY:
+                    raise ValueError(f"{name} is {number}; give less than {TOO_MANY}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; give a finite number")
             if limits["minimum"] is not None and not value >= limits["minimum"]:
@@ -190,6 +198,15 @@ def check_optimizer(args: argparse.Namespace) -> None:
         )
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its end")
+    warmup_iters = args.lr_warmup_iters or int(
+        (args.lr_warmup_fraction or 0.0) * args.lr_decay_iters
+    )
+    most = args.lr_decay_iters - warmup_iters
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters > most:
+        raise ValueError(
+            f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters} is more than the {most} steps from "
+            "warm-up to the end of --lr-decay-iters (by default --train-iters); shorten it"
+        )
     if args.weight_decay_incr_style == "constant":
         if args.start_weight_decay != args.end_weight_decay:
             raise ValueError(
@@ -201,6 +218,12 @@ def check_optimizer(args: argparse.Namespace) -> None:
             f"--start-weight-decay {args.start_weight_decay} is more than --end-weight-decay "
             f"{args.end_weight_decay}; it can only grow"
         )
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each "
+            "other; keep one"
+        )
+    check_schedule(args)
 
 
 def check_gradients(args: argparse.Namespace) -> None:
@@ -280,11 +303,6 @@ def check_checkpoint(args: argparse.Namespace) -> None:
     for flag, path in (("--save", args.save), ("--data-cache-path", args.data_cache_path)):
         if path is not None:
             check_folder(flag, path)
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        raise ValueError(
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each "
-            "other; keep one"
-        )
     if args.load is None:
         return
     folder = find_checkpoint(args.load)

@@ -74,6 +74,7 @@ def _without_none(annotation: typing.Any) -> tuple[typing.Any, bool]:
     return rest, True
 
 
+@functools.cache
 def _field_docstrings(config: type) -> dict[str, str]:
     """The string below each field, which Python itself throws away."""
     body = ast.parse(inspect.getsource(config)).body[0].body
@@ -98,6 +99,7 @@ def flags_by_name() -> dict[str, str]:
         "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
         "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
         "layernorm_epsilon": "--norm-epsilon",
+        "average_in_collective": "--ddp-average-in-collective",
     }
 
 
@@ -112,6 +114,7 @@ def in_flags(message: str) -> str:
 
 PHRASES = {
     "fp16 and bf16 are": "--fp16 and --bf16 are",
+    "is for fp16 or bf16": "is for --fp16 or --bf16",
     "data path: ": "--data-path: ",
     "pipeline layout: ": "--pipeline-model-parallel-layout: ",
     "split '": "--split '",

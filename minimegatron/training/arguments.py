@@ -16,6 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core.activations import fast_gelu
+from minimegatron.core.distributed.distributed_data_parallel import gradient_scaling_factor
+from minimegatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
@@ -51,9 +56,13 @@ def parse_args(
         check_fields(args)
         check_world(args)
         derive(args)
-        check_layers(args, core_transformer_config_from_args(args))
+        config = core_transformer_config_from_args(args)
+        check_layers(args, config)
         for check in CHECKS:
             check(args)
+        # What `core` would refuse only when processes are running and the model is built.
+        optimizer_config_from_args(args)
+        gradient_scaling_factor(config, ddp_config_from_args(args), args.data_parallel_size)
     except ValueError as error:
         raise ValueError(in_flags(str(error))) from None
     return _freeze(args)
@@ -200,6 +209,28 @@ def _activation_func(args: Arguments | argparse.Namespace) -> Callable:
     if args.swiglu:
         return F.silu
     return fast_gelu if args.openai_gelu else F.gelu
+
+
+def optimizer_config_from_args(args: Arguments | argparse.Namespace) -> OptimizerConfig:
+    """The optimizer's configuration for `core`. Raises ValueError for what excludes itself."""
+    names = [field.name for field in dataclasses.fields(OptimizerConfig) if field.init]
+    same = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return OptimizerConfig(**(same | {"params_dtype": params_dtype(args)}))
+
+
+def ddp_config_from_args(
+    args: Arguments | argparse.Namespace,
+) -> DistributedDataParallelConfig:
+    """The same for gradients over data-parallel ranks."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+        bucket_size=args.ddp_bucket_size,
+        average_in_collective=args.ddp_average_in_collective,
+    )
 
 
 def params_dtype(args: Arguments | argparse.Namespace) -> torch.dtype:

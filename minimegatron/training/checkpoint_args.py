@@ -1,7 +1,7 @@
 """Whether a checkpoint is of the model that the command line describes.
 
 Called by: `argument_checks`, before any process group exists. Calls: `checkpoint_folder`,
-`dist_checkpointing.core`; torch-free. Counterpart: `check_checkpoint_args` of
+`dist_checkpointing.core`, `schedule_args`; torch-free. Counterpart: `check_checkpoint_args` of
 `megatron.training.checkpointing`.
 
 Layout, precision and batch may differ: a checkpoint is of the full model. What the model computes
@@ -18,6 +18,7 @@ from minimegatron.core.dist_checkpointing.core import (
     load_common_state_dict,
 )
 from minimegatron.training.argument_utils import flags_by_name
+from minimegatron.training.schedule_args import check_schedule
 
 ALWAYS = (
     "num_layers",
@@ -73,6 +74,10 @@ def check_against_checkpoint(args: argparse.Namespace, folder: Path) -> None:
             f"--optimizer is {args.optimizer}, but {common['optimizer']['kind']} in {folder}; "
             "use that, or --no-load-optim"
         )
+    try:
+        check_schedule(args, common["opt_param_scheduler"])
+    except ValueError as error:
+        raise ValueError(f"--load {args.load}: {error}") from None
 
 
 def _difference(name: str, here: Any, there: Any, folder: Path) -> str:

@@ -35,7 +35,6 @@ from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sha
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.transformer.module import named_global_parameters
-from minimegatron.training.argument_utils import in_flags
 from minimegatron.training.checkpoint_folder import (
     TRACKER,
     checkpoint_name,
@@ -227,7 +226,7 @@ def load_checkpoint(
     common = load_common_state_dict(folder)
     with_optimizer = not (args.no_load_optim or args.finetune)
     if with_optimizer:
-        _take_schedule(opt_param_scheduler, common["opt_param_scheduler"])
+        opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])
     tensors = list(sharded_model_state(model))
     if with_optimizer:
         saved_keys = set(serialization.load_tensors_metadata(folder))
@@ -259,29 +258,6 @@ def load_checkpoint(
     dist.barrier()
     print_rank_0(f" loaded checkpoint of iteration {state.iteration} from {folder}")
     return state.iteration
-
-
-def _take_schedule(opt_param_scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> None:
-    try:
-        opt_param_scheduler.load_state_dict(saved)
-    except ValueError as error:
-        words = str(error)
-        for name, flags in SCHEDULE_FLAGS.items():
-            words = words.replace(name, flags)
-        raise CheckpointingException(in_flags(words)) from None
-
-
-SCHEDULE_FLAGS = {
-    "max_lr": "--lr",
-    "lr_warmup_steps": "--lr-warmup-iters x --global-batch-size",
-    "wsd_decay_steps": "--lr-wsd-decay-iters x --global-batch-size",
-    "lr_decay_steps": "--lr-decay-iters x --global-batch-size",
-    "start_wd": "--start-weight-decay",
-    "end_wd": "--end-weight-decay",
-    "wd_incr_steps": "--train-iters x --global-batch-size",
-    "wd_incr_style": "--weight-decay-incr-style",
-}
-"""What the scheduler calls otherwise than the command line; see `get_optimizer_param_scheduler`."""
 
 
 def _take_optimizer_numbers(optimizer: MegatronOptimizer, numbers: dict[str, Any]) -> None:

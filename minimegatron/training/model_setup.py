@@ -5,7 +5,6 @@ Called by: `training.pretrain`. Calls: the user's `model_provider`, `Distributed
 `megatron.training.training`.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,6 @@ from minimegatron.core import parallel_state, tensor_parallel
 from minimegatron.core.device import get_device
 from minimegatron.core.distributed import (
     DistributedDataParallel,
-    DistributedDataParallelConfig,
     TorchDistributedDataParallel,
 )
 from minimegatron.core.enums import ModelType
@@ -22,9 +20,10 @@ from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.utils import get_model_config
-from minimegatron.training.arguments import params_dtype
+from minimegatron.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from minimegatron.training.checkpointing import load_checkpoint
 from minimegatron.training.global_vars import get_args
+from minimegatron.training.schedule_args import schedule_settings
 
 
 def setup_model_and_optimizer(
@@ -90,15 +89,7 @@ def _print_number_of_parameters(model: list[torch.nn.Module]) -> None:
 def _wrap_with_ddp(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     args = get_args()
     wrapper = {"local": DistributedDataParallel, "torch": TorchDistributedDataParallel}
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
-        bucket_size=args.ddp_bucket_size,
-        average_in_collective=args.ddp_average_in_collective,
-    )
+    ddp_config = ddp_config_from_args(args)
     # Only the first chunk's gradients are ready late enough for buckets to pay: those of later
     # chunks have the whole rest of the backward pass to be reduced in.
     return [
@@ -111,36 +102,9 @@ def _wrap_with_ddp(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 def get_megatron_optimizer_config() -> OptimizerConfig:
     """The arguments that `core.optimizer` knows, under the names it knows them by."""
-    args = get_args()
-    names = [field.name for field in dataclasses.fields(OptimizerConfig) if field.init]
-    same = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return OptimizerConfig(**(same | {"params_dtype": params_dtype(args)}))
+    return optimizer_config_from_args(get_args())
 
 
 def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Learning rate and weight decay as functions of the samples seen: iterations x global batch."""
-    args = get_args()
-    batch = args.global_batch_size
-    # A run without steps still has an optimizer, whose schedule needs a length.
-    decay_steps = max(args.lr_decay_iters, 1) * batch
-    if args.lr_warmup_fraction is not None:
-        warmup_steps = int(args.lr_warmup_fraction * decay_steps)
-    else:
-        warmup_steps = args.lr_warmup_iters * batch
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=args.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_steps,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay,
-        wd_incr_steps=max(args.train_iters, 1) * batch,
-        wd_incr_style=args.weight_decay_incr_style,
-        wsd_decay_steps=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * batch,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
-    )
+    return OptimizerParamScheduler(optimizer, **schedule_settings(get_args()))

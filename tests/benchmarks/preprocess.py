@@ -4,7 +4,8 @@ Run by: `python -m tests.benchmarks.preprocess --megabytes 20`. Calls: `core.dat
 
 Every way turns the same JSONL (the standard library's source, repeated) into tokens with an
 end-of-document each. All take turns, the first to go changing each time; medians. MB are 10^6 bytes
-of JSONL. Ways that need a package which is not installed are left out, and said to be.
+of JSONL. Ways that need a package which is not installed (megatron-core, tokenizers, datasets) are
+left out, and said to be. Hugging Face's writes Arrow instead of .bin and .idx, to disk as well.
 
 Imports no torch: every worker imports this module anew.
 """
@@ -85,6 +86,34 @@ def _tokenizers_alone(tokenizer) -> Way:
     return way
 
 
+def _hugging_face(encode_batch: Callable[[list[str]], list[list[int]]], workers: int) -> Way:
+    """`datasets`: read the JSONL, `map` over it, leave the ids in its Arrow cache."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.disable_caching()  # else a repeat would read what the first run left
+
+    def tokenize(batch: dict) -> dict:
+        return {"input_ids": [[*ids, 256] for ids in encode_batch(batch["text"])]}
+
+    def way(source: Path, prefix: str) -> None:
+        with tempfile.TemporaryDirectory() as cache:
+            data = datasets.load_dataset("json", data_files=str(source), cache_dir=cache)["train"]
+            data.map(
+                tokenize,
+                batched=True,
+                batch_size=64,
+                num_proc=workers if workers > 1 else None,
+                remove_columns=["text"],
+            )
+
+    return way
+
+
+def _utf8(texts: list[str]) -> list[list[int]]:
+    return [list(text.encode()) for text in texts]
+
+
 def ways(source: Path, folder: Path, vocab_size: int) -> dict[str, Way]:
     """Every way this machine has the packages for."""
     found: dict[str, Way] = {
@@ -102,6 +131,12 @@ def ways(source: Path, folder: Path, vocab_size: int) -> dict[str, Way]:
         )
     else:
         print("megatron-core is not installed: its builder is left out")
+    has_datasets = importlib.util.find_spec("datasets") is not None
+    if has_datasets:
+        found["bytes: Hugging Face datasets"] = _hugging_face(_utf8, 1)
+        found["bytes: Hugging Face datasets, 2 workers"] = _hugging_face(_utf8, 2)
+    else:
+        print("datasets is not installed: Hugging Face's way is left out")
     if not importlib.util.find_spec("tokenizers"):
         print("tokenizers is not installed: BPE is left out")
         return found
@@ -120,6 +155,14 @@ def ways(source: Path, folder: Path, vocab_size: int) -> dict[str, Way]:
         found[f"bpe: loop over {name}'s builder"] = _one_at_a_time(
             lambda text: tokenizer.encode(text, add_special_tokens=False).ids, builder
         )
+    if has_datasets:
+
+        def encode_batch(texts: list[str]) -> list[list[int]]:
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
+
+        found["bpe: Hugging Face datasets"] = _hugging_face(encode_batch, 1)
+        found["bpe: Hugging Face datasets, 2 workers"] = _hugging_face(encode_batch, 2)
     return found
 
 

@@ -173,24 +173,28 @@ def test_a_flipped_bit_is_seen(folder):
     previous_still_loads(folder)
 
 
-def load_with_other_schedule(folder: str) -> list[str]:
-    messages = []
-    for flags in ("--train-iters 30", "--lr 1e-3", "--train-iters 30 --lr-decay-iters 20"):
-        try:
-            run(f"{TP2} --load {folder} {flags}", 2)
-            messages.append("")
-        except CheckpointingException as error:
-            messages.append(str(error))
-    run(f"{TP2} --load {folder} --lr 1e-3 --override-opt-param-scheduler", 3)
-    run(f"{TP2} --load {folder} --lr 1e-3 --use-checkpoint-opt-param-scheduler", 3)
-    return messages
+def load_with_other_schedule(folder: str) -> list[float]:
+    flags = f"{TP2} --load {folder} --lr 1e-3 --train-iters 40"
+    ours = run(f"{flags} --override-opt-param-scheduler", 3)
+    theirs = run(f"{flags} --use-checkpoint-opt-param-scheduler", 3)
+    longer = run(f"{TP2} --load {folder} --train-iters 40 --lr-decay-iters 20", 22)
+    assert (longer["began"], len(longer["losses"])) == (2, 20)
+    return [result["lr"] for result in (ours, theirs, longer)]
 
 
 def test_other_schedules(pristine):
-    longer, slower, same = run_ranks(load_with_other_schedule, 2, str(pristine), timeout=100)[0]
-    assert "--lr-decay-iters x --global-batch-size is 120 here but 80" in longer
-    assert "--lr is 0.001 here but 0.01" in slower and "--override-opt-param-scheduler" in slower
-    assert same == ""
+    longer, slower = refusal(pristine, "--train-iters 30"), refusal(pristine, "--lr 1e-3")
+    assert "--lr-decay-iters (or else --train-iters) x --global-batch-size is 120 here" in longer
+    assert "but 80 in the checkpoint" in longer
+    assert "--lr is 0.001 here but 0.01" in slower
+    for message in (longer, slower):
+        assert "set --override-opt-param-scheduler to keep ours" in message
+        assert "--use-checkpoint-opt-param-scheduler to take the checkpoint's" in message
+    for flags in ("--lr-decay-iters 20", "--finetune", "--no-load-optim"):
+        accepted(pristine, f"--train-iters 30 {flags}")
+    lrs = run_ranks(load_with_other_schedule, 2, str(pristine), timeout=100)[0]
+    # After three steps of a linear way down over 40, or the checkpoint's 20; and beyond its end.
+    assert lrs == pytest.approx([1e-3 * (1 - 3 / 40), 1e-2 * (1 - 3 / 20), 0.0])
 
 
 # -- A planted pickle --

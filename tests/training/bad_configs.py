@@ -86,6 +86,8 @@ BAD_CONFIGS = [
     BadConfig("--train-iters -1", ("--train-iters", "-1", "0 or more")),
     BadConfig("--eval-interval 0", ("--eval-interval", "0", "1 or more")),
     BadConfig("--log-interval 0", ("--log-interval", "0", "1 or more")),
+    BadConfig("--num-layers 99999999999999", ("--num-layers", "less than 2147483648")),
+    BadConfig("--rampup-batch-size 4 4 3000000000", ("--rampup-batch-size", "less than")),
     BadConfig("--lr 0", ("--lr", "more than 0")),
     BadConfig("--lr nan", ("--lr", "nan", "finite")),
     BadConfig("--weight-decay -0.1", ("--weight-decay", "-0.1", "0.0 or more")),
@@ -230,6 +232,19 @@ BAD_CONFIGS = [
     BadConfig("--lr-warmup-iters 10", ("--lr-warmup-iters 10", "--train-iters")),
     BadConfig("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", ("--lr-warmup-fraction", "keep one")),
     BadConfig("--lr-decay-style WSD", ("WSD", "--lr-wsd-decay-iters")),
+    BadConfig(
+        "--lr-decay-style WSD --lr-wsd-decay-iters 20",
+        ("--lr-wsd-decay-iters 20", "more than the 10 steps", "--train-iters"),
+    ),
+    BadConfig("--loss-scale 8", ("--loss-scale 8", "--fp16 or --bf16")),
+    BadConfig(
+        "--fp16 --initial-loss-scale 2 --min-loss-scale 4",
+        ("--min-loss-scale <= --initial-loss-scale", "4.0, 2.0"),
+    ),
+    BadConfig(
+        "--calculate-per-token-loss --ddp-average-in-collective",
+        ("--ddp-average-in-collective", "--calculate-per-token-loss", "turn one"),
+    ),
     BadConfig("--end-weight-decay 0.1", ("--end-weight-decay 0.1", "--weight-decay-incr-style")),
     BadConfig("--overlap-param-gather", ("--overlap-param-gather", "--use-distributed-optimizer")),
     BadConfig("--DDP-impl torch --use-distributed-optimizer", ("--DDP-impl local",)),

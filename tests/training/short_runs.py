@@ -1,6 +1,6 @@
 """A few training steps on this rank, from the command line's flags to a checkpoint: for tests.
 
-Used by `test_checkpointing` and `test_file_faults`, in ranks that `run_ranks` started.
+Used by `test_checkpointing`, `test_overflow` and `faults.test_files`, in ranks of `run_ranks`.
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ ZERO1 = "--use-distributed-optimizer"
 def run(flags: str, steps: int, double: bool = False) -> dict[str, Any]:
     """Trains to iteration `steps`, from `--load` if given; saves there if `--save` is given.
 
-    Returns the losses of the steps made here, and where it began. `double`: in float64, loss and all.
+    Returns the losses of the steps made here, where it began, and the next step's learning rate.
+    `double`: in float64, loss and all.
     """
     sys.argv = ["test", *MODEL.split(), *flags.split()]
     try:
@@ -74,7 +75,7 @@ def run(flags: str, steps: int, double: bool = False) -> dict[str, Any]:
             losses.append(broadcast_from_last_stage(means)["lm loss"])
         if get_args().save is not None:
             save_checkpoint(state.iteration, model, optimizer, scheduler)
-        return {"losses": losses, "began": begin}
+        return {"losses": losses, "began": begin, "lr": optimizer.param_groups[0]["lr"]}
     finally:
         destroy_global_vars()
         parallel_state.destroy_model_parallel()

@@ -1,5 +1,7 @@
 """Runs that end early, and results that should end them: together, saved, in words."""
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -14,7 +16,7 @@ import torch
 from minimegatron import launcher, pretrain_gpt
 from minimegatron.core import parallel_state
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
-from minimegatron.core.rerun_state_machine import RerunStateMachine
+from minimegatron.core.rerun_state_machine import RerunStateMachine, get_rerun_state_machine
 from minimegatron.training import exit_conditions, failures
 from minimegatron.training.checkpoint_folder import complete_iterations
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
@@ -116,7 +118,8 @@ def test_a_signalled_process_saves_and_exits_with_0(tmp_path):
     (iteration,) = complete_iterations(tmp_path)
     assert f"exiting after iteration {iteration}: received SIGTERM" in out
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(iteration)
-    assert "validation loss" not in out
+    assert out.count("saved checkpoint") == 1  # by the signal, and not again at the end
+    assert "validation loss" not in out and "after training is done" not in out
 
 
 def test_a_failed_checkpoint_ends_in_one_line(monkeypatch):
@@ -139,38 +142,84 @@ def test_a_failed_checkpoint_ends_in_one_line(monkeypatch):
 
 
 class Planted:
-    """`pretrain_gpt.forward_step` whose logits are spoilt in one microbatch of iteration 2."""
+    """`pretrain_gpt.forward_step` with something spoilt in microbatch 3 of iteration 2.
 
-    def __init__(self, value: float):
-        self.value = value
+    `loss`: the last stage's losses are multiplied by `value`; `gradient`: what the first stage gets
+    back is.
+    """
+
+    def __init__(self, where: str, value: float):
+        self.where, self.value = where, value
 
     def __call__(self, data_iterator, model):
         output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
-        microbatch = model.module.decoder.current_microbatch
+        chunk = model.module
+        microbatch = chunk.decoder.current_microbatch
         if model.training and (get_train_state().iteration, microbatch) == (1, 3):
-            output = output * self.value
+            if self.where == "loss" and chunk.post_process:
+                output = output * self.value
+            if self.where == "gradient" and chunk.pre_process:
+                output.register_hook(lambda gradient: gradient * self.value)
         return output, loss_func
 
 
-def planted_run(value: float) -> str:
-    sys.argv = ["test", *MODEL.split(), *PP2.split(), "--train-iters", "2"]
-    pretrain_gpt.pretrain(
-        pretrain_gpt.train_valid_test_datasets_provider,
-        pretrain_gpt.model_provider,
-        pretrain_gpt.ModelType.encoder_or_decoder,
-        Planted(value),
-    )
+def planted_run(where: str, value: float, flags: str = "") -> str:
+    """What such a run prints on this rank, if it comes to its end."""
+    sys.argv = ["test", *MODEL.split(), *PP2.split(), "--train-iters", "2", *flags.split()]
+    machine = get_rerun_state_machine()
+    for _ in range(100):
+        machine.is_unexpectedly_large(torch.tensor(6.5), 10.0, "loss")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        pretrain_gpt.pretrain(
+            pretrain_gpt.train_valid_test_datasets_provider,
+            pretrain_gpt.model_provider,
+            pretrain_gpt.ModelType.encoder_or_decoder,
+            Planted(where, value),
+        )
+    return out.getvalue()
 
 
-def test_a_bad_loss_is_named():
+FATAL = {
+    # what is spoilt, the rank that must be named, what must be said
+    ("loss", float("nan")): (
+        1,
+        r"the loss is NaN in microbatch 3 of iteration 2 \(training sample 7\); look at its "
+        r"samples, lower --lr or --clip-grad",
+    ),
+    ("loss", float("inf")): (
+        1,
+        r"the loss is Inf in microbatch 3 of iteration 2 \(training sample",
+    ),
+    ("gradient", float("inf")): (
+        0,
+        r"rank 0: gradients are not finite in bucket 0, before data-parallel summation: .*"
+        r"embedding\.word_embeddings\.weight \(\d+ NaN, \d+ Inf of \d+\).*; look at this rank's "
+        r"batch, lower the learning rate",
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", FATAL, ids=str)
+def test_a_bad_result_is_named(planted):
+    rank, words = FATAL[planted]
     with pytest.raises(launcher.RankError) as failure:
-        run_ranks(planted_run, 2, float("nan"), timeout=100)
-    assert failure.value.ranks[0] == 1  # the last stage
+        run_ranks(planted_run, 2, *planted, timeout=100)
+    assert failure.value.ranks[0] == rank
+    assert re.search(rf"rank {rank} .*{words}", str(failure.value), re.DOTALL)
+
+
+def test_a_spiky_loss_is_told_and_training_goes_on():
+    flags = "--check-for-spiky-loss --log-interval 1"
+    first, last = run_ranks(planted_run, 2, "loss", 20.0, flags, timeout=100)
     assert re.search(
-        r"rank 1 .*the loss is NaN in microbatch 3 of iteration 2 \(training sample 7\); "
-        r".*lower --lr",
-        str(failure.value),
-    )
+        r"^ spiky loss on rank 1 \(stage 1/2, tp 0, dp 0\): 1\d\d(\.\d)? in microbatch 3 of "
+        r"iteration 2 \(training sample 7\), where the first hundred were at most 6\.5; look at its "
+        r"samples, or lower --lr$",
+        last,
+        re.MULTILINE,
+    ), last
+    assert last.count("spiky loss") == 1 and "spiky" not in first
+    assert " iteration 2/2 |" in first
 
 
 def test_spiky():

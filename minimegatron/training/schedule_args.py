@@ -1,0 +1,72 @@
+"""The schedule of learning rate and weight decay that the command line asks for.
+
+Called by: `argument_checks` and `checkpoint_args`, before any process group exists; `model_setup`,
+for the real optimizer. Calls: `core.optimizer_param_scheduler`; torch-free. Counterpart:
+`get_optimizer_param_scheduler` of `megatron.training.training`.
+"""
+
+import argparse
+from typing import Any
+
+from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.training.config import Arguments
+
+
+def schedule_settings(args: Arguments | argparse.Namespace) -> dict[str, Any]:
+    """What `OptimizerParamScheduler` is told, in samples: iterations x global batch."""
+    batch = args.global_batch_size
+    # A run without steps still has an optimizer, whose schedule needs a length.
+    decay_steps = max(args.lr_decay_iters, 1) * batch
+    if args.lr_warmup_fraction is not None:
+        warmup_steps = int(args.lr_warmup_fraction * decay_steps)
+    else:
+        warmup_steps = args.lr_warmup_iters * batch
+    return {
+        "init_lr": args.lr_warmup_init,
+        "max_lr": args.lr,
+        "min_lr": args.min_lr,
+        "lr_warmup_steps": warmup_steps,
+        "lr_decay_steps": decay_steps,
+        "lr_decay_style": args.lr_decay_style,
+        "start_wd": args.start_weight_decay,
+        "end_wd": args.end_weight_decay,
+        "wd_incr_steps": max(args.train_iters, 1) * batch,
+        "wd_incr_style": args.weight_decay_incr_style,
+        "wsd_decay_steps": args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * batch,
+        "lr_wsd_decay_style": args.lr_wsd_decay_style,
+        "use_checkpoint_opt_param_scheduler": args.use_checkpoint_opt_param_scheduler,
+        "override_opt_param_scheduler": args.override_opt_param_scheduler,
+    }
+
+
+class _NoOptimizer:
+    """Takes any schedule."""
+
+    param_groups: list[dict[str, Any]] = []
+
+
+def check_schedule(args: argparse.Namespace, saved: dict[str, Any] | None = None) -> None:
+    """Raises ValueError, in flags, for a schedule that cannot be, or not after the `saved` one."""
+    try:
+        schedule = OptimizerParamScheduler(_NoOptimizer(), **schedule_settings(args))
+        if saved is not None:
+            schedule.load_state_dict(saved)
+    except ValueError as error:
+        words = str(error)
+        for name, flags in SCHEDULE_FLAGS.items():
+            words = words.replace(name, flags)
+        raise ValueError(words) from None
+
+
+SCHEDULE_FLAGS = {
+    "init_lr": "--lr-warmup-init",
+    "max_lr": "--lr",
+    "lr_warmup_steps": "--lr-warmup-iters x --global-batch-size",
+    "wsd_decay_steps": "--lr-wsd-decay-iters x --global-batch-size",
+    "lr_decay_steps": "--lr-decay-iters (or else --train-iters) x --global-batch-size",
+    "start_wd": "--start-weight-decay",
+    "end_wd": "--end-weight-decay",
+    "wd_incr_steps": "--train-iters x --global-batch-size",
+    "wd_incr_style": "--weight-decay-incr-style",
+}
+"""What the scheduler calls otherwise than the command line."""
