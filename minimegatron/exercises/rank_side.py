@@ -57,6 +57,7 @@ class Found:
 
     achieved: list[dict[str, Any]]
     recording: str
+    num_cases: int = 0
 
 
 def check_on_rank(job: Job) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class _Work:
             seal = Seal()
             student = load_student(Path(self.job.path))
             cases = check.cases(self.job.seed)
-            self.num_cases = len(cases)
+            self.num_cases = found.num_cases = len(cases)
             for number, case in enumerate(cases):
                 self.case_name = str(case)
                 folder = f"{self.job.folder}/{number}" if self.job.folder else None
