@@ -36,7 +36,6 @@ from minimegatron.training.checkpoint_folder import find_checkpoint
 from minimegatron.training.config import SECTIONS
 from minimegatron.training.schedule_args import check_schedule
 
-
 TOO_MANY = 2**31
 """Of anything: it would only overflow somewhere below."""
 
