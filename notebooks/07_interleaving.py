@@ -305,6 +305,7 @@ assert all(more > less for less, more in zip(*peaks, strict=True))
 # ## Where next
 #
 # * [Interleaving](../docs/tour/interleaving.md) in the tour: the table, the class, the traps.
-# * Exercise `ex12_interleaved_table`: predict the table, then compute it.
+# * Exercise [ex12](../docs/exercises/ex12_interleaved_table.md): predict the table, then compute
+#   it.
 # * How the layers are placed when they do not divide evenly: [layouts](../docs/tour/layouts.md),
 #   and notebook 11.
