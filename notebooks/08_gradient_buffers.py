@@ -326,7 +326,8 @@ assert few_bytes == num_bytes and min(errors) > 0.1 and apart > 0.1
 #
 # * [Grad buffers](../docs/tour/grad-buffers.md) and [finalize](../docs/tour/finalize.md) in the
 #   tour.
-# * Exercises `ex09_grad_buffers`, and `ex10_wrong_gradient_sync`, which gives you three loops of
-#   the kind above.
+# * Exercises [ex09](../docs/exercises/ex09_grad_buffers.md), and
+#   [ex10](../docs/exercises/ex10_wrong_gradient_sync.md), which gives you three loops of the kind
+#   above.
 # * Notebook 09 shows where this stands in the whole step, notebook 10 what the distributed
 #   optimizer saves.
