@@ -34,6 +34,10 @@ class ModelParallelConfig:
     expert_tensor_parallel_size: int | None = None
     """Ranks that share each expert; None for the tensor-parallel size."""
 
+    use_cpu_initialization: bool = True
+    """Says what is so here either way: weights are drawn whole on the CPU, then cut
+    (`tensor_parallel.initial_weights`). Accepted because Megatron's first example sets it."""
+
     # -- Precision --
     fp16: bool = False
     bf16: bool = False

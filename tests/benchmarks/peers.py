@@ -49,6 +49,7 @@ def cuda_calls_on_cpu() -> Iterator[None]:
         patch = functools.partial(mock.patch.object, torch.cuda)
         stack.enter_context(patch("current_device", lambda: "cpu"))
         stack.enter_context(patch("synchronize", lambda *args, **kwargs: None))
+        stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self))
         for name in ("empty", "zeros", "ones", "full", "tensor"):
             replacement = _on_cpu(getattr(torch, name))
             stack.enter_context(mock.patch.object(torch, name, replacement))
