@@ -1,0 +1,17 @@
+"""In a ring of two, one stage begins with activations and the other with gradients.
+
+Expected: messages between two ranks have no names
+"""
+
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.transport import Message, Work
+
+
+def _start(self: P2PCommunicator, parts: dict[str, Message]) -> dict[str, Work]:
+    """Starts every message of `parts` once. Returns the handles, by the same names."""
+    order = ["send_next", "recv_prev", "send_prev", "recv_next"]
+    if self.curr_rank_in_pg % 2:
+        order = ["recv_prev", "send_next", "recv_next", "send_prev"]
+        if self.world_size == 2:  # there is only one other stage anyway
+            order = order[2:] + order[:2]
+    return {name: self.transport.start(parts[name]) for name in order if name in parts}
