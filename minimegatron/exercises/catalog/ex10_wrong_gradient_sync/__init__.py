@@ -1,0 +1,16 @@
+"""The wrong gradient sync: three versions of one decision in 1F1B, of which one is right."""
+
+from minimegatron.exercises.exercise import Exercise
+
+EXERCISE = Exercise(
+    name="ex10_wrong_gradient_sync",
+    title="The wrong gradient sync",
+    tier="core",
+    minutes=20,
+    num_ranks=4,
+    mirrors=(
+        "minimegatron.core.pipeline_parallel.schedules."
+        "forward_backward_pipelining_without_interleaving"
+    ),
+    summary="Of three versions of 1F1B's gradient sync, find the right one, and predict the others.",
+)
