@@ -1,4 +1,4 @@
-"""Messages as NCCL carries them, over gloo: no names, and neither end goes on before the other is there.
+"""Messages as NCCL carries them, but over gloo: without names, and each end waits for the other.
 
 Used by: checks of code that decides an order of messages. On gloo itself, and between stages of one
 host, a wrong order often works: messages have tags, and a send does not wait. Here the n-th send from

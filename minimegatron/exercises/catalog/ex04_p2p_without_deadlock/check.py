@@ -29,7 +29,7 @@ def cases(seed: int) -> list[Case]:
     steps = [(4, None, draw.choice([1, 2, 3])), (4, 2, 4), (2, 2, draw.choice([2, 4]))]
     return rings + [
         Case(
-            f"{p} stages, {'1F1B' if v is None else f'{v} chunks each'}, {M} microbatch{'es' * (M > 1)}",
+            f"{p} stages, {'1F1B' if v is None else f'{v} chunks each'}, M={M}",
             p=p,
             vp=v,
             M=M,
