@@ -12,6 +12,10 @@ from pathlib import Path
 
 from minimegatron.exercises import pages
 from minimegatron.exercises.catalog import find
+from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
+from minimegatron.exercises.grading.grade import NOT_SUBMITTED, Grade, Settings, grade
+from minimegatron.exercises.grading.reports import form_of, summary, write_report
+from minimegatron.exercises.grading.submissions import find_submissions
 from minimegatron.exercises.runner import Runner
 from minimegatron.exercises.student_folder import StudentFolder, digest
 from minimegatron.exercises.verdict import render
@@ -36,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_named(actions, "reset", "bring the stub back; your file is kept beside it")
     submitting = actions.add_parser("submit", help="pack your files to hand in")
     submitting.add_argument("--output", default=SUBMISSION, metavar="FILE", type=Path)
+    _add_grade(actions.add_parser("grade", help="for teachers: grade a folder of submissions"))
     solving = actions.add_parser("solution", help="for teachers: where the reference solution is")
     solving.add_argument("name", metavar="NAME")
 
@@ -44,6 +49,30 @@ def _add_named(actions: argparse._SubParsersAction, name: str, help_text: str):
     parser = actions.add_parser(name, help=help_text)
     parser.add_argument("name", nargs="?", metavar="NAME", help="ex06, or more of its name")
     return parser
+
+
+def _add_grade(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("submissions", metavar="SUBMISSIONS", type=Path, help="a folder or zip file per student")
+    add(
+        "--out",
+        action="append",
+        required=True,
+        metavar="FILE",
+        type=Path,
+        help="grades.csv, grades.json, grades.xml (JUnit) or results.json (Gradescope); repeatable",
+    )
+    add("--format", choices=("csv", "json", "junit", "gradescope"), help="default: by FILE's name")
+    add("--exercises", metavar="NAMES", help="ex01,ex06,...: default, all that somebody handed in")
+    add("--seed", type=int, default=0, metavar="N", help="hidden seed (default: drawn at random)")
+    add("--jobs", type=int, default=0, metavar="N", help="at a time (default: half the processors)")
+    add("--seconds", type=float, default=Limits.seconds, metavar="S", help="most for one file")
+    add("--memory-mib", type=int, default=Limits.memory_bytes >> 20, metavar="N", help="likewise")
+    add(
+        "--isolation",
+        choices=(NAMESPACES, OTHER_USER, SAME_USER),
+        help=f"default: the strongest there is; {SAME_USER!r} trusts the students",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         "hint": _hint,
         "reset": _reset,
         "submit": _submit,
+        "grade": _grade,
         "solution": _solution,
     }[action](args, folder)
 
@@ -134,6 +164,34 @@ def _submit(args: argparse.Namespace, folder: StudentFolder) -> int:
         "may read what you wrote."
     )
     return 0
+
+
+def _grade(args: argparse.Namespace, folder: StudentFolder) -> int:
+    for path in args.out:
+        args.format or form_of(path)
+    if args.seed < 0:
+        raise ValueError(f"--seed is {args.seed}; give 1 or more, 0 is the public one")
+    limits = Limits(seconds=args.seconds, memory_bytes=args.memory_mib << 20)
+    hidden = [path.resolve() for path in (args.submissions, Path.cwd())]
+    settings = Settings(
+        seed=args.seed,
+        kind=args.isolation or "",
+        jobs=args.jobs,
+        limits=limits,
+        hidden=tuple(map(str, hidden)),
+    )
+    wanted = [find(name) for name in (args.exercises or "").split(",") if name]
+    report = grade(find_submissions(args.submissions), settings, wanted, tell=_tell)
+    for path in args.out:
+        for written in write_report(report, path, args.format or ""):
+            print(f"wrote {written}")
+    print(summary(report))
+    return 0
+
+
+def _tell(done: Grade) -> None:
+    if done.public != NOT_SUBMITTED:
+        print(f"  {done.student:24} {done.exercise:34} {done.words}", flush=True)
 
 
 def _solution(args: argparse.Namespace, folder: StudentFolder) -> int:

@@ -58,25 +58,27 @@ def check_file(
     *,
     patience: float = 1.0,
     replay: Path | None = None,
+    control: bool = False,
 ) -> Verdict:
     """Runs the exercise's check on the student's file.
 
     `patience` multiplies the time allowed, for a machine that has other work. With `replay`, the
-    last run that passed is written there as a page, if the check recorded one.
+    last run that passed is written there as a page, if the check recorded one. `control` loads the
+    student's file, but then checks the stub's functions: that must not pass.
     """
     began = time.monotonic()
-    found = check_source(exercise, path) or _launch(exercise, path, seed, patience, replay)
+    found = check_source(exercise, path)
+    if found is None:
+        job = Job(exercise.module, str(path.resolve()), seed, control=control)
+        found = _launch(job, max(1, exercise.num_ranks), patience, replay)
     return replace(found, seconds=time.monotonic() - began)
 
 
-def _launch(
-    exercise: Exercise, path: Path, seed: int, patience: float, replay: Path | None
-) -> Verdict:
-    num_ranks = max(1, exercise.num_ranks)
+def _launch(job: Job, num_ranks: int, patience: float, replay: Path | None) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="minimegatron-check-") as folder:
         recordings = f"{folder}/recordings" if replay is not None else ""
         with Pipes(Path(folder) / "printed", num_ranks) as pipes:
-            job = Job(exercise.module, str(path.resolve()), seed, recordings, str(pipes.folder))
+            job = replace(job, folder=recordings, pipes=str(pipes.folder))
             found = _run(job, num_ranks, patience)
         found = replace(found, printed=pipes.texts())
         last = found.replay

@@ -100,7 +100,7 @@ class Runner:
 def serve() -> None:
     """Answers until its input ends."""
     questions, answers = _take_pipes()
-    _hide_memory()
+    hide_memory()
     # It imports torch while this process does.
     forkserver.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
@@ -132,7 +132,7 @@ def _take_pipes() -> tuple:
     return questions, answers
 
 
-def _hide_memory() -> None:
+def hide_memory() -> None:
     """Other processes of the same user may not look into this one, nor open its files (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

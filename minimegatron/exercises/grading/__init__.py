@@ -1,0 +1,10 @@
+"""Grades a folder of submissions, of which some may be hostile. This file imports nothing.
+
+In the order to read it:
+
+* `submissions`: finds the students' files and reads them; nothing of theirs is run or unpacked here.
+* `grade`: one cell per student and exercise, several at a time; what a grade says.
+* `template`: a process that has imported torch, and is forked for every cell.
+* `cell`: the closed room: namespaces, another user, limits, and the end of all that is in it.
+* `reports`: CSV, JSON, JUnit, and Gradescope's results.json.
+"""
