@@ -54,6 +54,8 @@ class TinyGPT:
         tp, pp, vp: ranks per layer, stages, chunks per stage (None for no interleaving). What ranks
             are left over are data-parallel copies.
         vocab_size, seq_length, micro_batch_size: of the made-up data.
+        loss_func: `(mask, losses of tokens)` -> what a loss function may return; None for
+            `masked_loss`.
         ddp: fields of `DistributedDataParallelConfig`.
         config: fields of `TransformerConfig`, over those of `SIZES`.
 
@@ -69,6 +71,7 @@ class TinyGPT:
         vocab_size: int = 64,
         seq_length: int = 16,
         micro_batch_size: int = 2,
+        loss_func: Callable | None = None,
         ddp: dict[str, Any] | None = None,
         **config: Any,
     ):
@@ -79,6 +82,7 @@ class TinyGPT:
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.vocab_size, self.seq_length = vocab_size, seq_length
         self.micro_batch_size, self.ddp = micro_batch_size, ddp or {}
+        self.loss_func = loss_func or masked_loss
         sizes: dict[str, Any] = {
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
@@ -148,11 +152,11 @@ class TinyGPT:
     def forward_step(
         self, data_iterator: Iterator, model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable]:
-        """The `forward_step_func` of `step`; its loss is (sum, number of tokens, report)."""
+        """The `forward_step_func` of `step`."""
         batch = next(data_iterator)
         positions = torch.arange(self.seq_length, device=get_device()).expand_as(batch["tokens"])
         output = model(batch["tokens"], positions, None, labels=batch["labels"])
-        return output, partial(masked_loss, batch["mask"])
+        return output, partial(self.loss_func, batch["mask"])
 
     def step(
         self,
