@@ -5,6 +5,8 @@ table of symbols, the reference and the pictures are generated. No plugin of MkD
 that another generator of static pages can take its place.
 """
 
+import argparse
+import importlib
 import shutil
 import sys
 import time
@@ -38,9 +40,9 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
     shutil.rmtree(pieces, ignore_errors=True)
     package = Package.read()
     write_source_pages(package, written / "source", pieces / "source")
+    write_practice(written, run_notebooks)
     write_pages(package, written, pieces)
     write_player(package, written)
-    write_notebook_pages(written / "notebooks", run_notebooks)
     write_browser_python(package, written)
     for path in sorted((ROOT / "docs").rglob("*")):
         relative = path.relative_to(ROOT / "docs")
@@ -55,9 +57,18 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
     written.rename(out)
 
 
+def write_practice(out: Path, run_notebooks: bool) -> None:
+    """Pages of notebooks and exercises, which other pages link to where they are there."""
+    write_notebook_pages(out / "notebooks", run_notebooks)
+    if (HERE / "exercise_pages.py").exists():
+        importlib.import_module("exercise_pages").write_exercise_pages(out / "exercises")
+
+
 if __name__ == "__main__":
     begun = time.monotonic()
-    if sys.argv[1:] not in ([], ["--run-notebooks"]):
-        raise SystemExit("usage: build_docs.py [--run-notebooks]")
-    build(run_notebooks=bool(sys.argv[1:]))
-    print(f"build/docs written in {time.monotonic() - begun:.1f} s")
+    parser = argparse.ArgumentParser(description="Writes what MkDocs reads.")
+    parser.add_argument("--run-notebooks", action="store_true", help="where they have changed")
+    parser.add_argument("--out", type=Path, default=OUT, help="default: build/docs")
+    args = parser.parse_args()
+    build(args.out.absolute(), args.run_notebooks)
+    print(f"{args.out} written in {time.monotonic() - begun:.1f} s")

@@ -8,7 +8,7 @@
     {{ value percent(bubble(4, 8)) }}    a number or words, in a line of text
     {{ player schedule="1f1b" pp=4 microbatches=8 }}    where the schedule player mounts
     {{ link x.y.z }}  {{ term bubble }}  {{ thread MLM#675 }}  {{ megatron core/x.py }}
-    {{ practice 05 | what it is about }}    notebook and exercise of a topic, if they exist
+    {{ practice 05 ex06 | what to do }}    notebooks and exercises, by the beginning of their names
 
 A macro that cannot be filled in ends the build. Called by: `site_pages`. Calls: `package`, `cases`.
 """
@@ -59,9 +59,16 @@ class MacroError(ValueError):
 class Macros:
     """Fills in one page. `depth` is how many folders below the site's root it lies."""
 
-    def __init__(self, package: Package, page: str, glossary: set[str]):
+    def __init__(
+        self,
+        package: Package,
+        page: str,
+        glossary: set[str],
+        practice: dict[str, str] | None = None,
+    ):
         self.extra: dict[str, str] = {}
         self.package, self.page, self.glossary = package, page, glossary
+        self.practice = practice or {}
         self.up = "../" * page.count("/")
         self.num_figures = 0
         self.stash = Stash()
@@ -253,17 +260,16 @@ class Macros:
         return f"[`megatron/{argument}`]({MEGATRON}{argument})"
 
     def block_practice(self, argument: str) -> str:
-        """Links to the notebooks and exercises whose names hold one of the words, if any do."""
-        words, _, about = argument.partition(" | ")
+        """Links to the notebooks and exercises that this build has, "" if it has none of these."""
+        names, _, about = argument.partition(" | ")
         items = []
-        for folder, kind in (("notebooks", "Notebook"), ("minimegatron/exercises", "Exercise")):
-            for path in sorted((ROOT / folder).rglob("*")):
-                is_one = path.suffix == (".ipynb" if kind == "Notebook" else ".py")
-                if is_one and any(word in path.stem for word in words.split()):
-                    items.append(f"- {kind}: `{path.relative_to(ROOT).as_posix()}`")
+        for path, title in self.practice.items():
+            if any(Path(path).stem.startswith(name) for name in names.split()):
+                kind = "Notebook" if path.startswith("notebooks/") else "Exercise"
+                items.append(f"- {kind}: [{title}]({self.up}{path})")
         if not items:
             return ""
-        return f"## Do it yourself\n\n{about}\n\n" + "\n".join(dict.fromkeys(items)) + "\n"
+        return f"## Do it yourself\n\n{about}\n\n" + "\n".join(items) + "\n"
 
 
 def unique_ids(svg: str, prefix: str) -> str:
@@ -308,3 +314,14 @@ def _mathml(latex: str, display: str) -> str:
 def read_glossary(path: Path) -> set[str]:
     """The anchors of the glossary's terms."""
     return set(re.findall(r"^### .*\{ #([\w-]+) \}", path.read_text(), re.MULTILINE))
+
+
+def read_practice(out: Path) -> dict[str, str]:
+    """The pages of notebooks and exercises that were written: their place and title, in order."""
+    found = {}
+    for folder in ("notebooks", "exercises"):
+        for path in sorted((out / folder).glob("*.md")):
+            title = re.search(r"^# +(.+)$", path.read_text(), re.MULTILINE)
+            if path.stem != "index" and title:
+                found[f"{folder}/{path.name}"] = title[1].strip()
+    return found

@@ -1,6 +1,7 @@
-"""The one thing MkDocs is asked to do for us: put finished HTML where its comment stands.
+"""The two things MkDocs is asked to do for us: finished HTML where its comment stands, and what the
+navigation cannot know before the build, which notebooks and exercises there are.
 
-Called by: MkDocs, for every page it has rendered. Calls: `stash`.
+Called by: MkDocs, once, and for every page it has rendered. Calls: `stash`.
 """
 
 import sys
@@ -9,6 +10,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from stash import fill
+
+
+def on_config(config):
+    for place, folder in ((2, "notebooks"), (3, "exercises")):
+        names = sorted(path.name for path in Path(config["docs_dir"], folder).glob("*.md"))
+        if names:
+            names.sort(key=lambda name: name != "index.md")
+            pages = [f"{folder}/{name}" for name in names]
+            config["nav"].insert(place, {folder.capitalize(): pages})
+    return config
 
 
 def on_post_page(output, page, config):

@@ -1,20 +1,28 @@
 """The table of every public symbol beside its counterpart in Megatron-Core.
 
-Called by: `site_pages`; the conformance test reads `entries`. Calls: `package`.
+Called by: `site_pages`, `record_megatron`; tests/conformance holds it to the installed package.
+Calls: `package`, `signatures`.
 
 What a module mirrors is said in its docstring ("Counterpart: ..."). A symbol's counterpart has the
-same name there, unless rosetta.json, beside this file, says otherwise or says what is left out.
+same name there, unless rosetta.json, beside this file, says otherwise. Which parameters and methods
+are left out follows from both signatures; theirs are in megatron_core.json (`record_megatron`).
+rosetta.json holds what no signature says: a remark, and the reason of each parameter that is ours.
 """
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from package import Package
+from package import ROOT, Package
+from signatures import Signature, Source
 
 DATA = Path(__file__).with_name("rosetta.json")
+RECORD = Path(__file__).with_name("megatron_core.json")
+REPOSITORY = "https://github.com/NVIDIA/Megatron-LM/blob"
 COUNTERPART = re.compile(r"megatron\.(?:core|training)(?:\.\w+)*")
+SHOWN = 6
+"""Names that a cell lists; more are folded away."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,15 @@ class Entry:
     symbol: str
     kind: str
     counterpart: str
-    left_out: str
+    remark: str
+    added: dict[str, str] = field(default_factory=dict)
+    """Parameters that Megatron's has not, each with a reason."""
+    newer: str = ""
+    """Not in the release that was recorded, and why it is named all the same."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.symbol}"
 
 
 def entries(package: Package) -> list[Entry]:
@@ -42,9 +58,8 @@ def entries(package: Package) -> list[Entry]:
                 continue
             note = data["symbols"].get(f"{name.removeprefix('minimegatron.')}.{symbol}", {})
             counterpart = note.get("is", f"{mirrored}.{symbol}" if mirrored else "")
-            found.append(
-                Entry(name, symbol, definition.kind, counterpart, note.get("left out", ""))
-            )
+            notes = (note.get("left out", ""), note.get("added", {}), note.get("newer", ""))
+            found.append(Entry(name, symbol, definition.kind, counterpart, *notes))
     return found
 
 
@@ -66,27 +81,124 @@ def counterpart_module(name: str, docstring: str, data: dict[str, str]) -> str:
     return ".".join(parts)
 
 
+# -- Theirs beside ours --
+
+
+class Record:
+    """What `record_megatron` found."""
+
+    def __init__(self, path: Path = RECORD):
+        data = json.loads(path.read_text())
+        self.version: str = data["version"]
+        self.symbols = {name: _signature(found) for name, found in data["symbols"].items()}
+
+    @property
+    def tag(self) -> str:
+        """The repository's tag of that release."""
+        return f"core_v{self.version}"
+
+    def url(self, name: str) -> str:
+        """The line in the repository at the release's tag, "" for what was not recorded."""
+        found = self.symbols.get(name)
+        return f"{REPOSITORY}/{self.tag}/{found.file}#L{found.line}" if found else ""
+
+
+def _signature(data: dict) -> Signature:
+    return Signature(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+def faults(entry: Entry, ours: Signature, theirs: Signature | None) -> list[str]:
+    """Where a name or a parameter does not agree with Megatron, and no reason is given."""
+    if theirs is None:
+        missing = f"{entry.name}: megatron-core has no {entry.counterpart}"
+        return [] if entry.newer else [missing]
+    found = []
+    own = [name for name in ours.parameters if name not in theirs.parameters]
+    found += [f"{entry.name}: parameter {x} is not Megatron's" for x in own if x not in entry.added]
+    stale = [x for x in entry.added if x not in own]
+    found += [f"{entry.name}: rosetta.json explains {x}, which is Megatron's too" for x in stale]
+    shared = [name for name in ours.parameters if name in theirs.parameters]
+    order = [name for name in theirs.parameters if name in shared]
+    # Fields of a dataclass are given by name.
+    if shared != order and ours.kind != "record":
+        found.append(f"{entry.name}: order {shared}, in Megatron {order}")
+    return found
+
+
+def left_out(ours: Signature, theirs: Signature) -> dict[str, list[str]]:
+    """Megatron's parameters and public methods that ours lacks."""
+    what = "fields" if theirs.kind == "record" else "parameters"
+    takes_all = any(name.startswith("*") for name in ours.parameters)
+    missing = {
+        what: [x for x in theirs.parameters if x not in ours.parameters and not takes_all],
+        "methods": [x for x in theirs.methods if x not in ours.methods],
+    }
+    return {kind: names for kind, names in missing.items() if names}
+
+
+# -- The page --
+
+
 def rosetta_page(package: Package) -> str:
     """The page's Markdown."""
+    record, source = Record(), Source(ROOT)
+    all_entries = entries(package)
+    num_mirrored = sum(bool(entry.counterpart) for entry in all_entries)
     parts = [
         "---\ntitle: Rosetta\nhide: [toc]\n---\n",
         "# Rosetta: here and in Megatron-Core\n",
-        "Every public function and class, beside its counterpart in NVIDIA's "
-        "`megatron-core`. Where the last column is empty, names and meaning are the same and only "
-        "the body is shorter. Made from the source and from `docs/tools/rosetta.json`.\n",
+        f"Every public function and class of `core` and `training`, {len(all_entries)} in all, "
+        f"beside its counterpart in NVIDIA's Megatron; {num_mirrored} have one. Parameters and "
+        f"methods were compared with `megatron-core` {record.version}, to whose lines the names "
+        "lead. Where the last column is empty, name, parameters and meaning are the same and only "
+        "the body is shorter. Modules of `megatron.training` are in Megatron's repository, not in "
+        "that package: of those, names are given and not compared.\n",
         '<label class="mm-filter">Show rows with <input type="search" id="mm-filter" '
         'aria-controls="mm-rosetta" placeholder="for example ddp"></label>\n',
         '<div id="mm-rosetta" class="mm-rosetta" markdown="1">\n',
     ]
     by_module: dict[str, list[Entry]] = {}
-    for entry in entries(package):
+    for entry in all_entries:
         by_module.setdefault(entry.module, []).append(entry)
     for module, rows in by_module.items():
         parts.append(f"\n## `{module.removeprefix('minimegatron.')}`\n")
         parts.append("| here | in Megatron | left out or different |\n|---|---|---|")
         for entry in rows:
-            there = f"`{entry.counterpart}`" if entry.counterpart else "none"
             link = f"[`{entry.symbol}`](source/{module}.md#{entry.symbol})"
-            parts.append(f"| {link} | {there} | {entry.left_out} |")
+            parts.append(f"| {link} | {_there(entry, record)} | {_words(entry, source, record)} |")
     parts.append("\n</div>\n")
     return "\n".join(parts)
+
+
+def _there(entry: Entry, record: Record) -> str:
+    if not entry.counterpart:
+        return "none"
+    url = record.url(entry.counterpart)
+    return f"[`{entry.counterpart}`]({url})" if url else f"`{entry.counterpart}`"
+
+
+def _words(entry: Entry, source: Source, record: Record) -> str:
+    theirs = record.symbols.get(entry.counterpart)
+    said = [words for words in (entry.remark, entry.newer) if words]
+    if theirs is not None:
+        missing = left_out(source.find(entry.name), theirs)
+        said += [f"{kind} {_names(names)}" for kind, names in missing.items()]
+    said += [f"here also {names}: {reason}" for names, reason in _by_reason(entry.added)]
+    return "<br>".join(said)
+
+
+def _by_reason(added: dict[str, str]) -> list[tuple[str, str]]:
+    """Parameters with one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in added.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    return [(", ".join(names), reason) for reason, names in reasons.items()]
+
+
+def _names(names: list[str]) -> str:
+    words = [f"`{name}`" for name in names]
+    if len(words) <= SHOWN + 2:
+        return ", ".join(words)
+    rest = ", ".join(f"<code>{name}</code>" for name in names[SHOWN:])
+    more = f"<details><summary>and {len(words) - SHOWN} more</summary>{rest}</details>"
+    return ", ".join(words[:SHOWN]) + " " + more

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from architecture import architecture_svg
 from calculator import calculator_script
-from macros import Macros, read_glossary
+from macros import Macros, read_glossary, read_practice
 from package import ROOT, Package
 from rosetta import rosetta_page
 from source_pages import first_sentence
@@ -23,14 +23,14 @@ REFERENCE = ("core", "planner", "tracing", "training")
 
 
 def write_pages(package: Package, out: Path, pieces: Path) -> None:
-    """Everything but the annotated modules, below `out`."""
-    glossary = read_glossary(DOCS / "glossary.md")
+    """Everything but the annotated modules, below `out`, where notebooks and exercises are by now."""
+    glossary, practice = read_glossary(DOCS / "glossary.md"), read_practice(out)
     faults = []
     for path in sorted(DOCS.rglob("*.md")):
         relative = path.relative_to(DOCS)
         if relative.parts[0] in SKIPPED or "node_modules" in relative.parts:
             continue
-        macros = Macros(package, relative.as_posix(), glossary)
+        macros = Macros(package, relative.as_posix(), glossary, practice)
         if relative.as_posix() == "contributing.md":
             macros.extra = {"architecture": architecture_svg(package)}
         _write(out / relative, macros.expand(path.read_text()))
