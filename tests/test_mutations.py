@@ -5,7 +5,9 @@ in the output, so that it is noticed for what it is. Every such probe must also 
 it is.
 """
 
+import json
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -81,20 +83,56 @@ CAUGHT_BY = {
 }
 
 
-def run_probe(probe: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess:
-    arguments = [*probe[1:], "-x", "-q", "-p", "no:cacheprovider"]
-    if probe[0] != "pytest":
-        arguments = list(probe[1:])
-    # The folder's own copy of the package comes first, before the installed one.
-    environment = {**os.environ, "PYTHONPATH": os.fspath(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", probe[0], *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+class Runner:
+    """A process that runs probes, one at a time, in forks of itself; see `mutation_runner`."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, ROOT / "tests/mutation_runner.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            text=True,
+        )
+
+    def run(self, probe: tuple[str, ...], folder: Path) -> tuple[int, str]:
+        """The probe on the copy of the package in `folder`: exit code, and what it printed."""
+        pytest_options = ["-x", "-q", "-p", "no:cacheprovider"] if probe[0] == "pytest" else []
+        job = {
+            "folder": os.fspath(folder),
+            "module": probe[0],
+            "arguments": [*probe[1:], *pytest_options],
+            "output": os.fspath(folder / "output.txt"),
+            "timeout": 120,
+        }
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        return int(answer), (folder / "output.txt").read_text(errors="replace")
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def runners():
+    """Two of them, handed out to whoever has something to run."""
+    idle: queue.Queue[Runner] = queue.Queue()
+    made = [Runner(), Runner()]
+    for runner in made:
+        idle.put(runner)
+    yield idle
+    for runner in made:
+        runner.close()
+
+
+def run_probe(probe: tuple[str, ...], folder: Path, runners: queue.Queue) -> tuple[int, str]:
+    runner = runners.get()
+    try:
+        return runner.run(probe, folder)
+    finally:
+        runners.put(runner)
 
 
 def copy_package(folder: Path) -> None:
@@ -106,20 +144,20 @@ def copy_package(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
-def run_broken(fault: Fault, folder: Path) -> subprocess.CompletedProcess:
+def run_broken(fault: Fault, folder: Path, runners: queue.Queue) -> tuple[int, str]:
     copy_package(folder)
     apply_fault(fault, folder / "minimegatron")
-    done = run_probe(CAUGHT_BY[fault.name][0], folder)
+    done = run_probe(CAUGHT_BY[fault.name][0], folder, runners)
     shutil.rmtree(folder)
     return done
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(tmp_path_factory, runners):
     """All faults, two at a time; one process each, and the ranks that a probe starts."""
     with ThreadPoolExecutor(2) as pool:
         running: dict[str, Future] = {
-            fault.name: pool.submit(run_broken, fault, tmp_path_factory.mktemp(fault.name))
+            fault.name: pool.submit(run_broken, fault, tmp_path_factory.mktemp(fault.name), runners)
             for fault in FAULTS
         }
         yield running
@@ -133,9 +171,8 @@ def test_every_fault_has_a_probe_and_the_numbers_are_as_promised():
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_fault_is_noticed(fault, outcomes):
-    done = outcomes[fault.name].result()
-    output = done.stdout + done.stderr
-    assert done.returncode == 1, f"the tests pass with this mistake:\n{output[-3000:]}"
+    code, output = outcomes[fault.name].result()
+    assert code == 1, f"the tests pass with this mistake:\n{output[-3000:]}"
     assert re.search(CAUGHT_BY[fault.name][1], output), output[-3000:]
 
 
@@ -144,10 +181,10 @@ PARITY_PROBES = sorted({probe for probe, _ in CAUGHT_BY.values() if probe[0] != 
 
 
 @pytest.mark.parametrize("probe", PARITY_PROBES, ids=" ".join)
-def test_the_probe_passes_without_a_fault(probe, tmp_path):
+def test_the_probe_passes_without_a_fault(probe, tmp_path, runners):
     copy_package(tmp_path)
-    done = run_probe(probe, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = run_probe(probe, tmp_path, runners)
+    assert code == 0, output
 
 
 def test_a_patch_that_no_longer_fits_is_told(tmp_path):
