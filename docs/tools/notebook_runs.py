@@ -92,6 +92,7 @@ def execute(path: Path, cell_seconds: float = CELL_SECONDS) -> Executed:
             notebook,
             timeout=cell_seconds,
             kernel_name="python3",
+            coalesce_streams=True,
             resources={"metadata": {"path": str(copy)}},
         )
         try:

@@ -12,7 +12,8 @@
     %%px 1,3                   # only these ranks
     %px x.sum()                # one line
 
-    ranks["x"]                 # in the notebook itself: the value on each rank, rank 0's first
+    ranks["x.sum()"]           # in the notebook itself: the value on each rank, rank 0's first
+    ranks.push(y=3)            # every rank gets a copy
     ranks.stop()               # ends them; so does the end or restart of the notebook's kernel
 
 Each rank has `rank`, `world_size`, `torch`, `dist` (torch.distributed) and `device`. A rank that

@@ -10,6 +10,7 @@ launchers would start an interpreter for each, which is most of the ten seconds 
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ipyparallel.controller.app import IPController
 from ipyparallel.engine.app import IPEngine
+from IPython import get_ipython
 
 from minimegatron.core.device import get_device
 from minimegatron.doctor.observer import start_recording
@@ -95,3 +97,28 @@ def _note_cells(shell: Any, record: Any) -> None:
         lambda result: record.set_state(RETURNED if result.success else RAISED),
     )
     sys.path[:] = [entry for entry in sys.path if entry] + [""]
+
+
+# -- Values that travel between a rank and the notebook --
+
+
+def on_the_host(value: Any) -> Any:
+    """`value` with its tensors, also those in lists, tuples and dicts, detached and on the CPU."""
+    return _map_tensors(value, lambda tensor: tensor.detach().cpu())
+
+
+def move_to_device(names: list[str]) -> None:
+    """Moves what was pushed under `names` to this rank's device."""
+    variables = get_ipython().user_ns
+    for name in names:
+        variables[name] = _map_tensors(variables[name], lambda tensor: tensor.to(get_device()))
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(one, change) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(one, change) for one in value)
+    return value

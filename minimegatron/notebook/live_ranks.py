@@ -25,7 +25,13 @@ try:
     import ipyparallel
     from IPython import get_ipython
 
-    from minimegatron.notebook.engines import client_file, serve_controller, serve_rank
+    from minimegatron.notebook.engines import (
+        client_file,
+        move_to_device,
+        on_the_host,
+        serve_controller,
+        serve_rank,
+    )
     from minimegatron.notebook.magics import CellError, RankMagics, places, show
 except ImportError as error:
     raise ImportError(
@@ -171,16 +177,21 @@ class LiveRanks:
         if errors or notes:
             raise CellError(errors, notes)
 
-    def __getitem__(self, name: str) -> list[Any]:
-        """The value of variable `name` on every rank, rank 0's first."""
+    def __getitem__(self, expression: str) -> list[Any]:
+        """The value of a variable, or of an expression, on every rank, rank 0's first.
+
+        Tensors come as copies on the CPU, without their graph.
+        """
         self._check_alive()
-        return [self._client[rank].pull(name, block=True) for rank in range(self.num_ranks)]
+        value = ipyparallel.Reference(expression)
+        return [self._client[rank].apply_sync(on_the_host, value) for rank in range(self.num_ranks)]
 
     def push(self, **variables: Any) -> None:
-        """Gives every rank a copy of these values, under these names."""
+        """Gives every rank a copy of these values, under these names; tensors on its device."""
         self._check_alive()
         for rank in range(self.num_ranks):
             self._client[rank].push(variables, block=True)
+            self._client[rank].apply_sync(move_to_device, list(variables))
 
     def _wait(self, replies: dict[int, Any], watch: Watch) -> Diagnosis | None:
         """Until all have replied, or will never: then returns why."""

@@ -1,0 +1,268 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 02 Tensor parallelism by hand
+#
+# **The question.** An MLP is too wide for one GPU. Two ranks shall compute together exactly what
+# one would, forward and backward. How are the matrices cut, and where must the ranks talk?
+#
+# The MLP is `Y = gelu(X A) B`. Everything is in float64, so that "exactly" can be checked.
+
+# %%
+# %matplotlib inline
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+from minimegatron.notebook import live_ranks
+
+ranks = live_ranks(2)
+
+# %% [markdown]
+# ## Predict
+#
+# 1. Cut A into a left and a right half (by columns), or into an upper and a lower half (by rows)?
+#    With which cut can each rank apply gelu to what it has, without asking the other?
+# 2. How must B be cut, so that it takes what A's cut leaves on each rank?
+# 3. How often must the two ranks exchange something in the forward? And in the backward: where?
+#
+# ## One rank, to compare with
+
+# %%
+torch.manual_seed(0)
+X = torch.randn(3, 4, dtype=torch.float64)  # 3 tokens, 4 features
+A = torch.randn(4, 8, dtype=torch.float64)
+B = torch.randn(8, 4, dtype=torch.float64)
+dY = torch.randn(3, 4, dtype=torch.float64)  # what comes back from the layers behind
+
+
+def on_one_rank():
+    leaves = [matrix.clone().requires_grad_() for matrix in (X, A, B)]
+    x, a, b = leaves
+    y = F.gelu(x @ a) @ b
+    y.backward(dY)
+    return y.detach(), *[leaf.grad for leaf in leaves]
+
+
+Y, dX, dA, dB = on_one_rank()
+ranks.push(X=X, A=A, B=B, dY=dY)
+
+# %% [markdown]
+# ## Which cut of A?
+#
+# By rows, each rank would have a *term* of X A: `X A = X[:, :2] A[:2] + X[:, 2:] A[2:]`. Is the
+# gelu of a sum the sum of the gelus?
+
+# %%
+terms = [X[:, :2] @ A[:2], X[:, 2:] @ A[2:]]
+assert torch.allclose(sum(terms), X @ A)
+print("off by up to", float((F.gelu(X @ A) - sum(map(F.gelu, terms))).abs().max()))
+assert not torch.allclose(F.gelu(X @ A), sum(map(F.gelu, terms)))
+
+# %% [markdown]
+# No: the ranks would have to add up before the gelu, and again after B. By columns, each rank has
+# whole *columns* of X A, and gelu works on each number by itself. So A is cut by columns. Then a
+# rank has half of the columns of gelu(X A), and these meet half of B's rows: B is cut by rows.
+
+# %%
+# %%px
+import torch.nn.functional as F
+
+half = slice(4 * rank, 4 * rank + 4)
+a = A[:, half].clone().requires_grad_()
+b = B[half].clone().requires_grad_()
+x = X.clone().requires_grad_()
+
+hidden = F.gelu(x @ a)
+term = hidden @ b
+print("A", tuple(a.shape), "hidden", tuple(hidden.shape), "B", tuple(b.shape))
+print("first row of the result:", [round(v, 3) for v in term[0].tolist()])
+
+# %%
+print("first row of Y:         ", [round(v, 3) for v in Y[0].tolist()])
+assert torch.allclose(sum(ranks["term"]), Y)
+
+# %% [markdown]
+# Each rank has a term of Y, of full size. One sum at the very end is all the forward needs.
+#
+# ## The sum, and its backward
+#
+# Autograd does not know that `dist.all_reduce` adds. We tell it. Forward: add up. Backward: every
+# term of a sum gets the sum's gradient, so there is nothing to do.
+
+
+# %%
+# %%px
+class Reduce(torch.autograd.Function):
+    """Forward: all-reduce. Backward: nothing."""
+
+    @staticmethod
+    def forward(ctx, term):
+        total = term.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+y = Reduce.apply(F.gelu(x @ a) @ b)
+y.backward(dY)
+gradients = {"X": x.grad, "A": a.grad, "B": b.grad}
+
+# %% [markdown]
+# Three gradients. One of them is wrong. Which, and why? Predict, then look.
+
+# %%
+columns, rows = [slice(0, 4), slice(4, 8)], [slice(0, 4), slice(4, 8)]
+for rank in range(2):
+    mine = ranks["gradients"][rank]
+    right = {"X": dX, "A": dA[:, columns[rank]], "B": dB[rows[rank]]}
+    print(f"rank {rank}:", {name: torch.allclose(mine[name], right[name]) for name in right})
+
+assert torch.allclose(ranks["y"][0], Y)
+assert [torch.allclose(mine["X"], dX) for mine in ranks["gradients"]] == [False, False]
+assert all(torch.allclose(ranks["gradients"][r]["A"], dA[:, columns[r]]) for r in range(2))
+
+# %% [markdown]
+# Both ranks used X. Each knows only what X did through *its* half of A. The whole gradient is the
+# sum of both:
+
+# %%
+pictures = {
+    "rank 0 has": ranks["gradients"][0]["X"],
+    "rank 1 has": ranks["gradients"][1]["X"],
+    "their sum": sum(mine["X"] for mine in ranks["gradients"]),
+    "one rank's dX": dX,
+}
+limit = float(max(picture.abs().max() for picture in pictures.values()))
+figure, panels = plt.subplots(1, 4, figsize=(10, 2.4), layout="constrained")
+for panel, (title, picture) in zip(panels, pictures.items(), strict=True):
+    image = panel.imshow(picture, cmap="PuOr", vmin=-limit, vmax=limit)
+    panel.set(title=title, xlabel="feature", xticks=range(4), yticks=range(3))
+panels[0].set_ylabel("token")
+figure.colorbar(image, ax=panels, shrink=0.8)
+plt.show()
+
+assert torch.allclose(pictures["their sum"], dX)
+
+# %% [markdown]
+# So there is a second operation, where X enters. Forward: nothing. Backward: add up. It is the
+# first one turned round, which is why the two are called *conjugate*.
+
+
+# %%
+# %%px
+class Copy(torch.autograd.Function):
+    """Forward: nothing. Backward: all-reduce."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+x, a, b = (leaf.detach().requires_grad_() for leaf in (x, a, b))
+y = Reduce.apply(F.gelu(Copy.apply(x) @ a) @ b)
+y.backward(dY)
+gradients = {"X": x.grad, "A": a.grad, "B": b.grad}
+
+# %%
+for rank in range(2):
+    mine = ranks["gradients"][rank]
+    right = {"X": dX, "A": dA[:, columns[rank]], "B": dB[rows[rank]]}
+    assert all(torch.allclose(mine[name], right[name]) for name in right)
+print("all gradients on both ranks are those of one rank")
+
+# %% [markdown]
+# ## The real layers
+#
+# `ColumnParallelLinear` is a copy and a matrix cut by columns; `RowParallelLinear` is a matrix cut
+# by rows and a reduce. A Megatron MLP is one of each. They store weights transposed, as
+# `torch.nn.Linear` does, so "column" means the columns of A as written here.
+#
+# Predict how many collectives the two layers call, forward and backward. The observer counts.
+
+# %%
+# %%px
+from minimegatron.core import parallel_state, tracing
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+config = ModelParallelConfig(tensor_model_parallel_size=2, params_dtype=torch.float64)
+common = {"config": config, "bias": False, "skip_bias_add": False}
+column = ColumnParallelLinear(4, 8, init_method=lambda w: w.copy_(A.T), **common)
+row = RowParallelLinear(8, 4, init_method=lambda w: w.copy_(B.T), input_is_parallel=True, **common)
+
+
+class Names:
+    def __init__(self):
+        self.seen = []
+
+    def start(self, call):
+        if "group_size" in call.attributes:
+            self.seen.append(call.name)
+
+    def stop(self, call):
+        pass
+
+
+forward, backward = Names(), Names()
+x = X.clone().requires_grad_()
+tracing.add_observer(forward)
+hidden, _ = column(x)
+y, _ = row(F.gelu(hidden))
+tracing.remove_observer(forward)
+tracing.add_observer(backward)
+y.backward(dY)
+tracing.remove_observer(backward)
+called = {"forward": forward.seen, "backward": backward.seen}
+layers = {"X": x.grad, "A": column.weight.grad.T, "B": row.weight.grad.T}
+called
+
+# %%
+assert ranks["called"] == 2 * [{"forward": ["all-reduce"], "backward": ["all-reduce"]}]
+for rank in range(2):
+    # The init method drew in float32, as for any dtype, hence the tolerance.
+    by_hand, by_layers = ranks["gradients"][rank], ranks["layers"][rank]
+    assert torch.allclose(ranks["y"][rank], Y, atol=1e-5)
+    assert all(torch.allclose(by_hand[n], by_layers[n], atol=1e-5) for n in by_hand)
+print("one all-reduce forward, one backward, and the same gradients")
+ranks.stop()
+
+# %% [markdown]
+# Each rank holds half of the weights and half of the hidden activations; X and Y are whole on
+# both. Sequence parallelism, in the tour, cuts those too, at no cost in bytes.
+#
+# ## Change it
+#
+# * Let `Reduce.backward` all-reduce as well. By which factor is every gradient wrong? (This is what
+#   one gets from a differentiable all-reduce that knows nothing of copies: both ranks hold the same
+#   dY, and it is counted twice.)
+# * Cut B by columns instead, and gather Y's columns at the end. What must each rank have of the
+#   hidden activations, and what does that cost?
+# * Four ranks: `live_ranks(4)`, and `half` becomes a quarter. Nothing else changes.
+#
+# ## Where next
+#
+# * The layers, line by line: [tensor-parallel layers](../docs/tour/tensor-parallel-layers.md).
+# * Exercises `ex02_conjugate_collectives` and `ex03_vocab_parallel_cross_entropy`
+#   (`minimegatron exercises start ex02`).
