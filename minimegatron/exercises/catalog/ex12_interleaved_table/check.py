@@ -27,6 +27,7 @@ from minimegatron.exercises.check import (
     check_value,
     installed,
     recorded,
+    wrong_value,
 )
 from minimegatron.planner.check import check
 from minimegatron.planner.plan import Plan, plan
@@ -120,7 +121,7 @@ def _check_plan(student: ModuleType, p: int, M: int, v: int, G: int) -> Result:
     found = [student.count_rank_microbatches(p, r, M, v, G) for r in range(p)]
     for r, (mine, wanted) in enumerate(zip(found, right, strict=True)):
         if not isinstance(mine, RankMicrobatches):
-            check_value(f"stage {r}: what count_rank_microbatches returns", mine, wanted)
+            raise wrong_value(f"stage {r}: what count_rank_microbatches returns", mine, wanted)
         if mine[0] != M * v or mine[2] > M * v or mine[2] + mine[3] != M * v:
             raise Wrong(
                 f"stage {r}: RankMicrobatches is {tuple(mine)}, but total must be M * v = {M * v}, "
