@@ -8,6 +8,7 @@ Every transport counts time: a message takes 1 from when both ends are there, ev
 none. So "how long does an exchange take?" has an exact answer, on any machine.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -43,75 +44,108 @@ class RendezvousTransport:
     @traced("p2p-start", describe_message)
     def start(self, message: Message) -> Done:
         """Returns once the message is through."""
-        self._finish([self._offer(message)])
+        self._offer(message).wait()
         return Done()
 
-    def start_batch(self, messages: list[Message]) -> list[Done]:
-        """Returns once all are through; none of them waits for another of the batch."""
-        self._start_all(messages)
-        return [Done()] * len(messages)
+    def start_batch(self, messages: list[Message]) -> "list[_Sending | _Receiving]":
+        """Returns at once. None of the messages waits for another of the batch."""
+        # Sends first: what is on its way tells the time before anything of the batch is over.
+        in_order = sorted(messages, key=lambda message: not message.is_send)
+        works = {id(message): self._start_in_batch(message) for message in in_order}
+        return [works[id(message)] for message in messages]
 
-    @traced("p2p-start", lambda a: describe_message({"message": _awaited(a["messages"])}))
-    def _start_all(self, messages: list[Message]) -> None:
-        self._finish([self._offer(message) for message in messages])
+    @traced("p2p-start", describe_message)
+    def _start_in_batch(self, message: Message) -> "_Sending | _Receiving":
+        work = self._offer(message)
+        if isinstance(work, _Receiving):
+            work.run_aside()
+        return work
 
-    # A send leaves its header and its data, and waits for an answer. A receive takes them, and
-    # answers with the time at which both ends were there.
-
-    def _offer(self, message: Message) -> tuple[Message, list[Any]]:
+    def _offer(self, message: Message) -> "_Sending | _Receiving":
         self.num_messages += message.is_send
-        if not message.is_send:
-            return message, []
-        header = torch.tensor([self.clock, PAYLOADS.index(message.payload)])
-        parts = ((header, _HEADER), (message.tensor.detach().clone(), _DATA))
-        return message, [(part, self._send(part, message.peer, tag)) for part, tag in parts]
+        if message.is_send:
+            return _Sending(self, message)
+        number = self._num_received.get(message.peer, 0)
+        self._num_received[message.peer] = number + 1
+        return _Receiving(self, message, number)
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Starts a message of gloo."""
         return dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
 
-    def _finish(self, offers: list[tuple[Message, list[Any]]]) -> None:
-        begin = self.clock
-        answers = []
-        for message, _ in offers:
-            if not message.is_send:
-                answers.append(self._receive(message, begin))
-        for message, _ in offers:
-            if message.is_send:
-                answer = torch.zeros(1, dtype=torch.int64)
-                self._wait(
-                    dist.irecv(answer, group=self.group, group_src=message.peer, tag=_ANSWER)
-                )
-                self.clock = max(self.clock, int(answer))
-        for _, sent in [*offers, (None, answers)]:
-            for _, work in sent:
-                work.wait()
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Waits for a message of gloo."""
+        dist.irecv(tensor, group=self.group, group_src=peer, tag=tag).wait()
 
-    def _receive(self, message: Message, begin: int) -> Any:
+
+class _Sending:
+    """The sender's end: leaves a header and the data, and waits for an answer."""
+
+    def __init__(self, transport: RendezvousTransport, message: Message):
+        self._transport, self._peer = transport, message.peer
+        header = torch.tensor([transport.clock, PAYLOADS.index(message.payload)])
+        parts = ((header, _HEADER), (message.tensor.detach().clone(), _DATA))
+        self._sent = [(part, transport.send(part, message.peer, tag)) for part, tag in parts]
+
+    def wait(self) -> bool:
+        """Returns once the receiver has answered with the time at which both were there."""
+        if self._sent:
+            answer = torch.zeros(1, dtype=torch.int64)
+            self._transport.receive(answer, self._peer, _ANSWER)
+            self._transport.clock = max(self._transport.clock, int(answer))
+            for _, work in self._sent:
+                work.wait()
+            self._sent = []
+        return True
+
+
+class _Receiving:
+    """The receiver's end: takes header and data, and answers."""
+
+    def __init__(self, transport: RendezvousTransport, message: Message, number: int):
+        self._transport, self._message, self._number = transport, message, number
+        self._begin = transport.clock
+        self._thread: threading.Thread | None = None
+        self._failure: Wrong | None = None
+        self._is_over = False
+
+    def run_aside(self) -> None:
+        """Lets the message come while this rank waits for others of the same batch."""
+        self._thread = threading.Thread(target=self._take, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> bool:
+        """Returns once the tensor is here. Raises Wrong if it is not the kind that was expected."""
+        if not self._is_over:
+            if self._thread is None:
+                self._take()
+            else:
+                self._thread.join()
+            self._is_over = True
+            if self._failure is not None:
+                raise self._failure
+        return True
+
+    def _take(self) -> None:
+        transport, message = self._transport, self._message
         header = torch.zeros(2, dtype=torch.int64)
-        peer = message.peer
-        self._wait(dist.irecv(header, group=self.group, group_src=peer, tag=_HEADER))
-        number = self._num_received.get(peer, 0)
-        self._num_received[peer] = number + 1
+        transport.receive(header, message.peer, _HEADER)
         found = PAYLOADS[int(header[1])]
         if found != message.payload:
-            ranks = dist.get_process_group_ranks(self.group)
-            there, here = ranks[peer], ranks[self.group.rank()]
-            raise Wrong(
-                f"rank {here}: receives a {message.payload} from rank {there}, but what arrives is "
-                f"an {found}\nOn NCCL, messages between two ranks have no names: send number n from "
-                f"rank {there} to rank {here} meets receive number n, here number {number}. Both "
-                "ranks must have the same order of what travels between them."
-            )
+            self._failure = Wrong(self._words(found))
+            return
         with torch.no_grad():
-            self._wait(dist.irecv(message.tensor, group=self.group, group_src=peer, tag=_DATA))
-        self.clock = max(self.clock, max(begin, int(header[0])) + 1)
-        answer = torch.tensor([self.clock])
-        return answer, self._send(answer, peer, _ANSWER)
+            transport.receive(message.tensor, message.peer, _DATA)
+        now = max(self._begin, int(header[0])) + 1
+        transport.clock = max(transport.clock, now)
+        transport.send(torch.tensor([now]), message.peer, _ANSWER).wait()
 
-    def _wait(self, work: Any) -> None:
-        work.wait()
-
-
-def _awaited(messages: list[Message]) -> Message:
-    """The one to name when a batch waits: a receive, if there is one."""
-    return min(messages, key=lambda message: message.is_send)
+    def _words(self, found: str) -> str:
+        ranks = dist.get_process_group_ranks(self._transport.group)
+        there, here = ranks[self._message.peer], ranks[self._transport.group.rank()]
+        return (
+            f"rank {here}: receives a {self._message.payload} from rank {there}, but what arrives "
+            f"is of the other kind, the {found}\nOn NCCL, messages between two ranks have no names: "
+            f"send number n from rank {there} to rank {here} meets receive number n, here number "
+            f"{self._number}. Both ranks must have the same order of what travels between them."
+        )

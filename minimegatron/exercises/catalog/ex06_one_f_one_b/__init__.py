@@ -1,0 +1,14 @@
+"""1F1B: the warm-up count, and the loop that trains over several stages."""
+
+from minimegatron.exercises.exercise import Exercise
+
+EXERCISE = Exercise(
+    name="ex06_one_f_one_b",
+    title="Warm-up count and the 1F1B loop",
+    tier="core",
+    minutes=45,
+    num_ranks=4,
+    mirrors="minimegatron.core.pipeline_parallel.schedules"
+    ".forward_backward_pipelining_without_interleaving",
+    summary="Write the three phases of plain 1F1B, with the calls between stages.",
+)
