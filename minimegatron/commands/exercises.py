@@ -1,8 +1,8 @@
-"""`minimegatron exercises list|start|check|watch|hint|reset|submit|...`: write a piece of the chain.
+"""`minimegatron exercises list|start|check|watch|hint|reset|submit|...`: write a piece of it.
 
 Called by: `minimegatron.__main__`. Calls: `exercises`. Torch-free: what runs a student's code is a
-process of its own. Works on the folder it is called in, or on `--folder`. Exit code 1 of `check` and
-of `lab run` means that something is not right yet.
+process of its own. Works on the folder it is called in, or on `--folder`. Exit code 1 of `check`
+means that something is not right yet.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USE
 from minimegatron.exercises.grading.grade import NOT_SUBMITTED, Grade, Settings, grade
 from minimegatron.exercises.grading.reports import form_of, summary, write_report
 from minimegatron.exercises.grading.submissions import find_submissions
+from minimegatron.exercises.labs import OUTCOMES, find_lab, outcome_of, run_lab, start_lab
 from minimegatron.exercises.runner import Runner
 from minimegatron.exercises.student_folder import StudentFolder, digest
 from minimegatron.exercises.verdict import render
@@ -40,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_named(actions, "reset", "bring the stub back; your file is kept beside it")
     submitting = actions.add_parser("submit", help="pack your files to hand in")
     submitting.add_argument("--output", default=SUBMISSION, metavar="FILE", type=Path)
+    lab = actions.add_parser("lab", help="break a copy of the package, predict, run, explain")
+    lab.add_argument("what", choices=("list", "start", "run"), help="list; start NAME; run NAME")
+    lab.add_argument("name", nargs="?", metavar="NAME", help="a lab's name or number")
+    lab.add_argument("--predict", choices=tuple(OUTCOMES), help="what you think will happen")
     _add_grade(actions.add_parser("grade", help="for teachers: grade a folder of submissions"))
     solving = actions.add_parser("solution", help="for teachers: where the reference solution is")
     solving.add_argument("name", metavar="NAME")
@@ -88,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         "hint": _hint,
         "reset": _reset,
         "submit": _submit,
+        "lab": _lab,
         "grade": _grade,
         "solution": _solution,
     }[action](args, folder)
@@ -164,6 +170,43 @@ def _submit(args: argparse.Namespace, folder: StudentFolder) -> int:
         "may read what you wrote."
     )
     return 0
+
+
+def _lab(args: argparse.Namespace, folder: StudentFolder) -> int:
+    if args.what == "list":
+        print(pages.lab_overview(folder))
+        return 0
+    if args.name is None:
+        raise ValueError(f"which one? `{pages.PREFIX} lab list` names them")
+    lab = find_lab(args.name)
+    copy = folder.lab(lab.name)
+    if args.what == "start" or not copy.exists():
+        start_lab(lab, copy)
+        print(pages.lab_words(lab))
+    seen = folder.labs.setdefault(lab.name, {})
+    predicted = args.predict or seen.get("predicted") or _ask_prediction()
+    if predicted is not None:
+        seen["predicted"] = predicted
+        folder.save()
+    if args.what == "start" or predicted is None:
+        print(f"\nthe copy is in {copy}; predict and run: ", end="")
+        print(f"`{pages.PREFIX} lab run {lab.name} --predict ...`")
+        return 0
+    print("running ...", file=sys.stderr, flush=True)
+    found = run_lab(lab, copy)
+    seen["outcome"] = outcome_of(found)
+    folder.save()
+    print(pages.lab_result(lab, predicted, found))
+    return 0
+
+
+def _ask_prediction() -> str | None:
+    """Asks, where somebody can answer."""
+    if not sys.stdin.isatty():
+        return None
+    while (answer := input("\nYour prediction: ").strip()) not in OUTCOMES:
+        print(f"one of: {', '.join(OUTCOMES)}")
+    return answer
 
 
 def _grade(args: argparse.Namespace, folder: StudentFolder) -> int:

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,8 @@ def check_file(
 
 def _launch(job: Job, num_ranks: int, patience: float, replay: Path | None) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="minimegatron-check-") as folder:
-        recordings = f"{folder}/recordings" if replay is not None else ""
-        with Pipes(Path(folder) / "printed", num_ranks) as pipes:
-            job = replace(job, folder=recordings, pipes=str(pipes.folder))
-            found = _run(job, num_ranks, patience)
-        found = replace(found, printed=pipes.texts())
+        job = replace(job, folder=f"{folder}/recordings" if replay is not None else "")
+        found = ask_ranks(check_on_rank, num_ranks, job, patience, _passed)
         last = found.replay
         found = replace(found, replay="")
         if replay is not None and last:
@@ -90,23 +87,46 @@ def _launch(job: Job, num_ranks: int, patience: float, replay: Path | None) -> V
     return found
 
 
-def _run(job: Job, num_ranks: int, patience: float) -> Verdict:
+def ask_ranks(
+    function: Callable[[Any], Any],
+    num_ranks: int,
+    job: Any,
+    patience: float,
+    conclude: Callable[[list[Any]], Verdict],
+) -> Verdict:
+    """Calls `function(job)` on every rank; the verdict of one that raised Told, or `conclude`'s.
+
+    `job.path` is the file that whoever reads the verdict looks at, `job.pipes` is filled in here.
+    """
+    with tempfile.TemporaryDirectory(prefix="minimegatron-printed-") as folder:
+        with Pipes(Path(folder) / "pipes", num_ranks) as pipes:
+            job = replace(job, pipes=str(pipes.folder))
+            found = _ask(function, num_ranks, job, patience, conclude)
+        return replace(found, printed=pipes.texts())
+
+
+def _ask(
+    function: Callable[[Any], Any],
+    num_ranks: int,
+    job: Any,
+    patience: float,
+    conclude: Callable[[list[Any]], Verdict],
+) -> Verdict:
+    # A hang is told from slowness by who is ready to run, so it needs less patience.
+    hang_timeout = HANG_SECONDS * min(patience, 2.0)
+    options = {"backend": "gloo", "device": "cpu", "hang_timeout": hang_timeout}
     try:
-        hang_timeout = HANG_SECONDS * patience
-        options = {"backend": "gloo", "device": "cpu", "hang_timeout": hang_timeout}
-        with StudentRanks(check_on_rank, num_ranks, job, **options) as ranks:
-            found = ranks.wait(MOST_SECONDS * patience)
+        with StudentRanks(function, num_ranks, job, **options) as ranks:
+            return conclude(ranks.wait(MOST_SECONDS * patience))
     except HangError as error:
-        return Verdict(
-            verdict.HANG, _hang_words(error, job.path), rank=min(error.ranks, default=None)
-        )
+        words = _hang_words(error, job.path)
+        return Verdict(verdict.HANG, words, rank=min(error.ranks, default=None))
     except RankTimeout as error:
         return Verdict(verdict.TIMEOUT, _timeout_words(error, job.path, patience))
     except RankError as error:
-        return _failed(error, job.path)
+        return _failed(error)
     except pickle.UnpicklingError as error:
         return Verdict(verdict.FORGED, str(error))
-    return _passed(found)
 
 
 def _passed(found: Sequence[dict[str, Any]]) -> Verdict:
@@ -124,7 +144,7 @@ def _passed(found: Sequence[dict[str, Any]]) -> Verdict:
     )
 
 
-def _failed(error: RankError, path: str) -> Verdict:
+def _failed(error: RankError) -> Verdict:
     """Of several ranks' verdicts, the earliest that says something."""
     for rank in error.ranks:
         if rank in error.exit_codes:

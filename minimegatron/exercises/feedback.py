@@ -101,7 +101,7 @@ def wrong_numbers(
     index = list(torch.unravel_index(torch.tensor(first), found.shape)) if found.ndim else []
     place = f"[{', '.join(str(int(i)) for i in index)}]" if index else ""
     here, there = found.reshape(-1)[first].item(), wanted.reshape(-1)[first].item()
-    lines = [f"{_on(rank)}{name} is wrong: {name}{place} is {here:.6g}, expected {there:.6g}"]
+    lines = [f"{_on(rank)}{name} is wrong: {place or 'it'} is {here:.6g}, expected {there:.6g}"]
     if found.numel() > 1:
         lines.append(f"{int(is_off.sum())} of {found.numel()} elements differ")
     lines.append(explain_ratio(found, wanted, layout or {}))

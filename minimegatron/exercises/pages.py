@@ -6,6 +6,7 @@ Called by: the command, `watch`. Calls: `student_folder`. Torch-free. Megatron h
 from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import exercises
 from minimegatron.exercises.exercise import TIERS, Exercise
+from minimegatron.exercises.labs import LABS, OUTCOMES, Lab, layout_words, outcome_of, patch_words
 from minimegatron.exercises.student_folder import Progress, StudentFolder, hints
 
 PREFIX = "minimegatron exercises"
@@ -101,3 +102,44 @@ def ending(folder: StudentFolder) -> str:
             "read the same step at full size in NVIDIA's repository: you know your way now.",
         ]
     )
+
+
+# -- Labs --
+
+
+def lab_overview(folder: StudentFolder) -> str:
+    """Every lab, with what the student predicted and saw."""
+    lines = [
+        "Each breaks one line of a copy of the package. Predict what happens, then run it.",
+        "",
+    ]
+    for number, lab in enumerate(LABS, 1):
+        seen = folder.labs.get(lab.name, {})
+        mark = "[x]" if "outcome" in seen else "[-]" if seen else "[ ]"
+        lines.append(f"  {mark} {number:2} {lab.name:42} {layout_words(lab)}")
+    right = sum(one.get("predicted") == one.get("outcome", "") for one in folder.labs.values())
+    run = sum("outcome" in one for one in folder.labs.values())
+    lines += ["", f"{run} of {len(LABS)} run, {right} predicted right", ""]
+    return "\n".join([*lines, f"next: `{PREFIX} lab start NAME`"])
+
+
+def lab_words(lab: Lab) -> str:
+    """What to look at before the prediction."""
+    choices = [f"  {name:10} {words}" for name, words in OUTCOMES.items()]
+    lines = [f"Lab {lab.name}", "", patch_words(lab.fault), ""]
+    lines += [f"One training step with this change: {layout_words(lab)}. What will happen?", ""]
+    return "\n".join([*lines, *choices])
+
+
+def lab_result(lab: Lab, predicted: str, found: verdict.Verdict) -> str:
+    """What happened, beside the prediction, and why."""
+    outcome = outcome_of(found)
+    lines = [f"What happened: {OUTCOMES[outcome]}", ""]
+    lines += [f"  {line}".rstrip() for line in found.text.splitlines()[:60]]
+    agrees = "as you predicted" if predicted == outcome else f"you predicted: {OUTCOMES[predicted]}"
+    lines += ["", f"It was {outcome!r}; {agrees}.", "", f"Why: {lab.fault.story}", ""]
+    lines.append(
+        "The project's own tests make the same change (tests/test_mutations.py) and must fail: that "
+        "is how it is known that they look."
+    )
+    return "\n".join(lines)

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,7 +64,7 @@ class Found:
 
 def check_on_rank(job: Job) -> dict[str, Any]:
     """Runs every case on this rank. Raises Told, with the verdict, at the first that fails."""
-    with _printing_to(job.pipes):
+    with printing_to(job.pipes):
         return asdict(_Work(job).run())
 
 
@@ -112,29 +112,30 @@ class _Work:
             parallel_state.destroy_model_parallel()
 
     def _verdict(self, error: BaseException) -> verdict.Verdict:
-        kind, text = self._words(error)
-        return verdict.Verdict(
-            kind,
-            text,
-            self.case_name,
-            dist.get_rank(),
-            num_passed=self.num_passed,
-            num_cases=self.num_cases,
-        )
+        found = verdict_on(error, self.path)
+        counts = {"num_passed": self.num_passed, "num_cases": self.num_cases}
+        return replace(found, case=self.case_name, **counts)
 
-    def _words(self, error: BaseException) -> tuple[str, str]:
-        if isinstance(error, Wrong):
-            return verdict.WRONG, str(error)
-        if isinstance(error, _Forged):
-            return verdict.FORGED, str(error)
-        where = student_frames(error, self.path)
-        if isinstance(error, NotImplementedError) and where and where[-1] == last_frame(error):
-            return verdict.UNWRITTEN, f"{error}\n\n{_place(where[-1])}"
-        if where:
-            return verdict.RAISED, _raised_words(error, where)
-        if isinstance(error, SystemExit):
-            return verdict.RAISED, f"rank {dist.get_rank()} called sys.exit(); return instead"
-        return verdict.DEFECT, "".join(traceback.format_exception(error))
+
+def verdict_on(error: BaseException, path: str) -> verdict.Verdict:
+    """What an exception says, to whoever wrote the file at `path`."""
+    kind, text = _words(error, path)
+    return verdict.Verdict(kind, text, rank=dist.get_rank())
+
+
+def _words(error: BaseException, path: str) -> tuple[str, str]:
+    if isinstance(error, Wrong):
+        return verdict.WRONG, str(error)
+    if isinstance(error, _Forged):
+        return verdict.FORGED, str(error)
+    where = student_frames(error, path)
+    if isinstance(error, NotImplementedError) and where and where[-1] == last_frame(error):
+        return verdict.UNWRITTEN, f"{error}\n\n{_place(where[-1])}"
+    if where:
+        return verdict.RAISED, _raised_words(error, where)
+    if isinstance(error, SystemExit):
+        return verdict.RAISED, f"rank {dist.get_rank()} called sys.exit(); return instead"
+    return verdict.DEFECT, "".join(traceback.format_exception(error))
 
 
 def load_student(path: Path) -> ModuleType:
@@ -181,7 +182,7 @@ def _raised_words(error: BaseException, where: list[traceback.FrameSummary]) -> 
 
 
 @contextmanager
-def _printing_to(pipes: str) -> Iterator[None]:
+def printing_to(pipes: str) -> Iterator[None]:
     """Standard output and error go into this rank's pipe, which the engine reads and shortens."""
     torch.set_num_threads(1)
     if not pipes:

@@ -7,6 +7,7 @@ Called by: the command, `watch`. Calls: `catalog`. Torch-free. Megatron has no c
       AGENTS.md                      asks a coding assistant for hints instead of solutions
       ex06_one_f_one_b.py            the student's files
       replays/ex06_one_f_one_b.html  their own runs
+      labs/gradients-overwritten/    a copy of the package that is broken on purpose
 """
 
 import datetime
@@ -51,8 +52,8 @@ class StudentFolder:
     current: str = ""
     """The exercise that commands without a name mean."""
     progress: dict[str, Progress] = field(default_factory=dict)
-    labs: dict[str, str] = field(default_factory=dict)
-    """Lab -> what the student predicted."""
+    labs: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Lab -> "predicted" and, once it was run, "outcome"."""
 
     @classmethod
     def open(cls, path: Path | str = ".") -> "StudentFolder":
@@ -83,6 +84,10 @@ class StudentFolder:
         new = file.with_name(f"{STATE}.{os.getpid()}")
         new.write_text(json.dumps(data | {"labs": self.labs}, indent=1) + "\n")
         new.replace(file)
+
+    def lab(self, name: str) -> Path:
+        """Where a lab's copy is."""
+        return self.path / "labs" / name
 
     # -- Exercises --
 

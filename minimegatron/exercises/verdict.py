@@ -96,10 +96,14 @@ def render(verdict: Verdict, name: str) -> str:
     elif verdict.num_passed:
         lines += ["", f"{verdict.num_passed} of {verdict.num_cases} cases passed before this one."]
     for rank, text in verdict.printed.items():
-        lines += ["", f"Rank {rank} printed:", *(f"  | {line}" for line in text.splitlines())]
+        lines += ["", f"Rank {rank} printed:", *(f"  | {_cut(x)}" for x in text.splitlines())]
     if verdict.replay:
         lines += ["", f"Your own run, to replay in a browser: {verdict.replay}"]
     return "\n".join(lines) + "\n"
+
+
+def _cut(line: str, most: int = 160) -> str:
+    return line if len(line) <= most else f"{line[:most]} ..."
 
 
 def _achieved_lines(verdict: Verdict) -> list[str]:

@@ -1,0 +1,173 @@
+"""Break it on purpose: a copy of the package with one known fault; predict, run, explain.
+
+Called by: `minimegatron exercises lab`. Calls: `faults` (the same that the suite's mutation tests
+apply), `lab_side` on the ranks, through `engine`, in a process of its own. Torch-free. Megatron has
+no counterpart.
+"""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from minimegatron.exercises import verdict
+from minimegatron.exercises.faults import FAULTS, Fault, apply_fault
+from minimegatron.exercises.runner import ROOT
+from minimegatron.exercises.verdict import Verdict
+
+PACKAGE = Path(__file__).parents[1]
+
+OUTCOMES = {
+    "hang": "the ranks wait for each other for ever",
+    "error": "an exception",
+    "loss": "it runs, but the loss is wrong",
+    "gradient": "the loss is right, but a gradient is wrong",
+    "memory": "every number is right, but a stage holds more activations than it must",
+    "update": "loss and gradients are right, but the norm or the weights after the update are not",
+    "nothing": "nothing that one step could show",
+}
+"""What one may predict."""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A fault, and the smallest layout that shows it."""
+
+    name: str
+    layout: dict[str, Any]
+    """Of `bench_gpt.StepCase`."""
+    num_ranks: int
+    strict: bool = False
+    """Messages meet as NCCL's do, the n-th send the n-th receive; gloo would hide the fault."""
+
+    @property
+    def fault(self) -> Fault:
+        """What is changed, and the story."""
+        return next(fault for fault in FAULTS if fault.name == self.name)
+
+
+@dataclass(frozen=True)
+class LabJob:
+    """What the ranks of a lab are asked to do."""
+
+    package: str
+    """The folder that holds the copy."""
+    path: str
+    """The broken file."""
+    layout: dict[str, Any]
+    strict: bool
+    pipes: str = ""
+
+
+def start_lab(lab: Lab, folder: Path) -> str:
+    """Makes the copy in `folder`; returns the change, as lines of a patch."""
+    shutil.rmtree(folder, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    shutil.copytree(PACKAGE, folder / "minimegatron", ignore=ignored)
+    apply_fault(lab.fault, folder / "minimegatron")
+    return patch_words(lab.fault)
+
+
+def patch_words(fault: Fault) -> str:
+    """The file, and the lines before and after."""
+    source = (PACKAGE / fault.file).read_text()
+    before, _, after = source.partition(fault.old)
+    first = before.rpartition("\n")[2]
+    last = after.partition("\n")[0]
+    old = (first + fault.old + last).rstrip("\n").splitlines()
+    new = (first + fault.new + last).rstrip("\n").splitlines()
+    number = before.count("\n") + 1
+    lines = [f"minimegatron/{fault.file}, line {number}:"]
+    lines += [f"  - {line}" for line in old] + [f"  + {line}" for line in new if line.strip()]
+    return "\n".join(lines)
+
+
+def run_lab(lab: Lab, folder: Path, timeout: float = 120.0) -> Verdict:
+    """Runs one training step with the copy in `folder`, in a process of its own."""
+    program = (
+        f"import sys; sys.path[:0] = [] if {ROOT!r} in sys.path else [{ROOT!r}]; "
+        f"from minimegatron.exercises.labs import serve; serve({lab.name!r}, {str(folder)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        timeout=timeout,
+    )
+    try:
+        return Verdict.from_json(done.stdout.decode().splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise RuntimeError(f"the lab ended without an answer: {error}") from error
+
+
+def serve(name: str, folder: str) -> None:
+    """In that process: prints the verdict as JSON."""
+    print(check_lab(find_lab(name), Path(folder)).to_json())
+
+
+def check_lab(lab: Lab, folder: Path, patience: float = 3.0) -> Verdict:
+    """The step on ranks; `folder` holds the copy."""
+    engine = importlib.import_module("minimegatron.exercises.engine")
+    side = importlib.import_module("minimegatron.exercises.lab_side")
+    path = (folder / "minimegatron" / lab.fault.file).resolve()
+    job = LabJob(str(folder.resolve()), str(path), lab.layout, lab.strict)
+    return engine.ask_ranks(side.step_on_rank, lab.num_ranks, job, patience, _nothing_noticed)
+
+
+def _nothing_noticed(found: list[Any]) -> Verdict:
+    return Verdict(verdict.PASSED, num_cases=1, num_passed=1)
+
+
+def outcome_of(found: Verdict) -> str:
+    """Which of `OUTCOMES` a verdict is."""
+    if found.kind == verdict.PASSED:
+        return "nothing"
+    if found.kind != verdict.WRONG:
+        return "hang" if found.kind in (verdict.HANG, verdict.TIMEOUT) else "error"
+    first = found.text.splitlines()[0]
+    for word in ("gradient", "loss"):
+        if f" {word} " in first.partition("is wrong")[0]:
+            return word
+    return "memory" if "activations" in first else "update"
+
+
+def find_lab(text: str) -> Lab:
+    """The lab whose name begins with `text`, or its number in the list. Raises ValueError."""
+    labs = LABS
+    if text.isdigit() and 0 < int(text) <= len(labs):
+        return labs[int(text) - 1]
+    fitting = [lab for lab in labs if lab.name == text] or [
+        lab for lab in labs if lab.name.startswith(text)
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    names = ", ".join(lab.name for lab in fitting or labs)
+    raise ValueError(f"{len(fitting)} labs fit {text!r}; name one of: {names}")
+
+
+def layout_words(lab: Lab) -> str:
+    """The layout in words: "tp 2, pp 2, 4 ranks"."""
+    sizes = {key: value for key, value in lab.layout.items() if not isinstance(value, bool)}
+    flags = [key for key, value in lab.layout.items() if value is True]
+    parts = [f"{key.replace('num_', '')} {value}" for key, value in sizes.items()]
+    ranks = f"{lab.num_ranks} rank{'s' * (lab.num_ranks > 1)}"
+    return ", ".join([*parts, *(flag.replace("_", " ") for flag in flags), ranks])
+
+
+def lab_to_json(lab: Lab) -> str:
+    """For the documentation."""
+    return json.dumps(asdict(lab) | asdict(lab.fault))
+
+
+PP2 = {"pp": 2, "num_microbatches": 3}
+PP3 = {"pp": 3, "num_microbatches": 4}
+VP = {"pp": 2, "vp": 2, "num_microbatches": 4}
+VP3 = {"pp": 3, "vp": 2, "num_microbatches": 3}
+TP = {"tp": 2, "num_microbatches": 2}
+SP = TP | {"sequence_parallel": True}
+
+LABS = (Lab("backward-of-the-newest", PP2, 2),)

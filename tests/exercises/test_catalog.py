@@ -1,0 +1,136 @@
+"""Every exercise: the stub says what to write, the solution passes, known mistakes are named.
+
+All checks go through one warm forkserver. The wrong solutions are in `wrong/`, by exercise; each says
+in the last line of its docstring what the student must be told.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from minimegatron.exercises import verdict
+from minimegatron.exercises.catalog import exercises
+from minimegatron.exercises.engine import check_file
+from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.source import wanted_names
+from minimegatron.exercises.student_folder import hints
+from minimegatron.exercises.verdict import Verdict
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PATIENCE = 4.0
+"""Other tests may run at the same time. A hang is waited for in one test per exercise at most."""
+HIDDEN_SEEDS = (20261121, 7)
+
+
+def wrong_files(exercise: Exercise) -> list[Path]:
+    return sorted((HERE / "wrong" / exercise.name).glob("*.py"))
+
+
+def expected_fragment(path: Path) -> str:
+    """What the message must contain: after `Expected:` in the docstring, to its end."""
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(docstring.rpartition("Expected:")[2].split())
+
+
+def words(found: Verdict) -> str:
+    return " ".join(found.text.split())
+
+
+@pytest.fixture(params=exercises(), ids=lambda exercise: exercise.name)
+def exercise(request) -> Exercise:
+    return request.param
+
+
+def test_there_are_eighteen_in_three_tiers():
+    assert [one.number for one in exercises()] == [f"ex{n:02}" for n in range(1, 19)]
+    assert {one.tier for one in exercises()} == {"warm-up", "core", "stretch"}
+    assert all(15 <= one.minutes <= 45 for one in exercises())
+
+
+def test_an_exercise_is_complete(exercise):
+    for name in ("__init__", "stub", "solution", "check"):
+        assert (exercise.folder / f"{name}.py").is_file()
+    assert exercise.name == exercise.folder.name
+    assert exercise.summary and exercise.title
+    assert len(hints(exercise)) == 3 and all(hints(exercise))
+    page = (exercise.folder / "page.md").read_text()
+    assert page.startswith("# ") and len(page.split()) > 120
+    assert wanted_names(exercise)
+    assert len(wrong_files(exercise)) >= 3
+
+
+def test_stub_and_solution_have_the_same_signatures(exercise):
+    for name in wanted_names(exercise):
+        stub, solution = (
+            definition(exercise.folder / f"{x}.py", name) for x in ("stub", "solution")
+        )
+        assert type(stub) is type(solution)
+        if isinstance(stub, ast.FunctionDef):
+            assert ast.unparse(stub.args) == ast.unparse(solution.args)
+    tail = 'if __name__ == "__main__":\n    from minimegatron.exercises.check import main\n\n'
+    assert (exercise.folder / "stub.py").read_text().endswith(f"{tail}    main(__file__)\n")
+
+
+def definition(path: Path, name: str) -> ast.AST:
+    return next(
+        node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) == name
+    )
+
+
+def test_what_an_exercise_mirrors_exists(exercise):
+    if exercise.mirrors:
+        path, _, name = exercise.mirrors.rpartition(".")
+        file = ROOT / (path.replace(".", "/") + ".py")
+        if not file.is_file():  # a method, or something a package's own file defines
+            folder = ROOT / path.replace(".", "/")
+            file = folder / "__init__.py" if folder.is_dir() else folder.parent.with_suffix(".py")
+        assert re.search(rf"\b(def|class) {name}\b|^{name}\b", file.read_text(), re.MULTILINE)
+
+
+def test_the_stub_says_what_to_write(exercise):
+    found = check_file(exercise, exercise.folder / "stub.py", patience=PATIENCE)
+    assert found.kind == verdict.UNWRITTEN, found.text
+    assert found.text.startswith("Write ")
+    assert re.search(r"stub\.py:\d+, in \w+:", found.text)
+    assert found.num_passed == 0
+
+
+@pytest.mark.parametrize("seed", (0, *HIDDEN_SEEDS))
+def test_the_solution_passes(exercise, seed):
+    path = exercise.folder / "solution.py"
+    found = check_file(exercise, path, seed, patience=PATIENCE)
+    assert found.has_passed, found.text
+    assert found.num_cases == len(found.achieved) > 0
+    assert not found.printed
+
+
+def test_hidden_cases_are_others(exercise):
+    code = f"import importlib\ncheck = importlib.import_module('{exercise.module}.check')\n"
+    space: dict = {}
+    exec(code, space)
+    public, hidden = (list(map(case_words, space["check"].cases(seed))) for seed in (0, 7))
+    assert public != hidden
+
+
+def case_words(case) -> str:
+    return f"{case} {sorted(case.values.items(), key=str)}"
+
+
+WRONG = [
+    pytest.param(one, path, id=f"{one.number}-{path.stem}")
+    for one in exercises()
+    for path in wrong_files(one)
+]
+
+
+@pytest.mark.parametrize(("exercise_", "path"), WRONG)
+def test_a_known_mistake_is_named(exercise_, path):
+    fragment = expected_fragment(path)
+    assert len(fragment) > 5, f"{path} does not say what is expected"
+    found = check_file(exercise_, path)
+    assert not found.has_passed
+    assert found.kind in (verdict.WRONG, verdict.HANG, verdict.RAISED, verdict.DIED), found.text
+    assert fragment in words(found), found.text

@@ -1,0 +1,195 @@
+"""What the engine says to code that is wrong in other ways than an exercise foresees.
+
+The exercise is a small one of these tests' own: a sum over two ranks.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from minimegatron.exercises import verdict
+from minimegatron.exercises.engine import check_file
+from minimegatron.exercises.runner import ROOT, Runner
+from minimegatron.exercises.verdict import Verdict, render
+from tests.exercises.sample.ex00_ring import EXERCISE
+
+REPOSITORY = Path(__file__).parents[2]
+HEAD = "import os, sys\nimport torch\nimport torch.distributed as dist\n\n\ndef ring_sum(value):\n"
+RIGHT = "    total = value.clone()\n    dist.all_reduce(total)\n    return total\n"
+
+WRONG = {
+    "half": (
+        "    dist.all_reduce(value)\n    return value / 2\n",
+        verdict.WRONG,
+        "1 / world (1/2)",
+    ),
+    "nothing": ("    pass\n", verdict.WRONG, "was `return` forgotten?"),
+    "shape": ("    return value[:0]\n", verdict.WRONG, "has shape [0], but [1] is expected"),
+    "nan": ("    return value * float('nan')\n", verdict.WRONG, "nan or inf"),
+    "crash": (
+        "    return value['a']\n",
+        verdict.RAISED,
+        "crash.py:7, in ring_sum:  return value['a']",
+    ),
+    "sys_exit": ("    sys.exit(0)\n", verdict.RAISED, "sys.exit(0): a rank may not leave"),
+    "os_exit": ("    os._exit(0)\n", verdict.DIED, "ended with exit code 0 before it returned"),
+    "kill": ("    os.kill(os.getpid(), 9)\n", verdict.DIED, "was killed by SIGKILL"),
+    "parent": ("    os.kill(os.getppid(), 0)\n    os._exit(3)\n", verdict.DIED, "exit code 3"),
+    "hang": (
+        "    if dist.get_rank() == 0:\n        dist.all_reduce(value)\n"
+        "    else:\n        dist.recv(value, src=0)\n    return value\n",
+        verdict.HANG,
+        "Ranks 0 and 1 wait for each other in a circle",
+    ),
+    "forged": (
+        "    import minimegatron.exercises.feedback as feedback\n"
+        "    feedback._close = lambda found, *_: found == found\n    return value\n",
+        verdict.FORGED,
+        "minimegatron.exercises.feedback._close is another function than before",
+    ),
+    "torch_patched": (
+        "    torch.isclose = lambda a, b, **_: a == a\n    return value\n",
+        verdict.FORGED,
+        "torch.isclose is another function than before",
+    ),
+}
+
+
+def write(tmp_path: Path, name: str, body: str) -> Path:
+    path = tmp_path / f"{name}.py"
+    path.write_text(HEAD + body)
+    return path
+
+
+def check(path: Path, **options) -> Verdict:
+    return check_file(EXERCISE, path, patience=options.pop("patience", 2.0), **options)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_mistakes_are_told_plainly(name, tmp_path):
+    body, kind, fragment = WRONG[name]
+    found = check(write(tmp_path, name, body), patience=1.0 if name == "hang" else 2.0)
+    assert found.kind == kind, found.text
+    assert fragment in " ".join(found.text.split()), found.text
+    assert "rank_side.py" not in found.text
+
+
+def test_a_hang_shows_the_students_lines(tmp_path):
+    found = check(write(tmp_path, "stuck", WRONG["hang"][0]), patience=0.6)
+    assert "rank 0 is at stuck.py:8, in ring_sum:  dist.all_reduce(value)" in found.text
+    assert "rank 1 is at stuck.py:10, in ring_sum:  dist.recv(value, src=0)" in found.text
+
+
+def test_an_endless_loop_is_found_at_its_line(tmp_path):
+    found = check(write(tmp_path, "loop", "    while True:\n        pass\n"), patience=0.6)
+    assert found.kind in (verdict.HANG, verdict.TIMEOUT)
+    assert "loop.py:7, in ring_sum" in found.text or "loop.py:8, in ring_sum" in found.text
+
+
+def test_right_code_passes_and_says_what_it_achieved(tmp_path):
+    found = check(write(tmp_path, "right", RIGHT))
+    assert found.has_passed
+    assert [dict(one) for one in found.achieved] == [
+        {"case": "1 values", "values summed": "2"},
+        {"case": "4 values", "values summed": "8"},
+    ]
+    text = render(found, "ex00")
+    assert "All public checks passed" in text and "4 values: values summed 8" in text
+    assert check(write(tmp_path, "right", RIGHT), seed=3).achieved[0]["case"] == "4 values"
+
+
+def test_the_control_run_fails_whatever_the_file_does(tmp_path):
+    assert check(write(tmp_path, "right", RIGHT), control=True).kind == verdict.UNWRITTEN
+
+
+def test_what_is_printed_is_shown_and_a_flood_is_cut(tmp_path):
+    body = f"    print('here', flush=True)\n    print('x' * 3_000_000)\n{RIGHT}"
+    found = check(write(tmp_path, "flood", body))
+    assert found.has_passed
+    assert found.printed[0].startswith("here\n")
+    assert "bytes left out" in found.printed[1] and len(found.printed[1]) < 4000
+    assert all(len(line) < 200 for line in render(found, "ex00").splitlines())
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "fragment"),
+    [
+        ("def ring_sum(value)\n    return 1\n", verdict.SYNTAX, "file.py:1: expected ':'"),
+        ("x = 1\n", verdict.MISSING, "no longer defines `ring_sum`"),
+        ("#" * (1 << 20) + "\n", verdict.MISSING, "has 1048577 bytes"),
+        (None, verdict.MISSING, "does not exist; `minimegatron exercises start ex00`"),
+    ],
+)
+def test_a_file_that_cannot_run_is_told_without_ranks(source, kind, fragment, tmp_path):
+    path = tmp_path / "file.py"
+    if source is not None:
+        path.write_text(source)
+    found = check(path)
+    assert found.kind == kind and fragment in found.text
+    assert found.seconds < 1
+
+
+def test_a_mistake_while_the_file_is_loaded_is_the_students(tmp_path):
+    found = check(write(tmp_path, "early", RIGHT + "\n\nimport nonsense_module\n"))
+    assert found.kind == verdict.RAISED
+    assert "No module named 'nonsense_module'" in found.text and "early.py:12" in found.text
+
+
+def test_the_runner_is_not_fooled_by_what_is_printed_or_returned(tmp_path):
+    """Answers come by a way that ranks do not have, and a dead checker is no pass."""
+    forged = Verdict(verdict.PASSED, "all right").to_json()
+    body = (
+        f"    print({forged!r}, flush=True)\n"
+        "    for number in range(20):\n        try:\n"
+        f"            os.write(number, {(forged + chr(10)).encode()!r})\n"
+        "        except OSError:\n            pass\n    os._exit(0)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{REPOSITORY}"}
+    with Runner(environment=environment) as runner:
+        found = runner.ask(EXERCISE, write(tmp_path, "liar", body), 60, patience=3.0)
+        assert not found.has_passed and found.text != "all right"
+        right = write(tmp_path, "right", RIGHT)
+        replay = tmp_path / "replays" / "right.html"
+        began = time.monotonic()
+        assert runner.ask(EXERCISE, right, 60, patience=3.0, replay=str(replay)).has_passed
+        assert time.monotonic() - began < 20
+        assert not replay.exists(), "this exercise records nothing"
+        runner.process.kill()
+        with pytest.raises(RuntimeError, match="ended without an answer"):
+            runner.ask(EXERCISE, right, 10)
+
+
+def torchrun(path: Path, nprocs: int) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nprocs), path],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=path.parent,
+    )
+
+
+def test_plain_torchrun_says_the_same(tmp_path):
+    """On two ranks of a real exercise's size it is slow; the small one has the same path."""
+    tail = (
+        "\n\nif __name__ == '__main__':\n"
+        "    from minimegatron.exercises import torchrun\n"
+        "    from tests.exercises.sample.ex00_ring import EXERCISE\n"
+        "    torchrun.exercise_of = lambda path: EXERCISE\n"
+        "    from minimegatron.exercises.check import main\n\n    main(__file__)\n"
+    )
+    path = write(tmp_path, "ex00_ring", WRONG["half"][0] + tail)
+    done = torchrun(path, 2)
+    assert done.returncode == 1
+    assert "[--] ex00_ring: Not right yet" in done.stdout
+    assert "1 / world (1/2): the sum over ranks is missing" in done.stdout
+    path.write_text(path.read_text().replace("value / 2", "value"))
+    done = torchrun(path, 2)
+    assert done.returncode == 0, done.stderr
+    assert "[ok] ex00_ring: All public checks passed" in done.stdout
+    assert done.stdout.count("[ok]") == 1
