@@ -138,7 +138,8 @@ draw("tp-dp-pp")
 # ## Why this order
 #
 # Inside a machine, GPUs are joined by links much faster than those between machines. So the groups
-# that talk most should not cross. Count the groups that do, for two orders of the same sizes. Predict first: which kind of group crosses when pp changes fastest?
+# that talk most should not cross. Count the groups that do, for two orders of the same sizes.
+# Predict first: which kind of group crosses when pp changes fastest?
 
 
 # %%
@@ -188,8 +189,9 @@ members = {kind: parallel_state.get_global_ranks(kind) for kind in ("tp", "dp", 
 members
 
 # %% [markdown]
-# The same arithmetic, now with processes behind it. Does a group reach its members and nobody else? Let every rank add up the numbers of those it can reach: an *all-reduce*, after
-# which every member of the group holds the sum.
+# The same arithmetic, now with processes behind it. Does a group reach its members and nobody else?
+# Let every rank add up the numbers of those it can reach: an *all-reduce*, after which every member
+# of the group holds the sum.
 #
 # Predict rank 2's two sums.
 

@@ -1,0 +1,268 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 06 A real 1F1B step, traced
+#
+# **The question.** A pipeline of four stages is idle for more than a quarter of its time. When,
+# where, and who is waited for?
+#
+# The last notebook drew the plan. Here Megatron's own function, `forward_backward_func`, runs a
+# step on four real ranks, with every call recorded: `forward_step`, `backward_step`, each message,
+# each wait.
+
+# %%
+# %matplotlib inline
+import time
+from fractions import Fraction
+
+import matplotlib.pyplot as plt
+import torch.distributed as dist
+
+from minimegatron import launch, pace, trace
+from minimegatron.planner.plan import plan
+from minimegatron.planner.simulator import Costs, simulate
+from minimegatron.tiny_gpt import TinyGPT, where_it_runs
+
+STAGES, MICROBATCHES = 4, 8
+
+# %% [markdown]
+# ## Predict
+#
+# Four stages, eight microbatches; a backward takes twice as long as a forward.
+#
+# 1. Which share of all time is idle? (The formula of the last notebook: (p − 1)/(M + p − 1).)
+# 2. Which stage is idle longest?
+# 3. Stage 0 is never short of input. Does it wait at all, and if so, for what?
+# 4. Suppose that stage 2 is twice as slow in its forwards as the others. Which stage is idle least?
+#
+# ## The run
+#
+# `trace()` records what runs inside. `pace(20, 40)` pads forwards to 20 ms and backwards to 40 ms,
+# so that four ranks on a small machine do not mainly wait for a processor; everything else is real.
+
+
+# %%
+def run(slow_stage=None):
+    """In each rank: one step, traced. A slow stage's forwards take twice as long."""
+    gpt = TinyGPT(pp=STAGES, num_layers=STAGES)
+
+    def slower_forward_step(data_iterator, model):
+        time.sleep(0.040)
+        return gpt.forward_step(data_iterator, model)
+
+    is_slow = gpt.groups.pp.rank() == slow_stage
+    gpt.step(1)  # what is made on first use is made now
+    with trace() as recorded, pace(20, 40):
+        gpt.step(MICROBATCHES, forward_step_func=slower_forward_step if is_slow else None)
+    return (recorded, where_it_runs()) if dist.get_rank() == 0 else None
+
+
+recorded, where = launch(run, STAGES)[0]
+print(where)
+recorded.plot(plan=True)
+
+# %% [markdown]
+# A row per stage: blue is forward, orange is backward, numbers are microbatches. Hatched: nothing was
+# computed. The thin strips are the plan. (On a busy machine the run is ragged where the plan is not.)
+#
+# Was it really the plan's order? Every action of every stage, messages too, is compared:
+
+# %%
+step = recorded.step(0)
+assert recorded.compare_with_plan() == []
+for stage in range(STAGES):
+    work = [step.events[stage][index].name for index in step.work(stage)]
+    assert work.count("forward-compute") == work.count("backward-compute") == MICROBATCHES
+print(sum(len(step.actions(stage)) for stage in range(STAGES)), "actions, all as planned")
+
+# %% [markdown]
+# ## One microbatch, call by call
+#
+# Microbatch 0 on stage 0. Indented lines are calls within calls; on the right stands the line of
+# source. `send_forward_recv_backward` is where Megatron's 1F1B spends its waiting.
+
+# %%
+print(recorded.tree(rank=0, step=0, microbatch=0, depth=3))
+
+# %% [markdown]
+# ## Find the bubble
+#
+# First on paper, where the numbers are exact. Of each stage: how long is it idle before its first
+# action, in between, and after its last?
+
+
+# %%
+def idle(gaps, begin):
+    """Time that a stage computes nothing: before its first action, in between, after its last."""
+    parts = [0, 0, 0]
+    for gap in gaps:
+        part = 2 if gap.before is None else 0 if gap.start == begin else 1
+        parts[part] += gap.end - gap.start
+    return parts
+
+
+planned = simulate(plan("1f1b", STAGES, MICROBATCHES), Costs(forward=1, backward=2))
+on_paper = [idle(planned.gaps(stage), 0) for stage in range(STAGES)]
+print("in forwards   planned: before, between, after      measured")
+for stage in range(STAGES):
+    measured = [length / 20_000 for length in idle(step.gaps(stage), step.start)]
+    print(
+        f"stage {stage}       ",
+        " ".join(f"{length:5}" for length in on_paper[stage]),
+        " " * 16,
+        " ".join(f"{length:5.1f}" for length in measured),
+    )
+
+assert on_paper == [[0, 9, 0], [1, 6, 2], [2, 3, 4], [3, 0, 6]]
+assert planned.bubble_over_total == Fraction(STAGES - 1, MICROBATCHES + STAGES - 1)
+print(
+    f"bubble: {float(planned.bubble_over_total):.1%} planned, {step.bubble_over_total:.1%} measured"
+)
+
+# %% [markdown]
+# Every stage is idle for the same time, (p − 1) forwards and as many backwards. They only have it at
+# different times: stage 3 waits for its first input and then never again; stage 0 starts at once,
+# and waits in the middle.
+#
+# ## Name who was waited for
+#
+# A gap ends when a message comes. The trace knows which, and who made it, so each long gap has a
+# name. The longest of every stage, from the real run:
+
+# %%
+WORDS = {"forward-compute": "F", "backward-compute": "B"}
+
+
+def name(place):
+    """Such as `B0 of stage 1`, for (stage, index of an event)."""
+    event = step.event(place)
+    return f"{WORDS[event.name]}{event.action.microbatch} of stage {place[0]}"
+
+
+for stage in range(STAGES):
+    waits = [gap for gap in step.gaps(stage) if gap.before is not None and gap.waits_for]
+    gap = max(waits, key=lambda gap: gap.length)
+    print(
+        f"{gap.length / 1e3:5.0f} ms before {name((stage, gap.before))}: waited for "
+        f"{name(gap.waits_for)}"
+    )
+
+# %% [markdown]
+# Stage 0 waits for stage 1, but is stage 1 to blame? It waited itself. Follow the chain: an action
+# starts when the stage's action before it has ended *and* the message that it needs is there. Whichever
+# of the two came last is what it really waited for. From there, ask again.
+
+# %%
+made_by = {step.user(message): step.maker(message) for message in step.transfers}
+
+
+def waited_for(place):
+    """The (stage, index) whose end let this action start; None at the very beginning."""
+    stage, index = place
+    work = step.work(stage)
+    earlier = [(stage, work[work.index(index) - 1])] if index != work[0] else []
+    needed = [made_by[place]] if place in made_by else []
+    return max(earlier + needed, key=lambda one: step.event(one).end, default=None)
+
+
+def chain(place):
+    """From the beginning of the step up to `place`, each action the cause of the next."""
+    causes = []
+    while place is not None:
+        causes.append(name(place))
+        place = waited_for(place)
+    return causes[::-1]
+
+
+first_backward = next((0, i) for i in step.work(0) if step.events[0][i].name == "backward-compute")
+print(*chain(first_backward), sep="\n")
+
+# %%
+assert chain(first_backward) == [
+    *(f"F0 of stage {stage}" for stage in range(STAGES)),
+    *(f"B0 of stage {stage}" for stage in reversed(range(STAGES))),
+]
+last = max((0, index) for index in step.work(0))
+path = chain(last)
+assert path[0] == "F0 of stage 0" and path[-1] == f"B{MICROBATCHES - 1} of stage 0"
+print(f"the chain that makes the step as long as it is has {len(path)} of its {4 * 2 * 8} actions")
+
+# %% [markdown]
+# Nobody is to blame. Microbatch 0 has to go all the way to the loss and back before stage 0 can do
+# its first backward, and stage 0 may not run more than p − 1 forwards ahead. The gap in the middle
+# is that round trip.
+#
+# ## And if somebody *is* to blame?
+#
+# Stage 2's forwards take twice as long. Question 4 was: which stage is idle least? First on paper,
+# then for real.
+
+# %%
+slow = simulate(plan("1f1b", STAGES, MICROBATCHES), Costs(forward=[1, 1, 2, 1], backward=2))
+total_idle = [sum(idle(slow.gaps(stage), 0)) for stage in range(STAGES)]
+print("idle, in forwards:", total_idle, "of", slow.makespan)
+assert min(range(STAGES), key=total_idle.__getitem__) == 2
+
+with_slow_stage = launch(run, STAGES, 2)[0][0]
+assert with_slow_stage.compare_with_plan() == []
+
+
+# %%
+def waiting(step):
+    """[stage][for which stage]: milliseconds."""
+    table = [[0.0] * STAGES for _ in range(STAGES)]
+    for stage in range(STAGES):
+        for gap in step.gaps(stage):
+            if gap.before is not None and gap.waits_for is not None:
+                table[stage][gap.waits_for[0]] += (gap.waiting + gap.transfer) / 1e3
+    return table
+
+
+tables = {"all alike": waiting(step), "stage 2 slow": waiting(with_slow_stage.step(0))}
+limit = max(max(map(max, table)) for table in tables.values())
+figure, panels = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+for panel, (title, table) in zip(panels, tables.items(), strict=True):
+    panel.imshow(table, cmap="Blues", vmin=0, vmax=limit)
+    for row, lengths in enumerate(table):
+        for column, length in enumerate(lengths):
+            colour = "white" if length > limit / 2 else "black"
+            if length:
+                panel.annotate(
+                    f"{length:.0f}", (column, row), ha="center", va="center", color=colour
+                )
+    panel.set(
+        title=f"{title}: ms of waiting", xlabel="for stage", ylabel="stage", xticks=range(STAGES)
+    )
+    panel.set_yticks(range(STAGES))
+plt.show()
+
+# %% [markdown]
+# A stage only ever waits for its neighbours: it knows nobody else. But the column of the slow stage
+# has grown, and the slow stage itself waits least of all. That is how to find it in a real job: do
+# not look for who waits, look for who does not.
+#
+# ## Change it
+#
+# * Take `pace(20, 40)` away. What is the bubble now, and whose fault are the ragged edges on your
+#   machine? (`print(recorded.report())` has a line for every gap.)
+# * `MICROBATCHES = 32`. Predict the bubble and the length of the gap before stage 0's first backward.
+#   Which of the two changes?
+# * `recorded.to_html("step.html")` writes the whole run into one page: click on a gap, and on the call
+#   that ends it. `recorded.to_chrome("step.json")` is for Perfetto.
+#
+# ## Where next
+#
+# * The function that ran, line by line: [1F1B](../docs/tour/one-f-one-b.md).
+# * Exercises `ex06_one_f_one_b` and `ex07_freed_outputs` (`minimegatron exercises start ex06`).
+# * [The next notebook](07_interleaving.ipynb) makes the round trip shorter.
