@@ -7,7 +7,7 @@ Initial weights depend on names only and microbatches on their number in the glo
 way of cutting the step must give the gradients that one process gets (`one_process`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -202,13 +202,17 @@ class GptStep:
             pg_collection=self.groups,
         )
 
-    def forward_backward(self) -> list[dict[str, torch.Tensor]]:
-        """Forward, backward and finalize, as `train_step` does it; returns the loss reports."""
+    def forward_backward(self, function: Callable | None = None) -> list[dict[str, torch.Tensor]]:
+        """Forward, backward and finalize, as `train_step` does it; returns the loss reports.
+
+        `function` is another schedule than the one that `get_forward_backward_func` chooses.
+        """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        is_cut = self.case.pp > 1
-        function = get_forward_backward_func() if is_cut else forward_backward_no_pipelining
+        if function is None:
+            is_cut = self.case.pp > 1
+            function = get_forward_backward_func() if is_cut else forward_backward_no_pipelining
         return function(
             forward_step_func=forward_step_func,
             data_iterator=[iter(self.data) for _ in self.chunks],

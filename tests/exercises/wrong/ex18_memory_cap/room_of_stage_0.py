@@ -1,0 +1,12 @@
+"""Stage 0 holds one, stages behind it want two before they begin with a backward.
+
+Expected: deadlock: rank
+"""
+
+from minimegatron.exercises.bench_schedule import with_messages
+
+
+def schedule(stage, caps):
+    M = stage.num_microbatches
+    num_warmup = 0 if stage.pp_rank == 0 else min(caps[stage.pp_rank] - 1, M)
+    yield from with_messages(stage, "F" * num_warmup + "FB" * (M - num_warmup) + "B" * num_warmup)
