@@ -1,32 +1,26 @@
 """Times several implementations of one pipeline in the same processes, taking turns.
 
-Called by: `step_time`, `paced`. Calls: `peers` for one step of each, `stages` for what they compute.
-
-Rules: one thread per rank; all implementations run in the same ranks; each repetition runs every
-one of them once, starting with another one each time; medians. All ranks start a step at an agreed
-instant, and the step ends when its last rank is done.
+Called by: `step_time`, `paced`. Calls: `peers` for one step of each, `stages` for what they compute,
+`turns`. One thread per rank; all implementations run in the same ranks.
 """
 
-import argparse
-import gc
-import json
 import multiprocessing
 import os
-import platform
-import statistics
-import sys
 import tempfile
-import time
 import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks import peers
+from tests.benchmarks import peers, results
+from tests.benchmarks.results import LOST, TIED, WON, noise_of, verdict
 from tests.benchmarks.stages import Case, build_chunk, build_inputs, loss_of
+from tests.benchmarks.turns import Times, take_turns
 
 IDEAL = "compute only"
-_HEAD_START_SECONDS = 0.005
 
 
 def _build_compute_only(case: Case, chunks, inputs):
@@ -46,16 +40,6 @@ def _build_compute_only(case: Case, chunks, inputs):
         return []
 
     return step
-
-
-def _timed(step) -> tuple[float, list[torch.Tensor]]:
-    """Seconds from the agreed start to this rank's end."""
-    start = torch.tensor([time.perf_counter() + _HEAD_START_SECONDS], dtype=torch.float64)
-    dist.broadcast(start, 0)
-    dist.barrier()
-    time.sleep(max(0.0, start.item() - time.perf_counter()))
-    losses = step()
-    return time.perf_counter() - start.item(), losses
 
 
 def _fingerprint(chunks, losses) -> list[float]:
@@ -105,32 +89,28 @@ def _clear(chunks) -> None:
         chunk.zero_grad(set_to_none=False)
 
 
-def _measure_case(case: Case, names: list[str], repetitions: int) -> dict:
-    steps, skipped, chunks = _prepare(case, names)
-    gc.collect()
-    gc.freeze()
-    order = list(steps)
-    seconds: dict[str, list[float]] = {name: [] for name in order}
-    for repetition in range(repetitions):
-        turn = repetition % len(order)
-        for name in order[turn:] + order[:turn]:
-            _clear(chunks)
-            seconds[name].append(_timed(steps[name])[0])
-    everyone: list = [None] * case.num_stages
-    dist.all_gather_object(everyone, seconds)
-    slowest = {
-        name: [max(ranks) for ranks in zip(*(rank[name] for rank in everyone), strict=True)]
-        for name in order
-    }
-    return {"case": case, "seconds": slowest, "skipped": skipped}
+@dataclass(frozen=True)
+class Job:
+    """A case, and how to time it."""
+
+    case: Case
+    names: list[str]
+    repetitions: int
 
 
-def _rank_main(rank: int, size: int, store: str, cases, names, repetitions, queue) -> None:
+def _measure_case(job: Job) -> dict:
+    steps, skipped, chunks = _prepare(job.case, job.names)
+    times = take_turns(steps, job.repetitions, partial(_clear, chunks))
+    return {"case": job.case, "times": times, "skipped": skipped}
+
+
+def _rank_main(rank: int, store: str, jobs: list[Job], queue) -> None:
     torch.set_num_threads(1)
+    size = jobs[0].case.num_stages
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-        for case in cases:
-            result = _measure_case(case, names, repetitions)
+        for job in jobs:
+            result = _measure_case(job)
             if rank == 0:
                 queue.put(result)
         dist.destroy_process_group()
@@ -141,23 +121,21 @@ def _rank_main(rank: int, size: int, store: str, cases, names, repetitions, queu
         os._exit(1)
 
 
-def measure(cases: list[Case], names: list[str], repetitions: int):
-    """Yields one result per case; all cases must have the same number of stages."""
+def measure(jobs: list[Job]) -> Iterator[dict]:
+    """Yields one result per job; all cases must have the same number of stages."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.benchmarks.preload"])
-    size, queue = cases[0].num_stages, context.Queue()
+    queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ranks = [
-            context.Process(
-                target=_rank_main, args=(rank, size, store, cases, names, repetitions, queue)
-            )
-            for rank in range(size)
+            context.Process(target=_rank_main, args=(rank, store, jobs, queue))
+            for rank in range(jobs[0].case.num_stages)
         ]
         for process in ranks:
             process.start()
         try:
-            for _ in cases:
+            for _ in jobs:
                 result = queue.get(timeout=600)
                 if isinstance(result, str):
                     raise RuntimeError(result)
@@ -172,89 +150,144 @@ def measure(cases: list[Case], names: list[str], repetitions: int):
 
 # -- Reporting --
 
-
-def machine_facts() -> str:
-    """The machine and the versions, in one line."""
-    model = "unknown CPU"
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as lines:
-            model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
-    try:
-        from importlib.metadata import version
-
-        megatron = version("megatron-core")
-    except ImportError:
-        megatron = "not installed"
-    return (
-        f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {megatron}, "
-        f"gloo, one thread per rank, load average at start {os.getloadavg()[0]:.1f}"
-    )
+LEAST_EXCESS = 0.005
+NOTE = (
+    "Noise: the gap between one implementation under two names (ours, ours'), at least the typical "
+    "one of the run. A peer within it of ours is a tie."
+)
+COLUMNS = {
+    "case": ("case", ""),
+    "implementation": ("implementation", ""),
+    "median_ms": ("median ms", ".1f"),
+    "ideal_ms": ("ideal ms", ".1f"),
+    "excess": ("excess", ".1%"),
+    "ratio_to_megatron": ("/ megatron", ".3f"),
+    "noise": ("noise", ".1%"),
+    "ours": ("ours against it", ""),
+}
 
 
-def ideal_seconds(result: dict) -> float:
-    case = result["case"]
+def ideal_seconds(case: Case, times: dict[str, Times]) -> float:
+    """Closed form for paced stages; else what computing took, with fill and drain."""
     if case.is_paced:
         return case.paced_ideal_seconds
-    return statistics.median(result["seconds"][IDEAL]) * case.ideal_factor
+    return times[IDEAL].median * case.ideal_factor
 
 
-def report(result: dict) -> list[dict]:
-    """Prints the table of one case and returns its rows."""
-    case, ideal = result["case"], ideal_seconds(result)
-    medians = {
-        name: statistics.median(times) for name, times in result["seconds"].items() if name != IDEAL
-    }
-    base = medians.get("megatron")
-    print(f"\n{case.label}: ideal {ideal * 1e3:.1f} ms")
-    print(f"  {'implementation':<18} {'median ms':>10} {'min':>9} {'excess':>8} {'/ megatron':>11}")
-    rows = []
-    for name, median in medians.items():
-        row = {
+def rows_of(result: dict) -> list[dict]:
+    """One row per implementation. Those of `ours'` give the noise of the case, not a competitor."""
+    case, times = result["case"], result["times"]
+    ideal = ideal_seconds(case, times)
+    base = min((t.median for n, t in times.items() if family(n) == "megatron"), default=None)
+    return [
+        {
             "case": case.label,
             "implementation": name,
+            "median_ms": measured.median * 1e3,
+            "min_ms": min(measured.wall) * 1e3,
             "ideal_ms": ideal * 1e3,
-            "median_ms": median * 1e3,
-            "min_ms": min(result["seconds"][name]) * 1e3,
-            "excess": median / ideal - 1,
-            "ratio_to_megatron": median / base if base else None,
-            "repetitions": len(result["seconds"][name]),
+            "excess": measured.median / ideal - 1,
+            "ratio_to_megatron": None if base is None else measured.median / base,
+            "repetitions": len(measured.wall),
         }
-        ratio = f"{row['ratio_to_megatron']:11.3f}" if base else f"{'-':>11}"
-        print(
-            f"  {name:<18} {row['median_ms']:10.1f} {row['min_ms']:9.1f} "
-            f"{100 * row['excess']:7.1f}% {ratio}"
-        )
-        rows.append(row)
-    for name, reason in result["skipped"].items():
-        print(f"  {name:<18} skipped: {reason}")
-    sys.stdout.flush()
-    return rows
+        for name, measured in times.items()
+        if name != IDEAL
+    ]
 
 
-def benchmark_main(description: str, cases: list[Case], default_names: str, repetitions: int):
+def family(name: str) -> str:
+    """
+    >>> family("megatron-flush"), family("ours'")
+    ('megatron', 'ours')
+    """
+    return name.rstrip("'").partition("-")[0]
+
+
+def judge(rows_by_case: list[list[dict]]) -> None:
+    """Adds to every row the noise of its case, and to a peer's row how ours did against it."""
+    gaps = [_gap_of(rows) for rows in rows_by_case]
+    for rows, own_gap in zip(rows_by_case, gaps, strict=True):
+        ours, noise = ours_of(rows), noise_of(own_gap, gaps)
+        for row in rows:
+            row["noise"] = noise
+            if family(row["implementation"]) != "ours":
+                row["ours"] = verdict(ours["median_ms"], row["median_ms"], noise)
+
+
+def ours_of(rows: list[dict]) -> dict:
+    """The row of ours, as training would send its messages: with interleaving, overlapped."""
+    by_name = {row["implementation"]: row for row in rows}
+    return by_name.get("ours-overlap") or by_name["ours"]
+
+
+def _gap_of(rows: list[dict]) -> float:
+    """Between ours under its two names; the relative gap of the medians."""
+    ours = ours_of(rows)
+    again = [row for row in rows if row["implementation"] == ours["implementation"] + "'"]
+    return abs(ours["median_ms"] / again[0]["median_ms"] - 1) if again else 0.0
+
+
+def excess_ratio(rows: list[dict]) -> float | None:
+    """Ours / megatron's in the best of its ways; None where megatron did not run.
+
+    An excess below `LEAST_EXCESS`, which may even be negative, counts as that much.
+    """
+    theirs = [row["excess"] for row in rows if family(row["implementation"]) == "megatron"]
+    if not theirs:
+        return None
+    return max(ours_of(rows)["excess"], LEAST_EXCESS) / max(min(theirs), LEAST_EXCESS)
+
+
+def score(rows: list[dict]) -> dict[str, int]:
+    """How often ours won, tied and lost, over peers and cases."""
+    verdicts = [row["ours"] for row in rows if "ours" in row]
+    return {word: verdicts.count(word) for word in (WON, TIED, LOST)}
+
+
+def default_names(case: Case) -> list[str]:
+    """Interleaving as training would choose it, against every way that megatron has."""
+    if case.num_chunks == 1:
+        return ["ours", "ours'", "megatron", "torch", "minimal"]
+    ways = ["megatron", "megatron-overlap", "megatron-flush"]
+    return ["ours-overlap", "ours-overlap'", *ways, "torch"]
+
+
+def benchmark_main(
+    name: str, doc: str, cases: list[Case], repetitions: Callable[[Case], int], argv=None
+) -> int:
     """The command line shared by the pipeline benchmarks."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--implementations", default=default_names, help="separated by commas")
-    parser.add_argument("--repetitions", type=int, default=repetitions)
-    parser.add_argument("--only", default="", help="cases whose label contains this text")
-    parser.add_argument("--stages", type=int, nargs="*", help="only these numbers of stages")
-    parser.add_argument("--json", help="also write the rows to this file")
-    options = parser.parse_args()
-    names = options.implementations.split(",")
-    cases = [
-        case
+    arguments = results.parser(doc)
+    arguments.add_argument("--implementations", help="separated by commas; else by case")
+    arguments.add_argument("--repetitions", type=int)
+    arguments.add_argument("--only", default="", help="cases whose label contains this text")
+    arguments.add_argument("--stages", type=int, nargs="*", help="only these numbers of stages")
+    report = results.Report(name, doc, arguments, argv)
+    options = report.options
+    if options.quick:
+        cases = [min(cases, key=lambda c: (c.num_stages, c.seq_length, c.forward_seconds))]
+        options.implementations, options.repetitions = "ours,ours',torch", 1
+    jobs = [
+        Job(
+            case,
+            options.implementations.split(",") if options.implementations else default_names(case),
+            options.repetitions or repetitions(case),
+        )
         for case in cases
         if options.only in case.label and case.num_stages in (options.stages or [case.num_stages])
     ]
-    module = sys.modules["__main__"].__spec__.name
-    command = " ".join(["python -m", module, *sys.argv[1:]])
-    print(f"$ {command}\n{machine_facts()}")
-    rows = []
-    for num_stages in dict.fromkeys(case.num_stages for case in cases):
-        group = [case for case in cases if case.num_stages == num_stages]
-        for result in measure(group, names, options.repetitions):
-            rows += report(result)
-    if options.json:
-        with open(options.json, "w") as out:
-            json.dump({"command": command, "machine": machine_facts(), "rows": rows}, out, indent=1)
+    rows_by_case = []
+    for num_stages in dict.fromkeys(job.case.num_stages for job in jobs):
+        for result in measure([job for job in jobs if job.case.num_stages == num_stages]):
+            rows_by_case.append(rows_of(result))
+            for row in rows_by_case[-1]:
+                words = f"{row['median_ms']:10.1f} ms {row['excess']:8.1%}"
+                print(f"  {row['case']:<28} {row['implementation']:<18} {words}", flush=True)
+            for skipped, reason in result["skipped"].items():
+                print(f"  {result['case'].label:<28} {skipped:<18} skipped: {reason}", flush=True)
+    judge(rows_by_case)
+    rows = [row for rows in rows_by_case for row in rows]
+    report.table("Excess over the ideal", COLUMNS, rows, NOTE)
+    counts = score(rows)
+    words = ", ".join(f"{count} {word}" for word, count in counts.items())
+    report.claim("no peer is faster, beyond the noise", words, counts[LOST] == 0)
+    return report.finish()

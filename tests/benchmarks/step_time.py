@@ -9,6 +9,8 @@ communication, times (M v + p - 1) / (M v). With more ranks than cores, ranks th
 core to the others, so that an excess below zero is possible.
 """
 
+import sys
+
 from tests.benchmarks.measure import benchmark_main
 from tests.benchmarks.stages import Case
 
@@ -20,5 +22,11 @@ CASES = [
     for size, shape in _SHAPES.items()
 ]
 
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    return benchmark_main("step_time", __doc__, CASES, lambda case: 15, argv)
+
+
 if __name__ == "__main__":
-    benchmark_main(__doc__.splitlines()[0], CASES, "ours,ours',megatron,torch,minimal", 15)
+    sys.exit(main())
