@@ -95,11 +95,13 @@ class LiveRanks:
         )
 
     def __repr__(self) -> str:
-        return f"<{self.num_ranks} live ranks, {self.backend}>"
+        state = ", stopped" if self._is_stopped else ""
+        return f"<{self.num_ranks} live ranks, {self.backend}{state}>"
 
     # -- Start and end --
 
     def _start(self) -> None:
+        self._is_stopped = False
         with contextlib.ExitStack() as opened:
             self._folder = make_folder("minimegatron-live-")
             opened.callback(remove_folder, self._folder)
@@ -139,6 +141,7 @@ class LiveRanks:
     def stop(self) -> None:
         """Ends the ranks and all that belongs to them. May be repeated."""
         self._open.close()
+        self._is_stopped = True
         atexit.unregister(self.stop)
 
     def restart(self) -> None:
@@ -223,7 +226,11 @@ class LiveRanks:
         return None
 
     def _check_alive(self) -> None:
-        """Raises RankError if a rank has died since; fresh ones are there then."""
+        """Raises CellError if a rank has died since; fresh ones are there then."""
+        if self._is_stopped:
+            raise ValueError(
+                f"these ranks were stopped; run live_ranks({self.num_ranks}) for fresh ones"
+            )
         try:
             self._processes.check()
         except launcher.RankError as error:

@@ -1,0 +1,259 @@
+"""Live ranks in a real kernel: what is shown, and that no process outlives its cell, or the kernel."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+from minimegatron.notebook import LiveRanks
+from tests.test_launcher import wait_until_gone
+
+START = "from minimegatron.notebook import live_ranks; ranks = live_ranks({})"
+
+
+class Notebook:
+    """A kernel, and what cells show in it."""
+
+    def __init__(self) -> None:
+        self.manager, self.client = start_new_kernel()
+
+    def run(self, code: str) -> str:
+        """Everything that a cell shows, an error's traceback included, without colours."""
+        shown: list[str] = []
+
+        def note(message: dict) -> None:
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                shown.append(content["text"])
+            elif message["msg_type"] == "error":
+                shown.append("\n".join(content["traceback"]) + "\n")
+            elif message["msg_type"] in ("execute_result", "display_data"):
+                shown.append(content["data"].get("text/html", content["data"]["text/plain"]) + "\n")
+
+        self.client.execute_interactive(code, timeout=120, output_hook=note)
+        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(shown))
+
+    def interrupted(self, code: str, begun: Path) -> str:
+        """The same, interrupted as soon as the cell has made the file `begun`."""
+
+        def interrupt() -> None:
+            while not begun.exists():
+                time.sleep(0.02)
+            time.sleep(0.2)
+            self.manager.interrupt_kernel()
+
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
+        shown = self.run(code)
+        thread.join()
+        return shown
+
+    def start(self, num_ranks: int) -> str:
+        """Live ranks, unless there are that many already."""
+        there = self.run("ranks")
+        if re.fullmatch(rf"<{num_ranks} live ranks, \w+>\n", there):
+            return there
+        return self.run(START.format(num_ranks))
+
+    @property
+    def pid(self) -> int:
+        return self.manager.provisioner.pid
+
+    def descendants(self) -> list[int]:
+        """All processes that the kernel has started, and theirs."""
+        parents = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+            except FileNotFoundError:
+                continue
+        found = [self.pid]
+        for pid in found:
+            found += [child for child, parent in parents.items() if parent == pid]
+        return found[1:]
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    # Temporary folders of its own: what is left there is the kernel's.
+    folder = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        notebook = Notebook()
+    notebook.folder = folder
+    yield notebook
+    notebook.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def notebook(kernel: Notebook) -> Notebook:
+    """With four live ranks."""
+    shown = kernel.start(4)
+    assert "4" in shown, shown
+    return kernel
+
+
+def four(text: str) -> str:
+    return "".join(f"rank {rank} | {text}\n" for rank in range(4))
+
+
+def test_it_says_what_it_runs_on(notebook):
+    shown = notebook.run("ranks.stop(); ranks = live_ranks(4)")
+    assert re.fullmatch(r"4 live ranks, (gloo|nccl), on .*GPUs.*; started in [\d.]+ s\n", shown)
+
+
+def test_output_is_labelled_and_in_the_order_of_ranks(notebook):
+    late_first = "import time\ntime.sleep(0.3 * (rank == 0))\nprint('one')\nprint('two')\nrank * 10"
+    shown = notebook.run(f"%%px\n{late_first}")
+    assert shown == "".join(
+        f"rank {rank} | one\nrank {rank} | two\nrank {rank} | {10 * rank}\n" for rank in range(4)
+    )
+
+
+def test_ranks_communicate_and_keep_their_variables(notebook):
+    notebook.run("%%px\nx = torch.full((2,), float(rank), device=device)")
+    notebook.run("%px dist.all_reduce(x)")
+    assert notebook.run("%px x.tolist()") == four("[6.0, 6.0]")
+    assert notebook.run("[x.tolist() for x in ranks['x / 2']]") == f"{[[3.0, 3.0]] * 4}\n"
+    notebook.run("import torch; ranks.push(y={'a': torch.ones(1)})")
+    assert notebook.run("%px y['a'].device == device") == four("True")
+
+
+def test_a_cell_may_run_on_some_ranks(notebook):
+    assert notebook.run("%%px 2, 0\nrank") == "rank 0 | 0\nrank 2 | 2\n"
+    assert "there is no rank 7; ranks are 0 to 3" in notebook.run("%%px 7\nrank")
+    assert "%%px rank 2: give the numbers of ranks" in notebook.run("%%px rank 2\nrank")
+
+
+def test_rich_output_stays_rich(notebook):
+    shown = notebook.run("%%px 1\nfrom IPython.display import HTML\nHTML('<b>x</b>')")
+    assert shown == "rank 1 |\n<b>x</b>\n"
+
+
+def test_a_failing_rank_shows_its_traceback_and_all_stay_usable(notebook):
+    notebook.run("%px kept = 5")
+    before = notebook.descendants()
+    shown = notebook.run("%%px\nprint('before')\nif rank == 2:\n    raise KeyError('trouble')")
+    assert shown.startswith(four("before"))
+    assert "--- rank 2 ---" in shown and "raise KeyError('trouble')" in shown
+    assert shown.count("Traceback") == 1 and "live_ranks.py" not in shown
+    assert notebook.run("%px kept") == four("5")
+    assert notebook.descendants() == before
+
+
+def test_the_same_error_on_all_ranks_is_shown_once(notebook):
+    shown = notebook.run("%px nonsense")
+    assert "--- ranks 0, 1, 2, 3 ---" in shown and shown.count("name 'nonsense'") == 1
+
+
+def test_ranks_that_wait_for_a_failed_one_are_named_and_replaced(notebook):
+    before = notebook.descendants()
+    shown = notebook.run("%%px\nif rank == 1:\n    raise KeyError('trouble')\ndist.barrier()")
+    assert "--- rank 1 ---" in shown and "KeyError: 'trouble'" in shown
+    assert "Rank 1 has raised an exception" in shown
+    assert "rank 3 stands in line 3: dist.barrier()" in shown
+    assert "Fresh ranks have taken their place" in shown
+    assert notebook.run("%px dist.barrier()\n") == ""
+    assert len(set(notebook.descendants()) & set(before)) <= 2  # the server and the tracker
+
+
+def test_a_deadlock_is_explained(notebook):
+    notebook.run("ranks.hang_timeout = 1")
+    shown = notebook.run("%%px 0,1\ndist.recv(torch.empty(1), src=1 - rank)")
+    assert "Ranks 0 and 1 wait for each other in a circle" in shown
+    assert notebook.run("%px rank") == "".join(f"rank {r} | {r}\n" for r in range(4))
+
+
+def test_a_slow_cell_is_left_alone(notebook):
+    notebook.run("ranks.hang_timeout = 0.3")
+    shown = notebook.run("%%px\nimport time\nif rank == 0: time.sleep(1.5)\ndist.barrier()\nrank")
+    notebook.run("ranks.hang_timeout = 5")
+    assert shown == "".join(f"rank {rank} | {rank}\n" for rank in range(4))
+
+
+def test_a_rank_that_dies_is_named_and_replaced(notebook):
+    shown = notebook.run("%%px 2\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    assert "rank 2 of 4 was killed by SIGKILL" in shown
+    assert notebook.run("%px 1") == four("1")
+
+
+def test_interrupting_a_cell_interrupts_its_ranks(notebook, tmp_path):
+    notebook.run("%px kept = 6")
+    before = notebook.descendants()
+    begun = tmp_path / "begun"
+    cell = f"%%px\nimport time, pathlib\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)"
+    shown = notebook.interrupted(cell, begun)
+    assert "KeyboardInterrupt" in shown and "time.sleep(60)" in shown
+    assert notebook.descendants() == before
+    assert notebook.run("%px kept") == four("6")
+
+
+def test_interrupting_a_stuck_cell_leaves_no_process_behind(notebook, tmp_path):
+    ranks_before = notebook.run("%px import os; os.getpid()")
+    begun = tmp_path / "begun"
+    cell = (
+        f"%%px\nimport pathlib\npathlib.Path({str(begun)!r}).touch()\n"
+        "if rank == 0: dist.recv(torch.empty(1), src=1)"
+    )
+    shown = notebook.interrupted(cell, begun)
+    assert "Rank 0 waits for it" in shown and "Fresh ranks" in shown
+    pids = [int(pid) for pid in re.findall(r"\| (\d+)", ranks_before)]
+    assert len(pids) == 4
+    assert not wait_until_gone(pids)
+    assert notebook.run("%px rank * 0") == four("0")
+
+
+def test_functions_of_a_cell_can_be_launched(notebook):
+    shown = notebook.run(
+        "from minimegatron import launch\n"
+        "class Pair:\n    def __init__(self, x): self.x = x\n"
+        "def double(x): return 2 * x\n"
+        "def fn(pair):\n"
+        "    import torch.distributed as dist\n"
+        "    return Pair(double(pair.x) + dist.get_rank())\n"
+        "found = launch(fn, 2, Pair(10))\n"
+        "[(pair.x, type(pair) is Pair) for pair in found], launch(lambda: 5, 1)"
+    )
+    assert shown == "([(20, True), (21, True)], [5])\n"
+    shown = notebook.run("def fails():\n    raise KeyError('here')\nlaunch(fails, 1)")
+    assert "rank 0 of 1 raised KeyError: 'here'" in shown
+    assert shown.count("    raise KeyError('here')") >= 1
+
+
+def test_stopping_leaves_nothing(notebook):
+    assert notebook.run("ranks.stop()") == ""
+    # What is left belongs to the kernel: the server that ranks are forked from, and the tracker of
+    # shared memory that Python gives it.
+    assert len(notebook.descendants()) <= 2
+    assert not list(notebook.folder.glob("minimegatron-*"))
+    assert notebook.run("ranks.stop()") == ""  # may be repeated
+    assert "these ranks were stopped; run live_ranks(4)" in notebook.run("%px rank")
+
+
+def test_restarting_the_kernel_cleans_up(notebook):
+    left = notebook.descendants()
+    assert len(left) > 6
+    notebook.manager.restart_kernel()
+    notebook.client.wait_for_ready(timeout=60)
+    assert not wait_until_gone(left)
+    assert not list(notebook.folder.glob("minimegatron-*"))
+
+
+def test_killing_the_kernel_cleans_up(kernel):
+    kernel.start(2)
+    left = kernel.descendants()
+    assert len(left) > 4
+    os.kill(kernel.pid, signal.SIGKILL)
+    assert not wait_until_gone(left)
+    assert not list(kernel.folder.glob("minimegatron-*"))
+
+
+def test_what_cannot_be_started_is_refused():
+    with pytest.raises(ValueError, match="num_ranks is 0; give 1 rank or more"):
+        LiveRanks(0)
