@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from minimegatron import launcher
 from minimegatron.launcher import RankError, RankProcesses, RankTimeout, launch
 from tests.ranks import run_ranks
 
@@ -186,8 +188,39 @@ def test_killing_the_caller_ends_its_ranks(tmp_path):
     assert not list((tmp_path / "temporary").glob("minimegatron-ranks-*"))
 
 
-def test_what_cannot_be_launched_is_refused():
+def test_closures_and_lambdas_go_by_value():
+    factor = torch.tensor([2.0])
+
+    class Local:
+        def __init__(self, value):
+            self.value = value
+
+    def scale(x):
+        return Local(factor * x * (dist.get_rank() + 1))
+
+    results = run_ranks(scale, 2, torch.ones(1))
+    assert [type(result) is Local for result in results] == [True, True]
+    assert [result.value.item() for result in results] == [2.0, 4.0]
+    assert run_ranks(lambda: dist.get_world_size(), 2) == [2, 2]
+
+
+def test_check_reports_a_failure_at_once_and_nothing_else(tmp_path):
+    options = {"backend": "gloo", "device": "cpu", "folder": tmp_path / "own"}
+    (tmp_path / "own").mkdir()
+    with RankProcesses(raise_on, 2, 1, **options) as ranks:
+        with pytest.raises(RankError, match="rank 1 of 2 raised KeyError"):
+            for _ in range(600):
+                ranks.check()
+                time.sleep(0.1)
+        assert ranks.unfinished() == [0]
+    assert not (tmp_path / "own").exists()
+
+
+def test_what_cannot_be_launched_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="nprocs is 0; give 1 rank or more"):
         launch(report, 0)
-    with pytest.raises(ValueError, match="at the top level of a module"):
+    with pytest.raises(ValueError, match="make what cannot be sent inside the function"):
+        launch(report, 1, threading.Lock())
+    monkeypatch.setattr(launcher, "cloudpickle", None)
+    with pytest.raises(ValueError, match="minimegatron.notebooks.*at the top level of a module"):
         launch(lambda: None, 1)
