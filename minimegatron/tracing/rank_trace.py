@@ -36,7 +36,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from minimegatron.planner.actions import Event, timeline_from_json, timeline_to_json
+from minimegatron.planner.actions import (
+    SCHEMA_VERSION,
+    Event,
+    timeline_from_json,
+    timeline_to_json,
+)
+from minimegatron.tracing.recording_shape import check_recording
 
 AXES = ("pp", "tp", "dp", "cp")
 
@@ -191,8 +197,11 @@ def load_ranks(directory: str | os.PathLike) -> list[RankTrace]:
 
 def _load_rank(path: Path) -> RankTrace:
     try:
-        return RankTrace.from_json(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError) as error:
+        data = json.loads(path.read_text())
+        if isinstance(data, dict) and "rank" in data and data.get("version") == SCHEMA_VERSION:
+            check_recording(data)
+        return RankTrace.from_json(data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -146,7 +146,7 @@ accepted_and_refused = [0, 0]
 
 
 @given(command_lines())
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, deadline=None)
 def test_works_or_is_refused_in_one_line(case):
     argv, world_size = case
     argv = [word.format(folder=os.getcwd()) for word in argv]

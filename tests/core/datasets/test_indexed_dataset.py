@@ -153,7 +153,7 @@ def test_corrupt_files_are_refused_with_path_and_numbers(tmp_path, name, change,
     assert "\n" not in message
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_damage_to_the_index_is_refused_or_harmless(tmp_path_factory, data) -> None:
     """Nothing but ValueError, and no read outside the file, whatever the bytes are."""

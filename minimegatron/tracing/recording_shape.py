@@ -1,0 +1,202 @@
+"""What a rank's recording must look like, so that nothing that reads one stumbles over it later.
+
+Called by: `rank_trace`, on what a file holds. Calls: `planner`, for names.
+Torch-free. Megatron has no counterpart.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Union
+
+from minimegatron.planner.actions import COMMUNICATE
+from minimegatron.planner.stage import PlanConfig
+
+NUMBER = (int, float)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A JSON object: keys that must be there, keys that may be; others are not looked at."""
+
+    required: dict[str, "Shape"]
+    optional: dict[str, "Shape"]
+
+
+@dataclass(frozen=True)
+class Each:
+    """A JSON object with any keys, whose values all look the same."""
+
+    value: "Shape"
+
+
+Shape = Union[type, tuple, list, Keys, Each]  # noqa: UP007 - it names itself
+"""A type, a choice of types, a list of one shape (any number of them), or an object."""
+
+NOTHING = type(None)
+AXES = dict.fromkeys(("pp", "tp", "dp", "cp"), int)
+MESSAGE = Keys(
+    {"direction": str, "payload": str, "peer": int, "microbatch": int, "chunk": int},
+    {"num_bytes": int},
+)
+CONFIG = Keys(
+    {"schedule": str, "pp_size": int, "num_microbatches": int},
+    {
+        "num_model_chunks": int,
+        "microbatch_group_size_per_vp_stage": (int, NOTHING),
+        "forward_only": bool,
+        "overlap_p2p_comm": bool,
+        "batch_p2p_comm": bool,
+        "message_bytes": int,
+    },
+)
+ATTRIBUTES = Keys(
+    {},
+    {
+        "step": int,
+        "config": CONFIG,
+        "stack": int,
+        "bytes": int,
+        "shape": [int],
+        "dtype": str,
+        "group_size": int,
+        "doing": str,
+        "payload": str,
+        "peer": int,
+        "ordinal": int,
+        "transfer": NUMBER,
+        "host_start": NUMBER,
+        "host_end": NUMBER,
+        "unfinished": bool,
+    },
+)
+EVENT = Keys(
+    {
+        "kind": str,
+        "rank": int,
+        "start": NUMBER,
+        "end": NUMBER,
+        "name": str,
+        "file": str,
+        "line": int,
+    },
+    {
+        "phase": (str, NOTHING),
+        "microbatch": (int, NOTHING),
+        "chunk": (int, NOTHING),
+        "call": (str, NOTHING),
+        "messages": [MESSAGE],
+        "overlap": bool,
+        "wait": NUMBER,
+        "waits_for": [int],
+        "symbol": str,
+        "parent": int,
+        "attributes": ATTRIBUTES,
+    },
+)
+TOGETHER = ({"doing", "payload", "peer", "ordinal"}, {"shape", "dtype"})
+"""Attributes that say something only with each other."""
+CLOCK = Keys(
+    {},
+    {"offset_us": NUMBER, "residual_us": NUMBER, "worst_residual_us": NUMBER, "is_shared": bool},
+)
+PACE = Keys({"forward_ms": NUMBER, "backward_ms": NUMBER}, {})
+ABOUT = Keys(
+    {"rank": int, "world_size": int, "coordinates": Keys(AXES, {}), "sizes": Keys(AXES, {})},
+    {"device": str, "clock": CLOCK, "is_cut": bool},
+)
+RECORDING = Keys(
+    {"rank": ABOUT, "ranks": [[EVENT]]},
+    {"sources": Each(Keys({"name": str, "text": str}, {})), "stacks": [[list]]},
+)
+
+
+def check_recording(data: Any) -> None:
+    """Raises ValueError, naming the first place that is not as `RankTrace.to_json` writes it."""
+    _check(data, RECORDING, "the recording")
+    if data["rank"].get("pace") is not None:
+        _check(data["rank"]["pace"], PACE, "rank.pace")
+    if len(data["ranks"]) != 1:
+        raise ValueError(f"ranks has {len(data['ranks'])} lists of events; a rank's file has one")
+    stacks = data.get("stacks", [])
+    for number, stack in enumerate(stacks):
+        for frame in stack:
+            if [type(part) for part in frame] != [str, int]:
+                raise ValueError(f"stacks.{number} holds {frame!r:.60}, not a source and a line")
+    steps: set[int] = set()
+    for number, event in enumerate(data["ranks"][0]):
+        where = f"ranks.0.{number}"
+        attributes = event.get("attributes", {})
+        _check_index(event.get("parent"), number, f"{where}.parent")
+        _check_index(attributes.get("stack"), len(stacks), f"{where}.attributes.stack")
+        if len(event.get("waits_for", (0, 0))) != 2:
+            raise ValueError(f"{where}.waits_for is no pair of a rank and an index")
+        if event["kind"] == COMMUNICATE and event.get("call") is None:
+            raise ValueError(f"{where} is a communication without a call")
+        _check_together(event, attributes, where)
+        if attributes.get("step") not in {None, *steps}:
+            steps.add(attributes["step"])
+            if "config" not in attributes:
+                raise ValueError(f"{where}.attributes begins a step and has no config")
+        if "config" in attributes:
+            num_events, num_stages = len(data["ranks"][0]), data["rank"]["sizes"]["pp"]
+            config = attributes["config"]
+            _check_config(config, num_stages, num_events, f"{where}.attributes.config")
+
+
+def _check_together(event: dict[str, Any], attributes: dict[str, Any], where: str) -> None:
+    for names in TOGETHER:
+        found = names & attributes.keys()
+        if found and found != names:
+            raise ValueError(f"{where}.attributes lacks {min(names - found)!r}")
+    if event["name"] == "p2p-wait" and "payload" not in attributes:
+        raise ValueError(f"{where}.attributes lacks the payload that was waited for")
+    if "group_size" in attributes and "bytes" not in attributes:
+        raise ValueError(f"{where}.attributes lacks the bytes of a collective")
+
+
+def _check_config(config: dict[str, Any], num_stages: int, num_events: int, where: str) -> None:
+    """A plan is made of it; so it must not ask for more than was recorded."""
+    try:
+        of_plan = PlanConfig(**config)
+    except TypeError as error:
+        raise ValueError(f"{where} is no plan's: {error}") from None
+    if of_plan.pp_size != num_stages:
+        raise ValueError(f"{where} has {of_plan.pp_size} stages, but the rank's pp is {num_stages}")
+    if of_plan.num_microbatches * of_plan.num_model_chunks > num_events:
+        raise ValueError(f"{where} has more microbatches than there are {num_events} events")
+
+
+def _check(value: Any, shape: Shape, where: str) -> None:
+    if isinstance(shape, list):
+        _check_type(value, (list,), where)
+        _check_all(enumerate(value), shape[0], where)
+    elif isinstance(shape, Each):
+        _check_type(value, (dict,), where)
+        _check_all(value.items(), shape.value, where)
+    elif isinstance(shape, Keys):
+        _check_type(value, (dict,), where)
+        missing = [key for key in shape.required if key not in value]
+        if missing:
+            raise ValueError(f"{where} has no {missing[0]!r}")
+        for key, wanted in (shape.required | shape.optional).items():
+            if key in value:
+                _check(value[key], wanted, f"{where}.{key}")
+    else:
+        _check_type(value, shape if isinstance(shape, tuple) else (shape,), where)
+
+
+def _check_all(items: Iterable[tuple[Any, Any]], shape: Shape, where: str) -> None:
+    for key, item in items:
+        _check(item, shape, f"{where}.{key}")
+
+
+def _check_type(value: Any, wanted: tuple[type, ...], where: str) -> None:
+    # True is an int to Python, but not to a reader.
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        names = " or ".join("null" if kind is NOTHING else kind.__name__ for kind in wanted)
+        raise ValueError(f"{where} is {value!r:.60}, not {names}")
+
+
+def _check_index(value: int | None, size: int, where: str) -> None:
+    if value is not None and not 0 <= value < size:
+        raise ValueError(f"{where} is {value}; there are {size}")
