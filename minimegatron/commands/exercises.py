@@ -142,7 +142,7 @@ def _watch(args: argparse.Namespace, folder: StudentFolder) -> int:
 
 
 def _page(args: argparse.Namespace, folder: StudentFolder) -> int:
-    print((folder.choose(args.name).folder / "page.md").read_text().rstrip())
+    print(pages.page_words(folder.choose(args.name)).rstrip())
     return 0
 
 

@@ -7,6 +7,7 @@ starts). The student's code runs in the ranks only. Megatron has no counterpart.
 
 import argparse
 import io
+import os
 import pickle
 import re
 import sys
@@ -117,12 +118,12 @@ def _ask(
     options = {"backend": "gloo", "device": "cpu", "hang_timeout": hang_timeout}
     try:
         with StudentRanks(function, num_ranks, job, **options) as ranks:
-            return conclude(ranks.wait(MOST_SECONDS * patience))
+            return conclude(ranks.wait(MOST_SECONDS * patience * _crowding()))
     except HangError as error:
         words = _hang_words(error, job.path)
         return Verdict(verdict.HANG, words, rank=min(error.ranks, default=None))
     except RankTimeout as error:
-        return Verdict(verdict.TIMEOUT, _timeout_words(error, job.path, patience))
+        return Verdict(verdict.TIMEOUT, _timeout_words(error, job.path))
     except RankError as error:
         return _failed(error)
     except pickle.UnpicklingError as error:
@@ -166,6 +167,12 @@ def _is_consequence(told: Verdict) -> bool:
     return told.kind in (verdict.RAISED, verdict.DEFECT) and bool(re.search(lost, told.text))
 
 
+def _crowding() -> float:
+    """How many times slower this machine is for other work that it has: 1 for none, 4 at most."""
+    load, _, _ = os.getloadavg()
+    return min(4.0, max(1.0, load / (os.cpu_count() or 1)))
+
+
 # -- Words --
 
 
@@ -183,14 +190,11 @@ def _hang_words(error: HangError, path: str) -> str:
     return "\n".join(lines)
 
 
-def _timeout_words(error: RankTimeout, path: str, patience: float) -> str:
+def _timeout_words(error: RankTimeout, path: str) -> str:
     stacks = _stacks_in(str(error))
-    lines = [
-        f"The check was not over after {MOST_SECONDS * patience:g} s; right code takes about one. "
-        "Is there a loop that does not end?",
-        *_where(stacks, path),
-    ]
-    return "\n".join(lines)
+    first = str(error).splitlines()[0]
+    lines = [f"{first}; right code takes about one. Is there a loop that does not end?"]
+    return "\n".join([*lines, *_where(stacks, path)])
 
 
 def _stacks_in(message: str) -> dict[int, str]:

@@ -148,6 +148,20 @@ FAULTS = (
         "",
         "The receive buffer has the full sequence, the sender a part of it.",
     ),
+    Fault(
+        "received-in-another-dtype",
+        _PP + "p2p_communication.py",
+        "            dtype=self.config.pipeline_dtype,\n",
+        "            dtype=torch.float32,\n",
+        "The receive buffer has another dtype than what is sent: as many numbers, other bytes.",
+    ),
+    Fault(
+        "peer-in-the-world",
+        _PP + "transport.py",
+        "return dist.isend(tensor, group=group, group_dst=message.peer, tag=tag)",
+        "return dist.isend(tensor, dst=message.peer, group=group, tag=tag)",
+        "The next stage's number is taken for a rank of the world: right only while tp is 1.",
+    ),
     # -- One microbatch --
     Fault(
         "loss-not-divided-by-microbatches",
@@ -155,6 +169,13 @@ FAULTS = (
         "output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches",
         "output_tensor / torch.clamp(num_tokens, min=1)",
         "Gradients are M times too large. Adam hides it; only clipping and raw gradients do not.",
+    ),
+    Fault(
+        "report-changed-in-place",
+        _PP + "steps.py",
+        "output_tensor = output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches",
+        "output_tensor.div_(torch.clamp(num_tokens, min=1)).div_(num_microbatches)",
+        "The loss is scaled in place, and with it the `loss.detach()` that the log shows.",
     ),
     Fault(
         "masked-microbatch-divides-by-zero",
@@ -244,6 +265,20 @@ FAULTS = (
         "A rank's chunks are taken for neighbours; layers come in the wrong order.",
     ),
     Fault(
+        "remainder-of-layers-dropped",
+        "core/transformer/layer_placement.py",
+        "        if total % p:\n",
+        "        if False:\n",
+        "Ten layers over four stages become eight. The model trains, two layers short.",
+    ),
+    Fault(
+        "only-members-make-groups",
+        "core/parallel_state.py",
+        "            group = dist.new_group(",
+        "            group = None if me not in ranks else dist.new_group(",
+        "Making a group is collective over the world: those who skip leave the others waiting.",
+    ),
+    Fault(
         "embedding-group-of-all-stages",
         "core/rank_generator.py",
         '        "embd": get_embedding_ranks or default_embedding_ranks,',
@@ -271,6 +306,27 @@ FAULTS = (
         "                self._held.enter_context(function())\n",
         "                pass\n",
         "Buckets leave after the first microbatch; what comes later stays on its rank.",
+    ),
+    Fault(
+        "unused-parameter-not-noticed",
+        _DDP + "param_and_grad_buffer.py",
+        "if self.grad_reduce_handles is None and missing:",
+        "if False:",
+        "A bucket that waits for a gradient that never comes is never summed.",
+    ),
+    Fault(
+        "gradients-in-low-precision",
+        _DDP + "distributed_data_parallel.py",
+        "in_fp32 = self.ddp_config.grad_reduce_in_fp32 and param.dtype in HALF_DTYPES",
+        "in_fp32 = False",
+        "bf16 has 8 bits: after some microbatches, another one's gradient is rounded away.",
+    ),
+    Fault(
+        "tied-embedding-among-others",
+        _DDP + "param_and_grad_buffer.py",
+        "return self.ddp_config.use_distributed_optimizer and getattr(",
+        "return False and getattr(",
+        "Its shards lie elsewhere on the last stage: the two copies add what does not belong together.",
     ),
     Fault(
         "tied-embedding-not-summed",

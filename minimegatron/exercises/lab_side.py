@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from minimegatron.exercises import bench_gpt
 from minimegatron.exercises.feedback import Wrong, check_numbers
 from minimegatron.exercises.labs import LabJob
 from minimegatron.exercises.rank_side import Told, printing_to, verdict_on
+from minimegatron.exercises.verdict import RAISED, Verdict
 
 MOVE_SECONDS = 0.5
 TOLERANCES = {"rtol": 1e-9, "atol": 1e-9}
@@ -33,9 +35,22 @@ def step_on_rank(job: LabJob) -> str:
             expected = _Expected(case, dist.get_world_size() // (case.tp * case.pp))
             _use_copy(job.package)
             _compare(job, expected)
-        except BaseException as error:
+        except Wrong as error:
             raise Told(verdict_on(error, job.path).to_json()) from error
+        except BaseException as error:
+            raise Told(_raised(error, job.package).to_json()) from error
     return "nothing noticed"
+
+
+def _raised(error: BaseException, package: str) -> Verdict:
+    """An exception, with the last lines of the copy that it came through."""
+    summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    lines = [f"rank {dist.get_rank()} raised {summary}"]
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(package):
+            name = frame.filename.removeprefix(package).lstrip("/")
+            lines.append(f"  {name}:{frame.lineno}, in {frame.name}:  {frame.line}")
+    return Verdict(RAISED, "\n".join([lines[0], *lines[1:][-6:]]), rank=dist.get_rank())
 
 
 class _Expected:

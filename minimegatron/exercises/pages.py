@@ -77,6 +77,11 @@ def start_words(folder: StudentFolder, exercise: Exercise) -> str:
     return "\n".join(lines)
 
 
+def page_words(exercise: Exercise) -> str:
+    """The exercise's page, with its title."""
+    return f"# {exercise.title}\n\n{(exercise.folder / 'page.md').read_text().strip()}\n"
+
+
 def after_check(folder: StudentFolder, exercise: Exercise, found: verdict.Verdict) -> str:
     """A line or two under a verdict."""
     if found.has_passed:

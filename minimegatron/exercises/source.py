@@ -37,10 +37,15 @@ def check_source(exercise: Exercise, path: Path) -> Verdict | None:
 
 
 def wanted_names(exercise: Exercise) -> list[str]:
-    """The public functions and classes that the stub defines."""
+    """What the stub leaves to write: its functions and classes that raise NotImplementedError."""
     tree = ast.parse((exercise.folder / "stub.py").read_text())
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return [node.name for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"]
+    return [node.name for node in tree.body if isinstance(node, kinds) and _is_unwritten(node)]
+
+
+def _is_unwritten(node: ast.AST) -> bool:
+    raised = [inner.exc for inner in ast.walk(node) if isinstance(inner, ast.Raise)]
+    return any(exc is not None and "NotImplementedError" in ast.unparse(exc) for exc in raised)
 
 
 def _defined(tree: ast.Module) -> set[str]:

@@ -21,7 +21,7 @@ from minimegatron.exercises.verdict import Verdict
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PATIENCE = 4.0
-"""Other tests may run at the same time. A hang is waited for in one test per exercise at most."""
+"""Other tests may run at the same time."""
 HIDDEN_SEEDS = (20261121, 7)
 
 
@@ -57,7 +57,8 @@ def test_an_exercise_is_complete(exercise):
     assert exercise.summary and exercise.title
     assert len(hints(exercise)) == 3 and all(hints(exercise))
     page = (exercise.folder / "page.md").read_text()
-    assert page.startswith("# ") and len(page.split()) > 120
+    # The title is put above it, by the command and by the site.
+    assert not page.startswith("# ") and len(page.split()) > 120
     assert wanted_names(exercise)
     assert len(wrong_files(exercise)) >= 3
 
@@ -92,10 +93,13 @@ def test_what_an_exercise_mirrors_exists(exercise):
 
 def test_the_stub_says_what_to_write(exercise):
     found = check_file(exercise, exercise.folder / "stub.py", patience=PATIENCE)
+    assert found.num_passed == 0
+    if found.kind == verdict.WRONG:  # what is left open first is a list, not a function
+        assert "Write " in found.text
+        return
     assert found.kind == verdict.UNWRITTEN, found.text
     assert found.text.startswith("Write ")
     assert re.search(r"stub\.py:\d+, in \w+:", found.text)
-    assert found.num_passed == 0
 
 
 @pytest.mark.parametrize("seed", (0, *HIDDEN_SEEDS))
@@ -130,7 +134,7 @@ WRONG = [
 def test_a_known_mistake_is_named(exercise_, path):
     fragment = expected_fragment(path)
     assert len(fragment) > 5, f"{path} does not say what is expected"
-    found = check_file(exercise_, path)
+    found = check_file(exercise_, path, patience=PATIENCE)
     assert not found.has_passed
     assert found.kind in (verdict.WRONG, verdict.HANG, verdict.RAISED, verdict.DIED), found.text
     assert fragment in words(found), found.text

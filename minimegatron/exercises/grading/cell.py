@@ -116,8 +116,9 @@ def _check(
     except Exception as error:
         words = f"{type(error).__name__}: {error}"
         connection.sendall(json.dumps({"defect": words}).encode() + b"\n")
-    finally:
-        os._exit(0)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
 
 
 def _keep(connection: socket.socket, room: "Room", checker: int) -> str:
@@ -128,8 +129,8 @@ def _keep(connection: socket.socket, room: "Room", checker: int) -> str:
     while time.monotonic() < deadline:
         if listener.poll(1000 * LOOK_SECONDS):
             return "nobody listens"
-        if checker in _reap():
-            return "done"
+        if (status := dict(_reap()).get(checker)) is not None:
+            return "done" if status == 0 else f"the check was killed ({_fate(status)})"
         pids = list(room.members())
         if len(pids) > limits.num_processes:
             return f"it had {len(pids)} processes; {limits.num_processes} are allowed"
@@ -138,16 +139,22 @@ def _keep(connection: socket.socket, room: "Room", checker: int) -> str:
     return f"it was not over after {limits.seconds:g} s"
 
 
-def _reap() -> Iterator[int]:
-    """Every child that has ended, adopted ones too."""
+def _reap() -> Iterator[tuple[int, int]]:
+    """Every child that has ended, adopted ones too, and how."""
     while True:
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
         if pid == 0:
             return
-        yield pid
+        yield pid, status
+
+
+def _fate(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return signal.Signals(os.WTERMSIG(status)).name
+    return f"exit code {os.waitstatus_to_exitcode(status)}"
 
 
 # -- Rooms, the weakest first --
