@@ -5,14 +5,19 @@ the same samples in the same order, so their losses agree. (The vocabulary is pa
 padding rows are part of the softmax, as in Megatron.)
 """
 
+import contextlib
+import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from minimegatron import pretrain_gpt
 from minimegatron.__main__ import main
+from minimegatron.core import parallel_state
+from minimegatron.training.global_vars import destroy_global_vars
+from tests.ranks import run_ranks
 
 MODEL = """
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 16
@@ -22,13 +27,23 @@ MODEL = """
 """
 
 
-def _losses(nprocs: int, words: list[str]) -> dict[int, float]:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}"]
-    command = [sys.executable, *launch, "-m", "minimegatron.pretrain_gpt", *MODEL.split(), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(r"iteration +(\d+)/.*?lm loss (\d+\.\d+)", done.stdout + done.stderr)
-    return {int(number): float(loss) for number, loss in lines}
+def train(all_words: list[list[str]]) -> list[str]:
+    """On this rank: runs of `pretrain_gpt`, one after the other; what each printed."""
+    printed = []
+    for words in all_words:
+        sys.argv = ["pretrain_gpt.py", *MODEL.split(), *words]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            pretrain_gpt.main()
+        destroy_global_vars()
+        parallel_state.destroy_model_parallel()
+        printed.append(out.getvalue())
+    return printed
+
+
+def _losses(nprocs: int, all_words: list[list[str]]) -> list[dict[int, float]]:
+    outs = run_ranks(train, nprocs, all_words, timeout=200)[0]
+    lines = [re.findall(r"iteration +(\d+)/.*?lm loss (\d+\.\d+)", out) for out in outs]
+    return [{int(number): float(loss) for number, loss in of_one} for of_one in lines]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +63,8 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_every_layout_meets_the_same_samples(blend) -> None:
-    one = _losses(1, blend)
+    (one,) = _losses(1, [blend])
     assert sorted(one) == [1, 2, 3, 4]
     assert one[4] < one[1]
-    for words in (["--tensor-model-parallel-size", "2"], []):
-        assert _losses(2, [*blend, *words]) == pytest.approx(one, abs=3e-4), words
+    for found in _losses(2, [[*blend, "--tensor-model-parallel-size", "2"], blend]):
+        assert found == pytest.approx(one, abs=3e-4)
