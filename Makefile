@@ -3,6 +3,7 @@
 # make lint    check style
 # make docs    build the documentation into site/; make docs-serve shows it on this machine
 # make notebooks open the notebooks in JupyterLab
+# make bench   measure speed beside megatron-core and others, about twenty minutes, into docs/benchmarks
 # make traces    record anew the runs that the documentation replays, into docs/recordings
 # make timeline  record four paced stages on real ranks and draw docs/images/timeline.png
 #
@@ -28,7 +29,7 @@ DEMO := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
   --log-interval 25 --eval-iters 10 --sample-tokens 150
 
-.PHONY: demo test lint timeline traces docs docs-serve chromium notebooks
+.PHONY: bench demo test lint timeline traces docs docs-serve chromium notebooks
 
 demo: $(VENV)/.installed
 	@echo 'The command that runs now:'
@@ -50,6 +51,9 @@ test: $(VENV)/.installed-conformance chromium
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check minimegatron tests
 	$(BIN)/ruff format --check minimegatron tests
+
+bench: $(VENV)/.installed-conformance
+	$(BIN)/python -m tests.benchmarks
 
 traces: $(VENV)/.installed
 	$(BIN)/python docs/tools/record_traces.py

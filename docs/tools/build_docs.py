@@ -15,6 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+from benchmarks_page import write_benchmarks_page  # noqa: E402
 from browser_python import write_browser_python  # noqa: E402
 from emit_player import write_player  # noqa: E402
 from notebook_pages import write_notebook_pages  # noqa: E402
@@ -43,6 +44,7 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
     write_practice(written, run_notebooks)
     write_pages(package, written, pieces)
     write_player(package, written)
+    write_benchmarks_page(written)
     write_browser_python(package, written)
     for path in sorted((ROOT / "docs").rglob("*")):
         relative = path.relative_to(ROOT / "docs")

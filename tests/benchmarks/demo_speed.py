@@ -214,7 +214,9 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         if row["implementation"] == "demo" and "speed_to_megatron" in row:
             speed = row["speed_to_megatron"]
-            text = f"{row['layout']}: the demo's tokens/s are at least {LEAST_RATIO} x megatron-core's"
+            text = (
+                f"{row['layout']}: the demo's tokens/s are at least {LEAST_RATIO} x megatron-core's"
+            )
             report.claim(text, f"{speed:.2f} x", speed >= LEAST_RATIO)
     return report.finish()
 

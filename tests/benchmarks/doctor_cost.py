@@ -5,8 +5,6 @@ Run: python -m tests.benchmarks.doctor_cost [--rounds 60]. Calls: the step of `t
 As there, the two take turns in the same two processes, and the median of the rounds' ratios counts.
 """
 
-import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -23,7 +21,16 @@ from minimegatron.core.tracing import Call
 from minimegatron.doctor.observer import RecordingObserver
 from minimegatron.doctor.processes import make_folder, remove_folder
 from minimegatron.doctor.shared_record import RECORD_BYTES, RecordWriter, read_record
-from tests.benchmarks.tracing_cost import NUM_STAGES, build_step, timed
+from tests.benchmarks import results
+from tests.benchmarks.tracing_cost import (
+    BATCH,
+    COLUMNS,
+    NUM_STAGES,
+    build_step,
+    claim_bounds,
+    ratio_rows,
+    timed,
+)
 
 BOUND = 1.03
 
@@ -38,10 +45,10 @@ def watched(observer: RecordingObserver) -> Iterator[None]:
         tracing.remove_observer(observer)
 
 
-def measure(rounds: int) -> tuple[dict[str, list[tuple[float, float]]], float]:
+def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]]], float]:
     """(wall, processor) seconds of every round by way; calls per step."""
     torch.manual_seed(dist.get_rank())
-    step = build_step()
+    step = build_step(batch)
     folder = make_folder("minimegatron-benchmark-")
     path = folder / "record"
     observer = RecordingObserver(RecordWriter(path, dist.get_rank(), dist.get_world_size()))
@@ -60,7 +67,7 @@ def measure(rounds: int) -> tuple[dict[str, list[tuple[float, float]]], float]:
     return times, num_calls
 
 
-def cost_of_a_call(num_calls: int = 2000, repetitions: int = 30) -> float:
+def cost_of_a_call(num_calls: int = 2000, repetitions: int = 10) -> float:
     """Microseconds of processor time to note the beginning and end of one call, at best."""
     with tempfile.TemporaryDirectory() as folder:
         observer = RecordingObserver(RecordWriter(Path(folder) / "record", 0, 2))
@@ -75,28 +82,22 @@ def cost_of_a_call(num_calls: int = 2000, repetitions: int = 30) -> float:
     return best * 1e6
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Prints the ratios; exit code 1 if the bound on processor time is broken."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60, metavar="N")
-    rounds = parser.parse_args().rounds
+    arguments = results.parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=60, metavar="N")
+    report = results.Report("doctor_cost", __doc__, arguments, argv)
+    sizes = (2, 1) if report.options.quick else (report.options.rounds, BATCH)
     options = {"backend": "gloo", "device": "cpu"}
-    times, num_calls = minimegatron.launch(measure, NUM_STAGES, rounds, **options)[0]
-    print(
-        f"{cost_of_a_call():.1f} us per call, {num_calls:.0f} calls per step on rank 0, "
-        f"{RECORD_BYTES} bytes per rank"
+    times, num_calls = minimegatron.launch(measure, NUM_STAGES, *sizes, **options)[0]
+    note = (
+        f"{cost_of_a_call():.1f} us per call at best, {num_calls:.0f} calls per step on rank 0, "
+        f"{RECORD_BYTES} bytes per rank."
     )
-    is_kept = True
-    for which, name in enumerate(("wall clock", "processor time")):
-        pairs = zip(times["on"], times["off"], strict=True)
-        ratios = [a[which] / b[which] for a, b in pairs]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"{name:15} median ratio {median:.4f}, quartiles {low:.4f} to {high:.4f} "
-            f"(bound {BOUND})"
-        )
-        is_kept = is_kept and (which == 0 or median <= BOUND)
-    return 0 if is_kept else 1
+    rows = ratio_rows("watched", BOUND, times["on"], times["off"])
+    report.table("A step, as a ratio to one that is not watched", COLUMNS, rows, note)
+    claim_bounds(report, rows)
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def _fingerprint(chunks, losses) -> list[float]:
         sum(float(p.grad.double().square().sum()) for p in chunk.parameters()) ** 0.5
         for chunk in chunks
     ]
-    return [float(loss) for loss in losses] + norms
+    return [float(loss.detach()) for loss in losses] + norms
 
 
 def _check_same(name: str, reference: list[float], got: list[float]) -> None:

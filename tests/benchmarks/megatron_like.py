@@ -1,7 +1,8 @@
 """One training step written once, for `megatron.core` and for `minimegatron.core`.
 
-Read by: `demo_speed`, `gpu_mfu`. The two packages have the same names, so the loop below is the same
-but for the import: a GPT, DDP, the schedule, the optimizer, as Megatron's `train_step` puts them together.
+Read by: `demo_speed`, `bucket_overlap`, `gpu_mfu`, `first_step`. The two packages have the same names,
+so the loop below is the same but for the import: a GPT, DDP, the schedule, the optimizer, put together
+as in Megatron's `train_step`.
 """
 
 import contextlib
@@ -36,6 +37,7 @@ _NAMES = {
 
 def load(package: str) -> SimpleNamespace:
     """The names that a training step needs, from either package; PeerMissing with the reason."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     core = SimpleNamespace(package=package)
     for module, names in _NAMES.items():
         try:

@@ -12,7 +12,6 @@ the same on a machine that is busy with other things.
 * "on": `trace()` recording. Bound: 1.03. What follows the last step is timed apart.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -31,12 +30,13 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.tracing.clock import Alignment
 from minimegatron.tracing.convert import to_rank_trace
 from minimegatron.tracing.recorder import Recorder
+from tests.benchmarks import results
 
 NUM_STAGES, NUM_MICROBATCHES, SEQ, BATCH, VOCAB = 2, 8, 64, 8, 256
 BOUNDS = {"off": 1.01, "on": 1.03}
 
 
-def build_step() -> Callable[[], None]:
+def build_step(batch: int = BATCH) -> Callable[[], None]:
     """Forwards and backwards of one global batch, with the sizes of `make demo`."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=NUM_STAGES)
     config = TransformerConfig(
@@ -57,8 +57,8 @@ def build_step() -> Callable[[], None]:
         post_process=rank == NUM_STAGES - 1,
         position_embedding_type="rope",
     )
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1))
-    positions = torch.arange(SEQ).expand(BATCH, SEQ)
+    tokens = torch.randint(0, VOCAB, (batch, SEQ + 1))
+    positions = torch.arange(SEQ).expand(batch, SEQ)
 
     def loss_func(output):
         loss = output.mean()
@@ -75,7 +75,7 @@ def build_step() -> Callable[[], None]:
             model=model,
             num_microbatches=NUM_MICROBATCHES,
             seq_length=SEQ,
-            micro_batch_size=BATCH,
+            micro_batch_size=batch,
         )
 
     return step
@@ -139,10 +139,10 @@ def timed(step: Callable[[], None], surround: Callable) -> tuple[float, float]:
     return wall, processor.item()
 
 
-def measure(rounds: int) -> tuple[dict[str, list[tuple[float, float]]], int, float]:
+def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]]], int, float]:
     """(wall, processor) seconds of every round by way; calls per step; seconds to make events."""
     torch.manual_seed(dist.get_rank())
-    step, recorders = build_step(), []
+    step, recorders = build_step(batch), []
     ways = {"without": without_seam, "off": nullcontext, "on": lambda: recording(recorders)}
     for surround in ways.values():
         timed(step, surround)
@@ -157,31 +157,52 @@ def measure(rounds: int) -> tuple[dict[str, list[tuple[float, float]]], int, flo
     return times, len(events), time.perf_counter() - began
 
 
-def main() -> int:
+COLUMNS = {
+    "way": ("way", ""),
+    "time": ("time", ""),
+    "ratio": ("median ratio", ".4f"),
+    "low": ("quartile", ".4f"),
+    "high": ("quartile", ".4f"),
+    "bound": ("bound", ".2f"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
     """Prints the ratios; exit code 1 if a bound on processor time is broken."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60, metavar="N")
-    rounds = parser.parse_args().rounds
-    results = minimegatron.launch(measure, NUM_STAGES, rounds, backend="gloo", device="cpu")
-    times, num_calls, seconds = results[0]
-    medians = {way: statistics.median(wall for wall, _ in of_way) for way, of_way in times.items()}
-    words = ", ".join(f"{way} {1e3 * median:.1f} ms" for way, median in medians.items())
-    print(f"median step: {words}")
-    print(
-        f"on: {num_calls} calls per step on rank 0; events made of them in {1e3 * seconds:.1f} ms"
-    )
-    is_kept = True
+    arguments = results.parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=60, metavar="N")
+    report = results.Report("tracing_cost", __doc__, arguments, argv)
+    sizes = (2, 1) if report.options.quick else (report.options.rounds, BATCH)
+    launched = minimegatron.launch(measure, NUM_STAGES, *sizes, backend="gloo", device="cpu")
+    times, num_calls, seconds = launched[0]
+    rows = []
     for way, bound in BOUNDS.items():
-        for which, name in enumerate(("wall clock", "processor time")):
-            pairs = zip(times[way], times["without"], strict=True)
-            ratios = [a[which] / b[which] for a, b in pairs]
-            low, median, high = statistics.quantiles(ratios, n=4)
-            print(
-                f"{way:4}{name:15} median ratio {median:.4f}, quartiles {low:.4f} to {high:.4f} "
-                f"(bound {bound})"
-            )
-            is_kept = is_kept and (which == 0 or median <= bound)
-    return 0 if is_kept else 1
+        rows += ratio_rows(way, bound, times[way], times["without"])
+    note = (
+        f"On: {num_calls} calls per step on rank 0; events made of them in {seconds * 1e3:.1f} ms."
+    )
+    report.table("A step, as a ratio to one without the seam", COLUMNS, rows, note)
+    claim_bounds(report, rows)
+    return report.finish()
+
+
+def ratio_rows(way: str, bound: float, times: list[tuple], base: list[tuple]) -> list[dict]:
+    """Wall clock and processor time, each round's over the same round's `base`."""
+    rows = []
+    for which, name in enumerate(("wall clock", "processor")):
+        ratios = [a[which] / b[which] for a, b in zip(times, base, strict=True)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        row = {"way": way, "time": name, "ratio": median, "low": low, "high": high}
+        rows.append({**row, "bound": bound, "rounds": len(ratios)})
+    return rows
+
+
+def claim_bounds(report: results.Report, rows: list[dict]) -> None:
+    """On processor time, which says the same on a busy machine."""
+    for row in rows:
+        if row["time"] == "processor":
+            text = f"{row['way']}: at most {row['bound']:.2f} x the processor time"
+            report.claim(text, f"{row['ratio']:.4f}", row["ratio"] <= row["bound"])
 
 
 if __name__ == "__main__":
