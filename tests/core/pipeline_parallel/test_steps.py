@@ -77,13 +77,14 @@ def test_a_fully_masked_microbatch_has_no_loss_and_no_nan():
     assert output.grad.tolist() == [0.0, 0.0]
 
 
-def test_a_report_that_shares_storage_with_the_loss_is_not_changed():
+@pytest.mark.parametrize("num_tokens", [(), (torch.tensor(2),)], ids=["2 values", "3 values"])
+def test_a_report_that_shares_storage_with_the_loss_is_not_changed(num_tokens):
     def loss_func(out):
-        loss = out.mean()
-        return loss, {"loss": loss.detach()}
+        loss = out.sum()
+        return loss, *num_tokens, {"loss": loss.detach()}
 
     _, _, store = calc_loss(ModelParallelConfig(), torch.tensor([2.0, 4.0]), loss_func)
-    assert store[0]["loss"].item() == 3.0
+    assert store[0]["loss"].item() == 6.0
 
 
 def test_four_values_are_refused():
