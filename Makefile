@@ -46,7 +46,7 @@ demo: $(VENV)/.installed
 	@$(DEMO)
 
 test: $(VENV)/.installed-conformance chromium
-	$(BIN)/python -m pytest -v
+	$(BIN)/python -m pytest -v -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check minimegatron tests
