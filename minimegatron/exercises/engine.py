@@ -114,7 +114,7 @@ def _ask(
     conclude: Callable[[list[Any]], Verdict],
 ) -> Verdict:
     # A hang is told from slowness by who is ready to run, so it needs less patience.
-    hang_timeout = HANG_SECONDS * min(patience, 2.0)
+    hang_timeout = HANG_SECONDS * min(patience, 1.5)
     options = {"backend": "gloo", "device": "cpu", "hang_timeout": hang_timeout}
     try:
         with StudentRanks(function, num_ranks, job, **options) as ranks:

@@ -6,11 +6,10 @@ no counterpart.
 """
 
 import importlib
-import json
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -158,16 +157,54 @@ def layout_words(lab: Lab) -> str:
     return ", ".join([*parts, *(flag.replace("_", " ") for flag in flags), ranks])
 
 
-def lab_to_json(lab: Lab) -> str:
-    """For the documentation."""
-    return json.dumps(asdict(lab) | asdict(lab.fault))
+_PP2 = {"pp": 2, "num_microbatches": 3}
+_PP3 = {"pp": 3, "num_microbatches": 4}
+_VP = {"pp": 2, "vp": 2, "num_microbatches": 4}
+_TP = {"tp": 2, "num_microbatches": 2}
+_SP = _TP | {"sequence_parallel": True}
+_CLIP = {"clip_grad": 0.1}
+_TOKENS = {"per_token": True}
+_OVERLAP = {"pp": 2, "num_microbatches": 3, "overlap_grad_reduce": True}
 
-
-PP2 = {"pp": 2, "num_microbatches": 3}
-PP3 = {"pp": 3, "num_microbatches": 4}
-VP = {"pp": 2, "vp": 2, "num_microbatches": 4}
-VP3 = {"pp": 3, "vp": 2, "num_microbatches": 3}
-TP = {"tp": 2, "num_microbatches": 2}
-SP = TP | {"sequence_parallel": True}
-
-LABS = (Lab("backward-of-the-newest", PP2, 2),)
+LABS = (
+    # -- One rank --
+    Lab("loss-not-divided-by-microbatches", {"num_microbatches": 3}, 1),
+    Lab("gradients-overwritten", {"num_microbatches": 3}, 1),
+    # -- Data parallel --
+    Lab("gradients-not-averaged", {"num_microbatches": 2}, 2),
+    Lab("tokens-of-one-replica", {"num_microbatches": 2} | _TOKENS, 2),
+    # -- Pipeline --
+    Lab("backward-of-the-newest", _PP2, 2),
+    Lab("one-warm-up-too-many", _PP2, 2),
+    Lab("warm-up-not-clamped", {"pp": 3, "num_microbatches": 1}, 3),
+    Lab("input-without-gradient", _PP2, 2),
+    Lab("gradient-to-the-next-stage", _PP3, 3, strict=True),
+    Lab("tied-embedding-not-summed", _PP2, 2),
+    Lab("embedding-group-of-all-stages", _PP3, 3),
+    Lab("tokens-of-every-stage", _PP2 | _TOKENS, 2),
+    Lab("loss-scale-on-every-stage", _PP2 | {"loss_scale": 4.0}, 2),
+    Lab("shared-weight-counted-twice", _PP2 | _CLIP, 2),
+    Lab("no-sync-forgotten", _OVERLAP, 4),
+    # -- Interleaved --
+    Lab("interleaved-warm-up-once", _VP, 2, strict=True),
+    Lab("all-stages-send-first", _VP, 2, strict=True),
+    Lab("backward-chunks-in-forward-order", _VP, 2),
+    Lab("one-receive-too-many", _VP, 2),
+    Lab("short-group-allowed", _VP | {"num_microbatches": 3}, 2),
+    Lab("chunks-share-an-iterator", _VP, 2),
+    Lab("input-of-another-chunk", _VP, 2),
+    Lab("chunks-laid-out-by-rank", _VP, 2),
+    # -- Tensor parallel --
+    Lab("input-gradient-not-summed", _TP, 2),
+    Lab("bias-on-every-rank", _TP, 2),
+    Lab("foreign-tokens-not-masked", _TP, 2),
+    Lab("softmax-of-a-part", _TP, 2),
+    Lab("same-draw-on-every-rank", _TP, 2),
+    Lab("clipped-by-the-local-norm", _TP | _CLIP, 2),
+    Lab("replicas-counted-often", _TP | _CLIP, 2),
+    Lab("sequence-parallel-gradient-not-scattered", _SP, 2),
+    Lab("norm-gradients-not-summed", _SP, 2),
+    Lab("norm-gradients-averaged", _SP, 2),
+    Lab("shape-of-another-direction", _SP | {"pp": 2}, 4),
+)
+"""Those faults that one step of a small model can show, the simplest layouts first."""

@@ -1,0 +1,108 @@
+"""Every lab shows something, and shows nothing without its fault: labs cannot rot."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from minimegatron.__main__ import main
+from minimegatron.exercises import labs, verdict
+from minimegatron.exercises.faults import FAULTS
+from minimegatron.exercises.labs import (
+    LABS,
+    OUTCOMES,
+    PACKAGE,
+    check_lab,
+    find_lab,
+    outcome_of,
+    patch_words,
+    start_lab,
+)
+from minimegatron.exercises.student_folder import STATE
+from minimegatron.exercises.verdict import Verdict
+
+PATIENCE = 4.0
+
+SHOWN = {
+    "loss": "softmax-of-a-part foreign-tokens-not-masked same-draw-on-every-rank "
+    "chunks-laid-out-by-rank",
+    "memory": "one-warm-up-too-many",
+    "update": "clipped-by-the-local-norm shared-weight-counted-twice replicas-counted-often",
+    "hang": "gradient-to-the-next-stage interleaved-warm-up-once all-stages-send-first",
+    "error": "warm-up-not-clamped input-without-gradient embedding-group-of-all-stages "
+    "backward-chunks-in-forward-order one-receive-too-many short-group-allowed "
+    "chunks-share-an-iterator input-of-another-chunk shape-of-another-direction "
+    "no-sync-forgotten",
+}
+"""Every other lab ends in a wrong gradient."""
+
+
+def outcome_expected(name: str) -> str:
+    return next((kind for kind, names in SHOWN.items() if name in names.split()), "gradient")
+
+
+@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
+def test_a_lab_shows_its_fault(lab, tmp_path):
+    start_lab(lab, tmp_path)
+    found = check_lab(lab, tmp_path, PATIENCE)
+    assert outcome_of(found) == outcome_expected(lab.name), found.text
+    assert "Traceback" not in found.text.splitlines()[0]
+
+
+WHOLE = list({(str(lab.layout), lab.num_ranks, lab.strict): lab for lab in LABS}.values())
+
+
+@pytest.mark.parametrize("lab", WHOLE, ids=lambda lab: f"{lab.layout}-{lab.num_ranks}")
+def test_nothing_is_shown_without_a_fault(lab, tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "minimegatron", ignore=shutil.ignore_patterns("*.pyc"))
+    found = check_lab(lab, tmp_path, PATIENCE)
+    if lab.name == "short-group-allowed":
+        assert "ValueError" in found.text.splitlines()[0]
+    else:
+        assert found.kind == verdict.PASSED, found.text
+
+
+def test_labs_are_faults_of_the_suite():
+    names = [lab.name for lab in LABS]
+    assert len(names) == len(set(names)) >= 30
+    assert set(names) <= {fault.name for fault in FAULTS}
+    assert {outcome_expected(name) for name in names} == set(OUTCOMES) - {"nothing"}
+
+
+def test_the_patch_shows_both_lines():
+    words = patch_words(find_lab("gradients-overwritten").fault)
+    assert "distributed_data_parallel.py, line" in words
+    assert "  - " in words and "param.main_grad.add_(param.grad)" in words
+    assert "  + " in words and "param.main_grad.copy_(param.grad)" in words
+
+
+def test_names_and_numbers():
+    assert find_lab("1") is LABS[0] and find_lab("softmax") is find_lab("softmax-of-a-part")
+    with pytest.raises(ValueError, match="labs fit 'norm-gradients'"):
+        find_lab("norm-gradients")
+
+
+def test_predict_run_explain(tmp_path, capsys, monkeypatch):
+    words = ["exercises", "--folder", str(tmp_path), "lab"]
+    found = Verdict(verdict.WRONG, "rank 0: gradient of w is wrong: it is 2, expected 1")
+    monkeypatch.setattr("minimegatron.commands.exercises.run_lab", lambda lab, folder: found)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main([*words, "start", "gradients-ov"]) == 0
+    out = capsys.readouterr().out
+    assert "What will happen?" in out and "add_(param.grad)" in out
+    assert "Only the last microbatch counts" not in out, "the story comes after the run"
+    copy = tmp_path / "labs" / "gradients-overwritten" / "minimegatron"
+    assert "copy_(param.grad)" in (copy / labs.find_lab("2").fault.file).read_text()
+    assert main([*words, "run", "gradients-ov"]) == 0
+    assert "Why:" not in capsys.readouterr().out, "no answer before a prediction"
+    assert main([*words, "run", "gradients-ov", "--predict", "hang"]) == 0
+    out = capsys.readouterr().out
+    assert "you predicted: the ranks wait for each other" in out
+    assert "Why: Only the last microbatch counts." in out
+    state = json.loads(Path(tmp_path / STATE).read_text())
+    assert state["labs"] == {"gradients-overwritten": {"predicted": "hang", "outcome": "gradient"}}
+    assert main([*words, "list"]) == 0
+    assert "1 of" in capsys.readouterr().out
+    assert main([*words, "start"]) == 2
