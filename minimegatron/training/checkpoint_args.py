@@ -13,12 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from minimegatron.core.dist_checkpointing.core import (
+    COMMON,
     CheckpointingException,
     check_files,
     load_common_state_dict,
 )
 from minimegatron.training.argument_utils import flags_by_name
 from minimegatron.training.schedule_args import check_schedule
+
+SAVED_STATE = (
+    "iteration",
+    "consumed_train_samples",
+    "consumed_valid_samples",
+    "skipped_train_samples",
+)
+"""What of the train state a checkpoint brings back."""
 
 ALWAYS = (
     "num_layers",
@@ -49,11 +58,48 @@ ONLY_IF = {
 """What matters unless another argument has this value."""
 
 
+COMMON_KEYS = {
+    "iteration": int,
+    "train_state": dict,
+    "opt_param_scheduler": dict,
+    "optimizer": dict | None,
+    "rng": dict | None,
+    "args": dict,
+}
+"""What `checkpointing` writes beside the tensors."""
+
+
+def load_common(folder: Path) -> dict[str, Any]:
+    """All that is no tensor in the checkpoint. Raises CheckpointingException if some is missing."""
+    common = load_common_state_dict(folder)
+    wrong = [
+        name for name, kind in COMMON_KEYS.items() if not isinstance(common.get(name, 0), kind)
+    ]
+    wrong += [name for name in COMMON_KEYS if name not in common]
+    if not wrong:
+        parts = [(f"args.{name}", section, {}) for name, section in common["args"].items()]
+        parts.append(("train_state", common["train_state"], dict.fromkeys(SAVED_STATE, int)))
+        if common["optimizer"] is not None:
+            wanted = {"kind": str, "step": int, "grad_scaler": dict | None}
+            parts.append(("optimizer", common["optimizer"], wanted))
+        for name, section, wanted in parts:
+            if not isinstance(section, dict) or not all(
+                key in section and isinstance(section[key], kind) for key, kind in wanted.items()
+            ):
+                wrong.append(name)
+    if wrong:
+        raise CheckpointingException(
+            f"{folder / COMMON} is damaged ({wrong[0]} is not as it is written); "
+            "use another checkpoint"
+        )
+    return common
+
+
 def check_against_checkpoint(args: argparse.Namespace, folder: Path) -> None:
     """Raises ValueError if the checkpoint in `folder` is damaged or of another model."""
     try:
         check_files(folder)
-        common = load_common_state_dict(folder)
+        common = load_common(folder)
     except CheckpointingException as error:
         raise ValueError(str(error)) from None
     saved = {name: value for section in common["args"].values() for name, value in section.items()}

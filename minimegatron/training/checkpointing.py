@@ -27,14 +27,12 @@ from minimegatron.core import collectives, parallel_state
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.device import get_device
 from minimegatron.core.dist_checkpointing import serialization
-from minimegatron.core.dist_checkpointing.core import (
-    CheckpointingException,
-    load_common_state_dict,
-)
+from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.training.checkpoint_args import SAVED_STATE, load_common
 from minimegatron.training.checkpoint_folder import (
     TRACKER,
     checkpoint_name,
@@ -51,15 +49,6 @@ from minimegatron.training.random_state import (
     take_rng_state,
 )
 from minimegatron.training.utils import print_rank_0
-
-SAVED_STATE = (
-    "iteration",
-    "consumed_train_samples",
-    "consumed_valid_samples",
-    "skipped_train_samples",
-)
-"""What of the train state a checkpoint brings back."""
-
 
 # -- Saving --
 
@@ -223,7 +212,7 @@ def load_checkpoint(
     if folder is None:
         print_rank_0(f" no checkpoint in {args.load} yet: beginning at iteration 0")
         return 0
-    common = load_common_state_dict(folder)
+    common = load_common(folder)
     with_optimizer = not (args.no_load_optim or args.finetune)
     if with_optimizer:
         opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])

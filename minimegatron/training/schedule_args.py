@@ -51,6 +51,8 @@ def check_schedule(args: argparse.Namespace, saved: dict[str, Any] | None = None
         schedule = OptimizerParamScheduler(_NoOptimizer(), **schedule_settings(args))
         if saved is not None:
             schedule.load_state_dict(saved)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its schedule is damaged ({error}); use another checkpoint") from None
     except ValueError as error:
         words = str(error)
         for name, flags in SCHEDULE_FLAGS.items():

@@ -23,12 +23,12 @@ from tests.faults.kill import JOBS, LAYOUTS, Outcome, kill_runs
 
 ROWS = {
     # what goes wrong -> tests of it, by a part of their names
-    "damaged, truncated or missing checkpoint files": r"test_damage|test_a_flipped_bit",
+    "damaged, truncated or missing checkpoint files": r"test_damage|test_a_flip|test_any_damage_to_what",
     "corrupt or missing checkpoint marker": r"_marker\b|test_a_folder_to_begin_in",
     "checkpoint of another model or schedule": r"test_other_",
     "pickle planted in a checkpoint": r"test_nothing_is_executed",
     "disk full and other failing saves; leftovers": r"test_saves_that_fail|test_leftovers",
-    "corrupt .idx and .bin": r"test_corrupt_files|test_any_damage|test_missing_files",
+    "corrupt .idx and .bin": r"test_corrupt_files|test_any_damage_to_the_index|test_missing_files",
     "dataset writer killed, or its disk full": r"test_killed_while|test_a_full_disk|test_nothing_app",
     "overflow on one rank": r"test_overflow",
     "random arguments": r"test_fuzz_arguments",

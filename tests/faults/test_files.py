@@ -5,8 +5,10 @@ import errno
 import json
 import os
 import pickle
+import random
 import resource
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from minimegatron.training.checkpoint_folder import (
     remove_checkpoints,
     remove_leftovers,
 )
+from tests.faults.test_fuzz_inputs import damaged
 from tests.ranks import run_ranks
 from tests.training.short_runs import MODEL, TP2, run
 
@@ -101,6 +104,28 @@ def test_damage_is_seen_before_the_start(folder, damage):
     previous_still_loads(folder)
 
 
+def test_any_damage_to_what_describes_a_checkpoint(folder):
+    """Values of both JSON files replaced, removed, doubled: refused in one line, or without harm."""
+    dice, counts, newest = random.Random(0), Counter(), folder / "iter_0000002"
+    whole = {name: (newest / name).read_text() for name in ("common.json", "metadata.json")}
+    for number in range(150):
+        name = dice.choice([*whole])
+        value = json.loads(whole[name])
+        for _ in range(dice.randint(1, 2)):
+            value = damaged(value, dice)
+        for other, text in whole.items():
+            (newest / other).write_text(json.dumps(value) if other == name else text)
+        try:
+            accepted(folder)
+            load_plain_tensors(newest, "model.decoder.layers.0.")
+            counts["accepted"] += 1
+        except (ValueError, CheckpointingException) as refused:
+            assert "\n" not in str(refused), (number, refused)
+            counts["refused"] += 1
+    assert min(counts["accepted"], counts["refused"]) > 20, counts
+    previous_still_loads(folder)
+
+
 MARKERS = {
     "empty": (b"", "says '' instead of a number; to use iteration 2"),
     "words": (b"newest", "says 'newest' instead of a number"),
@@ -155,7 +180,8 @@ def test_other_models_are_refused(pristine, flags):
 
 
 def test_other_layouts_are_not(pristine):
-    accepted(pristine, "--bf16 --seq-length 4 --global-batch-size 16 --padded-vocab-size 300")
+    accepted(pristine, "--bf16 --seq-length 4 --padded-vocab-size 300")
+    accepted(pristine, "--global-batch-size 16 --override-opt-param-scheduler")
     accepted(pristine, "--optimizer sgd --finetune")
 
 

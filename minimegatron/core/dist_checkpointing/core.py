@@ -59,7 +59,12 @@ def check_files(checkpoint_dir: str | Path) -> None:
             f"{folder / METADATA} has format {metadata.get('format')!r}, but this version reads "
             f"{FORMAT}; use another checkpoint or version"
         )
-    for name, size in metadata["files"].items():
+    sizes = metadata.get("files")
+    if not isinstance(sizes, dict) or not all(type(size) is int for size in sizes.values()):
+        raise CheckpointingException(
+            f"{folder / METADATA} is damaged (no sizes of files); use another checkpoint"
+        )
+    for name, size in sizes.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointingException(

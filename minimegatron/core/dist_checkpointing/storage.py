@@ -193,6 +193,8 @@ def read_metadata(checkpoint_dir: Path) -> Metadata:
                 metadata.storage_data[MetadataIndex(key, offset)] = chunk
             properties = TensorProperties(dtype=DTYPES[tensor["dtype"]])
             size = torch.Size(tensor["shape"])
+            if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
+                raise KeyError(f"boxes of {key}")
             metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, size, chunks)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointingException(
