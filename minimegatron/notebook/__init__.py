@@ -24,6 +24,7 @@ For whole runs, where nothing has to stay alive, `minimegatron.launch(fn, 4)` is
 defined in a cell.
 """
 
+from minimegatron.notebook import ahead  # noqa: F401  first, for it starts something
 from minimegatron.notebook.live_ranks import LiveRanks, live_ranks
 
 __all__ = ["LiveRanks", "live_ranks"]

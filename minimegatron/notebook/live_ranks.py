@@ -38,8 +38,6 @@ except ImportError as error:
         f"live ranks need ipyparallel ({error}); pip install 'minimegatron[notebooks]'"
     ) from error
 
-launcher.PRELOADED += ["minimegatron.notebook.engines"]
-
 START_SECONDS = 120
 INTERRUPT_SECONDS = 1.0
 """How long an interrupted rank may take to come to Python; one inside a message never does."""

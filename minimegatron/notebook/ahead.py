@@ -1,0 +1,23 @@
+"""Starts the server that ranks are forked from, while the notebook itself still imports torch.
+
+Imported by: `minimegatron.notebook`, before anything that takes long. Calls: `multiprocessing`.
+Torch-free. Megatron has no counterpart.
+
+Both import torch, which takes seconds; at the same time, it takes them once. Only in a notebook: a
+program may want another server, or none.
+"""
+
+import multiprocessing
+from multiprocessing import forkserver
+
+try:
+    from IPython import get_ipython
+except ImportError:  # an extra; `live_ranks` says so
+    get_ipython = None
+
+PRELOADED = ["torch", "torch.distributed", "minimegatron.launcher", "minimegatron.notebook.engines"]
+"""Less than the launcher's: what only an optimizer needs is not worth waiting for."""
+
+if get_ipython is not None and get_ipython() is not None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
