@@ -312,7 +312,8 @@ ranks.stop()
 # ## Where next
 #
 # * All kinds of groups, in Megatron's words: [process groups](../docs/tour/process-groups.md).
-# * Write the arithmetic yourself: exercise `ex01_rank_arithmetic` (`minimegatron exercises start
-#   ex01`).
+# * Write the arithmetic yourself:
+#   [exercise 1](../minimegatron/exercises/catalog/ex01_rank_arithmetic/page.md)
+#   (`minimegatron exercises start ex01`).
 # * [The next notebook](02_tensor_parallel_by_hand.ipynb) cuts a layer in two.
 # * For your own sizes: `minimegatron groups --world-size 16 --tp 2 --pp 4`.

@@ -264,5 +264,7 @@ ranks.stop()
 # ## Where next
 #
 # * The layers, line by line: [tensor-parallel layers](../docs/tour/tensor-parallel-layers.md).
-# * Exercises `ex02_conjugate_collectives` and `ex03_vocab_parallel_cross_entropy`
-#   (`minimegatron exercises start ex02`).
+# * [Exercise 2](../minimegatron/exercises/catalog/ex02_conjugate_collectives/page.md): both operations,
+#   and their gradients (`minimegatron exercises start ex02`).
+# * [Exercise 3](../minimegatron/exercises/catalog/ex03_vocab_parallel_cross_entropy/page.md): the
+#   loss, when no rank has all of the vocabulary.

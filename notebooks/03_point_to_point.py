@@ -245,5 +245,6 @@ assert received == {"activation": -1.0, "gradient": 1.0}
 # ## Where next
 #
 # * The nine methods between stages: [messages](../docs/tour/p2p.md).
-# * Exercise `ex04_p2p_without_deadlock` (`minimegatron exercises start ex04`).
+# * [Exercise 4](../minimegatron/exercises/catalog/ex04_p2p_without_deadlock/page.md)
+#   (`minimegatron exercises start ex04`).
 # * [The next notebook](04_one_pipeline_step_by_hand.ipynb) sends real activations.

@@ -335,5 +335,6 @@ ranks.stop()
 #
 # * The three tools, line by line: [forward_step](../docs/tour/forward-step.md),
 #   [messages](../docs/tour/p2p.md), [backward_step](../docs/tour/backward-step.md).
-# * Exercise `ex06_one_f_one_b` puts the same actions into an order (`minimegatron exercises start
-#   ex06`), and so does [the next notebook](05_gpipe_to_1f1b.ipynb).
+# * [Exercise 6](../minimegatron/exercises/catalog/ex06_one_f_one_b/page.md) puts the same actions into
+#   an order (`minimegatron exercises start ex06`), and so does
+#   [the next notebook](05_gpipe_to_1f1b.ipynb).

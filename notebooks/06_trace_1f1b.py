@@ -264,5 +264,6 @@ plt.show()
 # ## Where next
 #
 # * The function that ran, line by line: [1F1B](../docs/tour/one-f-one-b.md).
-# * Exercises `ex06_one_f_one_b` and `ex07_freed_outputs` (`minimegatron exercises start ex06`).
+# * [Exercise 6](../minimegatron/exercises/catalog/ex06_one_f_one_b/page.md): write it yourself;
+#   [exercise 7](../minimegatron/exercises/catalog/ex07_freed_outputs/page.md): what it may throw away.
 # * [The next notebook](07_interleaving.ipynb) makes the round trip shorter.

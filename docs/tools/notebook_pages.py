@@ -100,6 +100,7 @@ def to_markdown(notebook: nbformat.NotebookNode, stem: str) -> tuple[str, dict[s
     figures: dict[str, Any] = {Path(n).name: d for n, d in (resources.get("outputs") or {}).items()}
     text = re.sub(r"\n{4,}", "\n\n", text)
     text = re.sub(r"\]\(\.\./docs/", "](../", text)
+    text = re.sub(r"\]\(\.\./minimegatron/exercises/catalog/(\w+)/page", r"](../exercises/\1", text)
     return re.sub(r"\]\((\d\d_\w+)\.(?:ipynb|py)\)", r"](\1.md)", text), figures
 
 
@@ -109,7 +110,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 def _fenced(text: str) -> str:
     plain = ANSI.sub("", text).strip("\n")
-    return f"\n```text\n{plain}\n```\n\n" if plain else ""
+    return f"\n```{{.text .mm-output}}\n{plain}\n```\n\n" if plain else ""
 
 
 def _figure(name: str) -> str:

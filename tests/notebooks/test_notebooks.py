@@ -106,7 +106,8 @@ def test_a_page_has_outputs_figures_and_links_of_the_site(tmp_path):
     path = tmp_path / "01_small.py"
     path.write_text(
         "# %% [markdown]\n# # 01 Small\n#\n# **The question.** Why?\n#\n"
-        "# [p2p](../docs/tour/p2p.md), [next](02_next.ipynb)\n\n# %%\n1\n"
+        "# [p2p](../docs/tour/p2p.md), [next](02_next.ipynb),\n"
+        "# [ex](../minimegatron/exercises/catalog/ex01_x/page.md)\n\n# %%\n1\n"
     )
     notebook = jupytext.read(path)
     notebook.cells[1].outputs = [
@@ -115,8 +116,8 @@ def test_a_page_has_outputs_figures_and_links_of_the_site(tmp_path):
     ]
     notebook_pages.write_page(path, notebook, tmp_path)
     page = (tmp_path / "01_small.md").read_text()
-    assert "[p2p](../tour/p2p.md), [next](02_next.md)" in page
-    assert "```text\nred\n```" in page
+    assert "[p2p](../tour/p2p.md), [next](02_next.md),\n[ex](../exercises/ex01_x.md)" in page
+    assert "```{.text .mm-output}\nred\n```" in page
     assert [file.read_text() for file in tmp_path.glob("*.svg")] == ["<svg/>"]
     assert f"]({next(tmp_path.glob('*.svg')).name})" in page and "no" not in page.split("```")
     assert "[01 Small](01_small.md) | Why? |" in notebook_pages.index_page([path])
