@@ -61,38 +61,40 @@ ONLY_IF = {
 COMMON_KEYS = {
     "iteration": int,
     "train_state": dict,
-    "opt_param_scheduler": dict,
+    "opt_param_scheduler": dict | None,
     "optimizer": dict | None,
     "rng": dict | None,
     "args": dict,
 }
-"""What `checkpointing` writes beside the tensors."""
+"""What `checkpointing` writes beside the tensors. `convert` has weights only: no state, no schedule."""
+OPTIMIZER_KEYS = {"kind": str, "step": int, "grad_scaler": dict | None}
 
 
 def load_common(folder: Path) -> dict[str, Any]:
     """All that is no tensor in the checkpoint. Raises CheckpointingException if some is missing."""
     common = load_common_state_dict(folder)
-    wrong = [
-        name for name, kind in COMMON_KEYS.items() if not isinstance(common.get(name, 0), kind)
-    ]
-    wrong += [name for name in COMMON_KEYS if name not in common]
+    wrong = _not_as_written(common, COMMON_KEYS)
     if not wrong:
-        parts = [(f"args.{name}", section, {}) for name, section in common["args"].items()]
-        parts.append(("train_state", common["train_state"], dict.fromkeys(SAVED_STATE, int)))
+        wrong += _not_as_written(common["args"], dict.fromkeys(common["args"], dict))
+        if common["train_state"]:
+            wrong += _not_as_written(common["train_state"], dict.fromkeys(SAVED_STATE, int))
         if common["optimizer"] is not None:
-            wanted = {"kind": str, "step": int, "grad_scaler": dict | None}
-            parts.append(("optimizer", common["optimizer"], wanted))
-        for name, section, wanted in parts:
-            if not isinstance(section, dict) or not all(
-                key in section and isinstance(section[key], kind) for key, kind in wanted.items()
-            ):
-                wrong.append(name)
+            wrong += _not_as_written(common["optimizer"], OPTIMIZER_KEYS)
+            wrong += _not_as_written(common, {"opt_param_scheduler": dict})
     if wrong:
         raise CheckpointingException(
-            f"{folder / COMMON} is damaged ({wrong[0]} is not as it is written); "
+            f"{folder / COMMON} is damaged ({wrong[0]} is not as it was written); "
             "use another checkpoint"
         )
     return common
+
+
+def _not_as_written(section: dict[str, Any], kinds: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, kind in kinds.items()
+        if name not in section or not isinstance(section[name], kind)
+    ]
 
 
 def check_against_checkpoint(args: argparse.Namespace, folder: Path) -> None:
@@ -108,6 +110,8 @@ def check_against_checkpoint(args: argparse.Namespace, folder: Path) -> None:
     for name in names:
         if name in saved and saved[name] != args.__dict__[name]:
             raise ValueError(_difference(name, args.__dict__[name], saved[name], folder))
+    if not args.finetune and not common["train_state"]:
+        raise ValueError(f"{folder} holds weights only; add --finetune to begin with them")
     if args.no_load_optim or args.finetune:
         return
     if common["optimizer"] is None:

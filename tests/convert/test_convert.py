@@ -11,6 +11,7 @@ import torch
 from minimegatron import __main__, pretrain_gpt
 from minimegatron.core import parallel_state
 from minimegatron.training import training
+from minimegatron.training.arguments import parse_args
 from minimegatron.training.global_vars import destroy_global_vars
 from minimegatron.training.initialize import initialize_megatron
 from tests.convert.plain_models import (
@@ -29,6 +30,7 @@ MODELS = {
     "gpt2": (GPT2_CONFIG, gpt2_weights, gpt2_logits),
     "llama": (LLAMA_CONFIG, llama_weights, llama_logits),
 }
+REST = "--seq-length 10 --micro-batch-size 2 --train-iters 1 --lr 1 --eval-iters 0"
 TOKENS = torch.arange(20).view(2, 10) * 7 % 50
 
 
@@ -60,13 +62,23 @@ def imported(capsys, path: Path, model_type: str) -> tuple[Path, list[str]]:
     return target, shlex.split(out.splitlines()[2])
 
 
+def test_weights_only_are_for_finetuning(capsys, tmp_path):
+    target, flags = imported(capsys, tmp_path, "gpt2")
+    assert "--finetune" in flags
+    rest = REST.split()
+    parse_args(argv=[*flags, *rest], environ={})
+    flags.remove("--finetune")
+    for more in ([], ["--no-load-optim"]):
+        with pytest.raises(ValueError, match=f"{target}.* holds weights only; add --finetune"):
+            parse_args(argv=[*flags, *rest, *more], environ={})
+
+
 def logits_of(all_flags: list[list[str]]) -> list[torch.Tensor]:
     """What each imported model computes on these ranks: [b, s, v], on every rank."""
     results = []
     for flags in all_flags:
-        rest = "--seq-length 10 --micro-batch-size 2 --train-iters 1 --lr 1 --eval-iters 0"
         tp = ["--tensor-model-parallel-size", str(torch.distributed.get_world_size())]
-        sys.argv = ["test", *flags, *rest.split(), *tp, "--padded-vocab-size", "260"]
+        sys.argv = ["test", *flags, *REST.split(), *tp, "--padded-vocab-size", "260"]
         initialize_megatron()
         (model,), _, _ = training.setup_model_and_optimizer(pretrain_gpt.model_provider)
         model.eval()
@@ -160,3 +172,33 @@ def test_transformers_computes_the_same(tmp_path, model_type):
         found = theirs(TOKENS).logits
     _, weights, logits = MODELS[model_type]
     assert torch.allclose(found, logits(weights(), TOKENS), atol=2e-5)
+
+
+SMALL = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+LLAMA = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, **SMALL}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+THEIR_OWN = {
+    "gpt2": ("GPT2Config", {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 16, **SMALL}),
+    "llama": ("LlamaConfig", LLAMA),
+    "llama tied": (
+        "LlamaConfig",
+        LLAMA | {"tie_word_embeddings": True, "rope_theta": 5000.0, "attention_bias": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", THEIR_OWN)
+def test_what_transformers_saves_comes_back_to_it(capsys, tmp_path, kind):
+    """Random weights, saved by transformers, through both conversions and loaded by transformers."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config_class, settings = THEIR_OWN[kind]
+    config = getattr(transformers, config_class)(**settings)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    for way in (("hf", "hf", "minimegatron", "ours"), ("minimegatron", "ours", "hf", "back")):
+        words = ("--from", way[0], "--load-dir", tmp_path / way[1])
+        code, out = convert(capsys, *words, "--to", way[2], "--save-dir", tmp_path / way[3])
+        assert code == 0, out
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)

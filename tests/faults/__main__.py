@@ -23,7 +23,7 @@ from tests.faults.kill import JOBS, LAYOUTS, Outcome, kill_runs
 
 ROWS = {
     # what goes wrong -> tests of it, by a part of their names
-    "damaged, truncated or missing checkpoint files": r"test_damage|test_a_flip|test_any_damage_to_what",
+    "damaged, truncated or missing checkpoint files": r"test_damage|test_a_flip|damage_to_what",
     "corrupt or missing checkpoint marker": r"_marker\b|test_a_folder_to_begin_in",
     "checkpoint of another model or schedule": r"test_other_",
     "pickle planted in a checkpoint": r"test_nothing_is_executed",
