@@ -38,7 +38,7 @@ class Job:
     """The student's file."""
     seed: int = 0
     folder: str = ""
-    """Where recordings go; "" for nowhere."""
+    """Where recordings go; "" where none is kept."""
     pipes: str = ""
     """The folder of the pipes that take what is printed; "" to print as usual."""
     control: bool = False

@@ -15,7 +15,7 @@ _folder: list[Path] = []
 
 
 def set_folder(folder: str | Path | None) -> None:
-    """Where this rank's recordings go from now on; None for nowhere."""
+    """Where this rank's recordings go from now on; None if they are not kept."""
     _folder[:] = [] if folder is None else [Path(folder)]
 
 

@@ -60,7 +60,8 @@ def _check(exercise, path: Path) -> Verdict:
     dist.broadcast_object_list(shared, src=0)
     watch_ranks(HANG_SECONDS)
     board = _Board(exercise.name)
-    threading.Thread(target=board.listen, daemon=True).start()
+    listener = threading.Thread(target=board.listen, daemon=True)
+    listener.start()
     try:
         achieved = check_on_rank(Job(exercise.module, str(path), folder=shared[0]))
     except Told as told:
@@ -68,8 +69,12 @@ def _check(exercise, path: Path) -> Verdict:
     finally:
         stop_watching()
     board.wait_for_all()
+    # A thread inside torch while Python ends would abort the process.
+    board.is_over.set()
+    listener.join()
+    dist.destroy_process_group()
     replay = ""
-    if dist.get_rank() == 0 and achieved["recording"]:
+    if board.rank == 0 and achieved["recording"]:
         replay = str(replay_path(exercise, path.parent))
         Path(replay).parent.mkdir(parents=True, exist_ok=True)
         Trace.load(achieved["recording"]).to_html(replay)
@@ -88,6 +93,7 @@ class _Board:
 
     def __init__(self, name: str):
         self.name, self.rank = name, dist.get_rank()
+        self.is_over = threading.Event()
         self.store = dist.distributed_c10d._get_default_store()
         # A connection of its own, since a waiting rank holds the other.
         self.own_store = self.store.clone()
@@ -107,7 +113,8 @@ class _Board:
     def listen(self) -> None:
         """Ends this process when some rank has failed and rank 0 has printed it."""
         while not self.own_store.check([FAILED if self.rank == 0 else DONE]):
-            time.sleep(LOOK_SECONDS)
+            if self.is_over.wait(LOOK_SECONDS):
+                return
         if self.rank == 0:
             time.sleep(GRACE_SECONDS)
             found = Verdict.from_json(self.own_store.get(FAILED).decode())

@@ -33,7 +33,7 @@ WRONG = {
     "crash": (
         "    return value['a']\n",
         verdict.RAISED,
-        "crash.py:7, in ring_sum:  return value['a']",
+        "crash.py:7, in ring_sum: return value['a']",
     ),
     "sys_exit": ("    sys.exit(0)\n", verdict.RAISED, "sys.exit(0): a rank may not leave"),
     "os_exit": ("    os._exit(0)\n", verdict.DIED, "ended with exit code 0 before it returned"),
