@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minimegatron.planner.actions import ACTIVATION, Action
-from minimegatron.tracing.step import Step, Transfer
+from minimegatron.tracing.step import Step, Transfer, plan_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def compare_with_plan(step: Step) -> list[Divergence]:
 
     Raises ValueError for a schedule that nobody registered.
     """
-    plan = step.plan
+    # For a schedule that nobody registered, the second is what raises.
+    plan = step.plan if step.has_plan else plan_of(step.config)
     has_phases = any(action.phase for actions in plan.ranks for action in actions)
     found = [step.actions(rank) for rank in range(len(step.stages))]
     if not any(action.phase for actions in found for action in actions):

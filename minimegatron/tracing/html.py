@@ -155,12 +155,13 @@ def _us(value: float) -> float:
 
 def _figures(step: Step) -> list[dict[str, Any]]:
     """What stands above the timeline: label, value, remark, and whether it is good."""
-    problems = [*map(str, compare_with_plan(step)), *wrong_messages(step)]
+    problems = [*map(str, compare_with_plan(step) if step.has_plan else ()), *wrong_messages(step)]
     num_actions = sum(len(step.actions(rank)) for rank in range(len(step.stages)))
     ideal = float(step.simulation.makespan)
     bubble = f"plan {percent(float(step.simulation.bubble_over_total))}"
     if step.formulas is not None:
         bubble = f"{step.formulas[1].text} = {percent(step.formulas[1].value)}"
+    followed = "followed exactly" if step.has_plan else "this run's own order"
     return [
         {
             "label": "step",
@@ -175,7 +176,7 @@ def _figures(step: Step) -> list[dict[str, Any]]:
         },
         {
             "label": "plan",
-            "value": "NOT followed" if problems else "followed exactly",
+            "value": "NOT followed" if problems else followed,
             "remark": problems[0]
             if problems
             else f"{num_actions} actions, {len(step.transfers)} messages",

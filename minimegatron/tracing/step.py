@@ -29,6 +29,7 @@ from minimegatron.planner.actions import (
 )
 from minimegatron.planner.formulas import Formula, bubble_formulas
 from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.registry import schedule_names
 from minimegatron.planner.simulator import Costs, Simulation, simulate
 from minimegatron.planner.stage import PlanConfig
 from minimegatron.planner.transport import BUFFERED
@@ -187,9 +188,16 @@ class Step:
 
     # -- What should have happened --
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether its schedule is registered here; a user's own may be known elsewhere only."""
+        return self.config.schedule in schedule_names()
+
     @cached_property
     def plan(self) -> Plan:
-        """The plan that this step should have followed. Raises ValueError if nobody knows one."""
+        """The plan that this step should have followed; what it did, where nobody knows one."""
+        if not self.has_plan:
+            return Plan(self.config, [self.actions(rank) for rank in range(len(self.stages))])
         return plan_of(self.config)
 
     @property
