@@ -235,15 +235,18 @@ for name, ranks in runs.items():
         f"{ranks[0]['trace'].step(0).makespan / 1e3:.0f} ms; microbatches held at most: {planned}"
     )
 
-assert gpipe.makespan == one_f_one_b.makespan == (MICROBATCHES + STAGES - 1) * (1 + 2) == 33
-assert [gpipe.plan.peak_in_flight(stage) for stage in range(4)] == [8, 8, 8, 8]
-assert [one_f_one_b.plan.peak_in_flight(stage) for stage in range(4)] == [4, 3, 2, 1]
+# At 4 stages and 8 microbatches: 33 in both; 8, 8, 8, 8 microbatches held, and 4, 3, 2, 1.
+assert gpipe.makespan == one_f_one_b.makespan == (MICROBATCHES + STAGES - 1) * (1 + 2)
+for stage in range(STAGES):
+    assert gpipe.plan.peak_in_flight(stage) == MICROBATCHES
+    assert one_f_one_b.plan.peak_in_flight(stage) == min(MICROBATCHES, STAGES - stage)
 
-# Nothing else changed: the same losses, and bit for bit the same gradients.
+# Nothing else changed: the same losses and gradients; on a CPU, whose sums have one order, every bit.
 for before, after in zip(runs["GPipe"], runs["1F1B"], strict=True):
-    assert before["losses"] == after["losses"]
-    assert all(
-        torch.equal(before["gradients"][n], after["gradients"][n]) for n in before["gradients"]
+    tolerance = 0 if "the CPU" in before["where"] else 1e-6
+    torch.testing.assert_close(after["losses"], before["losses"], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        after["gradients"], before["gradients"], rtol=tolerance, atol=tolerance
     )
 
 # %% [markdown]
