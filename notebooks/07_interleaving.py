@@ -95,7 +95,7 @@ for v in (None, 2, 4):
 # %%
 warmups = [schedule_table.count_rank_microbatches(P, r, M, 2, P).num_warmup for r in range(P)]
 print("warm-up forwards per stage:", warmups)
-assert warmups == [2 * (P - r - 1) + (2 - 1) * P for r in range(P)] == [10, 8, 6, 4]
+assert warmups == [min(2 * (P - r - 1) + (2 - 1) * P, 2 * M) for r in range(P)]
 
 # %% [markdown]
 # Take the 2 away and ask the planner. The patch below changes one number in the arithmetic that
@@ -116,13 +116,13 @@ def with_single_warmup(p, r, M, v, G, **more):
 
 
 with patch.object(schedule_table, "count_rank_microbatches", with_single_warmup):
-    exchanged = check(plan("interleaved", P, M, vpp=2))
-    overlapped = plan("interleaved", P, M, vpp=2, overlap_p2p_comm=True)
+    exchanged = check(plan("interleaved", P, 8, vpp=2))
+    overlapped = plan("interleaved", P, 8, vpp=2, overlap_p2p_comm=True)
 
 print(exchanged[0])
 assert [problem.kind for problem in exchanged] == ["deadlock"]
 assert check(overlapped) == []
-assert simulate(overlapped, Costs.of_stages(1, 2, 2)).makespan == step(2).makespan
+assert simulate(overlapped, Costs.of_stages(1, 2, 2)).makespan == step(2, M=8).makespan
 
 # %% [markdown]
 # In the steady state one call sends an activation and a gradient and receives one of each: four
@@ -288,7 +288,7 @@ for rank in interleaved:
 peaks = [[max(rank["bytes"]) for rank in ranks] for ranks in (plain, interleaved)]
 print("KiB held at most, plain:      ", [round(x / 1024) for x in peaks[0]])
 print("KiB held at most, interleaved:", [round(x / 1024) for x in peaks[1]])
-assert all(more > less for less, more in zip(*peaks, strict=True))
+assert sum(peaks[1]) > sum(peaks[0])
 
 # %% [markdown]
 # A shorter bubble, paid with messages and memory.
@@ -299,8 +299,8 @@ assert all(more > less for less, more in zip(*peaks, strict=True))
 # * Run with `run(None, 2)` and `run(2, 2)`: computation of 2 ms, messages as slow as before.
 #   Which is quicker on your machine? Compare with the crossing in the curves: how long is one of
 #   your messages?
-# * In `run`, give `TinyGPT` the options `overlap_p2p_comm=True, batch_p2p_comm=False`. Which
-#   calls of the trace change their names?
+# * Run `run(2, 16)` with `TinyGPT(..., overlap_p2p_comm=True, batch_p2p_comm=False)`. Which calls
+#   of the trace change their names?
 #
 # ## Where next
 #
