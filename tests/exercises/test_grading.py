@@ -221,6 +221,17 @@ def test_reports_say_no_more_than_is_known(outcome, tmp_path):
     assert "not graded: whether the student can explain it" in summary(report)
 
 
+def test_whoever_has_the_shortest_step_leads(outcome):
+    report, *_ = outcome
+    achieved = ({"case": "a", "makespan": "30"}, {"case": "b", "makespan": "12"})
+    slow = replace(report.of("right00")[0], achieved=achieved)
+    quick = replace(slow, student="zoe", achieved=({"case": "a", "makespan": "40"},))
+    text = summary(replace(report, grades=[slow, quick], students=["right00", "zoe"]))
+    board = text.partition("by the sum of the steps' lengths:\n")[2].splitlines()[:2]
+    assert [line.split() for line in board] == [["1", "40", "zoe"], ["2", "42", "right00"]]
+    assert "makespan" not in to_csv(report)
+
+
 def test_a_name_cannot_become_a_formula_or_a_path(outcome, tmp_path):
     report, *_ = outcome
     renamed = [replace(done, student="=evil()/../x") for done in report.of("right00")]
