@@ -76,7 +76,7 @@ assert all(is_view for *_, is_view in layout["places"])
 # %%
 figure, axes = plt.subplots(figsize=(10, 1.9), layout="constrained")
 for name, start, end, bucket, _ in layout["places"]:
-    colour = COLOURS[bucket]
+    colour = COLOURS[bucket % len(COLOURS)]
     axes.broken_barh([(start, end - start)], (0, 1), facecolor=colour, edgecolor="white", lw=0.6)
     if end - start > 40_000:
         _, _, layer, *words = name.removesuffix(".weight").split(".")
@@ -86,7 +86,9 @@ for name, start, end, bucket, _ in layout["places"]:
 axes.set(xlim=(0, layout["numel"]), yticks=[], xlabel="element of the buffer")
 axes.set_title("Where each gradient lies")
 axes.legend(
-    handles=[Patch(color=COLOURS[b], label=f"bucket {b}") for b in range(num_buckets)],
+    handles=[
+        Patch(color=COLOURS[b % len(COLOURS)], label=f"bucket {b}") for b in range(num_buckets)
+    ],
     ncols=num_buckets,
     frameon=False,
     loc="upper center",
@@ -168,7 +170,9 @@ for panel, (title, ranks) in zip(
             label = f" {name[0].upper()}{event.action.microbatch}"
             panel.text(start, 0.4, label, color=text_colour(colour), va="center")
     for row, (bucket, start, end) in enumerate(flights(recorded), 1):
-        panel.broken_barh([(start - origin, end - start)], (row, 0.7), color=COLOURS[bucket])
+        panel.broken_barh(
+            [(start - origin, end - start)], (row, 0.7), color=COLOURS[bucket % len(COLOURS)]
+        )
         panel.text(
             start - origin, row + 0.35, f"bucket {bucket} ", ha="right", va="center", fontsize=8
         )
@@ -318,7 +322,7 @@ assert few_bytes == num_bytes and min(errors) > 0.1 and apart > 0.1
 #   backward the first one is. Which is better on a slow network, and which when backward is
 #   short?
 # * Add `"use_distributed_optimizer": True` to `BUCKETS`. Which collective takes the all-reduce's
-#   place, and how do the buckets' ends move?
+#   place, and how do the buckets' ends move? One assertion fails: why is it right to?
 # * Add `"after the first and the last": [0, M - 1]` to `VARIANTS`. Predict the megabytes and the
 #   errors.
 #
