@@ -8,16 +8,10 @@
   const SCHEDULES = [["gpipe", "GPipe"], ["1f1b", "1F1B"], ["interleaved", "Interleaved"]];
 
   // Sizes that were planned: schedule -> [{p, M, v, G, overlap}].
-  let offered = null;
+  const offered = {};
   function offers(schedule) {
-    if (!offered) {
-      offered = {};
-      for (const key of Object.keys(MM.orders.plans)) {
-        const [name, p, M, v, G, overlap] = key.split(" ");
-        (offered[name] ||= []).push({ p: +p, M: +M, v: +v, G: +G, overlap: overlap ? 1 : 0 });
-      }
-    }
-    return offered[schedule];
+    return (offered[schedule] ||= Object.keys(MM.orders.plans).map((key) => key.split(" ")).filter(([name]) => name === schedule)
+      .map(([, p, M, v, G, overlap]) => ({ p: +p, M: +M, v: +v, G: +G, overlap: overlap ? 1 : 0 })));
   }
   const distinct = (list, name) => [...new Set(list.map((offer) => offer[name]))].sort((a, b) => a - b);
   const nearest = (values, wanted) => values.reduce((best, value) => (Math.abs(value - wanted) < Math.abs(best - wanted) ? value : best));

@@ -44,6 +44,13 @@
     return `${schedule} ${p} ${M} ${v} ${G}${overlap ? " overlap" : ""}`;
   }
 
+  // Adds plans that were loaded later.
+  function merge(orders, more) {
+    const before = orders.rows.length;
+    orders.rows.push(...more.rows);
+    for (const [key, plan] of Object.entries(more.plans)) orders.plans[key] = { ...plan, r: plan.r.map((row) => row + before) };
+  }
+
   const decoded = new Map();
 
   function planOf(orders, config) {
@@ -260,5 +267,5 @@
     return step.work[rank].find((a) => a.kind === kind && a.mb === mb && a.chunk === chunk);
   }
 
-  MM.engine = { unpack, planKey, planOf, simulate, criticalPath, needs, neededBy, find };
+  MM.engine = { unpack, merge, planKey, planOf, simulate, criticalPath, needs, neededBy, find };
 })();

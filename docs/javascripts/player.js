@@ -25,6 +25,17 @@
       document.head.append(script);
     }));
 
+  // Interleaving has many plans; they are loaded when somebody wants to see one.
+  let late = null;
+  MM.hasOrders = (schedule) => schedule !== "interleaved" || late === true;
+  MM.needOrders = (schedule) => {
+    if (MM.hasOrders(schedule)) return Promise.resolve();
+    return (late ||= MM.load("javascripts/orders_interleaved.js").then(async () => {
+      MM.engine.merge(MM.orders, await MM.engine.unpack(MM.packed.orders_interleaved));
+      late = true;
+    }));
+  };
+
   function addStyle() {
     if (document.querySelector('link[href*="stylesheets/player.css"]')) return null;
     return new Promise((resolve) => {
@@ -40,13 +51,14 @@
     const replays = elements.some((element) => element.matches(".mm-replay"));
     const players = elements.some((element) => element.matches(".mm-player"));
     const files = ["engine.js", "draw.js", "timeline.js", "links.js"];
-    if (players) files.push("orders.js", "controls.js", "explain.js", "predict.js", "schedule_player.js");
+    if (players) files.push("orders.js", "controls.js", "explain.js", "schedule_player.js");
     if (replays) files.push("replay.js");
     await Promise.all([addStyle(), ...files.map((name) => MM.load(`javascripts/${name}`))]);
     MM.links = await MM.engine.unpack(MM.packed.links);
     if (players) MM.orders = await MM.engine.unpack(MM.packed.orders);
     for (const [number, element] of elements.entries()) {
       const options = { ...element.dataset, hasAddress: number === 0 };
+      if (options.schedule === "interleaved" || (number === 0 && location.hash.includes("schedule=interleaved"))) await MM.needOrders("interleaved");
       const show = element.matches(".mm-player") ? MM.mountPlayer : MM.mountReplay;
       try {
         await show(element, options);

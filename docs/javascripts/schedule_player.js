@@ -33,8 +33,9 @@
       this.update();
       this.isFirst = false;
       if (options.predict !== undefined || this.wantsQuiz) this.togglePredict();
-      if (options.hasAddress) addEventListener("hashchange", () => {
+      if (options.hasAddress) addEventListener("hashchange", async () => {
         if (this.written === location.hash || !location.hash.includes("schedule=")) return;
+        if (location.hash.includes("schedule=interleaved")) await MM.needOrders("interleaved");
         Object.assign(this.state, this.initial);
         this.readAddress();
         this.update();
@@ -111,6 +112,7 @@
     // -- State --
 
     set(key, value) {
+      if (key === "schedule" && !MM.hasOrders(value)) return MM.needOrders(value).then(() => this.set(key, value));
       this.clock.pause();
       this.state[key] = value;
       this.timeline.marks.t = null;
@@ -312,7 +314,8 @@
 
     // -- Predicting --
 
-    togglePredict() {
+    async togglePredict() {
+      await MM.load("javascripts/predict.js");
       this.clock.pause();
       const isOn = !this.quiz;
       this.quizButton.setAttribute("aria-pressed", String(isOn));

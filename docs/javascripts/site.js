@@ -4,6 +4,11 @@
 // The theme gives its search dialog no name to read out.
 document.querySelector('.md-search[role="dialog"]')?.setAttribute("aria-label", "Search");
 
+// Long names may break after a dot or an underscore.
+for (const code of document.querySelectorAll(":is(h1, h2, h3, td) code, h1, h2, h3"))
+  for (const text of [...code.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE && /\w[._]\w/.test(node.data)))
+    text.replaceWith(...text.data.split(/(?<=\w[._])(?=\w)/).flatMap((part, place) => (place ? [document.createElement("wbr"), part] : [part])));
+
 (() => {
   const input = document.getElementById("mm-filter");
   const place = document.getElementById("mm-rosetta");

@@ -75,8 +75,10 @@ def architecture_svg(package: Package) -> str:
         first.setdefault(here, name)
     rows = []
     for row in levels(graph):
-        for start in range(0, len(row), 4):
-            part = row[start : start + 4]
+        # Long names need wide boxes.
+        per_row = 3 if any(len(name) > 24 for name in row) else 4
+        for start in range(0, len(row), per_row):
+            part = row[start : start + per_row]
             rows.append([(n, f"{counts[n]} lines", f"source/{first[n]}.html") for n in part])
     title = "The parts of minimegatron; each imports only from rows below its own"
     return pictures.layers_picture(rows, title)

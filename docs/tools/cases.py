@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import pictures
@@ -546,6 +547,11 @@ def norm_case() -> str:
             ["rank 0 alone, rank 1 alone", ", ".join(number_words(v) for v in local)],
         ],
     )
+
+
+def num_tour_pages() -> int:
+    """Pages of the tour, its index not counted."""
+    return len(list(Path(__file__).parents[1].glob("tour/*.md"))) - 1
 
 
 def plan_data(**kwargs: object) -> str:

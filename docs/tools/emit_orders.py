@@ -1,9 +1,12 @@
-"""Writes orders.js: who does what, in which order, for every plan that the schedule player offers.
+"""Writes orders: who does what, in which order, for every plan that the schedule player offers.
 
 Called by: `emit_player`, tests/docs. Calls: `minimegatron.planner`, which makes every order; the
 player's script decides when, never what. Nothing here or there computes an order a second time.
 
-    python docs/tools/emit_orders.py build/docs/javascripts/orders.js
+    python docs/tools/emit_orders.py build/docs/javascripts
+
+orders.js holds what a page shows at first; orders_interleaved.js, eight times as large, is loaded when
+a reader chooses interleaving.
 
 A stage's order is a word, its row. Stages of different plans that do the same share a row:
 
@@ -15,7 +18,7 @@ A stage's order is a word, its row. Stages of different plans that do the same s
 
 Which microbatch is not written: of each mark and chunk, the first is of microbatch 0, the next of 1.
 
-The file holds the JSON below, deflated and in base64, since a plain file server compresses nothing:
+Each file holds the JSON below, deflated and in base64, since a plain file server compresses nothing:
 
     {"rows": [row, ...], "plans": {"1f1b 4 8 1 4": {"r": [row number per stage],
      "b": 1 if messages are batched, "f": {formulas}}}, "words": {...}, "shades": {...}}
@@ -156,9 +159,20 @@ def formula_values(step: Plan) -> dict[str, Any]:
     }
 
 
-def orders() -> dict[str, Any]:
-    """Everything the file holds."""
+def orders() -> dict[str, dict[str, Any]]:
+    """File name -> what it holds."""
     steps = dict(plans())
+    late = {key for key, step in steps.items() if step.config.schedule == INTERLEAVED}
+    first = packed_plans({key: step for key, step in steps.items() if key not in late})
+    words = {"calls": CALLS, "names": NAMES, "shades": shades()}
+    return {
+        "orders": first | words,
+        "orders_interleaved": packed_plans({key: steps[key] for key in steps if key in late}),
+    }
+
+
+def packed_plans(steps: dict[str, Plan]) -> dict[str, Any]:
+    """The plans by key, and the rows that they share."""
     rows = {key: [row(actions) for actions in step.ranks] for key, step in steps.items()}
     # Like rows stand together, which makes the packed file half as large.
     numbers = {word: number for number, word in enumerate(sorted(set(chain(*rows.values()))))}
@@ -172,9 +186,6 @@ def orders() -> dict[str, Any]:
             }
             for key, step in steps.items()
         },
-        "calls": CALLS,
-        "names": NAMES,
-        "shades": shades(),
     }
 
 
@@ -202,10 +213,11 @@ def script(data: dict[str, Any], name: str = "orders") -> str:
     )
 
 
-def write_orders(path: Path) -> None:
-    """Writes the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script(orders()))
+def write_orders(folder: Path) -> None:
+    """Writes the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in orders().items():
+        (folder / f"{name}.js").write_text(script(data, name))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Called by: `build_docs`, `python docs/tools/emit_player.py FOLDER`, tests/docs. Calls: `emit_orders`,
 `package` (to find lines in today's source). Writes below the folder, beside what is copied from docs/:
 
-    javascripts/orders.js       every plan, from the planner
+    javascripts/orders*.js      every plan, from the planner
     javascripts/links.js        {"chains": schedule -> "F warmup", "send_forward steady", ... -> frames,
                                  "recordings": name -> title}
     recordings/NAME.js          docs/recordings/NAME.json, its frames and functions with links
@@ -34,7 +34,7 @@ Frame = tuple[str, str, str]
 
 def write_player(package: Package, out: Path) -> None:
     """Writes all of it."""
-    write_orders(out / "javascripts" / "orders.js")
+    write_orders(out / "javascripts")
     recordings = read_recordings()
     chains = {"gpipe": planned_chains(package), "mine": planned_chains(package, "")}
     for name, data in recordings.items():

@@ -1,7 +1,7 @@
-"""The two things MkDocs is asked to do for us: finished HTML where its comment stands, and what the
-navigation cannot know before the build, which notebooks and exercises there are.
+"""What MkDocs is asked to do for us: finished HTML where its comment stands; what the navigation cannot
+know before the build, which notebooks and exercises there are; a smaller stylesheet of the theme.
 
-Called by: MkDocs, once, and for every page it has rendered. Calls: `stash`.
+Called by: MkDocs. Calls: `stash`, `trim_css`.
 """
 
 import sys
@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from stash import fill
+from trim_css import trim_site
 
 
 def on_config(config):
@@ -24,3 +25,7 @@ def on_config(config):
 
 def on_post_page(output, page, config):
     return fill(output, Path(config["docs_dir"]).with_name("pieces") / f"{page.file.src_uri}.json")
+
+
+def on_post_build(config):
+    trim_site(Path(config["site_dir"]))

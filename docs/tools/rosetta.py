@@ -11,6 +11,8 @@ rosetta.json holds what no signature says: a remark, and the reason of each para
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,19 +164,32 @@ def rosetta_page(package: Package) -> str:
         by_module.setdefault(entry.module, []).append(entry)
     for module, rows in by_module.items():
         parts.append(f"\n## `{module.removeprefix('minimegatron.')}`\n")
+        there = most_common(entry.counterpart.rpartition(".")[0] for entry in rows)
+        if there:
+            parts.append(f"In Megatron `{there}`.\n")
         parts.append("| here | in Megatron | left out or different |\n|---|---|---|")
         for entry in rows:
             link = f"[`{entry.symbol}`](source/{module}.md#{entry.symbol})"
-            parts.append(f"| {link} | {_there(entry, record)} | {_words(entry, source, record)} |")
+            parts.append(
+                f"| {link} | {_there(entry, there, record)} | {_words(entry, source, record)} |"
+            )
     parts.append("\n</div>\n")
     return "\n".join(parts)
 
 
-def _there(entry: Entry, record: Record) -> str:
+def most_common(modules: Iterable[str]) -> str:
+    """The module that most counterparts are in, "" without any."""
+    counts = Counter(module for module in modules if module)
+    return max(counts, key=counts.get, default="")
+
+
+def _there(entry: Entry, module: str, record: Record) -> str:
+    """The counterpart's name, without its module where the section has said it."""
     if not entry.counterpart:
         return "none"
+    shown = entry.counterpart.removeprefix(f"{module}.")
     url = record.url(entry.counterpart)
-    return f"[`{entry.counterpart}`]({url})" if url else f"`{entry.counterpart}`"
+    return f"[`{shown}`]({url})" if url else f"`{shown}`"
 
 
 def _words(entry: Entry, source: Source, record: Record) -> str:

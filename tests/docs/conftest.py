@@ -1,15 +1,28 @@
-"""The site, built once for all tests that look at it."""
+"""The site, built once, served once, looked at by one browser: for all tests of the documentation."""
 
+import functools
+import http.server
 import importlib
 import os
+import resource
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
+
+PATIENCE_MS = 30_000
+"""Of every wait for the page: long, since the machine may be busy with other tests."""
+MAX_BUILD_SECONDS = 60
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +40,96 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if os.environ.get("MINIMEGATRON_SITE"):
         return (ROOT / os.environ["MINIMEGATRON_SITE"]).resolve()
     folder = tmp_path_factory.mktemp("site")
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
+    environment = os.environ | {
+        "NO_MKDOCS_2_WARNING": "1",
+        "DISABLE_MKDOCS_2_WARNING": "true",
+        "MINIMEGATRON_DOCS": str(folder / "docs"),
+    }
+    before = processor_seconds()
     for command in (
-        ["docs/tools/build_docs.py"],
-        ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        ["docs/tools/build_docs.py", "--out", str(folder / "docs")],
+        ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder / "site")],
     ):
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return folder
+    # Of one processor, as a clock would say were it not shared with other tests.
+    seconds = processor_seconds() - before
+    print(f"\nthe site was built in {seconds:.1f} s of processor time")
+    assert seconds < MAX_BUILD_SECONDS
+    return folder / "site"
+
+
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def address(site: Path) -> Iterator[str]:
+    """Where a plain static server has the site."""
+    handler = functools.partial(_Handler, directory=str(site))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.fail("the tests of the site need chromium: apt-get install chromium")
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        running = playwright.chromium.launch(executable_path=chromium, args=arguments)
+        yield running
+        running.close()
+
+
+class Watched:
+    """A page, and what went wrong in it: leaving the `with` block checks that nothing did."""
+
+    def __init__(self, browser: Browser, own: tuple[str, ...], **options: Any):
+        options = {"viewport": {"width": 1200, "height": 900}, **options}
+        self.context: BrowserContext = browser.new_context(**options)
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE_MS)
+        self.own = (*own, "data:", "blob:")
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", self._heard)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def _heard(self, message: Any) -> None:
+        if message.type == "error":
+            self.errors.append(f"{message.text} {message.location['url']}")
+
+    def check(self, name: str = "") -> None:
+        """No error so far, and no request to another host."""
+        elsewhere = [url for url in self.requests if not url.startswith(self.own)]
+        assert not self.errors, f"{name}: {self.errors}"
+        assert not elsewhere, f"{name} asks other hosts: {elsewhere}"
+
+    def sees(self, selector: str, words: Any) -> None:
+        """Waits until the element shows the words."""
+        expect(self.page.locator(selector)).to_contain_text(words, use_inner_text=True)
+
+    def keys(self, *names: str) -> None:
+        for name in names:
+            self.page.keyboard.press(name)
+
+    def __enter__(self) -> "Watched":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.context.close()
+        if kind is None:
+            self.check()

@@ -2,8 +2,10 @@
 "use strict";
 require(process.argv[2]);
 require(process.argv[3]);
+require(process.argv[3].replace("orders.js", "orders_interleaved.js"));
 const { engine, packed } = globalThis.MM;
-engine.unpack(packed.orders).then((orders) => {
+Promise.all([engine.unpack(packed.orders), engine.unpack(packed.orders_interleaved)]).then(([orders, more]) => {
+  engine.merge(orders, more);
   const cases = require("fs").readFileSync(0, "utf8").trim().split("\n");
   for (const line of cases) {
     const { key, forward, backward, message, buffered } = JSON.parse(line);

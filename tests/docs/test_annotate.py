@@ -158,7 +158,19 @@ def test_importing_nothing():
     assert page.rows[0].code_lines == (2, 3)
 
 
-@pytest.mark.parametrize("name", ["annotate", "architecture", "calculator", "cases", "prose"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "annotate",
+        "architecture",
+        "calculator",
+        "cases",
+        "in_browser",
+        "prose",
+        "signatures",
+        "trim_css",
+    ],
+)
 def test_examples_in_docstrings(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted and not result.failed

@@ -1,22 +1,19 @@
 """Schedule player and replay in a browser, opened as files: by mouse and by keyboard alone."""
 
-import importlib
 import re
-import shutil
 import statistics
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, expect
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from tests.docs.conftest import Watched
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>test</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"></head>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,"></head>
 <body style="margin: 8px">{body}<script src="javascripts/player.js"></script></body></html>"""
 PLAYER = '<div class="mm-player" data-schedule="1f1b" data-pp="4" data-microbatches="8"></div>'
 REPLAY = '<div class="mm-replay" data-recording="1f1b-paced"></div>'
@@ -24,64 +21,29 @@ MAX_REDRAW_MS = 50
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, package) -> Path:
-    """Two pages that hold nothing but a player and a replay."""
+def folder(tmp_path_factory: pytest.TempPathFactory, site: Path) -> Path:
+    """Two pages that hold nothing but a player and a replay, with the site's own scripts."""
     out = tmp_path_factory.mktemp("player")
-    for name in ("javascripts", "stylesheets"):
-        shutil.copytree(DOCS / name, out / name)
-    importlib.import_module("emit_player").write_player(package, out)
+    for name in ("javascripts", "stylesheets", "recordings", "python"):
+        if (site / name).exists():
+            (out / name).symlink_to(site / name)
     (out / "player.html").write_text(PAGE.format(body=PLAYER))
     (out / "replay.html").write_text(PAGE.format(body=REPLAY))
     return out
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as running:
-        arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        started = running.chromium.launch(executable_path=chromium, args=arguments)
-        yield started
-        started.close()
+class Opened(Watched):
+    """A page whose player or replay is there."""
 
-
-class Opened:
-    """A page whose player or replay is there; `close` checks that nothing went wrong."""
-
-    def __init__(self, browser: Any, folder: Path, name: str, address: str = "", **options: Any):
-        options = {"viewport": {"width": 1200, "height": 900}, **options}
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(60_000)
-        self.errors: list[str] = []
-        self.elsewhere: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda m: m.type == "error" and self.errors.append(m.text))
-        self.page.on("request", self._asked)
-        self.page.goto((folder / name).as_uri() + address)
-        self.page.wait_for_selector("[data-ready]")
-
-    def _asked(self, request: Any) -> None:
-        if not request.url.startswith(("file:", "data:", "blob:")):
-            self.elsewhere.append(request.url)
-
-    def keys(self, *names: str) -> None:
-        for name in names:
-            self.page.keyboard.press(name)
+    def __init__(
+        self, browser: Browser, folder: Path, name: str, fragment: str = "", **options: Any
+    ):
+        super().__init__(browser, ("file:",), **options)
+        self.page.goto((folder / name).as_uri() + fragment)
+        self.page.locator("[data-ready]").wait_for()
 
     def text(self, selector: str) -> str:
         return self.page.inner_text(selector)
-
-    def __enter__(self) -> "Opened":
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self.context.close()
-        if kind is None:
-            assert not self.errors
-            assert not self.elsewhere
 
 
 # -- The player --
@@ -89,49 +51,49 @@ class Opened:
 
 def test_figures_beside_formulas(browser, folder) -> None:
     with Opened(browser, folder, "player.html") as opened:
-        figures = opened.text(".mmp-figures")
         for words in ("33", "27.3 %", "3/11", "37.5 %", "3/8", "4 3 2 1", "min(M, p − r)"):
-            assert words in figures
+            opened.sees(".mmp-figures", words)
         opened.page.get_by_role("radio", name="GPipe").check()
-        assert "8 8 8 8" in opened.text(".mmp-figures")
+        opened.sees(".mmp-figures", "8 8 8 8")
         opened.page.get_by_text("Times, balance, memory").click()
         opened.page.get_by_label("Memory cap, microbatches").fill("4")
-        assert "4 stages above the cap of 4" in opened.text(".mmp-figures")
+        opened.sees(".mmp-figures", "4 stages above the cap of 4")
         opened.page.get_by_label("Work of stage 2").press("ArrowRight")
-        assert "with equal stages, free messages" in opened.text(".mmp-figures")
+        opened.sees(".mmp-figures", "with equal stages, free messages")
 
 
 def test_keyboard_alone(browser, folder) -> None:
     with Opened(browser, folder, "player.html", reduced_motion="reduce") as opened:
+        timeline = opened.page.locator(".mmp-timeline")
         opened.keys("Tab", "ArrowRight")
-        assert "Interleaved 1F1B" in opened.page.get_attribute(".mmp-timeline", "aria-label")
+        expect(timeline).to_have_attribute("aria-label", re.compile("Interleaved 1F1B"))
         opened.keys("ArrowLeft")
         for _ in range(12):
             opened.keys("Tab")
             if opened.page.evaluate("document.activeElement.className") == "mmp-timeline":
                 break
         opened.keys("Home", "ArrowRight", "ArrowRight", "ArrowRight")
-        assert "Stage 0: forward of microbatch 3" in opened.text(".mmp-details")
+        opened.sees(".mmp-details", "Stage 0: forward of microbatch 3")
         opened.keys("ArrowRight")
-        assert "Stage 0 computes nothing for 6" in opened.text(".mmp-details")
-        assert "waiting for B0 on stage 1, which ends at 10" in opened.text(".mmp-details")
-        assert "idle for 6" in opened.page.text_content(".mmp-timeline + [aria-live]")
+        opened.sees(".mmp-details", "Stage 0 computes nothing for 6")
+        opened.sees(".mmp-details", "waiting for B0 on stage 1, which ends at 10")
+        expect(opened.page.locator(".mmp-timeline + [aria-live]")).to_contain_text("idle for 6")
         opened.keys("ArrowDown", "+", "0", " ")
-        opened.page.wait_for_function("document.querySelector('.mmp-play').textContent === 'Pause'")
+        opened.sees(".mmp-play", "Pause")
         opened.keys(" ")
-        assert opened.text(".mmp-play") == "Play"
+        opened.sees(".mmp-play", "Play")
 
 
 def test_an_action_leads_to_its_source(browser, folder) -> None:
     with Opened(browser, folder, "player.html", "#schedule=1f1b&p=4&M=8&at=1:1") as opened:
-        details = opened.text(".mmp-details")
-        assert "Needs" in details
-        assert "F0 on stage 0" in details
-        assert "recv_forward" in details
-        links = opened.page.eval_on_selector_all(".mmp-chain a", "all => all.map(a => a.href)")
+        for words in ("Needs", "F0 on stage 0", "recv_forward"):
+            opened.sees(".mmp-details", words)
+        chain = opened.page.locator(".mmp-chain a")
+        chain.first.wait_for()
+        links = chain.evaluate_all("all => all.map(a => a.href)")
+        schedules = "minimegatron.core.pipeline_parallel.schedules"
         assert any(
-            re.search(r"/source/minimegatron\.core\.pipeline_parallel\.schedules\.html#L\d+$", link)
-            for link in links
+            re.search(rf"/source/{re.escape(schedules)}\.html#L\d+$", link) for link in links
         )
         assert links[-1].endswith("minimegatron.core.pipeline_parallel.steps.html#forward_step")
 
@@ -146,28 +108,26 @@ def test_the_address_holds_the_state(browser, folder) -> None:
         label = opened.page.get_attribute(".mmp-timeline", "aria-label")
         details = opened.text(".mmp-details")
     with Opened(browser, folder, "player.html", address) as again:
-        assert again.page.get_attribute(".mmp-timeline", "aria-label") == label
-        assert again.text(".mmp-details") == details
+        expect(again.page.locator(".mmp-timeline")).to_have_attribute("aria-label", label)
+        again.sees(".mmp-details", details)
 
 
 def test_wrong_predictions_are_explained(browser, folder) -> None:
+    needs = re.compile("needs (F0 of this very stage first|the gradient that B0 makes on stage 2)")
+    too_much = re.compile("Stage 1 has done its 2 warm-up forwards|needs the activation")
     with Opened(browser, folder, "player.html") as opened:
         opened.page.get_by_role("button", name="Predict the next action").click()
         choose = opened.page.get_by_role("group", name="Answers").get_by_role("button")
         choose.get_by_text("B0", exact=True).click()
-        assert "needs F0 of this very stage first" in opened.page.text_content(".mmp-verdict") or (
-            "needs the gradient that B0 makes on stage 2" in opened.text(".mmp-verdict")
-        )
+        opened.sees(".mmp-quiz .mmp-verdict", needs)
         for answer in ("F0", "F1", "F2"):
             choose.get_by_text(answer, exact=True).click()
-            assert f"Yes, {answer}." in opened.text(".mmp-verdict")
+            opened.sees(".mmp-quiz .mmp-verdict", f"Yes, {answer}.")
         choose.get_by_text("F3", exact=True).click()
-        assert "Stage 1 has done its 2 warm-up forwards" in opened.text(".mmp-verdict") or (
-            "needs the activation" in opened.text(".mmp-verdict")
-        )
+        opened.sees(".mmp-quiz .mmp-verdict", too_much)
         choose.get_by_text("B0", exact=True).click()
-        assert "It starts after waiting" in opened.text(".mmp-verdict")
-        assert "4 of 16, 2 wrong" in opened.text(".mmp-score")
+        opened.sees(".mmp-quiz .mmp-verdict", "It starts after waiting")
+        opened.sees(".mmp-score", "4 of 16, 2 wrong")
 
 
 def test_a_change_is_drawn_at_once(browser, folder) -> None:
@@ -179,16 +139,14 @@ def test_a_change_is_drawn_at_once(browser, folder) -> None:
                 await new Promise(requestAnimationFrame);
                 const before = performance.now();
                 player.set("f", 1 + (number % 5) / 4);
-                  times.push(performance.now() - before);
+                times.push(performance.now() - before);
               }
               return times;
             }"""
         )
-        median = statistics.median(times)
-        print(
-            f"\np=8, M=64 redrawn in {median:.1f} ms (median of {len(times)}; least {min(times):.1f})"
-        )
-        assert min(times) < MAX_REDRAW_MS
+        median, least = statistics.median(times), min(times)
+        print(f"\np=8, M=64 redrawn in {median:.1f} ms (median of {len(times)}; least {least:.1f})")
+        assert least < MAX_REDRAW_MS
 
 
 def test_svg_and_table_say_the_same(browser, folder) -> None:
@@ -198,18 +156,19 @@ def test_svg_and_table_say_the_same(browser, folder) -> None:
         picture = ElementTree.parse(waiting.value.path()).getroot()
         texts = ["".join(node.itertext()) for node in picture.iter() if node.tag.endswith("}text")]
         assert "stage 3" in texts
-        assert sum(text.isdigit() for text in texts) >= 64
+        num_bars = sum(text.isdigit() for text in texts)
+        assert num_bars >= 64
         opened.page.get_by_text("The same as a table").click()
-        rows = opened.page.locator(".mmp-table tbody tr")
-        rows.first.wait_for()  # drawn once the browser has told that the table was opened
-        assert rows.count() >= 64
-        assert "waiting for B0 on stage 1" in opened.text(".mmp-table")
+        # Drawn once the browser has told that the table was opened.
+        rows = opened.page.locator(".mmp-table tbody tr").filter(has_text=re.compile(r"[FB]\d"))
+        expect(rows.nth(63)).to_be_attached()
+        opened.sees(".mmp-table", "waiting for B0 on stage 1")
 
 
 def test_no_motion_where_none_is_wanted(browser, folder) -> None:
     with Opened(browser, folder, "player.html", reduced_motion="reduce") as opened:
         opened.page.select_option("[aria-label=Speed]", "4")
-        seen = opened.page.evaluate(
+        assert opened.page.evaluate(
             """async () => {
               const player = document.querySelector(".mm-player").mmPlayer, seen = new Set();
               player.clock.play(0);
@@ -221,20 +180,20 @@ def test_no_motion_where_none_is_wanted(browser, folder) -> None:
               return [...seen].every((t) => t === 0 || t === null || player.endings.includes(t));
             }"""
         )
-        assert seen
 
 
 @pytest.mark.parametrize("name", ["player.html", "replay.html"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone(browser, folder, name, scheme) -> None:
+def test_a_phone(browser, folder, name) -> None:
     size = {"width": 360, "height": 700}
-    with Opened(browser, folder, name, viewport=size, color_scheme=scheme) as opened:
+    ink = (
+        "getComputedStyle(document.querySelector('.mm-player, .mm-replay'))"
+        ".getPropertyValue('--mmp-ink').trim()"
+    )
+    with Opened(browser, folder, name, viewport=size, color_scheme="light") as opened:
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
-        ink = opened.page.evaluate(
-            "getComputedStyle(document.querySelector('.mm-player, .mm-replay'))"
-            ".getPropertyValue('--mmp-ink').trim()"
-        )
-        assert ink == ("#1c2733" if scheme == "light" else "#e6ebf0")
+        assert opened.page.evaluate(ink) == "#1c2733"
+        opened.page.emulate_media(color_scheme="dark")
+        opened.page.wait_for_function(f"{ink} === '#e6ebf0'")
 
 
 # -- The replay --
@@ -242,34 +201,40 @@ def test_a_phone(browser, folder, name, scheme) -> None:
 
 def test_stepping_through_a_run(browser, folder) -> None:
     with Opened(browser, folder, "replay.html") as opened:
-        assert "followed exactly" in opened.text(".mmp-figures")
-        assert "paced" in opened.text(".mmp-badge")
-        assert opened.page.locator(".mmp-stack").count() == 4
+        opened.sees(".mmp-figures", "followed exactly")
+        opened.sees(".mmp-badge", "paced")
+        expect(opened.page.locator(".mmp-stack")).to_have_count(4)
         opened.page.focus(".mmp-timeline")
         opened.keys("Home", ".", ".", ".")
-        assert "calls" in opened.text(".mmp-details")
-        assert opened.page.locator(".mmp-current").count() == 1
+        opened.sees(".mmp-details", "calls")
+        expect(opened.page.locator(".mmp-current")).to_have_count(1)
         opened.page.wait_for_function("location.hash.includes('call=')")
         address = opened.page.evaluate("location.hash")
         words = opened.text(".mmp-details")
         opened.page.get_by_text("A recorded run").click()
-        assert "torchrun" in opened.text(".mmp-source")
+        opened.sees(".mmp-source", "torchrun")
     with Opened(browser, folder, "replay.html", address) as again:
-        assert again.text(".mmp-details") == words
+        again.sees(".mmp-details", words)
 
 
 def test_messages_have_shapes_and_gaps_have_reasons(browser, folder) -> None:
     with Opened(browser, folder, "replay.html") as opened:
-        said = ""
-        for _ in range(12):
-            opened.page.get_by_role("button", name="One action on").click()
-            said += opened.text(".mmp-details")
+        said = opened.page.evaluate(
+            """() => {
+              const next = document.querySelector("[aria-label='One action on']"), said = [];
+              for (let number = 0; number < 12; number++) {
+                next.click();
+                said.push(document.querySelector(".mmp-details").innerText);
+              }
+              return said.join(" ");
+            }"""
+        )
         assert re.search(r"\[64 × 1 × 64\] float32", said)
         assert re.search(r"(activation|gradient) of microbatch \d+ [→←] stage \d", said)
         opened.page.evaluate(
             "document.querySelector('.mm-replay').mmReplay.timeline.choose('3:g0')"
         )
-        assert "waiting for" in opened.text(".mmp-details")
+        opened.sees(".mmp-details", "waiting for")
 
 
 def test_other_recordings(browser, folder) -> None:
@@ -282,4 +247,4 @@ def test_other_recordings(browser, folder) -> None:
                 arg=name,
             )
             opened.page.get_by_role("button", name="One action on").click()
-            assert opened.page.locator(".mmp-stack a").count() > 4
+            expect(opened.page.locator(".mmp-stack a").nth(4)).to_be_attached()
