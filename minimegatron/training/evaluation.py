@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from tqdm import tqdm
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -56,8 +58,11 @@ def evaluate(
         chunk.eval()
     totals: dict[str, torch.Tensor] = {}
     config.timers = None  # they time training
+    # On a terminal only: a file has the result, a line later.
+    hide = None if dist.get_rank() == 0 else True
+    batches = tqdm(range(args.eval_iters), "evaluating", unit="batch", leave=False, disable=hide)
     with torch.no_grad():
-        for iteration in range(args.eval_iters):
+        for iteration in batches:
             reports = forward_backward_func(
                 forward_step_func=forward_step_func,
                 data_iterator=data_iterator,
