@@ -1,0 +1,13 @@
+"""The loss contract: by what is a loss divided, where, and when?"""
+
+from minimegatron.exercises.exercise import Exercise
+
+EXERCISE = Exercise(
+    name="ex08_loss_contract",
+    title="The loss contract: tokens, microbatches, data parallel",
+    tier="core",
+    minutes=40,
+    num_ranks=4,
+    mirrors="minimegatron.core.pipeline_parallel.steps.forward_step_calc_loss",
+    summary="Scale each microbatch's loss, and at the end the gradients, by the right numbers.",
+)
