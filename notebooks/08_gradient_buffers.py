@@ -311,8 +311,8 @@ assert few_bytes == num_bytes and min(errors) > 0.1 and apart > 0.1
 #   it costs M times the messages. Nothing fails; the job is only slow.
 # * **After the first** is what a forgotten `no_sync` does when buckets leave once. It sends as
 #   much as the right way. But what the later microbatches add stays on each rank. The ranks then
-#   update differently, and from that step on they train two different models. The loss still
-#   falls.
+#   update differently, and from that step on they train two different models. Nothing fails here
+#   either, and every rank's loss may well go on falling.
 #
 # Only a comparison with one process, or between ranks, finds it.
 #
