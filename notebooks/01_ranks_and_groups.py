@@ -251,7 +251,7 @@ class CountCalls:
         if call.name == "p2p-start":
             kind, size = f"pp, {call.attributes['doing']}", call.attributes["bytes"]
         elif call.attributes.get("group_size", 1) > 1:
-            kind = self.kinds.get(id(call.arguments["group"]), "embedding") + ", all-reduce"
+            kind = self.kinds.get(id(call.arguments["group"]), "embedding") + f", {call.name}"
             size = call.attributes["bytes"]
         else:
             return
@@ -304,8 +304,8 @@ ranks.stop()
 # * `draw("pp-dp-tp")`. Which lines now leave the machine, and what would that cost per step?
 # * Make the first layout tp = 4: `RankGenerator(tp=4, ep=1, dp=2, pp=2, cp=1, ...)`. Write down
 #   rank 6's groups before you look. Which sizes of tp keep its groups inside a machine?
-# * `count(tp=2, pp=2, sequence_parallel=True)`: all-reduces become reduce-scatters and all-gathers.
-#   Are there more bytes, or as many?
+# * `%px count(tp=2, pp=2, sequence_parallel=True)`, before the ranks are stopped. What has taken the
+#   place of the all-reduces inside layers, and how large are the messages between stages now?
 # * In the sums, let rank 3 leave its pipeline group's all-reduce out (`if (rank, kind) != (3, "pp")`).
 #   Who waits, and who says so?
 #

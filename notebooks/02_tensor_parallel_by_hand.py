@@ -27,7 +27,8 @@ import torch.nn.functional as F
 
 from minimegatron.notebook import live_ranks
 
-ranks = live_ranks(2)
+RANKS, WIDTH = 2, 8
+ranks = live_ranks(RANKS)
 
 # %% [markdown]
 # ## Predict
@@ -42,8 +43,8 @@ ranks = live_ranks(2)
 # %%
 torch.manual_seed(0)
 X = torch.randn(3, 4, dtype=torch.float64)  # 3 tokens, 4 features
-A = torch.randn(4, 8, dtype=torch.float64)
-B = torch.randn(8, 4, dtype=torch.float64)
+A = torch.randn(4, WIDTH, dtype=torch.float64)
+B = torch.randn(WIDTH, 4, dtype=torch.float64)
 dY = torch.randn(3, 4, dtype=torch.float64)  # what comes back from the layers behind
 
 
@@ -79,9 +80,10 @@ assert not torch.allclose(F.gelu(X @ A), sum(map(F.gelu, terms)))
 # %%px
 import torch.nn.functional as F
 
-half = slice(4 * rank, 4 * rank + 4)
-a = A[:, half].clone().requires_grad_()
-b = B[half].clone().requires_grad_()
+share = len(B) // world_size
+mine = slice(rank * share, (rank + 1) * share)
+a = A[:, mine].clone().requires_grad_()
+b = B[mine].clone().requires_grad_()
 x = X.clone().requires_grad_()
 
 hidden = F.gelu(x @ a)
@@ -126,29 +128,33 @@ gradients = {"X": x.grad, "A": a.grad, "B": b.grad}
 # Three gradients. One of them is wrong. Which, and why? Predict, then look.
 
 # %%
-columns, rows = [slice(0, 4), slice(4, 8)], [slice(0, 4), slice(4, 8)]
-for rank in range(2):
-    mine = ranks["gradients"][rank]
-    right = {"X": dX, "A": dA[:, columns[rank]], "B": dB[rows[rank]]}
-    print(f"rank {rank}:", {name: torch.allclose(mine[name], right[name]) for name in right})
+pieces = zip(dA.chunk(RANKS, dim=1), dB.chunk(RANKS, dim=0), strict=True)
+right = [{"X": dX, "A": dA_piece, "B": dB_piece} for dA_piece, dB_piece in pieces]
 
-assert torch.allclose(ranks["y"][0], Y)
-assert [torch.allclose(mine["X"], dX) for mine in ranks["gradients"]] == [False, False]
-assert all(torch.allclose(ranks["gradients"][r]["A"], dA[:, columns[r]]) for r in range(2))
+
+def compare(gradients):
+    """Per rank: which of its gradients are right."""
+    return [
+        {name: torch.allclose(mine[name], wanted[name]) for name in wanted}
+        for mine, wanted in zip(gradients, right, strict=True)
+    ]
+
+
+without_copy = ranks["gradients"]
+print(*compare(without_copy), sep="\n")
+assert all(torch.allclose(y, Y) for y in ranks["y"])
+assert compare(without_copy) == RANKS * [{"X": False, "A": True, "B": True}]
 
 # %% [markdown]
-# Both ranks used X. Each knows only what X did through *its* half of A. The whole gradient is the
-# sum of both:
+# All ranks used X. Each knows only what X did through *its* piece of A. The whole gradient is the
+# sum:
 
 # %%
-pictures = {
-    "rank 0 has": ranks["gradients"][0]["X"],
-    "rank 1 has": ranks["gradients"][1]["X"],
-    "their sum": sum(mine["X"] for mine in ranks["gradients"]),
-    "one rank's dX": dX,
-}
+pictures = {f"rank {rank} has": mine["X"] for rank, mine in enumerate(without_copy)}
+pictures["their sum"] = sum(pictures.values())
+pictures["one rank's dX"] = dX
 limit = float(max(picture.abs().max() for picture in pictures.values()))
-figure, panels = plt.subplots(1, 4, figsize=(10, 2.4), layout="constrained")
+figure, panels = plt.subplots(1, len(pictures), figsize=(10, 2.4), layout="constrained")
 for panel, (title, picture) in zip(panels, pictures.items(), strict=True):
     image = panel.imshow(picture, cmap="PuOr", vmin=-limit, vmax=limit)
     panel.set(title=title, xlabel="feature", xticks=range(4), yticks=range(3))
@@ -185,11 +191,8 @@ y.backward(dY)
 gradients = {"X": x.grad, "A": a.grad, "B": b.grad}
 
 # %%
-for rank in range(2):
-    mine = ranks["gradients"][rank]
-    right = {"X": dX, "A": dA[:, columns[rank]], "B": dB[rows[rank]]}
-    assert all(torch.allclose(mine[name], right[name]) for name in right)
-print("all gradients on both ranks are those of one rank")
+print(*compare(ranks["gradients"]), sep="\n")
+assert compare(ranks["gradients"]) == RANKS * [{"X": True, "A": True, "B": True}]
 
 # %% [markdown]
 # ## The real layers
@@ -206,11 +209,12 @@ from minimegatron.core import parallel_state, tracing
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-config = ModelParallelConfig(tensor_model_parallel_size=2, params_dtype=torch.float64)
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+config = ModelParallelConfig(tensor_model_parallel_size=world_size, params_dtype=torch.float64)
 common = {"config": config, "bias": False, "skip_bias_add": False}
-column = ColumnParallelLinear(4, 8, init_method=lambda w: w.copy_(A.T), **common)
-row = RowParallelLinear(8, 4, init_method=lambda w: w.copy_(B.T), input_is_parallel=True, **common)
+column = ColumnParallelLinear(4, len(B), init_method=lambda w: w.copy_(A.T), **common)
+common["input_is_parallel"] = True
+row = RowParallelLinear(len(B), 4, init_method=lambda w: w.copy_(B.T), **common)
 
 
 class Names:
@@ -239,12 +243,11 @@ layers = {"X": x.grad, "A": column.weight.grad.T, "B": row.weight.grad.T}
 called
 
 # %%
-assert ranks["called"] == 2 * [{"forward": ["all-reduce"], "backward": ["all-reduce"]}]
-for rank in range(2):
-    # The init method drew in float32, as for any dtype, hence the tolerance.
-    by_hand, by_layers = ranks["gradients"][rank], ranks["layers"][rank]
-    assert torch.allclose(ranks["y"][rank], Y, atol=1e-5)
-    assert all(torch.allclose(by_hand[n], by_layers[n], atol=1e-5) for n in by_hand)
+assert ranks["called"] == RANKS * [{"forward": ["all-reduce"], "backward": ["all-reduce"]}]
+# Weights pass through float32 when they are drawn, for any dtype; hence the tolerance.
+assert all(torch.allclose(y, Y, atol=1e-5) for y in ranks["y"])
+for by_hand, by_layers in zip(ranks["gradients"], ranks["layers"], strict=True):
+    assert all(torch.allclose(by_hand[name], by_layers[name], atol=1e-5) for name in by_hand)
 print("one all-reduce forward, one backward, and the same gradients")
 ranks.stop()
 
@@ -259,7 +262,8 @@ ranks.stop()
 #   dY, and it is counted twice.)
 # * Cut B by columns instead, and gather Y's columns at the end. What must each rank have of the
 #   hidden activations, and what does that cost?
-# * Four ranks: `live_ranks(4)`, and `half` becomes a quarter. Nothing else changes.
+# * `RANKS = 4`, and run all cells. What grows with the number of ranks: the number of all-reduces,
+#   their size, or neither?
 #
 # ## Where next
 #

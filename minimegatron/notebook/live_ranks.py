@@ -181,10 +181,11 @@ class LiveRanks:
     def __getitem__(self, expression: str) -> list[Any]:
         """The value of a variable, or of an expression, on every rank, rank 0's first.
 
-        Tensors come as copies on the CPU, without their graph.
+        All ranks work it out at the same time, so it may communicate. Tensors come as copies on the
+        CPU, without their graph. Raises CellError if it raises on a rank.
         """
-        self._check_alive()
-        value = ipyparallel.Reference(expression)
+        self.run(f"_value = (\n{expression}\n)")
+        value = ipyparallel.Reference("_value")
         return [self._client[rank].apply_sync(on_the_host, value) for rank in range(self.num_ranks)]
 
     def push(self, **variables: Any) -> None:

@@ -104,7 +104,8 @@ def _display(label: str, data: Mapping[str, Any], metadata: Mapping[str, Any] | 
 
 def places(stacks: Mapping[int, str], cell: str) -> str:
     """The line of `cell` in which each rank stands, of those whose `stacks` show one."""
-    lines, said = cell.splitlines(), []
+    # IPython counts without the blank lines that a cell begins with.
+    lines, said = re.sub(r"^(\s*\n)+", "", cell).splitlines(), []
     for rank, stack in sorted(stacks.items()):
         if (found := IN_CELL.search(stack)) and int(found[1]) <= len(lines):
             number = int(found[1])

@@ -121,6 +121,11 @@ def test_ranks_communicate_and_keep_their_variables(notebook):
     notebook.run("%px dist.all_reduce(x)")
     assert notebook.run("%px x.tolist()") == four("[6.0, 6.0]")
     assert notebook.run("[x.tolist() for x in ranks['x / 2']]") == f"{[[3.0, 3.0]] * 4}\n"
+    assert (
+        notebook.run("ranks['dist.all_reduce(x) or float(x[0])']") == "[24.0, 24.0, 24.0, 24.0]\n"
+    )
+    shown = notebook.run("ranks['nonsense']")
+    assert "--- ranks 0, 1, 2, 3 ---" in shown and "NameError" in shown and "apply" not in shown
     notebook.run("import torch; ranks.push(y={'a': torch.ones(1)})")
     assert notebook.run("%px y['a'].device == device") == four("True")
 
@@ -154,7 +159,7 @@ def test_the_same_error_on_all_ranks_is_shown_once(notebook):
 
 def test_ranks_that_wait_for_a_failed_one_are_named_and_replaced(notebook):
     before = notebook.descendants()
-    shown = notebook.run("%%px\nif rank == 1:\n    raise KeyError('trouble')\ndist.barrier()")
+    shown = notebook.run("%%px\n\n\nif rank == 1:\n    raise KeyError('trouble')\ndist.barrier()")
     assert "--- rank 1 ---" in shown and "KeyError: 'trouble'" in shown
     assert "Rank 1 has raised an exception" in shown
     assert "rank 3 stands in line 3: dist.barrier()" in shown
