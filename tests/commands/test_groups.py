@@ -63,7 +63,7 @@ def test_other_orders_and_large_worlds(capsys):
         ("groups", "the following arguments are required: --world-size"),
         ("groups --world-size 16 --tensor 2", "unrecognized arguments: --tensor 2"),
         ("gruops", "there is no command 'gruops'; did you mean 'groups'?"),
-        ("zzz", "there is no command 'zzz'; use one of: convert, groups, "),
+        ("zzz", "there is no command 'zzz'; use one of: convert, exercises, groups"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, message, capsys):
