@@ -62,8 +62,8 @@ from minimegatron.training.training import (
 #
 # ## The program
 #
-# What `torchrun -m minimegatron.pretrain_gpt` does, up to its first two steps. `train` would fill
-# in the hooks and loop; here both are in sight. The flags are the real ones.
+# What `torchrun -m minimegatron.pretrain_gpt` does, up to its first steps. `train` would fill in
+# the hooks and loop; here both are in sight. The flags are the real ones.
 
 # %%
 FLAGS = """
