@@ -1,0 +1,13 @@
+"""Grad buffers: where gradients lie, the hook that fills them, the bucket that leaves in time."""
+
+from minimegatron.exercises.exercise import Exercise
+
+EXERCISE = Exercise(
+    name="ex09_grad_buffers",
+    title="Grad buffers with hooks and buckets",
+    tier="stretch",
+    minutes=45,
+    num_ranks=2,
+    mirrors="minimegatron.core.distributed.param_and_grad_buffer.lay_out_buffer",
+    summary="Lay out the gradients, accumulate them in a hook, and send buckets during backward.",
+)
