@@ -5,6 +5,7 @@
 # make notebooks open the notebooks in JupyterLab
 # make bench   measure speed beside megatron-core and others, about twenty minutes, into docs/benchmarks
 # make traces    record anew the runs that the documentation replays, into docs/recordings
+# make rosetta  record anew what the installed megatron-core offers, for the page Rosetta
 # make timeline  record four paced stages on real ranks and draw docs/images/timeline.png
 #
 # Each first makes .venv and installs what it needs there. Settings, for example
@@ -49,14 +50,17 @@ test: $(VENV)/.installed-conformance chromium
 	$(BIN)/python -m pytest -v -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check minimegatron tests
-	$(BIN)/ruff format --check minimegatron tests
+	$(BIN)/ruff check minimegatron tests docs/tools
+	$(BIN)/ruff format --check minimegatron tests docs/tools
 
 bench: $(VENV)/.installed-conformance
 	$(BIN)/python -m tests.benchmarks
 
 traces: $(VENV)/.installed
 	$(BIN)/python docs/tools/record_traces.py
+
+rosetta: $(VENV)/.installed-conformance
+	$(BIN)/python docs/tools/record_megatron.py
 
 timeline: $(VENV)/.installed-dev
 	$(BIN)/python docs/tools/timeline.py

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from minimegatron.planner.actions import ACTIVATION, COMMUNICATE, SEND, Action
-from minimegatron.planner.check import check
+from minimegatron.planner.check import Problem, check
 from minimegatron.planner.plan import plan
 
 FILE = "schedule.py"
@@ -37,7 +37,7 @@ def answer(source: str, p: int, M: int, v: int, G: int) -> str:
         return json.dumps(error_of(error))
     data: dict[str, Any] = {
         "name": function.__name__,
-        "problems": [{"kind": x.kind, "text": f"rank {x.rank}: {x.text}"} for x in problems],
+        "problems": [{"kind": x.kind, "text": words_of(x)} for x in problems],
         "batched": step.config.batch_p2p_comm,
     }
     if not NOT_DRAWN & {problem.kind for problem in problems}:
@@ -46,6 +46,13 @@ def answer(source: str, p: int, M: int, v: int, G: int) -> str:
             for actions in step.ranks
         ]
     return json.dumps(data)
+
+
+def words_of(problem: Problem) -> str:
+    """The problem, with its place where the text does not give it."""
+    if problem.kind == "deadlock":
+        return problem.text
+    return f"rank {problem.rank}, microbatch {problem.microbatch}: {problem.text}"
 
 
 def schedule_of(source: str) -> Callable:

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+from tests.figures import figure
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
@@ -56,7 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     # Of one processor, as a clock would say were it not shared with other tests.
     seconds = processor_seconds() - before
-    print(f"\nthe site was built in {seconds:.1f} s of processor time")
+    figure(f"the site was built in {seconds:.1f} s of processor time")
     assert seconds < MAX_BUILD_SECONDS
     return folder / "site"
 

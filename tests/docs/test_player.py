@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.docs.conftest import Watched
+from tests.figures import figure
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>test</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -145,7 +146,7 @@ def test_a_change_is_drawn_at_once(browser, folder) -> None:
             }"""
         )
         median, least = statistics.median(times), min(times)
-        print(f"\np=8, M=64 redrawn in {median:.1f} ms (median of {len(times)}; least {least:.1f})")
+        figure(f"p=8, M=64 redrawn in {median:.1f} ms (median of {len(times)}; least {least:.1f})")
         assert least < MAX_REDRAW_MS
 
 

@@ -149,7 +149,7 @@ def test_editing_the_python(browser, address, site):
 
         text.fill(BOTH_RECEIVE)
         text.press("Control+Enter")
-        expect(verdict).to_contain_text("deadlock: rank 0 waits for rank 1 in recv_backward")
+        expect(verdict).to_contain_text("deadlock: rank 2 waits for rank 3 in recv_backward")
         watched.sees(".mmp-figures", "until it stands still")
 
         text.fill("def mine(stage):\n    yield stage.forword(0)\n")
