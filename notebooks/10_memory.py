@@ -225,6 +225,11 @@ for kept in one_layer:
     print(f"{kept.num_bytes / SBH:6.3f}  {kept.dtype:9} {list(kept.shape)}")
 print(f"{sum(kept.num_bytes for kept in one_layer) / SBH:6.3f}  in all")
 
+of_weights = 2 * num_layer_parameters(H)
+of_activations = sum(kept.num_bytes for kept in one_layer)
+print(f"\nbytes of the layer's weights {of_weights:,}, of these activations {of_activations:,}")
+assert of_activations > of_weights
+
 # %% [markdown]
 # Read it from the top. Attention: the input of the first norm (2), its mean and deviation, the
 # input of the projection to queries, keys and values (2), those three in one piece (6), a number
@@ -344,8 +349,8 @@ for stage in range(RANKS):
 
 # %% [markdown]
 # Stage 0 is the fullest, though the last one has the logits: the first stage holds the most
-# microbatches. In a real model activations take a larger part: they grow with s b h, the states
-# with h².
+# microbatches. Activations grow with s b h, weights and states with h²: notebook 11 has both for
+# models of the size that is trained in earnest.
 #
 # ## Change it
 #
