@@ -1,11 +1,19 @@
-"""What holds for every test: one torch thread per process, set before torch is imported; Hypothesis
-draws the same examples in every run."""
+"""For every test: one torch thread per process; at the end, the figures that tests took."""
 
 import os
 
-from hypothesis import settings
+import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"
+from tests.figures import figures_of
 
-settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
-settings.load_profile("repeatable")
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind]
+    figures = figures_of(reports)
+    if figures:
+        terminalreporter.section("figures")
+        for test, lines in figures.items():
+            for line in lines:
+                terminalreporter.write_line(f"{test.split('/')[-1]}: {line}")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.figures import figure
 from tests.parity import Case, all_cases, reference, run_cases, system_cases
 from tests.ranks import run_ranks
 
@@ -18,7 +19,7 @@ def check(cases: list[Case], world: int, folder: Path) -> None:
     assert problems == []
     compared = sum(number for rank in results for _, number, _, _ in rank)
     worst = max(worst for rank in results for _, _, worst, _ in rank)
-    print(f"{world} ranks: {len(cases)} cases, {compared} tensors, worst difference {worst:.1e}")
+    figure(f"{world} ranks: {len(cases)} cases, {compared} tensors, worst difference {worst:.1e}")
     assert compared > 20 * len(cases)
 
 

@@ -15,6 +15,7 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 from tests.conformance.megatron import cuda_calls_on_cpu, megatron_module
 from tests.conformance.recording import StepCase, record_step
 from tests.fake_transport import FakeGroup
+from tests.figures import figure
 
 their_schedules = megatron_module("pipeline_parallel.schedules")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -123,7 +124,7 @@ def test_same_calls_without_a_pipeline(forward_only: bool):
 def test_same_calls_in_plain_1f1b(p: int, forward_only: bool):
     cases = itertools.product(range(p), (1, 2, 3, 4, 5, 8, 16))
     num_calls = [_assert_same_step(StepCase(p, r, m, forward_only=forward_only)) for r, m in cases]
-    print(f"p={p}: {len(num_calls)} ranks the same, {sum(num_calls)} calls")
+    figure(f"p={p}: {len(num_calls)} ranks the same, {sum(num_calls)} calls")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -142,7 +143,7 @@ def test_same_calls_in_interleaved_1f1b(p: int, forward_only: bool, overlap: boo
             num_refused += 1
         else:
             num_calls += [_assert_same_step(case) for case in cases]
-    print(
+    figure(
         f"p={p}: {len(num_calls)} ranks the same, {sum(num_calls)} calls; "
         f"{num_refused} sizes refused by both"
     )

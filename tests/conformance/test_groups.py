@@ -6,6 +6,7 @@ import pytest
 
 from minimegatron.core.rank_generator import GROUP_KINDS, RankGenerator, all_groups
 from tests.conformance.megatron import megatron_module, record_groups
+from tests.figures import figure
 
 parallel_state = megatron_module("parallel_state")
 
@@ -74,7 +75,7 @@ def test_same_groups(world_size: int):
             assert ours == theirs, sizes
             num_same += theirs is not None
             num_refused += theirs is None
-    print(f"world size {world_size}: {num_same} grids the same, {num_refused} refused by both")
+    figure(f"world size {world_size}: {num_same} grids the same, {num_refused} refused by both")
     assert num_same > 0
 
 

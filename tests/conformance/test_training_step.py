@@ -24,6 +24,7 @@ from tests.conformance.megatron import cuda_calls_on_cpu, megatron_module
 from tests.conformance.test_gpt_model import SHARED_FIELDS
 from tests.core.models import gpt_support
 from tests.core.models.gpt_support import BATCH, SEQUENCE, VOCABULARY
+from tests.figures import figure
 from tests.ranks import run_ranks
 
 THEIRS = {
@@ -257,4 +258,4 @@ def test_same_losses_and_gradients(size: int):
                 worst[cut.dtype] = max(worst[cut.dtype], difference)
             num_compared += len(found)
     shown = ", ".join(f"{str(dtype)[6:]} {value:.1e}" for dtype, value in worst.items())
-    print(f"\n{len(cuts)} steps on {size} ranks, {num_compared} tensors; worst: {shown}")
+    figure(f"{len(cuts)} steps on {size} ranks, {num_compared} tensors; worst: {shown}")

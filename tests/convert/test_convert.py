@@ -22,6 +22,7 @@ from tests.convert.plain_models import (
     llama_logits,
     llama_weights,
 )
+from tests.figures import figure
 from tests.ranks import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch", reason="the extra `convert` is missing")
@@ -100,7 +101,7 @@ def test_imported_models_compute_the_same(capsys, tmp_path):
         expected = logits(weights(), TOKENS)
         assert expected.std() > 0.5
         difference = (found[..., :50] - expected).abs().max().item()
-        print(f"{name}: logits differ by {difference:.2g} at most")
+        figure(f"{name}: logits differ by {difference:.2g} at most")
         assert difference < 2e-5
 
 

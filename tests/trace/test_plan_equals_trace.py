@@ -11,6 +11,7 @@ from minimegatron.planner.registry import register_schedule
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from tests.core.pipeline_parallel.test_order import legal_groups
 from tests.core.pipeline_parallel.test_real_ranks import run_mode
+from tests.figures import figure
 from tests.ranks import run_ranks
 from tests.trace.recordings import run_step
 
@@ -64,7 +65,7 @@ def test_every_rank_does_what_its_plan_says(p):
             num_actions += sum(len(step.actions(rank)) for rank in range(p))
             num_messages += len(step.transfers)
     num_steps = sum(run.num_steps for run in runs)
-    print(f"p={p}: {num_steps} steps, {num_actions} actions, {num_messages} messages")
+    figure(f"p={p}: {num_steps} steps, {num_actions} actions, {num_messages} messages")
     assert num_messages > 1000
 
 

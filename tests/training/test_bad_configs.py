@@ -13,6 +13,7 @@ import torch.distributed as dist
 from minimegatron import pretrain_gpt
 from minimegatron.training import initialize
 from minimegatron.training.arguments import parse_args
+from tests.figures import figure
 from tests.training.bad_configs import BAD_CONFIGS, GOOD, BadConfig
 
 LIMIT_SECONDS = 10.0
@@ -140,5 +141,5 @@ def test_refused_under_torchrun(tmp_path):
             check_answer(row, stderr)
         else:
             assert stderr == ""
-    print(f"{row}: refused under torchrun after {seconds:.1f} s")
+    figure(f"{row}: refused under torchrun after {seconds:.1f} s")
     assert seconds < 3 * LIMIT_SECONDS  # the limit is for a quiet machine

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from minimegatron.training import failures
 from minimegatron.training.failures import Identity, is_lost_connection
+from tests.figures import figure
 
 TINY = (
     "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --seq-length 16 "
@@ -39,7 +40,7 @@ def test_rank_that_raises():
     # One block: nothing of another rank between the headline and the last line of the traceback.
     block = re.search(rf"-{{100}}\n{re.escape(place)}.*?\n-{{100}}\n", stderr, re.DOTALL)
     assert block and block[0].rstrip("-\n").endswith("ValueError: the planted error")
-    print(f"raised: {seconds:.1f} s in all, of which most is starting")
+    figure(f"raised: {seconds:.1f} s in all, of which most is starting")
     assert seconds < 60 + 60
 
 
@@ -50,7 +51,7 @@ def test_rank_that_is_killed():
     assert code != 0
     assert re.search(rf"stops, because a rank is gone: {re.escape(place)}, process \d+", stderr)
     assert stderr.count("because a rank is gone") == 1  # one survivor speaks for all
-    print(f"killed: {seconds:.1f} s in all, of which most is starting")
+    figure(f"killed: {seconds:.1f} s in all, of which most is starting")
     assert seconds < 60 + 60
 
 

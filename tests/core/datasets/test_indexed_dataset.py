@@ -19,6 +19,7 @@ from minimegatron.core.datasets.indexed_dataset import (
     IndexedDatasetBuilder,
 )
 from tests.core.datasets.corpora import write_dataset
+from tests.figures import figure
 
 DOCUMENTS = [[1, 2, 3], [40_000], [5, 6]]
 
@@ -325,5 +326,5 @@ def test_random_access_stays_small_in_memory(tmp_path: Path) -> None:
         timeout=120,
     )
     ours, plain = (int(line.split()[0]) / 1e6 for line in done.stdout.splitlines())
-    print(f"5,000 random reads of 2 KiB from 1 GiB add {ours:.1f} MB; a plain map, {plain:.0f} MB")
+    figure(f"5,000 random reads of 2 KiB from 1 GiB add {ours:.1f} MB; a plain map, {plain:.0f} MB")
     assert ours < 50 and plain > 100

@@ -20,6 +20,7 @@ from tests.core.distributed.common import (
     make_groups,
     run_microbatches,
 )
+from tests.figures import figure
 from tests.ranks import run_ranks
 
 MODES = {
@@ -111,7 +112,7 @@ def _sharded_equals_plain():
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_sharded_equals_plain(num_ranks):
     for line in run_ranks(_sharded_equals_plain, num_ranks)[0]:
-        print(*line)  # shown by `pytest -s`
+        figure(" ".join(map(str, line)))
 
 
 def _gathering_overlaps_the_forward():

@@ -16,6 +16,7 @@ from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicato
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.pipeline_parallel.transport import TorchTransport
 from tests.core.pipeline_parallel.test_order import legal_groups
+from tests.figures import figure
 from tests.ranks import run_ranks
 
 HIDDEN, SEQ, BATCH = 6, 5, 2
@@ -157,4 +158,4 @@ def test_losses_and_gradients_equal_one_process(p):
     for _, compared, problems in results:
         assert compared > 100
         assert problems == []
-    print(f"p={p}: {results[0][0]} configurations")
+    figure(f"p={p}: {results[0][0]} configurations")
