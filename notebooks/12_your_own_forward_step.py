@@ -52,7 +52,7 @@ MODEL = {"seq_length": S, "vocab_size": V, "params_dtype": torch.float64, "init_
 # ## Samples
 #
 # A sample is a prompt and an answer. The answers here are drawn at random, which is what this
-# fresh model would do as well. The reward: how many tokens of the answer are below 32. An
+# fresh model would do as well. The reward: the share of the answer's tokens that are below 32. An
 # answer's *advantage* is its reward less the mean of its prompt's answers, divided by their
 # deviation (GRPO). Answers have different lengths.
 
