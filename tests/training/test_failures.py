@@ -41,7 +41,6 @@ def test_rank_that_raises():
     block = re.search(rf"-{{100}}\n{re.escape(place)}.*?\n-{{100}}\n", stderr, re.DOTALL)
     assert block and block[0].rstrip("-\n").endswith("ValueError: the planted error")
     figure(f"raised: {seconds:.1f} s in all, of which most is starting")
-    assert seconds < 60 + 60
 
 
 def test_rank_that_is_killed():
@@ -52,7 +51,6 @@ def test_rank_that_is_killed():
     assert re.search(rf"stops, because a rank is gone: {re.escape(place)}, process \d+", stderr)
     assert stderr.count("because a rank is gone") == 1  # one survivor speaks for all
     figure(f"killed: {seconds:.1f} s in all, of which most is starting")
-    assert seconds < 60 + 60
 
 
 def test_lost_connections_are_told_from_errors():

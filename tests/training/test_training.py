@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from minimegatron import pretrain_gpt
 from minimegatron.core import parallel_state
@@ -19,9 +18,8 @@ from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_f
 from minimegatron.core.utils import get_model_config
 from minimegatron.training import training
 from minimegatron.training.arguments import parse_args
-from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.evaluation import evaluate
-from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
+from minimegatron.training.global_vars import destroy_global_vars, get_train_state
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.text_generation import generate
 from minimegatron.training.utils import broadcast_from_last_stage
@@ -69,9 +67,6 @@ def train_and_evaluate(flags: str, steps: int = 3) -> dict:
         losses.append(broadcast_from_last_stage(means)["lm loss"])
         norms.append(norm)
     result = {"losses": losses, "norms": norms, "consumed": state.consumed_train_samples}
-    if get_args().save is not None:
-        save_checkpoint(state.iteration, model, optimizer, scheduler)
-        result["weights"] = [t.clone() for chunk in model for t in chunk.state_dict().values()]
     evaluated, _ = evaluate(pretrain_gpt.forward_step, valid_iterator, model, None, config)
     result["valid"] = evaluated["lm loss"]
     result["text"] = generate(model, "def ", num_tokens=4)
@@ -139,30 +134,6 @@ def test_other_kinds_of_step():
     for flags, result in zip(kinds, run_ranks(run_all, 1, kinds, timeout=120)[0], strict=True):
         assert all(0 < loss < 7 for loss in result["losses"]), flags
     assert result["consumed"] == 4 + 4 + 8
-
-
-# -- Going on from a checkpoint --
-
-
-def stop_and_go_on(folder: str) -> list[dict]:
-    layout = f"{TP2} --dataloader-type cyclic --hidden-dropout 0.1"
-    undisturbed = train_and_evaluate(f"{layout} --save {folder}/whole", steps=4)
-    first = train_and_evaluate(f"{layout} --save {folder}/half", steps=2)
-    rest = train_and_evaluate(f"{layout} --load {folder}/half --save {folder}/second-half", steps=4)
-    return [undisturbed, first, rest]
-
-
-def test_resumed_run_is_bit_identical(tmp_path):
-    for undisturbed, first, rest in run_ranks(stop_and_go_on, 2, str(tmp_path), timeout=120):
-        assert first["losses"] + rest["losses"] == undisturbed["losses"]
-        for ours, theirs in zip(rest["weights"], undisturbed["weights"], strict=True):
-            assert torch.equal(ours, theirs)
-    whole = tmp_path / "whole"
-    assert (whole / "latest_checkpointed_iteration.txt").read_text() == "4"
-    assert sorted(path.name for path in whole.iterdir()) == [
-        "iter_0000004",
-        "latest_checkpointed_iteration.txt",
-    ]
 
 
 def test_torn_checkpoint_is_refused_before_the_start(tmp_path):
