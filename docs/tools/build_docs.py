@@ -7,6 +7,7 @@ that another generator of static pages can take its place.
 
 import argparse
 import importlib
+import re
 import shutil
 import sys
 import time
@@ -24,6 +25,7 @@ from site_pages import write_pages  # noqa: E402
 from source_pages import write_source_pages  # noqa: E402
 
 OUT = ROOT / "build" / "docs"
+LINK = re.compile(r"\[([^\]]+)\]\(\.\./((?:notebooks|exercises)/[\w.-]+\.md)\)")
 SKIPPED = {"tools", "overrides", "recordings", "__pycache__", "node_modules"}
 """Folders of docs/ that are no part of the site."""
 
@@ -64,6 +66,13 @@ def write_practice(out: Path, run_notebooks: bool) -> None:
     write_notebook_pages(out / "notebooks", run_notebooks)
     if (HERE / "exercise_pages.py").exists():
         importlib.import_module("exercise_pages").write_exercise_pages(out / "exercises")
+    for path in [*out.glob("notebooks/*.md"), *out.glob("exercises/*.md")]:
+        path.write_text(LINK.sub(lambda match: without_dead(match, out), path.read_text()))
+
+
+def without_dead(match: re.Match, out: Path) -> str:
+    """A link between notebooks and exercises, or its words alone if there is no such page."""
+    return match[0] if (out / match[2]).exists() else match[1]
 
 
 if __name__ == "__main__":
