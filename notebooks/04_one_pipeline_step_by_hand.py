@@ -39,7 +39,7 @@ ranks = live_ranks(4)
 # %%px
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import backward_step, forward_step
-from minimegatron.tiny_gpt import TinyGPT  # noqa: F811  in the ranks this time
+from minimegatron.tiny_gpt import TinyGPT
 
 gpt = TinyGPT(pp=4, num_layers=4)
 gpt.step(1)  # once as usual: what is made on first use, such as connections, is made now
