@@ -114,8 +114,10 @@ def _slices(box: ShardedTensor) -> tuple[slice, ...]:
 
 def _check_boxes(boxes: Any, full: torch.Tensor, data: torch.Tensor, who: str) -> None:
     if not isinstance(boxes, list) or not all(isinstance(box, ShardedTensor) for box in boxes):
-        raise Wrong(f"{who}: {boxes!r} is no list of ShardedTensor")
+        raise Wrong(f"{who}: it returned {boxes!r}; return a list of ShardedTensor")
     for box in boxes:
+        if not isinstance(box.data, torch.Tensor):
+            raise Wrong(f"{who}: a box's data is {box.data!r}; make it a view into `data`")
         where = f"{who}: the box at {tuple(box.global_offset)}, size {tuple(box.data.shape)},"
         if box.key != "weight" or tuple(box.global_shape) != tuple(full.shape):
             raise Wrong(
