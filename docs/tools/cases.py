@@ -6,7 +6,7 @@ and the layers themselves. Times are in units of one forward unless a page says 
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from minimegatron.core.pipeline_parallel.schedule_table import (
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
 from minimegatron.planner import formulas, memory
+from minimegatron.planner.actions import Action
 from minimegatron.planner.memory import (
     activation_bytes_per_layer,
     message_bytes,
@@ -29,10 +30,11 @@ from minimegatron.planner.memory import (
     num_layer_parameters,
 )
 from minimegatron.planner.plan import plan
+from minimegatron.planner.registry import ScheduleFunction
 from minimegatron.planner.render_svg import render_svg
 from minimegatron.planner.report import number_words, percent
 from minimegatron.planner.simulator import Costs, Simulation, simulate
-from minimegatron.planner.stage import PlanConfig
+from minimegatron.planner.stage import PlanConfig, Stage
 
 # -- Words --
 
@@ -86,7 +88,7 @@ def fraction_words(value: Fraction) -> str:
 
 
 def step(
-    schedule: str = "1f1b",
+    schedule: str | ScheduleFunction = "1f1b",
     pp: int = 4,
     m: int = 8,
     vpp: int | None = None,
@@ -115,6 +117,17 @@ def _without_style(svg: str) -> str:
     # stylesheets/timeline.css has the rules, once for all pictures, in the page's colours.
     start, end = svg.index("<style>"), svg.index("</style>") + len("</style>")
     return svg[:start] + svg[end:]
+
+
+def one_at_a_time(stage: Stage) -> Iterator[Action]:
+    """Right, and as slow as can be: a microbatch starts when the one before it is done."""
+    for i in range(stage.num_microbatches):
+        yield stage.recv_forward(i)
+        yield stage.forward(i)
+        yield stage.send_forward(i)
+        yield stage.recv_backward(i)
+        yield stage.backward(i)
+        yield stage.send_backward(i)
 
 
 def order(schedule: str, pp: int, m: int, rank: int, vpp: int | None = None) -> str:
