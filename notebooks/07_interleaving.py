@@ -177,7 +177,7 @@ for (v, overlap), lengths in curves.items():
         label=label + (", overlapped" if overlap else ""),
     )
 axes.axhline(16 * 3, color="#999999", lw=1)
-axes.text(0.6, 46, "no bubble at all", ha="right", color="#666666")
+axes.text(0.6, 44.8, "no bubble at all", ha="right", color="#666666")
 axes.set(
     xlabel="time of one message / time of a stage's forward",
     ylabel="length of the step",
