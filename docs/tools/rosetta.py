@@ -154,7 +154,8 @@ def rosetta_page(package: Package) -> str:
         f"methods were compared with `megatron-core` {record.version}, to whose lines the names "
         "lead. Where the last column is empty, name, parameters and meaning are the same and only "
         "the body is shorter. Modules of `megatron.training` are in Megatron's repository, not in "
-        "that package: of those, names are given and not compared.\n",
+        "that package: of those, names are given and not compared. Modules that are only here come "
+        "last.\n",
         '<label class="mm-filter">Show rows with <input type="search" id="mm-filter" '
         'aria-controls="mm-rosetta" placeholder="for example ddp"></label>\n',
         '<div id="mm-rosetta" class="mm-rosetta" markdown="1">\n',
@@ -162,7 +163,8 @@ def rosetta_page(package: Package) -> str:
     by_module: dict[str, list[Entry]] = {}
     for entry in all_entries:
         by_module.setdefault(entry.module, []).append(entry)
-    for module, rows in by_module.items():
+    in_order = sorted(by_module.items(), key=lambda item: not any(e.counterpart for e in item[1]))
+    for module, rows in in_order:
         parts.append(f"\n## `{module.removeprefix('minimegatron.')}`\n")
         there = most_common(entry.counterpart.rpartition(".")[0] for entry in rows)
         if there:
