@@ -113,7 +113,8 @@ def lab_title(lab) -> str:
 
 def lab_text(lab) -> str:
     """The change; what comes of it is for the reader to find out."""
-    return f"```diff\n{patch_words(lab.fault)}\n```"
+    lines = [line.removeprefix("  ") for line in patch_words(lab.fault).splitlines()]
+    return "\n".join(["```diff", *lines, "```"])
 
 
 if __name__ == "__main__":
