@@ -15,8 +15,14 @@ try:
 except ImportError:  # an extra; `live_ranks` says so
     get_ipython = None
 
-PRELOADED = ["torch", "torch.distributed", "minimegatron.launcher", "minimegatron.notebook.engines"]
-"""Less than the launcher's: what only an optimizer needs is not worth waiting for."""
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # which the first embedding, or optimizer, would import for a second
+    "minimegatron.launcher",
+    "minimegatron.notebook.engines",
+]
+"""The launcher's list and the engines; it is written here again, for to import it takes seconds."""
 
 if get_ipython is not None and get_ipython() is not None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

@@ -7,9 +7,11 @@ Both are forked from the launcher's server, which has imported everything alread
 launchers would start an interpreter for each, which is most of the ten seconds they take.
 """
 
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,17 @@ PATIENCE_SECONDS = 120
 LOG_LEVEL = logging.CRITICAL
 
 
-def client_file(folder: str) -> Path:
-    """What a client needs to know to reach the controller; the file is there once it listens."""
-    return Path(folder) / "security" / "ipcontroller-client.json"
+def connection_file(folder: Path, whose: str) -> Path:
+    """What a "client" or an "engine" needs to know to reach the controller."""
+    return folder / "security" / f"ipcontroller-{whose}.json"
+
+
+def is_written(path: Path) -> bool:
+    """Whether the controller has written this file, and to its end."""
+    try:
+        return bool(json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def serve_controller(folder: str) -> None:
@@ -63,6 +73,9 @@ def serve_rank(folder: str) -> None:
     # For the doctor. The launcher's file for Python stacks is in this folder already.
     record = start_recording(record_path(Path(folder), rank), rank, world_size)
     record.set_state(RETURNED)
+    give_up = time.monotonic() + PATIENCE_SECONDS
+    while not is_written(connection_file(Path(folder), "engine")) and time.monotonic() < give_up:
+        time.sleep(0.02)
     engine = IPEngine()
     engine.user_ns = {
         "rank": rank,
@@ -78,7 +91,6 @@ def serve_rank(folder: str) -> None:
             f"--log-level={LOG_LEVEL}",
             f"--IPEngine.id={rank}",
             f"--IPEngine.timeout={PATIENCE_SECONDS}",
-            f"--IPEngine.wait_for_url_file={PATIENCE_SECONDS}",
             # The launcher watches the processes; another process per rank need not.
             "--IPEngine.enable_nanny=False",
             "--IPEngine.max_heartbeat_misses=0",

@@ -26,7 +26,8 @@ try:
     from IPython import get_ipython
 
     from minimegatron.notebook.engines import (
-        client_file,
+        connection_file,
+        is_written,
         move_to_device,
         on_the_host,
         serve_controller,
@@ -123,9 +124,10 @@ class LiveRanks:
     def _connect(self, controller: launcher.RankProcesses) -> Any:
         """A client that knows all engines; raises RankError if a process ends meanwhile."""
         client, give_up = None, time.monotonic() + START_SECONDS
+        path = connection_file(self._folder, "client")
         while client is None or len(client.ids) < self.num_ranks:
-            if client is None and client_file(str(self._folder)).exists():
-                client = ipyparallel.Client(str(client_file(str(self._folder))), timeout=30)
+            if client is None and is_written(path):
+                client = ipyparallel.Client(str(path), timeout=30)
             controller.check()
             self._processes.check()
             if time.monotonic() > give_up:
