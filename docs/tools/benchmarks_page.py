@@ -13,17 +13,18 @@ from typing import Any
 from package import ROOT
 
 RESULTS = ROOT / "docs" / "benchmarks"
-ORDER = (
-    "step_time",
-    "paced",
-    "demo_speed",
-    "bucket_overlap",
-    "gpu_mfu",
-    "planner_speed",
-    "start_time",
-    "tracing_cost",
-    "doctor_cost",
-)
+TITLES = {
+    "step_time": "Step time",
+    "paced": "Paced pipelines",
+    "demo_speed": "The demo",
+    "bucket_overlap": "Buckets",
+    "gpu_mfu": "One GPU",
+    "planner_speed": "The planner",
+    "start_time": "Starting",
+    "tracing_cost": "Tracing",
+    "doctor_cost": "The hang doctor",
+}
+"""In the order of the page."""
 
 BEGINNING = """---
 title: Benchmarks
@@ -53,10 +54,9 @@ def benchmarks_page(folder: Path) -> str:
     parts = [BEGINNING]
     if not kept or summary is None:
         return "".join([*parts, NOT_RUN])
-    known = [name for name in ORDER if name in kept]
-    names = known + [name for name in kept if name not in ORDER]
+    names = [name for name in TITLES if name in kept]
     parts += _machine(kept[names[0]]["machine"])
-    parts += _summary(summary, kept, names)
+    parts += _summary(summary)
     for name in names:
         parts += _section(kept[name])
     return "\n".join(parts) + "\n"
@@ -67,38 +67,39 @@ def _machine(facts: dict[str, str]) -> list[str]:
     return ["## The machine\n", *_table([["", ""], *rows], [True, True])]
 
 
-def _summary(summary: dict[str, Any], kept: dict[str, Any], names: list[str]) -> list[str]:
+def _summary(summary: dict[str, Any]) -> list[str]:
     """Scores against peers, then every claim."""
     words = summary["words"]
     scores = [["benchmark", *words]]
     for row in summary["rows"]:
         if any(row[word] for word in words):
-            title = _link(kept[row["benchmark"]]["title"], row["benchmark"])
-            scores.append([title, *(str(row[word]) for word in words)])
-    claims = [["claim", "found", ""]]
+            name = row["benchmark"]
+            link = f"[{TITLES[name]}](#{_anchor(name)})"
+            scores.append([link, *(str(row[word]) for word in words)])
+    claims = [["what should hold", "found", ""]]
     for claim in summary["claims"]:
         found = claim["found"]
         claims.append([_escaped(claim["text"]), _escaped(found), _kept(claim["is_kept"])])
-    parts = ["\n## Who won\n"]
+    parts = ["## In short\n"]
     if len(scores) > 1:
         parts += ["Ours against each peer in each case.\n"]
         parts += _table(scores, [True, False, False, False])
-    return [*parts, "\n## What should hold\n", *_table(claims, [True, True, True])]
+    return [*parts, *_table(claims, [True, True, True])]
 
 
 def _kept(is_kept: bool) -> str:
     return "holds" if is_kept else "**does not hold**"
 
 
-def _link(title: str, name: str) -> str:
-    return f"[{_escaped(title.rstrip('.'))}](#{name.replace('_', '-')})"
+def _anchor(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _section(kept: dict[str, Any]) -> list[str]:
     """Title, what is measured, the command, the tables, the pictures."""
     name = kept["benchmark"]
-    parts = [f"\n## {_escaped(kept['title'].rstrip('.'))} {{#{name.replace('_', '-')}}}\n"]
-    parts += [_about(kept["about"]), "\n```console", f"$ {kept['command']}", "```\n"]
+    parts = [f"\n## {TITLES[name]} {{#{_anchor(name)}}}\n", f"{kept['title']}\n"]
+    parts += [_about(kept["about"]), "```console", f"$ {kept['command']}", "```\n"]
     if not kept["tables"]:
         parts.append("Not measured: this machine has not what it needs.\n")
     for table in kept["tables"]:
@@ -109,11 +110,11 @@ def _section(kept: dict[str, Any]) -> list[str]:
         parts.append(f"**{_escaped(table['title'])}**\n")
         parts += _table(lines, [form == "" for _, form in columns.values()])
         if table["note"]:
-            parts.append(f"\n{_escaped(table['note'])}\n")
+            parts.append(f"{_escaped(table['note'])}\n")
     for picture in kept["pictures"]:
-        parts.append(f"\n![{_escaped(kept['title'])}](benchmarks/{picture})\n")
+        parts.append(f"![{_escaped(kept['title'])}](benchmarks/{picture})\n")
     where = f"benchmarks/{name}.json"
-    parts.append(f"\nTook {kept['seconds']:.0f} s; [all figures](<{where}>).\n")
+    parts.append(f"Took {kept['seconds']:.0f} s; [all figures](<{where}>).\n")
     return parts
 
 

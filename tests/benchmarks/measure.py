@@ -232,7 +232,7 @@ def excess_ratio(rows: list[dict]) -> float | None:
 
     An excess below `LEAST_EXCESS`, which may even be negative, counts as that much.
     """
-    theirs = [row["excess"] for row in rows if family(row["implementation"]) == "megatron"]
+    theirs = [r["excess"] for r in rows if family(r.get("implementation", "")) == "megatron"]
     if not theirs:
         return None
     return max(ours_of(rows)["excess"], LEAST_EXCESS) / max(min(theirs), LEAST_EXCESS)

@@ -113,6 +113,8 @@ def draw(rows: list[dict], slope: float, path: Path) -> None:
     looks = {1: ("#0072b2", "o"), 2: ("#e69f00", "s"), 4: ("#009e73", "^"), 8: ("#cc79a7", "D")}
     for v, (colour, marker) in looks.items():
         points = [(row["size"], row["seconds"]) for row in rows if row["v"] == v]
+        if not points:
+            continue
         label = f"v = {v}" + (", 1F1B" if v == 1 else ", interleaved")
         axes.plot(*zip(*points, strict=True), marker, color=colour, label=label, markersize=7)
     sizes = [rows[0]["size"], rows[-1]["size"]]

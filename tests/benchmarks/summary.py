@@ -48,5 +48,5 @@ def summarise(folder: Path) -> list[dict[str, Any]]:
 def excess_ratios(kept: dict[str, Any]) -> list[float]:
     """By case; those without megatron-core are left out."""
     rows = [row for table in kept["tables"] for row in table["rows"]]
-    by_case = [list(group) for _, group in groupby(rows, key=lambda row: row["case"])]
+    by_case = [list(group) for _, group in groupby(rows, key=lambda row: row.get("case"))]
     return [ratio for rows in by_case if (ratio := excess_ratio(rows)) is not None]

@@ -3,6 +3,7 @@
 import importlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.benchmarks.demo_speed import demo_arguments, shape_of
 from tests.benchmarks.megatron_like import Shape
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 TINY = Shape(2, 32, 4, 16, 2, 2, 64)
 
 
@@ -118,3 +120,24 @@ def test_the_demo_that_is_timed_is_that_of_the_makefile():
     shape = shape_of(argv)
     assert (shape.tp, shape.pp, shape.num_microbatches) == (2, 2, 8)
     assert (shape.num_layers, shape.hidden_size, shape.seq_length) == (4, 96, 64)
+
+
+def test_page_shows_commands_tables_and_claims(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "tools")
+    page = importlib.import_module("benchmarks_page")
+    assert set(page.TITLES) == set(NAMES)
+    assert "make bench" in page.benchmarks_page(tmp_path)
+    argv = ["--json", str(tmp_path / "paced.json")]
+    report = results.Report("paced", "Title.\n\nRun: x.\n\nTold.", results.parser("Title."), argv)
+    report.table(
+        "T", {"way": ("way", ""), "ratio": ("ratio", ".2f")}, [{"way": "a|b", "ratio": 0.5}]
+    )
+    report.claim("ours is first", "0.5", True)
+    report.claim("nobody lost", "1", False)
+    assert report.finish() == 1
+    summary.summarise(tmp_path)
+    text = page.benchmarks_page(tmp_path)
+    assert f"$ {report.command}" in text and "Told." in text and "Run: x." not in text
+    assert "| a\\|b | 0.50 |" in text
+    assert "| ours is first | 0.5 | holds |" in text
+    assert "| nobody lost | 1 | **does not hold** |" in text
