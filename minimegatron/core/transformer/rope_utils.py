@@ -8,12 +8,6 @@ and `rotary_pos_embedding` re-exports it.
 import torch
 
 
-def _rotate_half(t: torch.Tensor) -> torch.Tensor:
-    """(x1, x2) -> (-x2, x1): the halves of the last dimension are the pairs' two coordinates."""
-    first, second = t.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
 def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     """Turns feature pair k of position i by the angle `freqs[i, ..., k]`.
 
@@ -21,13 +15,17 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     depends on their distance only.
 
     Args:
-        t: [s, b, heads, d].
+        t: [s, b, heads, d]. Features k and d'/2 + k are a pair.
         freqs: [s, 1, 1, d'], angles in radians, d' <= d; features beyond d' are left alone.
 
     Returns:
         As `t`, in its dtype. Sine and cosine are taken in `freqs`' dtype.
     """
-    rotated, kept = t[..., : freqs.size(-1)], t[..., freqs.size(-1) :]
+    width = freqs.size(-1)
+    if width < t.size(-1):
+        turned = apply_rotary_pos_emb(t[..., :width], freqs)
+        return torch.cat((turned, t[..., width:]), dim=-1)
     cos, sin = freqs.cos().to(t.dtype), freqs.sin().to(t.dtype)
-    rotated = rotated * cos + _rotate_half(rotated) * sin
-    return torch.cat((rotated, kept), dim=-1) if kept.size(-1) else rotated
+    # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin). The sign goes to the sine, which is small.
+    first, second = sin.chunk(2, dim=-1)
+    return t * cos + t.roll(width // 2, dims=-1) * torch.cat((-first, second), dim=-1)
