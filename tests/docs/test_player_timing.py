@@ -150,7 +150,7 @@ def test_times_of_every_plan(orders_file: Path) -> None:
 @needs_node
 @pytest.mark.parametrize("buffered", [False, True])
 def test_uneven_stages_and_messages_take_time(orders_file: Path, buffered: bool) -> None:
-    some = list(plans().items())[::17]
+    some = list(plans().items())[::40]
     cases = [uneven_case(key, plan, 0.375, buffered) for key, plan in some]
     compare(cases, orders_file, whole=True)
 
