@@ -305,7 +305,7 @@ assert sum(peaks[1]) > sum(peaks[0])
 # ## Where next
 #
 # * [Interleaving](../docs/tour/interleaving.md) in the tour: the table, the class, the traps.
-# * Exercise [ex12](../docs/exercises/ex12_interleaved_table.md): predict the table, then compute
+# * Exercise [ex12](../minimegatron/exercises/catalog/ex12_interleaved_table/page.md): predict the table, then compute
 #   it.
 # * How the layers are placed when they do not divide evenly: [layouts](../docs/tour/layouts.md),
 #   and notebook 11.

@@ -330,8 +330,8 @@ assert few_bytes == num_bytes and min(errors) > 0.1 and apart > 0.1
 #
 # * [Grad buffers](../docs/tour/grad-buffers.md) and [finalize](../docs/tour/finalize.md) in the
 #   tour.
-# * Exercises [ex09](../docs/exercises/ex09_grad_buffers.md), and
-#   [ex10](../docs/exercises/ex10_wrong_gradient_sync.md), which gives you three loops of the kind
+# * Exercises [ex09](../minimegatron/exercises/catalog/ex09_grad_buffers/page.md), and
+#   [ex10](../minimegatron/exercises/catalog/ex10_wrong_gradient_sync/page.md), which gives you three loops of the kind
 #   above.
 # * Notebook 09 shows where this stands in the whole step, notebook 10 what the distributed
 #   optimizer saves.

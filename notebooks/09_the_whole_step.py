@@ -428,5 +428,5 @@ for context_ranks in (1, 4):
 # * [train_step](../docs/tour/train-step.md) and [the loss
 #   contract](../docs/tour/loss-contract.md) in the tour; [a whole step,
 #   replayed](../docs/tour/whole-step.md).
-# * Exercises [ex08](../docs/exercises/ex08_loss_contract.md) and
-#   [ex13](../docs/exercises/ex13_gradient_norm.md).
+# * Exercises [ex08](../minimegatron/exercises/catalog/ex08_loss_contract/page.md) and
+#   [ex13](../minimegatron/exercises/catalog/ex13_gradient_norm/page.md).

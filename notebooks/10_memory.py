@@ -364,5 +364,5 @@ for stage in range(RANKS):
 # * [Formulas](../docs/formulas.md): where 34 and 18 come from, and the calculator, for sizes that
 #   fill GPUs.
 # * [The distributed optimizer](../docs/tour/distributed-optimizer.md) in the tour, with exercise
-#   [ex14](../docs/exercises/ex14_zero1_step.md). Exercise
-#   [ex18](../docs/exercises/ex18_memory_cap.md) asks for a schedule under a memory cap.
+#   [ex14](../minimegatron/exercises/catalog/ex14_zero1_step/page.md). Exercise
+#   [ex18](../minimegatron/exercises/catalog/ex18_memory_cap/page.md) asks for a schedule under a memory cap.

@@ -392,6 +392,6 @@ assert TIMES["loss"][0] > 3  # more than any pair of layers
 #
 # * [Formulas](../docs/formulas.md), with a calculator for your own sizes, and
 #   [layouts](../docs/tour/layouts.md).
-# * Exercises [ex17](../docs/exercises/ex17_layouts.md) and
-#   [ex18](../docs/exercises/ex18_memory_cap.md).
+# * Exercises [ex17](../minimegatron/exercises/catalog/ex17_layouts/page.md) and
+#   [ex18](../minimegatron/exercises/catalog/ex18_memory_cap/page.md).
 # * [Multi-node recipes](../docs/recipes/multi_node.md): how to start such a job.

@@ -326,6 +326,6 @@ assert errors["mean of the microbatch", 2] > 0.05 and errors["mean of the microb
 #
 # * [forward_step](../docs/tour/forward-step.md), and [the loss
 #   contract](../docs/tour/loss-contract.md) in the tour.
-# * Exercise [ex08](../docs/exercises/ex08_loss_contract.md).
+# * Exercise [ex08](../minimegatron/exercises/catalog/ex08_loss_contract/page.md).
 # * The real program to copy from is `minimegatron/pretrain_gpt.py`: the same pair of functions,
 #   for pretraining.

@@ -1,4 +1,4 @@
-"""All notebooks, started once and run two at a time; the table of times at the end."""
+"""All notebooks, started once and run two at a time."""
 
 import sys
 from pathlib import Path
@@ -8,9 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
-from notebook_runs import executing, sources, table  # noqa: E402
-
-TIMES: dict[str, float] = {}
+from notebook_runs import executing, sources  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +21,3 @@ def runs(request: pytest.FixtureRequest):
     }
     with executing(path for path in sources() if path in wanted) as futures:
         yield futures
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if TIMES:
-        terminalreporter.section("notebooks, each from a fresh kernel")
-        terminalreporter.write_line(table(TIMES))

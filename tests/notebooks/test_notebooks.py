@@ -13,7 +13,7 @@ import notebook_runs
 import pytest
 from notebook_runs import ROOT, sources
 
-from tests.notebooks.conftest import TIMES
+from tests.figures import figure
 
 SECONDS = 60
 """What one may take by itself. They run two at a time here, so twice that is allowed."""
@@ -67,7 +67,7 @@ def test_its_links_lead_somewhere(path):
 def test_runs_from_scratch(path, runs, tmp_path):
     done = runs[path.stem].result(timeout=290)
     assert not done.error, done.error
-    TIMES[path.stem] = done.seconds
+    figure(f"{done.seconds:.1f} s from a fresh kernel, two notebooks at a time")
     assert done.seconds < 2 * SECONDS
     # And it fits on a page of the site, which fetches nothing from elsewhere.
     notebook_pages.write_page(path, done.notebook, tmp_path)
