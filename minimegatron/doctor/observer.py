@@ -160,11 +160,14 @@ class RecordingObserver:
             self._set_pipeline(self._pipeline)
         self._num_steps += 1
         self._num_forwards = self._num_backwards = 0
+        self._clear_messages()
+        self._set_counts()
+        return fields._replace(number=self._num_steps - 1)
+
+    def _clear_messages(self) -> None:
         self._num_messages.clear()
         self._counts.clear()
         self.writer.clear_messages()
-        self._set_counts()
-        return fields._replace(number=self._num_steps - 1)
 
     def _set_counts(self) -> None:
         self.writer.set_counts(self._num_steps, self._num_forwards, self._num_backwards)
@@ -198,9 +201,11 @@ class RecordingObserver:
     # -- Messages --
 
     def _exchange(self, call: Call, fields: CallFields) -> CallFields:
-        # A communicator that is used without a schedule.
-        if self._pipeline is None:
-            self._set_pipeline(call.arguments["self"].pp_group)
+        # A communicator that is used without a schedule; perhaps not that of the last pipeline.
+        group = call.arguments["self"].pp_group
+        if self._pipeline is not group:
+            self._set_pipeline(group)
+            self._clear_messages()
         return fields
 
     def _message(self, call: Call, fields: CallFields) -> CallFields:
