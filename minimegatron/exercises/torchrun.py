@@ -7,6 +7,7 @@ A rank that finds something wrong leaves word in torchrun's store; a thread of r
 also while its main thread waits for a message that will never come.
 """
 
+import importlib
 import os
 import tempfile
 import threading
@@ -58,6 +59,9 @@ def _check(exercise, path: Path) -> Verdict:
     """The verdict when every rank has passed. Otherwise this process ends inside."""
     shared: list = [tempfile.mkdtemp(prefix="minimegatron-check-")]
     dist.broadcast_object_list(shared, src=0)
+    # Imported before anybody watches: on a busy machine this takes longer than a hang may.
+    for name in (f"{exercise.module}.check", "torch._dynamo"):
+        importlib.import_module(name)
     watch_ranks(HANG_SECONDS)
     board = _Board(exercise.name)
     listener = threading.Thread(target=board.listen, daemon=True)
