@@ -1,5 +1,6 @@
 """The site, built once, served once, looked at by one browser: for all tests of the documentation."""
 
+import fcntl
 import functools
 import http.server
 import importlib
@@ -35,13 +36,26 @@ def package():
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site. A warning of MkDocs fails the build.
+    """The folder of the built site, built once for all workers. A warning of MkDocs fails the build.
 
     While working on a test, MINIMEGATRON_SITE=site takes what `make docs` left, which is faster.
     """
     if os.environ.get("MINIMEGATRON_SITE"):
         return (ROOT / os.environ["MINIMEGATRON_SITE"]).resolve()
-    folder = tmp_path_factory.mktemp("site")
+    folder = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):  # each worker has a folder of its own inside it
+        folder = folder.parent
+    folder = folder / "site-of-all-tests"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "is-built").exists():
+            build_site(folder)
+            (folder / "is-built").touch()
+    return folder / "site"
+
+
+def build_site(folder: Path) -> None:
     environment = os.environ | {
         "NO_MKDOCS_2_WARNING": "1",
         "DISABLE_MKDOCS_2_WARNING": "true",
@@ -60,7 +74,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     seconds = processor_seconds() - before
     figure(f"the site was built in {seconds:.1f} s of processor time")
     assert seconds < MAX_BUILD_SECONDS
-    return folder / "site"
 
 
 def processor_seconds() -> float:
