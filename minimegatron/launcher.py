@@ -457,13 +457,12 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> "_Job":
     main = sys.modules["__main__"]
     is_interactive = not hasattr(main, "__file__")
     problem = f"{fn!r} is defined in an interactive session, where ranks cannot import it"
-    if not is_interactive:
+    may_be_of_there = cloudpickle is not None or getattr(fn, "__module__", None) == "__main__"
+    if not (is_interactive and may_be_of_there):
         try:
             return _Job(pickle.dumps((fn, args)), by_value=False)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             problem = f"{fn!r} and its arguments cannot be sent to the ranks ({error})"
-    elif cloudpickle is None and getattr(fn, "__module__", None) != "__main__":
-        return _Job(pickle.dumps((fn, args)), by_value=False)
     if cloudpickle is None:
         raise ValueError(
             f"{problem}; pip install 'minimegatron[notebooks]', whose cloudpickle sends it by value, "

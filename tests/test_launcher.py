@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,14 +166,19 @@ def test_stacks_can_be_read_while_ranks_go_on(tmp_path):
 
 
 def test_killing_the_caller_ends_its_ranks(tmp_path):
+    # Short, since sockets are made in it: their paths may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="mm-", dir="/tmp") as temporary:
+        _kill_the_caller(tmp_path, Path(temporary))
+
+
+def _kill_the_caller(tmp_path, temporary):
     code = (
         "from tests.test_launcher import hang_on; from tests.ranks import run_ranks\n"
         f"if __name__ == '__main__': run_ranks(hang_on, 2, 1, {str(tmp_path)!r})"
     )
     script = tmp_path / "script.py"
     script.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": ".", "TMPDIR": str(tmp_path / "temporary")}
-    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "PYTHONPATH": ".", "TMPDIR": str(temporary)}
     caller = subprocess.Popen([sys.executable, str(script)], env=environment)
     try:
         pids = []
@@ -185,7 +192,7 @@ def test_killing_the_caller_ends_its_ranks(tmp_path):
         caller.kill()
         caller.wait()
     assert not wait_until_gone(pids)
-    assert not list((tmp_path / "temporary").glob("minimegatron-ranks-*"))
+    assert not list(temporary.glob("minimegatron-ranks-*"))
 
 
 def test_closures_and_lambdas_go_by_value():

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import CodeType
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,9 @@ def build_step(batch: int = BATCH) -> Callable[[], None]:
 def is_link(value: object) -> bool:
     """True for what `@traced` made of a function."""
     code = getattr(value, "__code__", None)
-    return code is not None and code.co_name == "link" and code.co_filename == tracing.__file__
+    if not isinstance(code, CodeType):
+        return False
+    return code.co_name == "link" and code.co_filename == tracing.__file__
 
 
 @contextmanager
