@@ -12,12 +12,14 @@ file "output".
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import signal
 import sys
 import time
 import traceback
+from multiprocessing import forkserver
 from typing import Any
 
 import hypothesis  # noqa: F401
@@ -38,9 +40,7 @@ def run(job: dict[str, Any]) -> int:
     os.chdir(job["folder"])
     sys.path.insert(0, job["folder"])
     sys.argv = [job["module"], *job["arguments"]]
-    # Ranks are forked from here, not from a server that would import torch first.
-    fork = multiprocessing.get_context("fork")
-    multiprocessing.get_context = lambda method=None: fork
+    start_forkserver()
     try:
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
@@ -49,6 +49,29 @@ def run(job: dict[str, Any]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def start_forkserver() -> None:
+    """The server that ranks are forked from: itself a fork, which has torch, and no threads yet."""
+    spawn = multiprocessing.util.spawnv_passfds
+    multiprocessing.util.spawnv_passfds = _fork_instead
+    try:
+        forkserver.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds = spawn
+
+
+def _fork_instead(_: str, arguments: list[str], passed: list[int]) -> int:
+    """For `spawnv_passfds`: runs the program after `-c` in a fork, not in a new interpreter."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            exec(arguments[-1], {})
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
 
 
 def wait(pid: int, timeout: float) -> int:

@@ -95,14 +95,26 @@ def execute(path: Path, cell_seconds: float = CELL_SECONDS) -> Executed:
             coalesce_streams=True,
             resources={"metadata": {"path": str(copy)}},
         )
+        environment = os.environ | {"IPYTHONDIR": folder, "PYTHONPATH": str(ROOT)}
         try:
-            client.execute(env=os.environ | {"IPYTHONDIR": folder, "PYTHONPATH": str(ROOT)})
+            _execute(client, environment)
         except CellExecutionError as failure:
             error = str(failure)
     executed = Executed(path.stem, notebook, time.monotonic() - begun, error)
     if not error:
         _remember(path, executed)
     return executed
+
+
+def _execute(client: NotebookClient, environment: dict[str, str]) -> None:
+    """Once more if the kernel did not come up: two that start together can pick one port."""
+    try:
+        client.execute(env=environment)
+    except RuntimeError as error:
+        if "Kernel died before replying" not in str(error):
+            raise
+        client.km = None
+        client.execute(env=environment)
 
 
 @contextmanager
