@@ -457,8 +457,10 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> "_Job":
     main = sys.modules["__main__"]
     is_interactive = not hasattr(main, "__file__")
     problem = f"{fn!r} is defined in an interactive session, where ranks cannot import it"
-    may_be_of_there = cloudpickle is not None or getattr(fn, "__module__", None) == "__main__"
-    if not (is_interactive and may_be_of_there):
+    # There, pickle would name what ranks cannot import, and not notice; without cloudpickle to ask,
+    # go by where `fn` comes from.
+    is_of_module = cloudpickle is None and getattr(fn, "__module__", None) != "__main__"
+    if not is_interactive or is_of_module:
         try:
             return _Job(pickle.dumps((fn, args)), by_value=False)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
