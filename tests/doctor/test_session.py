@@ -22,11 +22,17 @@ def own_folder(monkeypatch, tmp_path):
 
 
 def wait_until_gone(folder: Path) -> None:
+    """No file and no process of the watchmen is left: a watchman removes its file, then ends."""
+
+    def left() -> list[str]:
+        processes = subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout
+        files = [str(path) for path in folder.glob("minimegatron-doctor-*")]
+        return files + [line for line in processes.splitlines() if str(folder) in line]
+
     deadline = time.monotonic() + 15
-    while time.monotonic() < deadline and (list(folder.glob("minimegatron-doctor-*"))):
+    while left() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not list(folder.glob("minimegatron-doctor-*"))
-    assert str(folder) not in subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout
+    assert not left()
 
 
 def run(folder, name: str, nprocs: int, hang_timeout: float, ranks_per_machine: int | None = None):
