@@ -5,8 +5,10 @@ Calls: `measure.benchmark_main`.
 
 Stages that sleep leave the cores free, as stages on their own devices would, so that eight ranks on
 two cores show what a schedule and its communication cost, and nothing else. What little a stage
-computes happens within the padded time, and the usual delay of a sleep's end is taken off. The
-ideal is (M v + p - 1)(tF + tB), tF and tB being the times of one chunk.
+computes happens within the padded time; by how much a stage alone is late (a sleep ends late,
+autograd takes its time) is measured before, and taken off. So a stage alone has no excess, and what
+is left is the schedule's and its messages'. The ideal is (M v + p - 1)(tF + tB), tF and tB being
+the times of one chunk.
 """
 
 import sys

@@ -5,7 +5,6 @@ Two kinds: real transformer blocks, whose work competes for the cores, and paced
 for a fixed time and so leave the cores free, the way a stage on its own device would.
 """
 
-import functools
 import statistics
 import time
 from dataclasses import dataclass
@@ -83,7 +82,7 @@ class _Paced(torch.autograd.Function):
     def forward(ctx, x, weight, stage, start):
         ctx.stage = stage
         y = x + weight
-        stage.sleep_until(start + stage.forward_seconds)
+        stage.sleep_until(start + stage.forward_seconds - stage.forward_lateness)
         return y
 
     @staticmethod
@@ -92,15 +91,16 @@ class _Paced(torch.autograd.Function):
         # Accumulated here, within the padded time, instead of by autograd after it.
         stage.weight.grad += grad.sum()
         grad_x = grad.clone()
-        stage.sleep_until(start + stage.backward_seconds)
+        stage.sleep_until(start + stage.backward_seconds - stage.backward_lateness)
         return grad_x, None, None, None
 
 
 class PacedStage(nn.Module):
     """A stage that takes a fixed time and almost no processor. One weight, so that it can learn.
 
-    A sleep returns late, by a tenth of a millisecond or two; the usual delay is measured once and
-    taken off, so that a forward of 10 ms takes 10 ms.
+    A sleep ends late, and autograd takes its time before and after: by a few tenths of a
+    millisecond a stage on its own is late. `calibrate` measures that and takes it off, so that a
+    forward of 10 ms takes its caller 10 ms, and what is left over the ideal is the schedule's.
     """
 
     def __init__(self, forward_seconds: float, backward_seconds: float):
@@ -109,33 +109,40 @@ class PacedStage(nn.Module):
         self.weight.grad = torch.zeros(1)
         self.forward_seconds = forward_seconds
         self.backward_seconds = backward_seconds
-        self.overshoot = usual_overshoot()
+        self.forward_lateness = self.backward_lateness = 0.0
 
-    def sleep_until(self, end: float) -> None:
-        remaining = end - self.overshoot - time.perf_counter()
+    @staticmethod
+    def sleep_until(end: float) -> None:
+        remaining = end - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Paced.apply(x, self.weight, self, time.perf_counter())
 
-
-@functools.cache
-def usual_overshoot() -> float:
-    """The median of how much later than asked a sleep of 5 ms ends, in seconds."""
-    delays = []
-    for _ in range(21):
-        start = time.perf_counter()
-        time.sleep(0.005)
-        delays.append(time.perf_counter() - start - 0.005)
-    return statistics.median(delays)
+    def calibrate(self, shape: tuple[int, ...], repetitions: int = 11) -> None:
+        """Sets the usual lateness of each direction, the medians of a stage alone."""
+        forwards, backwards = [], []
+        for _ in range(repetitions + 1):
+            x, grad = torch.zeros(shape, requires_grad=True), torch.zeros(shape)
+            start = time.perf_counter()
+            y = self(x)
+            middle = time.perf_counter()
+            torch.autograd.backward(y, grad)
+            forwards.append(middle - start - self.forward_seconds)
+            backwards.append(time.perf_counter() - middle - self.backward_seconds)
+        # The first backward of a process starts autograd.
+        self.forward_lateness = statistics.median(forwards[1:])
+        self.backward_lateness = statistics.median(backwards[1:])
 
 
 def build_chunk(case: Case, virtual_stage: int) -> nn.Module:
     """The part of the model on `virtual_stage`, with the same weights whoever runs it."""
     torch.manual_seed(1000 + virtual_stage)
     if case.is_paced:
-        return PacedStage(case.forward_seconds, case.backward_seconds)
+        stage = PacedStage(case.forward_seconds, case.backward_seconds)
+        stage.calibrate(case.message_shape)
+        return stage
     num_blocks = case.num_blocks // case.num_virtual_stages
     num_heads = max(1, case.hidden_size // 64)
     return nn.Sequential(*(Block(case.hidden_size, num_heads) for _ in range(num_blocks)))

@@ -10,7 +10,7 @@ wakes two threads in turn. Here a message is a *slot* of memory that both proces
 1. The sender copies the tensor into a free slot, and writes the slot's number to a socket.
 2. The receiver, asleep in a read of that socket, wakes. The slot's memory itself becomes the
    received tensor.
-3. When the last user of that tensor has let go of it, the receiver writes the slot's number back.
+3. When the last user of that tensor has let go of it, the receiver marks the slot as free.
 
 So a send returns when its copy is made, a message travels whether or not its receive has been
 asked for, and the output that was sent may be freed at once. A stage that dies closes its sockets,
@@ -43,8 +43,8 @@ from minimegatron.core.tracing import traced
 
 TIMEOUT_SECONDS = 30 * 60
 _HEADER = struct.Struct("=IQd")  # slot number, bytes, time of sending on the host's clock
-_SLOT_NUMBER = struct.Struct("=I")
-
+# A slot begins with its mark: one byte, and room up to where tensors may begin.
+_FREE, _IN_USE, _MARK_BYTES = 0, 1, 64
 
 _transports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -130,14 +130,13 @@ class _Sent:
 
 
 class _Outgoing:
-    """The sending end of one channel; owns the slots."""
+    """The sending end of one channel; makes the slots, as many as are in use at a time."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
-        self._slots: list[torch.Tensor] = []
-        self._free: list[int] = []
+        self._slots: list[mmap.mmap] = []
         # Each slot as the tensor it carried last: most messages have the shape of the one before.
-        self._shaped: dict[int, torch.Tensor] = {}
+        self._shaped: list[torch.Tensor] = []
 
     def send(self, tensor: torch.Tensor) -> None:
         """Copies `tensor` into a slot and tells the receiver. Raises ConnectionError if it died."""
@@ -146,46 +145,31 @@ class _Outgoing:
         descriptor = None
         if number is None:
             number, descriptor = self._make_slot(num_bytes)
-        slot = self._shaped.get(number)
-        if slot is None or slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-            slot = self._slots[number][:num_bytes].view(tensor.dtype).view(tensor.shape)
+        self._slots[number][0] = _IN_USE
+        slot = self._shaped[number]
+        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+            slot = _payload(self._slots[number], num_bytes, tensor.dtype).view(tensor.shape)
             self._shaped[number] = slot
         slot.copy_(tensor.detach())
-        header = _HEADER.pack(number, num_bytes, time.monotonic())
-        if descriptor is None:
-            self._connection.sendall(header)
-        else:
-            socket.send_fds(self._connection, [header], [descriptor])
+        self._connection.sendall(_HEADER.pack(number, num_bytes, time.monotonic()))
+        if descriptor is not None:  # a slot that the receiver does not know yet
+            socket.send_fds(self._connection, [b"\0"], [descriptor])
             os.close(descriptor)
-        self._take_back()
 
     def _find_free(self, num_bytes: int) -> int | None:
-        # The slot used last is the one whose memory is still in the caches.
-        for number in reversed(self._free):
-            if self._slots[number].numel() >= num_bytes:
-                self._free.remove(number)
+        for number, slot in enumerate(self._slots):
+            if slot[0] == _FREE and len(slot) >= _MARK_BYTES + num_bytes:
                 return number
         return None
 
     def _make_slot(self, num_bytes: int) -> tuple[int, int]:
         # The file has no name: it is gone once both processes are, however they end.
-        size = max(num_bytes, mmap.PAGESIZE)
+        size = _MARK_BYTES + num_bytes
         descriptor = os.memfd_create("minimegatron-message")
         os.ftruncate(descriptor, size)
-        self._slots.append(torch.frombuffer(_map(descriptor, size), dtype=torch.uint8))
+        self._slots.append(_map(descriptor, size))
+        self._shaped.append(torch.empty(0))
         return len(self._slots) - 1, descriptor
-
-    def _take_back(self) -> None:
-        while True:
-            try:
-                returned = self._connection.recv(4096, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            if not returned:  # it has closed: no harm if that was the last message
-                return
-            # Four bytes were written at once, on a local socket: they come together.
-            for (number,) in _SLOT_NUMBER.iter_unpack(returned):
-                self._free.append(number)
 
 
 class _Incoming:
@@ -195,7 +179,6 @@ class _Incoming:
         self._connection = connection
         self._slots: dict[int, mmap.mmap] = {}
         self._lent: dict[int, weakref.ref] = {}
-        self._returned: deque[int] = deque()
         self._expected: deque[_LocalReceive] = deque()
 
     def expect(self, tensor: torch.Tensor) -> "_LocalReceive":
@@ -207,7 +190,6 @@ class _Incoming:
     def complete(self, receive: "_LocalReceive") -> None:
         """Takes messages, in the order in which they were asked for, up to that of `receive`."""
         while not receive.is_done:
-            self._give_back()
             first = self._expected.popleft()
             number, num_bytes, first.sent_at = self._next_header()
             tensor = first.tensor
@@ -217,47 +199,45 @@ class _Incoming:
                     f"a message of {num_bytes} bytes came where {wanted} were expected, for shape "
                     f"{tuple(tensor.shape)} of {tensor.dtype}; both stages must agree on it"
                 )
-            arrived = self._lend(number, num_bytes, tensor.dtype)
-            with torch.no_grad():
-                if tensor.device.type == "cpu":
-                    storage = arrived.untyped_storage()
-                    tensor.set_(storage, 0, tensor.shape, tensor.stride())
-                else:
-                    tensor.copy_(arrived.view(tensor.shape))
+            arrived = self._lend(number, num_bytes, tensor.dtype).view(tensor.shape)
+            if tensor.is_cpu:
+                tensor.data = arrived
+            else:
+                tensor.detach().copy_(arrived)
             first.is_done = True
 
     def _next_header(self) -> tuple[int, int, float]:
-        header, descriptors = b"", []
+        header = b""
         while len(header) < _HEADER.size:
-            try:
-                part, found, _, _ = socket.recv_fds(self._connection, _HEADER.size - len(header), 1)
-            except BlockingIOError as error:
-                raise ConnectionError("nothing came in time") from error
-            if not part:
-                raise ConnectionError("the sender has closed the connection")
-            header, descriptors = header + part, descriptors + found
+            header += self._read(_HEADER.size - len(header))
         number, num_bytes, sent_at = _HEADER.unpack(header)
-        for descriptor in descriptors:
+        if number not in self._slots:
+            _, (descriptor,), _, _ = socket.recv_fds(self._connection, 1, 1)
             self._slots[number] = _map(descriptor, os.fstat(descriptor).st_size)
             os.close(descriptor)
         return number, num_bytes, sent_at
 
+    def _read(self, num_bytes: int) -> bytes:
+        try:
+            part = self._connection.recv(num_bytes)
+        except BlockingIOError as error:
+            raise ConnectionError("nothing came in time") from error
+        if not part:
+            raise ConnectionError("the sender has closed the connection")
+        return part
+
     def _lend(self, number: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         # The tensor's storage keeps `memory` alive. Its end says that nobody uses the slot any
-        # more; it may come in any thread, so here it is only noted.
-        memory = memoryview(self._slots[number])[:num_bytes]
-        returned, lent = self._returned, self._lent
+        # more; the sender sees that without being told.
+        slot, lent = self._slots[number], self._lent
+        memory = memoryview(slot)[_MARK_BYTES : _MARK_BYTES + num_bytes]
 
-        def note(_: weakref.ref) -> None:
-            returned.append(number)
+        def give_back(_: weakref.ref) -> None:
             lent.pop(number, None)
+            slot[0] = _FREE
 
-        lent[number] = weakref.ref(memory, note)
+        lent[number] = weakref.ref(memory, give_back)
         return torch.frombuffer(memory, dtype=dtype)
-
-    def _give_back(self) -> None:
-        while self._returned:
-            self._connection.sendall(_SLOT_NUMBER.pack(self._returned.popleft()))
 
 
 class _LocalReceive:
@@ -275,6 +255,12 @@ class _LocalReceive:
 
 def _map(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _payload(slot: mmap.mmap, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(slot, dtype=torch.uint8, offset=_MARK_BYTES, count=num_bytes).view(
+        dtype
+    )
 
 
 def _set_timeout(connection: socket.socket, seconds: float) -> None:
