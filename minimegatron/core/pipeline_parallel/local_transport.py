@@ -1,35 +1,16 @@
-"""Messages between stages on one host, through shared memory: no copy on arrival, no polling thread.
+"""Messages between stages on one host, through shared memory instead of gloo.
 
 Called by: `P2PCommunicator`, in place of `TorchTransport`, where all stages of a pipeline share a
-host and gloo would carry their messages. Calls: the operating system. Megatron needs no such
-module: NCCL does the same for GPUs of one host.
-
-A gloo message between two processes of one host goes through the kernel's network code twice, and
-wakes two threads in turn. Here a message is a *slot* of memory that both processes have mapped:
-
-1. The sender copies the tensor into a free slot, and writes the slot's number to a socket.
-2. The receiver, asleep in a read of that socket, wakes. The slot's memory itself becomes the
-   received tensor.
-3. When the last user of that tensor has let go of it, the receiver marks the slot as free.
-
-So a send returns when its copy is made, a message travels whether or not its receive has been
-asked for, and the output that was sent may be freed at once. A stage that dies closes its sockets,
-which its neighbours notice at once. The idea is NCCL's and MPI's; the mechanism is Linux's.
+host and gloo would carry their messages. Calls: `core.local_channels`, which tells how and why.
+Megatron has no counterpart.
 """
 
-import mmap
-import os
-import secrets
 import socket
-import struct
-import sys
-import time
 import weakref
-from collections import deque
 
-import torch
 import torch.distributed as dist
 
+from minimegatron.core.local_channels import Incoming, Outgoing, connect
 from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
     GRADIENT,
@@ -41,72 +22,36 @@ from minimegatron.core.pipeline_parallel.transport import (
 )
 from minimegatron.core.tracing import traced
 
-TIMEOUT_SECONDS = 30 * 60
-_HEADER = struct.Struct("=IQd")  # slot number, bytes, time of sending on the host's clock
-# A slot begins with its mark: one byte, and room up to where tensors may begin.
-_FREE, _IN_USE, _MARK_BYTES = 0, 1, 64
-
 _transports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def get_transport(group: dist.ProcessGroup) -> Transport:
     """The transport of `group`, made on first use, by all its ranks together."""
     if group not in _transports:
-        is_gloo = group.size() > 1 and dist.get_backend(group) == "gloo"
-        local = is_gloo and shares_one_host(group)
-        _transports[group] = LocalTransport(group) if local else TorchTransport(group)
+        _transports[group] = _make_transport(group)
     return _transports[group]
 
 
-def shares_one_host(group: dist.ProcessGroup) -> bool:
-    """Collective: True on every rank if all ranks of `group` can share memory and sockets."""
-    if not sys.platform.startswith("linux"):
-        return False
-    host = (os.stat("/proc/self/ns/net").st_ino, os.stat("/proc/self/ns/ipc").st_ino)
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        mine = (file.read(), *host, os.getuid())
-    everyones: list = [None] * group.size()
-    dist.all_gather_object(everyones, mine, group=group)
-    return len(set(everyones)) == 1
+def _make_transport(group: dist.ProcessGroup) -> Transport:
+    rank, size = group.rank(), group.size()
+    if size == 1 or dist.get_backend(group) != "gloo":
+        return TorchTransport(group)
+    next_rank, prev_rank = (rank + 1) % size, (rank - 1) % size
+    connections = connect(group, callees=[next_rank], num_callers=1)
+    if connections is None:
+        return TorchTransport(group)
+    called, callers = connections
+    return LocalTransport(called[next_rank], callers[prev_rank])
 
 
 class LocalTransport:
-    """One stage's channels: activations to the next stage, gradients to the previous one.
-
-    Making one is a collective over `group`. Raises TimeoutError if a neighbour does not answer.
-    """
+    """One stage's connections: activations go to the next stage, gradients to the previous one."""
 
     matches_by_tag = True
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float = TIMEOUT_SECONDS):
-        rank, size = group.rank(), group.size()
-        name = "\0minimegatron-" + secrets.token_hex(16)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.settimeout(timeout)
-            listener.bind(name)
-            listener.listen(4)
-            names: list = [None] * size
-            dist.all_gather_object(names, name, group=group)
-            # Each stage connects to the next one, twice; so it is also called twice.
-            to_next, from_prev = {}, {}
-            for payload in (ACTIVATION, GRADIENT):
-                to_next[payload] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                to_next[payload].connect(names[(rank + 1) % size])
-                to_next[payload].sendall(payload[:1].encode())
-            for _ in range(2):
-                connection, _ = listener.accept()
-                which = {p[:1].encode(): p for p in (ACTIVATION, GRADIENT)}[connection.recv(1)]
-                from_prev[which] = connection
-        for connection in (*to_next.values(), *from_prev.values()):
-            _set_timeout(connection, timeout)
-        self._outgoing = {
-            ACTIVATION: _Outgoing(to_next[ACTIVATION]),
-            GRADIENT: _Outgoing(from_prev[GRADIENT]),
-        }
-        self._incoming = {
-            ACTIVATION: _Incoming(from_prev[ACTIVATION]),
-            GRADIENT: _Incoming(to_next[GRADIENT]),
-        }
+    def __init__(self, to_next: socket.socket, to_prev: socket.socket):
+        self._outgoing = {ACTIVATION: Outgoing(to_next), GRADIENT: Outgoing(to_prev)}
+        self._incoming = {ACTIVATION: Incoming(to_prev), GRADIENT: Incoming(to_next)}
 
     @traced("p2p-start", describe_message)
     def start(self, message: Message) -> Work:
@@ -127,144 +72,3 @@ class _Sent:
 
     def wait(self) -> bool:
         return True
-
-
-class _Outgoing:
-    """The sending end of one channel; makes the slots, as many as are in use at a time."""
-
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
-        self._slots: list[mmap.mmap] = []
-        # Each slot as the tensor it carried last: most messages have the shape of the one before.
-        self._shaped: list[torch.Tensor] = []
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Copies `tensor` into a slot and tells the receiver. Raises ConnectionError if it died."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        number = self._find_free(num_bytes)
-        descriptor = None
-        if number is None:
-            number, descriptor = self._make_slot(num_bytes)
-        self._slots[number][0] = _IN_USE
-        slot = self._shaped[number]
-        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-            slot = _payload(self._slots[number], num_bytes, tensor.dtype).view(tensor.shape)
-            self._shaped[number] = slot
-        slot.copy_(tensor.detach())
-        self._connection.sendall(_HEADER.pack(number, num_bytes, time.monotonic()))
-        if descriptor is not None:  # a slot that the receiver does not know yet
-            socket.send_fds(self._connection, [b"\0"], [descriptor])
-            os.close(descriptor)
-
-    def _find_free(self, num_bytes: int) -> int | None:
-        for number, slot in enumerate(self._slots):
-            if slot[0] == _FREE and len(slot) >= _MARK_BYTES + num_bytes:
-                return number
-        return None
-
-    def _make_slot(self, num_bytes: int) -> tuple[int, int]:
-        # The file has no name: it is gone once both processes are, however they end.
-        size = _MARK_BYTES + num_bytes
-        descriptor = os.memfd_create("minimegatron-message")
-        os.ftruncate(descriptor, size)
-        self._slots.append(_map(descriptor, size))
-        self._shaped.append(torch.empty(0))
-        return len(self._slots) - 1, descriptor
-
-
-class _Incoming:
-    """The receiving end of one channel."""
-
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
-        self._slots: dict[int, mmap.mmap] = {}
-        self._lent: dict[int, weakref.ref] = {}
-        self._expected: deque[_LocalReceive] = deque()
-
-    def expect(self, tensor: torch.Tensor) -> "_LocalReceive":
-        """Notes that the next message not yet spoken for will become `tensor`."""
-        receive = _LocalReceive(self, tensor)
-        self._expected.append(receive)
-        return receive
-
-    def complete(self, receive: "_LocalReceive") -> None:
-        """Takes messages, in the order in which they were asked for, up to that of `receive`."""
-        while not receive.is_done:
-            first = self._expected.popleft()
-            number, num_bytes, first.sent_at = self._next_header()
-            tensor = first.tensor
-            wanted = tensor.numel() * tensor.element_size()
-            if num_bytes != wanted:
-                raise ConnectionError(
-                    f"a message of {num_bytes} bytes came where {wanted} were expected, for shape "
-                    f"{tuple(tensor.shape)} of {tensor.dtype}; both stages must agree on it"
-                )
-            arrived = self._lend(number, num_bytes, tensor.dtype).view(tensor.shape)
-            if tensor.is_cpu:
-                tensor.data = arrived
-            else:
-                tensor.detach().copy_(arrived)
-            first.is_done = True
-
-    def _next_header(self) -> tuple[int, int, float]:
-        header = b""
-        while len(header) < _HEADER.size:
-            header += self._read(_HEADER.size - len(header))
-        number, num_bytes, sent_at = _HEADER.unpack(header)
-        if number not in self._slots:
-            _, (descriptor,), _, _ = socket.recv_fds(self._connection, 1, 1)
-            self._slots[number] = _map(descriptor, os.fstat(descriptor).st_size)
-            os.close(descriptor)
-        return number, num_bytes, sent_at
-
-    def _read(self, num_bytes: int) -> bytes:
-        try:
-            part = self._connection.recv(num_bytes)
-        except BlockingIOError as error:
-            raise ConnectionError("nothing came in time") from error
-        if not part:
-            raise ConnectionError("the sender has closed the connection")
-        return part
-
-    def _lend(self, number: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        # The tensor's storage keeps `memory` alive. Its end says that nobody uses the slot any
-        # more; the sender sees that without being told.
-        slot, lent = self._slots[number], self._lent
-        memory = memoryview(slot)[_MARK_BYTES : _MARK_BYTES + num_bytes]
-
-        def give_back(_: weakref.ref) -> None:
-            lent.pop(number, None)
-            slot[0] = _FREE
-
-        lent[number] = weakref.ref(memory, give_back)
-        return torch.frombuffer(memory, dtype=dtype)
-
-
-class _LocalReceive:
-    """The handle of a message to come. `sent_at`: when it was sent, on `time.monotonic`'s clock."""
-
-    def __init__(self, channel: _Incoming, tensor: torch.Tensor):
-        self._channel, self.tensor = channel, tensor
-        self.is_done, self.sent_at = False, None
-
-    def wait(self) -> bool:
-        if not self.is_done:
-            self._channel.complete(self)
-        return True
-
-
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _payload(slot: mmap.mmap, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(slot, dtype=torch.uint8, offset=_MARK_BYTES, count=num_bytes).view(
-        dtype
-    )
-
-
-def _set_timeout(connection: socket.socket, seconds: float) -> None:
-    # In the kernel, not in Python: a socket with a Python time-out polls before each read.
-    connection.settimeout(None)
-    limit = struct.pack("ll", int(seconds), 0)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -1,0 +1,129 @@
+"""Collectives between ranks on one host, through shared memory instead of gloo.
+
+Called by: `collectives`, for small tensors. Calls: `local_channels`, which tells how and why.
+Megatron has no counterpart.
+
+Every rank sends its part to each of the others, and combines what it gets in the order of the
+ranks, so that all ranks get the same bits. That is (t - 1) n bytes sent per rank, where a ring sends
+2 (t - 1) n / t: equal for t = 2, twice as much for t = 4. What counts for a small tensor is that
+each rank is woken once, where gloo's threads wake each other several times.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.local_channels import Arrival, Connections, Incoming, Outgoing, connect
+
+MAX_BYTES = 1 << 20
+"""Beyond, gloo: it works in threads of its own, behind a computation that goes on."""
+
+MAX_RANKS = 8
+
+_COMBINE: dict[dist.ReduceOp, Callable] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.PRODUCT: torch.mul,
+}
+_meshes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def get_mesh(group: dist.ProcessGroup, tensor: torch.Tensor) -> "LocalMesh | None":
+    """What carries `tensor` over `group` in gloo's place; None for gloo, or whatever it has.
+
+    The answer must be the same on every rank, so it depends on what all know: the group, and the
+    size of a tensor that is as large on each. The first call for a group is collective.
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not tensor.is_cpu or not 0 < num_bytes <= MAX_BYTES:
+        return None
+    if group not in _meshes:
+        _meshes[group] = _make_mesh(group)
+    return _meshes[group]
+
+
+def _make_mesh(group: dist.ProcessGroup) -> "LocalMesh | None":
+    rank, size = group.rank(), group.size()
+    if size > MAX_RANKS or dist.get_backend(group) != "gloo":
+        return None
+    connections = connect(group, callees=list(range(rank)), num_callers=size - rank - 1)
+    return None if connections is None else LocalMesh(rank, connections[0] | connections[1])
+
+
+class LocalMesh:
+    """This rank's connections to every other rank of a group."""
+
+    def __init__(self, rank: int, connections: Connections):
+        self._rank, self._peers = rank, sorted(connections)
+        self._to = {peer: Outgoing(connections[peer]) for peer in self._peers}
+        self._from = {peer: Incoming(connections[peer]) for peer in self._peers}
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> "Exchange":
+        """See `collectives.all_reduce`."""
+        for peer in self._peers:
+            self._to[peer].send(tensor)
+        return Exchange(self._parts(tensor), functools.partial(_combine, tensor, op))
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> "Exchange":
+        """See `collectives.all_gather`."""
+        for peer in self._peers:
+            self._to[peer].send(input)
+        return Exchange(self._parts(input), functools.partial(_concatenate, output))
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: dist.ReduceOp
+    ) -> "Exchange":
+        """See `collectives.reduce_scatter`."""
+        shares = input.view(-1, *output.shape)
+        for peer in self._peers:
+            self._to[peer].send(shares[peer])
+        parts = self._parts(shares[self._rank])
+        return Exchange(parts, functools.partial(_combine, output, op))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """See `collectives.broadcast`."""
+        if self._rank == source:
+            for peer in self._peers:
+                self._to[peer].send(tensor)
+        else:
+            arrival = self._from[source].expect(torch.empty_like(tensor))
+            arrival.wait()
+            tensor.copy_(arrival.tensor)
+
+    def _parts(self, own: torch.Tensor) -> list[torch.Tensor | Arrival]:
+        """By rank: this rank's part, and what the others' will become."""
+        parts: list = [self._from[peer].expect(torch.empty_like(own)) for peer in self._peers]
+        parts.insert(self._rank, own)
+        return parts
+
+
+class Exchange:
+    """The handle of a collective under way; `wait` combines the parts of all ranks."""
+
+    def __init__(self, parts: list[torch.Tensor | Arrival], finish: Callable):
+        self._parts, self._finish = parts, finish
+
+    def wait(self) -> bool:
+        parts, self._parts = self._parts, []
+        if parts:
+            self._finish([_arrived(part) for part in parts])
+        return True
+
+
+def _arrived(part: torch.Tensor | Arrival) -> torch.Tensor:
+    if isinstance(part, Arrival):
+        part.wait()
+        return part.tensor
+    return part
+
+
+def _combine(target: torch.Tensor, op: dist.ReduceOp, parts: list[torch.Tensor]) -> None:
+    target.copy_(functools.reduce(_COMBINE[op], parts))
+
+
+def _concatenate(target: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    torch.cat(parts, out=target)

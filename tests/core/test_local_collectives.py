@@ -1,0 +1,128 @@
+"""Collectives through shared memory: the same as `torch.distributed`'s, and the same on all ranks."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import collectives
+from minimegatron.core.local_collectives import MAX_BYTES, get_mesh
+from minimegatron.launcher import RankError
+from tests.ranks import run_ranks
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+OPERATIONS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Whole numbers, of which every type here has exact sums; others on each rank."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randint(-4, 4, shape, generator=generator).to(dtype)
+
+
+def compare_with_gloo() -> int:
+    group, size = dist.group.WORLD, dist.get_world_size()
+    compared = 0
+    for dtype in DTYPES:
+        part = values((2 * size, 3), dtype)
+        assert get_mesh(group, part) is not None
+        for op in OPERATIONS:
+            ours, theirs = part.clone(), part.clone()
+            collectives.all_reduce(ours, group, op=op)
+            dist.all_reduce(theirs, op=op)
+            assert torch.equal(ours, theirs)
+            ours, theirs = part.new_empty(2, 3), part.clone()
+            collectives.reduce_scatter(ours, part, group, op=op)
+            dist.all_reduce(theirs, op=op)
+            assert torch.equal(ours, theirs.chunk(size)[dist.get_rank()])
+            compared += 2
+        ours, theirs = part.new_empty(size * part.size(0), 3), [part.clone() for _ in range(size)]
+        collectives.all_gather(ours, part, group)
+        dist.all_gather(theirs, part)
+        assert torch.equal(ours, torch.cat(theirs))
+        for source in range(size):
+            ours, theirs = part.clone(), part.clone()
+            collectives.broadcast(ours, source, group)
+            dist.broadcast(theirs, source)
+            assert torch.equal(ours, theirs)
+        compared += 1 + size
+    return compared
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_same_as_gloo(size):
+    assert run_ranks(compare_with_gloo, size) == [len(DTYPES) * (9 + size)] * size
+
+
+def sum_floats() -> list[float]:
+    total = torch.full((1000,), 0.1 * (dist.get_rank() + 1)).pow(1 + dist.get_rank())
+    collectives.all_reduce(total, dist.group.WORLD)
+    return total.tolist()
+
+
+def test_every_rank_has_the_same_bits():
+    first, *others = run_ranks(sum_floats, 4)
+    assert all(other == first for other in others)
+
+
+def many_at_once() -> bool:
+    group, parts = dist.group.WORLD, [values((5,), torch.float64, seed) for seed in range(20)]
+    wanted = [part.clone() for part in parts]
+    for part in wanted:
+        dist.all_reduce(part)
+    handles = [collectives.all_reduce(part, group, async_op=True) for part in parts]
+    total = torch.ones(3)
+    collectives.all_reduce(total, group)  # overtakes none of those under way
+    assert total.tolist() == [dist.get_world_size()] * 3
+    for handle in reversed(handles):
+        handle.wait()
+        handle.wait()
+    return all(torch.equal(part, want) for part, want in zip(parts, wanted, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_handles_may_be_waited_for_in_any_order(size):
+    assert all(run_ranks(many_at_once, size))
+
+
+def large_and_small() -> tuple[bool, bool]:
+    numbers = MAX_BYTES // 4
+    small, large = torch.ones(numbers), torch.ones(numbers + 1)
+    for tensor in (small, large):
+        collectives.all_reduce(tensor, dist.group.WORLD)
+        assert tensor.eq(2).all()
+    meshes = [get_mesh(dist.group.WORLD, tensor) for tensor in (small, large)]
+    return tuple(mesh is not None for mesh in meshes)
+
+
+def test_large_tensors_are_left_to_gloo():
+    assert run_ranks(large_and_small, 2) == [(True, False)] * 2
+
+
+def sizes_differ() -> bool:
+    with pytest.raises(ConnectionError, match="bytes came where"):
+        collectives.all_reduce(torch.ones(3 + dist.get_rank()), dist.group.WORLD)
+    return True
+
+
+def test_sizes_that_do_not_agree_are_told():
+    assert all(run_ranks(sizes_differ, 2))
+
+
+def neighbour_dies() -> None:
+    collectives.all_reduce(torch.ones(3), dist.group.WORLD)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        for _ in range(3):  # one message may still find room
+            collectives.all_reduce(torch.ones(3), dist.group.WORLD)
+    assert time.monotonic() - began < 10
+
+
+def test_a_dead_neighbour_is_noticed_at_once():
+    with pytest.raises(RankError, match="rank 1"):
+        run_ranks(neighbour_dies, 2)
