@@ -1,4 +1,4 @@
-"""Parallel equals serial: losses, every raw gradient, and weights after two steps, in float64."""
+"""Parallel equals serial: losses, every raw gradient, and weights after three steps, in float64."""
 
 from pathlib import Path
 

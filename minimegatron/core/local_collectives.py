@@ -25,6 +25,7 @@ MAX_RANKS = 8
 
 _COMBINE: dict[dist.ReduceOp, Callable] = {
     dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.PRODUCT: torch.mul,
@@ -122,8 +123,11 @@ def _arrived(part: torch.Tensor | Arrival) -> torch.Tensor:
 
 
 def _combine(target: torch.Tensor, op: dist.ReduceOp, parts: list[torch.Tensor]) -> None:
-    target.copy_(functools.reduce(_COMBINE[op], parts))
+    total = functools.reduce(_COMBINE[op], parts)
+    target.copy_(total / len(parts) if op == dist.ReduceOp.AVG else total)
 
 
 def _concatenate(target: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    torch.cat(parts, out=target)
+    # Piece by piece, because this rank's own part may lie in `target` already.
+    for place, part in zip(target.chunk(len(parts)), parts, strict=True):
+        place.copy_(part)

@@ -12,6 +12,7 @@ the same on a machine that is busy with other things.
 * "on": `trace()` recording. Bound: 1.03. What follows the last step is timed apart.
 """
 
+import random
 import statistics
 import sys
 import time
@@ -130,8 +131,13 @@ def recording(recorders: list[Recorder]) -> Iterator[None]:
 
 
 def timed(step: Callable[[], None], surround: Callable) -> tuple[float, float]:
-    """Seconds until all ranks are done, and seconds of processor time of all ranks."""
+    """Seconds until all ranks are done, and seconds of processor time of all ranks.
+
+    An untimed step comes first: what was done to get here (to replace functions, say) leaves the
+    processor faster or slower than it found it, for a while.
+    """
     with surround():
+        step()
         dist.barrier()
         wall, processor = time.perf_counter(), time.process_time()
         step()
@@ -150,10 +156,9 @@ def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]
     for surround in ways.values():
         timed(step, surround)
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    order = list(ways)
+    shuffled = random.Random(0)  # the same on every rank
     for _ in range(rounds):
-        order = order[1:] + order[:1]
-        for way in order:
+        for way in shuffled.sample(list(ways), len(ways)):
             times[way].append(timed(step, ways[way]))
     began = time.perf_counter()
     events = to_rank_trace(recorders[0], Alignment(), None).events
