@@ -237,10 +237,6 @@ def test_schedules_know_no_layer():
             assert not reached & {"core.transformer", "core.models", "core.distributed"}, name
 
 
-# It brings in most of torch.distributed, a second on each rank; many runs save and load nothing.
-IMPORTED_LATE = {"minimegatron.core.dist_checkpointing.serialization"}
-
-
 def test_no_imports_of_ours_inside_functions():
     inside = [
         f"{name}.{function.name} imports {reached}"
@@ -249,7 +245,6 @@ def test_no_imports_of_ours_inside_functions():
         for function in functions(path)
         for node in ast.walk(function)
         for reached in imported(node, "")
-        if not (name == "minimegatron.training.checkpointing" and reached in IMPORTED_LATE)
     ]
     assert not inside
 

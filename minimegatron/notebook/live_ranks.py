@@ -127,7 +127,9 @@ class LiveRanks:
         path = connection_file(self._folder, "client")
         while client is None or len(client.ids) < self.num_ranks:
             if client is None and is_written(path):
-                client = ipyparallel.Client(str(path), timeout=30)
+                # One question to the controller can get lost; another is answered.
+                with contextlib.suppress(TimeoutError):
+                    client = ipyparallel.Client(str(path), timeout=10)
             controller.check()
             self._processes.check()
             if time.monotonic() > give_up:

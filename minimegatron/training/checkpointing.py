@@ -26,6 +26,7 @@ import torch.distributed as dist
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.device import get_device
+from minimegatron.core.dist_checkpointing import serialization
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
 from minimegatron.core.optimizer import MegatronOptimizer
@@ -63,9 +64,6 @@ def save_checkpoint(
     Killed at any moment, it leaves the newest complete checkpoint as it is. Raises
     CheckpointingException, on all ranks, if it cannot write (a full disk); the same holds then.
     """
-    # Imported late: it brings in most of torch.distributed, on each rank, and many runs save nothing.
-    from minimegatron.core.dist_checkpointing import serialization
-
     args, state = get_args(), get_train_state()
     folder = Path(args.save) / checkpoint_name(iteration)
     if state.saved_iteration == iteration:
@@ -209,8 +207,6 @@ def load_checkpoint(
     Returns its iteration; 0 where there is none yet, which only a folder that is also `--save` may
     be. Raises ValueError or CheckpointingException for one that cannot be used.
     """
-    from minimegatron.core.dist_checkpointing import serialization
-
     args, state = get_args(), get_train_state()
     folder = find_checkpoint(args.load)
     if folder is None:
