@@ -12,6 +12,7 @@ hang doctor watches too, and says who waits for whom, and why.
 
 import contextlib
 import faulthandler
+import gc
 import linecache
 import multiprocessing
 import os
@@ -379,6 +380,8 @@ class _Raised:
 
 def _rank_main(seat: _Seat, job: _Job, channel: connection.Connection) -> None:
     os.setpgrp()
+    # What came with the fork is never garbage. To look through it would also copy its memory.
+    gc.freeze()
     folder = Path(seat.folder)
     threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
     os.environ.clear()

@@ -1,5 +1,6 @@
 """For every test: one torch thread, the same random examples; at the end, the figures they took."""
 
+import gc
 import os
 
 import pytest
@@ -13,6 +14,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 # `pytest --hypothesis-profile default --hypothesis-seed N`.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """Half a million objects of torch and of the tests, which will never be garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

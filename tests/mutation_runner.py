@@ -10,6 +10,7 @@ file "output".
 """
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import multiprocessing.util
@@ -33,6 +34,7 @@ import torch.distributed
 def run(job: dict[str, Any]) -> int:
     """In the fork: the module as `python -m` would run it; returns the exit code."""
     os.setpgid(0, 0)
+    gc.freeze()  # what came with the fork is never garbage
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
