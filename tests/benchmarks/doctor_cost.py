@@ -27,6 +27,7 @@ from tests.benchmarks.tracing_cost import (
     BATCH,
     COLUMNS,
     NUM_STAGES,
+    STEPS_PER_TURN,
     build_step,
     claim_bounds,
     ratio_rows,
@@ -62,7 +63,7 @@ def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]
     for _ in range(rounds):
         for way in shuffled.sample(list(ways), len(ways)):
             times[way].append(timed(step, ways[way]))
-    num_calls = (read_record(path).num_events - before) / 2 / (2 * rounds)  # timed and untimed
+    num_calls = (read_record(path).num_events - before) / 2 / (STEPS_PER_TURN + 1) / rounds
     remove_folder(folder)
     return times, num_calls
 

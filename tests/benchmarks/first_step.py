@@ -39,6 +39,7 @@ def _spawned(rank: int, port: int) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS
     )
     _print_on_rank_0(first_step())
+    dist.barrier()  # nobody leaves before all are here
     dist.destroy_process_group()
 
 
@@ -69,6 +70,7 @@ def main() -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         _print_on_rank_0(first_step())
+        dist.barrier()
         dist.destroy_process_group()
 
 
