@@ -110,7 +110,7 @@ def test_summary_takes_all_cases_together(tmp_path):
         kept = {"tables": [{"rows": rows}], "claims": [], "seconds": 1.0}
         (tmp_path / f"{name}.json").write_text(json.dumps(kept))
     (claim,) = summary.summarise(tmp_path)
-    assert (claim["found"], claim["is_kept"]) == ("0.25", True)
+    assert (claim["found"], claim["is_kept"]) == ("0.250", True)
     kept = json.loads((tmp_path / "summary.json").read_text())
     assert [r["benchmark"] for r in kept["rows"]] == ["paced", "step_time"]
 
