@@ -371,11 +371,10 @@ def system_cases() -> list[Case]:
 
 
 def _plain(layout: Case) -> list[Case]:
-    cases = [replace(layout, M=M, llama=M % 2 == 1) for M in (1, 2, 3, 8)]
-    if layout.world <= 3:
-        cases += [replace(layout, M=3), replace(layout, M=4, llama=True)]
+    cases = [replace(layout, M=M, llama=M % 2 == 1) for M in (1, 2, 3, 4, 8)]
+    cases += [replace(layout, M=3), replace(layout, M=4, llama=True)]
     if layout.pp > 1:
-        cases.append(replace(layout, M=4, batched=False, deallocate=True, llama=True))
+        cases.append(replace(layout, M=8, batched=False, deallocate=True, llama=True))
     if layout.dp > 1:
         cases.append(replace(layout, M=3, overlap_grad_reduce=True))
         cases.append(replace(layout, M=2, per_token=True, llama=True))

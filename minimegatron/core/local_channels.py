@@ -46,12 +46,15 @@ def connect(
 
     Collective over `group`; ranks are those within it. This rank calls `callees`, and is called by
     `num_callers` others. Returns both kinds of connections by rank, or None on every rank if the
-    group spans hosts or containers. Raises TimeoutError if a callee does not answer.
+    group spans hosts or containers, or runs on another system than Linux. Raises TimeoutError if a
+    callee does not answer.
     """
+    if not sys.platform.startswith("linux"):
+        return None
     name = "\0minimegatron-" + secrets.token_hex(16)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.settimeout(timeout)
-        listener.bind(name if sys.platform.startswith("linux") else "")
+        listener.bind(name)
         listener.listen(max(1, num_callers))
         everyone: list = [None] * group.size()
         dist.all_gather_object(everyone, (_host(), name), group=group)
@@ -72,8 +75,6 @@ def connect(
 
 def _host() -> tuple:
     """The same for two processes only if they can share memory and sockets."""
-    if not sys.platform.startswith("linux"):
-        return (secrets.token_hex(16),)
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read()
     spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "ipc"))

@@ -79,7 +79,7 @@ class LocalMesh:
         self, output: torch.Tensor, input: torch.Tensor, op: dist.ReduceOp
     ) -> "Exchange":
         """See `collectives.reduce_scatter`."""
-        shares = input.view(-1, *output.shape)
+        shares = input.reshape(-1, *output.shape)
         for peer in self._peers:
             self._to[peer].send(shares[peer])
         parts = self._parts(shares[self._rank])

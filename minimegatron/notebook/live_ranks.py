@@ -127,7 +127,7 @@ class LiveRanks:
         path = connection_file(self._folder, "client")
         while client is None or len(client.ids) < self.num_ranks:
             if client is None and is_written(path):
-                # One question to the controller can get lost; another is answered.
+                # On a busy machine the controller has left a first question unanswered for 30 s.
                 with contextlib.suppress(TimeoutError):
                     client = ipyparallel.Client(str(path), timeout=10)
             controller.check()

@@ -5,7 +5,6 @@ Run: python -m tests.benchmarks.doctor_cost [--rounds 60]. Calls: the step of `t
 As there, the two take turns in the same two processes, and the median of the rounds' ratios counts.
 """
 
-import random
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from tests.benchmarks.tracing_cost import (
     build_step,
     claim_bounds,
     ratio_rows,
+    take_rounds,
     timed,
 )
 
@@ -58,11 +58,7 @@ def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]
     for surround in ways.values():
         timed(step, surround)
     before = read_record(path).num_events
-    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    shuffled = random.Random(0)  # the same on every rank
-    for _ in range(rounds):
-        for way in shuffled.sample(list(ways), len(ways)):
-            times[way].append(timed(step, ways[way]))
+    times = take_rounds(step, ways, rounds)
     num_calls = (read_record(path).num_events - before) / 2 / (STEPS_PER_TURN + 1) / rounds
     remove_folder(folder)
     return times, num_calls

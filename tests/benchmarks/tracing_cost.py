@@ -150,6 +150,18 @@ def timed(step: Callable[[], None], surround: Callable) -> tuple[float, float]:
     return wall, processor.item()
 
 
+def take_rounds(
+    step: Callable[[], None], ways: dict[str, Callable], rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """`timed` of every round by way; in each round they come in another order, alike on all ranks."""
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        for way in shuffled.sample(list(ways), len(ways)):
+            times[way].append(timed(step, ways[way]))
+    return times
+
+
 def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]]], int, float]:
     """(wall, processor) seconds of every round by way; calls per step; seconds to make events."""
     torch.manual_seed(dist.get_rank())
@@ -157,11 +169,7 @@ def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]
     ways = {"without": without_seam, "off": nullcontext, "on": lambda: recording(recorders)}
     for surround in ways.values():
         timed(step, surround)
-    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    shuffled = random.Random(0)  # the same on every rank
-    for _ in range(rounds):
-        for way in shuffled.sample(list(ways), len(ways)):
-            times[way].append(timed(step, ways[way]))
+    times = take_rounds(step, ways, rounds)
     began = time.perf_counter()
     events = to_rank_trace(recorders[0], Alignment(), None).events
     return times, len(events), time.perf_counter() - began
