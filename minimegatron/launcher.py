@@ -1,6 +1,6 @@
 """Ranks without torchrun: calls one function in n processes and returns what each returned.
 
-Called by: tests (`tests/ranks.py`), notebooks, exercises. Calls: `core.device`,
+Called by: tests (`tests/ranks.py`), notebooks, exercises. Calls: `packing`, `core.device`,
 `torch.distributed`. Megatron has no such module; `torch.multiprocessing.spawn` is the closest, but
 it starts each interpreter afresh (seconds per rank here, against milliseconds for a fork of a
 process that has imported torch already), and when ranks hang it waits for ever.
@@ -13,18 +13,16 @@ hang doctor watches too, and says who waits for whom, and why.
 import contextlib
 import faulthandler
 import gc
-import linecache
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from types import MappingProxyType
@@ -32,11 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-try:
-    import cloudpickle
-except ImportError:  # an extra
-    cloudpickle = None
 
 from minimegatron.core.device import choose_backend, set_device
 from minimegatron.doctor.observer import start_recording
@@ -52,6 +45,7 @@ from minimegatron.doctor.shared_record import RecordWriter
 from minimegatron.doctor.verdict import MISMATCH, Diagnosis
 from minimegatron.doctor.watch import Watch, record_path, stack_path
 from minimegatron.doctor.words import headline, render_stacks
+from minimegatron.packing import Job, pack
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "minimegatron.launcher"]
 """Imported once, by the process that ranks are forked from. None of them touches CUDA, which would
@@ -149,7 +143,7 @@ class RankProcesses:
         if hang_timeout is not None and hang_timeout <= 0:
             raise ValueError(f"hang_timeout is {hang_timeout}; give more than 0, or None")
         self.nprocs = nprocs
-        self._job = _pack(fn, args)
+        self._job = pack(fn, args)
         self._backend, self._device, self._hang_timeout = backend, device, hang_timeout
         self._folder = folder
         self._watch: Watch | None = None
@@ -350,23 +344,6 @@ class _Seat:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """The function and its arguments, on the way to the ranks."""
-
-    packed: bytes
-    by_value: bool
-    sources: dict[str, Any] = field(default_factory=dict)
-
-    def unpack(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        linecache.cache.update(self.sources)
-        return pickle.loads(self.packed)
-
-    def pack_result(self, result: "_Returned") -> bytes:
-        # An object of a class that came by value can only go back the same way.
-        return (cloudpickle if self.by_value else pickle).dumps(result)
-
-
-@dataclass(frozen=True)
 class _Returned:
     value: Any
 
@@ -378,7 +355,7 @@ class _Raised:
     at: float
 
 
-def _rank_main(seat: _Seat, job: _Job, channel: connection.Connection) -> None:
+def _rank_main(seat: _Seat, job: Job, channel: connection.Connection) -> None:
     os.setpgrp()
     # What came with the fork is never garbage. To look through it would also copy its memory.
     gc.freeze()
@@ -395,7 +372,7 @@ def _rank_main(seat: _Seat, job: _Job, channel: connection.Connection) -> None:
         dist.destroy_process_group()
 
 
-def _report(seat: _Seat, job: _Job) -> bytes:
+def _report(seat: _Seat, job: Job) -> bytes:
     """Runs the job; its result or its exception, pickled with what can be pickled."""
     record: RecordWriter | None = None
     try:
@@ -448,48 +425,6 @@ def _die_with_parent(folder: Path) -> None:
 
 
 # -- Small helpers --
-
-
-def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> "_Job":
-    """`fn` and `args` for the way into the ranks. Tensors go by value, for torch's own
-    shared-memory way needs the sender to outlive the reader.
-
-    What ranks can import goes by name, with plain pickle. What they cannot, such as a function of a
-    notebook's cell or a lambda, goes by value, where cloudpickle is installed.
-    """
-    main = sys.modules["__main__"]
-    is_interactive = not hasattr(main, "__file__")
-    problem = f"{fn!r} is defined in an interactive session, where ranks cannot import it"
-    # There, pickle would name what ranks cannot import, and not notice; without cloudpickle to ask,
-    # go by where `fn` comes from.
-    is_of_module = cloudpickle is None and getattr(fn, "__module__", None) != "__main__"
-    if not is_interactive or is_of_module:
-        try:
-            return _Job(pickle.dumps((fn, args)), by_value=False)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            problem = f"{fn!r} and its arguments cannot be sent to the ranks ({error})"
-    if cloudpickle is None:
-        raise ValueError(
-            f"{problem}; pip install 'minimegatron[notebooks]', whose cloudpickle sends it by value, "
-            "or define the function at the top level of a module, and pass plain values and tensors"
-        )
-    try:
-        return _Job(cloudpickle.dumps((fn, args)), by_value=True, sources=_unsaved_sources())
-    except Exception as error:  # cloudpickle passes on whatever an object's own pickling raises
-        raise ValueError(
-            f"{fn!r} and its arguments cannot be sent to the ranks ({error}); pass plain values and "
-            "tensors, and make what cannot be sent inside the function"
-        ) from error
-
-
-def _unsaved_sources() -> dict[str, Any]:
-    """The lines of code that is in no file, such as a notebook's cells: a rank's traceback shows
-    them, if it has them."""
-    return {
-        name: entry
-        for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None and not os.path.exists(name)
-    }
 
 
 def _fate(exitcode: int | None) -> str:

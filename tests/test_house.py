@@ -44,6 +44,7 @@ LAYERS = [
     {"core.dist_checkpointing", "core.optimizer"},
     {"planner"},
     {"doctor", "execution", "tracing"},
+    {"packing"},
     {"launcher"},
     {"notebook", "tiny_gpt", "training"},
     {"convert"},

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron import launcher
+from minimegatron import packing
 from minimegatron.launcher import RankError, RankProcesses, RankTimeout, launch
 from tests.ranks import run_ranks
 
@@ -228,6 +228,6 @@ def test_what_cannot_be_launched_is_refused(monkeypatch):
         launch(report, 0)
     with pytest.raises(ValueError, match="make what cannot be sent inside the function"):
         launch(report, 1, threading.Lock())
-    monkeypatch.setattr(launcher, "cloudpickle", None)
+    monkeypatch.setattr(packing, "cloudpickle", None)
     with pytest.raises(ValueError, match="minimegatron.notebooks.*at the top level of a module"):
         launch(lambda: None, 1)
