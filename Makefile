@@ -46,6 +46,8 @@ demo: $(VENV)/.installed
 	@echo
 	@$(DEMO)
 
+# The tests start some hundred processes: with this set, each would compile the package again.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-conformance chromium
 	$(BIN)/python -m pytest -v -n 2 --dist loadfile
 

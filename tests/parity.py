@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 
@@ -227,22 +228,25 @@ def train_steps(case: Case, chunks: list, optimizer: Any, groups: Any, data: lis
 @cache
 def reference(case: Case, folder: Path) -> str:
     """Runs the serial case here; returns the path of what it found."""
-    path = folder / f"reference-{abs(hash(case))}.pt"
+    path = folder / f"reference-{abs(hash(case))}.safetensors"
     names = ("tp", "pp", "cp", "dp", "dp_cp", "mp", "embd", "pos_embd", "tp_cp", "tp_dp_cp")
     groups = ProcessGroupCollection(**{name: FakeGroup() for name in names})
     chunks, optimizer = build(case, groups)
-    found: dict[str, Any] = {"losses": [], "gradients": [], "norms": []}
-    for losses, gradients, norm in train_steps(case, chunks, optimizer, groups, batches(case.M)):
-        found["losses"].append(losses)
-        found["gradients"].append({name: grad for name, _, grad in gradients})
-        found["norms"].append(norm)
-    model = unwrap_model(chunks[0])
-    found["weights"] = {name: p.detach().clone() for name, p in named_global_parameters(model)}
-    torch.save(found, path)
+    found: dict[str, torch.Tensor] = {}
+    steps = train_steps(case, chunks, optimizer, groups, batches(case.M))
+    for step, (losses, gradients, norm) in enumerate(steps):
+        found[f"losses of step {step}"] = torch.tensor(losses, dtype=torch.float64)
+        found[f"norm of step {step}"] = torch.tensor(norm, dtype=torch.float64)
+        found |= {f"step {step} gradient of {name}": grad for name, _, grad in gradients}
+    for name, param in named_global_parameters(unwrap_model(chunks[0])):
+        found[f"weight of {name}"] = param.detach().clone()
+    safetensors.torch.save_file(found, path)
     return os.fspath(path)
 
 
-def compare(case: Case, expected: dict[str, Any], groups: Any) -> tuple[int, float, list[str]]:
+def compare(
+    case: Case, expected: dict[str, torch.Tensor], groups: Any
+) -> tuple[int, float, list[str]]:
     """Runs `case` on this rank. Returns the number of tensors compared, the worst difference, and
     what went beyond its tolerance."""
     chunks, optimizer = build(case, groups)
@@ -259,21 +263,27 @@ def compare(case: Case, expected: dict[str, Any], groups: Any) -> tuple[int, flo
     steps = train_steps(case, chunks, optimizer, groups, data)
     for step, (losses, gradients, norm) in enumerate(steps):
         tolerance = GRADIENT_TOLERANCE if step == 0 else WEIGHT_TOLERANCE
-        wanted = expected["losses"][step][groups.dp.rank() :: case.dp]
+        wanted = expected[f"losses of step {step}"][groups.dp.rank() :: case.dp]
         if groups.pp.rank() == case.pp - 1:
-            check("loss", torch.tensor(losses), torch.tensor(wanted), tolerance)
+            check("loss", torch.tensor(losses, dtype=torch.float64), wanted, tolerance)
         for name, param, grad in gradients:
-            full = expected["gradients"][step][name]
             # With a distributed optimizer a rank has whole gradients of its own shards only.
             if not case.dist_opt or case.dp == 1:
-                piece = shard_parameter(full, param, tp_rank, case.tp)
-                check(f"step {step} gradient of {name}", grad, piece, tolerance)
-        check("norm", torch.tensor(norm), torch.tensor(expected["norms"][step]), tolerance)
+                what = f"step {step} gradient of {name}"
+                piece = shard_parameter(expected[what], param, tp_rank, case.tp)
+                check(what, grad, piece, tolerance)
+        check(
+            "norm",
+            torch.tensor(norm, dtype=torch.float64),
+            expected[f"norm of step {step}"],
+            tolerance,
+        )
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
         for name, param in named_global_parameters(unwrap_model(chunk)):
-            piece = shard_parameter(expected["weights"][name], param, tp_rank, case.tp)
-            check(f"weight of {name}", param.detach(), piece, WEIGHT_TOLERANCE)
+            what = f"weight of {name}"
+            piece = shard_parameter(expected[what], param, tp_rank, case.tp)
+            check(what, param.detach(), piece, WEIGHT_TOLERANCE)
     problems += copies_that_differ(case, chunks, groups)
     return compared, worst, problems
 
@@ -303,9 +313,9 @@ def copies_that_differ(case: Case, chunks: list, groups: Any) -> list[str]:
 
 
 @cache
-def load_reference(path: str) -> dict[str, Any]:
-    """What `reference` found; many cases share one."""
-    return torch.load(path)
+def load_reference(path: str) -> dict[str, torch.Tensor]:
+    """What `reference` found; many cases share one. The file is mapped, not read."""
+    return safetensors.torch.load_file(path)
 
 
 def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list[str]]]:

@@ -33,6 +33,7 @@ LAYERS = [
         "core.optimizer_param_scheduler",
         "core.rank_generator",
         "core.tracing",
+        "user_file",
     },
     {"core.local_collectives"},
     {"core.collectives"},
@@ -77,6 +78,7 @@ TORCH_FREE = [
     "minimegatron.training.checkpoint_args",
     "minimegatron.training.checkpoint_folder",
     "minimegatron.training.config",
+    "minimegatron.user_file",
 ]
 """Modules, and all modules of packages, that must load where torch does not exist."""
 

@@ -1,11 +1,10 @@
 """`minimegatron plan --pp 4 --microbatches 8`: who does what when, without starting a process.
 
-Called by: `minimegatron.__main__`. Calls: `planner`. Torch-free. Exit code 1 means that the
-schedule was planned but is wrong; then each problem stands on a line of its own.
+Called by: `minimegatron.__main__`. Calls: `planner`, `user_file`. Torch-free. Exit code 1 means that
+the schedule was planned but is wrong; then each problem stands on a line of its own.
 """
 
 import argparse
-import importlib.util
 import os
 import sys
 import traceback
@@ -23,6 +22,7 @@ from minimegatron.planner.registry import get_schedule, schedule_names
 from minimegatron.planner.render import FORMATS, render
 from minimegatron.planner.simulator import Costs, simulate
 from minimegatron.planner.transport import BUFFERED, RENDEZVOUS
+from minimegatron.user_file import load_user_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,12 +175,10 @@ def _load(where: str) -> Callable:
         raise ValueError(f"--user-schedule {where!r}: write FILE.py:FUNCTION")
     if not Path(path).is_file():
         raise ValueError(f"--user-schedule: there is no file {path}")
-    spec = importlib.util.spec_from_file_location("user_schedule", path)
-    if spec is None or spec.loader is None:
+    if not path.endswith(".py"):
         raise ValueError(f"--user-schedule: {path} is no Python file (.py)")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = load_user_file(Path(path), "user_schedule")
     except Exception as error:
         raise ValueError(
             f"{_place_in(error, where) or path}: {type(error).__name__}: {error}"

@@ -1,11 +1,10 @@
 """The part of a check that runs on the ranks, in the same process as the student's code.
 
 Called by: `engine`, through the launcher, and under torchrun. Calls: the exercise's `check`, the
-student's file. Megatron has no counterpart.
+student's file, through `user_file`. Megatron has no counterpart.
 """
 
 import importlib
-import importlib.util
 import json
 import linecache
 import os
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from minimegatron.exercises import verdict
 from minimegatron.exercises.feedback import Wrong
 from minimegatron.exercises.integrity import Seal
 from minimegatron.exercises.recording import set_folder
+from minimegatron.user_file import load_user_file
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,8 @@ class _Work:
         try:
             check = importlib.import_module(f"{self.job.exercise}.check")
             seal = Seal()
-            student = load_student(Path(self.job.path))
+            path = Path(self.job.path)
+            student = load_user_file(path, path.stem)
             if self.job.control:
                 student = importlib.import_module(f"{self.job.exercise}.stub")
                 self.path = student.__file__
@@ -136,15 +136,6 @@ def _words(error: BaseException, path: str) -> tuple[str, str]:
     if isinstance(error, SystemExit):
         return verdict.RAISED, f"rank {dist.get_rank()} called sys.exit(); return instead"
     return verdict.DEFECT, "".join(traceback.format_exception(error))
-
-
-def load_student(path: Path) -> ModuleType:
-    """Runs the student's file as a module named after it, but not as `__main__`."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- Exceptions in the student's own lines --

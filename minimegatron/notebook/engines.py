@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ipykernel.debugger  # noqa: F401  (every engine would import it for itself, after the fork)
 import torch
 import torch.distributed as dist
 from ipyparallel.controller.app import IPController

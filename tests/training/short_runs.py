@@ -3,15 +3,21 @@
 Used by `test_checkpointing`, `test_overflow` and `faults.test_files`, in ranks of `run_ranks`.
 """
 
+import contextlib
 import dataclasses
+import functools
 import sys
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from minimegatron import pretrain_gpt
 from minimegatron.core import parallel_state
+from minimegatron.core.datasets import stdlib_corpus
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -19,7 +25,7 @@ from minimegatron.core.num_microbatches_calculator import (
 )
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.utils import get_model_config
-from minimegatron.training import training
+from minimegatron.training import argument_checks, training
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
@@ -44,6 +50,27 @@ def run(flags: str, steps: int, double: bool = False) -> dict[str, Any]:
     `double`: in float64, loss and all.
     """
     sys.argv = ["test", *MODEL.split(), *flags.split()]
+    with little_text():
+        return _run(steps, double)
+
+
+@contextlib.contextmanager
+def little_text() -> Iterator[None]:
+    """The built-in text is its first files only: samples of 8 tokens would be a million and a half."""
+    files = _few_files()
+    with (
+        mock.patch.object(stdlib_corpus, "stdlib_files", lambda: files),
+        mock.patch.object(argument_checks, "stdlib_files", lambda: files),
+    ):
+        yield
+
+
+@functools.cache
+def _few_files() -> list[Path]:
+    return stdlib_corpus.stdlib_files()[:80]
+
+
+def _run(steps: int, double: bool) -> dict[str, Any]:
     try:
         initialize_megatron()
         provider = double_model if double else pretrain_gpt.model_provider
