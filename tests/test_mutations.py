@@ -163,9 +163,6 @@ def copy_package(folder: Path) -> None:
 def run_broken(fault: Fault, folder: Path, runners: queue.Queue) -> tuple[int, str]:
     copy_package(folder)
     apply_fault(fault, folder / "minimegatron")
-    changed = folder / "minimegatron" / fault.file
-    for compiled in changed.parent.glob(f"__pycache__/{changed.stem}.*"):
-        compiled.unlink()
     done = run_probe(CAUGHT_BY[fault.name][0], folder, runners)
     shutil.rmtree(folder)
     return done

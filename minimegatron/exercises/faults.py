@@ -35,6 +35,8 @@ def apply_fault(fault: Fault, package: Path) -> None:
             f"{fault.file}, not once; write the patch anew"
         )
     path.write_text(source.replace(fault.old, fault.new))
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        compiled.unlink()  # or it counts as current if the file was as long and a second old
 
 
 _PP = "core/pipeline_parallel/"

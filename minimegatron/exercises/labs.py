@@ -65,8 +65,8 @@ class LabJob:
 def start_lab(lab: Lab, folder: Path) -> str:
     """Makes the copy in `folder`; returns the change, as lines of a patch."""
     shutil.rmtree(folder, ignore_errors=True)
-    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(PACKAGE, folder / "minimegatron", ignore=ignored)
+    # With what Python has compiled, or every rank would compile it again.
+    shutil.copytree(PACKAGE, folder / "minimegatron")
     apply_fault(lab.fault, folder / "minimegatron")
     return patch_words(lab.fault)
 

@@ -3,6 +3,7 @@
 Called by: `convert`. Calls: the standard library. Megatron has no counterpart.
 """
 
+import functools
 import inspect
 import linecache
 import os
@@ -24,8 +25,13 @@ _NOT_OURS = tuple(
 
 def short_path(file: str) -> str:
     """A path as a reader knows it: from the package, or from the working directory, or whole."""
+    return _short_path(file, os.getcwd())
+
+
+@functools.lru_cache(maxsize=1024)  # asked for every call of a recording, of few files
+def _short_path(file: str, working_directory: str) -> str:
     path = Path(file)
-    for base in (_PACKAGE_PARENT, Path.cwd()):
+    for base in (_PACKAGE_PARENT, Path(working_directory)):
         if path.is_absolute() and path.is_relative_to(base):
             return path.relative_to(base).as_posix()
     return file
