@@ -63,7 +63,7 @@ def run_planned(p: int, M: int) -> tuple[int, list[str]]:
         )
         config.hidden_size = HIDDEN
         chunks = [Stage(chunk * p + rank, config) for chunk in range(v or 1)]
-        data = batches(M, [SEQ])
+        data = batches(M, (SEQ,))
         reports = get_planned_forward_backward_func(name)(
             forward_step_func=forward_step_func,
             data_iterator=[iter(data) for _ in chunks],
@@ -72,7 +72,7 @@ def run_planned(p: int, M: int) -> tuple[int, list[str]]:
             seq_length=SEQ,
             micro_batch_size=BATCH,
         )
-        losses, gradients = reference(p * (v or 1), M, [SEQ])
+        losses, gradients = reference(p * (v or 1), M, (SEQ,))
         if rank == p - 1:
             found = sorted(report["loss"].item() for report in reports)
             if max(abs(a - b) for a, b in zip(found, sorted(losses), strict=True)) > 1e-12:
@@ -102,7 +102,7 @@ def run_faulty() -> str:
     with pytest.raises(ScheduleError) as error:
         get_planned_forward_backward_func(forgets_a_backward)(
             forward_step_func=forward_step_func,
-            data_iterator=iter(batches(4, [SEQ])),
+            data_iterator=iter(batches(4, (SEQ,))),
             model=Stage(rank, config),
             num_microbatches=4,
             seq_length=SEQ,

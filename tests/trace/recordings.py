@@ -50,7 +50,7 @@ def run_step(p, M, v=None, overlap=False, seconds=0.0, forward_only=False, sched
     with torch.no_grad() if forward_only else nullcontext():
         reports = (schedule or get_forward_backward_func())(
             forward_step_func=users_forward_step,
-            data_iterator=[iter(batches(M, [SEQ])) for _ in chunks],
+            data_iterator=[iter(batches(M, (SEQ,))) for _ in chunks],
             model=chunks,
             num_microbatches=M,
             seq_length=SEQ,
