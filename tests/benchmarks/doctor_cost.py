@@ -26,6 +26,7 @@ from tests.benchmarks.tracing_cost import (
     BATCH,
     COLUMNS,
     NUM_STAGES,
+    QUICK,
     STEPS_PER_TURN,
     build_step,
     claim_bounds,
@@ -47,7 +48,9 @@ def watched(observer: RecordingObserver) -> Iterator[None]:
         tracing.remove_observer(observer)
 
 
-def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]]], float]:
+def measure(
+    rounds: int, batch: int, num_steps: int
+) -> tuple[dict[str, list[tuple[float, float]]], float]:
     """(wall, processor) seconds of every round by way; calls per step."""
     torch.manual_seed(dist.get_rank())
     step = build_step(batch)
@@ -56,10 +59,10 @@ def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]
     observer = RecordingObserver(RecordWriter(path, dist.get_rank(), dist.get_world_size()))
     ways = {"off": nullcontext, "on": lambda: watched(observer)}
     for surround in ways.values():
-        timed(step, surround)
+        timed(step, surround, num_steps)
     before = read_record(path).num_events
-    times = take_rounds(step, ways, rounds)
-    num_calls = (read_record(path).num_events - before) / 2 / (STEPS_PER_TURN + 1) / rounds
+    times = take_rounds(step, ways, rounds, num_steps)
+    num_calls = (read_record(path).num_events - before) / 2 / (num_steps + 1) / rounds
     remove_folder(folder)
     return times, num_calls
 
@@ -84,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = results.parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=60, metavar="N")
     report = results.Report("doctor_cost", __doc__, arguments, argv)
-    sizes = (2, 1) if report.options.quick else (report.options.rounds, BATCH)
+    sizes = QUICK if report.options.quick else (report.options.rounds, BATCH, STEPS_PER_TURN)
     options = {"backend": "gloo", "device": "cpu"}
     times, num_calls = minimegatron.launch(measure, NUM_STAGES, *sizes, **options)[0]
     note = (

@@ -37,6 +37,8 @@ from tests.benchmarks import results
 NUM_STAGES, NUM_MICROBATCHES, SEQ, BATCH, VOCAB = 2, 8, 64, 8, 256
 BOUNDS = {"off": 1.01, "on": 1.03}
 STEPS_PER_TURN = 4
+QUICK = (2, 1, 1)
+"""Rounds, batch and steps a turn of the smallest run."""
 
 
 def build_step(batch: int = BATCH) -> Callable[[], None]:
@@ -131,8 +133,8 @@ def recording(recorders: list[Recorder]) -> Iterator[None]:
         recorders[:] = [recorder]
 
 
-def timed(step: Callable[[], None], surround: Callable) -> tuple[float, float]:
-    """Seconds until all ranks are done, and seconds of processor time of all ranks.
+def timed(step: Callable[[], None], surround: Callable, num_steps: int) -> tuple[float, float]:
+    """Of `num_steps` steps: seconds until all ranks are done, and processor seconds of all ranks.
 
     An untimed step comes first: what was done to get here (to replace functions, say) leaves the
     processor faster or slower than it found it, for a while.
@@ -141,7 +143,7 @@ def timed(step: Callable[[], None], surround: Callable) -> tuple[float, float]:
         step()
         dist.barrier()
         wall, processor = time.perf_counter(), time.process_time()
-        for _ in range(STEPS_PER_TURN):
+        for _ in range(num_steps):
             step()
         processor = torch.tensor([time.process_time() - processor], dtype=torch.float64)
         dist.barrier()
@@ -151,28 +153,31 @@ def timed(step: Callable[[], None], surround: Callable) -> tuple[float, float]:
 
 
 def take_rounds(
-    step: Callable[[], None], ways: dict[str, Callable], rounds: int
+    step: Callable[[], None], ways: dict[str, Callable], rounds: int, num_steps: int
 ) -> dict[str, list[tuple[float, float]]]:
     """`timed` of every round by way; in each round they come in another order, alike on all ranks."""
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     shuffled = random.Random(0)
     for _ in range(rounds):
         for way in shuffled.sample(list(ways), len(ways)):
-            times[way].append(timed(step, ways[way]))
+            times[way].append(timed(step, ways[way], num_steps))
     return times
 
 
-def measure(rounds: int, batch: int) -> tuple[dict[str, list[tuple[float, float]]], int, float]:
+def measure(
+    rounds: int, batch: int, num_steps: int
+) -> tuple[dict[str, list[tuple[float, float]]], float, float]:
     """(wall, processor) seconds of every round by way; calls per step; seconds to make events."""
     torch.manual_seed(dist.get_rank())
     step, recorders = build_step(batch), []
     ways = {"without": without_seam, "off": nullcontext, "on": lambda: recording(recorders)}
     for surround in ways.values():
-        timed(step, surround)
-    times = take_rounds(step, ways, rounds)
+        timed(step, surround, num_steps)
+    times = take_rounds(step, ways, rounds, num_steps)
     began = time.perf_counter()
     events = to_rank_trace(recorders[0], Alignment(), None).events
-    return times, len(events), time.perf_counter() - began
+    recorded = num_steps + 1  # and the untimed one
+    return times, len(events) / recorded, (time.perf_counter() - began) / recorded
 
 
 COLUMNS = {
@@ -190,16 +195,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = results.parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=60, metavar="N")
     report = results.Report("tracing_cost", __doc__, arguments, argv)
-    sizes = (2, 1) if report.options.quick else (report.options.rounds, BATCH)
+    sizes = QUICK if report.options.quick else (report.options.rounds, BATCH, STEPS_PER_TURN)
     launched = minimegatron.launch(measure, NUM_STAGES, *sizes, backend="gloo", device="cpu")
     times, num_calls, seconds = launched[0]
-    num_calls, seconds = num_calls // (STEPS_PER_TURN + 1), seconds / (STEPS_PER_TURN + 1)
     rows = []
     for way, bound in BOUNDS.items():
         rows += ratio_rows(way, bound, times[way], times["without"])
-    note = (
-        f"On: {num_calls} calls per step on rank 0; events made of them in {seconds * 1e3:.1f} ms."
-    )
+    made = f"events made of them in {seconds * 1e3:.1f} ms"
+    note = f"On: {num_calls:.0f} calls per step on rank 0; {made}."
     report.table("A step, as a ratio to one without the seam", COLUMNS, rows, note)
     claim_bounds(report, rows)
     return report.finish()
