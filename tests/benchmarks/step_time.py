@@ -25,7 +25,7 @@ CASES = [
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    return benchmark_main("step_time", __doc__, CASES, lambda case: 15, argv)
+    return benchmark_main("step_time", __doc__, CASES, lambda case: 25, argv)
 
 
 if __name__ == "__main__":
