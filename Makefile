@@ -120,8 +120,8 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
 	@$(COMPILE)
 	@touch $@
 
-# Everything at once, which takes half as long as one after the other. megatron-core and transformers are
-# compared against, where pip can have them; the tests that do say why they were skipped, if not.
+# Everything in one run of pip, which saves time. megatron-core and transformers are compared against,
+# where pip can have them; the tests that do say why they were skipped, if not.
 $(VENV)/.installed-conformance: pyproject.toml | $(BIN)/python
 	$(INSTALL) '$(TORCH)' --editable '.[dev,conformance,hf]' || { \
 	  echo 'Not installed: megatron-core, transformers. The tests that compare with them are skipped.'; \

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-import minimegatron
 from minimegatron.exercises.faults import FAULTS, Fault, apply_fault
+from minimegatron.exercises.labs import copy_package
 
 ROOT = Path(__file__).parents[1]
 ORDER = ("pytest", "tests/core/pipeline_parallel/test_order.py")
@@ -153,15 +153,14 @@ def run_probe(probe: tuple[str, ...], folder: Path, runners: queue.Queue) -> tup
         runners.put(runner)
 
 
-def copy_package(folder: Path) -> None:
-    """With what Python has compiled, so that only the changed file is compiled again."""
-    shutil.copytree(Path(minimegatron.__file__).parent, folder / "minimegatron")
+def copy_with_tests(folder: Path) -> None:
+    copy_package(folder)
     (folder / "tests").symlink_to(ROOT / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
 def run_broken(fault: Fault, folder: Path, runners: queue.Queue) -> tuple[int, str]:
-    copy_package(folder)
+    copy_with_tests(folder)
     apply_fault(fault, folder / "minimegatron")
     done = run_probe(CAUGHT_BY[fault.name][0], folder, runners)
     shutil.rmtree(folder)
@@ -198,13 +197,13 @@ PARITY_PROBES = sorted({probe[:2] for probe, _ in CAUGHT_BY.values() if probe[0]
 
 @pytest.mark.parametrize("probe", PARITY_PROBES, ids=" ".join)
 def test_the_probe_passes_without_a_fault(probe, tmp_path, runners):
-    copy_package(tmp_path)
+    copy_with_tests(tmp_path)
     code, output = run_probe(probe, tmp_path, runners)
     assert code == 0, output
 
 
 def test_a_patch_that_no_longer_fits_is_told(tmp_path):
-    copy_package(tmp_path)
+    copy_with_tests(tmp_path)
     fault = Fault("gone", "core/utils.py", "no such line", "", "")
     with pytest.raises(ValueError, match="occurs 0 times"):
         apply_fault(fault, tmp_path / "minimegatron")

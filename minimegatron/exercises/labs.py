@@ -65,10 +65,15 @@ class LabJob:
 def start_lab(lab: Lab, folder: Path) -> str:
     """Makes the copy in `folder`; returns the change, as lines of a patch."""
     shutil.rmtree(folder, ignore_errors=True)
-    # With what Python has compiled, or every rank would compile it again.
-    shutil.copytree(PACKAGE, folder / "minimegatron")
+    copy_package(folder)
     apply_fault(lab.fault, folder / "minimegatron")
     return patch_words(lab.fault)
+
+
+def copy_package(folder: Path) -> None:
+    """The package as it is, with what Python has compiled, or every rank would compile it again."""
+    being_written = shutil.ignore_patterns("*.pyc.*")
+    shutil.copytree(PACKAGE, folder / "minimegatron", ignore=being_written)
 
 
 def patch_words(fault: Fault) -> str:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from minimegatron.exercises.faults import FAULTS
 from minimegatron.exercises.labs import (
     LABS,
     OUTCOMES,
-    PACKAGE,
     check_lab,
+    copy_package,
     find_lab,
     outcome_of,
     patch_words,
@@ -56,7 +55,7 @@ WHOLE = list({(str(lab.layout), lab.num_ranks, lab.strict): lab for lab in LABS}
 
 @pytest.mark.parametrize("lab", WHOLE, ids=lambda lab: f"{lab.layout}-{lab.num_ranks}")
 def test_nothing_is_shown_without_a_fault(lab, tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "minimegatron")
+    copy_package(tmp_path)
     found = check_lab(lab, tmp_path, PATIENCE)
     if lab.name == "short-group-allowed":
         assert "ValueError" in found.text.splitlines()[0]

@@ -1,6 +1,6 @@
 """All faults in one command: kills, damaged files, failing disks, random input; then a table.
 
-    python -m tests.faults                        about three quarters of an hour on two cores
+    python -m tests.faults                        about ten minutes on two cores
     python -m tests.faults --runs 6 --launcher ranks    a few minutes
 
 Runs: `tests.faults.kill`, and through pytest every test below `tests/faults` and the ones of corrupt
