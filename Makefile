@@ -123,7 +123,8 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
 # Everything in one run of pip, which saves time. megatron-core and transformers are compared against,
 # where pip can have them; the tests that do say why they were skipped, if not.
 $(VENV)/.installed-conformance: pyproject.toml | $(BIN)/python
-	$(INSTALL) '$(TORCH)' --editable '.[dev,conformance,hf]' || { \
+	@echo "Installing torch, the tests' tools and what they compare with into $(VENV); a minute or two"
+	@$(INSTALL) '$(TORCH)' --editable '.[dev,conformance,hf]' || { \
 	  echo 'Not installed: megatron-core, transformers. The tests that compare with them are skipped.'; \
 	  $(INSTALL) '$(TORCH)' --editable '.[dev]'; }
 	@$(COMPILE)
