@@ -3,7 +3,7 @@
 # make lint    check style
 # make docs    build the documentation into site/; make docs-serve shows it on this machine
 # make notebooks open the notebooks in JupyterLab
-# make bench   measure speed beside megatron-core and others, about twenty minutes, into docs/benchmarks
+# make bench   measure speed beside megatron-core and others, about 25 minutes, into docs/benchmarks
 # make traces    record anew the runs that the documentation replays, into docs/recordings
 # make rosetta  record anew what the installed megatron-core offers, for the page Rosetta
 # make timeline  record four paced stages on real ranks and draw docs/images/timeline.png
@@ -110,8 +110,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(INSTALL) '$(TORCH)'
-	$(INSTALL) --editable .
+	$(INSTALL) '$(TORCH)' --editable .
 	@$(COMPILE)
 	@touch $@
 
