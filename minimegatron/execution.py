@@ -9,24 +9,26 @@ The built-in schedules do not come this way; they are written out to be read. Bu
 run here too, and do the same: see `tests/test_execution.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.utils import (
-    GradSync,
-    finish_step,
-    get_tensor_shapes,
-    schedule,
+from minimegatron.core.pipeline_parallel.send_limits import (
+    FORWARD_ONLY_SEND_LIMIT,
+    SEND_LIMIT,
+    Channel,
 )
+from minimegatron.core.pipeline_parallel.step_frame import StepFrame
+from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes, schedule
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,
+    COMMUNICATE,
     FORWARD,
     GRADIENT,
     RECEIVE,
@@ -37,6 +39,7 @@ from minimegatron.planner.actions import (
 from minimegatron.planner.check import require_valid
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.registry import ScheduleFunction
+from minimegatron.planner.unreceived import count_unreceived
 
 
 def get_planned_forward_backward_func(name_or_function: str | ScheduleFunction) -> Callable:
@@ -45,9 +48,9 @@ def get_planned_forward_backward_func(name_or_function: str | ScheduleFunction) 
     Args:
         name_or_function: what `register_schedule` registered, or the function itself.
 
-    The returned function takes the same keyword arguments, without `adjust_tensor_shapes_fn` and
-    `first_val_step`. It raises `planner.check.ScheduleError` (a ValueError), naming rank and
-    microbatch, if the schedule could not work: before any message is sent, and on every rank alike.
+    The returned function takes the same keyword arguments; `adjust_tensor_shapes_fn` must be None.
+    It raises `planner.check.ScheduleError` (a ValueError), naming rank and microbatch, if the
+    schedule could not work: before any message is sent, and on every rank alike.
     """
 
     def forward_backward_planned(
@@ -61,9 +64,16 @@ def get_planned_forward_backward_func(name_or_function: str | ScheduleFunction) 
         decoder_seq_length: int | None = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable | None = None,
         p2p_communicator: P2PCommunicator | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> list:
+        if adjust_tensor_shapes_fn is not None:
+            raise ValueError(
+                "a planned schedule sends one shape, but adjust_tensor_shapes_fn is given; use "
+                "plain 1F1B (get_forward_backward_func), or leave it out"
+            )
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
@@ -72,22 +82,30 @@ def get_planned_forward_backward_func(name_or_function: str | ScheduleFunction) 
         step = require_valid(
             _plan_step(name_or_function, p2p, len(models), num_microbatches, forward_only)
         )
-        forward_data_store: list = []
-        chunks = [
-            ModelChunk(
+        rank, num_stages = p2p.pp_group.rank(), p2p.pp_group.size()
+        actions = step.ranks[rank]
+        is_interleaved = p2p.virtual_pipeline_model_parallel_size is not None
+        forwards = [(a.microbatch, a.chunk) for a in actions if a.kind == FORWARD]
+        frame = StepFrame(
+            config,
+            pg_collection,
+            p2p if num_stages > 1 else None,
+            forward_only,
+            forwards if is_interleaved else None,
+            _send_limits(step, rank),
+        )
+        for chunk_id, (chunk, iterator) in enumerate(zip(models, iterators, strict=True)):
+            frame.add_chunk(
                 forward_step_func,
                 iterator,
                 chunk,
                 num_microbatches,
-                forward_data_store=forward_data_store,
-                cp_group_size=pg_collection.cp.size(),
                 collect_non_loss_data=collect_non_loss_data,
-                forward_only=forward_only,
-                vp_stage=chunk_id if len(models) > 1 else None,
-                is_last_stage=_is_last(p2p, chunk_id, len(models)),
+                first_val_step=first_val_step,
+                num_in_flight=_count_in_flight(actions),
+                vp_stage=chunk_id if is_interleaved else None,
+                is_last_stage=rank == num_stages - 1 and chunk_id == len(models) - 1,
             )
-            for chunk_id, (chunk, iterator) in enumerate(zip(models, iterators, strict=True))
-        ]
         (shape,) = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -96,10 +114,9 @@ def get_planned_forward_backward_func(name_or_function: str | ScheduleFunction) 
             tp_group=pg_collection.tp,
             cp_group=pg_collection.cp,
         )
-        run = _PlannedRun(step, chunks, p2p, shape)
-        run.run()
-        finish_step(config, chunks, forward_only, pg_collection)
-        return forward_data_store
+        with frame:
+            _PlannedRun(actions, frame.chunks, p2p, shape).run()
+        return frame.forward_data_store
 
     is_name = isinstance(name_or_function, str)
     name = name_or_function if is_name else name_or_function.__name__
@@ -126,60 +143,57 @@ def _plan_step(
     )
 
 
-def _is_last(p2p: P2PCommunicator, chunk_id: int, num_chunks: int) -> bool:
-    return p2p.pp_group.rank() == p2p.pp_group.size() - 1 and chunk_id == num_chunks - 1
+def _send_limits(step: Plan, rank: int) -> Mapping[Channel, int]:
+    least = FORWARD_ONLY_SEND_LIMIT if step.config.forward_only else SEND_LIMIT
+    return {channel: k for channel, k in count_unreceived(step)[rank].items() if k > least}
+
+
+def _count_in_flight(actions: list[Action]) -> int:
+    """Forwards before the first backward: what a schedule calls its warm-up, and one more."""
+    kinds = [action.kind for action in actions if action.kind != COMMUNICATE]
+    return max(1, kinds.index(BACKWARD) if BACKWARD in kinds else len(kinds))
 
 
 class _PlannedRun:
     """One stage's actions, one after the other.
 
-    `_tensors` holds what has been made or has arrived and is not yet used, by (payload, is it ours
-    to send, microbatch, chunk); a received tensor comes with the handle to wait for, or None.
+    `_made` holds what has been computed here and is not yet sent, `_arrived` what has arrived and is
+    not yet used, by payload, microbatch and chunk; a received tensor comes with the handle to wait
+    for, or None.
     """
 
     def __init__(
-        self, step: Plan, chunks: list[ModelChunk], p2p: P2PCommunicator, shape: tuple[int, ...]
+        self,
+        actions: list[Action],
+        chunks: list[ModelChunk],
+        p2p: P2PCommunicator,
+        shape: tuple[int, ...],
     ):
-        self.actions = step.ranks[p2p.pp_group.rank()]
-        self.chunks, self.p2p, self.shape = chunks, p2p, shape
-        self.grad_sync = GradSync(chunks[0].config)
+        self.actions, self.chunks, self.p2p, self.shape = actions, chunks, p2p, shape
         self._made: dict[tuple, torch.Tensor] = {}
         self._arrived: dict[tuple, tuple[torch.Tensor, Any]] = {}
-        self._num_backwards_left = [0] * len(chunks)
-        for action in self.actions:
-            if action.kind == BACKWARD:
-                self._num_backwards_left[action.chunk] += 1
 
     def run(self) -> None:
-        """All of them, and then the gradients' communication that is left to launch."""
-        for place, action in enumerate(self.actions):
+        """All of them."""
+        for action in self.actions:
             if action.kind == FORWARD:
-                self._forward(action, place)
+                self._forward(action)
             elif action.kind == BACKWARD:
                 self._backward(action)
             else:
                 self._communicate(action)
-        self.p2p.finish()
-        self.grad_sync.enable()
-        for chunk_id, chunk in enumerate(self.chunks):
-            self.grad_sync.launch(chunk.model, chunk_id if len(self.chunks) > 1 else None)
 
-    def _forward(self, action: Action, place: int) -> None:
+    def _forward(self, action: Action) -> None:
         unit = (action.microbatch, action.chunk)
-        output = self.chunks[action.chunk].forward_step(
-            action.microbatch, self._take(ACTIVATION, unit), place
-        )
-        self._made[ACTIVATION, unit] = output
+        received = self._take(ACTIVATION, unit)
+        chunk = self.chunks[action.chunk]
+        self._made[ACTIVATION, unit] = chunk.forward_step(action.microbatch, received)
 
     def _backward(self, action: Action) -> None:
         unit = (action.microbatch, action.chunk)
-        self._num_backwards_left[action.chunk] -= 1
-        if self._num_backwards_left[action.chunk] == 0:
-            self.grad_sync.enable()
         grad = self._take(GRADIENT, unit)
-        input_grad = self.chunks[action.chunk].backward_step(grad, action.microbatch)
-        self.grad_sync.disable()
-        self._made[GRADIENT, unit] = input_grad
+        chunk = self.chunks[action.chunk]
+        self._made[GRADIENT, unit] = chunk.backward_step(grad, action.microbatch)
 
     def _take(self, payload: str, unit: tuple[int, int]) -> torch.Tensor | None:
         tensor, handle = self._arrived.pop((payload, unit), (None, None))
@@ -189,16 +203,16 @@ class _PlannedRun:
 
     def _communicate(self, action: Action) -> None:
         found = {(message.direction, message.payload): message for message in action.messages}
-        output = self._to_send(found.get((SEND, ACTIVATION)))
-        input_grad = self._to_send(found.get((SEND, GRADIENT)))
+        sends = {payload: found.get((SEND, payload)) for payload in (ACTIVATION, GRADIENT)}
+        tensors = {payload: self._to_send(message) for payload, message in sends.items()}
         new_input, new_grad = found.get((RECEIVE, ACTIVATION)), found.get((RECEIVE, GRADIENT))
-        received = self._call(action, output, input_grad, new_input, new_grad)
+        received = self._call(action, sends, tensors, new_input is not None, new_grad is not None)
         for message, (tensor, handle) in zip((new_input, new_grad), received, strict=True):
             if message is not None:
                 unit = (message.microbatch, message.chunk)
                 self._arrived[message.payload, unit] = (tensor, handle)
-        if output is not None:
-            self.chunks[found[SEND, ACTIVATION].chunk].free_output(output)
+        if tensors[ACTIVATION] is not None:
+            self.chunks[sends[ACTIVATION].chunk].free_output(tensors[ACTIVATION])
 
     def _to_send(self, message: Message | None) -> torch.Tensor | None:
         if message is None:
@@ -208,14 +222,15 @@ class _PlannedRun:
     def _call(
         self,
         action: Action,
-        output: torch.Tensor | None,
-        input_grad: torch.Tensor | None,
-        new_input: Message | None,
-        new_grad: Message | None,
+        sends: dict[str, Message | None],
+        tensors: dict[str, torch.Tensor | None],
+        recv_prev: bool,
+        recv_next: bool,
     ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """The communicator's method of that name; returns (input, handle), (gradient, handle)."""
         method, shape = getattr(self.p2p, action.call), self.shape
-        recv_prev, recv_next = new_input is not None, new_grad is not None
+        output, input_grad = tensors[ACTIVATION], tensors[GRADIENT]
+        chunk = {payload: message.chunk for payload, message in sends.items() if message}
         if action.call == "recv_forward":
             return (method(shape, not recv_prev), None), (None, None)
         if action.call == "recv_backward":
@@ -229,11 +244,13 @@ class _PlannedRun:
         if action.call == "send_backward_recv_forward":
             return (method(input_grad, shape, not recv_prev), None), (None, None)
         if action.call == "send_forward_backward_recv_forward_backward":
-            tensors = method(output, input_grad, recv_prev, recv_next, shape)
-            return (tensors[0], None), (tensors[1], None)
+            chunks = (chunk.get(ACTIVATION, 0), chunk.get(GRADIENT, 0))
+            received = method(output, input_grad, recv_prev, recv_next, shape, *chunks)
+            return (received[0], None), (received[1], None)
         forward = action.call == "send_forward_recv_forward"
         arguments = (output, recv_prev) if forward else (input_grad, recv_next)
-        result = method(*arguments, shape, overlap_p2p_comm=action.overlap)
+        sender = chunk.get(ACTIVATION if forward else GRADIENT, 0)
+        result = method(*arguments, shape, overlap_p2p_comm=action.overlap, chunk=sender)
         tensor, handles = result if action.overlap else (result, {})
         arrived = (tensor, handles.get("recv_prev" if forward else "recv_next"))
         return (arrived, (None, None)) if forward else ((None, None), arrived)

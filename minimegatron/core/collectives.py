@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.core import local_collectives
+from minimegatron.core.device import get_device
 from minimegatron.core.local_collectives import get_mesh
 from minimegatron.core.tracing import traced
 
@@ -58,6 +60,24 @@ class Pending:
 @traced("collective-wait", lambda a: {"collective": a["handle"].name})
 def _wait_for(handle: Pending) -> None:
     handle.work.wait()
+
+
+# -- The edges of a step --
+
+
+def begin_step(groups: list[dist.ProcessGroup]) -> None:
+    """All ranks of `groups` begin a step: what a failed step left behind is not taken for it.
+
+    That holds for what goes through shared memory. gloo and NCCL match collectives by their order
+    alone: after a step that failed there, make new groups.
+    """
+    if get_device().type == "cpu":
+        local_collectives.begin_step(groups)
+
+
+def abandon(groups: list[dist.ProcessGroup], reason: str) -> None:
+    """Tells the other ranks of `groups`, where that is possible, that this rank ends its step here."""
+    local_collectives.abandon(groups, reason)
 
 
 def needs_staging(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

@@ -1,222 +1,423 @@
-"""Tensors between two processes of one host, through shared memory: one copy, no polling thread.
+"""Tensors between two processes of one host, through shared memory: no polling thread, no network.
 
 Called by: `local_collectives` and `pipeline_parallel.local_transport`, which take gloo's place
-between ranks on one host. Calls: the operating system. Megatron needs no such module: NCCL does
-the same for GPUs of one host.
+between ranks on one host. Calls: `local_handshake` (who is there), `local_memory` (what is shared),
+`local_backlog` (what a full socket does not take). Megatron needs no such module: NCCL does the same
+for GPUs of one host.
 
 A gloo message between two processes of one host goes through the kernel's network code twice, and
 wakes two threads in turn. Here a message is a *slot* of memory that both processes have mapped:
 
-1. The sender copies the tensor into a free slot, and writes the slot's number to a socket.
-2. The receiver, asleep in a read of that socket, wakes. The slot's memory itself becomes the
-   received tensor.
-3. When the last user of that tensor has let go of it, the receiver marks the slot as free.
+1. The sender copies the tensor into a free slot, and writes a header, where and how long, to a
+   socket. That never blocks.
+2. The receiver, asleep in a read of that socket, wakes and copies the slot out, or reads it in place.
+3. The receiver marks the slot as free. The sender sees that without a message.
 
-So a send returns when its copy is made, a message travels whether or not its receive has been
-asked for, and the tensor that was sent may be freed at once. A process that dies closes its
-sockets, which its peers notice at once. The idea is NCCL's and MPI's; the mechanism is Linux's.
+What a failed step leaves behind must not be taken for the next step's. So every header carries the
+number of its step; a receiver drops what belongs to an earlier one. And a rank that fails says so to
+everybody it is connected with (`abandon`), so that nobody waits for it until the time-out.
 """
 
-import mmap
+import contextlib
 import os
-import secrets
 import socket
 import struct
-import sys
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-TIMEOUT_SECONDS = 30 * 60
-_HEADER = struct.Struct("=IQd")  # slot number, bytes, time of sending on the host's clock
-_CALLER = struct.Struct("=I")
-# A slot begins with its mark: one byte, and room up to where tensors may begin.
-_FREE, _IN_USE, _MARK_BYTES = 0, 1, 64
+from minimegatron.core.local_backlog import Writer
+from minimegatron.core.local_handshake import Met, is_supported, meet
+from minimegatron.core.local_memory import PAGE_BYTES, Arena, Piece, map_piece
 
-Connections = dict[int, socket.socket]
+# kind, step, bytes of the message; offset and bytes of its slot, place of the slot's mark, offset of
+# a slot that exists no longer (0: none), when it was sent on the host's clock.
+_HEADER = struct.Struct("=BIQQQQQd")
+_MESSAGE, _ABANDONED = 1, 2
+_FREE, _IN_USE = b"\0", b"\1"
+_READ_BYTES = 4096
+_MAX_REASON = 400
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 2e-3
+
+
+def get_timeout(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective or a message of `group` gives up, as the group was told."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def connect(
-    group: dist.ProcessGroup, callees: list[int], num_callers: int, timeout: float = TIMEOUT_SECONDS
-) -> tuple[Connections, Connections] | None:
+    group: dist.ProcessGroup, callees: list[int], callers: list[int]
+) -> tuple[dict[int, "Connection"], dict[int, "Connection"]] | None:
     """Connects ranks of `group` with each other, if all of them can share memory and sockets.
 
     Collective over `group`; ranks are those within it. This rank calls `callees`, and is called by
-    `num_callers` others. Returns both kinds of connections by rank, or None on every rank if the
-    group spans hosts or containers, or runs on another system than Linux. Raises TimeoutError if a
-    callee does not answer.
+    `callers`. Returns both kinds of connections by rank, or None on every rank if the group spans
+    hosts or containers, or runs on another system than Linux. Raises ConnectionError if a rank does
+    not come within the group's time-out.
     """
-    if not sys.platform.startswith("linux"):
+    if not is_supported():
         return None
-    name = "\0minimegatron-" + secrets.token_hex(16)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.settimeout(timeout)
-        listener.bind(name)
-        listener.listen(max(1, num_callers))
-        everyone: list = [None] * group.size()
-        dist.all_gather_object(everyone, (_host(), name), group=group)
-        if len({host for host, _ in everyone}) > 1:
-            return None
-        called, callers = {}, {}
-        for rank in callees:
-            called[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            called[rank].connect(everyone[rank][1])
-            called[rank].sendall(_CALLER.pack(group.rank()))
-        for _ in range(num_callers):
-            connection, _ = listener.accept()
-            callers[_CALLER.unpack(connection.recv(_CALLER.size))[0]] = connection
-    for connection in (*called.values(), *callers.values()):
-        _set_timeout(connection, timeout)
-    return called, callers
-
-
-def _host() -> tuple:
-    """The same for two processes only if they can share memory and sockets."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read()
-    spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "ipc"))
-    return (boot, *spaces, os.getuid())
-
-
-class Outgoing:
-    """The sending end of a connection; makes the slots, as many as are in use at a time."""
-
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
-        self._slots: list[mmap.mmap] = []
-        # Each slot as the tensor it carried last: most messages have the shape of the one before.
-        self._shaped: list[torch.Tensor] = []
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Copies `tensor` into a slot and tells the receiver. Raises ConnectionError if it died."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        number = self._find_free(num_bytes)
-        descriptor = None
-        if number is None:
-            number, descriptor = self._make_slot(num_bytes)
-        self._slots[number][0] = _IN_USE
-        slot = self._shaped[number]
-        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-            slot = _payload(self._slots[number], num_bytes, tensor.dtype).view(tensor.shape)
-            self._shaped[number] = slot
-        slot.copy_(tensor.detach())
-        self._connection.sendall(_HEADER.pack(number, num_bytes, time.monotonic()))
-        if descriptor is not None:  # a slot that the receiver does not know yet
-            socket.send_fds(self._connection, [b"\0"], [descriptor])
-            os.close(descriptor)
-
-    def _find_free(self, num_bytes: int) -> int | None:
-        for number, slot in enumerate(self._slots):
-            if slot[0] == _FREE and len(slot) >= _MARK_BYTES + num_bytes:
-                return number
+    timeout, arena = get_timeout(group), Arena()
+    found = meet(group, callees, callers, arena.descriptor, timeout)
+    if found is None:
         return None
-
-    def _make_slot(self, num_bytes: int) -> tuple[int, int]:
-        # The file has no name: it is gone once both processes are, however they end.
-        size = _MARK_BYTES + num_bytes
-        descriptor = os.memfd_create("minimegatron-message")
-        os.ftruncate(descriptor, size)
-        self._slots.append(_map(descriptor, size))
-        self._shaped.append(torch.empty(0))
-        return len(self._slots) - 1, descriptor
-
-
-class Incoming:
-    """The receiving end of a connection."""
-
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
-        self._slots: dict[int, mmap.mmap] = {}
-        self._lent: dict[int, weakref.ref] = {}
-        self._expected: deque[Arrival] = deque()
-
-    def expect(self, tensor: torch.Tensor) -> "Arrival":
-        """Notes that the next message not yet spoken for will become `tensor`."""
-        receive = Arrival(self, tensor)
-        self._expected.append(receive)
-        return receive
-
-    def complete(self, receive: "Arrival") -> None:
-        """Takes messages, in the order in which they were asked for, up to that of `receive`."""
-        while not receive.is_done:
-            first = self._expected.popleft()
-            number, num_bytes, first.sent_at = self._next_header()
-            tensor = first.tensor
-            wanted = tensor.numel() * tensor.element_size()
-            if num_bytes != wanted:
-                raise ConnectionError(
-                    f"a message of {num_bytes} bytes came where {wanted} were expected, for shape "
-                    f"{tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
-                )
-            arrived = self._lend(number, num_bytes, tensor.dtype).view(tensor.shape)
-            if tensor.is_cpu:
-                tensor.data = arrived
-            else:
-                tensor.detach().copy_(arrived)
-            first.is_done = True
-
-    def _next_header(self) -> tuple[int, int, float]:
-        header = b""
-        while len(header) < _HEADER.size:
-            header += self._read(_HEADER.size - len(header))
-        number, num_bytes, sent_at = _HEADER.unpack(header)
-        if number not in self._slots:
-            _, (descriptor,), _, _ = socket.recv_fds(self._connection, 1, 1)
-            self._slots[number] = _map(descriptor, os.fstat(descriptor).st_size)
-            os.close(descriptor)
-        return number, num_bytes, sent_at
-
-    def _read(self, num_bytes: int) -> bytes:
-        try:
-            part = self._connection.recv(num_bytes)
-        except BlockingIOError as error:
-            raise ConnectionError("nothing came in time") from error
-        if not part:
-            raise ConnectionError("the sender has closed the connection")
-        return part
-
-    def _lend(self, number: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        # The tensor's storage keeps `memory` alive. Its end says that nobody uses the slot any
-        # more; the sender sees that without being told.
-        slot, lent = self._slots[number], self._lent
-        memory = memoryview(slot)[_MARK_BYTES : _MARK_BYTES + num_bytes]
-
-        def give_back(_: weakref.ref) -> None:
-            lent.pop(number, None)
-            slot[0] = _FREE
-
-        lent[number] = weakref.ref(memory, give_back)
-        return torch.frombuffer(memory, dtype=dtype)
-
-
-class Arrival:
-    """The handle of a message to come. `sent_at`: when it was sent, on `time.monotonic`'s clock."""
-
-    def __init__(self, channel: Incoming, tensor: torch.Tensor):
-        self._channel, self.tensor = channel, tensor
-        self.is_done, self.sent_at = False, None
-
-    def wait(self) -> bool:
-        if not self.is_done:
-            self._channel.complete(self)
-        return True
-
-
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _payload(slot: mmap.mmap, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(slot, dtype=torch.uint8, offset=_MARK_BYTES, count=num_bytes).view(
-        dtype
+    called, came = found
+    return (
+        {rank: Connection(met, arena, rank, timeout) for rank, met in called.items()},
+        {rank: Connection(met, arena, rank, timeout) for rank, met in came.items()},
     )
 
 
-def _set_timeout(connection: socket.socket, seconds: float) -> None:
-    # In the kernel, not in Python: a socket with a Python time-out polls before each read.
-    connection.settimeout(None)
-    limit = struct.pack("ll", int(seconds), 0)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+# -- The sender's memory --
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Room for one message, and the byte that says whether the receiver still needs it."""
+
+    offset: int
+    piece: Piece
+    marks: Piece
+    mark_at: int
+    mark_place: int
+    """Where the mark is in the file; `mark_at`: where it is in `marks`."""
+    number: int = 0
+    """How many messages this slot has carried: tells a later one from an earlier one."""
+    shaped: torch.Tensor | None = None
+    """The slot as the tensor it carried last: most messages have the shape of the one before."""
+
+    def is_free(self) -> bool:
+        return self.marks[self.mark_at] == _FREE
+
+
+class _Slots:
+    """The slots of one channel: as many as were ever in use at a time, none larger than needed."""
+
+    def __init__(self, arena: Arena):
+        self._arena, self._slots = arena, []
+        self._marks: tuple[int, Piece] | None = None
+        self._num_marks = 0
+
+    def take(self, num_bytes: int) -> tuple[_Slot, int]:
+        """A free slot that is large enough, and the offset of the slot that it replaces (0: none)."""
+        free = [slot for slot in self._slots if slot.is_free()]
+        for slot in free:
+            if len(slot.piece) >= num_bytes:
+                return slot, 0
+        if not free:
+            return self._make(num_bytes), 0
+        # The free ones are too small. One of them makes room, so that their number does not grow.
+        old = free[0]
+        retired, (old.offset, piece) = old.offset, self._arena.cut(num_bytes)
+        self._arena.give_back(old.piece)
+        old.piece, old.shaped = piece, None
+        return old, retired
+
+    def _make(self, num_bytes: int) -> _Slot:
+        if self._marks is None or self._num_marks == PAGE_BYTES:
+            self._marks, self._num_marks = self._arena.cut(PAGE_BYTES), 0
+        marks_offset, marks = self._marks
+        offset, piece = self._arena.cut(num_bytes)
+        at = self._num_marks
+        self._num_marks += 1
+        self._slots.append(_Slot(offset, piece, marks, at, marks_offset + at))
+        return self._slots[-1]
+
+
+class Sent:
+    """The handle of a message that lies in a slot. `wait` returns once the receiver has taken it."""
+
+    def __init__(self, connection: "Connection", slot: _Slot):
+        self._connection, self._slot, self._number = connection, slot, slot.number
+
+    def is_taken(self) -> bool:
+        return self._slot.number != self._number or self._slot.is_free()
+
+    def wait(self) -> bool:
+        """Raises ConnectionError if the receiver has gone, gave up, or does not come in time."""
+        if not self.is_taken():
+            self._connection.wait_until_taken(self)
+        return True
+
+
+# -- Both directions --
+
+
+class Connection:
+    """One end of a connection between two ranks: what goes out is copied, what comes in is asked for.
+
+    Args:
+        met: the socket, and the descriptor of the peer's memory.
+        arena: this rank's memory; one for all of its connections of a group.
+        peer: the other rank, within the group; for messages.
+        timeout: seconds that a wait may take.
+    """
+
+    def __init__(self, met: Met, arena: Arena, peer: int, timeout: float):
+        self.peer, self.step = peer, 0
+        self._socket, self._arena = met.connection, arena
+        self._writer = Writer(met.connection)
+        self._slots: dict[object, _Slots] = {}
+        self._incoming = _Incoming(met.connection, met.descriptor)
+        self._expected: deque[Arrival] = deque()
+        self.timeout = 0.0
+        self.set_timeout(timeout)
+
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, no wait takes longer."""
+        if seconds == self.timeout:
+            return
+        self.timeout = seconds
+        # In the kernel, not in Python: a socket with a Python time-out polls before each read.
+        self._socket.settimeout(None)
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, max(1, int((seconds - whole) * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def close(self) -> None:
+        """Ends the connection: the peer reads what it was sent, and then that nothing follows."""
+        self._socket.close()
+
+    # -- Steps --
+
+    def begin_step(self) -> None:
+        """What was expected and has not come belongs to a failed step, from here on."""
+        self.step += 1
+        self._expected.clear()
+
+    def abandon(self, reason: str) -> None:
+        """Tells the peer that this rank will send nothing more in this step. Raises nothing."""
+        text = reason.encode()[:_MAX_REASON]
+        header = _HEADER.pack(_ABANDONED, self.step, len(text), 0, 0, 0, 0, time.monotonic())
+        with contextlib.suppress(OSError):
+            self._writer.write(header + text)
+
+    # -- Out --
+
+    def send(self, tensor: torch.Tensor, channel: object = None) -> Sent:
+        """Copies `tensor` into a slot of `channel` and tells the peer; waits for nobody.
+
+        Raises ConnectionError if the peer has gone.
+        """
+        num_bytes = tensor.numel() * tensor.element_size()
+        slots = self._slots.get(channel)
+        if slots is None:
+            slots = self._slots[channel] = _Slots(self._arena)
+        slot, retired = slots.take(num_bytes)
+        shaped = slot.shaped
+        if shaped is None or shaped.shape != tensor.shape or shaped.dtype != tensor.dtype:
+            shaped = slot.shaped = _view(slot.piece, num_bytes, tensor.dtype).view(tensor.shape)
+        shaped.copy_(tensor.detach())
+        slot.marks[slot.mark_at] = _IN_USE
+        slot.number += 1
+        place = (slot.offset, len(slot.piece), slot.mark_place, retired)
+        self._writer.write(_HEADER.pack(_MESSAGE, self.step, num_bytes, *place, time.monotonic()))
+        return Sent(self, slot)
+
+    def wait_until_taken(self, sent: Sent) -> None:
+        """See `Sent.wait`. The receiver sends nothing when it takes a message, so this one looks."""
+        deadline, pause = time.monotonic() + self.timeout, _SHORTEST_SLEEP
+        while not sent.is_taken():
+            self._incoming.read(self.step, wait=False)
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"rank {self.peer} of the group has not taken a message within "
+                    f"{self.timeout:g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_SLEEP)
+
+    # -- In --
+
+    def expect(self, tensor: torch.Tensor, in_place: bool = False) -> "Arrival":
+        """Notes that the next message not yet spoken for will be copied into `tensor`.
+
+        With `in_place` it is not copied, and `tensor` says shape and dtype alone: see `Arrival`.
+        """
+        arrival = Arrival(self, tensor, in_place)
+        self._expected.append(arrival)
+        return arrival
+
+    def complete(self, arrival: "Arrival") -> None:
+        """Takes messages, in the order in which they were asked for, up to that of `arrival`."""
+        if arrival not in self._expected:
+            raise ConnectionError("this message belongs to a step that has failed")
+        while not arrival.is_done:
+            while not self._incoming.messages:
+                try:
+                    self._incoming.read(self.step, wait=True)
+                except BlockingIOError as error:
+                    raise ConnectionError(self._nothing_came()) from error
+            self._check_step(self._incoming.messages[0].step)
+            self._expected[0].take(self._incoming)
+            self._expected.popleft()
+
+    def _check_step(self, step: int) -> None:
+        if step == self.step:
+            return
+        mine, self.step = self.step, step  # the next step finds both at the same number
+        raise ConnectionError(
+            f"rank {self.peer} of the group is in its step {step}, this rank in its step {mine}; "
+            "every rank must begin every step"
+        )
+
+    def _nothing_came(self) -> str:
+        text = f"rank {self.peer} of the group sent nothing within {self.timeout:g} s"
+        if self._incoming.num_dropped:
+            text += (
+                f" but {self._incoming.num_dropped} messages of earlier steps; has it left out a "
+                "step that this rank has begun?"
+            )
+        return text
+
+
+class Arrival:
+    """The handle of a message to come; `sent_at` is on `time.monotonic`'s clock, None before.
+
+    `tensor` holds the message after `wait`. If it was expected `in_place`, `tensor` is then the
+    sender's slot itself, and stays valid until `release`.
+    """
+
+    def __init__(self, connection: Connection, tensor: torch.Tensor, in_place: bool):
+        self._connection, self.tensor, self._in_place = connection, tensor, in_place
+        self.is_done, self.sent_at = False, None
+        self._mark: tuple[Piece, int] | None = None
+
+    def wait(self) -> bool:
+        """Raises ConnectionError if the sender has gone, gave up, or does not come in time."""
+        if not self.is_done:
+            self._connection.complete(self)
+        return True
+
+    def take(self, incoming: "_Incoming") -> None:
+        """Takes the oldest message. Raises ConnectionError if it has another size."""
+        message = incoming.messages.popleft()
+        wanted = self.tensor.numel() * self.tensor.element_size()
+        if message.num_bytes != wanted:
+            incoming.free(message)
+            raise ConnectionError(
+                f"a message of {message.num_bytes} bytes came where {wanted} were expected, for "
+                f"shape {tuple(self.tensor.shape)} of {self.tensor.dtype}; both ranks must agree "
+                "on it"
+            )
+        self._mark, self.sent_at = incoming.mark_of(message), message.sent_at
+        slot = _view(incoming.piece_of(message), wanted, self.tensor.dtype).view(self.tensor.shape)
+        if self._in_place:
+            self.tensor = slot
+        else:
+            self.tensor.detach().copy_(slot)
+            self.release()
+        self.is_done = True
+
+    def release(self) -> None:
+        """The sender may use the slot again."""
+        if self._mark is not None:
+            marks, at = self._mark
+            marks[at], self._mark = _FREE, None
+
+
+@dataclass(frozen=True)
+class _Header:
+    """A message that has been announced and not yet taken."""
+
+    step: int
+    num_bytes: int
+    offset: int
+    slot_bytes: int
+    mark_place: int
+    sent_at: float
+
+
+class _Incoming:
+    """What the peer has announced, and the pieces of its memory that are mapped here."""
+
+    def __init__(self, connection: socket.socket, descriptor: int):
+        self._socket, self._descriptor = connection, descriptor
+        self._unread = b""
+        self._pieces: dict[int, Piece] = {}
+        self._marks: dict[int, Piece] = {}
+        self.messages: deque[_Header] = deque()
+        self.num_dropped = 0
+        weakref.finalize(self, os.close, descriptor)
+
+    def read(self, step: int, wait: bool) -> None:
+        """Reads headers, at least one if `wait`; drops those of steps before `step`.
+
+        Raises ConnectionError if the peer has gone or has abandoned this step, BlockingIOError if
+        nothing came in time.
+        """
+        if self._sort(step):  # what an error left unsorted comes first
+            return
+        try:
+            part = self._socket.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            if wait:
+                raise
+            return
+        if not part:
+            raise ConnectionError("the sender has closed the connection")
+        self._unread += part
+        self._sort(step)
+
+    def _sort(self, step: int) -> bool:
+        """Takes whole headers from what was read; False if there was none."""
+        found = False
+        while len(self._unread) >= _HEADER.size:
+            kind, *fields = _HEADER.unpack_from(self._unread)
+            if kind == _ABANDONED and len(self._unread) < _HEADER.size + fields[1]:
+                break  # its reason has not come whole
+            found, self._unread = True, self._unread[_HEADER.size :]
+            if kind == _ABANDONED:
+                self._heed(fields[0], fields[1], step)
+            else:
+                self._note(fields, step)
+        return found
+
+    def _heed(self, abandoned: int, num_bytes: int, step: int) -> None:
+        reason, self._unread = self._unread[:num_bytes], self._unread[num_bytes:]
+        if abandoned >= step:
+            raise ConnectionError(f"it has given up this step: {reason.decode(errors='replace')}")
+
+    def _note(self, fields: list, step: int) -> None:
+        *numbers, retired, sent_at = fields
+        if retired:
+            self._pieces.pop(retired, None)
+        header = _Header(*numbers, sent_at)
+        if header.step < step:
+            self.num_dropped += 1
+            self.free(header)
+        else:
+            self.messages.append(header)
+
+    # -- The peer's memory --
+
+    def piece_of(self, message: _Header) -> Piece:
+        """The slot that the message lies in."""
+        piece = self._pieces.get(message.offset)
+        if piece is None:
+            piece = map_piece(self._descriptor, message.offset, message.slot_bytes)
+            self._pieces[message.offset] = piece
+        return piece
+
+    def mark_of(self, message: _Header) -> tuple[Piece, int]:
+        """Where to write that the slot is free."""
+        at = message.mark_place % PAGE_BYTES
+        page = message.mark_place - at
+        if page not in self._marks:
+            self._marks[page] = map_piece(self._descriptor, page, PAGE_BYTES)
+        return self._marks[page], at
+
+    def free(self, message: _Header) -> None:
+        """Gives a slot back without reading it."""
+        marks, at = self.mark_of(message)
+        marks[at] = _FREE
+
+
+def _view(piece: Piece, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes).view(dtype)

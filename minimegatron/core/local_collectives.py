@@ -11,12 +11,12 @@ each rank is woken once, where gloo's threads wake each other several times.
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.local_channels import Arrival, Connections, Incoming, Outgoing, connect
+from minimegatron.core.local_channels import Arrival, Connection, connect, get_timeout
 
 MAX_BYTES = 1 << 20
 """Beyond, gloo: it works in threads of its own, behind a computation that goes on."""
@@ -42,26 +42,56 @@ def get_mesh(group: dist.ProcessGroup, tensor: torch.Tensor) -> "LocalMesh | Non
     num_bytes = tensor.numel() * tensor.element_size()
     if not tensor.is_cpu or not 0 < num_bytes <= MAX_BYTES:
         return None
+    return _mesh_of(group)
+
+
+def _mesh_of(group: dist.ProcessGroup) -> "LocalMesh | None":
     if group not in _meshes:
         _meshes[group] = _make_mesh(group)
     return _meshes[group]
 
 
+def begin_step(groups: Iterable[dist.ProcessGroup]) -> None:
+    """All ranks of these groups begin a step: what a failed one left behind is not taken for it.
+
+    Every rank must give its groups in one order, because the first call for a group is collective.
+    """
+    for group in groups:
+        if (mesh := _mesh_of(group)) is not None:
+            mesh.begin_step(get_timeout(group))
+
+
+def abandon(groups: Iterable[dist.ProcessGroup], reason: str) -> None:
+    """Tells the other ranks of these groups that this rank does not end its step. Never waits."""
+    for group in groups:
+        if (mesh := _meshes.get(group)) is not None:
+            mesh.abandon(reason)
+
+
 def _make_mesh(group: dist.ProcessGroup) -> "LocalMesh | None":
     rank, size = group.rank(), group.size()
-    if size > MAX_RANKS or dist.get_backend(group) != "gloo":
+    if not 1 < size <= MAX_RANKS or dist.get_backend(group) != "gloo":
         return None
-    connections = connect(group, callees=list(range(rank)), num_callers=size - rank - 1)
+    connections = connect(group, list(range(rank)), list(range(rank + 1, size)))
     return None if connections is None else LocalMesh(rank, connections[0] | connections[1])
 
 
 class LocalMesh:
     """This rank's connections to every other rank of a group."""
 
-    def __init__(self, rank: int, connections: Connections):
-        self._rank, self._peers = rank, sorted(connections)
-        self._to = {peer: Outgoing(connections[peer]) for peer in self._peers}
-        self._from = {peer: Incoming(connections[peer]) for peer in self._peers}
+    def __init__(self, rank: int, connections: dict[int, Connection]):
+        self._rank, self._peers, self._to = rank, sorted(connections), connections
+
+    def begin_step(self, timeout: float) -> None:
+        """See `local_collectives.begin_step`. No collective waits longer than `timeout` seconds."""
+        for connection in self._to.values():
+            connection.set_timeout(timeout)
+            connection.begin_step()
+
+    def abandon(self, reason: str) -> None:
+        """See `local_collectives.abandon`."""
+        for connection in self._to.values():
+            connection.abandon(reason)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> "Exchange":
         """See `collectives.all_reduce`."""
@@ -91,13 +121,11 @@ class LocalMesh:
             for peer in self._peers:
                 self._to[peer].send(tensor)
         else:
-            arrival = self._from[source].expect(torch.empty_like(tensor))
-            arrival.wait()
-            tensor.copy_(arrival.tensor)
+            self._to[source].expect(tensor).wait()
 
     def _parts(self, own: torch.Tensor) -> list[torch.Tensor | Arrival]:
         """By rank: this rank's part, and what the others' will become."""
-        parts: list = [self._from[peer].expect(torch.empty_like(own)) for peer in self._peers]
+        parts: list = [self._to[peer].expect(own, in_place=True) for peer in self._peers]
         parts.insert(self._rank, own)
         return parts
 
@@ -111,15 +139,13 @@ class Exchange:
     def wait(self) -> bool:
         parts, self._parts = self._parts, []
         if parts:
-            self._finish([_arrived(part) for part in parts])
+            arrivals = [part for part in parts if isinstance(part, Arrival)]
+            for arrival in arrivals:
+                arrival.wait()
+            self._finish([p.tensor if isinstance(p, Arrival) else p for p in parts])
+            for arrival in arrivals:
+                arrival.release()
         return True
-
-
-def _arrived(part: torch.Tensor | Arrival) -> torch.Tensor:
-    if isinstance(part, Arrival):
-        part.wait()
-        return part.tensor
-    return part
 
 
 def _combine(target: torch.Tensor, op: dist.ReduceOp, parts: list[torch.Tensor]) -> None:

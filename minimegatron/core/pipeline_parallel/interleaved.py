@@ -2,7 +2,7 @@
 
 Called by: `get_forward_backward_func`'s callers, when virtual stages are configured. Calls:
 `ModelChunk.forward_step` / `backward_step` for the computation, `InterleavedOrder` for the order,
-`P2PCommunicator` between stages. Counterpart:
+`P2PCommunicator` between stages, and around all of them `StepFrame`. Counterpart:
 `megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving`: the same
 order and the same calls, with its nested helpers as methods.
 
@@ -12,7 +12,7 @@ Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.2.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,15 +20,9 @@ import torch
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
-from minimegatron.core.pipeline_parallel.utils import (
-    GradSync,
-    clear_embedding_activation_buffer,
-    finish_embedding_wgrad_compute,
-    finish_step,
-    get_tensor_shapes,
-    is_pp_last_stage,
-    schedule,
-)
+from minimegatron.core.pipeline_parallel.send_limits import Channel, get_interleaved_send_limits
+from minimegatron.core.pipeline_parallel.step_frame import StepFrame
+from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes, schedule
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config
 
@@ -73,24 +67,26 @@ def forward_backward_pipelining_with_interleaving(
         config.microbatch_group_size_per_vp_stage or p2p.pp_group.size(),
         forward_only,
     )
-    forward_data_store: list = []
-    chunks = [
-        ModelChunk(
+    frame = StepFrame(
+        config,
+        pg_collection,
+        p2p,
+        forward_only,
+        order.table,
+        _send_limits(order, config.overlap_p2p_comm),
+    )
+    for chunk_id in range(len(model)):
+        frame.add_chunk(
             forward_step_func,
             data_iterator[chunk_id],
             model[chunk_id],
             num_microbatches,
-            forward_data_store=forward_data_store,
-            cp_group_size=pg_collection.cp.size(),
             collect_non_loss_data=collect_non_loss_data,
-            forward_only=forward_only,
             first_val_step=first_val_step,
             num_in_flight=order.counts.num_warmup + 1,
             vp_stage=chunk_id,
             is_last_stage=order.is_last_virtual_stage(chunk_id),
         )
-        for chunk_id in range(len(model))
-    ]
     (tensor_shape,) = get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -99,18 +95,26 @@ def forward_backward_pipelining_with_interleaving(
         tp_group=pg_collection.tp,
         cp_group=pg_collection.cp,
     )
-    is_last_stage = is_pp_last_stage(p2p.pp_group)
-    embedding_module = clear_embedding_activation_buffer(config, model, is_last_stage)
-    run = _InterleavedRun(chunks, order, p2p, tensor_shape, forward_only)
-    run.warmup()
-    run.steady_state()
-    if not forward_only:
-        run.cooldown()
-    p2p.finish()
-    run.sync_remaining_grads()
-    finish_embedding_wgrad_compute(config, embedding_module, is_last_stage, pg_collection.tp)
-    finish_step(config, chunks, forward_only, pg_collection)
-    return forward_data_store
+    run = _InterleavedRun(frame.chunks, order, p2p, tensor_shape, config.overlap_p2p_comm)
+    with frame:
+        run.warmup()
+        if not forward_only:
+            run.steady_state()
+            run.cooldown()
+    return frame.forward_data_store
+
+
+def _send_limits(order: InterleavedOrder, overlap: bool) -> Mapping[Channel, int]:
+    if not overlap:
+        return {}
+    limits = get_interleaved_send_limits(
+        order.pp_size,
+        order.num_microbatches,
+        order.num_model_chunks,
+        order.group_size,
+        order.forward_only,
+    )
+    return limits[order.pp_rank]
 
 
 def _check_arguments(
@@ -152,13 +156,10 @@ class _InterleavedRun:
         order: InterleavedOrder,
         p2p: P2PCommunicator,
         tensor_shape: tuple[int, ...],
-        forward_only: bool,
+        overlap: bool,
     ):
         self.chunks, self.order, self.p2p, self.shape = chunks, order, p2p, tensor_shape
-        self.config, self.forward_only = chunks[0].config, forward_only
-        self.overlap = self.config.overlap_p2p_comm
-        self.grad_sync = GradSync(self.config)
-        self._synchronized_chunks: set[int] = set()
+        self.overlap = overlap
         self._inputs: list[deque] = [deque() for _ in chunks]
         self._grads: list[deque] = [deque() for _ in chunks]
 
@@ -166,7 +167,6 @@ class _InterleavedRun:
 
     def warmup(self) -> None:
         """Forwards only. The last one also asks for the first gradient."""
-        self._gather_first_params()
         counts, last_chunk = self.order.counts, len(self.chunks) - 1
         first_input = self.p2p.recv_forward(self.shape, self.order.pp_rank == 0)
         if first_input is not None:
@@ -175,15 +175,16 @@ class _InterleavedRun:
             output = self._forward(k)
             arrival = self.order.arrival_after(k, forward=True)
             is_last = k == counts.num_warmup - 1
-            wants_grad = is_last and not self.forward_only and not counts.are_all_in_warmup
+            wants_grad = is_last and not self.order.forward_only and not counts.are_all_in_warmup
             if wants_grad and not self.overlap:
                 grad = Arrival(not self._is_last_rank(), last_chunk)
-                self._exchange_both(output, None, arrival, grad)
+                self._exchange_both(k, output, None, None, arrival, grad)
             else:
-                self._exchange_forward(output, arrival)
+                self._exchange_forward(k, output, arrival)
             self._free(k, output)
             if wants_grad and self.overlap:
-                self._exchange_backward(None, Arrival(not self._is_last_rank(), last_chunk))
+                first_grad = Arrival(not self._is_last_rank(), last_chunk)
+                self._exchange_backward(None, None, first_grad)
 
     def steady_state(self) -> None:
         """One forward, one backward, and the messages of both."""
@@ -192,13 +193,13 @@ class _InterleavedRun:
             output = self._forward(num_warmup + k)
             next_input = self.order.arrival_after(num_warmup + k, forward=True)
             if self.overlap:
-                self._exchange_forward(output, next_input)
+                self._exchange_forward(num_warmup + k, output, next_input)
             input_grad = self._backward(k)
             next_grad = self.order.arrival_after(k, forward=False)
             if self.overlap:
-                self._exchange_backward(input_grad, next_grad)
+                self._exchange_backward(k, input_grad, next_grad)
             else:
-                self._exchange_both(output, input_grad, next_input, next_grad)
+                self._exchange_both(num_warmup + k, output, k, input_grad, next_input, next_grad)
             self._free(num_warmup + k, output)
 
     def cooldown(self) -> None:
@@ -210,17 +211,16 @@ class _InterleavedRun:
                 self._grads[last_chunk].append((grad, None))
         for k in range(counts.num_remaining, counts.total):
             input_grad = self._backward(k)
-            self._exchange_backward(input_grad, self.order.arrival_after(k, False), False)
+            self._exchange_backward(k, input_grad, self.order.arrival_after(k, False), False)
 
     # -- One forward, one backward --
 
     def _forward(self, k: int) -> torch.Tensor | None:
         chunk_id = self.order.model_chunk_id(k, forward=True)
-        self._gather_params_ahead(k)
         input_tensor = None
         if not self.order.is_first_virtual_stage(chunk_id):
             input_tensor = _arrived(self._inputs[chunk_id])
-        output = self.chunks[chunk_id].forward_step(self.order.microbatch_id(k), input_tensor, k)
+        output = self.chunks[chunk_id].forward_step(self.order.microbatch_id(k), input_tensor)
         return None if self.order.is_last_virtual_stage(chunk_id) else output
 
     def _free(self, k: int, output: torch.Tensor | None) -> None:
@@ -228,27 +228,24 @@ class _InterleavedRun:
 
     def _backward(self, k: int) -> torch.Tensor | None:
         chunk_id = self.order.model_chunk_id(k, forward=False)
-        is_last = self.order.is_last_microbatch_for_model_chunk(k)
-        if self.config.grad_sync_func is None and is_last:
-            self.grad_sync.enable()
-            self._synchronized_chunks.add(chunk_id)
         grad = None
         if not self.order.is_last_virtual_stage(chunk_id):
             grad = _arrived(self._grads[chunk_id])
-        input_grad = self.chunks[chunk_id].backward_step(grad)
-        self._sync_grads_behind(k)
-        self.grad_sync.disable()
-        return input_grad
+        return self.chunks[chunk_id].backward_step(grad)
 
     def _is_last_rank(self) -> bool:
         return self.order.pp_rank == self.order.pp_size - 1
 
     # -- Messages: what goes out, and into which chunk's queue the arrival belongs --
 
-    def _exchange_forward(self, output: torch.Tensor | None, arrival: Arrival) -> None:
+    def _exchange_forward(self, k: int, output: torch.Tensor | None, arrival: Arrival) -> None:
         handles: dict[str, Any] = {}
         received = self.p2p.send_forward_recv_forward(
-            output, arrival.expected, self.shape, overlap_p2p_comm=self.overlap
+            output,
+            arrival.expected,
+            self.shape,
+            overlap_p2p_comm=self.overlap,
+            chunk=self.order.model_chunk_id(k, forward=True),
         )
         if self.overlap:
             received, handles = received
@@ -256,11 +253,19 @@ class _InterleavedRun:
             self._inputs[arrival.model_chunk_id].append((received, handles.get("recv_prev")))
 
     def _exchange_backward(
-        self, input_grad: torch.Tensor | None, arrival: Arrival, overlap: bool = True
+        self,
+        k: int | None,
+        input_grad: torch.Tensor | None,
+        arrival: Arrival,
+        overlap: bool = True,
     ) -> None:
         handles: dict[str, Any] = {}
         received = self.p2p.send_backward_recv_backward(
-            input_grad, arrival.expected, self.shape, overlap_p2p_comm=overlap
+            input_grad,
+            arrival.expected,
+            self.shape,
+            overlap_p2p_comm=overlap,
+            chunk=self._chunk_of_grad(k),
         )
         if overlap:
             received, handles = received
@@ -269,59 +274,30 @@ class _InterleavedRun:
 
     def _exchange_both(
         self,
+        k_forward: int,
         output: torch.Tensor | None,
+        k_backward: int | None,
         input_grad: torch.Tensor | None,
         next_input: Arrival,
         next_grad: Arrival,
     ) -> None:
         received, grad = self.p2p.send_forward_backward_recv_forward_backward(
-            output, input_grad, next_input.expected, next_grad.expected, self.shape
+            output,
+            input_grad,
+            next_input.expected,
+            next_grad.expected,
+            self.shape,
+            output_chunk=self.order.model_chunk_id(k_forward, forward=True),
+            grad_chunk=self._chunk_of_grad(k_backward),
         )
         if next_input.expected:
             self._inputs[next_input.model_chunk_id].append((received, None))
         if next_grad.expected:
             self._grads[next_grad.model_chunk_id].append((grad, None))
 
-    # -- Parameters and gradients over data-parallel ranks, where the schedule sets the moment --
-
-    def _gather_first_params(self) -> None:
-        for chunk_id in range(min(2, len(self.chunks))):
-            self._gather_params(chunk_id)
-
-    def _gather_params_ahead(self, k: int) -> None:
-        # All stages launch a chunk's gathering at the same time: stage r looks r steps ahead.
-        ahead = k + self.order.pp_rank
-        if ahead >= self.order.counts.total:
-            return
-        chunk_id = self.order.model_chunk_id(ahead, forward=True) + 1
-        is_first = self.order.is_first_microbatch_for_model_chunk(ahead)
-        if is_first and 1 < chunk_id < len(self.chunks):
-            self._gather_params(chunk_id)
-
-    def _gather_params(self, chunk_id: int) -> None:
-        if self.config.param_sync_func is not None:
-            self.config.param_sync_func[chunk_id](self.chunks[chunk_id].model.parameters())
-
-    def _sync_grads_behind(self, k: int) -> None:
-        # Stage r is r backwards behind the last stage, so here all stages launch together too.
-        behind = k - self.order.pp_rank
-        if self.config.grad_sync_func is None or behind < 0:
-            return
-        if self.order.is_last_microbatch_for_model_chunk(behind):
-            self.grad_sync.enable()
-            self._sync_grads(self.order.model_chunk_id(behind, forward=False))
-
-    def _sync_grads(self, chunk_id: int) -> None:
-        self.grad_sync.launch(self.chunks[chunk_id].model, chunk_id)
-        self._synchronized_chunks.add(chunk_id)
-
-    def sync_remaining_grads(self) -> None:
-        """Launches the gradient communication of every chunk whose turn did not come."""
-        self.grad_sync.enable()
-        if self.config.grad_sync_func is not None and not self.forward_only:
-            for chunk_id in range(len(self.chunks)):
-                if chunk_id not in self._synchronized_chunks:
-                    self._sync_grads(chunk_id)
+    def _chunk_of_grad(self, k: int | None) -> int:
+        # None: no backward has been done, and none is sent.
+        return 0 if k is None else self.order.model_chunk_id(k, forward=False)
 
 
 def _arrived(queue: deque) -> torch.Tensor:

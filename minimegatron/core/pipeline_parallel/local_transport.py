@@ -5,12 +5,11 @@ host and gloo would carry their messages. Calls: `core.local_channels`, which te
 Megatron has no counterpart.
 """
 
-import socket
 import weakref
 
 import torch.distributed as dist
 
-from minimegatron.core.local_channels import Incoming, Outgoing, connect
+from minimegatron.core.local_channels import Connection, connect, get_timeout
 from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
     GRADIENT,
@@ -29,7 +28,10 @@ def get_transport(group: dist.ProcessGroup) -> Transport:
     """The transport of `group`, made on first use, by all its ranks together."""
     if group not in _transports:
         _transports[group] = _make_transport(group)
-    return _transports[group]
+    transport = _transports[group]
+    if isinstance(transport, LocalTransport):
+        transport.set_timeout(get_timeout(group))
+    return transport
 
 
 def _make_transport(group: dist.ProcessGroup) -> Transport:
@@ -37,38 +39,47 @@ def _make_transport(group: dist.ProcessGroup) -> Transport:
     if size == 1 or dist.get_backend(group) != "gloo":
         return TorchTransport(group)
     next_rank, prev_rank = (rank + 1) % size, (rank - 1) % size
-    connections = connect(group, callees=[next_rank], num_callers=1)
+    connections = connect(group, callees=[next_rank], callers=[prev_rank])
     if connections is None:
         return TorchTransport(group)
-    called, callers = connections
-    return LocalTransport(called[next_rank], callers[prev_rank])
+    called, came = connections
+    return LocalTransport(called[next_rank], came[prev_rank])
 
 
 class LocalTransport:
     """One stage's connections: activations go to the next stage, gradients to the previous one."""
 
     matches_by_tag = True
+    keeps_messages = True
 
-    def __init__(self, to_next: socket.socket, to_prev: socket.socket):
-        self._outgoing = {ACTIVATION: Outgoing(to_next), GRADIENT: Outgoing(to_prev)}
-        self._incoming = {ACTIVATION: Incoming(to_prev), GRADIENT: Incoming(to_next)}
+    def __init__(self, to_next: Connection, to_prev: Connection):
+        self._outgoing = {ACTIVATION: to_next, GRADIENT: to_prev}
+        self._incoming = {ACTIVATION: to_prev, GRADIENT: to_next}
 
     @traced("p2p-start", describe_message)
     def start(self, message: Message) -> Work:
         """Sends at once, or notes a receive, which its `wait` completes."""
         payload = message.payload.split()[0]
         if message.is_send:
-            self._outgoing[payload].send(message.tensor)
-            return _Sent()
+            channel = (message.payload, message.chunk)
+            return self._outgoing[payload].send(message.tensor, channel)
         return self._incoming[payload].expect(message.tensor)
 
     def start_batch(self, messages: list[Message]) -> list[Work]:
         """No message waits for another, so a batch is nothing special."""
         return [self.start(message) for message in messages]
 
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, no message waits longer."""
+        for connection in self._outgoing.values():
+            connection.set_timeout(seconds)
 
-class _Sent:
-    """The handle of a message that has left already."""
+    def begin_step(self) -> None:
+        """What the last step has left behind is not taken for this step's."""
+        for connection in self._outgoing.values():
+            connection.begin_step()
 
-    def wait(self) -> bool:
-        return True
+    def abandon(self, reason: str) -> None:
+        """Tells both neighbours that this stage does not go on with the step."""
+        for connection in self._outgoing.values():
+            connection.abandon(reason)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.device import get_device
+from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.steps import (
     backward_step,
     check_first_val_step,
@@ -31,6 +32,8 @@ class ModelChunk:
         num_in_flight: forwards a stage is ahead of its backwards, at most; for recompute.
         vp_stage: this chunk's number; None where a stage has one chunk.
         is_last_stage: whether this chunk ends in the loss.
+        config: the step's; None for the model's own. A stage's chunks share the first one's, because
+            the hooks are filled in there.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class ModelChunk:
         num_in_flight: int = 1,
         vp_stage: int | None = None,
         is_last_stage: bool = True,
+        config: ModelParallelConfig | None = None,
     ):
-        self.model, self.config = model, get_model_config(model)
+        self.model, self.config = model, config or get_model_config(model)
+        self.num_microbatches = num_microbatches
         self.vp_stage, self.is_last_stage = vp_stage, is_last_stage
         self.num_tokens = torch.zeros([], dtype=torch.int, device=get_device())
         self._step = (forward_step_func, data_iterator, model, num_microbatches)

@@ -8,7 +8,8 @@ output to the next stage and a gradient to the previous one, and receive an inpu
 stage and a gradient from the next. Stages form a ring, because with interleaving the last stage
 passes its early chunks' outputs to the first.
 
-How a stage keeps computing while messages travel: a send returns at once. The communicator keeps
+How a stage keeps computing while messages travel: a send returns at once, unless its channel
+(neighbour, payload, chunk) is full; `send_limits` says what full is, and why. The communicator keeps
 the tensor's storage until the message is out, so a schedule may free an output right after sending
 it. Between stages on one host a message is in shared memory by then (`local_transport`), and there
 when the receiver asks for it. Otherwise it travels from when both have asked; on NCCL the order of
@@ -16,7 +17,7 @@ calls is the order on the wire, and `wait` makes the stream wait, not the progra
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from minimegatron.core.device import get_device
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import get_transport
+from minimegatron.core.pipeline_parallel.send_limits import SEND_LIMIT, Channel
 from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
     GRADIENT,
@@ -35,7 +37,6 @@ from minimegatron.core.pipeline_parallel.transport import (
 from minimegatron.core.tracing import traced
 
 Shape = list[int] | tuple[int, ...] | torch.Size
-MAX_UNFINISHED_SENDS = 2
 
 
 def is_single_shape(x: Any) -> bool:
@@ -100,7 +101,32 @@ class P2PCommunicator:
                 "be on or off), or use more than 2 stages"
             )
         self.transport = transport or get_transport(pp_group)
-        self._unfinished_sends: dict[str, deque] = {ACTIVATION: deque(), GRADIENT: deque()}
+        self._unfinished_sends: dict[Channel, deque] = {}
+        self._send_limits: Mapping[Channel, int] = {}
+        self._least_send_limit = SEND_LIMIT
+
+    # -- Before the step --
+
+    def begin_step(
+        self,
+        send_limits: Mapping[Channel, int] | None = None,
+        least_send_limit: int = SEND_LIMIT,
+    ) -> None:
+        """Leaves behind what a failed step left, and sets how many messages may lie unreceived.
+
+        Every rank of the group must call it, before the first message of a step. `send_limits` has
+        the channels of this stage that need more than `least_send_limit`.
+        """
+        self._unfinished_sends.clear()
+        self._send_limits = send_limits or {}
+        self._least_send_limit = least_send_limit
+        if self.transport.matches_by_tag:
+            self.transport.begin_step()
+
+    def abandon(self, reason: str) -> None:
+        """Tells both neighbours, where the transport can, that this stage ends its step here."""
+        if self.transport.matches_by_tag:
+            self.transport.abandon(reason)
 
     # -- What plain 1F1B calls --
 
@@ -166,14 +192,19 @@ class P2PCommunicator:
         recv_prev: bool,
         tensor_shape: Shape,
         overlap_p2p_comm: bool = False,
+        chunk: int = 0,
     ) -> Any:
         """Sends an output onwards (unless None) and receives an input (if `recv_prev`).
 
         Returns the input, or None. With `overlap_p2p_comm`, returns (input, wait handles) at once;
-        the input is valid after `wait()` on the handle "recv_prev".
+        the input is valid after `wait()` on the handle "recv_prev". `chunk` is the sender's, of
+        which the output is.
         """
         received, _, handles = self._communicate(
-            tensor_send_next=output_tensor, recv_prev=recv_prev, tensor_shape=tensor_shape
+            tensor_send_next=output_tensor,
+            recv_prev=recv_prev,
+            tensor_shape=tensor_shape,
+            chunk_next=chunk,
         )
         if overlap_p2p_comm:
             return received and received.tensor, handles
@@ -186,10 +217,14 @@ class P2PCommunicator:
         recv_next: bool,
         tensor_shape: Shape,
         overlap_p2p_comm: bool = False,
+        chunk: int = 0,
     ) -> Any:
         """Sends a gradient back (unless None) and receives one (if `recv_next`). See above."""
         _, received, handles = self._communicate(
-            tensor_send_prev=input_tensor_grad, recv_next=recv_next, tensor_shape=tensor_shape
+            tensor_send_prev=input_tensor_grad,
+            recv_next=recv_next,
+            tensor_shape=tensor_shape,
+            chunk_prev=chunk,
         )
         if overlap_p2p_comm:
             return received and received.tensor, handles
@@ -203,6 +238,8 @@ class P2PCommunicator:
         recv_prev: bool,
         recv_next: bool,
         tensor_shape: Shape,
+        output_chunk: int = 0,
+        grad_chunk: int = 0,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """All four at once. Returns (input, output gradient), each None if not asked for."""
         from_prev, from_next, _ = self._communicate(
@@ -211,6 +248,8 @@ class P2PCommunicator:
             recv_prev=recv_prev,
             recv_next=recv_next,
             tensor_shape=tensor_shape,
+            chunk_next=output_chunk,
+            chunk_prev=grad_chunk,
         )
         return from_prev and from_prev.wait(), from_next and from_next.wait()
 
@@ -223,22 +262,24 @@ class P2PCommunicator:
         recv_prev: bool = False,
         recv_next: bool = False,
         tensor_shape: Shape | None = None,
+        chunk_next: int = 0,
+        chunk_prev: int = 0,
     ) -> tuple[Receive | None, Receive | None, dict[str, Any]]:
         """Starts up to four messages; returns what will come from prev and next, and all handles."""
         shape_prev = shape_next = tensor_shape
         if self.config.variable_seq_lengths:
             shape_prev, shape_next = self._exchange_shapes(
-                tensor_send_next, tensor_send_prev, recv_prev, recv_next
+                tensor_send_next, tensor_send_prev, recv_prev, recv_next, chunk_next, chunk_prev
             )
         parts: dict[str, Message] = {}
         if tensor_send_next is not None:
-            parts["send_next"] = self._message(True, tensor_send_next, ACTIVATION)
+            parts["send_next"] = self._message(True, tensor_send_next, ACTIVATION, chunk_next)
         if recv_prev:
             parts["recv_prev"] = self._message(
                 False, self._new_buffer(shape_prev, ACTIVATION), ACTIVATION
             )
         if tensor_send_prev is not None:
-            parts["send_prev"] = self._message(True, tensor_send_prev, GRADIENT)
+            parts["send_prev"] = self._message(True, tensor_send_prev, GRADIENT, chunk_prev)
         if recv_next:
             parts["recv_next"] = self._message(
                 False, self._new_buffer(shape_next, GRADIENT), GRADIENT
@@ -279,11 +320,15 @@ class P2PCommunicator:
                 f"({message.payload}): {error}"
             ) from error
 
-    def _message(self, is_send: bool, tensor: torch.Tensor, payload: str) -> Message:
+    def _message(
+        self, is_send: bool, tensor: torch.Tensor, payload: str, chunk: int = 0
+    ) -> Message:
         forwards = is_send == payload.startswith(ACTIVATION)
         peer = self.next_rank if forwards else self.prev_rank
         # A view of its own: freeing the output's `.data` must not touch what is being sent.
-        return Message(is_send, tensor.detach().contiguous() if is_send else tensor, peer, payload)
+        if is_send:
+            tensor = tensor.detach().contiguous()
+        return Message(is_send, tensor, peer, payload, chunk)
 
     def _receive(self, message: Message, work: Work) -> Receive:
         return Receive(message.tensor, work, self.curr_rank_in_pg, message.peer, message.payload)
@@ -298,10 +343,11 @@ class P2PCommunicator:
         )
 
     def _keep_until_sent(self, message: Message, work: Work) -> None:
-        unfinished = self._unfinished_sends[message.payload]
+        channel = (message.payload, message.chunk)
+        unfinished = self._unfinished_sends.setdefault(channel, deque())
         unfinished.append((message, work))
         may_run_on = self.transport.matches_by_tag or self.config.overlap_p2p_comm
-        limit = MAX_UNFINISHED_SENDS if may_run_on else 0
+        limit = self._send_limits.get(channel, self._least_send_limit) if may_run_on else 0
         while len(unfinished) > limit:
             self._finish_send(*unfinished.popleft())
 
@@ -316,12 +362,14 @@ class P2PCommunicator:
         tensor_send_prev: torch.Tensor | None,
         recv_prev: bool,
         recv_next: bool,
+        chunk_next: int,
+        chunk_prev: int,
     ) -> tuple[Shape | None, Shape | None]:
         # Three int64 per message, so tensors between stages must have three dimensions.
         parts = {}
-        for name, tensor, payload in (
-            ("send_next", tensor_send_next, ACTIVATION),
-            ("send_prev", tensor_send_prev, GRADIENT),
+        for name, tensor, payload, chunk in (
+            ("send_next", tensor_send_next, ACTIVATION, chunk_next),
+            ("send_prev", tensor_send_prev, GRADIENT, chunk_prev),
         ):
             if tensor is not None:
                 if tensor.dim() != 3:
@@ -330,7 +378,7 @@ class P2PCommunicator:
                         f"shape {tuple(tensor.shape)}; make it [sequence, batch, hidden]"
                     )
                 sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=get_device())
-                parts[name] = self._message(True, sizes, f"{payload} shape")
+                parts[name] = self._message(True, sizes, f"{payload} shape", chunk)
         for name, wanted, payload in (
             ("recv_prev", recv_prev, ACTIVATION),
             ("recv_next", recv_next, GRADIENT),
@@ -340,7 +388,10 @@ class P2PCommunicator:
                 parts[name] = self._message(False, sizes, f"{payload} shape")
         shapes = {}
         for name, work in self._start(parts).items():
-            shapes[name] = self._receive(parts[name], work).wait().tolist()
+            if parts[name].is_send:
+                self._keep_until_sent(parts[name], work)
+            else:
+                shapes[name] = self._receive(parts[name], work).wait().tolist()
         return shapes.get("recv_prev"), shapes.get("recv_next")
 
     def _recv_prev(self, shape: Shape) -> torch.Tensor:
@@ -360,9 +411,12 @@ class P2PCommunicator:
 
     def finish(self) -> None:
         """Waits until everything sent has left this stage. Raises ConnectionError if it cannot."""
+        # What lies in shared memory is safe there, whatever this stage does next.
+        is_safe = self.transport.matches_by_tag and self.transport.keeps_messages
         for unfinished in self._unfinished_sends.values():
-            while unfinished:
+            while unfinished and not is_safe:
                 self._finish_send(*unfinished.popleft())
+        self._unfinished_sends.clear()
 
 
 @traced("p2p-wait", lambda a: {k: a[k] for k in ("stage", "peer", "payload", "doing")})

@@ -152,6 +152,7 @@ class InterleavedOrder:
         check_interleaving(pp_size, num_microbatches, microbatch_group_size_per_vp_stage)
         self.pp_size, self.pp_rank = pp_size, pp_rank
         self.num_microbatches, self.num_model_chunks = num_microbatches, num_model_chunks
+        self.group_size, self.forward_only = microbatch_group_size_per_vp_stage, forward_only
         self.table = get_schedule_table(
             num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage
         )

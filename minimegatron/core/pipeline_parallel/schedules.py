@@ -1,18 +1,18 @@
 """One training step's forwards and backwards: which schedule, and the two that need no chunks.
 
 Called by: `training.train_step` and `training.evaluate`, through `get_forward_backward_func`. Calls:
-`forward_step` and `backward_step` once per microbatch, `P2PCommunicator` between them, and after
-the last backward `config.finalize_model_grads_func`. Counterpart:
-`megatron.core.pipeline_parallel.schedules`; what stands there in one file is here in four, and all
+`forward_step` and `backward_step` once per microbatch, `P2PCommunicator` between them, and around
+them `StepFrame`, which ends with `config.finalize_model_grads_func`. Counterpart:
+`megatron.core.pipeline_parallel.schedules`; what stands there in one file is here in five, and all
 of its names can be imported from this one:
 
 * `steps`: one microbatch on one stage.
+* `step_frame`: what stands around all of them; the same for every schedule.
 * `schedule_table`: the order of work, as arithmetic without torch.
 * `interleaved`: 1F1B over several model chunks per stage.
 * this file: no pipeline, and plain 1F1B.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +23,6 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.interleaved import (
     forward_backward_pipelining_with_interleaving,
 )
-from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedule_table import (
     RankMicrobatches,
@@ -32,6 +31,7 @@ from minimegatron.core.pipeline_parallel.schedule_table import (
     get_num_warmup_microbatches,
     get_schedule_table,
 )
+from minimegatron.core.pipeline_parallel.step_frame import StepFrame
 from minimegatron.core.pipeline_parallel.steps import (
     backward_step,
     check_first_val_step,
@@ -42,10 +42,8 @@ from minimegatron.core.pipeline_parallel.steps import (
     set_current_microbatch,
 )
 from minimegatron.core.pipeline_parallel.utils import (
-    GradSync,
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
-    finish_step,
     get_tensor_shapes,
     is_pp_first_stage,
     is_pp_last_stage,
@@ -161,33 +159,28 @@ def forward_backward_no_pipelining(
 ) -> list:
     """Gradient accumulation on one stage: forward and backward of each microbatch in turn.
 
-    All but the last backward run under `no_sync_func`, so that gradients cross the data-parallel
-    ranks once per step. Sizes and shape functions are unused: nothing is sent.
+    All but the last microbatch run under `no_sync_func` (see `StepFrame`), so that gradients cross
+    the data-parallel ranks once per step. Sizes and shape functions are unused: nothing is sent.
     """
     model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
     config = get_model_config(model)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    chunk = ModelChunk(
+    frame = StepFrame(config, pg_collection, None, forward_only)
+    chunk = frame.add_chunk(
         forward_step_func,
         data_iterator,
         model,
         num_microbatches,
-        forward_data_store=[],
-        cp_group_size=pg_collection.cp.size(),
         collect_non_loss_data=collect_non_loss_data,
-        forward_only=forward_only,
         first_val_step=first_val_step,
     )
-    no_sync = config.no_sync_func or contextlib.nullcontext
-    for i in range(num_microbatches):
-        is_last_microbatch = i == num_microbatches - 1
-        with contextlib.nullcontext() if is_last_microbatch else no_sync():
+    with frame:
+        for i in range(num_microbatches):
             chunk.forward_step(i, None)
             if not forward_only:
                 chunk.backward_step(None)
-    finish_step(config, [chunk], forward_only, pg_collection)
-    return chunk.forward_data_store
+    return frame.forward_data_store
 
 
 @schedule
@@ -226,63 +219,46 @@ def forward_backward_pipelining_without_interleaving(
     recv_shapes, send_shapes = _message_shapes(
         config, pg_collection, sizes, adjust_tensor_shapes_fn
     )
-    chunk = ModelChunk(
+    frame = StepFrame(config, pg_collection, p2p, forward_only)
+    chunk = frame.add_chunk(
         forward_step_func,
         data_iterator,
         model,
         num_microbatches,
-        forward_data_store=[],
-        cp_group_size=pg_collection.cp.size(),
         collect_non_loss_data=collect_non_loss_data,
-        forward_only=forward_only,
         first_val_step=first_val_step,
         num_in_flight=num_warmup_microbatches + 1,
         is_last_stage=is_last_stage,
     )
-    embedding_module = clear_embedding_activation_buffer(config, model, is_last_stage)
-    grad_sync = GradSync(config)
-    # With a `grad_sync_func`, only stage 0 also lets backward itself send gradients: it finishes
-    # last, and has nothing left to hide the communication behind.
-    sync_in_backward = config.grad_sync_func is None or is_first_stage
+    with frame:
+        # -- Warm-up: forwards only, until the last stage has its first microbatch --
+        for i in range(num_warmup_microbatches):
+            input_tensor = p2p.recv_forward(recv_shapes, is_first_stage)
+            output_tensor = chunk.forward_step(i, input_tensor)
+            p2p.send_forward(output_tensor, is_last_stage)
+            chunk.free_output(output_tensor)
 
-    # -- Warm-up: forwards only, until the last stage has its first microbatch --
-    for i in range(num_warmup_microbatches):
-        input_tensor = p2p.recv_forward(recv_shapes, is_first_stage)
-        output_tensor = chunk.forward_step(i, input_tensor)
-        p2p.send_forward(output_tensor, is_last_stage)
-        chunk.free_output(output_tensor)
+        # -- Steady state: one forward, then the backward of the oldest microbatch in flight --
+        if num_warmup_microbatches < num_microbatches:
+            input_tensor = p2p.recv_forward(recv_shapes, is_first_stage)
+        for i in range(num_warmup_microbatches, num_microbatches):
+            output_tensor = chunk.forward_step(i, input_tensor)
+            grad = p2p.send_forward_recv_backward(output_tensor, send_shapes, is_last_stage)
+            chunk.free_output(output_tensor)
+            input_grad = chunk.backward_step(grad)
+            if i == num_microbatches - 1:
+                p2p.send_backward(input_grad, is_first_stage)
+            else:
+                input_tensor = p2p.send_backward_recv_forward(
+                    input_grad, recv_shapes, is_first_stage
+                )
 
-    # -- Steady state: one forward, then the backward of the oldest microbatch in flight --
-    if num_warmup_microbatches < num_microbatches:
-        input_tensor = p2p.recv_forward(recv_shapes, is_first_stage)
-    for i in range(num_warmup_microbatches, num_microbatches):
-        is_last_iteration = i == num_microbatches - 1
-        output_tensor = chunk.forward_step(i, input_tensor)
-        grad = p2p.send_forward_recv_backward(output_tensor, send_shapes, is_last_stage)
-        chunk.free_output(output_tensor)
-        if num_warmup_microbatches == 0 and is_last_iteration and sync_in_backward:
-            grad_sync.enable()
-        input_grad = chunk.backward_step(grad)
-        if is_last_iteration:
+        # -- Cool-down: the backwards of what warm-up put in flight --
+        while chunk.num_in_flight() > 0:
+            grad = p2p.recv_backward(send_shapes, is_last_stage)
+            input_grad = chunk.backward_step(grad)
             p2p.send_backward(input_grad, is_first_stage)
-        else:
-            input_tensor = p2p.send_backward_recv_forward(input_grad, recv_shapes, is_first_stage)
-
-    # -- Cool-down: the backwards of what warm-up put in flight --
-    while chunk.num_in_flight() > 0:
-        if chunk.num_in_flight() == 1 and sync_in_backward:
-            grad_sync.enable()
-        grad = p2p.recv_backward(send_shapes, is_last_stage)
-        input_grad = chunk.backward_step(grad)
-        p2p.send_backward(input_grad, is_first_stage)
-
-    p2p.finish()
-    grad_sync.enable()
-    if not forward_only:
-        grad_sync.launch(model)
-    finish_embedding_wgrad_compute(config, embedding_module, is_last_stage, pg_collection.tp)
-    finish_step(config, [chunk], forward_only, pg_collection)
-    return chunk.forward_data_store
+    return frame.forward_data_store
 
 
 def _groups_for_1f1b(

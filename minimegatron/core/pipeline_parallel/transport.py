@@ -23,6 +23,7 @@ from minimegatron.core.tracing import traced
 
 ACTIVATION, GRADIENT = "activation", "gradient"
 _TAGS = {ACTIVATION: 1, GRADIENT: 2, f"{ACTIVATION} shape": 3, f"{GRADIENT} shape": 4}
+_TAGS_PER_STEP, _MAX_STEPS = 8, 1 << 24
 
 
 class Message(NamedTuple):
@@ -33,6 +34,8 @@ class Message(NamedTuple):
     peer: int
     payload: str
     """ACTIVATION or GRADIENT, or one of them followed by " shape"."""
+    chunk: int = 0
+    """Of a send: the sender's chunk that made the tensor. Each chunk's messages are counted apart."""
 
 
 def describe_message(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -57,6 +60,9 @@ class Transport(Protocol):
 
     matches_by_tag: bool
     """True if activations and gradients cannot be taken for each other, and sends run on alone."""
+    keeps_messages: bool
+    """True if a message that was sent is safe without its sender: the step's end need not wait.
+    This and the last two methods are asked of a transport that matches by tag alone."""
 
     def start(self, message: Message) -> Work:
         """Starts one message. Where the transport does not match by tag, order is meaning."""
@@ -64,19 +70,39 @@ class Transport(Protocol):
     def start_batch(self, messages: list[Message]) -> list[Work]:
         """Starts all messages as one: none of them waits for another of the same batch."""
 
+    def begin_step(self) -> None:
+        """All ranks of the group begin a step: what a failed one left behind is not taken for it."""
+
+    def abandon(self, reason: str) -> None:
+        """Tells the neighbours, where that is possible, that this rank does not end its step."""
+
 
 class TorchTransport:
-    """Messages over one `torch.distributed` process group."""
+    """Messages over one `torch.distributed` process group.
+
+    Where gloo carries them, each message's tag has the number of its step, so that a message that a
+    failed step left behind meets no receive of the next one. gloo and NCCL cannot tell a neighbour
+    that a rank has given up: it waits until the group's time-out, and then the group is lost.
+    """
+
+    keeps_messages = False
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+        self.group, self.step = group, 0
         self.matches_by_tag = dist.get_backend(group) == "gloo"
+
+    def begin_step(self) -> None:
+        """Counts."""
+        self.step += 1
+
+    def abandon(self, reason: str) -> None:
+        """Nobody can be told."""
 
     def start(self, message: Message) -> Work:
         """Raises what `torch.distributed` raises, for example if the peer has gone."""
         if needs_staging(message.tensor, self.group):
-            return _Staged(message, self.group)
-        return _start(message, message.tensor, self.group)
+            return _Staged(message, self.group, self.step)
+        return _start(message, message.tensor, self.group, self.step)
 
     def start_batch(self, messages: list[Message]) -> list[Work]:
         """gloo needs no batch; NCCL gets one, and one handle comes back for all of it."""
@@ -96,8 +122,8 @@ class TorchTransport:
 
 
 @traced("p2p-start", describe_message)
-def _start(message: Message, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
-    tag = _TAGS[message.payload]
+def _start(message: Message, tensor: torch.Tensor, group: dist.ProcessGroup, step: int) -> Work:
+    tag = _TAGS[message.payload] + (step % _MAX_STEPS) * _TAGS_PER_STEP
     if message.is_send:
         return dist.isend(tensor, group=group, group_dst=message.peer, tag=tag)
     return dist.irecv(tensor, group=group, group_src=message.peer, tag=tag)
@@ -106,11 +132,11 @@ def _start(message: Message, tensor: torch.Tensor, group: dist.ProcessGroup) -> 
 class _Staged:
     """A message of a device tensor over gloo: through a host copy that lives as long as this."""
 
-    def __init__(self, message: Message, group: dist.ProcessGroup):
+    def __init__(self, message: Message, group: dist.ProcessGroup, step: int):
         self._message = message
         tensor = message.tensor.detach()
         self._host = tensor.cpu() if message.is_send else torch.empty_like(tensor, device="cpu")
-        self._work = _start(message, self._host, group)
+        self._work = _start(message, self._host, group, step)
 
     def wait(self) -> bool:
         self._work.wait()

@@ -82,15 +82,16 @@ class GradSync:
     def disable(self) -> None:
         """From now on, gradients stay on their rank."""
         if self._held is None:
-            self._held = contextlib.ExitStack()
-            for function in self._functions:
-                self._held.enter_context(function())
+            with contextlib.ExitStack() as held:  # leaves those it has entered, if one raises
+                for function in self._functions:
+                    held.enter_context(function())
+                self._held = held.pop_all()
 
     def enable(self) -> None:
         """From now on, a gradient that is complete may be sent."""
         if self._held is not None:
-            self._held.close()
-            self._held = None
+            held, self._held = self._held, None
+            held.close()
 
     def launch(self, model: torch.nn.Module, chunk_id: int | None = None) -> None:
         """Sends a model's gradients now, if that moment is the schedule's to choose."""

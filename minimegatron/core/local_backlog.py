@@ -1,0 +1,116 @@
+"""Writes to a socket that never block: what the socket does not take at once is written later.
+
+Called by: `local_channels`, for the header of each message. Calls: the operating system. Megatron
+has no counterpart.
+
+A socket holds some 250 headers that nobody has read. If a rank sends more than that before its peer
+reads, a blocking write would wait, and two ranks that do so to each other would wait for ever. Here
+the rest is kept in a list, which a thread writes as the peer reads. The thread exists while there is
+something to write, and at the end of the process it is given a moment to finish.
+"""
+
+import atexit
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections import deque
+
+LAST_SECONDS = 5.0
+"""How long the end of the process waits for what is still to be written."""
+
+
+class Writer:
+    """The writing side of one socket. Writes come out in the order in which they were made."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._later: deque[bytes] = deque()
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        """Writes `data` now or later. Raises OSError if the other end is closed."""
+        if self._later:
+            with self._lock:
+                if self._later:
+                    self._later.append(data)
+                    return
+        rest = self._try(data)
+        if rest:
+            self._later.append(rest)
+            _backlog.watch(self)
+
+    def _try(self, data: bytes) -> bytes:
+        """Writes what the socket takes; returns what is left."""
+        try:
+            return data[self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
+        except BlockingIOError:
+            return data
+
+    def fileno(self) -> int:
+        """For `select`; -1 once the socket is closed."""
+        return self._socket.fileno()
+
+    def write_later_part(self) -> bool:
+        """Writes one waiting piece, as far as the socket takes it; True when none is left."""
+        with self._lock:
+            try:
+                rest = self._try(self._later[0])
+            except OSError:  # nobody will read it any more
+                self._later.clear()
+                return True
+            if rest:
+                self._later[0] = rest
+            else:
+                self._later.popleft()
+            return not self._later
+
+
+class _Backlog:
+    """All writers of this process that have something left to write."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._writers: set[Writer] = set()
+        self._is_running = False
+
+    def watch(self, writer: Writer) -> None:
+        """Begins to write what `writer` could not."""
+        with self._changed:
+            self._writers.add(writer)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="local backlog", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._writers = {writer for writer in self._writers if writer.fileno() >= 0}
+                if not self._writers:
+                    self._is_running = False
+                    self._changed.notify_all()
+                    return
+                writers = list(self._writers)
+            ready: list[Writer] = []
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                _, ready, _ = select.select([], writers, [], 0.1)
+            for writer in ready:
+                self._write(writer)
+
+    def _write(self, writer: Writer) -> None:
+        # Under the lock of `watch`: a writer that has just got something new stays in the set.
+        with self._changed:
+            if writer.write_later_part():
+                self._writers.discard(writer)
+
+    def finish(self) -> None:
+        """Returns when everything is written, or after `LAST_SECONDS`."""
+        deadline = time.monotonic() + LAST_SECONDS
+        with self._changed:
+            while self._is_running and time.monotonic() < deadline:
+                self._changed.wait(0.1)
+
+
+_backlog = _Backlog()
+atexit.register(_backlog.finish)

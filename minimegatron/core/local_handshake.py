@@ -1,0 +1,193 @@
+"""How ranks on one host find and trust each other, before they share memory.
+
+Called by: `local_channels.connect`. Calls: `torch.distributed` once, to tell the ranks of a group
+each other's address and secret; then the operating system. Megatron has no counterpart.
+
+The address is a socket that every process on the host can see and call, also one of another user.
+So a caller counts as a rank only if the kernel says that its process belongs to the same user, and
+if it knows the secret that the called rank made for this one handshake. The secret travels in the
+gathering that tells the address, over the group's own network, never in arguments or environment.
+Everybody else is turned away, by name, and does not keep the ranks from finding each other.
+
+The network over which the group itself was made (torchrun's rendezvous, gloo's connections) is
+trusted, here as in `torch.distributed`.
+"""
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+import warnings
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+_SECRET_BYTES = 16
+_HELLO = struct.Struct(f"=I{_SECRET_BYTES}s")  # the caller's rank, the called rank's secret
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_WELCOME = b"\1"
+_MAX_CALLS = 128
+
+
+class Met(NamedTuple):
+    """A rank that has shaken hands: the connection to it, and the descriptor of its memory."""
+
+    connection: socket.socket
+    descriptor: int
+
+
+class _Address(NamedTuple):
+    host: tuple
+    name: str
+    secret: bytes
+
+
+def meet(
+    group: dist.ProcessGroup,
+    callees: list[int],
+    callers: list[int],
+    descriptor: int,
+    timeout: float,
+) -> tuple[dict[int, Met], dict[int, Met]] | None:
+    """Connects this rank with others of `group`, if all of them are on one host.
+
+    Collective over `group`; ranks are those within it. This rank calls `callees`, is called by
+    `callers`, and gives each of them `descriptor`. Returns both by rank, or None on every rank if
+    the group spans hosts or containers. Raises ConnectionError, naming the ranks, if some have not
+    come within `timeout` seconds.
+    """
+    secret, name = secrets.token_bytes(_SECRET_BYTES), "\0minimegatron-" + secrets.token_hex(16)
+    deadline = time.monotonic() + timeout
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(name)
+        listener.listen(_MAX_CALLS)
+        everyone: list = [None] * group.size()
+        dist.all_gather_object(everyone, _Address(_host(), name, secret), group=group)
+        if len({address.host for address in everyone}) > 1:
+            return None
+        # First everybody calls, then everybody listens, and last everybody reads the answers: so
+        # nobody waits for a rank that waits for somebody else.
+        called = {r: _call(everyone[r], r, group.rank(), descriptor, deadline) for r in callees}
+        came = _listen(listener, secret, callers, descriptor, deadline)
+        answered = {r: Met(call, _read_answer(call, r, deadline)) for r, call in called.items()}
+    return answered, came
+
+
+def _host() -> tuple:
+    """The same for two processes only if they can share memory and sockets."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read()
+    spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "ipc"))
+    return (boot, *spaces, os.geteuid())
+
+
+# -- The calling side --
+
+
+def _call(
+    address: _Address, rank: int, my_rank: int, descriptor: int, deadline: float
+) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(_left(deadline))
+    try:
+        connection.connect(address.name)
+        if (user := _peer(connection)[1]) != os.geteuid():
+            raise ConnectionError(f"its address belongs to user {user}")
+        socket.send_fds(connection, [_HELLO.pack(my_rank, address.secret)], [descriptor])
+    except OSError as error:
+        connection.close()
+        raise ConnectionError(f"rank {rank} of the group cannot be called: {error}") from error
+    return connection
+
+
+def _read_answer(connection: socket.socket, rank: int, deadline: float) -> int:
+    connection.settimeout(_left(deadline))
+    try:
+        answer, (descriptor,), _, _ = socket.recv_fds(connection, len(_WELCOME), 1)
+    except (OSError, ValueError) as error:
+        raise ConnectionError(f"rank {rank} of the group did not answer: {error}") from error
+    assert answer == _WELCOME
+    return descriptor
+
+
+# -- The called side --
+
+
+def _listen(
+    listener: socket.socket, secret: bytes, callers: list[int], descriptor: int, deadline: float
+) -> dict[int, Met]:
+    """Accepts calls until all `callers` have come. A stranger that says nothing delays nobody."""
+    listener.settimeout(0)
+    came: dict[int, Met] = {}
+    silent: list[socket.socket] = []
+    try:
+        while missing := set(callers) - set(came):
+            ready, _, _ = select.select([listener, *silent], [], [], _left(deadline))
+            if not ready:
+                raise ConnectionError(f"ranks {sorted(missing)} of the group did not call in time")
+            for source in ready:
+                if source is listener:
+                    with contextlib.suppress(BlockingIOError):
+                        silent.append(listener.accept()[0])
+                    continue
+                silent.remove(source)
+                rank, met = _check_caller(source, secret, missing)
+                if met is not None:
+                    socket.send_fds(source, [_WELCOME], [descriptor])
+                    came[rank] = met
+    finally:
+        for connection in silent:
+            connection.close()
+    return came
+
+
+def _check_caller(
+    connection: socket.socket, secret: bytes, expected: set[int]
+) -> tuple[int, Met | None]:
+    """The caller's rank and connection; no connection for a stranger, who is sent away by name."""
+    process, user, _ = _peer(connection)
+    descriptors: list[int] = []
+    rank, told = -1, b""
+    with contextlib.suppress(OSError, struct.error):
+        hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_DONTWAIT)
+        rank, told = _HELLO.unpack(hello)
+    is_ours = user == os.geteuid() and hmac.compare_digest(told, secret) and len(descriptors) == 1
+    if is_ours and rank in expected:
+        return rank, Met(connection, descriptors[0])
+    for descriptor in descriptors:
+        os.close(descriptor)
+    connection.close()
+    warnings.warn(
+        f"process {process} ({_program(process)}) of user {user} called this rank "
+        f"(process {os.getpid()}) as if it were a rank of the job, and was turned away",
+        stacklevel=2,
+    )
+    return rank, None
+
+
+def _peer(connection: socket.socket) -> tuple[int, int, int]:
+    """(process, user, group) at the other end, as the kernel knows them."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(told)
+
+
+def _program(process: int) -> str:
+    try:
+        with open(f"/proc/{process}/comm") as file:
+            return file.read().strip()
+    except OSError:
+        return "ended"
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def is_supported() -> bool:
+    """Whether this system has what shared memory between ranks needs: Linux has."""
+    return sys.platform.startswith("linux")

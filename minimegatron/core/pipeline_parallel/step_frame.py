@@ -1,0 +1,284 @@
+"""What stands around the forwards and backwards of a step, the same for every runner.
+
+Called by: `schedules`, `interleaved` and the planned runner, which decide the order of work. Calls:
+the hooks of the config, each at its moment. Counterpart: in Megatron these lines stand in each
+schedule of `megatron.core.pipeline_parallel.schedules`, as nested functions or repeated.
+
+In the order of one step:
+
+| moment            | what the frame does                                                           |
+|-------------------|-------------------------------------------------------------------------------|
+| the step begins   | numbers it; forgets what was deferred; `no_sync_func` holds gradients back    |
+|                   | gathers parameters of the first two chunks with `param_sync_func`             |
+| before a forward  | `param_sync_func` for the chunk whose turn comes soon                         |
+| before a backward | lets a chunk's gradients go, if it is the chunk's last                        |
+| after a backward  | `grad_sync_func`, where the schedule sets the moment                          |
+| the step ends     | waits until messages are out; lets all gradients go                           |
+|                   | computes deferred weight gradients; `grad_sync_func` for what is left         |
+|                   | `finalize_model_grads_func`                                                   |
+| the step fails    | tells every rank that may wait for this one                                   |
+
+A forward-only step has no gradients to launch or to finalize; everything else is the same.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import collectives
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.send_limits import (
+    FORWARD_ONLY_SEND_LIMIT,
+    SEND_LIMIT,
+    Channel,
+)
+from minimegatron.core.pipeline_parallel.utils import (
+    GradSync,
+    clear_embedding_activation_buffer,
+    finish_embedding_wgrad_compute,
+    finish_step,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+
+GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
+"""What collectives inside a step run over; one order on all ranks."""
+
+
+class StepFrame:
+    """A context manager around one step of one stage. Chunks are added before it is entered.
+
+    Args:
+        config: of the stage's first chunk. It counts for all chunks: hooks are filled in there.
+        pg_collection: this rank's groups.
+        p2p: the pipeline's communicator; None without a pipeline.
+        forward_only: no backward.
+        forward_order: (microbatch, chunk) of each forward, with interleaving; says which chunk's
+            parameters will be needed next. None for one chunk.
+        send_limits: see `P2PCommunicator.begin_step`.
+    """
+
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        pg_collection: ProcessGroupCollection,
+        p2p: P2PCommunicator | None,
+        forward_only: bool,
+        forward_order: Sequence[tuple[int, int]] | None = None,
+        send_limits: Mapping[Channel, int] | None = None,
+    ):
+        self.config, self.pg_collection, self.p2p = config, pg_collection, p2p
+        self.forward_only, self.send_limits = forward_only, send_limits
+        self.stage = 0 if p2p is None else p2p.pp_group.rank()
+        self.num_stages = 1 if p2p is None else p2p.pp_group.size()
+        self.forward_data_store: list = []
+        self.chunks: list[FramedChunk] = []
+        self._param_sync = ParamSync(config, forward_order or (), self.stage)
+        self._num_forwards = 0
+        # (chunk, is it the chunk's last) of each backward so far.
+        self._backwards: list[tuple[int, bool]] = []
+        self._synchronized_chunks: set[int] = set()
+
+    def add_chunk(
+        self,
+        forward_step_func: Callable,
+        data_iterator: Iterator | None,
+        model: torch.nn.Module,
+        num_microbatches: int,
+        **options: Any,
+    ) -> "FramedChunk":
+        """The stage's next chunk. `options` as for `ModelChunk`, without what the frame knows."""
+        chunk = FramedChunk(
+            self,
+            forward_step_func,
+            data_iterator,
+            model,
+            num_microbatches,
+            forward_data_store=self.forward_data_store,
+            cp_group_size=self.pg_collection.cp.size(),
+            forward_only=self.forward_only,
+            config=self.config,
+            **options,
+        )
+        self.chunks.append(chunk)
+        return chunk
+
+    # -- The step begins --
+
+    def __enter__(self) -> "StepFrame":
+        self._groups = _groups_of(self.pg_collection)
+        collectives.begin_step(self._groups)
+        if self.p2p is not None:
+            least = FORWARD_ONLY_SEND_LIMIT if self.forward_only else SEND_LIMIT
+            self.p2p.begin_step(self.send_limits, least)
+        try:
+            self._embedding_module = clear_embedding_activation_buffer(
+                self.config, [chunk.model for chunk in self.chunks], self._ends_in_loss()
+            )
+            self.grad_sync = GradSync(self.config)
+            self._param_sync.gather_first([chunk.model for chunk in self.chunks])
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        return self
+
+    def _ends_in_loss(self) -> bool:
+        return self.chunks[-1].is_last_stage
+
+    # -- Around one forward, one backward --
+
+    def before_forward(self, chunk: "FramedChunk") -> int:
+        """Returns the forward's number among all of this stage's."""
+        number = self._num_forwards
+        self._num_forwards += 1
+        self._param_sync.gather_ahead(number, [chunk.model for chunk in self.chunks])
+        # Torch's DistributedDataParallel decides in a forward whether its backward communicates.
+        # Without a pipeline, a forward's backward is the next thing to come.
+        if self.num_stages == 1 and chunk.begins_last_microbatch():
+            self._let_go(chunk)
+        return number
+
+    def before_backward(self, chunk: "FramedChunk") -> None:
+        """Lets the chunk's gradients go before its last backward, if that is backward's to do."""
+        # With a `grad_sync_func` the schedule launches them, in the time when a stage waits for
+        # others. Only stage 0 of plain 1F1B has no such time: it finishes last.
+        is_backwards_turn = self.config.grad_sync_func is None or (
+            chunk.vp_stage is None and self.stage == 0
+        )
+        if is_backwards_turn and chunk.begins_last_backward():
+            self._let_go(chunk)
+
+    def after_backward(self, chunk: "FramedChunk") -> None:
+        """Launches the gradients that are due, and holds back those of the other chunks."""
+        self._backwards.append((self.chunks.index(chunk), chunk.has_done_all_backwards()))
+        if chunk.vp_stage is None:
+            return
+        # Stage r is r backwards behind the last stage. So all stages launch a chunk together.
+        behind = len(self._backwards) - 1 - self.stage
+        if self.config.grad_sync_func is not None and behind >= 0:
+            chunk_id, was_last = self._backwards[behind]
+            if was_last:
+                self._let_go(self.chunks[chunk_id])
+                self._launch(self.chunks[chunk_id])
+        self.grad_sync.disable()
+
+    def _let_go(self, chunk: "FramedChunk") -> None:
+        self.grad_sync.enable()
+        self._synchronized_chunks.add(self.chunks.index(chunk))
+
+    def _launch(self, chunk: "FramedChunk") -> None:
+        self.grad_sync.launch(chunk.model, chunk.vp_stage)
+
+    # -- The step ends --
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is None:
+                self._finish()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if error is not None:
+                self._give_up(error)
+
+    def _finish(self) -> None:
+        if self.p2p is not None:
+            self.p2p.finish()
+        self.grad_sync.enable()
+        finish_embedding_wgrad_compute(
+            self.config, self._embedding_module, self._ends_in_loss(), self.pg_collection.tp
+        )
+        if not self.forward_only:
+            for chunk_id, chunk in enumerate(self.chunks):
+                if chunk_id not in self._synchronized_chunks:
+                    self._launch(chunk)
+        finish_step(self.config, self.chunks, self.forward_only, self.pg_collection)
+
+    def _give_up(self, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        if self.p2p is not None:
+            self.p2p.abandon(reason)
+        collectives.abandon(self._groups, reason)
+        if hasattr(self, "grad_sync"):
+            with suppress(Exception):  # the first error is the one to be seen
+                self.grad_sync.enable()
+
+
+class FramedChunk(ModelChunk):
+    """A model chunk that calls its frame around each forward and backward."""
+
+    def __init__(self, frame: StepFrame, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._frame = frame
+        self._num_begun = self._num_done = 0
+
+    def forward_step(self, microbatch_id: int, input_tensor: Any, place: int | None = None) -> Any:
+        """As `ModelChunk.forward_step`; the frame knows the place."""
+        self._num_begun += 1
+        place = self._frame.before_forward(self)
+        return super().forward_step(microbatch_id, input_tensor, place)
+
+    def backward_step(self, output_tensor_grad: Any, microbatch_id: int | None = None) -> Any:
+        """As `ModelChunk.backward_step`."""
+        self._frame.before_backward(self)
+        input_grad = super().backward_step(output_tensor_grad, microbatch_id)
+        self._num_done += 1
+        self._frame.after_backward(self)
+        return input_grad
+
+    def begins_last_microbatch(self) -> bool:
+        """True in its last forward, if no microbatch is in flight meanwhile."""
+        return self._num_begun == self.num_microbatches and self.num_in_flight() == 0
+
+    def begins_last_backward(self) -> bool:
+        """True before its last backward."""
+        return self._num_done == self.num_microbatches - 1
+
+    def has_done_all_backwards(self) -> bool:
+        """True after its last backward."""
+        return self._num_done == self.num_microbatches
+
+
+class ParamSync:
+    """Gathers parameters ahead of their forward, with interleaving, where the config says how.
+
+    `config.param_sync_func` is a list with one function per chunk. Without interleaving, each
+    layer's forward gathers what it needs.
+    """
+
+    def __init__(
+        self, config: ModelParallelConfig, forward_order: Sequence[tuple[int, int]], stage: int
+    ):
+        self._functions = config.param_sync_func if forward_order else None
+        self._order, self._stage = forward_order, stage
+
+    def gather_first(self, models: list[torch.nn.Module]) -> None:
+        """Before the step: the first two chunks."""
+        for chunk_id in range(min(2, len(models))):
+            self._gather(models, chunk_id)
+
+    def gather_ahead(self, number: int, models: list[torch.nn.Module]) -> None:
+        """Before forward `number`: the chunk after one that begins soon."""
+        # All stages launch a chunk's gathering at the same time: stage r looks r forwards ahead.
+        ahead = number + self._stage
+        if self._functions is None or ahead >= len(self._order):
+            return
+        microbatch, chunk_id = self._order[ahead]
+        if microbatch == 0 and 1 < chunk_id + 1 < len(models):
+            self._gather(models, chunk_id + 1)
+
+    def _gather(self, models: list[torch.nn.Module], chunk_id: int) -> None:
+        if self._functions is not None:
+            self._functions[chunk_id](models[chunk_id].parameters())
+
+
+def _groups_of(pg_collection: ProcessGroupCollection) -> list[dist.ProcessGroup]:
+    """The groups over which ranks may wait for each other in a step, each once."""
+    found = [vars(pg_collection).get(name) for name in GROUPS_OF_A_STEP]
+    real = [g for g in found if isinstance(g, dist.ProcessGroup) and g.size() > 1]
+    return list(dict.fromkeys(real))
