@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.send_limits import (
@@ -82,18 +83,8 @@ def get_planned_forward_backward_func(name_or_function: str | ScheduleFunction) 
         step = require_valid(
             _plan_step(name_or_function, p2p, len(models), num_microbatches, forward_only)
         )
-        rank, num_stages = p2p.pp_group.rank(), p2p.pp_group.size()
-        actions = step.ranks[rank]
-        is_interleaved = p2p.virtual_pipeline_model_parallel_size is not None
-        forwards = [(a.microbatch, a.chunk) for a in actions if a.kind == FORWARD]
-        frame = StepFrame(
-            config,
-            pg_collection,
-            p2p if num_stages > 1 else None,
-            forward_only,
-            forwards if is_interleaved else None,
-            _send_limits(step, rank),
-        )
+        frame = _make_frame(config, pg_collection, p2p, step)
+        actions = step.ranks[p2p.pp_group.rank()]
         for chunk_id, (chunk, iterator) in enumerate(zip(models, iterators, strict=True)):
             frame.add_chunk(
                 forward_step_func,
@@ -103,8 +94,8 @@ def get_planned_forward_backward_func(name_or_function: str | ScheduleFunction) 
                 collect_non_loss_data=collect_non_loss_data,
                 first_val_step=first_val_step,
                 num_in_flight=_count_in_flight(actions),
-                vp_stage=chunk_id if is_interleaved else None,
-                is_last_stage=rank == num_stages - 1 and chunk_id == len(models) - 1,
+                vp_stage=None if p2p.virtual_pipeline_model_parallel_size is None else chunk_id,
+                is_last_stage=_is_last(p2p, chunk_id, len(models)),
             )
         (shape,) = get_tensor_shapes(
             seq_length=seq_length,
@@ -141,6 +132,30 @@ def _plan_step(
         overlap_p2p_comm=interleaved and p2p.config.overlap_p2p_comm,
         batch_p2p_comm=p2p.config.batch_p2p_comm,
     )
+
+
+def _make_frame(
+    config: ModelParallelConfig,
+    pg_collection: ProcessGroupCollection,
+    p2p: P2PCommunicator,
+    step: Plan,
+) -> StepFrame:
+    rank, num_stages = p2p.pp_group.rank(), p2p.pp_group.size()
+    order = None
+    if p2p.virtual_pipeline_model_parallel_size is not None:
+        order = [(a.microbatch, a.chunk) for a in step.ranks[rank] if a.kind == FORWARD]
+    return StepFrame(
+        config,
+        pg_collection,
+        p2p if num_stages > 1 else None,
+        step.config.forward_only,
+        order,
+        _send_limits(step, rank),
+    )
+
+
+def _is_last(p2p: P2PCommunicator, chunk_id: int, num_chunks: int) -> bool:
+    return p2p.pp_group.rank() == p2p.pp_group.size() - 1 and chunk_id == num_chunks - 1
 
 
 def _send_limits(step: Plan, rank: int) -> Mapping[Channel, int]:

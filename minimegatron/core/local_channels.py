@@ -188,6 +188,7 @@ class Connection:
         """What was expected and has not come belongs to a failed step, from here on."""
         self.step += 1
         self._expected.clear()
+        self._incoming.drop_before(self.step)
 
     def abandon(self, reason: str) -> None:
         """Tells the peer that this rank will send nothing more in this step. Raises nothing."""
@@ -386,12 +387,14 @@ class _Incoming:
         *numbers, retired, sent_at = fields
         if retired:
             self._pieces.pop(retired, None)
-        header = _Header(*numbers, sent_at)
-        if header.step < step:
+        self.messages.append(_Header(*numbers, sent_at))
+        self.drop_before(step)
+
+    def drop_before(self, step: int) -> None:
+        """Gives back, unread, what belongs to steps before `step`. A peer's steps come in order."""
+        while self.messages and self.messages[0].step < step:
             self.num_dropped += 1
-            self.free(header)
-        else:
-            self.messages.append(header)
+            self.free(self.messages.popleft())
 
     # -- The peer's memory --
 

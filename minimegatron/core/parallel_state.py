@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from minimegatron.core.rank_generator import DEFAULT_ORDER, GROUP_KINDS, all_groups
 
@@ -55,7 +56,9 @@ def initialize_model_parallel(
     The data-parallel size is what is left of the world:
     world_size / (tensor * context * pipeline). `expert_tensor_parallel_size` None means
     `tensor_model_parallel_size`. `order` numbers the ranks, the fastest-changing dimension first;
-    see `RankGenerator`. The two functions pick, from the global ranks of one pipeline, those that
+    see `RankGenerator`. Whoever waits longer than `distributed_timeout_minutes` for another rank of
+    a group gives up; that holds from now on for the default group too, where it is one of the
+    groups. The two functions pick, from the global ranks of one pipeline, those that
     hold word and position embeddings; by default first and last stage, and first stage.
 
     `python -m minimegatron groups` prints the groups without making them. With 16 ranks, tensor
@@ -123,6 +126,7 @@ def _create_groups(groups: dict[str, list[list[int]]], timeout: timedelta) -> _P
     for ranks, names in kinds_of.items():
         if len(ranks) == dist.get_world_size():
             group = dist.group.WORLD
+            _set_pg_timeout(timeout, group)
         else:
             group = dist.new_group(list(ranks), timeout=timeout, group_desc="+".join(names))
             if me in ranks:

@@ -140,4 +140,4 @@ def test_an_input_need_not_be_contiguous():
 
 def test_without_linux_gloo_carries_everything(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert connect(None, callees=[0], num_callers=0) is None
+    assert connect(None, callees=[0], callers=[]) is None

@@ -6,10 +6,12 @@ Megatron has no counterpart.
 """
 
 import weakref
+from collections import deque
 
 import torch.distributed as dist
 
 from minimegatron.core.local_channels import Connection, connect, get_timeout
+from minimegatron.core.pipeline_parallel.send_limits import Channel
 from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
     GRADIENT,
@@ -55,6 +57,8 @@ class LocalTransport:
     def __init__(self, to_next: Connection, to_prev: Connection):
         self._outgoing = {ACTIVATION: to_next, GRADIENT: to_prev}
         self._incoming = {ACTIVATION: to_prev, GRADIENT: to_next}
+        # Per channel, what was sent and perhaps not taken yet; over the steps, as the memory is.
+        self.unfinished_sends: dict[Channel, deque] = {}
 
     @traced("p2p-start", describe_message)
     def start(self, message: Message) -> Work:
@@ -81,5 +85,6 @@ class LocalTransport:
 
     def abandon(self, reason: str) -> None:
         """Tells both neighbours that this stage does not go on with the step."""
+        self.unfinished_sends.clear()
         for connection in self._outgoing.values():
             connection.abandon(reason)

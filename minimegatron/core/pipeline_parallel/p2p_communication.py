@@ -101,7 +101,11 @@ class P2PCommunicator:
                 "be on or off), or use more than 2 stages"
             )
         self.transport = transport or get_transport(pp_group)
-        self._unfinished_sends: dict[Channel, deque] = {}
+        # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
+        self._may_outlive_step = self.transport.matches_by_tag and self.transport.keeps_messages
+        self._unfinished_sends: dict[Channel, deque] = (
+            self.transport.unfinished_sends if self._may_outlive_step else {}
+        )
         self._send_limits: Mapping[Channel, int] = {}
         self._least_send_limit = SEND_LIMIT
 
@@ -117,7 +121,8 @@ class P2PCommunicator:
         Every rank of the group must call it, before the first message of a step. `send_limits` has
         the channels of this stage that need more than `least_send_limit`.
         """
-        self._unfinished_sends.clear()
+        if not self._may_outlive_step:
+            self._unfinished_sends.clear()
         self._send_limits = send_limits or {}
         self._least_send_limit = least_send_limit
         if self.transport.matches_by_tag:
@@ -345,6 +350,8 @@ class P2PCommunicator:
     def _keep_until_sent(self, message: Message, work: Work) -> None:
         channel = (message.payload, message.chunk)
         unfinished = self._unfinished_sends.setdefault(channel, deque())
+        if self._may_outlive_step:  # the tensor itself is needed no longer
+            message = message._replace(tensor=message.tensor.to("meta"))
         unfinished.append((message, work))
         may_run_on = self.transport.matches_by_tag or self.config.overlap_p2p_comm
         limit = self._send_limits.get(channel, self._least_send_limit) if may_run_on else 0
@@ -411,12 +418,9 @@ class P2PCommunicator:
 
     def finish(self) -> None:
         """Waits until everything sent has left this stage. Raises ConnectionError if it cannot."""
-        # What lies in shared memory is safe there, whatever this stage does next.
-        is_safe = self.transport.matches_by_tag and self.transport.keeps_messages
         for unfinished in self._unfinished_sends.values():
-            while unfinished and not is_safe:
+            while unfinished and not self._may_outlive_step:
                 self._finish_send(*unfinished.popleft())
-        self._unfinished_sends.clear()
 
 
 @traced("p2p-wait", lambda a: {k: a[k] for k in ("stage", "peer", "payload", "doing")})

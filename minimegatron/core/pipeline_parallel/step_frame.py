@@ -190,9 +190,10 @@ class StepFrame:
         if self.p2p is not None:
             self.p2p.finish()
         self.grad_sync.enable()
-        finish_embedding_wgrad_compute(
-            self.config, self._embedding_module, self._ends_in_loss(), self.pg_collection.tp
-        )
+        if self._embedding_module is not None:
+            finish_embedding_wgrad_compute(
+                self.config, self._embedding_module, True, self.pg_collection.tp
+            )
         if not self.forward_only:
             for chunk_id, chunk in enumerate(self.chunks):
                 if chunk_id not in self._synchronized_chunks:

@@ -1,0 +1,388 @@
+"""What shared memory between ranks promises: it never blocks, never grows, and serves ranks alone."""
+
+import os
+import re
+import socket
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import collectives, local_handshake, parallel_state
+from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from minimegatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from minimegatron.core.local_channels import connect
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.local_transport import LocalTransport
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.transport import TorchTransport
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from tests.ranks import run_ranks
+
+
+def shared_bytes() -> int:
+    """Shared memory that this process has mapped for messages it sends or receives."""
+    total = 0
+    with open("/proc/self/maps") as file:
+        for line in file:
+            if "memfd:minimegatron" in line:
+                start, end = line.split()[0].split("-")
+                total += int(end, 16) - int(start, 16)
+    return total
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def communicator(**options) -> P2PCommunicator:
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=dist.get_world_size(), pipeline_dtype=torch.float32, **options
+    )
+    p2p = P2PCommunicator(dist.group.WORLD, config)
+    assert isinstance(p2p.transport, LocalTransport)
+    return p2p
+
+
+# -- It never blocks --
+
+
+def start_many(number: int) -> tuple[bool, int]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    collectives.all_reduce(torch.ones(1), group)
+    before = num_descriptors()
+    parts = [torch.full((3,), float(i + rank)) for i in range(number)]
+    handles = [collectives.all_reduce(part, group, async_op=True) for part in parts]
+    opened = num_descriptors() - before
+    for handle in handles:
+        handle.wait()
+    size = dist.get_world_size()
+    wanted = [size * i + size * (size - 1) / 2 for i in range(number)]
+    return [part[0].item() for part in parts] == wanted, opened
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_thousand_collectives_under_way_block_nobody(size):
+    for is_right, opened in run_ranks(start_many, size, 1500):
+        assert is_right
+        assert opened == 0  # one file descriptor per message would exhaust a limit of 1,024
+
+
+class Many(torch.nn.Module):
+    """A model with one bucket per parameter."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.ones(5)) for _ in range(number)
+        )
+
+    def forward(self, x):
+        return sum((weight * x).sum() for weight in self.weights)
+
+
+def train_with_buckets(number: int) -> bool:
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    ddp = DistributedDataParallel(config, ddp_config, Many(number))
+    assert len(ddp.bucket_groups) == number
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp(torch.full((5,), dist.get_rank() + 1.0)).backward()
+        ddp.finish_grad_sync()
+    return all(bool((weight.main_grad == 1.5).all()) for weight in ddp.module.weights)
+
+
+def test_150_buckets_with_overlap_block_nobody():
+    assert run_ranks(train_with_buckets, 2, 150) == [True, True]
+
+
+def send_nothing(is_local: bool) -> tuple:
+    config = ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    transport = None if is_local else TorchTransport(dist.group.WORLD)
+    p2p = P2PCommunicator(dist.group.WORLD, config, transport)
+    if dist.get_rank() == 0:
+        p2p.send_forward(torch.empty(0, 2, 4), is_last_stage=False)
+        p2p.send_forward(torch.ones(1, 2, 4), is_last_stage=False)
+        p2p.finish()
+        return ()
+    empty = p2p.recv_forward((0, 2, 4), is_first_stage=False)
+    full = p2p.recv_forward((1, 2, 4), is_first_stage=False)
+    return tuple(empty.shape), full.sum().item()
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["shared memory", "gloo"])
+def test_a_message_without_elements_arrives(is_local):
+    assert run_ranks(send_nothing, 2, is_local)[1] == ((0, 2, 4), 8.0)
+
+
+# -- It never grows --
+
+
+def lengths_that_vary(num_steps: int, elements: int) -> list[float]:
+    p2p, rank = communicator(), dist.get_rank()
+    generator = torch.Generator().manual_seed(5)
+    most, largest = 0, 0
+    for _ in range(num_steps):
+        p2p.begin_step()
+        lengths = torch.randint(1, elements, (6,), generator=generator).tolist()
+        largest = max(largest, 4 * max(lengths))
+        for length in lengths:
+            if rank == 0:
+                p2p.send_forward(torch.full((length, 1, 1), float(length)), False)
+            else:
+                received = p2p.recv_forward((length, 1, 1), False)
+                assert received.shape == (length, 1, 1) and received[-1] == length
+        p2p.finish()
+        most = max(most, shared_bytes())
+    return [most, largest]
+
+
+def test_shared_memory_stays_small_while_lengths_vary():
+    """A channel's limit is 2: two messages may wait, and one more may be on its way."""
+    for most, largest in run_ranks(lengths_that_vary, 2, 200, 200_000):
+        pages = 4096 * (3 + 1)  # slots end on whole pages, and there is one page of marks
+        assert most <= 3 * largest + pages
+
+
+def hold_what_arrived(number: int) -> int:
+    p2p, rank = communicator(), dist.get_rank()
+    held = []
+    for i in range(number):
+        if rank == 0:
+            p2p.send_forward(torch.full((25_600, 1, 1), float(i)), False)
+        else:
+            held.append(p2p.recv_forward((25_600, 1, 1), False))
+    assert [tensor[0].item() for tensor in held] == [float(i) for i in range(len(held))]
+    return shared_bytes()
+
+
+def test_what_a_stage_keeps_for_its_backward_is_no_shared_memory():
+    for found in run_ranks(hold_what_arrived, 2, 12):
+        assert found <= 4 * 102_400 + 4096
+
+
+# -- A send waits for its turn, but not for ever --
+
+
+def run_ahead(limit: int) -> int:
+    p2p, rank = communicator(), dist.get_rank()
+    p2p.begin_step(least_send_limit=limit)
+    sent = torch.zeros(1)
+    most = 0
+    store = dist.distributed_c10d._get_default_store()
+    for i in range(20):
+        if rank == 0:
+            p2p.send_forward(torch.full((4, 1, 1), float(i)), False)
+            store.add("sent", 1)
+        else:
+            time.sleep(0.02)
+            most = max(most, store.add("sent", 0) - i)
+            p2p.recv_forward((4, 1, 1), False)
+    p2p.finish()
+    return most + int(sent)
+
+
+@pytest.mark.parametrize("limit", [2, 4])
+def test_a_send_waits_while_its_channel_is_full(limit):
+    assert run_ranks(run_ahead, 2, limit)[1] <= limit
+
+
+def wait_in_vain(seconds: float) -> tuple[float, str]:
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, distributed_timeout_minutes=seconds / 60
+    )
+    p2p = communicator()
+    dist.barrier()
+    began, said = time.monotonic(), ""
+    try:
+        if dist.get_rank() == 0:
+            for _ in range(3):  # one more than the channel holds
+                p2p.send_forward(torch.ones(4, 1, 1), False)
+        else:
+            p2p.recv_backward((4, 1, 1), False)
+    except ConnectionError as error:
+        said = str(error)
+    took = time.monotonic() - began
+    if dist.get_rank() == 1:
+        time.sleep(3)  # the peer must not see the end of this process instead
+    return took, said
+
+
+def test_the_time_out_of_the_groups_reaches_shared_memory():
+    (send_took, sending), (receive_took, receiving) = run_ranks(wait_in_vain, 2, 1.5)
+    assert 1.4 < send_took < 20 and 1.4 < receive_took < 20
+    assert "stage 0 lost stage 1 while sending an activation of shape (4, 1, 1)" in sending
+    assert "has not taken a message within 1.5 s" in sending
+    assert "stage 1 lost stage 0" in receiving or "sent nothing within 1.5 s" in receiving
+
+
+def wait_for_a_collective(seconds: float) -> tuple[float, str]:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2, distributed_timeout_minutes=seconds / 60
+    )
+    groups = ProcessGroupCollection(tp=parallel_state.get_tensor_model_parallel_group())
+    collectives.begin_step([groups.tp])
+    began = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(seconds + 3)
+        return 0.0, ""
+    with pytest.raises(ConnectionError) as error:
+        collectives.all_reduce(torch.ones(3), groups.tp)
+    return time.monotonic() - began, str(error.value)
+
+
+def test_the_time_out_of_the_groups_reaches_collectives():
+    took, said = run_ranks(wait_for_a_collective, 2, 1.0)[0]
+    assert 0.9 < took < 3.9
+    assert "rank 1 of the group sent nothing within 1 s" in said
+
+
+# -- It serves ranks alone --
+
+
+def call_as_a_stranger(name: str, hello: bytes) -> socket.socket:
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.connect("\0" + name)
+    stranger.sendall(hello)
+    return stranger
+
+
+def listening_addresses() -> set[str]:
+    with open("/proc/net/unix") as file:
+        return set(re.findall(r"@(minimegatron-[0-9a-f]+)$", file.read(), re.MULTILINE))
+
+
+def meet_among_strangers() -> tuple[bool, list[str], float]:
+    """Strangers call while the ranks meet: one says nothing, one guesses the secret."""
+    known, strangers, answers = listening_addresses(), [], []
+    gather = dist.all_gather_object
+
+    def gather_slowly(*arguments, **options):
+        gather(*arguments, **options)
+        for name in listening_addresses() - known:
+            strangers.append(call_as_a_stranger(name, b""))
+            strangers.append(call_as_a_stranger(name, b"\0" * 20))
+            strangers.append(call_as_a_stranger(name, b"GET / HTTP/1.0\r\n\r\n"))
+        dist.barrier()
+
+    dist.all_gather_object = gather_slowly
+    began = time.monotonic()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        called, came = connect(
+            dist.group.WORLD,
+            callees=list(range(dist.get_rank())),
+            callers=list(range(dist.get_rank() + 1, dist.get_world_size())),
+        )
+    took = time.monotonic() - began
+    dist.all_gather_object = gather
+    for stranger in strangers:
+        stranger.settimeout(20)
+        try:
+            answers.append(stranger.recv(1))
+        except ConnectionError:
+            answers.append(b"")
+    connections = called | came
+    for connection in connections.values():
+        connection.send(torch.full((2,), float(dist.get_rank())))
+    found = []
+    for peer, connection in connections.items():
+        arrival = connection.expect(torch.empty(2))
+        arrival.wait()
+        found.append(arrival.tensor.tolist() == [float(peer)] * 2)
+    dist.barrier()
+    is_right = all(found) and not any(answers)
+    return is_right, [str(warning.message) for warning in warned], took
+
+
+def test_strangers_are_turned_away_and_named():
+    results = run_ranks(meet_among_strangers, 3)
+    assert all(is_right for is_right, _, _ in results)
+    assert all(took < 30 for _, _, took in results)
+    # The last rank is called by nobody, so it looks at no caller.
+    for _, warned, _ in results[:2]:
+        assert any(
+            re.search(r"process \d+ \(.+\) of user \d+ called this rank .* was turned away", text)
+            for text in warned
+        )
+
+
+def test_a_caller_of_another_user_is_turned_away(monkeypatch):
+    secret = b"s" * 16
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    socket.send_fds(theirs, [local_handshake._HELLO.pack(1, secret)], [0])
+    other = os.geteuid() + 1
+    monkeypatch.setattr(local_handshake, "_peer", lambda connection: (os.getpid(), other, 0))
+    with pytest.warns(UserWarning, match=f"of user {other} called this rank"):
+        _, met = local_handshake._check_caller(ours, secret, {1})
+    assert met is None
+
+
+def test_an_address_of_another_user_is_not_called(monkeypatch):
+    name = f"\0minimegatron-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(name)
+        listener.listen()
+        address = local_handshake._Address((), name, b"s" * 16)
+        monkeypatch.setattr(local_handshake, "_peer", lambda connection: (1, os.geteuid() + 1, 0))
+        with pytest.raises(ConnectionError, match="belongs to user"):
+            local_handshake._call(address, 1, 0, 0, time.monotonic() + 5)
+
+
+def secrets_of_a_job() -> bool:
+    """The secret is in no argument and no variable of the environment."""
+    told = []
+    gather = dist.all_gather_object
+
+    def overhear(everyone, mine, **options):
+        gather(everyone, mine, **options)
+        told.extend(everyone)
+
+    dist.all_gather_object = overhear
+    connect(dist.group.WORLD, callees=[1 - dist.get_rank()], callers=[1 - dist.get_rank()])
+    dist.all_gather_object = gather
+    with open("/proc/self/cmdline", "rb") as line, open("/proc/self/environ", "rb") as environment:
+        public = line.read() + environment.read() + repr(dict(os.environ)).encode()
+    secrets = [address.secret for address in told]
+    return len(set(secrets)) == 2 and not any(
+        s in public or s.hex().encode() in public for s in secrets
+    )
+
+
+def test_the_secret_travels_among_the_ranks_alone():
+    assert run_ranks(secrets_of_a_job, 2) == [True, True]
+
+
+# -- What a full socket does not take --
+
+
+def fill_a_socket() -> int:
+    """The peer sleeps while this rank sends more headers than a socket holds; all of them arrive."""
+    p2p, rank = communicator(), dist.get_rank()
+    connection = p2p.transport._outgoing["activation"]
+    other = p2p.transport._incoming["activation"]
+    number = 3000
+    if rank == 0:
+        for i in range(number):
+            connection.send(torch.tensor([float(i)]))
+        dist.barrier()  # over gloo: the thread must write what is left while this rank waits here
+        return threading.active_count()
+    time.sleep(0.5)
+    for i in range(number):
+        arrival = other.expect(torch.empty(1))
+        arrival.wait()
+        assert arrival.tensor.item() == i
+    dist.barrier()
+    return number
+
+
+def test_more_headers_than_a_socket_holds_arrive_in_order():
+    assert run_ranks(fill_a_socket, 2)[1] == 3000

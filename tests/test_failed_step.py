@@ -1,0 +1,151 @@
+"""A step that fails on one rank, then a good step in the same ranks: with the right numbers.
+
+Every place where a step can fail, on every rank in turn, over several ways of cutting the model. The
+rank that fails raises; those that wait for it are told and raise too, long before a time-out. Nothing
+that the failed step left behind, a message, a gradient held back, may enter the next one.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimegatron.core import parallel_state
+from minimegatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    get_forward_backward_func,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from minimegatron.core.utils import get_model_config
+from tests.figures import figure
+from tests.parity import (
+    MICRO_BATCH,
+    SEQ,
+    Case,
+    batches,
+    build,
+    compare,
+    forward_step_func,
+    load_reference,
+    reference,
+)
+from tests.ranks import run_ranks
+
+PLACES = ("forward", "loss", "backward", "no_sync", "grad_scale", "finalize")
+FORWARD_ONLY_PLACES = ("forward", "loss")
+CASES = [
+    Case(pp=2, M=3),
+    Case(pp=4, M=4),
+    Case(tp=2, pp=2, M=3, sp=True),
+    Case(pp=2, dp=2, M=3, overlap_grad_reduce=True),
+    Case(pp=2, vp=2, G=2, M=4, batched=False, overlap=True, deallocate=True, dp=2, dist_opt=True),
+    Case(dp=2, M=2, overlap_grad_reduce=True),
+]
+
+
+class Planted(Exception):
+    """What a test makes a step raise."""
+
+
+def _raise(*unused: Any, **unused_too: Any) -> None:
+    raise Planted("planted")
+
+
+class FailingStep:
+    """A forward step function that raises at one place of the second microbatch, if asked to."""
+
+    def __init__(self, place: str, config: Any):
+        self.place, self.config, self.num_forwards = place, config, 0
+        if place == "grad_scale":
+            config.grad_scale_func = _raise
+        elif place == "finalize":
+            config.finalize_model_grads_func = _raise
+        elif place == "no_sync":
+            several = isinstance(config.no_sync_func, list)
+            config.no_sync_func = [_raise] if several else _raise
+
+    def __call__(self, data_iterator, model, *recompute):
+        output, loss_func = forward_step_func(data_iterator, model, *recompute)
+        self.num_forwards += 1
+        if self.num_forwards >= 2:
+            if self.place == "forward":
+                _raise()
+            if self.place == "loss":  # only a chunk that ends in the loss calls it
+                return output, _raise
+            if self.place == "backward" and output.requires_grad:
+                output.register_hook(_raise)
+        return output, loss_func
+
+
+def fail(case: Case, groups: Any, place: str, rank: int, forward_only: bool) -> str:
+    """One step that fails at `place` on `rank`; returns what this rank raised."""
+    chunks, _ = build(case, groups)
+    is_failing = torch.distributed.get_rank() == rank
+    function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
+    step = FailingStep(place, get_model_config(chunks[0])) if is_failing else forward_step_func
+    data = batches(case.M)
+    try:
+        with torch.set_grad_enabled(not forward_only):
+            function(
+                forward_step_func=step,
+                data_iterator=[iter(data) for _ in chunks],
+                model=chunks,
+                num_microbatches=case.M,
+                seq_length=SEQ,
+                micro_batch_size=MICRO_BATCH,
+                forward_only=forward_only,
+                pg_collection=groups,
+            )
+    except (Planted, ConnectionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def places_of(case: Case, rank: int, groups_of: Any) -> list[tuple[str, bool]]:
+    """(place, forward only) of what can fail on a rank: only the last stage has a loss."""
+    is_last = groups_of(rank) == case.pp - 1
+    found = [(place, False) for place in PLACES if is_last or place not in ("loss", "grad_scale")]
+    return found + [(p, True) for p in FORWARD_ONLY_PLACES if is_last or p != "loss"]
+
+
+def fail_and_recover(case: Case, path: str) -> tuple[int, list[str]]:
+    """Each failure, and after each the step that `compare` knows the right numbers of."""
+    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp)
+    model_parallel_cuda_manual_seed(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    problems, num_failures = [], 0
+    for rank in range(case.world):
+        for place, forward_only in places_of(case, rank, lambda r: r // (case.tp * case.dp)):
+            raised = fail(case, groups, place, rank, forward_only)
+            if torch.distributed.get_rank() == rank and "Planted" not in raised:
+                problems.append(f"{place} on rank {rank}: raised {raised!r}")
+            num_failures += 1
+            _, _, found = compare(case, load_reference(path), groups, num_steps=1)
+            problems += [f"after {place} on rank {rank}: {problem}" for problem in found]
+    return num_failures, problems
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_good_step_follows_a_failed_one(case, tmp_path_factory):
+    path = reference(case.serial(), Path(tmp_path_factory.getbasetemp()))
+    results = run_ranks(fail_and_recover, case.world, case, path, timeout=250)
+    assert [problem for _, found in results for problem in found] == []
+    figure(f"{case}: {results[0][0]} failures, each followed by a good step")
+
+
+def tell_everybody(case: Case) -> list[str]:
+    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp)
+    model_parallel_cuda_manual_seed(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return [fail(case, groups, "forward", case.world - 1, False)]
+
+
+def test_ranks_that_wait_for_a_failed_one_are_told_why():
+    case = replace(Case(tp=2, pp=2, M=3), sp=True)
+    (first,), (second,), (third,), (failed,) = run_ranks(tell_everybody, 4, case)
+    assert failed == "Planted: planted"
+    for told in (first, second, third):
+        assert "given up this step" in told and "planted" in told
