@@ -1,6 +1,7 @@
 """One model chunk during one training step: its arguments bound once, its microbatches in flight.
 
-Called by: the three schedules, which decide the order. Calls: `forward_step` and `backward_step`.
+Called by: the three schedules, which decide the order. Calls: `forward_step` and `backward_step`,
+and the step's frame around each of them.
 Megatron has no such class; there each schedule passes the same fourteen arguments at each call, and
 keeps `input_tensors` and `output_tensors` lists of its own.
 """
@@ -34,6 +35,8 @@ class ModelChunk:
         is_last_stage: whether this chunk ends in the loss.
         config: the step's; None for the model's own. A stage's chunks share the first one's, because
             the hooks are filled in there.
+        frame: the `StepFrame` around the step, called before and after each forward and backward;
+            None for whoever does without.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ModelChunk:
         vp_stage: int | None = None,
         is_last_stage: bool = True,
         config: ModelParallelConfig | None = None,
+        frame: "NoFrame | None" = None,
     ):
         self.model, self.config = model, config or get_model_config(model)
         self.num_microbatches = num_microbatches
@@ -63,12 +67,13 @@ class ModelChunk:
         self._forward_only, self._first_val_step = forward_only, first_val_step
         self._num_in_flight = num_in_flight
         self._in_flight: dict[int, tuple[Any, Any]] = {}
+        self._frame = frame or NoFrame()
+        self._num_forwards = self._num_backwards = 0
 
-    def forward_step(self, microbatch_id: int, input_tensor: Any, place: int | None = None) -> Any:
-        """Forward of one microbatch; remembers input and output for its backward.
-
-        `place` is the forward's number in the stage's order, where that is not `microbatch_id`.
-        """
+    def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
+        """Forward of one microbatch; remembers input and output for its backward."""
+        self._num_forwards += 1
+        place = self._frame.before_forward(self, microbatch_id)
         output_tensor, num_tokens = forward_step(
             *self._step,
             input_tensor,
@@ -76,7 +81,7 @@ class ModelChunk:
             self.config,
             self._cp_group_size,
             self._collect_non_loss_data,
-            self._recomputes(microbatch_id if place is None else place),
+            self._recomputes(place),
             check_first_val_step(self._first_val_step, self._forward_only, microbatch_id == 0),
             microbatch_id,
             self.vp_stage,
@@ -108,10 +113,36 @@ class ModelChunk:
 
         Returns the gradient of its input.
         """
+        self._frame.before_backward(self)
         oldest = next(iter(self._in_flight)) if microbatch_id is None else microbatch_id
         input_tensor, output_tensor = self._in_flight.pop(oldest)
-        return backward_step(input_tensor, output_tensor, output_tensor_grad, None, self.config)
+        grad = backward_step(input_tensor, output_tensor, output_tensor_grad, None, self.config)
+        self._num_backwards += 1
+        self._frame.after_backward(self)
+        return grad
 
     def num_in_flight(self) -> int:
         """Microbatches whose forward is done and whose backward is not."""
         return len(self._in_flight)
+
+    def is_in_last_microbatch(self) -> bool:
+        """True from the beginning of its last forward, if no other microbatch is in flight then."""
+        return self._num_forwards == self.num_microbatches and self.num_in_flight() == 0
+
+    def num_backwards_left(self) -> int:
+        """Microbatches of the step whose backward is not done."""
+        return self.num_microbatches - self._num_backwards
+
+
+class NoFrame:
+    """What stands around a chunk's work if nothing does; see `step_frame.StepFrame`."""
+
+    def before_forward(self, chunk: ModelChunk, microbatch_id: int) -> int:
+        """Returns the forward's number among all of the stage's."""
+        return microbatch_id
+
+    def before_backward(self, chunk: ModelChunk) -> None:
+        """Called with the microbatch still in flight."""
+
+    def after_backward(self, chunk: ModelChunk) -> None:
+        """Called with the input's gradient not yet sent."""

@@ -18,7 +18,7 @@ calls is the order on the wire, and `wait` makes the stream wait, not the progra
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -352,15 +352,23 @@ class P2PCommunicator:
         unfinished = self._unfinished_sends.setdefault(channel, deque())
         if self._may_outlive_step:  # the tensor itself is needed no longer
             message = message._replace(tensor=message.tensor.to("meta"))
-        unfinished.append((message, work))
+        unfinished.append(_UnfinishedSend(message, work))
         may_run_on = self.transport.matches_by_tag or self.config.overlap_p2p_comm
         limit = self._send_limits.get(channel, self._least_send_limit) if may_run_on else 0
         while len(unfinished) > limit:
-            self._finish_send(*unfinished.popleft())
+            self._finish_send(unfinished.popleft())
 
-    def _finish_send(self, message: Message, work: Work) -> None:
-        _wait_for(
-            work, self.curr_rank_in_pg, message.peer, message.payload, "sending", message.tensor
+    def _finish_send(self, send: "_UnfinishedSend") -> None:
+        message = send.message
+        # Observers count the waits of a step; one for an earlier step's message is not among them.
+        wait = _await if send.is_old else _wait_for
+        wait(
+            send.work,
+            self.curr_rank_in_pg,
+            message.peer,
+            message.payload,
+            "sending",
+            message.tensor,
         )
 
     def _exchange_shapes(
@@ -418,13 +426,25 @@ class P2PCommunicator:
 
     def finish(self) -> None:
         """Waits until everything sent has left this stage. Raises ConnectionError if it cannot."""
-        for unfinished in self._unfinished_sends.values():
-            while unfinished and not self._may_outlive_step:
-                self._finish_send(*unfinished.popleft())
+        for channel, unfinished in self._unfinished_sends.items():
+            if self._may_outlive_step:
+                old = deque(send._replace(is_old=True) for send in unfinished)
+                self._unfinished_sends[channel] = old
+            else:
+                while unfinished:
+                    self._finish_send(unfinished.popleft())
 
 
-@traced("p2p-wait", lambda a: {k: a[k] for k in ("stage", "peer", "payload", "doing")})
-def _wait_for(
+class _UnfinishedSend(NamedTuple):
+    """A message that has been sent and may not have been received."""
+
+    message: Message
+    work: Work
+    is_old: bool = False
+    """It was sent in an earlier step."""
+
+
+def _await(
     work: Work, stage: int, peer: int, payload: str, doing: str, tensor: torch.Tensor
 ) -> None:
     try:
@@ -434,6 +454,11 @@ def _wait_for(
             f"stage {stage} lost stage {peer} while {doing} an {payload} of shape "
             f"{tuple(tensor.shape)}: {error}"
         ) from error
+
+
+_wait_for = traced("p2p-wait", lambda a: {k: a[k] for k in ("stage", "peer", "payload", "doing")})(
+    _await
+)
 
 
 def _as_list(tensors: Any) -> list:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
+from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk, NoFrame
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.send_limits import (
     FORWARD_ONLY_SEND_LIMIT,
@@ -49,7 +49,7 @@ GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
 """What collectives inside a step run over; one order on all ranks."""
 
 
-class StepFrame:
+class StepFrame(NoFrame):
     """A context manager around one step of one stage. Chunks are added before it is entered.
 
     Args:
@@ -76,7 +76,7 @@ class StepFrame:
         self.stage = 0 if p2p is None else p2p.pp_group.rank()
         self.num_stages = 1 if p2p is None else p2p.pp_group.size()
         self.forward_data_store: list = []
-        self.chunks: list[FramedChunk] = []
+        self.chunks: list[ModelChunk] = []
         self._param_sync = ParamSync(config, forward_order or (), self.stage)
         self._num_forwards = 0
         # (chunk, is it the chunk's last) of each backward so far.
@@ -90,10 +90,9 @@ class StepFrame:
         model: torch.nn.Module,
         num_microbatches: int,
         **options: Any,
-    ) -> "FramedChunk":
+    ) -> ModelChunk:
         """The stage's next chunk. `options` as for `ModelChunk`, without what the frame knows."""
-        chunk = FramedChunk(
-            self,
+        chunk = ModelChunk(
             forward_step_func,
             data_iterator,
             model,
@@ -102,6 +101,7 @@ class StepFrame:
             cp_group_size=self.pg_collection.cp.size(),
             forward_only=self.forward_only,
             config=self.config,
+            frame=self,
             **options,
         )
         self.chunks.append(chunk)
@@ -131,30 +131,30 @@ class StepFrame:
 
     # -- Around one forward, one backward --
 
-    def before_forward(self, chunk: "FramedChunk") -> int:
+    def before_forward(self, chunk: ModelChunk, microbatch_id: int) -> int:
         """Returns the forward's number among all of this stage's."""
         number = self._num_forwards
         self._num_forwards += 1
         self._param_sync.gather_ahead(number, [chunk.model for chunk in self.chunks])
         # Torch's DistributedDataParallel decides in a forward whether its backward communicates.
         # Without a pipeline, a forward's backward is the next thing to come.
-        if self.num_stages == 1 and chunk.begins_last_microbatch():
+        if self.num_stages == 1 and chunk.is_in_last_microbatch():
             self._let_go(chunk)
         return number
 
-    def before_backward(self, chunk: "FramedChunk") -> None:
+    def before_backward(self, chunk: ModelChunk) -> None:
         """Lets the chunk's gradients go before its last backward, if that is backward's to do."""
         # With a `grad_sync_func` the schedule launches them, in the time when a stage waits for
         # others. Only stage 0 of plain 1F1B has no such time: it finishes last.
         is_backwards_turn = self.config.grad_sync_func is None or (
             chunk.vp_stage is None and self.stage == 0
         )
-        if is_backwards_turn and chunk.begins_last_backward():
+        if is_backwards_turn and chunk.num_backwards_left() == 1:
             self._let_go(chunk)
 
-    def after_backward(self, chunk: "FramedChunk") -> None:
+    def after_backward(self, chunk: ModelChunk) -> None:
         """Launches the gradients that are due, and holds back those of the other chunks."""
-        self._backwards.append((self.chunks.index(chunk), chunk.has_done_all_backwards()))
+        self._backwards.append((self.chunks.index(chunk), chunk.num_backwards_left() == 0))
         if chunk.vp_stage is None:
             return
         # Stage r is r backwards behind the last stage. So all stages launch a chunk together.
@@ -166,11 +166,11 @@ class StepFrame:
                 self._launch(self.chunks[chunk_id])
         self.grad_sync.disable()
 
-    def _let_go(self, chunk: "FramedChunk") -> None:
+    def _let_go(self, chunk: ModelChunk) -> None:
         self.grad_sync.enable()
         self._synchronized_chunks.add(self.chunks.index(chunk))
 
-    def _launch(self, chunk: "FramedChunk") -> None:
+    def _launch(self, chunk: ModelChunk) -> None:
         self.grad_sync.launch(chunk.model, chunk.vp_stage)
 
     # -- The step ends --
@@ -208,41 +208,6 @@ class StepFrame:
         if hasattr(self, "grad_sync"):
             with suppress(Exception):  # the first error is the one to be seen
                 self.grad_sync.enable()
-
-
-class FramedChunk(ModelChunk):
-    """A model chunk that calls its frame around each forward and backward."""
-
-    def __init__(self, frame: StepFrame, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self._frame = frame
-        self._num_begun = self._num_done = 0
-
-    def forward_step(self, microbatch_id: int, input_tensor: Any, place: int | None = None) -> Any:
-        """As `ModelChunk.forward_step`; the frame knows the place."""
-        self._num_begun += 1
-        place = self._frame.before_forward(self)
-        return super().forward_step(microbatch_id, input_tensor, place)
-
-    def backward_step(self, output_tensor_grad: Any, microbatch_id: int | None = None) -> Any:
-        """As `ModelChunk.backward_step`."""
-        self._frame.before_backward(self)
-        input_grad = super().backward_step(output_tensor_grad, microbatch_id)
-        self._num_done += 1
-        self._frame.after_backward(self)
-        return input_grad
-
-    def begins_last_microbatch(self) -> bool:
-        """True in its last forward, if no microbatch is in flight meanwhile."""
-        return self._num_begun == self.num_microbatches and self.num_in_flight() == 0
-
-    def begins_last_backward(self) -> bool:
-        """True before its last backward."""
-        return self._num_done == self.num_microbatches - 1
-
-    def has_done_all_backwards(self) -> bool:
-        """True after its last backward."""
-        return self._num_done == self.num_microbatches
 
 
 class ParamSync:
