@@ -38,8 +38,8 @@ class Leftover(Exception):
     """All ranks have finished, but not all messages were sent, received and used."""
 
 
-class Race(Exception):
-    """Memory is written while it may still be in use, or read before it is written."""
+class Race(AssertionError):
+    """Memory is written while it may still be in use, or read when it may not be written yet."""
 
 
 # -- What a program puts into its streams --
@@ -181,7 +181,10 @@ class _Memory:
 
     def _demand_order(self, earlier: _Use | None, use: _Use, seen: Seen) -> None:
         if earlier is not None and seen.get(earlier.stream, 0) < earlier.number:
-            raise Race(f"rank {self.rank}: {use.what}, and nothing makes it wait for {earlier.what}")
+            raise Race(
+                f"rank {self.rank}: nothing says which comes first: {earlier.what}, or {use.what}; "
+                "both use the same memory"
+            )
 
 
 class _Rank:
@@ -206,7 +209,7 @@ class Machine:
 
     def run(self) -> None:
         """To the end. Raises Deadlock, Leftover, Race, or AssertionError for a wrong message."""
-        while any([self._advance(rank) for rank in self.ranks]):
+        while any(self._advance(rank) for rank in self.ranks):
             pass
         if any(rank.next < len(rank.program) or rank.compute.queue for rank in self.ranks):
             raise Deadlock("; ".join(self._waits()))
@@ -278,7 +281,7 @@ class Machine:
         elif isinstance(entry, Event):
             rank.posts[entry.post].released = dict(stream.seen)
         elif isinstance(entry, Free):
-            use = _Use(stream.name, stream.num_done + 1, "memory is freed")
+            use = _Use(stream.name, stream.num_done + 1, "its memory is freed")
             rank.memory.write(entry.buffer, "freed memory", use, stream.seen)
         else:
             self._compute(rank, entry)

@@ -97,14 +97,17 @@ class _Memory:
         return [self._held.pop(address)[1] for address in gone]
 
 
-class _Handle:
-    def __init__(self, transport, post: Post, message: Message):
-        self._transport, self._post, self._message = transport, post, message
+class Handle:
+    """Of one message. It does not keep the memory that is sent; whoever sends must."""
+
+    def __init__(self, transport: "FakeTransport", post: Post, message: Message):
+        self._transport, self._post = transport, post
+        self.message = message._replace(tensor=None) if message.is_send else message
 
     def wait(self) -> bool:
         self._transport.note(Wait(self._post.number))
-        if self._message.payload.endswith("shape") and not self._message.is_send:
-            self._transport.read_sizes(self._message.tensor)
+        if self.message.payload.endswith("shape") and not self.message.is_send:
+            self._transport.read_sizes(self.message.tensor)
         return True
 
 
@@ -117,16 +120,16 @@ class FakeTransport:
         self.network, self.rank = network, rank
         self._memory, self._num_posts = _Memory(), 0
 
-    def start(self, message: Message) -> _Handle:
+    def start(self, message: Message) -> Handle:
         return self._post([message], is_batch=False)[0]
 
-    def start_batch(self, messages: list[Message]) -> list[_Handle]:
+    def start_batch(self, messages: list[Message]) -> list[Handle]:
         """Raises IndexError for an empty batch, as torch does."""
         if not messages:
             raise IndexError(f"rank {self.rank} starts an empty batch")
         return self._post(messages, is_batch=True)
 
-    def _post(self, messages: list[Message], is_batch: bool) -> list[_Handle]:
+    def _post(self, messages: list[Message], is_batch: bool) -> list[Handle]:
         for message in messages:
             if message.tensor.device.type != self.network.device:
                 raise ValueError(
@@ -139,7 +142,7 @@ class FakeTransport:
         self._num_posts += 1
         self.note(post)
         self.network.log[self.rank].append(post)
-        return [_Handle(self, post, message) for message in messages]
+        return [Handle(self, post, message) for message in messages]
 
     def _part(self, message: Message) -> Part:
         tensor = message.tensor
