@@ -5,7 +5,7 @@ this on each tensor they read. So a run that ends well has brought every message
 """
 
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -70,6 +70,18 @@ class Case:
         )
 
 
+class Made(NamedTuple):
+    """What a tensor of the model is."""
+
+    payload: str
+    microbatch: int
+    stage: int
+    """The virtual stage that made it."""
+
+    def __str__(self) -> str:
+        return f"{self.payload} of microbatch {self.microbatch} from virtual stage {self.stage}"
+
+
 class Identified(torch.autograd.Function):
     """A stage's computation: one kernel for the forward, one for the backward."""
 
@@ -81,8 +93,8 @@ class Identified(torch.autograd.Function):
         chunk.log.append(("F", microbatch, stage))
         chunk.transport.compute(
             f"forward of microbatch {microbatch} on virtual stage {stage}",
-            reads={} if stage == 0 else {tensor: (ACTIVATION, microbatch, stage - 1)},
-            writes={output: (ACTIVATION, microbatch, stage)},
+            reads={} if stage == 0 else {tensor: Made(ACTIVATION, microbatch, stage - 1)},
+            writes={output: Made(ACTIVATION, microbatch, stage)},
         )
         return output
 
@@ -92,13 +104,13 @@ class Identified(torch.autograd.Function):
         stage, input_grad = chunk.stage, torch.empty_like(grad)
         chunk.log.append(("B", microbatch, stage))
         # A real backward reads what the forward read.
-        reads = {} if stage == 0 else {tensor: (ACTIVATION, microbatch, stage - 1)}
+        reads = {} if stage == 0 else {tensor: Made(ACTIVATION, microbatch, stage - 1)}
         if stage < chunk.num_stages - 1:
-            reads[grad] = (GRADIENT, microbatch, stage + 1)
+            reads[grad] = Made(GRADIENT, microbatch, stage + 1)
         chunk.transport.compute(
             f"backward of microbatch {microbatch} on virtual stage {stage}",
             reads,
-            writes={input_grad: (GRADIENT, microbatch, stage)},
+            writes={input_grad: Made(GRADIENT, microbatch, stage)},
         )
         return input_grad, None, None
 
@@ -166,7 +178,7 @@ def run_programs(case: Case) -> tuple[list[list], Network]:
     """The first pass of every rank: what each schedule reported, and the network to run."""
     network = Network(case.p, sizes=SHAPE)
     with mock.patch.object(device, "_device", torch.device(network.device)), no_numbers():
-        return list(map(partial(run_program, case, network), range(case.p))), network
+        return [run_program(case, network, rank) for rank in range(case.p)], network
 
 
 def run_case(case: Case) -> tuple[list[list], Network, Machine]:

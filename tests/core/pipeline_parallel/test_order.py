@@ -35,7 +35,7 @@ INTERLEAVED = [
     Case(p, M, v, G)
     for p in (2, 3, 4)
     for v in (1, 2, 3)
-    for M in (2, 3, 5, 8)
+    for M in ((3, 8) if v == 1 else (2, 3, 5, 8))
     for G in legal_groups(p, M)
 ]
 INTERLEAVED += [Case(8, 8, 2, 8), Case(8, 11, 2, 11)]
@@ -179,7 +179,7 @@ def test_two_stages_interleaved_and_batched_would_cross_tensors(monkeypatch):
         config.batch_p2p_comm = True
 
     monkeypatch.setattr(P2PCommunicator, "__init__", without_guard)
-    with pytest.raises(AssertionError, match=r"expected \('(activation|gradient)'"):
+    with pytest.raises(AssertionError, match=r"expected (activation|gradient)"):
         run_case(Case(2, 4, 2, 2))
 
 
