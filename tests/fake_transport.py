@@ -1,22 +1,36 @@
-"""A transport without processes that forgives nothing: each rank is a thread, messages have no tags.
+"""A transport without processes that forgives as little as NCCL on GPUs.
 
-The n-th send from a to b meets the n-th receive at b from a, and neither ends before the other is
-there. Unlike gloo, so a wrong order deadlocks or delivers the wrong tensor here. When every rank
-waits, the run ends with a report of who waits for whom. Data are copied when the two meet, as late
-as a real network might, so a tensor freed too early arrives damaged.
+Two passes. First the program of each rank runs by itself, from beginning to end: nothing it calls
+computes or sends; the transport only notes what would go into the rank's streams. That is possible
+because a program on a GPU does not look at numbers. Then `Network.run` does the work of all streams,
+with all their rules (`fake_streams`).
+
+What a tensor would hold is known in the second pass only, so a program that reads a number fails.
 """
 
-import threading
-from collections import deque
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from minimegatron.core.pipeline_parallel.transport import Message
+from tests.fake_streams import (
+    PAIRS,
+    Deadlock,
+    Free,
+    Kernel,
+    Leftover,
+    Machine,
+    Part,
+    Post,
+    Race,
+    Synchronize,
+    Wait,
+)
 
-
-class Deadlock(Exception):
-    """Every rank that has not finished waits for a message."""
+__all__ = ["Deadlock", "FakeGroup", "FakeTransport", "Leftover", "Network", "Race", "no_numbers"]
 
 
 @dataclass
@@ -33,161 +47,136 @@ class FakeGroup:
         return self.my_size
 
 
-class _Pending:
-    def __init__(self, network, message: Message, rank: int):
-        self.network, self.message, self.rank = network, message, rank
-        self.done = False
+class Network:
+    """The programs of `size` ranks, and what they did.
+
+    `device`: where tensors of messages must be; the CPU stands for the GPU. `sizes`: what each message
+    about shapes tells. These numbers programs do read: the first pass assumes them, the second checks.
+    """
+
+    def __init__(self, size: int, device: str = "cpu", sizes: tuple[int, ...] = (1, 1, 2)):
+        self.size, self.device, self.sizes = size, device, list(sizes)
+        self.programs: list[list] = [[] for _ in range(size)]
+        self.log: list[list] = [[] for _ in range(size)]
+        """Per rank, in the program's order: its posts, and what the test's model adds."""
+
+    def run(self, lone: str = PAIRS) -> Machine:
+        """The second pass. Raises what `Machine.run` raises."""
+        machine = Machine(self.programs, lone)
+        machine.run()
+        return machine
+
+
+def no_numbers() -> Any:
+    """Within it, a program that reads a tensor's number fails: on a GPU it would stop and wait."""
+
+    def refuse(tensor):
+        raise AssertionError("the program reads a tensor's number, which stops it on a GPU")
+
+    methods = ("item", "__bool__", "__int__", "__float__")
+    return mock.patch.multiple(torch.Tensor, **dict.fromkeys(methods, refuse))
+
+
+class _Memory:
+    """Numbers for the storages of one rank's tensors; notes when nobody holds one any more."""
+
+    def __init__(self):
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._num_buffers = 0
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        # A weak reference keeps the address from being used again, not the storage alive.
+        if storage._cdata not in self._held:
+            self._num_buffers += 1
+            self._held[storage._cdata] = (StorageWeakRef(storage), self._num_buffers)
+        return self._held[storage._cdata][1]
+
+    def take_freed(self) -> list[int]:
+        expired = torch.UntypedStorage._expired  # as `StorageWeakRef.expired`, in half the time
+        gone = [address for address in self._held if expired(address)]
+        return [self._held.pop(address)[1] for address in gone]
+
+
+class Handle:
+    """Of one message. It does not keep the memory that is sent; whoever sends must."""
+
+    def __init__(self, transport: "FakeTransport", post: Post, message: Message):
+        self._transport, self._post = transport, post
+        self.message = message._replace(tensor=None) if message.is_send else message
 
     def wait(self) -> bool:
-        self.network.wait_for([self])
+        self._transport.note(Wait(self._post.number))
+        if self.message.payload.endswith("shape") and not self.message.is_send:
+            self._transport.read_sizes(self.message.tensor)
         return True
-
-    def __str__(self) -> str:
-        verb = "send to" if self.message.is_send else "receive from"
-        return f"rank {self.rank} waits: {verb} rank {self.message.peer} ({self.message.payload})"
-
-
-class Network:
-    """All links between `size` ranks. `blocking`: a single start returns only when it is matched."""
-
-    def __init__(self, size: int, blocking: bool = True):
-        self.size, self.blocking = size, blocking
-        self.changed = threading.Condition()
-        self.queues: dict[tuple[int, int, bool], deque] = {}
-        self.waiting: dict[int, list[_Pending]] = {}
-        self.finished: set[int] = set()
-        self.failure: BaseException | None = None
-        self.log: list[list[tuple]] = [[] for _ in range(size)]
-
-    def post(self, message: Message, rank: int) -> _Pending:
-        with self.changed:
-            pending = _Pending(self, message, rank)
-            link = (rank, message.peer) if message.is_send else (message.peer, rank)
-            kind = "send" if message.is_send else "receive"
-            size = message.tensor.numel() * message.tensor.element_size()
-            self.log[rank].append((kind, message.peer, message.payload, size))
-            others = self.queues.setdefault((*link, not message.is_send), deque())
-            if others:
-                self._meet(pending, others.popleft())
-            else:
-                self.queues.setdefault((*link, message.is_send), deque()).append(pending)
-            return pending
-
-    def _meet(self, one: _Pending, other: _Pending) -> None:
-        send, receive = (one, other) if one.message.is_send else (other, one)
-        target = receive.message.tensor.detach()
-        if target.shape != send.message.tensor.shape:
-            self.failure = self.failure or AssertionError(
-                f"rank {send.rank} sent shape {tuple(send.message.tensor.shape)}, "
-                f"rank {receive.rank} expected {tuple(target.shape)}"
-            )
-        else:
-            target.copy_(send.message.tensor)
-        one.done = other.done = True
-        self.changed.notify_all()
-
-    def wait_for(self, pendings: list[_Pending]) -> None:
-        rank = pendings[0].rank
-        with self.changed:
-            while not all(pending.done for pending in pendings):
-                if self.failure is not None:
-                    raise self.failure
-                self.waiting[rank] = [pending for pending in pendings if not pending.done]
-                self._check_deadlock()
-                if self.failure is None:
-                    self.changed.wait(timeout=60)
-                self.waiting.pop(rank, None)
-        if self.failure is not None:
-            raise self.failure
-
-    def _check_deadlock(self) -> None:
-        really = [r for r, ops in self.waiting.items() if not all(op.done for op in ops)]
-        if self.failure is None and len(really) + len(self.finished) == self.size:
-            report = "; ".join(str(op) for r in sorted(really) for op in self.waiting[r])
-            self.failure = Deadlock(report)
-            self.changed.notify_all()
-
-    def finish(self, rank: int, failure: BaseException | None) -> None:
-        with self.changed:
-            self.finished.add(rank)
-            if failure is not None and self.failure is None:
-                self.failure = failure
-            elif len(self.finished) < self.size:
-                self._check_deadlock()
-            self.changed.notify_all()
-
-    def leftovers(self) -> list[str]:
-        return [str(pending) for queue in self.queues.values() for pending in queue]
 
 
 class FakeTransport:
-    """One rank's end of a `Network`."""
+    """One rank's end of a `Network`: the transport of its program, and its compute stream."""
 
     matches_by_tag = False
 
     def __init__(self, network: Network, rank: int):
         self.network, self.rank = network, rank
+        self._memory, self._num_posts = _Memory(), 0
 
-    def start(self, message: Message) -> _Pending:
-        pending = self.network.post(message, self.rank)
-        if self.network.blocking:
-            pending.wait()
-        return pending
+    def start(self, message: Message) -> Handle:
+        return self._post([message], is_batch=False)[0]
 
-    def start_batch(self, messages: list[Message]) -> list[_Pending]:
-        return [self.network.post(message, self.rank) for message in messages]
+    def start_batch(self, messages: list[Message]) -> list[Handle]:
+        """Raises IndexError for an empty batch, as torch does."""
+        if not messages:
+            raise IndexError(f"rank {self.rank} starts an empty batch")
+        return self._post(messages, is_batch=True)
 
-
-def run_threads(network: Network, function) -> list:
-    """`function(rank)` in one thread per rank; returns the results or raises the first failure."""
-    results: list = [None] * network.size
-
-    def body(rank: int) -> None:
-        failure = None
-        try:
-            results[rank] = function(rank)
-        except BaseException as error:
-            failure = error
-        network.finish(rank, failure)
-
-    threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(network.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        if thread.is_alive():
-            raise TimeoutError("a fake rank did not return within 120 s")
-    if network.failure is not None:
-        raise network.failure
-    return results
-
-
-class Identified(torch.autograd.Function):
-    """A stage's computation that only checks which message it got and says which one it is.
-
-    An activation is [microbatch, virtual stage]; a gradient is [-1 - microbatch, virtual stage].
-    """
-
-    @staticmethod
-    def forward(ctx, tensor, microbatch, stage, num_stages):
-        ctx.identity = (microbatch, stage, num_stages)
-        if stage > 0:
-            expected = [float(microbatch), float(stage - 1)]
-            if tensor.flatten().tolist() != expected:
-                raise AssertionError(
-                    f"forward of microbatch {microbatch} on virtual stage {stage} expected "
-                    f"activation {expected}, got {tensor.flatten().tolist()}"
+    def _post(self, messages: list[Message], is_batch: bool) -> list[Handle]:
+        for message in messages:
+            if message.tensor.device.type != self.network.device:
+                raise ValueError(
+                    f"rank {self.rank} gave NCCL a tensor on {message.tensor.device.type}, not on "
+                    f"{self.network.device} ({message.payload})"
                 )
-        return tensor.new_tensor([[[microbatch, stage]]])
+            if message.payload.endswith("shape") and message.is_send:
+                self.compute("sizes are written", writes={message.tensor: message.tensor.tolist()})
+        post = Post(self._num_posts, is_batch, tuple(map(self._part, messages)))
+        self._num_posts += 1
+        self.note(post)
+        self.network.log[self.rank].append(post)
+        return [Handle(self, post, message) for message in messages]
 
-    @staticmethod
-    def backward(ctx, grad):
-        microbatch, stage, num_stages = ctx.identity
-        if stage < num_stages - 1:
-            expected = [-1.0 - microbatch, float(stage + 1)]
-            if grad.flatten().tolist() != expected:
-                raise AssertionError(
-                    f"backward of microbatch {microbatch} on virtual stage {stage} expected "
-                    f"gradient {expected}, got {grad.flatten().tolist()}"
-                )
-        return grad.new_tensor([[[-1.0 - microbatch, stage]]]), None, None, None
+    def _part(self, message: Message) -> Part:
+        tensor = message.tensor
+        return Part(
+            message.is_send,
+            message.peer,
+            message.payload,
+            self._memory.number_of(tensor),
+            tuple(tensor.shape),
+            tensor.numel() * tensor.element_size(),
+        )
+
+    def note(self, entry: Any) -> None:
+        """Puts one entry into the program, after memory that was freed since the last one."""
+        program = self.network.programs[self.rank]
+        program.extend(map(Free, self._memory.take_freed()))
+        program.append(entry)
+
+    def compute(
+        self,
+        name: str,
+        reads: dict[torch.Tensor, Any] | None = None,
+        writes: dict[torch.Tensor, Any] | None = None,
+    ) -> None:
+        """A kernel: tensors it reads, with what they must hold then; tensors it writes."""
+        entries = (
+            tuple((self._memory.number_of(tensor), value) for tensor, value in (of or {}).items())
+            for of in (reads, writes)
+        )
+        self.note(Kernel(name, *entries))
+
+    def read_sizes(self, tensor: torch.Tensor) -> None:
+        """The program reads the numbers of a message about shapes, and waits for them."""
+        self.compute("sizes are read", reads={tensor: self.network.sizes})
+        self.note(Synchronize())
+        tensor.copy_(torch.tensor(self.network.sizes))

@@ -124,6 +124,27 @@ FAULTS = (
         "Interleaving over two stages in batches is let through; tensors can cross.",
     ),
     Fault(
+        "batch-in-another-order",
+        _PP + "p2p_communication.py",
+        'order = ["send_prev", "recv_prev", "send_next", "recv_next"]',
+        'order = ["send_next", "recv_prev", "send_prev", "recv_next"]',
+        "A batch lists its messages in another order than plan and Megatron.",
+    ),
+    Fault(
+        "empty-batch-is-started",
+        _PP + "p2p_communication.py",
+        "        if not parts:\n            return {}  # NCCL refuses an empty batch\n",
+        "",
+        "An exchange with nothing in it starts a batch of no messages, which NCCL refuses.",
+    ),
+    Fault(
+        "odd-stages-swap-half",
+        _PP + "p2p_communication.py",
+        'order = ["recv_prev", "send_next", "recv_next", "send_prev"]',
+        'order = ["recv_prev", "send_next", "send_prev", "recv_next"]',
+        "Odd stages receive activations first, but gradients last; a ring of two then stands still.",
+    ),
+    Fault(
         "gradient-to-the-next-stage",
         _PP + "p2p_communication.py",
         "peer = self.next_rank if forwards else self.prev_rank",

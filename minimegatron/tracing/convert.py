@@ -4,21 +4,17 @@ Called by: `recorder`, once, after the last call. Calls: `planner.actions` (the 
 `schedule_table` (which phase), `source_text`. Megatron has no counterpart.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
 from minimegatron.planner import schedules
 from minimegatron.planner.actions import (
-    ACTIVATION,
     BACKWARD,
     COMMUNICATE,
     COOLDOWN,
     FORWARD,
-    GRADIENT,
-    RECEIVE,
-    SEND,
     STEADY,
     WARMUP,
     Action,
@@ -26,7 +22,7 @@ from minimegatron.planner.actions import (
     Message,
 )
 from minimegatron.planner.registry import schedule_names
-from minimegatron.planner.stage import BATCHED_ORDER, EVEN_ORDER, ODD_ORDER, PlanConfig
+from minimegatron.planner.stage import PlanConfig
 from minimegatron.tracing.clock import Alignment, to_rank_0
 from minimegatron.tracing.identity import METHODS, SeenMessage
 from minimegatron.tracing.rank_trace import ClockFigures, RankTrace
@@ -37,7 +33,6 @@ CALL = "call"
 """The kind of an event that is no action of the schedule."""
 
 _KINDS = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
-_PARTS = ((SEND, ACTIVATION), (RECEIVE, ACTIVATION), (SEND, GRADIENT), (RECEIVE, GRADIENT))
 
 
 def to_rank_trace(recorder: Any, begin: Alignment, end: Alignment | None) -> RankTrace:
@@ -85,7 +80,6 @@ class _Converter:
         self._time_of = None if recorder.device_clock is None else recorder.device_clock.times()
         self._pp_rank = recorder.surroundings.coordinates["pp"]
         self._step = -1
-        self._config: dict[str, Any] = {}
 
     def event(self, record: Any) -> Event:
         """The event of the next record."""
@@ -118,7 +112,6 @@ class _Converter:
         }
         if "config" in attributes:
             self._step += 1
-            self._config = attributes["config"]
             attributes["step"] = self._step
         elif parent is not None and "step" in parent.attributes:
             attributes["step"] = parent.attributes["step"]
@@ -150,7 +143,7 @@ class _Converter:
                 COMMUNICATE,
                 self._pp_rank,
                 call=record.symbol.rpartition(".")[2],
-                messages=tuple(map(_message, self._in_order(finding.messages))),
+                messages=tuple(map(_message, finding.messages_as_started())),
                 overlap=finding.overlap,
             )
         microbatch, chunk = record.attributes.get("microbatch"), record.attributes.get("chunk")
@@ -160,15 +153,6 @@ class _Converter:
             microbatch, chunk = parent.action.microbatch, parent.action.chunk
         kind = _KINDS.get(record.name, CALL)
         return Action(kind, self._pp_rank, None, microbatch, chunk)
-
-    def _in_order(self, messages: Sequence[SeenMessage]) -> list[SeenMessage]:
-        # One call's messages, in the order in which plans list them. What is a batch has no order
-        # of its own, and a receive may have been posted earlier.
-        order = BATCHED_ORDER
-        if not self._config.get("batch_p2p_comm", True):
-            order = ODD_ORDER if self._pp_rank % 2 else EVEN_ORDER
-        place = {_PARTS[part]: position for position, part in enumerate(order)}
-        return sorted(messages, key=lambda message: place[message.direction, message.payload])
 
 
 def _message(seen: SeenMessage) -> Message:

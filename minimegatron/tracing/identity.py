@@ -9,6 +9,8 @@ Only `forward_step` is told its microbatch. The rest follows from which object i
 * what was received is the input of a forward step, or the gradient given to a backward step;
 * what a backward step returned is the gradient that is sent.
 
+In which order a call's messages were started follows from the calls of the transport within it.
+
 No schedule has to say anything, so one that mixes up its tensors is seen to do so. Tensors are
 remembered by weak reference: watching keeps none of them alive.
 """
@@ -16,7 +18,7 @@ remembered by weak reference: watching keeps none of them alive.
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minimegatron.core.tracing import Call
@@ -88,6 +90,19 @@ class Finding:
     overlap: bool = False
     ordinal: int | None = None
     """Of the message that a call below the communicator starts or waits for."""
+    started: list[tuple[str, str]] = field(default_factory=list)
+    """(direction, payload) of each message that the transport was given, in that order."""
+
+    def messages_as_started(self) -> list[SeenMessage]:
+        """The messages in the order of `started`. Last come those that no transport was given."""
+        waiting = list(self.messages)
+        in_order = []
+        for key in self.started:
+            for place, message in enumerate(waiting):
+                if (message.direction, message.payload) == key:
+                    in_order.append(waiting.pop(place))
+                    break
+        return in_order + waiting
 
 
 class _ByIdentity:
@@ -118,6 +133,7 @@ class UnitFinder:
         self._num_messages: dict[tuple[str, str], int] = defaultdict(int)
         self._num_started: dict[tuple[str, str], int] = defaultdict(int)
         self._num_awaited: dict[tuple[str, str], int] = defaultdict(int)
+        self._exchange = Finding()
 
     def begin(self, call: Call) -> Finding | None:
         """What can be told when a call begins: sizes of sends must be read before they are freed."""
@@ -169,6 +185,7 @@ class UnitFinder:
                     message = self._message(call, SEND, payload, tensor)
                     message.unit = units.get(tensor)
                     finding.messages.append(message)
+        self._exchange = finding
         return finding
 
     def _end_exchange(self, call: Call, method: _Method, finding: Finding) -> None:
@@ -198,7 +215,11 @@ class UnitFinder:
         )
 
     def _begin_start(self, call: Call) -> Finding | None:
-        return self._count(call, self._num_started)
+        finding = self._count(call, self._num_started)
+        if finding is not None:  # the exchange that began last is the one that starts messages
+            direction = SEND if call.attributes["doing"] == "sending" else RECEIVE
+            self._exchange.started.append((direction, call.attributes["payload"]))
+        return finding
 
     def _begin_wait(self, call: Call) -> Finding | None:
         return self._count(call, self._num_awaited)

@@ -3,11 +3,17 @@
 Read by: `test_call_order`. The communicator is replaced by one that notes each call and makes up
 what it receives, so a rank runs alone. Every made-up tensor carries a number, so that the record
 also says which message fed which forward and backward.
+
+Below the communicator, `RecordingWire` and `recording_distributed` note which messages a call of the
+real communicators starts: each at once or in a batch, in raw order.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -125,6 +131,57 @@ class RecordingCommunicator:
 
     def finish(self):
         pass
+
+
+# -- What a communicator's call starts --
+
+
+class RecordingWire:
+    """A transport that notes ("lone" or "batch", (is it a send, peer), ...) and moves nothing."""
+
+    matches_by_tag = False
+
+    def __init__(self, log: list[tuple]):
+        self.log = log
+
+    def start(self, message: Any) -> _Handle:
+        self.log.append(("lone", (message.is_send, message.peer)))
+        return _Handle()
+
+    def start_batch(self, messages: list) -> list[_Handle]:
+        self.log.append(("batch", *((message.is_send, message.peer) for message in messages)))
+        return [_Handle() for _ in messages]
+
+
+@contextmanager
+def recording_distributed(log: list[tuple]) -> Iterator[None]:
+    """The same for a communicator that calls `torch.distributed` itself."""
+
+    def isend(tensor, dst, group):
+        log.append(("lone", (True, dst)))
+        return _Handle()
+
+    def irecv(tensor, src, group):
+        log.append(("lone", (False, src)))
+        return _Handle()
+
+    def operation(function, tensor, peer, group):
+        return function is isend, peer
+
+    def batch(operations):
+        log.append(("batch", *operations))
+        return [_Handle() for _ in operations]
+
+    with mock.patch.multiple(
+        torch.distributed,
+        isend=isend,
+        irecv=irecv,
+        P2POp=operation,
+        batch_isend_irecv=batch,
+        get_backend=lambda group: "nccl",
+        get_global_rank=lambda group, rank: rank,
+    ):
+        yield
 
 
 class _Noted(torch.autograd.Function):

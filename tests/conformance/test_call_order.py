@@ -1,4 +1,5 @@
-"""Against megatron-core: the same tables, and on every rank the same calls in the same order."""
+"""Against megatron-core: the same tables, on every rank the same calls in the same order, and in every
+call of the communicator the same messages in the same raw order."""
 
 import itertools
 from collections.abc import Callable
@@ -7,13 +8,21 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 from minimegatron.core.enums import ModelType
+from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel import schedules
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from tests.conformance.megatron import cuda_calls_on_cpu, megatron_module
-from tests.conformance.recording import StepCase, record_step
+from tests.conformance.recording import (
+    RecordingWire,
+    StepCase,
+    record_step,
+    recording_distributed,
+)
 from tests.fake_transport import FakeGroup
 from tests.figures import figure
 
@@ -147,3 +156,57 @@ def test_same_calls_in_interleaved_1f1b(p: int, forward_only: bool, overlap: boo
         f"p={p}: {len(num_calls)} ranks the same, {sum(num_calls)} calls; "
         f"{num_refused} sizes refused by both"
     )
+
+
+# -- Messages of one call --
+
+SHAPE = (1, 1, 2)
+
+
+def _calls() -> list[tuple]:
+    """Every method with every choice of its messages: (method, arguments)."""
+    tensor, both = torch.zeros(SHAPE), (False, True)
+    calls: list[tuple] = [("recv_forward", SHAPE, end) for end in both]
+    calls += [("recv_backward", SHAPE, end) for end in both]
+    calls += [("send_forward", tensor, end) for end in both]
+    calls += [("send_backward", tensor, end) for end in both]
+    calls += [("send_forward_recv_backward", tensor, SHAPE, end) for end in both]
+    calls += [("send_backward_recv_forward", tensor, SHAPE, end) for end in both]
+    for output, wanted in itertools.product((None, tensor), both):
+        calls.append(("send_forward_recv_forward", output, wanted, SHAPE))
+        calls.append(("send_backward_recv_backward", output, wanted, SHAPE))
+    for choice in itertools.product((None, tensor), (None, tensor), both, both):
+        calls.append(("send_forward_backward_recv_forward_backward", *choice, SHAPE))
+    return calls
+
+
+def _started(communicator, call: tuple, log: list[tuple]) -> list[tuple]:
+    log.clear()
+    getattr(communicator, call[0])(*call[1:])
+    return list(log)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_same_messages_in_raw_order_in_every_call(p: int, batched: bool):
+    """Also where nothing is to be moved: Megatron then starts no batch."""
+    their_communicator = megatron_module("pipeline_parallel.p2p_communication").P2PCommunicator
+    their_config = megatron_module("model_parallel_config").ModelParallelConfig
+    options = {
+        "pipeline_model_parallel_size": p,
+        "pipeline_dtype": torch.float32,
+        "batch_p2p_comm": batched,
+    }
+    num_messages = 0
+    for r, call in itertools.product(range(p), _calls()):
+        group, ours, theirs = FakeGroup(r, p), [], []
+        our_communicator = P2PCommunicator(
+            group, ModelParallelConfig(**options), RecordingWire(ours)
+        )
+        with cuda_calls_on_cpu(), recording_distributed(theirs):
+            communicator = their_communicator(group, their_config(**options))
+            wanted = _started(communicator, call, theirs)
+        found = _started(our_communicator, call, ours)
+        assert found == wanted, (r, call[0])
+        num_messages += sum(len(entry) - 1 for entry in wanted)
+    figure(f"p={p}, {'batched' if batched else 'lone'}: {num_messages} messages in the same order")

@@ -301,7 +301,13 @@ class P2PCommunicator:
         return handles.get("recv_prev"), handles.get("recv_next"), handles
 
     def _start(self, parts: dict[str, Message]) -> dict[str, Work]:
+        if not parts:
+            return {}  # NCCL refuses an empty batch
         if self.config.batch_p2p_comm:
+            # To and from the previous stage first, as in Megatron. The order has a meaning where
+            # one stage is both neighbours: NCCL pairs messages by their places.
+            order = ["send_prev", "recv_prev", "send_next", "recv_next"]
+            parts = {name: parts[name] for name in order if name in parts}
             works = self._naming_stages(self.transport.start_batch, list(parts.values()))
             return dict(zip(parts, works, strict=True))
         # Started one by one, where each may block until its partner is there. Were all stages to

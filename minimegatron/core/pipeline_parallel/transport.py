@@ -68,7 +68,7 @@ class Transport(Protocol):
         """Starts one message. Where the transport does not match by tag, order is meaning."""
 
     def start_batch(self, messages: list[Message]) -> list[Work]:
-        """Starts all messages as one: none of them waits for another of the same batch."""
+        """Starts all messages, at least one, together: none waits for another of its batch."""
 
     def begin_step(self) -> None:
         """All ranks of the group begin a step: what a failed one left behind is not taken for it."""
@@ -105,19 +105,15 @@ class TorchTransport:
         return _start(message, message.tensor, self.group, self.step)
 
     def start_batch(self, messages: list[Message]) -> list[Work]:
-        """gloo needs no batch; NCCL gets one, and one handle comes back for all of it."""
+        """gloo needs no batch; NCCL gets one, and one handle comes back for all of it.
+
+        Raises ValueError for an empty batch: NCCL refuses it, so gloo does too.
+        """
+        if not messages:
+            raise ValueError("a batch of 0 messages; do not start a batch without messages")
         if self.matches_by_tag:
             return [self.start(message) for message in messages]
-        operations = [
-            dist.P2POp(
-                dist.isend if message.is_send else dist.irecv,
-                message.tensor,
-                group=self.group,
-                group_peer=message.peer,
-            )
-            for message in messages
-        ]
-        works = dist.batch_isend_irecv(operations)
+        works = dist.batch_isend_irecv([_operation(message, self.group) for message in messages])
         return works * len(messages) if len(works) == 1 else works
 
 
@@ -127,6 +123,12 @@ def _start(message: Message, tensor: torch.Tensor, group: dist.ProcessGroup, ste
     if message.is_send:
         return dist.isend(tensor, group=group, group_dst=message.peer, tag=tag)
     return dist.irecv(tensor, group=group, group_src=message.peer, tag=tag)
+
+
+@traced("p2p-start", describe_message)
+def _operation(message: Message, group: dist.ProcessGroup) -> dist.P2POp:
+    start = dist.isend if message.is_send else dist.irecv
+    return dist.P2POp(start, message.tensor, group=group, group_peer=message.peer)
 
 
 class _Staged:

@@ -1,10 +1,16 @@
-"""One training step of the real schedules with fake computation over the fake transport."""
+"""One training step of the real schedules over the fake transport, with a model that only notes.
+
+The model's kernels write on each tensor what it is (payload, microbatch, virtual stage), and check
+this on each tensor they read. So a run that ends well has brought every message to the right place.
+"""
 
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 
+from minimegatron.core import device
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import (
@@ -13,7 +19,12 @@ from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from tests.fake_transport import FakeGroup, FakeTransport, Identified, Network, run_threads
+from minimegatron.planner.actions import ACTIVATION, BACKWARD, FORWARD, GRADIENT, SEND
+from minimegatron.planner.plan import Plan, plan
+from tests.fake_streams import PAIRS, TOGETHER, Machine, Post
+from tests.fake_transport import FakeGroup, FakeTransport, Network, no_numbers
+
+SHAPE = (1, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,7 @@ class Case:
     batched: bool = True
     overlap: bool = False
     deallocate: bool = False
+    variable: bool = False
 
     def config(self) -> ModelParallelConfig:
         config = ModelParallelConfig(
@@ -37,54 +49,110 @@ class Case:
             batch_p2p_comm=self.batched and not self.overlap,
             overlap_p2p_comm=self.overlap,
             deallocate_pipeline_outputs=self.deallocate,
+            variable_seq_lengths=self.variable,
             pipeline_dtype=torch.float64,
         )
-        config.hidden_size = 2
+        config.hidden_size = SHAPE[-1]
         return config
+
+    def plan(self) -> Plan:
+        """What the planner says of the same step; raises ValueError if it refuses."""
+        plain = "no-pipelining" if self.p == 1 else "1f1b"
+        return plan(
+            plain if self.v is None else "interleaved",
+            self.p,
+            self.M,
+            self.v,
+            self.G,
+            forward_only=self.forward_only,
+            overlap_p2p_comm=self.overlap,
+            batch_p2p_comm=self.batched and not self.overlap,
+        )
+
+
+class Made(NamedTuple):
+    """What a tensor of the model is."""
+
+    payload: str
+    microbatch: int
+    stage: int
+    """The virtual stage that made it."""
+
+    def __str__(self) -> str:
+        return f"{self.payload} of microbatch {self.microbatch} from virtual stage {self.stage}"
+
+
+class Identified(torch.autograd.Function):
+    """A stage's computation: one kernel for the forward, one for the backward."""
+
+    @staticmethod
+    def forward(ctx, tensor, chunk, microbatch):
+        ctx.save_for_backward(tensor)
+        ctx.chunk, ctx.microbatch = chunk, microbatch
+        stage, output = chunk.stage, torch.empty_like(tensor)
+        chunk.log.append(("F", microbatch, stage))
+        chunk.transport.compute(
+            f"forward of microbatch {microbatch} on virtual stage {stage}",
+            reads={} if stage == 0 else {tensor: Made(ACTIVATION, microbatch, stage - 1)},
+            writes={output: Made(ACTIVATION, microbatch, stage)},
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        chunk, microbatch, (tensor,) = ctx.chunk, ctx.microbatch, ctx.saved_tensors
+        stage, input_grad = chunk.stage, torch.empty_like(grad)
+        chunk.log.append(("B", microbatch, stage))
+        # A real backward reads what the forward read.
+        reads = {} if stage == 0 else {tensor: Made(ACTIVATION, microbatch, stage - 1)}
+        if stage < chunk.num_stages - 1:
+            reads[grad] = Made(GRADIENT, microbatch, stage + 1)
+        chunk.transport.compute(
+            f"backward of microbatch {microbatch} on virtual stage {stage}",
+            reads,
+            writes={input_grad: Made(GRADIENT, microbatch, stage)},
+        )
+        return input_grad, None, None
 
 
 class FakeChunk(torch.nn.Module):
-    def __init__(self, config, stage, num_stages, log):
+    """A model chunk whose only work is `Identified`."""
+
+    def __init__(self, config, stage, num_stages, transport):
         super().__init__()
-        self.config, self.stage, self.num_stages, self.log = config, stage, num_stages, log
-        self.weight = torch.nn.Parameter(torch.zeros(1, 1, 2, dtype=torch.float64))
+        self.config, self.stage, self.num_stages = config, stage, num_stages
+        self.transport, self.log = transport, transport.network.log[transport.rank]
+        self.weight = torch.nn.Parameter(
+            torch.empty(SHAPE, dtype=torch.float64, device=transport.network.device)
+        )
         self.input_tensor = None
-        self.num_live = 0
 
     def set_input_tensor(self, tensors):
         self.input_tensor = tensors[0]
 
     def forward(self, microbatch):
         tensor = self.weight if self.stage == 0 else self.input_tensor
-        self.log.append(("F", microbatch, self.stage))
-        output = Identified.apply(tensor, microbatch, self.stage, self.num_stages)
-        if output.requires_grad:
-            output.register_hook(partial(self._note_backward, microbatch))
-        return output
-
-    def _note_backward(self, microbatch, grad):
-        self.log.append(("B", microbatch, self.stage))
+        return Identified.apply(tensor, self, microbatch)
 
 
 def forward_step_func(data_iterator, model):
     microbatch = next(data_iterator)
 
     def loss_func(output, non_loss_data=False):
-        return output.sum(), {"microbatch": microbatch, "output": output.detach().clone()}
+        return output.sum(), {"microbatch": microbatch, "output": output.detach()}
 
     return model(microbatch), loss_func
 
 
-def run_rank(case: Case, network: Network, rank: int):
-    config = case.config()
+def run_program(case: Case, network: Network, rank: int) -> list:
+    """The program of one rank, into `network`; returns what its schedule reported."""
+    config, transport = case.config(), FakeTransport(network, rank)
     group = FakeGroup(rank, case.p)
-    log = network.log[rank]
     num_chunks = case.v or 1
     chunks = [
-        FakeChunk(config, chunk * case.p + rank, num_chunks * case.p, log)
+        FakeChunk(config, chunk * case.p + rank, num_chunks * case.p, transport)
         for chunk in range(num_chunks)
     ]
-    groups = ProcessGroupCollection(pp=group, tp=FakeGroup(), cp=FakeGroup())
     arguments = {
         "forward_step_func": forward_step_func,
         "data_iterator": [iter(range(case.M)) for _ in chunks],
@@ -93,25 +161,72 @@ def run_rank(case: Case, network: Network, rank: int):
         "seq_length": 1,
         "micro_batch_size": 1,
         "forward_only": case.forward_only,
-        "pg_collection": groups,
+        "pg_collection": ProcessGroupCollection(pp=group, tp=FakeGroup(), cp=FakeGroup()),
     }
     with torch.set_grad_enabled(not case.forward_only):
         if case.p == 1:
             return forward_backward_no_pipelining(**arguments)
-        p2p = P2PCommunicator(group, config, FakeTransport(network, rank))
-        if case.v is None:
-            function = forward_backward_pipelining_without_interleaving
-        else:
+        function = forward_backward_pipelining_without_interleaving
+        if case.v is not None:
             function = forward_backward_pipelining_with_interleaving
-        return function(p2p_communicator=p2p, **arguments)
+        reports = function(p2p_communicator=P2PCommunicator(group, config, transport), **arguments)
+    transport.compute("whatever follows the step")  # the communicator is gone, and what it held
+    return reports
 
 
-def run_case(case: Case) -> tuple[list, Network]:
-    """Runs every rank of the case; returns what each reported, and the network with its log."""
-    network = Network(case.p, blocking=not case.overlap)
-    return run_threads(network, partial(run_rank, case, network)), network
+def run_programs(case: Case) -> tuple[list[list], Network]:
+    """The first pass of every rank: what each schedule reported, and the network to run."""
+    network = Network(case.p, sizes=SHAPE)
+    with mock.patch.object(device, "_device", torch.device(network.device)), no_numbers():
+        return [run_program(case, network, rank) for rank in range(case.p)], network
 
 
-def computations(log: list[tuple]) -> list[tuple]:
+def run_case(case: Case) -> tuple[list[list], Network, Machine]:
+    """Both passes, with each choice of communicators. The machine is the last one's."""
+    reports, network = run_programs(case)
+    if not case.batched:
+        network.run(TOGETHER)
+    return reports, network, network.run(PAIRS)
+
+
+def computations(log: list) -> list[tuple]:
     """Only the forwards and backwards of a rank's log: (kind, microbatch, virtual stage)."""
-    return [entry for entry in log if entry[0] in "FB"]
+    return [entry for entry in log if not isinstance(entry, Post)]
+
+
+def done_by(rank: int, network: Network, machine: Machine) -> list[tuple]:
+    """What the rank did, in raw order, in the words of `planned_for`."""
+    done: list[tuple] = []
+    for entry in network.log[rank]:
+        if not isinstance(entry, Post):
+            done.append(entry)
+            continue
+        values = machine.values[rank, entry.number]
+        messages = [
+            (part.is_send, part.payload, part.peer, *value[1:])
+            for part, value in zip(entry.parts, values, strict=True)
+        ]
+        done.append(("batch" if entry.is_batch else "lone", *messages))
+    return done
+
+
+def planned_for(rank: int, step: Plan) -> list[tuple]:
+    """Forwards ("F", microbatch, virtual stage), backwards, and what is started at once: ("batch" or
+    "lone", messages). A message is (is it a send, payload, peer, microbatch, stage that made it)."""
+    p, planned = step.config.pp_size, []
+    for action in step.ranks[rank]:
+        if action.kind in (FORWARD, BACKWARD):
+            kind = "F" if action.kind == FORWARD else "B"
+            planned.append((kind, action.microbatch, action.chunk * p + rank))
+            continue
+        messages = []
+        for message in action.messages:
+            is_send, stage = message.direction == SEND, message.chunk * p + rank
+            if not is_send:
+                stage += -1 if message.payload == ACTIVATION else 1
+            messages.append((is_send, message.payload, message.peer, message.microbatch, stage))
+        if not step.config.batch_p2p_comm:
+            planned += [("lone", message) for message in messages]
+        elif messages:
+            planned.append(("batch", *messages))
+    return planned

@@ -9,7 +9,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from minimegatron.planner.check import require_valid
-from minimegatron.planner.plan import plan
 from tests.core.pipeline_parallel.fake_step import Case, run_case
 from tests.core.pipeline_parallel.test_order import check, legal_groups
 
@@ -22,7 +21,7 @@ P2P_MODES = {
 
 @st.composite
 def cases(draw) -> Case:
-    p = draw(st.integers(2, 6), label="p")
+    p = draw(st.sampled_from([2, 2, 3, 4, 5, 6, 8]), label="p")
     M = draw(st.integers(1, 14), label="M")
     v = draw(st.sampled_from([None, None, 1, 2, 3, 4]), label="v")
     mode = draw(st.sampled_from(list(P2P_MODES)), label="mode")
@@ -46,27 +45,12 @@ def is_legal(case: Case) -> bool:
     return case.G in legal_groups(case.p, case.M) and not may_cross(case)
 
 
-def planned(case: Case) -> None:
-    """What the planner says of the same step; raises ValueError if it refuses."""
-    step = plan(
-        "1f1b" if case.v is None else "interleaved",
-        case.p,
-        case.M,
-        case.v,
-        case.G,
-        forward_only=case.forward_only,
-        overlap_p2p_comm=case.overlap,
-        batch_p2p_comm=case.batched and not case.overlap,
-    )
-    require_valid(step)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases())
 def test_legal_schedules_deliver_everything_and_others_are_refused(case: Case):
     if is_legal(case):
         event("legal")
-        planned(case)
+        require_valid(case.plan())
         check(case)
         return
     event("refused")
@@ -75,4 +59,4 @@ def test_legal_schedules_deliver_everything_and_others_are_refused(case: Case):
     if may_cross(case):
         return  # the planner, which knows the step, refuses it only where tensors do cross
     with pytest.raises(ValueError, match=r"\d|overlap"):
-        planned(case)
+        require_valid(case.plan())

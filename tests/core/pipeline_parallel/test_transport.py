@@ -27,3 +27,12 @@ def _exchange_with_the_other(batched: bool) -> float:
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_peer_is_a_rank_of_the_group_not_of_the_world(batched: bool):
     assert run_ranks(_exchange_with_the_other, 4, batched, timeout=20) == [2.0, 3.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("matches_by_tag", [True, False])
+def test_an_empty_batch_is_refused_on_every_backend(matches_by_tag: bool):
+    """NCCL would end with an IndexError, gloo would start nothing: the same words for both."""
+    transport = TorchTransport.__new__(TorchTransport)
+    transport.group, transport.matches_by_tag = None, matches_by_tag
+    with pytest.raises(ValueError, match="a batch of 0 messages"):
+        transport.start_batch([])
