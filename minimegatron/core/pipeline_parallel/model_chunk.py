@@ -67,13 +67,13 @@ class ModelChunk:
         self._forward_only, self._first_val_step = forward_only, first_val_step
         self._num_in_flight = num_in_flight
         self._in_flight: dict[int, tuple[Any, Any]] = {}
-        self._frame = frame or NoFrame()
+        self.frame = frame or NoFrame()
         self._num_forwards = self._num_backwards = 0
 
     def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
         """Forward of one microbatch; remembers input and output for its backward."""
         self._num_forwards += 1
-        place = self._frame.before_forward(self, microbatch_id)
+        place = self.frame.before_forward(self, microbatch_id)
         output_tensor, num_tokens = forward_step(
             *self._step,
             input_tensor,
@@ -113,12 +113,12 @@ class ModelChunk:
 
         Returns the gradient of its input.
         """
-        self._frame.before_backward(self)
+        self.frame.before_backward(self)
         oldest = next(iter(self._in_flight)) if microbatch_id is None else microbatch_id
         input_tensor, output_tensor = self._in_flight.pop(oldest)
         grad = backward_step(input_tensor, output_tensor, output_tensor_grad, None, self.config)
         self._num_backwards += 1
-        self._frame.after_backward(self)
+        self.frame.after_backward(self)
         return grad
 
     def num_in_flight(self) -> int:

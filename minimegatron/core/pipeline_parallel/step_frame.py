@@ -185,6 +185,8 @@ class StepFrame(NoFrame):
         finally:
             if error is not None:
                 self._give_up(error)
+            for chunk in self.chunks:  # else each would keep the other, and its tensors, alive
+                chunk.frame = NoFrame()
 
     def _finish(self) -> None:
         if self.p2p is not None:

@@ -223,7 +223,7 @@ def test_freeing_before_the_send_is_done_is_noticed(monkeypatch):
     monkeypatch.setattr(
         P2PCommunicator,
         "_message",
-        lambda self, is_send, tensor, payload: message(
+        lambda self, is_send, tensor, payload, chunk=0: message(
             is_send,
             tensor,
             self.next_rank if is_send == payload.startswith("activation") else self.prev_rank,
