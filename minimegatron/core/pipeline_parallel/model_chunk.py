@@ -17,6 +17,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     deallocate_output_tensor,
     forward_step,
 )
+from minimegatron.core.tensor_parallel.weight_grad_store import backward_pass
 from minimegatron.core.utils import get_model_config
 
 
@@ -105,7 +106,13 @@ class ModelChunk:
         """
         oldest = next(iter(self._in_flight)) if microbatch_id is None else microbatch_id
         input_tensor, output_tensor = self._in_flight.pop(oldest)
-        return backward_step(input_tensor, output_tensor, output_tensor_grad, None, self.config)
+        with backward_pass() as left:
+            input_grad = backward_step(
+                input_tensor, output_tensor, output_tensor_grad, None, self.config
+            )
+        # No schedule has a place of its own for weight gradients: what backward left follows it.
+        left.backward_dw()
+        return input_grad
 
     def num_in_flight(self) -> int:
         """Microbatches whose forward is done and whose backward is not."""

@@ -179,6 +179,7 @@ def forward_backward_no_pipelining(
         forward_only=forward_only,
         first_val_step=first_val_step,
     )
+    embedding_module = clear_embedding_activation_buffer(config, model, is_last_stage=True)
     no_sync = config.no_sync_func or contextlib.nullcontext
     for i in range(num_microbatches):
         is_last_microbatch = i == num_microbatches - 1
@@ -186,6 +187,7 @@ def forward_backward_no_pipelining(
             chunk.forward_step(i, None)
             if not forward_only:
                 chunk.backward_step(None)
+    finish_embedding_wgrad_compute(config, embedding_module, True, pg_collection.tp)
     finish_step(config, [chunk], forward_only, pg_collection)
     return chunk.forward_data_store
 

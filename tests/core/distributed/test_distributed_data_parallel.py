@@ -392,9 +392,6 @@ def _refused():
         make_config(), overlap, Toy(), disable_bucketing=True, pg_collection=groups
     )
     assert len(ddp.buffers[0].buckets) == 1
-    deferred = make_config(defer_embedding_wgrad_compute=True)
-    with pytest.raises(ValueError, match="defer_embedding_wgrad_compute"):
-        DistributedDataParallel(deferred, overlap, Toy(), pg_collection=groups)
     both = DistributedDataParallelConfig(average_in_collective=True)
     with pytest.raises(ValueError, match="number of tokens"):
         config = make_config(calculate_per_token_loss=True)
@@ -407,6 +404,12 @@ def _refused():
     groups = make_groups()
     with pytest.raises(ValueError, match="use_distributed_optimizer"):
         TorchDistributedDataParallel(make_config(), sharded, Toy(), pg_collection=groups)
+    for option in ("delay_wgrad_compute", "defer_embedding_wgrad_compute"):
+        later = make_config(**{option: True})
+        with pytest.raises(ValueError, match=f"turn {option} off or use our own"):
+            TorchDistributedDataParallel(
+                later, DistributedDataParallelConfig(), Toy(), pg_collection=groups
+            )
 
 
 def test_stages_and_refusals():
