@@ -1,6 +1,7 @@
 """One model chunk during one training step: its arguments bound once, its microbatches in flight.
 
-Called by: the three schedules, which decide the order. Calls: `forward_step` and `backward_step`.
+Called by: the three schedules, which decide the order. Calls: `forward_step` and `backward_step`,
+and after a backward the weight gradients that it left (`tensor_parallel.weight_grad_store`).
 Megatron has no such class; there each schedule passes the same fourteen arguments at each call, and
 keeps `input_tensors` and `output_tensors` lists of its own.
 """
@@ -17,7 +18,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     deallocate_output_tensor,
     forward_step,
 )
-from minimegatron.core.tensor_parallel.weight_grad_store import backward_pass
+from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.utils import get_model_config
 
 
@@ -106,13 +107,9 @@ class ModelChunk:
         """
         oldest = next(iter(self._in_flight)) if microbatch_id is None else microbatch_id
         input_tensor, output_tensor = self._in_flight.pop(oldest)
-        with backward_pass() as left:
-            input_grad = backward_step(
-                input_tensor, output_tensor, output_tensor_grad, None, self.config
-            )
-        # No schedule has a place of its own for weight gradients: what backward left follows it.
-        left.backward_dw()
-        return input_grad
+        # No schedule has a place of its own for weight gradients: what backward leaves follows it.
+        with weight_gradients_at_once():
+            return backward_step(input_tensor, output_tensor, output_tensor_grad, None, self.config)
 
     def num_in_flight(self) -> int:
         """Microbatches whose forward is done and whose backward is not."""

@@ -87,6 +87,14 @@ def backward_pass() -> Iterator[BackwardPass]:
             raise
 
 
+@contextlib.contextmanager
+def weight_gradients_at_once() -> Iterator[None]:
+    """Around one microbatch's backward, where nothing else is to come between its B and its W."""
+    with backward_pass() as left:
+        yield
+    left.backward_dw()
+
+
 def within_this_backward() -> Any:
     """Around a backward that a backward calls (recompute): its microbatch is the outer one's."""
     return _belongs_to(torch._C._current_graph_task_id())

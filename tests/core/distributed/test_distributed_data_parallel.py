@@ -404,12 +404,6 @@ def _refused():
     groups = make_groups()
     with pytest.raises(ValueError, match="use_distributed_optimizer"):
         TorchDistributedDataParallel(make_config(), sharded, Toy(), pg_collection=groups)
-    for option in ("delay_wgrad_compute", "defer_embedding_wgrad_compute"):
-        later = make_config(**{option: True})
-        with pytest.raises(ValueError, match=f"turn {option} off or use our own"):
-            TorchDistributedDataParallel(
-                later, DistributedDataParallelConfig(), Toy(), pg_collection=groups
-            )
 
 
 def test_stages_and_refusals():
