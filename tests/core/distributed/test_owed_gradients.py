@@ -150,7 +150,8 @@ def test_the_hook_of_an_owed_weight_does_nothing():
 def overlapped() -> None:
     groups = make_groups()
     rank = groups.dp_cp.rank()
-    for tied, sharded, bucket_size in itertools.product((False, True), (False, True), (None, 30)):
+    kinds = [(*kind, 30) for kind in itertools.product((False, True), (False, True))]
+    for tied, sharded, bucket_size in [*kinds, (True, True, None)]:
         options = {"use_distributed_optimizer": sharded, "bucket_size": bucket_size}
         options["overlap_grad_reduce"] = True
         usual = one_step(groups, tied=tied, ddp_options=options)
