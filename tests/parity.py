@@ -68,6 +68,9 @@ class Case:
     overlap_param_gather: bool = False
     layout: str | None = None
     """A pipeline layout; `vp` and `num_layers` must say what it does."""
+    delay_wgrad: bool = False
+    defer_embedding: bool = False
+    deferral_limit: int = 0
 
     @property
     def world(self) -> int:
@@ -118,6 +121,9 @@ def transformer_config(case: Case) -> TransformerConfig:
         recompute_granularity=case.recompute,
         num_microbatches_with_partial_activation_checkpoints=case.num_partial,
         calculate_per_token_loss=case.per_token,
+        delay_wgrad_compute=case.delay_wgrad,
+        defer_embedding_wgrad_compute=case.defer_embedding,
+        wgrad_deferral_limit=case.deferral_limit,
         init_method_std=0.1,
         **style,
     )

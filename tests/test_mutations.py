@@ -39,6 +39,9 @@ VP = ("tests.probes", '{"pp": 2, "vp": 2, "M": 4, "G": 2, "batched": false}')
 DP = ("tests.probes", '{"dp": 2, "M": 2}')
 DP_TOKENS = ("tests.probes", '{"dp": 2, "M": 2, "per_token": true}')
 DP_OVERLAP = ("tests.probes", '{"pp": 2, "dp": 2, "M": 3, "overlap_grad_reduce": true}')
+STORE = ("pytest", "tests/core/tensor_parallel/test_weight_grad_store.py", "-k")
+OWED = ("pytest", "tests/core/distributed/test_owed_gradients.py", "-k")
+PP_DEFER = ("tests.probes", '{"pp": 2, "M": 2, "llama": true, "defer_embedding": true}')
 
 CAUGHT_BY = {
     "backward-of-the-newest": (ORDER, r"expected gradient|Deadlock|rank 0 of"),
@@ -92,6 +95,13 @@ CAUGHT_BY = {
     "norm-gradients-averaged": (SP, r"layernorm.* is off"),
     "tokens-of-one-replica": (DP_TOKENS, r"gradient of .* is off"),
     "tokens-of-every-stage": (PP_TOKENS, r"gradient of .* is off"),
+    "bucket-launched-while-a-gradient-is-owed": (
+        (*OWED, "schedule_launches"),
+        r"another gradient|the bucket of the head waits|AssertionError",
+    ),
+    "store-keeps-one-product-of-two": ((*STORE, "equal_on_one_rank"), r"twice, .*: column.weight"),
+    "deferral-not-drained": (PP_DEFER, r"are still owed"),
+    "delayed-input-not-gathered": ((*STORE, "gathered_in_w"), r"mat|shape|size"),
     "clipped-by-the-local-norm": (TP, r"norm is off"),
     "shared-weight-counted-twice": (PP, r"norm is off"),
     "replicas-counted-often": (TP, r"norm is off"),

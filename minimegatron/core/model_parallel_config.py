@@ -82,7 +82,10 @@ class ModelParallelConfig:
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     """Of the microbatches in flight, how many keep (some of) their activations."""
 
-    # -- Deferred embedding gradient --
+    # -- Weight gradients after the input's gradient --
+    delay_wgrad_compute: bool = False
+    """Compute the weight gradients of the layers' linear layers not in backward, but in
+    `backward_dw`; a schedule may then put other work between the two."""
     defer_embedding_wgrad_compute: bool = False
     """Compute the output layer's weight gradient after the pipeline has drained."""
     wgrad_deferral_limit: int = 0
@@ -98,6 +101,11 @@ class ModelParallelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
+        if self.wgrad_deferral_limit < 0:
+            raise ValueError(
+                f"wgrad_deferral_limit is {self.wgrad_deferral_limit}; give 0 for all microbatches, "
+                "or how many"
+            )
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both on; choose one")
         if self.overlap_p2p_comm and self.batch_p2p_comm:

@@ -387,6 +387,35 @@ FAULTS = (
         "",
         "Only the last stage counts tokens; the others divide by one.",
     ),
+    # -- Weight gradients after backward --
+    Fault(
+        "bucket-launched-while-a-gradient-is-owed",
+        _DDP + "param_and_grad_buffer.py",
+        "return is_due and not self._owed()",
+        "return is_due",
+        "The sum over ranks starts before the output layer's weight gradient is in its bucket.",
+    ),
+    Fault(
+        "store-keeps-one-product-of-two",
+        _TP + "weight_grad_store.py",
+        "total = grad if total is None else total.add_(grad)",
+        "total = grad",
+        "A weight that a microbatch applies twice gets the gradient of one application.",
+    ),
+    Fault(
+        "deferral-not-drained",
+        _PP + "utils.py",
+        "    if is_last_stage and config.defer_embedding_wgrad_compute:\n",
+        "    if False:\n",
+        "The output layer's weight gradients are put off, and nobody comes back to compute them.",
+    ),
+    Fault(
+        "delayed-input-not-gathered",
+        _TP + "weight_grad_store.py",
+        "if self.sequence_group is not None:",
+        "if False:",
+        "Under sequence parallelism X is a part of the sequence, and dY is of all of it.",
+    ),
     # -- Optimizer --
     Fault(
         "clipped-by-the-local-norm",

@@ -239,6 +239,8 @@ def check_gradients(args: argparse.Namespace) -> None:
         "bf16",
         "fp16",
         "accumulate_allreduce_grads_in_fp32",
+        "delay_wgrad_compute",
+        "defer_embedding_wgrad_compute",
     ):
         if args.__dict__[name]:
             raise ValueError(

@@ -133,6 +133,12 @@ class ParallelConfig:
     """Which stage holds which layer, such as "Et*3|(tt|)*29,m|L"."""
     sequence_parallel: bool = flag(False)
     """Split what lies between the tensor-parallel layers along the sequence."""
+    delay_wgrad_compute: bool = flag(False)
+    """Compute the layers' weight gradients after the backward of their microbatch, not in it."""
+    defer_embedding_wgrad_compute: bool = flag(False)
+    """Compute the output layer's weight gradients after the last backward."""
+    wgrad_deferral_limit: int = flag(0, minimum=0)
+    """Microbatches of which --defer-embedding-wgrad-compute waits; 0 for all."""
     use_tp_pp_dp_mapping: bool = flag(False)
     """Number the ranks of a pipeline before those of data parallelism."""
     virtual_pipeline_model_parallel_size: int | None = derived()

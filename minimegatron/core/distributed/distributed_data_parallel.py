@@ -5,7 +5,8 @@ Called by: `training.get_model`, which wraps each model chunk in it. Calls:
 `megatron.core.distributed.distributed_data_parallel.DistributedDataParallel`.
 
 One step, seen from here: `zero_grad_buffer`; for each microbatch forward and backward, whose hooks
-add `param.grad` into `param.main_grad` and free it, all but the last within `no_sync`;
+add `param.grad` into `param.main_grad` and free it, all but the last within `no_sync` (a weight
+gradient that backward leaves for later comes the same way, from `backward_dw`);
 `finish_grad_sync` (by `finalize_model_grads`); the optimizer reads `main_grad`.
 """
 
@@ -28,6 +29,7 @@ from minimegatron.core.distributed.param_and_grad_buffer import (
     partition_buckets,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed, is_owed
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -79,11 +81,6 @@ class DistributedDataParallel(_BaseDataParallel):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.ddp_config = ddp_config
         self.dp_cp_group = pg_collection.dp_cp
-        if config.defer_embedding_wgrad_compute and ddp_config.overlap_grad_reduce:
-            raise ValueError(
-                "defer_embedding_wgrad_compute adds to the embedding's gradient after its bucket "
-                "would have been launched; turn it or overlap_grad_reduce off"
-            )
         # Without overlap nothing is gained by several launches.
         self.bucket_size = None
         if (
@@ -140,17 +137,21 @@ class DistributedDataParallel(_BaseDataParallel):
             submodule.register_forward_pre_hook(self._before_forward)
 
     def _after_grad(self, param: torch.nn.Parameter) -> None:
-        """Backward hook, once autograd has put this microbatch's gradient into `param.grad`.
+        """Hook, once a gradient of this microbatch is in `param.grad`: by backward or `backward_dw`.
 
         A layer that adds its weight gradient into `main_grad` itself sets
         `param.grad_added_to_main_grad` and returns some gradient of the right shape (an expanded
-        zero costs nothing): for None, autograd would not call this hook.
+        zero costs nothing). A layer that owes its weight gradient returns None; torch 2.13 then
+        calls this hook all the same, torch 2.9 to 2.12 do not. It does nothing.
         """
+        if param.grad is None and not param.grad_added_to_main_grad:
+            return
         if not param.grad_added_to_main_grad:
             param.main_grad.add_(param.grad)
         param.grad_added_to_main_grad = False
         param.grad = None
-        if self.ddp_config.overlap_grad_reduce:
+        # Another microbatch's weight gradient, or the output layer's for a tied embedding, may follow.
+        if self.ddp_config.overlap_grad_reduce and not is_owed(param):
             self.param_to_bucket_group[param].register_grad_ready(param)
 
     def _before_forward(self, submodule: torch.nn.Module, *unused: Any) -> None:
@@ -171,16 +172,20 @@ class DistributedDataParallel(_BaseDataParallel):
                 group.is_last_microbatch = True
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Launches every bucket now; for a schedule that chooses the moment (`grad_sync_func`)."""
-        for group in self.bucket_groups:
-            group.start_grad_sync()
+        """Launches every bucket; for a schedule that chooses the moment (`grad_sync_func`).
+
+        A bucket whose weight gradients are owed, and those behind it, are launched once they came.
+        """
+        # The first group last: its launch lets the others follow, in their order.
+        for group in reversed(self.bucket_groups):
+            group.request_grad_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Returns once `main_grad` holds the gradients of all data-parallel ranks.
 
         With a distributed optimizer only this rank's shard of every bucket does, unless
-        `force_all_reduce`. Raises RuntimeError naming the parameters if, with overlap, some bucket
-        was never launched.
+        `force_all_reduce`. Raises RuntimeError naming the parameters if weight gradients are still
+        owed or if, with overlap, some bucket was never launched.
         """
         for group in self.bucket_groups:
             group.check_launched(force_all_reduce)
@@ -233,7 +238,8 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.scale_gradients(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Sets all gradients to zero; before each step."""
+        """Sets all gradients to zero, and forgets those that are owed; before each step."""
+        forget_owed(self.param_to_bucket_group)
         for param in self.param_to_bucket_group:
             param.grad_added_to_main_grad = False
         for buffer in self.buffers:

@@ -29,6 +29,7 @@ from minimegatron.core.collectives import ReduceOp, all_gather, all_reduce, redu
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
+from minimegatron.core.tensor_parallel.weight_grad_store import is_owed
 from minimegatron.core.tracing import traced
 
 PARAM_ALIGNMENT = 64
@@ -177,6 +178,8 @@ class _ParamAndGradBucketGroup:
         # None until launched, then one per bucket.
         self.grad_reduce_handles: list[Any] | None = None
         self.param_gather_handles: list[Any] | None = None
+        # True from `request_grad_sync` on: launch without counting gradients.
+        self.is_requested = False
         # True from the optimizer's update of the local shards until their gathering is launched.
         self.params_are_stale = False
 
@@ -186,6 +189,7 @@ class _ParamAndGradBucketGroup:
         """Readies the group for the next step."""
         self.params_with_grad.clear()
         self.grad_reduce_handles = None
+        self.is_requested = False
 
     def register_grad_ready(self, param: torch.nn.Parameter) -> None:
         """Notes that `param.main_grad` is complete; launches the groups that are due by that."""
@@ -198,6 +202,15 @@ class _ParamAndGradBucketGroup:
         if not self.is_last_microbatch:
             return
         self.params_with_grad.add(param)
+        self._launch_what_is_due()
+
+    def request_grad_sync(self) -> None:
+        """Launches the group now, or as soon as no weight gradient of its parameters is owed."""
+        assert self.grad_reduce_handles is None, "launched twice in one step"
+        self.is_requested = True
+        self._launch_what_is_due()
+
+    def _launch_what_is_due(self) -> None:
         group: _ParamAndGradBucketGroup | None = self
         while group is not None and group._is_due():
             group.start_grad_sync()
@@ -207,8 +220,13 @@ class _ParamAndGradBucketGroup:
         """True when it is complete, and its turn."""
         previous = self.previous_bucket_group
         is_its_turn = previous is None or previous.grad_reduce_handles is not None
-        is_complete = len(self.params_with_grad) == len(self.params)
-        return is_complete and is_its_turn and self.grad_reduce_handles is None
+        is_complete = len(self.params_with_grad) == len(self.params) or self.is_requested
+        is_due = is_complete and is_its_turn and self.grad_reduce_handles is None
+        return is_due and not self._owed()
+
+    def _owed(self) -> list[str]:
+        """Names of the parameters of which backward has left a gradient for later."""
+        return [name for param, name in self.params.items() if is_owed(param)]
 
     @traced("bucket-launch", _describe_launch)
     def start_grad_sync(self, force_all_reduce: bool = False) -> None:
@@ -243,8 +261,16 @@ class _ParamAndGradBucketGroup:
         """With overlap, raises RuntimeError naming the parameters that kept the group from launching.
 
         Called before the first wait. A peer whose gradients did all come has launched, and waits
-        for us: to launch now would hide the fault, and to wait on other buckets would hang.
+        for us: to launch now would hide the fault, and to wait on other buckets would hang. With or
+        without overlap, raises RuntimeError for weight gradients that are owed.
         """
+        if self._owed():
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: weight gradients of {', '.join(self._owed())} are still "
+                "owed, and the sum would lack them; call backward_dw() of the model once for each "
+                "microbatch (delay_wgrad_compute), or finish_embedding_wgrad_compute "
+                "(defer_embedding_wgrad_compute) first"
+            )
         if not self.ddp_config.overlap_grad_reduce:
             return
         missing = [name for p, name in self.params.items() if p not in self.params_with_grad]

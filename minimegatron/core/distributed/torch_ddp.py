@@ -27,7 +27,8 @@ class TorchDistributedDataParallel(_BaseDataParallel):
 
     Raises ValueError where torch's cannot do the job: with a pipeline, for it pairs each backward
     with the latest forward, while a schedule has several microbatches in flight; with the
-    distributed optimizer, which needs buffers it can shard; with fp32 accumulation.
+    distributed optimizer, which needs buffers it can shard; with fp32 accumulation; with weight
+    gradients that come after their backward, which it would send without them.
     """
 
     def __init__(
@@ -50,6 +51,12 @@ class TorchDistributedDataParallel(_BaseDataParallel):
                 raise ValueError(
                     f"torch's DistributedDataParallel has no gradient buffers of ours, which {name} "
                     "needs; turn that off or use our own"
+                )
+        for name in ("delay_wgrad_compute", "defer_embedding_wgrad_compute"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"torch's DistributedDataParallel sends a gradient at the end of its backward, "
+                    f"but {name} computes weight gradients after it; turn {name} off or use our own"
                 )
         super().__init__(config, module)
         self.ddp_config = ddp_config

@@ -1,7 +1,8 @@
 """One model chunk during one training step: its arguments bound once, its microbatches in flight.
 
 Called by: the three schedules, which decide the order. Calls: `forward_step` and `backward_step`,
-and the step's frame around each of them.
+after a backward the weight gradients that it left (`tensor_parallel.weight_grad_store`), and the
+step's frame around each of them.
 Megatron has no such class; there each schedule passes the same fourteen arguments at each call, and
 keeps `input_tensors` and `output_tensors` lists of its own.
 """
@@ -19,6 +20,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     deallocate_output_tensor,
     forward_step,
 )
+from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.utils import get_model_config
 
 
@@ -116,7 +118,9 @@ class ModelChunk:
         self.frame.before_backward(self)
         oldest = next(iter(self._in_flight)) if microbatch_id is None else microbatch_id
         input_tensor, output_tensor = self._in_flight.pop(oldest)
-        grad = backward_step(input_tensor, output_tensor, output_tensor_grad, None, self.config)
+        # No schedule has a place of its own for weight gradients: what backward leaves follows it.
+        with weight_gradients_at_once():
+            grad = backward_step(input_tensor, output_tensor, output_tensor_grad, None, self.config)
         self._num_backwards += 1
         self.frame.after_backward(self)
         return grad

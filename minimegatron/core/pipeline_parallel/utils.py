@@ -17,6 +17,7 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
+from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -141,11 +142,14 @@ def finish_step(
 def clear_embedding_activation_buffer(
     config: ModelParallelConfig, model: torch.nn.Module | list, is_last_stage: bool
 ) -> torch.nn.Module | None:
-    """Before a step with `defer_embedding_wgrad_compute`: empties what the last step deferred.
+    """Before a step: forgets the weight gradients that a failed step still owed.
 
-    Returns the last stage's model that owns the output layer; None on every other stage, and with
-    the option off.
+    With `defer_embedding_wgrad_compute`, returns the last stage's model that owns the output layer;
+    None on every other stage, and with the option off.
     """
+    if config.defer_embedding_wgrad_compute or config.delay_wgrad_compute:
+        for chunk in model if isinstance(model, list) else [model]:
+            forget_owed(chunk.parameters())
     if not (is_last_stage and config.defer_embedding_wgrad_compute):
         return None
     last_chunk = model[-1] if isinstance(model, list) else model
@@ -164,7 +168,7 @@ def finish_embedding_wgrad_compute(
     """After the last backward: computes the output layer's deferred weight gradients.
 
     The last stage is the pipeline's busiest: it alone computes the vocabulary. What it puts off it
-    does while the others drain.
+    does while the others drain. Without a pipeline nothing drains, and the result is the same.
     """
     if is_last_stage and config.defer_embedding_wgrad_compute:
         weight = embedding_module.shared_embedding_or_output_weight()

@@ -1,7 +1,8 @@
 """Linear layers and the embedding, cut over the tensor-parallel ranks.
 
 Called by: attention, the MLP, the embedding and the output layer. Calls: `mappings`,
-`core.collectives`. Counterpart: `megatron.core.tensor_parallel.layers`, same names.
+`weight_grad_store`, `core.collectives`. Counterpart: `megatron.core.tensor_parallel.layers`, same
+names.
 
 For Y = X W^T with t ranks (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053):
 
@@ -12,6 +13,7 @@ A column-parallel layer followed by a row-parallel one needs no exchange in betw
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,11 @@ from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
     divide,
     get_tensor_model_parallel_group_if_none,
+)
+from minimegatron.core.tensor_parallel.weight_grad_store import (
+    WeightGradStore,
+    store_of,
+    weight_gradient,
 )
 
 InitMethod = Callable[[torch.Tensor], torch.Tensor]
@@ -108,16 +115,14 @@ class VocabParallelEmbedding(torch.nn.Module):
 # -- The matrix product under both linear layers --
 
 
-def _weight_gradient(grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
-    """dW = dY^T X over all tokens: [n, h] from [s, b, n] and [s, b, h]."""
-    return grad_output.flatten(0, -2).t() @ total_input.flatten(0, -2)
-
-
 class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     """Y = X W^T + bias, whose backward hides the input gradient's reduction behind dW.
 
     dX must be summed over the ranks and dW need not be, and dW does not depend on dX: so dX is
     computed first, its reduction launched, and dW computed while it is under way.
+
+    With `owe`, dW may wait: `owe(X, dY)` keeps the two for it, or says that there is no room. Then X
+    is gathered where dW is computed, and not here.
     """
 
     @staticmethod
@@ -128,8 +133,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         bias,
         allreduce_dgrad,
         sequence_parallel,
-        grad_output_buffer,
-        wgrad_deferral_limit,
+        owe,
         tp_group,
     ):
         # Saved before gathering: [s/t, b, h], gathered once more in backward.
@@ -137,8 +141,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         ctx.use_bias = bias is not None
         ctx.allreduce_dgrad = allreduce_dgrad
         ctx.sequence_parallel = sequence_parallel
-        ctx.grad_output_buffer = grad_output_buffer
-        ctx.wgrad_deferral_limit = wgrad_deferral_limit
+        ctx.owe = owe
         ctx.tp_group = tp_group
         if sequence_parallel:
             total_input, _ = _gather_sequence(input_, tp_group, async_op=False)
@@ -150,14 +153,12 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     def backward(ctx, grad_output):
         input_, weight = ctx.saved_tensors
         group = ctx.tp_group
-        buffer, limit = ctx.grad_output_buffer, ctx.wgrad_deferral_limit
-        deferred = buffer is not None and (limit == 0 or len(buffer) < limit)
-        if deferred:
-            buffer.append(grad_output)
+        is_wanted = ctx.owe is not None and ctx.needs_input_grad[1]
+        is_owed = is_wanted and ctx.owe(input_, grad_output)
 
         # -- Launch the gathering of X, compute dX meanwhile --
         total_input, gathering = input_, None
-        if ctx.sequence_parallel and not deferred:
+        if ctx.sequence_parallel and not is_owed:
             total_input, gathering = _gather_sequence(input_, group, async_op=True)
         grad_input = grad_output.matmul(weight)
         if gathering is not None:
@@ -171,11 +172,11 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
             partial = grad_input
             grad_input = torch.empty_like(input_)
             reducing = collectives.reduce_scatter(grad_input, partial, group, async_op=True)
-        grad_weight = None if deferred else _weight_gradient(grad_output, total_input)
+        grad_weight = None if is_owed else weight_gradient(grad_output, total_input)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         if reducing is not None:
             reducing.wait()
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def _gather_sequence(input_: torch.Tensor, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
@@ -204,13 +205,31 @@ def linear_with_grad_accumulation_and_async_allreduce(
         allreduce_dgrad: sum the input's gradient over the ranks.
         sequence_parallel: gather `input`, reduce-scatter its gradient.
         grad_output_buffer: keep the output's gradients here, and leave the weight's to
-            `drain_embedding_wgrad_compute`; None to compute it at once.
+            `drain_embedding_wgrad_compute`; None to compute it at once. The caller keeps the inputs.
         wgrad_deferral_limit: how many may be kept; 0 for any number.
         tp_group: None for `parallel_state`'s.
     """
-    if not allreduce_dgrad and not sequence_parallel and grad_output_buffer is None:
+    store = None
+    if grad_output_buffer is not None:
+        limit = wgrad_deferral_limit
+        store = WeightGradStore(None, grad_output_buffer, limit=limit, until_drained=True)
+    return _linear(input, weight, bias, allreduce_dgrad, sequence_parallel, store, tp_group)
+
+
+def _linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    store: WeightGradStore | None,
+    tp_group: Any,
+) -> torch.Tensor:
+    """As above; weight gradients go to `store`, None to compute them in backward."""
+    if not allreduce_dgrad and not sequence_parallel and store is None:
         return F.linear(input, weight, bias)
     group = get_tensor_model_parallel_group_if_none(tp_group)
+    owe = None if store is None else partial(store.put, weight)
     device = input.device.type
     # Autocast does not reach into a custom function's backward, so the casts are made out here.
     if torch.is_autocast_enabled(device):
@@ -218,14 +237,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         input, weight = input.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
-        input,
-        weight,
-        bias,
-        allreduce_dgrad,
-        sequence_parallel,
-        grad_output_buffer,
-        wgrad_deferral_limit,
-        group,
+        input, weight, bias, allreduce_dgrad, sequence_parallel, owe, group
     )
 
 
@@ -238,22 +250,41 @@ def drain_embedding_wgrad_compute(
 ) -> None:
     """Computes the output layer's weight gradients that backward put off, oldest first.
 
-    Each is added to `weight.main_grad` where a gradient buffer has given it one, else to `.grad`.
-    The two lists end empty. Called by `finish_embedding_wgrad_compute` once the pipeline has
-    drained. Mirrors: `megatron.core.utils`, same name.
+    Each is added to `weight.grad` and the weight's hooks run, so that it goes where other gradients
+    go: to `weight.main_grad` under `DistributedDataParallel`. The two lists end empty. Called by
+    `finish_embedding_wgrad_compute` once the pipeline has drained. Mirrors: `megatron.core.utils`,
+    same name.
+
+    Args:
+        config: `sequence_parallel` says whether the inputs are to be gathered.
+        embedding_activation_buffer: inputs X, each [s, b, h], or [s/t, b, h] to be gathered.
+        grad_output_buffer: gradients dY, each [s, b, v/t]; as many.
+        weight: [v/t, h].
+        tp_group: None for `parallel_state`'s.
+
+    Raises ValueError if the lists are not of one length.
     """
     group = get_tensor_model_parallel_group_if_none(tp_group)
-    # Forward keeps an input, backward its gradient: one was not run if the counts differ.
-    assert len(embedding_activation_buffer) == len(grad_output_buffer)
+    if len(embedding_activation_buffer) != len(grad_output_buffer):
+        raise ValueError(
+            f"{len(embedding_activation_buffer)} inputs of the output layer are kept, but "
+            f"{len(grad_output_buffer)} gradients; clear both lists after a step that failed "
+            "(clear_embedding_activation_buffer)"
+        )
+    weight.weight_grad_store = WeightGradStore(
+        embedding_activation_buffer,
+        grad_output_buffer,
+        group if config.sequence_parallel else None,
+        until_drained=True,
+    )
     while grad_output_buffer:
-        total_input = embedding_activation_buffer.pop(0)
-        if config.sequence_parallel:
-            total_input, _ = _gather_sequence(total_input, group, async_op=False)
-        grad = _weight_gradient(grad_output_buffer.pop(0), total_input)
-        if hasattr(weight, "main_grad"):
-            weight.main_grad.add_(grad)
-        else:
-            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+        weight.weight_grad_store.backward_dw(weight)
+
+
+def _mark_delayed(weight: torch.nn.Parameter, is_delayed: bool) -> None:
+    """Says, as in Megatron, that the hooks of this weight run in `backward_dw`, not in backward."""
+    if is_delayed:
+        weight.skip_backward_post_hook = True
 
 
 class ColumnParallelLinear(torch.nn.Module):
@@ -262,7 +293,7 @@ class ColumnParallelLinear(torch.nn.Module):
     Args:
         input_size: h.
         output_size: n, global; divisible by t.
-        config: dtype, sequence parallelism, deferral.
+        config: dtype, sequence parallelism, delay, deferral.
         init_method: draws the full [n, h] weight.
         bias: have one (it starts at zero).
         gather_output: return [..., n] on every rank, not [..., n/t].
@@ -273,6 +304,8 @@ class ColumnParallelLinear(torch.nn.Module):
             factors are kept, if `config.defer_embedding_wgrad_compute`.
         disable_grad_reduce: leave the input's gradient unsummed.
         tp_group: None for `parallel_state`'s.
+        delay_wgrad_compute: leave the gradient of the layer's own weight to `backward_dw`; None for
+            the config's. A weight that `forward` is given gets its gradient in backward.
     """
 
     def __init__(
@@ -291,6 +324,7 @@ class ColumnParallelLinear(torch.nn.Module):
         grad_output_buffer: list[torch.Tensor] | None = None,
         disable_grad_reduce: bool = False,
         tp_group: Any = None,
+        delay_wgrad_compute: bool | None = None,
     ):
         super().__init__()
         self.input_size = input_size
@@ -307,11 +341,25 @@ class ColumnParallelLinear(torch.nn.Module):
         self.allreduce_dgrad = (
             world_size > 1 and not self.sequence_parallel and not disable_grad_reduce
         )
+        self.delay_wgrad_compute = (
+            config.delay_wgrad_compute if delay_wgrad_compute is None else delay_wgrad_compute
+        )
         self.weight = None
         if not skip_weight_param_allocation:
             shape = (self.output_size_per_partition, input_size)
             self.weight = new_weight(
                 shape, config.params_dtype, init_method, 0, self.tp_group, stride
+            )
+            _mark_delayed(self.weight, self.delay_wgrad_compute)
+        self._sequence_group = self.tp_group if self.sequence_parallel else None
+        self._deferred: WeightGradStore | None = None
+        if config.defer_embedding_wgrad_compute and grad_output_buffer is not None:
+            self._deferred = WeightGradStore(
+                embedding_activation_buffer,
+                grad_output_buffer,
+                self._sequence_group,
+                config.wgrad_deferral_limit,
+                until_drained=True,
             )
         self.bias = None
         if bias:
@@ -331,27 +379,27 @@ class ColumnParallelLinear(torch.nn.Module):
                 "this ColumnParallelLinear was built with skip_weight_param_allocation and has "
                 "no weight; pass weight= to forward"
             )
-        deferring = (
-            self.config.defer_embedding_wgrad_compute and self.grad_output_buffer is not None
-        )
-        if deferring and torch.is_grad_enabled():
-            limit = self.config.wgrad_deferral_limit
-            if limit == 0 or len(self.embedding_activation_buffer) < limit:
-                self.embedding_activation_buffer.append(input_.detach())
-        output_parallel = linear_with_grad_accumulation_and_async_allreduce(
+        store = self._deferred
+        if store is None and self.delay_wgrad_compute and weight is self.weight:
+            store = store_of(weight, self._sequence_group)
+        output_parallel = _linear(
             input_,
             weight,
             None if self.skip_bias_add else self.bias,
             self.allreduce_dgrad,
             self.sequence_parallel,
-            self.grad_output_buffer if deferring else None,
-            self.config.wgrad_deferral_limit if deferring else 0,
+            store,
             self.tp_group,
         )
         output = output_parallel
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output_parallel, group=self.tp_group)
         return output, self.bias if self.skip_bias_add else None
+
+    def backward_dw(self) -> None:
+        """With `delay_wgrad_compute`: the weight gradient of the oldest microbatch that is owed."""
+        if self.delay_wgrad_compute and self.weight is not None:
+            store_of(self.weight, self._sequence_group).backward_dw(self.weight)
 
 
 class RowParallelLinear(torch.nn.Module):
@@ -360,7 +408,7 @@ class RowParallelLinear(torch.nn.Module):
     Args:
         input_size: n, global; divisible by t.
         output_size: h.
-        config: dtype, sequence parallelism.
+        config: dtype, sequence parallelism, delay.
         init_method: draws the full [h, n] weight.
         bias: have one; it is whole on every rank, and added once, after the sum.
         input_is_parallel: the input is [..., n/t] already, as a column-parallel layer leaves it.
@@ -400,6 +448,8 @@ class RowParallelLinear(torch.nn.Module):
             )
         shape = (output_size, self.input_size_per_partition)
         self.weight = new_weight(shape, config.params_dtype, init_method, 1, self.tp_group, stride)
+        self.delay_wgrad_compute = config.delay_wgrad_compute
+        _mark_delayed(self.weight, self.delay_wgrad_compute)
         self.bias = None
         if bias:
             self.bias = _new_bias(output_size, config.params_dtype, cut=False)
@@ -410,14 +460,8 @@ class RowParallelLinear(torch.nn.Module):
         """[s, b, n/t] -> ([s, b, h] or, with sequence parallelism, [s/t, b, h]; bias if not added)."""
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        output_parallel = linear_with_grad_accumulation_and_async_allreduce(
-            input_,
-            self.weight,
-            None,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-            tp_group=self.tp_group,
-        )
+        store = store_of(self.weight) if self.delay_wgrad_compute else None
+        output_parallel = _linear(input_, self.weight, None, False, False, store, self.tp_group)
         if self.sequence_parallel:
             output = reduce_scatter_to_sequence_parallel_region(output_parallel, self.tp_group)
         else:
@@ -425,3 +469,8 @@ class RowParallelLinear(torch.nn.Module):
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
+
+    def backward_dw(self) -> None:
+        """With `delay_wgrad_compute`: the weight gradient of the oldest microbatch that is owed."""
+        if self.delay_wgrad_compute:
+            store_of(self.weight).backward_dw(self.weight)

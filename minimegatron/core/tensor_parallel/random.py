@@ -27,6 +27,7 @@ from minimegatron.core.tensor_parallel.utils import (
     get_tensor_model_parallel_group_if_none,
     split_tensor_into_1d_equal_chunks,
 )
+from minimegatron.core.tensor_parallel.weight_grad_store import within_this_backward
 from minimegatron.core.tracing import traced
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
@@ -232,7 +233,8 @@ class CheckpointFunction(torch.autograd.Function):
             for output, grad in zip(outputs, grads, strict=True)
             if isinstance(output, torch.Tensor) and output.requires_grad
         ]
-        torch.autograd.backward(*zip(*differentiable, strict=True))
+        with within_this_backward():
+            torch.autograd.backward(*zip(*differentiable, strict=True))
         input_grads = (arg.grad if isinstance(arg, torch.Tensor) else None for arg in inputs)
         return None, None, *input_grads
 

@@ -146,3 +146,8 @@ class SelfAttention(MegatronModule):
         else:
             context = self.core_attention(query, key, value, attention_mask)
         return self.linear_proj(context)
+
+    def backward_dw(self) -> None:
+        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
+        self.linear_proj.backward_dw()
+        self.linear_qkv.backward_dw()

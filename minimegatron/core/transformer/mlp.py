@@ -72,3 +72,8 @@ class MLP(MegatronModule):
         else:
             wide = self.config.activation_func(wide)
         return self.linear_fc2(wide)
+
+    def backward_dw(self) -> None:
+        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
+        self.linear_fc2.backward_dw()
+        self.linear_fc1.backward_dw()

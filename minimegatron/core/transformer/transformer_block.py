@@ -160,6 +160,14 @@ class TransformerBlock(MegatronModule):
         # would take the tensor away from under the stage's own backward.
         return hidden_states if len(self.layers) else hidden_states.clone()
 
+    def backward_dw(self) -> None:
+        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed.
+
+        The last layer first, as in backward: its bucket is the first to be sent.
+        """
+        for layer in reversed(self.layers):
+            layer.backward_dw()
+
     def _dropout_rng(self) -> Any:
         """With sequence parallelism each rank has other tokens and drops by its own stream."""
         drops = self.config.hidden_dropout > 0.0 or self.config.attention_dropout > 0.0

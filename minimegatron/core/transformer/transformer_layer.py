@@ -125,3 +125,8 @@ class TransformerLayer(MegatronModule):
     def _forward_mlp(self, hidden_states: torch.Tensor) -> torch.Tensor:
         output = self.mlp(self.pre_mlp_layernorm(hidden_states))
         return bias_dropout_add(output, hidden_states, self.hidden_dropout, self.training)
+
+    def backward_dw(self) -> None:
+        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
+        self.mlp.backward_dw()
+        self.self_attention.backward_dw()

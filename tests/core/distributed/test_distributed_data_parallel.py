@@ -392,9 +392,6 @@ def _refused():
         make_config(), overlap, Toy(), disable_bucketing=True, pg_collection=groups
     )
     assert len(ddp.buffers[0].buckets) == 1
-    deferred = make_config(defer_embedding_wgrad_compute=True)
-    with pytest.raises(ValueError, match="defer_embedding_wgrad_compute"):
-        DistributedDataParallel(deferred, overlap, Toy(), pg_collection=groups)
     both = DistributedDataParallelConfig(average_in_collective=True)
     with pytest.raises(ValueError, match="number of tokens"):
         config = make_config(calculate_per_token_loss=True)

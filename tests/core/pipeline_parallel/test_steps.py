@@ -268,7 +268,7 @@ def test_no_pipelining_syncs_gradients_in_the_last_microbatch_only():
         num_microbatches=3,
         seq_length=1,
         micro_batch_size=1,
-        pg_collection=ProcessGroupCollection(cp=FakeGroup()),
+        pg_collection=ProcessGroupCollection(cp=FakeGroup(), tp=FakeGroup()),
     )
     assert events == ["hold", "forward 1", "forward 2", "release", "forward 3"]
     assert reports == [{"loss": 2.0}, {"loss": 4.0}, {"loss": 6.0}]
@@ -286,5 +286,5 @@ def test_a_list_of_chunks_needs_interleaving():
             num_microbatches=1,
             seq_length=1,
             micro_batch_size=1,
-            pg_collection=ProcessGroupCollection(cp=FakeGroup()),
+            pg_collection=ProcessGroupCollection(cp=FakeGroup(), tp=FakeGroup()),
         )

@@ -245,10 +245,10 @@ def test_reduction_of_the_input_gradient_is_hidden_behind_the_weight_gradient(mo
         order.append("launched")
         return Handle()
 
-    real = layers._weight_gradient
+    real = layers.weight_gradient
     monkeypatch.setattr(layers.collectives, "all_reduce", launch)
     monkeypatch.setattr(
-        layers, "_weight_gradient", lambda *args: (order.append("weight gradient"), real(*args))[1]
+        layers, "weight_gradient", lambda *args: (order.append("weight gradient"), real(*args))[1]
     )
     layer = ColumnParallelLinear(
         H,

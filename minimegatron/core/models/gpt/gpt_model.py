@@ -120,7 +120,7 @@ class GPTModel(LanguageModule):
             self._build_output_layer()
 
     def _build_output_layer(self) -> None:
-        # The two factors of deferred weight gradients, filled by forward and backward, emptied by
+        # The two factors of deferred weight gradients, filled by backward, emptied by
         # `drain_embedding_wgrad_compute` at the end of the schedule.
         deferring = self.config.defer_embedding_wgrad_compute
         self.embedding_activation_buffer: list[torch.Tensor] | None = [] if deferring else None
@@ -139,6 +139,8 @@ class GPTModel(LanguageModule):
             embedding_activation_buffer=self.embedding_activation_buffer,
             grad_output_buffer=self.grad_output_buffer,
             tp_group=self.tp_group,
+            # Its dY is V/h times as large as an activation: too much to keep until W.
+            delay_wgrad_compute=False,
         )
 
     def set_input_tensor(
@@ -195,6 +197,13 @@ class GPTModel(LanguageModule):
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
         return self.compute_language_model_loss(labels, logits)
+
+    def backward_dw(self) -> None:
+        """With `delay_wgrad_compute`: the layers' weight gradients of the oldest microbatch owed.
+
+        Norms, biases, the embedding and the output layer have theirs from backward.
+        """
+        self.decoder.backward_dw()
 
     def _rotary_angles(self, decoder_input: torch.Tensor | None) -> torch.Tensor | None:
         """[s, 1, 1, d'] for the whole sequence, of which activations may hold 1/t."""

@@ -1,0 +1,239 @@
+"""Weight gradients that backward leaves for later: the two factors X and dY of each dW = dY^T X.
+
+Called by: `layers`, whose backward puts factors in; `backward_dw` of the layers, `ModelChunk` and
+`drain_embedding_wgrad_compute`, which compute what is owed; `DistributedDataParallel`, which must not
+send a gradient while a part of it is owed. Calls: `mappings`, to gather X. Megatron has no such
+module: Transformer Engine keeps a store of this kind inside each of its layers.
+
+The chain needs dX at once, because the stage before waits for it. Nobody waits for dW before the
+optimizer. So with a store backward is two pieces of work, B and W:
+
+    B   dX = dY W        in autograd; puts (X, dY) into the weight's store
+    W   dW = dY^T X      later, by `backward_dw`; then the weight's hooks run
+
+Every bit of the gradient stays as it was: W takes the microbatches in the order of their B, adds up
+what one backward would have added up, and then adds the sum to `weight.grad`.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from minimegatron.core.tensor_parallel.mappings import _gather_along_first_dim
+
+
+def weight_gradient(grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
+    """dW = dY^T X over all tokens: [n, h] from [s, b, n] and [s, b, h]."""
+    return grad_output.flatten(0, -2).t() @ total_input.flatten(0, -2)
+
+
+# -- Which backward pass is running --
+
+
+class BackwardPass:
+    """The weights whose gradients one backward pass has left, in the order in which it left them."""
+
+    def __init__(self) -> None:
+        self._owed: dict[WeightGradStore, torch.nn.Parameter] = {}
+
+    def note(self, store: "WeightGradStore", weight: torch.nn.Parameter) -> None:
+        """`store` has got factors of this pass."""
+        self._owed[store] = weight
+
+    def backward_dw(self) -> None:
+        """Computes everything that this pass left, last layer first; nothing the second time."""
+        while self._owed:
+            store = next(iter(self._owed))
+            store.backward_dw(self._owed.pop(store), self)
+
+    def forget(self) -> None:
+        """Drops everything that this pass left, for a step that failed."""
+        while self._owed:
+            self._owed.popitem()[0].clear()
+
+
+class _Running:
+    """The backward pass that is running in this process, None outside of `backward_pass`.
+
+    Not one per thread: on a GPU autograd computes in threads of its own.
+    """
+
+    now: Any = None
+
+
+@contextlib.contextmanager
+def _belongs_to(one_pass: Any) -> Iterator[None]:
+    is_outermost = _Running.now is None
+    if is_outermost:
+        _Running.now = one_pass
+    try:
+        yield
+    finally:
+        if is_outermost:
+            _Running.now = None
+
+
+@contextlib.contextmanager
+def backward_pass() -> Iterator[BackwardPass]:
+    """What backward leaves within it belongs to one microbatch; dropped if an error leaves it."""
+    one_pass = BackwardPass()
+    with _belongs_to(one_pass):
+        try:
+            yield one_pass
+        except BaseException:
+            one_pass.forget()
+            raise
+
+
+@contextlib.contextmanager
+def weight_gradients_at_once() -> Iterator[None]:
+    """Around one microbatch's backward, where nothing else is to come between its B and its W."""
+    with backward_pass() as left:
+        yield
+    left.backward_dw()
+
+
+def within_this_backward() -> Any:
+    """Around a backward that a backward calls (recompute): its microbatch is the outer one's."""
+    return _belongs_to(torch._C._current_graph_task_id())
+
+
+# -- The store of one weight --
+
+
+class WeightGradStore:
+    """The factors of one weight's gradients, oldest first; see `put` and `backward_dw`.
+
+    Args:
+        inputs, grad_outputs: the lists to keep the factors in; by default new ones.
+        sequence_group: gather X over this group along the sequence before the product; None if X is
+            whole.
+        limit: how many pairs to keep at most; 0 for any number.
+        until_drained: a backward pass does not compute these; see `drain_embedding_wgrad_compute`.
+    """
+
+    def __init__(
+        self,
+        inputs: list[torch.Tensor] | None = None,
+        grad_outputs: list[torch.Tensor] | None = None,
+        sequence_group: Any = None,
+        limit: int = 0,
+        until_drained: bool = False,
+    ):
+        self.inputs = [] if inputs is None else inputs
+        self.grad_outputs = [] if grad_outputs is None else grad_outputs
+        self.sequence_group, self.limit, self.until_drained = sequence_group, limit, until_drained
+        # Of each pair: the backward pass, and the graph that autograd was running. They differ
+        # within recompute, which runs a graph of its own inside of the pass.
+        self._origins: list[tuple[Any, int]] = []
+        self._num_sums_left = 0
+
+    def is_owed(self) -> bool:
+        """True while a gradient, or a part of one, is not yet added to its weight's."""
+        return bool(self.grad_outputs) or self._num_sums_left > 0
+
+    def put(
+        self, weight: torch.nn.Parameter, input_: torch.Tensor, grad_output: torch.Tensor
+    ) -> bool:
+        """In backward: keeps X, [s, b, h] or [s/t, b, h], and dY, [s, b, n], of one product.
+
+        False if `limit` pairs are there already: then the caller computes dW itself.
+        """
+        if 0 < self.limit <= len(self.grad_outputs):
+            return False
+        graph = torch._C._current_graph_task_id()
+        one_pass = graph if _Running.now is None else _Running.now
+        del self._origins[len(self.grad_outputs) :]  # in case the caller has emptied its lists
+        self._origins.append((one_pass, graph))
+        self.inputs.append(input_.detach())
+        self.grad_outputs.append(grad_output)
+        weight.weight_grad_store = self
+        if isinstance(one_pass, BackwardPass) and not self.until_drained:
+            one_pass.note(self, weight)
+        return True
+
+    def backward_dw(self, weight: torch.nn.Parameter, one_pass: BackwardPass | None = None) -> None:
+        """W: computes what `one_pass` left, or the oldest pass that left something.
+
+        Adds dW to `weight.grad`, then runs the weight's post-accumulate hooks. Does nothing if
+        nothing is owed.
+        """
+        sums = self._take(one_pass)
+        self._num_sums_left = len(sums)
+        for pairs in sums:
+            grad = self._sum(pairs, weight.dtype)
+            self._num_sums_left -= 1
+            _accumulate(weight, grad)
+
+    def clear(self) -> None:
+        """Forgets everything, for a step that failed."""
+        self.inputs.clear()
+        self.grad_outputs.clear()
+        self._origins.clear()
+        self._num_sums_left = 0
+
+    def _take(self, one_pass: BackwardPass | None) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Removes the pairs of one pass, and returns those of each graph: autograd adds them up first.
+
+        The graphs come in the order in which autograd would have finished with the weight.
+        """
+        if not self.grad_outputs:
+            return []
+        # Lists that the caller filled by hand say nothing of passes: one pair, one microbatch.
+        passes = [origin[0] for origin in self._origins] or [None]
+        wanted = passes[0] if one_pass is None else one_pass
+        if wanted not in passes:
+            return []
+        first = passes.index(wanted)
+        span = slice(first, first + passes.count(wanted))  # passes do not overlap in time
+        pairs = list(zip(self.inputs[span], self.grad_outputs[span], strict=True))
+        graphs = [origin[1] for origin in self._origins[span]] or [None]
+        del self.inputs[span], self.grad_outputs[span], self._origins[span]
+        sums: dict[Any, list] = {}
+        for graph, pair in zip(graphs, pairs, strict=True):
+            sums[graph] = [*sums.pop(graph, []), pair]
+        return list(sums.values())
+
+    def _sum(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The sum of dY^T X: a weight applied twice gets one gradient from one backward."""
+        total = None
+        for input_, grad_output in pairs:
+            if self.sequence_group is not None:
+                input_ = _gather_along_first_dim(input_, self.sequence_group)
+            grad = weight_gradient(grad_output, input_).to(dtype)  # autocast multiplies in another
+            total = grad if total is None else total.add_(grad)
+        return total
+
+
+@torch.no_grad()
+def _accumulate(weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    """What autograd does with a leaf's gradient: adds it to `.grad`, runs the hooks."""
+    weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+        hook(weight)
+
+
+# -- From the weight to its store --
+
+
+def store_of(weight: torch.nn.Parameter, sequence_group: Any = None) -> WeightGradStore:
+    """The weight's store, made at its first use: one for all layers that share the weight."""
+    if not hasattr(weight, "weight_grad_store"):
+        weight.weight_grad_store = WeightGradStore(sequence_group=sequence_group)
+    return weight.weight_grad_store
+
+
+def is_owed(param: torch.nn.Parameter) -> bool:
+    """True while backward has left a part of `param`'s gradient for later."""
+    return hasattr(param, "weight_grad_store") and param.weight_grad_store.is_owed()
+
+
+def forget_owed(params: Iterable[torch.nn.Parameter]) -> None:
+    """Drops what a failed step left, so that it does not enter the next step's gradients."""
+    for param in params:
+        if is_owed(param):
+            param.weight_grad_store.clear()
