@@ -128,7 +128,7 @@ def fail_and_recover(case: Case, path: str) -> tuple[int, list[str]]:
     return num_failures, problems
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: str(c).replace("=", "").replace(" ", "-"))
 def test_a_good_step_follows_a_failed_one(case, tmp_path_factory):
     path = reference(case.serial(), Path(tmp_path_factory.getbasetemp()))
     results = run_ranks(fail_and_recover, case.world, case, path, timeout=250)
@@ -137,7 +137,9 @@ def test_a_good_step_follows_a_failed_one(case, tmp_path_factory):
 
 
 def tell_everybody(case: Case) -> list[str]:
-    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp)
+    parallel_state.initialize_model_parallel(
+        case.tp, case.pp, case.vp, distributed_timeout_minutes=10 / 60
+    )
     model_parallel_cuda_manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return [fail(case, groups, "forward", case.world - 1, False)]

@@ -43,6 +43,10 @@ STORE = ("pytest", "tests/core/tensor_parallel/test_weight_grad_store.py", "-k")
 OWED = ("pytest", "tests/core/distributed/test_owed_gradients.py", "-k")
 PP_DEFER = ("tests.probes", '{"pp": 2, "M": 2, "llama": true, "defer_embedding": true}')
 
+FRAME = ("pytest", "tests/core/pipeline_parallel/test_step_frame.py", "-k")
+CHANNELS = ("pytest", "tests/core/test_local_channels.py", "-k")
+FAILED_STEP = ("pytest", "tests/test_failed_step.py", "-k")
+
 CAUGHT_BY = {
     "backward-of-the-newest": (ORDER, r"expected gradient|Deadlock|rank 0 of"),
     "one-warm-up-too-many": (ORDER, r"test_plain_schedules"),
@@ -105,6 +109,16 @@ CAUGHT_BY = {
     "clipped-by-the-local-norm": (TP, r"norm is off"),
     "shared-weight-counted-twice": (PP, r"norm is off"),
     "replicas-counted-often": (TP, r"norm is off"),
+    "hooks-of-each-chunk": (FRAME + ("loss_scale",), r"chunk 1 linear"),
+    "launched-by-backward-and-schedule": (
+        FRAME + ("launched_once and written",),
+        r"launched twice",
+    ),
+    "gradients-launched-without-backward": (FRAME + ("planned_forward_only",), r"grad sync"),
+    "messages-of-a-failed-step": (FAILED_STEP + ("[pp2-M3]",), r"its step"),
+    "failure-kept-secret": (FAILED_STEP + ("told_why",), r"sent nothing|did not return|told"),
+    "sends-that-never-wait": (CHANNELS + ("channel_is_full",), r"assert \d+ <= 2"),
+    "anybody-may-call": (CHANNELS + ("of_another_user_is_turned",), r"assert|DID NOT WARN"),
     "overflow-seen-by-one-rank": (SKIPS, r"skip"),
 }
 

@@ -154,8 +154,8 @@ FAULTS = (
     Fault(
         "freed-while-being-sent",
         _PP + "p2p_communication.py",
-        "tensor.detach().contiguous() if is_send else tensor",
-        "tensor",
+        "            tensor = tensor.detach().contiguous()\n",
+        "            pass\n",
         "The message shares the output that is freed next; a slow transport sends one element.",
     ),
     Fault(
@@ -327,7 +327,7 @@ FAULTS = (
     Fault(
         "no-sync-forgotten",
         _PP + "utils.py",
-        "                self._held.enter_context(function())\n",
+        "                held.enter_context(function())\n",
         "                pass\n",
         "Buckets leave after the first microbatch; what comes later stays on its rank.",
     ),
@@ -386,6 +386,57 @@ FAULTS = (
         "    broadcast(num_tokens, pp_group.size() - 1, pp_group)\n",
         "",
         "Only the last stage counts tokens; the others divide by one.",
+    ),
+    # -- The frame of a step --
+    Fault(
+        "hooks-of-each-chunk",
+        _PP + "step_frame.py",
+        "            config=self.config,\n",
+        "",
+        "Each chunk asks its own config for hooks: the last chunk's loss is not scaled.",
+    ),
+    Fault(
+        "launched-by-backward-and-schedule",
+        _PP + "step_frame.py",
+        "                if chunk_id not in self._synchronized_chunks:\n",
+        "                if True:\n",
+        "The first stage's last backward has launched its gradients, and the step's end does so again.",
+    ),
+    Fault(
+        "gradients-launched-without-backward",
+        _PP + "step_frame.py",
+        "        if not self.forward_only:\n            for chunk_id",
+        "        if True:\n            for chunk_id",
+        "A step without backwards sends gradients.",
+    ),
+    # -- Shared memory --
+    Fault(
+        "messages-of-a-failed-step",
+        "core/local_channels.py",
+        "        while self.messages and self.messages[0].step < step:\n",
+        "        while False:\n",
+        "What a failed step left unread is taken for a message of the next step.",
+    ),
+    Fault(
+        "failure-kept-secret",
+        "core/local_channels.py",
+        "            self._writer.write(header + text)\n",
+        "            pass\n",
+        "A rank that fails tells nobody; those that wait for it wait until the time-out.",
+    ),
+    Fault(
+        "sends-that-never-wait",
+        _PP + "p2p_communication.py",
+        "while len(unfinished) > limit:",
+        "while False:",
+        "In a forward-only step nothing holds the first stage back, and its messages pile up.",
+    ),
+    Fault(
+        "anybody-may-call",
+        "core/local_handshake.py",
+        "is_ours = user == os.geteuid() and hmac.compare_digest(told, secret) and len(descriptors) == 1",
+        "is_ours = len(descriptors) == 1",
+        "Whoever calls the socket counts as a rank, and gets the messages.",
     ),
     # -- Weight gradients after backward --
     Fault(
