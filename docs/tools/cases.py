@@ -19,6 +19,7 @@ from minimegatron.core.pipeline_parallel.schedule_table import (
     get_num_warmup_microbatches,
     get_schedule_table,
 )
+from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_limits
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
 from minimegatron.planner import formulas, memory
@@ -217,6 +218,16 @@ def schedule_order_words(m: int, v: int, group: int, num_warmup: int) -> str:
     """Megatron's signed form: chunk + 1 for a forward, its negative for a backward."""
     found = convert_schedule_table_to_order(num_warmup, v, get_schedule_table(m, v, group))
     return " ".join(f"{n:+d}" for n in found)
+
+
+def send_limits(pp: int, m: int, v: int, group: int) -> str:
+    """K of each stage's channels, where it is more than the smallest."""
+    limits = get_interleaved_send_limits(pp, m, v, group, False)
+    return "; ".join(
+        f"stage {rank}, {payload}s of chunk {chunk}: K = {k}"
+        for rank, of_stage in enumerate(limits)
+        for (payload, chunk), k in of_stage.items()
+    )
 
 
 def messages(pp: int, m: int, v: int = 1) -> int:

@@ -434,8 +434,8 @@ FAULTS = (
     Fault(
         "anybody-may-call",
         "core/local_handshake.py",
-        "is_ours = user == os.geteuid() and hmac.compare_digest(told, secret) and len(descriptors) == 1",
-        "is_ours = len(descriptors) == 1",
+        "user == os.geteuid() and hmac.compare_digest(told, secret) and len",
+        "len",
         "Whoever calls the socket counts as a rank, and gets the messages.",
     ),
     # -- Weight gradients after backward --

@@ -19,6 +19,7 @@ from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.execution import get_planned_forward_backward_func
 from minimegatron.planner.actions import ACTIVATION, BACKWARD, FORWARD, GRADIENT, SEND
 from minimegatron.planner.plan import Plan, plan
 from tests.fake_streams import PAIRS, TOGETHER, Machine, Post
@@ -40,6 +41,8 @@ class Case:
     overlap: bool = False
     deallocate: bool = False
     variable: bool = False
+    planned: str | None = None
+    """Run this plan with the planned runner, instead of the schedule that is written out."""
 
     def config(self) -> ModelParallelConfig:
         config = ModelParallelConfig(
@@ -57,9 +60,9 @@ class Case:
 
     def plan(self) -> Plan:
         """What the planner says of the same step; raises ValueError if it refuses."""
-        plain = "no-pipelining" if self.p == 1 else "1f1b"
+        written = "interleaved" if self.v else "no-pipelining" if self.p == 1 else "1f1b"
         return plan(
-            plain if self.v is None else "interleaved",
+            self.planned or written,
             self.p,
             self.M,
             self.v,
@@ -164,11 +167,13 @@ def run_program(case: Case, network: Network, rank: int) -> list:
         "pg_collection": ProcessGroupCollection(pp=group, tp=FakeGroup(), cp=FakeGroup()),
     }
     with torch.set_grad_enabled(not case.forward_only):
-        if case.p == 1:
+        if case.p == 1 and case.planned is None:
             return forward_backward_no_pipelining(**arguments)
         function = forward_backward_pipelining_without_interleaving
         if case.v is not None:
             function = forward_backward_pipelining_with_interleaving
+        if case.planned is not None:
+            function = get_planned_forward_backward_func(case.planned)
         reports = function(p2p_communicator=P2PCommunicator(group, config, transport), **arguments)
     transport.compute("whatever follows the step")  # the communicator is gone, and what it held
     return reports

@@ -5,6 +5,8 @@ gradient reached the right microbatch of the right virtual stage, whichever rank
 memory was freed or written too early; and that no message was left over.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from minimegatron.core.pipeline_parallel import p2p_communication
@@ -109,6 +111,26 @@ def check(case: Case) -> None:
 def test_plain_schedules(case):
     for variant in variants(case):
         check(variant)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_the_planned_runner_does_what_the_schedules_do(p):
+    cases = [Case(p, M) for M in (1, p + 3)]
+    cases += [Case(p, p + 3, 2, p + 3)] if p > 1 else []
+    cases += [Case(p, 2 * p, 3, p)] if 1 < p < 8 else []
+    for case in cases:
+        for variant in variants(case)[:: 2 if p == 8 else 1]:
+            name = "interleaved" if case.v else "no-pipelining" if p == 1 else "1f1b"
+            check(replace(variant, planned=name))
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_the_planned_runner_does_what_a_plan_says(p):
+    for variant in variants(Case(p, p + 1)):
+        case = replace(variant, planned="gpipe")
+        _, network, machine = run_case(case)
+        for rank in range(p):
+            assert done_by(rank, network, machine) == planned_for(rank, case.plan())
 
 
 @pytest.mark.parametrize("case", INTERLEAVED, ids=str)
