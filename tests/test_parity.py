@@ -11,10 +11,10 @@ from tests.ranks import run_ranks
 WORLDS = sorted({case.world for case in all_cases()})
 
 
-def check(cases: list[Case], world: int, folder: Path) -> None:
+def check(cases: list[Case], world: int, folder: Path, shared_memory: bool = True) -> None:
     cases = [case for case in cases if case.world == world]
     work = [(case, reference(case.serial(), folder)) for case in cases]
-    results = run_ranks(run_cases, world, work, timeout=280)
+    results = run_ranks(run_cases, world, work, timeout=280, shared_memory=shared_memory)
     problems = [problem for rank in results for *_, found in rank for problem in found]
     assert problems == []
     compared = sum(number for rank in results for _, number, _, _ in rank)
@@ -32,3 +32,10 @@ def test_gpt_equals_one_process(world, tmp_path_factory):
 def test_memory_savings_change_nothing(world, tmp_path_factory):
     """Sequence parallelism, recompute and ZeRO-1, together in every way."""
     check(system_cases(), world, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_systems_without_shared_memory_get(world, tmp_path_factory):
+    """The same over gloo alone. `make test-gloo` runs every array so."""
+    cases = [case for case in all_cases() + system_cases() if case.world == world][::4]
+    check(cases, world, tmp_path_factory.getbasetemp(), shared_memory=False)
