@@ -9,7 +9,7 @@ The built-in schedules do not come this way; they are written out to be read. Bu
 run here too, and do the same: see `tests/test_execution.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicato
 from minimegatron.core.pipeline_parallel.send_limits import (
     FORWARD_ONLY_SEND_LIMIT,
     SEND_LIMIT,
-    Channel,
+    SendPlan,
 )
 from minimegatron.core.pipeline_parallel.step_frame import StepFrame
 from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes, schedule
@@ -150,7 +150,7 @@ def _make_frame(
         p2p if num_stages > 1 else None,
         step.config.forward_only,
         order,
-        _send_limits(step, rank),
+        _plan_sends(step, rank),
     )
 
 
@@ -158,9 +158,15 @@ def _is_last(p2p: P2PCommunicator, chunk_id: int, num_chunks: int) -> bool:
     return p2p.pp_group.rank() == p2p.pp_group.size() - 1 and chunk_id == num_chunks - 1
 
 
-def _send_limits(step: Plan, rank: int) -> Mapping[Channel, int]:
+def _plan_sends(step: Plan, rank: int) -> SendPlan:
     least = FORWARD_ONLY_SEND_LIMIT if step.config.forward_only else SEND_LIMIT
-    return {channel: k for channel, k in count_unreceived(step)[rank].items() if k > least}
+    limits = {channel: k for channel, k in count_unreceived(step)[rank].items() if k > least}
+    chunks: dict[str, list[int]] = {ACTIVATION: [], GRADIENT: []}
+    for action in step.ranks[rank]:
+        for message in action.messages:
+            if message.direction == SEND:
+                chunks[message.payload].append(message.chunk)
+    return SendPlan(least, limits, chunks)
 
 
 def _count_in_flight(actions: list[Action]) -> int:
@@ -218,16 +224,16 @@ class _PlannedRun:
 
     def _communicate(self, action: Action) -> None:
         found = {(message.direction, message.payload): message for message in action.messages}
-        sends = {payload: found.get((SEND, payload)) for payload in (ACTIVATION, GRADIENT)}
-        tensors = {payload: self._to_send(message) for payload, message in sends.items()}
+        output = self._to_send(found.get((SEND, ACTIVATION)))
+        input_grad = self._to_send(found.get((SEND, GRADIENT)))
         new_input, new_grad = found.get((RECEIVE, ACTIVATION)), found.get((RECEIVE, GRADIENT))
-        received = self._call(action, sends, tensors, new_input is not None, new_grad is not None)
+        received = self._call(action, output, input_grad, new_input, new_grad)
         for message, (tensor, handle) in zip((new_input, new_grad), received, strict=True):
             if message is not None:
                 unit = (message.microbatch, message.chunk)
                 self._arrived[message.payload, unit] = (tensor, handle)
-        if tensors[ACTIVATION] is not None:
-            self.chunks[sends[ACTIVATION].chunk].free_output(tensors[ACTIVATION])
+        if output is not None:
+            self.chunks[found[SEND, ACTIVATION].chunk].free_output(output)
 
     def _to_send(self, message: Message | None) -> torch.Tensor | None:
         if message is None:
@@ -237,15 +243,14 @@ class _PlannedRun:
     def _call(
         self,
         action: Action,
-        sends: dict[str, Message | None],
-        tensors: dict[str, torch.Tensor | None],
-        recv_prev: bool,
-        recv_next: bool,
+        output: torch.Tensor | None,
+        input_grad: torch.Tensor | None,
+        new_input: Message | None,
+        new_grad: Message | None,
     ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """The communicator's method of that name; returns (input, handle), (gradient, handle)."""
         method, shape = getattr(self.p2p, action.call), self.shape
-        output, input_grad = tensors[ACTIVATION], tensors[GRADIENT]
-        chunk = {payload: message.chunk for payload, message in sends.items() if message}
+        recv_prev, recv_next = new_input is not None, new_grad is not None
         if action.call == "recv_forward":
             return (method(shape, not recv_prev), None), (None, None)
         if action.call == "recv_backward":
@@ -259,13 +264,11 @@ class _PlannedRun:
         if action.call == "send_backward_recv_forward":
             return (method(input_grad, shape, not recv_prev), None), (None, None)
         if action.call == "send_forward_backward_recv_forward_backward":
-            chunks = (chunk.get(ACTIVATION, 0), chunk.get(GRADIENT, 0))
-            received = method(output, input_grad, recv_prev, recv_next, shape, *chunks)
-            return (received[0], None), (received[1], None)
+            tensors = method(output, input_grad, recv_prev, recv_next, shape)
+            return (tensors[0], None), (tensors[1], None)
         forward = action.call == "send_forward_recv_forward"
         arguments = (output, recv_prev) if forward else (input_grad, recv_next)
-        sender = chunk.get(ACTIVATION if forward else GRADIENT, 0)
-        result = method(*arguments, shape, overlap_p2p_comm=action.overlap, chunk=sender)
+        result = method(*arguments, shape, overlap_p2p_comm=action.overlap)
         tensor, handles = result if action.overlap else (result, {})
         arrived = (tensor, handles.get("recv_prev" if forward else "recv_next"))
         return (arrived, (None, None)) if forward else ((None, None), arrived)

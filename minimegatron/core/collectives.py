@@ -75,8 +75,13 @@ def begin_step(groups: list[dist.ProcessGroup]) -> None:
         local_collectives.begin_step(groups)
 
 
+def end_step(groups: list[dist.ProcessGroup]) -> None:
+    """The step has ended well on this rank. What it has launched may still be waited for."""
+    local_collectives.end_step(groups)
+
+
 def abandon(groups: list[dist.ProcessGroup], reason: str) -> None:
-    """Tells the other ranks of `groups`, where that is possible, that this rank ends its step here."""
+    """Ends a step that failed on this rank; tells the other ranks of `groups`, where it can."""
     local_collectives.abandon(groups, reason)
 
 

@@ -49,7 +49,7 @@ class Writer:
             return data
 
     def fileno(self) -> int:
-        """For `select`; -1 once the socket is closed."""
+        """For `poll`; -1 once the socket is closed."""
         return self._socket.fileno()
 
     def write_later_part(self) -> bool:
@@ -92,11 +92,14 @@ class _Backlog:
                     self._changed.notify_all()
                     return
                 writers = list(self._writers)
-            ready: list[Writer] = []
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                _, ready, _ = select.select([], writers, [], 0.1)
-            for writer in ready:
-                self._write(writer)
+            waiting = select.poll()
+            for writer in writers:
+                with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                    waiting.register(writer, select.POLLOUT)
+            ready = {number for number, _ in waiting.poll(100)}
+            for writer in writers:
+                if writer.fileno() in ready:
+                    self._write(writer)
 
     def _write(self, writer: Writer) -> None:
         # Under the lock of `watch`: a writer that has just got something new stays in the set.

@@ -13,9 +13,11 @@ wakes two threads in turn. Here a message is a *slot* of memory that both proces
 2. The receiver, asleep in a read of that socket, wakes and copies the slot out, or reads it in place.
 3. The receiver marks the slot as free. The sender sees that without a message.
 
-What a failed step leaves behind must not be taken for the next step's. So every header carries the
-number of its step; a receiver drops what belongs to an earlier one. And a rank that fails says so to
-everybody it is connected with (`abandon`), so that nobody waits for it until the time-out.
+What a failed step leaves behind must not be taken for the next step's. So time is cut into *epochs*:
+each step is one, and so is the time between two steps. Every header carries its epoch; a receiver
+takes a message only for what it expected in the same epoch, and drops older ones. And a rank whose
+step fails says so to everybody it is connected with (`abandon`), so that nobody waits for it until
+the time-out.
 """
 
 import contextlib
@@ -34,7 +36,7 @@ from minimegatron.core.local_backlog import Writer
 from minimegatron.core.local_handshake import Met, is_supported, meet
 from minimegatron.core.local_memory import PAGE_BYTES, Arena, Piece, map_piece
 
-# kind, step, bytes of the message; offset and bytes of its slot, place of the slot's mark, offset of
+# kind, epoch, bytes of the message; offset and bytes of its slot, place of the slot's mark, offset of
 # a slot that exists no longer (0: none), when it was sent on the host's clock.
 _HEADER = struct.Struct("=BIQQQQQd")
 _MESSAGE, _ABANDONED = 1, 2
@@ -158,7 +160,7 @@ class Connection:
     """
 
     def __init__(self, met: Met, arena: Arena, peer: int, timeout: float):
-        self.peer, self.step = peer, 0
+        self.peer, self.epoch = peer, 0
         self._socket, self._arena = met.connection, arena
         self._writer = Writer(met.connection)
         self._slots: dict[object, _Slots] = {}
@@ -185,17 +187,28 @@ class Connection:
     # -- Steps --
 
     def begin_step(self) -> None:
-        """What was expected and has not come belongs to a failed step, from here on."""
-        self.step += 1
-        self._expected.clear()
-        self._incoming.drop_before(self.step)
+        """From here on messages belong to the next step. Both ends count alike."""
+        self.epoch += 1
+        self._drop_old()
+
+    def end_step(self) -> None:
+        """From here on messages belong to no step. What the step expected may still be waited for."""
+        self.epoch += 1
 
     def abandon(self, reason: str) -> None:
-        """Tells the peer that this rank will send nothing more in this step. Raises nothing."""
+        """Ends a step that failed: expects nothing of it any more, and tells the peer. Never raises."""
+        for arrival in self._expected:
+            arrival.is_given_up = arrival.epoch == self.epoch
+        self._expected = deque(a for a in self._expected if not a.is_given_up)
         text = reason.encode()[:_MAX_REASON]
-        header = _HEADER.pack(_ABANDONED, self.step, len(text), 0, 0, 0, 0, time.monotonic())
+        header = _HEADER.pack(_ABANDONED, self.epoch, len(text), 0, 0, 0, 0, time.monotonic())
+        self.epoch += 1
         with contextlib.suppress(OSError):
             self._writer.write(header + text)
+
+    def _drop_old(self) -> None:
+        oldest = self._expected[0].epoch if self._expected else self.epoch
+        self._incoming.drop_before(min(oldest, self.epoch))
 
     # -- Out --
 
@@ -216,14 +229,15 @@ class Connection:
         slot.marks[slot.mark_at] = _IN_USE
         slot.number += 1
         place = (slot.offset, len(slot.piece), slot.mark_place, retired)
-        self._writer.write(_HEADER.pack(_MESSAGE, self.step, num_bytes, *place, time.monotonic()))
+        self._writer.write(_HEADER.pack(_MESSAGE, self.epoch, num_bytes, *place, time.monotonic()))
         return Sent(self, slot)
 
     def wait_until_taken(self, sent: Sent) -> None:
         """See `Sent.wait`. The receiver sends nothing when it takes a message, so this one looks."""
         deadline, pause = time.monotonic() + self.timeout, _SHORTEST_SLEEP
         while not sent.is_taken():
-            self._incoming.read(self.step, wait=False)
+            self._incoming.read(wait=False)
+            self._incoming.check(self.epoch)
             if time.monotonic() > deadline:
                 raise ConnectionError(
                     f"rank {self.peer} of the group has not taken a message within "
@@ -245,26 +259,28 @@ class Connection:
 
     def complete(self, arrival: "Arrival") -> None:
         """Takes messages, in the order in which they were asked for, up to that of `arrival`."""
-        if arrival not in self._expected:
+        if arrival.is_given_up:
             raise ConnectionError("this message belongs to a step that has failed")
         while not arrival.is_done:
+            first = self._expected[0]
+            self._incoming.drop_before(first.epoch)
             while not self._incoming.messages:
+                self._incoming.check(first.epoch)
                 try:
-                    self._incoming.read(self.step, wait=True)
+                    self._incoming.read(wait=True)
                 except BlockingIOError as error:
                     raise ConnectionError(self._nothing_came()) from error
-            self._check_step(self._incoming.messages[0].step)
-            self._expected[0].take(self._incoming)
+                self._incoming.drop_before(first.epoch)
+            self._check_epoch(first.epoch, self._incoming.messages[0].epoch)
+            first.take(self._incoming)
             self._expected.popleft()
 
-    def _check_step(self, step: int) -> None:
-        if step == self.step:
-            return
-        mine, self.step = self.step, step  # the next step finds both at the same number
-        raise ConnectionError(
-            f"rank {self.peer} of the group is in its step {step}, this rank in its step {mine}; "
-            "every rank must begin every step"
-        )
+    def _check_epoch(self, mine: int, theirs: int) -> None:
+        if mine != theirs:
+            raise ConnectionError(
+                f"rank {self.peer} of the group has begun {(theirs + 1) // 2} steps, and this rank "
+                f"waits for a message of its step {(mine + 1) // 2}; every rank must begin every step"
+            )
 
     def _nothing_came(self) -> str:
         text = f"rank {self.peer} of the group sent nothing within {self.timeout:g} s"
@@ -285,7 +301,8 @@ class Arrival:
 
     def __init__(self, connection: Connection, tensor: torch.Tensor, in_place: bool):
         self._connection, self.tensor, self._in_place = connection, tensor, in_place
-        self.is_done, self.sent_at = False, None
+        self.epoch = connection.epoch
+        self.is_done, self.is_given_up, self.sent_at = False, False, None
         self._mark: tuple[Piece, int] | None = None
 
     def wait(self) -> bool:
@@ -325,7 +342,7 @@ class Arrival:
 class _Header:
     """A message that has been announced and not yet taken."""
 
-    step: int
+    epoch: int
     num_bytes: int
     offset: int
     slot_bytes: int
@@ -343,16 +360,15 @@ class _Incoming:
         self._marks: dict[int, Piece] = {}
         self.messages: deque[_Header] = deque()
         self.num_dropped = 0
+        # The last epoch that the peer has abandoned, and why.
+        self._abandoned: tuple[int, str] = (-1, "")
         weakref.finalize(self, os.close, descriptor)
 
-    def read(self, step: int, wait: bool) -> None:
-        """Reads headers, at least one if `wait`; drops those of steps before `step`.
+    def read(self, wait: bool) -> None:
+        """Reads headers; at least one byte, if `wait`.
 
-        Raises ConnectionError if the peer has gone or has abandoned this step, BlockingIOError if
-        nothing came in time.
+        Raises ConnectionError if the peer has gone, BlockingIOError if nothing came in time.
         """
-        if self._sort(step):  # what an error left unsorted comes first
-            return
         try:
             part = self._socket.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -362,37 +378,29 @@ class _Incoming:
         if not part:
             raise ConnectionError("the sender has closed the connection")
         self._unread += part
-        self._sort(step)
-
-    def _sort(self, step: int) -> bool:
-        """Takes whole headers from what was read; False if there was none."""
-        found = False
         while len(self._unread) >= _HEADER.size:
-            kind, *fields = _HEADER.unpack_from(self._unread)
-            if kind == _ABANDONED and len(self._unread) < _HEADER.size + fields[1]:
-                break  # its reason has not come whole
-            found, self._unread = True, self._unread[_HEADER.size :]
-            if kind == _ABANDONED:
-                self._heed(fields[0], fields[1], step)
+            kind, *numbers, retired, sent_at = _HEADER.unpack_from(self._unread)
+            header = _Header(*numbers, sent_at)
+            if kind == _MESSAGE:
+                self._pieces.pop(retired, None)
+                self.messages.append(header)
+                self._unread = self._unread[_HEADER.size :]
+            elif len(self._unread) < _HEADER.size + header.num_bytes:
+                return  # the reason has not come whole
             else:
-                self._note(fields, step)
-        return found
+                text, rest = self._unread[_HEADER.size :], _HEADER.size + header.num_bytes
+                reason = text[: header.num_bytes].decode(errors="replace")
+                self._abandoned, self._unread = (header.epoch, reason), self._unread[rest:]
 
-    def _heed(self, abandoned: int, num_bytes: int, step: int) -> None:
-        reason, self._unread = self._unread[:num_bytes], self._unread[num_bytes:]
-        if abandoned >= step:
-            raise ConnectionError(f"it has given up this step: {reason.decode(errors='replace')}")
+    def check(self, epoch: int) -> None:
+        """Raises ConnectionError if the peer has abandoned this epoch, or a later one."""
+        abandoned, reason = self._abandoned
+        if abandoned >= epoch:
+            raise ConnectionError(f"it has given up this step: {reason}")
 
-    def _note(self, fields: list, step: int) -> None:
-        *numbers, retired, sent_at = fields
-        if retired:
-            self._pieces.pop(retired, None)
-        self.messages.append(_Header(*numbers, sent_at))
-        self.drop_before(step)
-
-    def drop_before(self, step: int) -> None:
-        """Gives back, unread, what belongs to steps before `step`. A peer's steps come in order."""
-        while self.messages and self.messages[0].step < step:
+    def drop_before(self, epoch: int) -> None:
+        """Gives back, unread, what is of earlier epochs. A peer's epochs come in order."""
+        while self.messages and self.messages[0].epoch < epoch:
             self.num_dropped += 1
             self.free(self.messages.popleft())
 

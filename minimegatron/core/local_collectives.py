@@ -61,6 +61,13 @@ def begin_step(groups: Iterable[dist.ProcessGroup]) -> None:
             mesh.begin_step(get_timeout(group))
 
 
+def end_step(groups: Iterable[dist.ProcessGroup]) -> None:
+    """The step has ended on this rank."""
+    for group in groups:
+        if (mesh := _meshes.get(group)) is not None:
+            mesh.end_step()
+
+
 def abandon(groups: Iterable[dist.ProcessGroup], reason: str) -> None:
     """Tells the other ranks of these groups that this rank does not end its step. Never waits."""
     for group in groups:
@@ -87,6 +94,11 @@ class LocalMesh:
         for connection in self._to.values():
             connection.set_timeout(timeout)
             connection.begin_step()
+
+    def end_step(self) -> None:
+        """See `local_collectives.end_step`."""
+        for connection in self._to.values():
+            connection.end_step()
 
     def abandon(self, reason: str) -> None:
         """See `local_collectives.abandon`."""

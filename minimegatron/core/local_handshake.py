@@ -127,7 +127,7 @@ def _listen(
     silent: list[socket.socket] = []
     try:
         while missing := set(callers) - set(came):
-            ready, _, _ = select.select([listener, *silent], [], [], _left(deadline))
+            ready = _readable([listener, *silent], _left(deadline))
             if not ready:
                 raise ConnectionError(f"ranks {sorted(missing)} of the group did not call in time")
             for source in ready:
@@ -144,6 +144,15 @@ def _listen(
         for connection in silent:
             connection.close()
     return came
+
+
+def _readable(connections: list[socket.socket], seconds: float) -> list[socket.socket]:
+    """Those that something can be read from, within `seconds`. `select` knows 1,024 files only."""
+    waiting = select.poll()
+    for connection in connections:
+        waiting.register(connection, select.POLLIN)
+    ready = {number for number, _ in waiting.poll(1000 * seconds)}
+    return [connection for connection in connections if connection.fileno() in ready]
 
 
 def _check_caller(

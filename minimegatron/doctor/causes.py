@@ -292,6 +292,8 @@ def find_circle(case: Case) -> Diagnosis | None:
         for place, rank in enumerate(case.circle)
         if case.situations[rank].kind == MESSAGE
     ]
+    if not gone_on:
+        return None
     rank, partner = next(
         (pair for pair in gone_on if case.situations[pair[1]].kind != MESSAGE), gone_on[0]
     )

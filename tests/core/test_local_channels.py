@@ -20,6 +20,7 @@ from minimegatron.core.local_channels import connect
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import LocalTransport
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.send_limits import SendPlan
 from minimegatron.core.pipeline_parallel.transport import TorchTransport
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -141,6 +142,7 @@ def lengths_that_vary(num_steps: int, elements: int) -> list[float]:
                 received = p2p.recv_forward((length, 1, 1), False)
                 assert received.shape == (length, 1, 1) and received[-1] == length
         p2p.finish()
+        p2p.end_step()
         most = max(most, shared_bytes())
     return [most, largest]
 
@@ -174,7 +176,7 @@ def test_what_a_stage_keeps_for_its_backward_is_no_shared_memory():
 
 def run_ahead(limit: int) -> int:
     p2p, rank = communicator(), dist.get_rank()
-    p2p.begin_step(least_send_limit=limit)
+    p2p.begin_step(SendPlan(limit))
     sent = torch.zeros(1)
     most = 0
     store = dist.distributed_c10d._get_default_store()

@@ -12,7 +12,7 @@ Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.2.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
-from minimegatron.core.pipeline_parallel.send_limits import Channel, get_interleaved_send_limits
+from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_plan
 from minimegatron.core.pipeline_parallel.step_frame import StepFrame
 from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes, schedule
 from minimegatron.core.process_groups_config import ProcessGroupCollection
@@ -73,7 +73,7 @@ def forward_backward_pipelining_with_interleaving(
         p2p,
         forward_only,
         order.table,
-        _send_limits(order, config.overlap_p2p_comm),
+        get_interleaved_send_plan(order, config.overlap_p2p_comm),
     )
     for chunk_id in range(len(model)):
         frame.add_chunk(
@@ -102,19 +102,6 @@ def forward_backward_pipelining_with_interleaving(
             run.steady_state()
             run.cooldown()
     return frame.forward_data_store
-
-
-def _send_limits(order: InterleavedOrder, overlap: bool) -> Mapping[Channel, int]:
-    if not overlap:
-        return {}
-    limits = get_interleaved_send_limits(
-        order.pp_size,
-        order.num_microbatches,
-        order.num_model_chunks,
-        order.group_size,
-        order.forward_only,
-    )
-    return limits[order.pp_rank]
 
 
 def _check_arguments(
@@ -178,13 +165,12 @@ class _InterleavedRun:
             wants_grad = is_last and not self.order.forward_only and not counts.are_all_in_warmup
             if wants_grad and not self.overlap:
                 grad = Arrival(not self._is_last_rank(), last_chunk)
-                self._exchange_both(k, output, None, None, arrival, grad)
+                self._exchange_both(output, None, arrival, grad)
             else:
-                self._exchange_forward(k, output, arrival)
+                self._exchange_forward(output, arrival)
             self._free(k, output)
             if wants_grad and self.overlap:
-                first_grad = Arrival(not self._is_last_rank(), last_chunk)
-                self._exchange_backward(None, None, first_grad)
+                self._exchange_backward(None, Arrival(not self._is_last_rank(), last_chunk))
 
     def steady_state(self) -> None:
         """One forward, one backward, and the messages of both."""
@@ -193,13 +179,13 @@ class _InterleavedRun:
             output = self._forward(num_warmup + k)
             next_input = self.order.arrival_after(num_warmup + k, forward=True)
             if self.overlap:
-                self._exchange_forward(num_warmup + k, output, next_input)
+                self._exchange_forward(output, next_input)
             input_grad = self._backward(k)
             next_grad = self.order.arrival_after(k, forward=False)
             if self.overlap:
-                self._exchange_backward(k, input_grad, next_grad)
+                self._exchange_backward(input_grad, next_grad)
             else:
-                self._exchange_both(num_warmup + k, output, k, input_grad, next_input, next_grad)
+                self._exchange_both(output, input_grad, next_input, next_grad)
             self._free(num_warmup + k, output)
 
     def cooldown(self) -> None:
@@ -211,7 +197,7 @@ class _InterleavedRun:
                 self._grads[last_chunk].append((grad, None))
         for k in range(counts.num_remaining, counts.total):
             input_grad = self._backward(k)
-            self._exchange_backward(k, input_grad, self.order.arrival_after(k, False), False)
+            self._exchange_backward(input_grad, self.order.arrival_after(k, False), False)
 
     # -- One forward, one backward --
 
@@ -238,14 +224,10 @@ class _InterleavedRun:
 
     # -- Messages: what goes out, and into which chunk's queue the arrival belongs --
 
-    def _exchange_forward(self, k: int, output: torch.Tensor | None, arrival: Arrival) -> None:
+    def _exchange_forward(self, output: torch.Tensor | None, arrival: Arrival) -> None:
         handles: dict[str, Any] = {}
         received = self.p2p.send_forward_recv_forward(
-            output,
-            arrival.expected,
-            self.shape,
-            overlap_p2p_comm=self.overlap,
-            chunk=self.order.model_chunk_id(k, forward=True),
+            output, arrival.expected, self.shape, overlap_p2p_comm=self.overlap
         )
         if self.overlap:
             received, handles = received
@@ -253,19 +235,11 @@ class _InterleavedRun:
             self._inputs[arrival.model_chunk_id].append((received, handles.get("recv_prev")))
 
     def _exchange_backward(
-        self,
-        k: int | None,
-        input_grad: torch.Tensor | None,
-        arrival: Arrival,
-        overlap: bool = True,
+        self, input_grad: torch.Tensor | None, arrival: Arrival, overlap: bool = True
     ) -> None:
         handles: dict[str, Any] = {}
         received = self.p2p.send_backward_recv_backward(
-            input_grad,
-            arrival.expected,
-            self.shape,
-            overlap_p2p_comm=overlap,
-            chunk=self._chunk_of_grad(k),
+            input_grad, arrival.expected, self.shape, overlap_p2p_comm=overlap
         )
         if overlap:
             received, handles = received
@@ -274,30 +248,18 @@ class _InterleavedRun:
 
     def _exchange_both(
         self,
-        k_forward: int,
         output: torch.Tensor | None,
-        k_backward: int | None,
         input_grad: torch.Tensor | None,
         next_input: Arrival,
         next_grad: Arrival,
     ) -> None:
         received, grad = self.p2p.send_forward_backward_recv_forward_backward(
-            output,
-            input_grad,
-            next_input.expected,
-            next_grad.expected,
-            self.shape,
-            output_chunk=self.order.model_chunk_id(k_forward, forward=True),
-            grad_chunk=self._chunk_of_grad(k_backward),
+            output, input_grad, next_input.expected, next_grad.expected, self.shape
         )
         if next_input.expected:
             self._inputs[next_input.model_chunk_id].append((received, None))
         if next_grad.expected:
             self._grads[next_grad.model_chunk_id].append((grad, None))
-
-    def _chunk_of_grad(self, k: int | None) -> int:
-        # None: no backward has been done, and none is sent.
-        return 0 if k is None else self.order.model_chunk_id(k, forward=False)
 
 
 def _arrived(queue: deque) -> torch.Tensor:

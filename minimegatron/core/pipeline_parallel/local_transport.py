@@ -83,8 +83,13 @@ class LocalTransport:
         for connection in self._outgoing.values():
             connection.begin_step()
 
+    def end_step(self) -> None:
+        """The step has ended well on this stage."""
+        for connection in self._outgoing.values():
+            connection.end_step()
+
     def abandon(self, reason: str) -> None:
-        """Tells both neighbours that this stage does not go on with the step."""
+        """Ends a step that failed; tells both neighbours that nothing more will come."""
         self.unfinished_sends.clear()
         for connection in self._outgoing.values():
             connection.abandon(reason)

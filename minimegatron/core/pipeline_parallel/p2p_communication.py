@@ -17,7 +17,7 @@ calls is the order on the wire, and `wait` makes the stream wait, not the progra
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from minimegatron.core.device import get_device
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import get_transport
-from minimegatron.core.pipeline_parallel.send_limits import SEND_LIMIT, Channel
+from minimegatron.core.pipeline_parallel.send_limits import Channel, SendPlan
 from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
     GRADIENT,
@@ -106,30 +106,30 @@ class P2PCommunicator:
         self._unfinished_sends: dict[Channel, deque] = (
             self.transport.unfinished_sends if self._may_outlive_step else {}
         )
-        self._send_limits: Mapping[Channel, int] = {}
-        self._least_send_limit = SEND_LIMIT
+        self._sends = SendPlan()
+        self._num_sends = {ACTIVATION: 0, GRADIENT: 0}
 
-    # -- Before the step --
+    # -- The edges of a step --
 
-    def begin_step(
-        self,
-        send_limits: Mapping[Channel, int] | None = None,
-        least_send_limit: int = SEND_LIMIT,
-    ) -> None:
-        """Leaves behind what a failed step left, and sets how many messages may lie unreceived.
+    def begin_step(self, sends: SendPlan | None = None) -> None:
+        """Leaves behind what a failed step left; `sends` says how many messages may lie unreceived.
 
-        Every rank of the group must call it, before the first message of a step. `send_limits` has
-        the channels of this stage that need more than `least_send_limit`.
+        Every rank of the group must call it, before the first message of a step.
         """
         if not self._may_outlive_step:
             self._unfinished_sends.clear()
-        self._send_limits = send_limits or {}
-        self._least_send_limit = least_send_limit
+        self._sends = sends or SendPlan()
+        self._num_sends = {ACTIVATION: 0, GRADIENT: 0}
         if self.transport.matches_by_tag:
             self.transport.begin_step()
 
+    def end_step(self) -> None:
+        """The step has ended well on this stage."""
+        if self.transport.matches_by_tag:
+            self.transport.end_step()
+
     def abandon(self, reason: str) -> None:
-        """Tells both neighbours, where the transport can, that this stage ends its step here."""
+        """The step has failed here; tells both neighbours, where the transport can."""
         if self.transport.matches_by_tag:
             self.transport.abandon(reason)
 
@@ -197,19 +197,14 @@ class P2PCommunicator:
         recv_prev: bool,
         tensor_shape: Shape,
         overlap_p2p_comm: bool = False,
-        chunk: int = 0,
     ) -> Any:
         """Sends an output onwards (unless None) and receives an input (if `recv_prev`).
 
         Returns the input, or None. With `overlap_p2p_comm`, returns (input, wait handles) at once;
-        the input is valid after `wait()` on the handle "recv_prev". `chunk` is the sender's, of
-        which the output is.
+        the input is valid after `wait()` on the handle "recv_prev".
         """
         received, _, handles = self._communicate(
-            tensor_send_next=output_tensor,
-            recv_prev=recv_prev,
-            tensor_shape=tensor_shape,
-            chunk_next=chunk,
+            tensor_send_next=output_tensor, recv_prev=recv_prev, tensor_shape=tensor_shape
         )
         if overlap_p2p_comm:
             return received and received.tensor, handles
@@ -222,14 +217,10 @@ class P2PCommunicator:
         recv_next: bool,
         tensor_shape: Shape,
         overlap_p2p_comm: bool = False,
-        chunk: int = 0,
     ) -> Any:
         """Sends a gradient back (unless None) and receives one (if `recv_next`). See above."""
         _, received, handles = self._communicate(
-            tensor_send_prev=input_tensor_grad,
-            recv_next=recv_next,
-            tensor_shape=tensor_shape,
-            chunk_prev=chunk,
+            tensor_send_prev=input_tensor_grad, recv_next=recv_next, tensor_shape=tensor_shape
         )
         if overlap_p2p_comm:
             return received and received.tensor, handles
@@ -243,8 +234,6 @@ class P2PCommunicator:
         recv_prev: bool,
         recv_next: bool,
         tensor_shape: Shape,
-        output_chunk: int = 0,
-        grad_chunk: int = 0,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """All four at once. Returns (input, output gradient), each None if not asked for."""
         from_prev, from_next, _ = self._communicate(
@@ -253,8 +242,6 @@ class P2PCommunicator:
             recv_prev=recv_prev,
             recv_next=recv_next,
             tensor_shape=tensor_shape,
-            chunk_next=output_chunk,
-            chunk_prev=grad_chunk,
         )
         return from_prev and from_prev.wait(), from_next and from_next.wait()
 
@@ -267,11 +254,11 @@ class P2PCommunicator:
         recv_prev: bool = False,
         recv_next: bool = False,
         tensor_shape: Shape | None = None,
-        chunk_next: int = 0,
-        chunk_prev: int = 0,
     ) -> tuple[Receive | None, Receive | None, dict[str, Any]]:
         """Starts up to four messages; returns what will come from prev and next, and all handles."""
         shape_prev = shape_next = tensor_shape
+        chunk_next = self._next_chunk(ACTIVATION, tensor_send_next)
+        chunk_prev = self._next_chunk(GRADIENT, tensor_send_prev)
         if self.config.variable_seq_lengths:
             shape_prev, shape_next = self._exchange_shapes(
                 tensor_send_next, tensor_send_prev, recv_prev, recv_next, chunk_next, chunk_prev
@@ -353,6 +340,14 @@ class P2PCommunicator:
             requires_grad=payload == ACTIVATION,
         )
 
+    def _next_chunk(self, payload: str, tensor: torch.Tensor | None) -> int:
+        """The chunk that made what is sent now: the plan knows the order of all sends."""
+        if tensor is None:
+            return 0
+        number = self._num_sends[payload]
+        self._num_sends[payload] += 1
+        return self._sends.chunk(payload, number)
+
     def _keep_until_sent(self, message: Message, work: Work) -> None:
         channel = (message.payload, message.chunk)
         unfinished = self._unfinished_sends.setdefault(channel, deque())
@@ -360,7 +355,7 @@ class P2PCommunicator:
             message = message._replace(tensor=message.tensor.to("meta"))
         unfinished.append(_UnfinishedSend(message, work))
         may_run_on = self.transport.matches_by_tag or self.config.overlap_p2p_comm
-        limit = self._send_limits.get(channel, self._least_send_limit) if may_run_on else 0
+        limit = self._sends.limit(channel) if may_run_on else 0
         while len(unfinished) > limit:
             self._finish_send(unfinished.popleft())
 

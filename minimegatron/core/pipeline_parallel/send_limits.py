@@ -16,7 +16,8 @@ one way, so no other timing of the same order can come to a standstill.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
@@ -28,6 +29,47 @@ FORWARD_ONLY_SEND_LIMIT = 4
 
 Channel = tuple[str, int]
 """(payload, chunk that sends it), on one rank; the payload decides which neighbour it goes to."""
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """What a stage sends in one step, as far as its communicator must know it beforehand.
+
+    The communicator's methods say what is sent, not which chunk made it; so the order says it here.
+    """
+
+    least_limit: int = SEND_LIMIT
+    limits: Mapping[Channel, int] = field(default_factory=dict)
+    """The channels whose K is more than the least."""
+    chunks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Per payload, the chunk of its n-th message; left out where a stage has one chunk."""
+
+    def limit(self, channel: Channel) -> int:
+        """K of a channel."""
+        return self.limits.get(channel, self.least_limit)
+
+    def chunk(self, payload: str, number: int) -> int:
+        """The chunk that sends message `number` of a payload; 0 beyond what is planned."""
+        chunks = self.chunks.get(payload, ())
+        return chunks[number] if number < len(chunks) else 0
+
+
+def get_interleaved_send_plan(order: InterleavedOrder, overlap: bool) -> SendPlan:
+    """The send plan of one stage under interleaving. Without overlap the least K is enough."""
+    least = FORWARD_ONLY_SEND_LIMIT if order.forward_only else SEND_LIMIT
+    ks = range(order.counts.total)
+    forwards = [order.model_chunk_id(k, forward=True) for k in ks]
+    backwards = [] if order.forward_only else [order.model_chunk_id(k, forward=False) for k in ks]
+    chunks = {
+        _FORWARD: [chunk for chunk in forwards if not order.is_last_virtual_stage(chunk)],
+        _BACKWARD: [chunk for chunk in backwards if not order.is_first_virtual_stage(chunk)],
+    }
+    if not overlap:
+        return SendPlan(least, {}, chunks)
+    sizes = (order.pp_size, order.num_microbatches, order.num_model_chunks, order.group_size)
+    limits = get_interleaved_send_limits(*sizes, order.forward_only)
+    return SendPlan(least, limits[order.pp_rank], chunks)
+
 
 _FORWARD, _BACKWARD = "activation", "gradient"  # work, by the payload that it waits for
 _TIMES = {_FORWARD: 1, _BACKWARD: 2}

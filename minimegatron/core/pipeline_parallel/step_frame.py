@@ -1,8 +1,8 @@
 """What stands around the forwards and backwards of a step, the same for every runner.
 
 Called by: `schedules`, `interleaved` and the planned runner, which decide the order of work. Calls:
-the hooks of the config, each at its moment. Counterpart: in Megatron these lines stand in each
-schedule of `megatron.core.pipeline_parallel.schedules`, as nested functions or repeated.
+the hooks of the config, each at its moment. Megatron has no such module: there these lines stand in
+each schedule, as nested functions or repeated.
 
 In the order of one step:
 
@@ -21,7 +21,7 @@ In the order of one step:
 A forward-only step has no gradients to launch or to finalize; everything else is the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,7 +35,7 @@ from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicato
 from minimegatron.core.pipeline_parallel.send_limits import (
     FORWARD_ONLY_SEND_LIMIT,
     SEND_LIMIT,
-    Channel,
+    SendPlan,
 )
 from minimegatron.core.pipeline_parallel.utils import (
     GradSync,
@@ -59,7 +59,7 @@ class StepFrame(NoFrame):
         forward_only: no backward.
         forward_order: (microbatch, chunk) of each forward, with interleaving; says which chunk's
             parameters will be needed next. None for one chunk.
-        send_limits: see `P2PCommunicator.begin_step`.
+        sends: see `P2PCommunicator.begin_step`; None for what one chunk per stage needs.
     """
 
     def __init__(
@@ -69,12 +69,16 @@ class StepFrame(NoFrame):
         p2p: P2PCommunicator | None,
         forward_only: bool,
         forward_order: Sequence[tuple[int, int]] | None = None,
-        send_limits: Mapping[Channel, int] | None = None,
+        sends: SendPlan | None = None,
     ):
         self.config, self.pg_collection, self.p2p = config, pg_collection, p2p
-        self.forward_only, self.send_limits = forward_only, send_limits
+        self.forward_only = forward_only
+        least = FORWARD_ONLY_SEND_LIMIT if forward_only else SEND_LIMIT
+        self._sends = sends or SendPlan(least)
         self.stage = 0 if p2p is None else p2p.pp_group.rank()
         self.num_stages = 1 if p2p is None else p2p.pp_group.size()
+        # Somebody else's communicator has Megatron's nine methods, and no more.
+        self._knows_steps = isinstance(p2p, P2PCommunicator)
         self.forward_data_store: list = []
         self.chunks: list[ModelChunk] = []
         self._param_sync = ParamSync(config, forward_order or (), self.stage)
@@ -112,9 +116,8 @@ class StepFrame(NoFrame):
     def __enter__(self) -> "StepFrame":
         self._groups = _groups_of(self.pg_collection)
         collectives.begin_step(self._groups)
-        if self.p2p is not None:
-            least = FORWARD_ONLY_SEND_LIMIT if self.forward_only else SEND_LIMIT
-            self.p2p.begin_step(self.send_limits, least)
+        if self._knows_steps:
+            self.p2p.begin_step(self._sends)
         try:
             self._embedding_module = clear_embedding_activation_buffer(
                 self.config, [chunk.model for chunk in self.chunks], self._ends_in_loss()
@@ -189,7 +192,7 @@ class StepFrame(NoFrame):
                 chunk.frame = NoFrame()
 
     def _finish(self) -> None:
-        if self.p2p is not None:
+        if self._knows_steps:
             self.p2p.finish()
         self.grad_sync.enable()
         if self._embedding_module is not None:
@@ -201,10 +204,13 @@ class StepFrame(NoFrame):
                 if chunk_id not in self._synchronized_chunks:
                     self._launch(chunk)
         finish_step(self.config, self.chunks, self.forward_only, self.pg_collection)
+        if self._knows_steps:
+            self.p2p.end_step()
+        collectives.end_step(self._groups)
 
     def _give_up(self, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
-        if self.p2p is not None:
+        if self._knows_steps:
             self.p2p.abandon(reason)
         collectives.abandon(self._groups, reason)
         if hasattr(self, "grad_sync"):

@@ -62,7 +62,7 @@ class Transport(Protocol):
     """True if activations and gradients cannot be taken for each other, and sends run on alone."""
     keeps_messages: bool
     """True if a message that was sent is safe without its sender: the step's end need not wait.
-    This and the last two methods are asked of a transport that matches by tag alone."""
+    This and the last three methods are asked of a transport that matches by tag alone."""
 
     def start(self, message: Message) -> Work:
         """Starts one message. Where the transport does not match by tag, order is meaning."""
@@ -73,8 +73,11 @@ class Transport(Protocol):
     def begin_step(self) -> None:
         """All ranks of the group begin a step: what a failed one left behind is not taken for it."""
 
+    def end_step(self) -> None:
+        """The step has ended well on this rank."""
+
     def abandon(self, reason: str) -> None:
-        """Tells the neighbours, where that is possible, that this rank does not end its step."""
+        """The step has failed on this rank; tells the neighbours, where that is possible."""
 
 
 class TorchTransport:
@@ -94,6 +97,9 @@ class TorchTransport:
     def begin_step(self) -> None:
         """Counts."""
         self.step += 1
+
+    def end_step(self) -> None:
+        """Nothing: the number of a message is that of its step."""
 
     def abandon(self, reason: str) -> None:
         """Nobody can be told."""

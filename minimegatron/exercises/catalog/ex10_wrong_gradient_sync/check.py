@@ -23,7 +23,7 @@ from minimegatron.exercises.bench_gpt import (
 from minimegatron.exercises.check import Case, Result, Wrong, installed
 
 CHUNK = "minimegatron.core.pipeline_parallel.model_chunk.ModelChunk."
-SYNC = "minimegatron.core.pipeline_parallel.schedules.GradSync"
+SYNC = "minimegatron.core.pipeline_parallel.utils.GradSync"
 OURS = {"backward_step": ModelChunk.backward_step}
 """In a dict, where `installed` does not replace it."""
 REFUSALS = ("another gradient of", "no gradient came")

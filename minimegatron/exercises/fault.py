@@ -1,0 +1,38 @@
+"""One known mistake: a patch of a line or two.
+
+Made by: `faults`, which lists them all. Called by: the "break it" labs and the mutation tests, which
+apply one to a copy of the package. Calls nothing, needs no torch. Megatron has no counterpart.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, found exactly once in `file` (under the package's folder), becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    story: str
+    """What is wrong with it, and what a run then does."""
+
+
+def apply_fault(fault: Fault, package: Path) -> None:
+    """Patches the copy of minimegatron in folder `package`.
+
+    Raises ValueError if the code has changed so that the patch no longer fits.
+    """
+    path = package / fault.file
+    source = path.read_text()
+    if source.count(fault.old) != 1:
+        raise ValueError(
+            f"fault {fault.name}: {fault.old!r} occurs {source.count(fault.old)} times in "
+            f"{fault.file}, not once; write the patch anew"
+        )
+    path.write_text(source.replace(fault.old, fault.new))
+    # A compiled copy would count as current if the file is as long as it was, and a second old.
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        compiled.unlink(missing_ok=True)
