@@ -40,6 +40,9 @@ LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 3.0
 """How long a failed message waits for a cause to show: its peer may still be printing why."""
 
+JOIN_SECONDS = 10.0
+"""How long the watching thread may take to end; it may be within its patience."""
+
 LINGER_SECONDS = 3.0
 """How long a survivor stays, so that the others can tell it from the dead."""
 
@@ -111,9 +114,10 @@ class PeerWatch:
         signal.set_wakeup_fd(self._old_descriptor)
         signal.signal(signal.SIGTERM, self._old_handler)
         os.write(self._writer, b"\0")
-        self._thread.join()
-        os.close(self._reader)
-        os.close(self._writer)
+        self._thread.join(JOIN_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._reader)
+            os.close(self._writer)
 
     def _watch(self) -> None:
         while True:
