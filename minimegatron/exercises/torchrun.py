@@ -121,14 +121,21 @@ class _Board:
             time.sleep(LOOK_SECONDS)
 
     def listen(self) -> None:
-        """Ends this process when some rank has failed and rank 0 has printed it."""
-        while not self.own_store.check([FAILED if self.rank == 0 else DONE]):
-            if self.is_over.wait(LOOK_SECONDS):
+        """Ends this process when some rank has failed and rank 0 has printed it.
+
+        Also when the store is gone: torchrun, which serves it, was killed.
+        """
+        try:
+            while not self.own_store.check([FAILED if self.rank == 0 else DONE]):
+                if self.is_over.wait(LOOK_SECONDS):
+                    return
+            if self.rank == 0:
+                time.sleep(GRACE_SECONDS)
+                found = Verdict.from_json(self.own_store.get(FAILED).decode())
+                print(render(found, self.name), flush=True)
+                self.own_store.set(DONE, "")
+        except dist.DistError:
+            if self.is_over.is_set():
                 return
-        if self.rank == 0:
-            time.sleep(GRACE_SECONDS)
-            found = Verdict.from_json(self.own_store.get(FAILED).decode())
-            print(render(found, self.name), flush=True)
-            self.own_store.set(DONE, "")
         # One rank with an exit code is enough for torchrun, which lists every such rank at length.
         os._exit(1 if self.rank == 0 else 0)
