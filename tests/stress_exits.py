@@ -8,7 +8,6 @@ signal. The exit code is 1 if a run ended otherwise; its output is then shown.
 """
 
 import argparse
-import contextlib
 import itertools
 import os
 import subprocess
@@ -16,16 +15,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from minimegatron.exercises.catalog import find
+from tests.busy import busy_loops
 
 ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 300
-BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(9999))"
 PRETRAIN = (
     "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 1 "
@@ -87,18 +85,6 @@ def run(kind: Kind, folder: Path) -> tuple[Kind, int, str]:
 def is_well(kind: Kind, code: int, output: str) -> bool:
     """Whether a run ended as its kind must."""
     return code == kind.code and "SIGABRT" not in output and "terminate called" not in output
-
-
-@contextlib.contextmanager
-def busy_loops(count: int) -> Iterator[None]:
-    """That many processes that compute all the time; they end with this one, however it ends."""
-    loops = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 def main(words: list[str] | None = None) -> int:
