@@ -32,14 +32,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.device import choose_backend, set_device
+from minimegatron.doctor.folders import keep_sockets, make_folder, remove_folder
 from minimegatron.doctor.observer import start_recording
-from minimegatron.doctor.processes import (
-    STACK_SIGNAL,
-    make_folder,
-    offer_stacks,
-    read_stacks,
-    remove_folder,
-)
+from minimegatron.doctor.processes import STACK_SIGNAL, offer_stacks, read_stacks
 from minimegatron.doctor.records import RAISED, RETURNED, RUNNING
 from minimegatron.doctor.shared_record import RecordWriter
 from minimegatron.doctor.verdict import MISMATCH, Diagnosis
@@ -154,25 +149,28 @@ class RankProcesses:
     def __enter__(self) -> "RankProcesses":
         context = multiprocessing.get_context(self.start_method)
         context.set_forkserver_preload(PRELOADED)
+        keep_sockets()
         # This process, not rank 0, serves the store: it picks a free port without a race, and it
         # outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if self._folder is None:
-            self._folder = make_folder("minimegatron-ranks-")
-        if self._hang_timeout is not None:
-            self._watch = Watch(self._folder, range(self.nprocs), self._hang_timeout)
         self.processes, self._channels = [], []
         try:
+            if self._folder is None:
+                self._folder = make_folder("minimegatron-ranks-")
+            if self._hang_timeout is not None:
+                self._watch = Watch(self._folder, range(self.nprocs), self._hang_timeout)
             for rank in range(self.nprocs):
                 seat = self._seat(rank)
                 ours, theirs = context.Pipe()
+                # Noted before the start: when Ctrl-C comes within it, `stop` closes the channel, and
+                # a rank that nobody else knows of ends itself.
+                self._channels.append(ours)
                 process = context.Process(
                     target=_rank_main, args=(seat, self._job, theirs), name=f"rank {rank}"
                 )
                 process.start()
                 theirs.close()
                 self.processes.append(process)
-                self._channels.append(ours)
         except BaseException:
             self.stop()
             raise
@@ -323,7 +321,8 @@ class RankProcesses:
             process.join(timeout=10)
         for channel in self._channels:
             channel.close()
-        remove_folder(self._folder)
+        if self._folder is not None:
+            remove_folder(self._folder)
 
 
 # -- In the rank --
@@ -359,13 +358,16 @@ def _rank_main(seat: _Seat, job: Job, channel: connection.Connection) -> None:
     os.setpgrp()
     # What came with the fork is never garbage. To look through it would also copy its memory.
     gc.freeze()
-    folder = Path(seat.folder)
-    threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
+    folder, has_reported = Path(seat.folder), threading.Event()
+    arguments = (folder, channel, has_reported)
+    threading.Thread(target=_die_with_parent, args=arguments, daemon=True).start()
     os.environ.clear()
     os.environ.update(seat.environment)
     torch.set_num_threads(1)
     with offer_stacks(stack_path(folder, seat.rank)):
-        channel.send_bytes(_report(seat, job))
+        report = _report(seat, job)
+        has_reported.set()
+        channel.send_bytes(report)
         _wait_to_leave(channel)
         faulthandler.unregister(STACK_SIGNAL)
     if dist.is_initialized():
@@ -417,9 +419,16 @@ def _wait_to_leave(channel: connection.Connection) -> None:
         channel.recv_bytes()
 
 
-def _die_with_parent(folder: Path) -> None:
-    """Ends this rank and all it started when the process that called `launch` is gone."""
-    connection.wait([multiprocessing.parent_process().sentinel])
+def _die_with_parent(
+    folder: Path, channel: connection.Connection, has_reported: threading.Event
+) -> None:
+    """Ends this rank and all it started when the process that called `launch` is gone.
+
+    Likewise when that process has closed the channel although no report has come through it.
+    """
+    sentinel = multiprocessing.parent_process().sentinel
+    if connection.wait([sentinel, channel]) == [channel] and has_reported.is_set():
+        connection.wait([sentinel])
     remove_folder(folder)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 

@@ -1,4 +1,6 @@
-"""For every test: one torch thread, the same random examples; at the end, the figures they took."""
+"""For every test: one torch thread, the same random examples, the mark `processes` where it starts
+some; at the end, the figures they took.
+"""
 
 import gc
 import os
@@ -9,6 +11,8 @@ from hypothesis import settings
 from tests.figures import figures_of
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+pytest_plugins = ["tests.process_mark"]
 
 # A test that fails on one machine only, or once, tells nobody what to mend. To hunt: another seed,
 # `pytest --hypothesis-profile default --hypothesis-seed N`.

@@ -27,6 +27,7 @@ from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing import serialization
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
+from minimegatron.core.json_text import read_json
 from minimegatron.training.checkpoint_folder import TRACKER, checkpoint_name, find_checkpoint
 from minimegatron.training.config import ModelConfig
 
@@ -160,10 +161,10 @@ def _read_config(load_dir: Path) -> dict[str, Any]:
     path = load_dir / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} is missing; give the folder of a downloaded model")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is damaged: it holds a {type(config).__name__}, not an object")
+    return config
 
 
 def _read_safetensors(load_dir: Path) -> dict[str, torch.Tensor]:
@@ -171,10 +172,11 @@ def _read_safetensors(load_dir: Path) -> dict[str, torch.Tensor]:
     index = load_dir / "model.safetensors.index.json"
     files = [load_dir / "model.safetensors"]
     if index.is_file():
-        files = [
-            load_dir / name
-            for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        ]
+        try:
+            names = sorted(set(read_json(index)["weight_map"].values()))
+            files = [load_dir / name for name in names]
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} is damaged: it has no weight_map of names") from None
     weights: dict[str, torch.Tensor] = {}
     for path in files:
         if not path.is_file():

@@ -17,6 +17,7 @@ In the order to read it:
 * `diagnosis`: all of that: from records to the cause. A pure function, without torch.
 * `verdict`, `words`: what a diagnosis is; the report, for a person.
 * `processes`: what the system tells of a process, and the Python stacks of stuck ones.
+* `folders`: where processes share files, and who removes them however the processes end.
 * `watch`: notices that nobody moves.
 * `watchman`, `machines`: a process that does so under torchrun, and ends the job; on many machines.
 * `session`: what a rank under torchrun does to be watched.

@@ -23,6 +23,7 @@ import socket
 import time
 from typing import Any
 
+from minimegatron.core.json_text import parse_json
 from minimegatron.doctor.records import RankRecord, record_from_dict, record_to_dict
 
 REPORT, END = "report", "end"
@@ -58,7 +59,7 @@ class _Line:
         messages = []
         for line in lines:
             with contextlib.suppress(ValueError):
-                messages.append(json.loads(line))
+                messages.append(parse_json(line, "a message"))
         return messages
 
     def close(self) -> None:
@@ -86,7 +87,8 @@ class Head:
         for line in list(self._strangers):
             for message in line.receive():
                 self._strangers.remove(line)
-                if secrets.compare_digest(str(message.get("token")), self._token):
+                token = message.get("token") if isinstance(message, dict) else None
+                if secrets.compare_digest(str(token).encode(), self._token.encode()):
                     self._others.append(line)
                 else:
                     line.close()
@@ -98,9 +100,13 @@ class Head:
                 if "records" in message:
                     self._records[line] = [record_from_dict(r) for r in message["records"]]
 
+    def have_all_come(self) -> bool:
+        """Whether every other machine's watchman has been here."""
+        return len(self._others) >= self._num_others
+
     def quiet(self) -> float:
         """For how long all other machines have been quiet. One whose ranks have ended counts not."""
-        if len(self._others) < self._num_others:
+        if not self.have_all_come():
             return 0.0
         known = [self._quiet.get(line, 0.0) for line in self._others if line.is_open]
         return min(known, default=math.inf)

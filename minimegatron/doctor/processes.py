@@ -8,9 +8,7 @@ import contextlib
 import faulthandler
 import linecache
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,23 +62,6 @@ def _exists(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def make_folder(prefix: str) -> Path:
-    """A new folder for the files that ranks share with who watches them.
-
-    In memory where there is such a place and nobody asks for another: a rank that writes to its
-    record must not wait for a disk.
-    """
-    in_memory = Path("/dev/shm")
-    nobody_asked = tempfile.gettempdir() == "/tmp"
-    is_there = nobody_asked and os.access(in_memory, os.W_OK)
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=in_memory if is_there else None))
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes it with all that is in it, if it is still there."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- Stacks --

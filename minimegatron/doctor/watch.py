@@ -62,6 +62,8 @@ class Watch:
         self._over: set[int] = set()
         self.quiet = 0.0
         """For how many seconds nobody has moved; 0 before all have begun."""
+        self.is_starting = True
+        """Whether a rank had not begun yet at the last look."""
         self._samples: dict[int, list[tuple[float, Sample]]] = {rank: [] for rank in self.ranks}
 
     def look(self) -> None:
@@ -69,11 +71,11 @@ class Watch:
         now = self._read_clock()
         passed = min(now - self._last_look, 2 * self.interval)
         self._last_look = now
-        moved = is_starting = False
+        moved = self.is_starting = False
         for rank in self.ranks:
             progress = read_progress(record_path(self.folder, rank))
             if progress is None or progress[0] == STARTING:
-                is_starting = True
+                self.is_starting = True
                 continue
             state, num_events, _, pid = progress
             if state in (RETURNED, RAISED):
@@ -88,7 +90,7 @@ class Watch:
                 self._samples[rank].append((now, taken))
                 if taken.letter in "ZX":
                     self._over.add(rank)
-        self.quiet = 0.0 if moved or is_starting else self.quiet + passed
+        self.quiet = 0.0 if moved or self.is_starting else self.quiet + passed
 
     def is_hung(self) -> bool:
         """Whether nobody has moved for the time-out, and somebody still should."""

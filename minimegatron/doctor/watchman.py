@@ -4,7 +4,8 @@ Started by: `session`, on the first rank of each machine. Calls: `watch`, `machi
 that it starts at once and is small; a process of its own, so that it lives when any rank is stopped or
 stuck. Megatron has no counterpart.
 
-It ends when the ranks of its machine have, and takes their files along.
+It ends when the ranks of its machine have, and takes their files along; also when they were killed
+before all of them had begun.
 """
 
 import argparse
@@ -17,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minimegatron.doctor.diagnosis import diagnose
+from minimegatron.doctor.folders import remove_folder
 from minimegatron.doctor.machines import END, REPORT, Branch, Head
-from minimegatron.doctor.processes import remove_folder, sample
+from minimegatron.doctor.processes import sample
 from minimegatron.doctor.records import RETURNED
 from minimegatron.doctor.verdict import NOBODY
 from minimegatron.doctor.watch import Watch
@@ -29,6 +31,9 @@ HANG_EXIT_CODE = 75
 
 LINGER_SECONDS = 1.0
 """How long ranks may take to end by themselves before they are killed."""
+
+LOST_SECONDS = 30.0
+"""How long to wait for ranks or machines that have not come, when those that were here have ended."""
 
 RULE = "=" * 100
 
@@ -49,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("hang_timeout", type=float)
     parser.add_argument("ranks", type=int, nargs="+")
+    parser.add_argument("--starter", type=int, required=True, help="the process that started this")
     parser.add_argument("--head-of", type=int, default=0, help="number of other machines")
     parser.add_argument("--branch-of", nargs=2, metavar=("ADDRESS", "PORT"))
     args = parser.parse_args(argv)
@@ -57,16 +63,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ctrl-C is for the ranks; this process ends when they have.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch = Watch(args.folder, args.ranks, args.hang_timeout)
+    lost = _Lost(watch, args.starter)
     try:
         if args.branch_of:
             address, port = args.branch_of
-            return _run_branch(watch, Branch(address, int(port), token))
-        return _run_head(watch, Head(args.head_of, token))
+            return _run_branch(watch, Branch(address, int(port), token), lost)
+        return _run_head(watch, Head(args.head_of, token), lost)
     finally:
         remove_folder(args.folder)
 
 
-def _run_head(watch: Watch, head: Head) -> int:
+class _Lost:
+    """Notices that nobody will come any more: the job was killed while it started."""
+
+    def __init__(self, watch: Watch, starter: int):
+        self._watch, self._starter = watch, starter
+        self._since: float | None = None
+
+    def is_certain(self, all_machines_came: bool = True) -> bool:
+        """Whether those who were here have ended long ago, and others have not begun."""
+        nobody_left = self._watch.is_starting and not _is_alive(self._starter)
+        alone = self._watch.are_all_over() and not all_machines_came
+        if not nobody_left and not alone:
+            self._since = None
+            return False
+        if self._since is None:
+            self._since = time.monotonic()
+        return time.monotonic() - self._since > LOST_SECONDS
+
+
+def _run_head(watch: Watch, head: Head, lost: _Lost) -> int:
     new = port_path(watch.folder).with_suffix(".new")
     new.write_text(str(head.port))
     os.rename(new, port_path(watch.folder))
@@ -75,6 +101,8 @@ def _run_head(watch: Watch, head: Head) -> int:
         time.sleep(watch.interval)
         watch.look()
         head.look()
+        if lost.is_certain(head.have_all_come()):
+            return 0
         # Where all ranks of this machine have ended, others may still hang.
         mine = float("inf") if watch.are_all_over() else watch.patient_quiet()
         quiet = min(mine, head.quiet())
@@ -105,11 +133,11 @@ def _report(watch: Watch, head: Head) -> bool:
     return is_hang
 
 
-def _run_branch(watch: Watch, branch: Branch) -> int:
+def _run_branch(watch: Watch, branch: Branch, lost: _Lost) -> int:
     while True:
         time.sleep(watch.interval)
         watch.look()
-        if watch.are_all_over():
+        if watch.are_all_over() or lost.is_certain():
             return 0
         for wish in branch.look(watch.patient_quiet()):
             if wish == REPORT:

@@ -11,13 +11,13 @@ import os
 import pickle
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from minimegatron.doctor.folders import shared_folder
 from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import find
 from minimegatron.exercises.exercise import Exercise
@@ -76,12 +76,14 @@ def check_file(
 
 
 def _launch(job: Job, num_ranks: int, patience: float, replay: Path | None) -> Verdict:
-    with tempfile.TemporaryDirectory(prefix="minimegatron-check-") as folder:
-        job = replace(job, folder=f"{folder}/recordings" if replay is not None else "")
+    if replay is None:
+        return replace(ask_ranks(check_on_rank, num_ranks, job, patience, _passed), replay="")
+    with shared_folder("minimegatron-check-") as folder:
+        job = replace(job, folder=f"{folder}/recordings")
         found = ask_ranks(check_on_rank, num_ranks, job, patience, _passed)
         last = found.replay
         found = replace(found, replay="")
-        if replay is not None and last:
+        if last:
             replay.parent.mkdir(parents=True, exist_ok=True)
             Trace.load(last).to_html(replay)
             found = replace(found, replay=str(replay))
@@ -99,8 +101,8 @@ def ask_ranks(
 
     `job.path` is the file that whoever reads the verdict looks at, `job.pipes` is filled in here.
     """
-    with tempfile.TemporaryDirectory(prefix="minimegatron-printed-") as folder:
-        with Pipes(Path(folder) / "pipes", num_ranks) as pipes:
+    with shared_folder("minimegatron-printed-") as folder:
+        with Pipes(folder / "pipes", num_ranks) as pipes:
             job = replace(job, pipes=str(pipes.folder))
             found = _ask(function, num_ranks, job, patience, conclude)
         return replace(found, printed=pipes.texts())

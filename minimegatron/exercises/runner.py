@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
+from minimegatron.doctor.folders import keep_sockets
 from minimegatron.exercises import verdict
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.verdict import Verdict
@@ -102,6 +103,7 @@ def serve() -> None:
     questions, answers = _take_pipes()
     hide_memory()
     # It imports torch while this process does.
+    keep_sockets()
     forkserver.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
     engine = importlib.import_module("minimegatron.exercises.engine")

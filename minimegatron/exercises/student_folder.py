@@ -19,6 +19,7 @@ import zipfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from minimegatron.core.json_text import parse_json
 from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.verdict import Verdict
@@ -63,7 +64,7 @@ class StudentFolder:
         if not file.is_file():
             return folder
         try:
-            data = json.loads(file.read_text())
+            data = parse_json(file.read_bytes(), "its text")
             if data["version"] > VERSION:
                 raise ValueError(f"version {data['version']} is newer than {VERSION}")
             folder.current, folder.labs = data["current"], data["labs"]

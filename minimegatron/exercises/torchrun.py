@@ -1,7 +1,7 @@
 """The same check for a file that torchrun has started: `torchrun --nproc-per-node 4 ex06.py`.
 
-Called by: `check.main`, on every rank. Calls: `rank_side`, the hang doctor. Rank 0 prints. Megatron
-has no counterpart.
+Called by: `check.main`, on every rank. Calls: `rank_side`, the hang doctor, `ending`. Rank 0 prints.
+Megatron has no counterpart.
 
 A rank that finds something wrong leaves word in torchrun's store; a thread of rank 0 reads it there,
 also while its main thread waits for a message that will never come.
@@ -9,7 +9,6 @@ also while its main thread waits for a message that will never come.
 
 import importlib
 import os
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -21,13 +20,15 @@ from minimegatron.core.device import set_device
 from minimegatron.doctor.session import stop_watching, watch_ranks
 from minimegatron.exercises import verdict
 from minimegatron.exercises.engine import HANG_SECONDS, exercise_of, replay_path
-from minimegatron.exercises.rank_side import Job, Told, check_on_rank
+from minimegatron.exercises.rank_side import Job, Told, check_and_record
 from minimegatron.exercises.source import check_source
 from minimegatron.exercises.verdict import Verdict, render
 from minimegatron.launcher import GRACE_SECONDS
-from minimegatron.tracing.trace_view import Trace
+from minimegatron.training.ending import end_properly
 
 LOOK_SECONDS = 0.05
+JOIN_SECONDS = 10.0
+"""How long the listening thread may take to end."""
 FAILED, DONE, NUM_PASSED = "exercise/failed", "exercise/done", "exercise/num_passed"
 
 
@@ -36,6 +37,7 @@ def check_in_torchrun(path: Path) -> int:
     began = time.monotonic()
     exercise = exercise_of(path)
     set_device("cpu", local_rank=0)
+    end_properly()
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), max(1, exercise.num_ranks)
     if dist.get_world_size() != num_ranks:
@@ -57,31 +59,23 @@ def check_in_torchrun(path: Path) -> int:
 
 def _check(exercise, path: Path) -> Verdict:
     """The verdict when every rank has passed. Otherwise this process ends inside."""
-    shared: list = [tempfile.mkdtemp(prefix="minimegatron-check-")]
-    dist.broadcast_object_list(shared, src=0)
     # Imported before anybody watches: on a busy machine this takes longer than a hang may.
     for name in (f"{exercise.module}.check", "torch._dynamo"):
         importlib.import_module(name)
     watch_ranks(HANG_SECONDS)
-    board = _Board(exercise.name)
-    listener = threading.Thread(target=board.listen, daemon=True)
-    listener.start()
-    try:
-        achieved = check_on_rank(Job(exercise.module, str(path), folder=shared[0]))
-    except Told as told:
-        board.fail(str(told))
-    finally:
-        stop_watching()
-    board.wait_for_all()
-    # A thread inside torch while Python ends would abort the process.
-    board.is_over.set()
-    listener.join()
-    dist.destroy_process_group()
+    with _Board(exercise.name) as board:
+        try:
+            achieved, recording = check_and_record(Job(exercise.module, str(path)))
+        except Told as told:
+            board.fail(str(told))
+        finally:
+            stop_watching()
+        board.wait_for_all()
     replay = ""
-    if board.rank == 0 and achieved["recording"]:
+    if board.rank == 0 and recording is not None:
         replay = str(replay_path(exercise, path.parent))
         Path(replay).parent.mkdir(parents=True, exist_ok=True)
-        Trace.load(achieved["recording"]).to_html(replay)
+        recording.to_html(replay)
     num_cases = len(achieved["achieved"])
     return Verdict(
         verdict.PASSED,
@@ -93,7 +87,10 @@ def _check(exercise, path: Path) -> Verdict:
 
 
 class _Board:
-    """What the ranks tell each other, through torchrun's store."""
+    """What the ranks tell each other, through torchrun's store; a thread listens to it.
+
+    The thread has ended when the `with` block has: it must not be inside the store when Python ends.
+    """
 
     def __init__(self, name: str):
         self.name, self.rank = name, dist.get_rank()
@@ -101,6 +98,15 @@ class _Board:
         self.store = dist.distributed_c10d._get_default_store()
         # A connection of its own, since a waiting rank holds the other.
         self.own_store = self.store.clone()
+        self.listener = threading.Thread(target=self.listen, daemon=True)
+
+    def __enter__(self) -> "_Board":
+        self.listener.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over.set()
+        self.listener.join(JOIN_SECONDS)
 
     def fail(self, told: str) -> None:
         """This rank found something; waits until rank 0 has said so."""
@@ -115,14 +121,21 @@ class _Board:
             time.sleep(LOOK_SECONDS)
 
     def listen(self) -> None:
-        """Ends this process when some rank has failed and rank 0 has printed it."""
-        while not self.own_store.check([FAILED if self.rank == 0 else DONE]):
-            if self.is_over.wait(LOOK_SECONDS):
+        """Ends this process when some rank has failed and rank 0 has printed it.
+
+        Also when the store is gone: torchrun, which serves it, was killed.
+        """
+        try:
+            while not self.own_store.check([FAILED if self.rank == 0 else DONE]):
+                if self.is_over.wait(LOOK_SECONDS):
+                    return
+            if self.rank == 0:
+                time.sleep(GRACE_SECONDS)
+                found = Verdict.from_json(self.own_store.get(FAILED).decode())
+                print(render(found, self.name), flush=True)
+                self.own_store.set(DONE, "")
+        except dist.DistError:
+            if self.is_over.is_set():
                 return
-        if self.rank == 0:
-            time.sleep(GRACE_SECONDS)
-            found = Verdict.from_json(self.own_store.get(FAILED).decode())
-            print(render(found, self.name), flush=True)
-            self.own_store.set(DONE, "")
         # One rank with an exit code is enough for torchrun, which lists every such rank at length.
         os._exit(1 if self.rank == 0 else 0)

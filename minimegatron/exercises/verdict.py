@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minimegatron.core.json_text import parse_json
+
 PASSED = "passed"
 WRONG = "wrong"
 """The check compared, and it was not right."""
@@ -62,9 +64,9 @@ class Verdict:
     def from_json(cls, text: str) -> "Verdict":
         """The inverse. Raises ValueError for anything else."""
         try:
-            data = json.loads(text)
+            data = parse_json(text, "a verdict")
             return cls(**data | {"achieved": tuple(data.get("achieved", ()))})
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise ValueError(f"not a verdict: {error}") from error
 
 

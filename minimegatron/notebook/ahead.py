@@ -1,7 +1,7 @@
 """Starts the server that ranks are forked from, while the notebook itself still imports torch.
 
-Imported by: `minimegatron.notebook`, before anything that takes long. Calls: `multiprocessing`.
-Torch-free. Megatron has no counterpart.
+Imported by: `minimegatron.notebook`, before anything that takes long. Calls: `multiprocessing`,
+`doctor.folders`. Torch-free. Megatron has no counterpart.
 
 Both import torch, which takes seconds; at the same time, it takes them once. Only in a notebook: a
 program may want another server, or none.
@@ -9,6 +9,8 @@ program may want another server, or none.
 
 import multiprocessing
 from multiprocessing import forkserver
+
+from minimegatron.doctor.folders import keep_sockets
 
 try:
     from IPython import get_ipython
@@ -25,5 +27,6 @@ PRELOADED = [
 """The launcher's list and the engines; it is written here again, for to import it takes seconds."""
 
 if get_ipython is not None and get_ipython() is not None:
+    keep_sockets()
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()

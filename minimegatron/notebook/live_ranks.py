@@ -17,7 +17,7 @@ import torch
 
 from minimegatron import launcher
 from minimegatron.core.device import choose_backend
-from minimegatron.doctor.processes import make_folder, remove_folder
+from minimegatron.doctor.folders import make_folder, remove_folder
 from minimegatron.doctor.verdict import NOBODY, STUCK, UNKNOWN, Diagnosis
 from minimegatron.doctor.watch import Watch
 

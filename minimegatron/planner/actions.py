@@ -234,7 +234,8 @@ def timeline_to_json(
 def timeline_from_json(data: dict[str, Any]) -> list[list[Action | Event]]:
     """The events (or, without times, the actions) of each rank.
 
-    Raises ValueError for another schema and for a version newer than this code.
+    Raises ValueError for another schema, for a version that this code does not read, and where the
+    ranks are not lists of objects.
     """
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ValueError(f"not a timeline: 'schema' must be {SCHEMA!r}")
@@ -243,7 +244,13 @@ def timeline_from_json(data: dict[str, Any]) -> list[list[Action | Event]]:
             f"timeline version {data.get('version')!r}, but this program reads version "
             f"{SCHEMA_VERSION}; use the minimegatron that wrote it"
         )
+    ranks = data.get("ranks")
+    if not isinstance(ranks, list) or not all(isinstance(rank, list) for rank in ranks):
+        raise ValueError(f"not a timeline: 'ranks' must hold a list per rank, not {ranks!r:.60}")
+    for rank in ranks:
+        if strange := [x for x in rank if not isinstance(x, dict)]:
+            raise ValueError(f"not an action: {strange[0]!r:.60}; each is a JSON object")
     return [
         [event_from_json(x) if "start" in x else action_from_json(x) for x in rank]
-        for rank in data["ranks"]
+        for rank in ranks
     ]

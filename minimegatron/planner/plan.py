@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from minimegatron.core.json_text import check_depth
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
 from minimegatron.planner import schedules
 from minimegatron.planner.actions import (
@@ -128,6 +129,7 @@ class Plan:
 
         Raises ValueError for anything else.
         """
+        check_depth(data, "the plan")
         ranks = timeline_from_json(data)
         try:
             config = PlanConfig(**data["config"])

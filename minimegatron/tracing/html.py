@@ -16,12 +16,12 @@ or two letters long, since there are thousands of events:
 * a bar of the plan: `k`, `a`, `c`, `s`, `l`.
 """
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from minimegatron.core.json_text import json_for_html
 from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, Event
 from minimegatron.planner.render_svg import shade, text_colour
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
@@ -54,7 +54,7 @@ def write_html(run: Run, path: str | os.PathLike, steps: Iterable[int] | None = 
 
 def html_page(run: Run, steps: Iterable[int] | None = None) -> str:
     """The page's text. Raises ValueError if the run has no whole pipeline to show."""
-    data = json.dumps(page_data(run, steps), separators=(",", ":")).replace("</", "<\\/")
+    data = json_for_html(page_data(run, steps))
     page = (ASSETS / "timeline.html").read_text()
     for name, text in (
         ("/*STYLE*/", (ASSETS / "timeline.css").read_text()),

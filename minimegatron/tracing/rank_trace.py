@@ -36,6 +36,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from minimegatron.core.json_text import read_json
 from minimegatron.planner.actions import (
     SCHEMA_VERSION,
     Event,
@@ -196,8 +197,8 @@ def load_ranks(directory: str | os.PathLike) -> list[RankTrace]:
 
 
 def _load_rank(path: Path) -> RankTrace:
+    data = read_json(path)
     try:
-        data = json.loads(path.read_text())
         if isinstance(data, dict) and "rank" in data and data.get("version") == SCHEMA_VERSION:
             check_recording(data)
         return RankTrace.from_json(data)

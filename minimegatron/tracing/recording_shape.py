@@ -12,6 +12,8 @@ from minimegatron.planner.actions import COMMUNICATE
 from minimegatron.planner.stage import PlanConfig
 
 NUMBER = (int, float)
+MOST_NESTED = 200
+"""Traced calls within each other; a step has about twenty."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,12 @@ def check_recording(data: Any) -> None:
             if [type(part) for part in frame] != [str, int]:
                 raise ValueError(f"stacks.{number} holds {frame!r:.60}, not a source and a line")
     steps: set[int] = set()
+    levels: list[int] = []
     for number, event in enumerate(data["ranks"][0]):
         where = f"ranks.0.{number}"
         attributes = event.get("attributes", {})
         _check_index(event.get("parent"), number, f"{where}.parent")
+        levels.append(_level(event.get("parent"), levels, where))
         _check_index(attributes.get("stack"), len(stacks), f"{where}.attributes.stack")
         if len(event.get("waits_for", (0, 0))) != 2:
             raise ValueError(f"{where}.waits_for is no pair of a rank and an index")
@@ -141,6 +145,16 @@ def check_recording(data: Any) -> None:
             num_events, num_stages = len(data["ranks"][0]), data["rank"]["sizes"]["pp"]
             config = attributes["config"]
             _check_config(config, num_stages, num_events, f"{where}.attributes.config")
+
+
+def _level(parent: int | None, levels: list[int], where: str) -> int:
+    """How many calls are around a call, itself included."""
+    level = 1 if parent is None else levels[parent] + 1
+    if level > MOST_NESTED:
+        raise ValueError(
+            f"{where} is a call within {level - 1} others; at most {MOST_NESTED} levels are read"
+        )
+    return level
 
 
 def _check_together(event: dict[str, Any], attributes: dict[str, Any], where: str) -> None:

@@ -4,11 +4,12 @@ Called by: `training.pretrain` (`reported`) and `initialize.initialize_megatron`
 Calls: `parallel_state` for this rank's place. Megatron leaves this to its launcher, which knows the
 number of the process that died, but not its stage.
 
-Four ways a job ends early, and what is printed then:
+Five ways a job ends early, and what is printed then:
 
 * a rank raises: it prints one block, its place and the traceback, and exits with 1;
 * a rank is killed: the survivors' next message to it fails, or the launcher sends them SIGTERM; one
   of them prints whose process is gone;
+* torchrun is killed: nobody would end its ranks, so they end themselves;
 * the launcher is told to stop: all ranks get SIGTERM while all are alive. During training they
   save and end with 0, otherwise they end quietly;
 * a checkpoint cannot be written or read: all ranks know, and one of them says so in one line.
@@ -39,6 +40,9 @@ LOOK_SECONDS = 1.0
 
 PATIENCE_SECONDS = 3.0
 """How long a failed message waits for a cause to show: its peer may still be printing why."""
+
+JOIN_SECONDS = 10.0
+"""How long the watching thread may take to end; it may be within its patience."""
 
 LINGER_SECONDS = 3.0
 """How long a survivor stays, so that the others can tell it from the dead."""
@@ -93,6 +97,8 @@ class PeerWatch:
     def __init__(self, me: Identity, everyone: list[Identity]):
         self.me = me
         self.local = [peer for peer in everyone if peer.host == me.host and peer.rank != me.rank]
+        # Another launcher's processes may outlive their parent: a shell's, say.
+        self._launcher = os.getppid() if dist.is_torchelastic_launched() else None
         self._ending = threading.Lock()
         self._stopped = threading.Event()
         self._reader, self._writer = os.pipe()
@@ -111,9 +117,10 @@ class PeerWatch:
         signal.set_wakeup_fd(self._old_descriptor)
         signal.signal(signal.SIGTERM, self._old_handler)
         os.write(self._writer, b"\0")
-        self._thread.join()
-        os.close(self._reader)
-        os.close(self._writer)
+        self._thread.join(JOIN_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._reader)
+            os.close(self._writer)
 
     def _watch(self) -> None:
         while True:
@@ -121,6 +128,8 @@ class PeerWatch:
             signals = os.read(self._reader, 1024) if ready else b""
             if self._stopped.is_set():
                 return
+            if self._launcher not in (None, os.getppid()):
+                self._end_without_launcher()
             gone = self._gone()
             if gone and signal.SIGTERM not in signals:
                 # Without a launcher's SIGTERM there is time: the next message will fail and say why.
@@ -159,6 +168,11 @@ class PeerWatch:
             "it was killed; the kernel does that when memory runs out.\n"
         )
         self._end(text if is_first else "", 1, linger=LINGER_SECONDS)
+
+    def _end_without_launcher(self) -> None:
+        is_first = all(self.me.rank < peer.rank for peer in self.local)
+        text = f"{self.me} stops, as its peers do: torchrun, process {self._launcher}, is gone.\n"
+        self._end(text if is_first else "", 1)
 
     def _end(self, text: str, exit_code: int, linger: float = 0.0) -> None:
         # Never released: whichever thread comes second waits here until the process is gone.

@@ -26,6 +26,7 @@ from minimegatron.doctor.session import watch_ranks
 from minimegatron.training import failures
 from minimegatron.training.arguments import parse_args
 from minimegatron.training.config import Arguments
+from minimegatron.training.ending import end_properly
 from minimegatron.training.global_vars import set_global_variables
 from minimegatron.training.rendezvous import find_each_other
 from minimegatron.training.utils import print_rank_0
@@ -76,6 +77,7 @@ def _initialize_distributed(
     ours = not dist.is_initialized()
     if ours:
         set_device("auto", args.local_rank)
+        end_properly()
         _init_process_group(args)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,

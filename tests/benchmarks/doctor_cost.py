@@ -18,8 +18,8 @@ import torch.distributed as dist
 import minimegatron
 from minimegatron.core import tracing
 from minimegatron.core.tracing import Call
+from minimegatron.doctor.folders import make_folder, remove_folder
 from minimegatron.doctor.observer import RecordingObserver
-from minimegatron.doctor.processes import make_folder, remove_folder
 from minimegatron.doctor.shared_record import RECORD_BYTES, RecordWriter, read_record
 from tests.benchmarks import results
 from tests.benchmarks.tracing_cost import (

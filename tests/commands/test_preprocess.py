@@ -128,7 +128,7 @@ def test_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (b'{"text": 3}\n', "in.jsonl:1: 'text' holds a int, not text"),
         (b'{"text": null}\n', "in.jsonl:1: 'text' holds a NoneType, not text"),
         (b'{"text": "\xff"}\n', "in.jsonl:1: not JSON"),
-        (b"[" * 100_000, "in.jsonl:1: not JSON"),
+        (b"[" * 100_000, "in.jsonl:1: lists or objects are nested deeper than 100"),
         (b"\n\n", "no text for"),
         (b"", "no text for"),
     ],

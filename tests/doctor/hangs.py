@@ -5,10 +5,12 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from minimegatron.core import local_channels
 from minimegatron.core.collectives import all_gather, all_reduce, broadcast
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -260,6 +262,12 @@ def swallowed_exception() -> None:
     except ValueError:
         print("never mind")
     all_reduce(torch.ones(1), dist.group.WORLD)
+
+
+def swallowed_exception_over_gloo() -> None:
+    """Over gloo's network nobody can be told that a rank has given up."""
+    with mock.patch.object(local_channels, "is_supported", lambda: False):
+        swallowed_exception()
 
 
 def sleeps_in_backward(microbatch: int, grad: torch.Tensor) -> None:

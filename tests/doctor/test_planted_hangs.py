@@ -175,12 +175,20 @@ def test_a_rank_in_an_endless_loop_of_an_interleaved_schedule():
 
 
 def test_an_exception_that_somebody_swallows():
-    found = diagnose(hangs.swallowed_exception, 2)
+    found = diagnose(hangs.swallowed_exception_over_gloo, 2)
     assert found.kind == verdict.SWALLOWED
     assert found.ranks == (1,)
     assert "ended forward-compute of microbatch 2" in found.cause
     assert "ValueError: a bad sample" in found.cause
     assert "more lines" not in found.cause
+
+
+def test_an_exception_that_somebody_swallows_reaches_those_that_wait():
+    """Through shared memory they are told, and nobody hangs."""
+    with pytest.raises(RankError) as caught:
+        run(hangs.swallowed_exception, 2)
+    assert caught.value.ranks[0] == 0
+    assert "given up this step: ValueError: a bad sample" in caught.value.summaries[0]
 
 
 def test_a_planned_schedule_that_sticks_in_a_backward():

@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
@@ -125,14 +126,35 @@ def test_html_holds_the_whole_story(plain):
 
 def test_html_text_cannot_end_its_script(plain):
     data = html_page(plain).split('id="data">')[1].split("</script>")[0]
-    assert "</" not in data
+    assert "<" not in data
     assert json.loads(data)["clock"] == plain.clock_words
 
 
+def with_source(run, text: str):
+    """The same run, recorded with other sources: those of whoever sent the recording."""
+    ranks = [
+        replace(
+            rank,
+            sources={
+                key: replace(source, text=text + source.text)
+                for key, source in rank.sources.items()
+            },
+        )
+        for rank in run.ranks
+    ]
+    return type(run)(ranks)
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_html_draws_itself_from_a_file(plain, tmp_path):
+@pytest.mark.parametrize(
+    "source",
+    ["", "<!-- <script> ", "</script><script>throw 1</script>"],
+    ids=["", "open", "closed"],
+)
+def test_html_draws_itself_from_a_file(plain, tmp_path, source):
+    """Whatever a recorded source says: `<!--` with `<script` would hide the page's own program."""
     page = tmp_path / "timeline.html"
-    plain.to_html(page)
+    with_source(plain, source).to_html(page)
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
     flags += " --disable-background-networking --disable-component-update --disable-sync"
     flags += f" --user-data-dir={tmp_path / 'profile'} --enable-logging=stderr --dump-dom"

@@ -1,17 +1,18 @@
 """Text files and JSONL, read as batches of documents.
 
-Called by: `preprocess`. Calls nothing; torch-free. Counterpart: the reading half of Megatron's
+Called by: `preprocess`. Calls: `json_text`. Torch-free. Counterpart: the reading half of Megatron's
 `tools/preprocess_data.py`.
 
 The main process cuts files into `Batch`es of raw lines, or only names a file; `texts_of` makes text
 of them in a worker, where parsing JSON and reading whole files are spread over processes.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from minimegatron.core.json_text import parse_json
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 BATCH_BYTES = 1 << 20
@@ -95,11 +96,10 @@ def texts_of(batch: Batch, json_keys: Sequence[str]) -> list[list[bytes]]:
 
 def _parse(line: bytes, place: str) -> dict:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line, place)
+    except ValueError as error:
         raise ValueError(
-            f"{place}: not JSON ({error}); write one JSON object per line, or rename the file if "
-            "it is plain text"
+            f"{error}; write one JSON object per line, or rename the file if it is plain text"
         ) from None
     if not isinstance(record, dict):
         raise ValueError(f"{place}: holds a {type(record).__name__}, not an object with keys")

@@ -1,7 +1,7 @@
 """What a checkpoint's folder holds, as far as it can be told without torch.
 
 Called by: `serialization` and `storage`, and `training.argument_checks` before any process group
-exists. Calls nothing; torch-free. Counterpart: `megatron.core.dist_checkpointing.core`.
+exists. Calls: `json_text`. Torch-free. Counterpart: `megatron.core.dist_checkpointing.core`.
 
     metadata.json               every tensor: dtype, global shape, which file holds which box of it
     common.json                 everything that is no tensor: iteration, schedule, arguments
@@ -15,6 +15,8 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+
+from minimegatron.core.json_text import parse_json
 
 METADATA, COMMON = "metadata.json", "common.json"
 ASIDE, REPLACED = ".tmp-", "-replaced"
@@ -31,7 +33,7 @@ class CheckpointingException(RuntimeError):
 def read_json(path: Path) -> dict[str, Any]:
     """The object in the file. Raises CheckpointingException if it is missing or damaged."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes(), "its text")
     except FileNotFoundError:
         raise CheckpointingException(
             f"{path} is missing, so {path.parent} is no whole checkpoint; use another"

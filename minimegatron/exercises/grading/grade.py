@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minimegatron.core.json_text import parse_json
 from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import exercises
 from minimegatron.exercises.exercise import Exercise
@@ -232,7 +233,7 @@ class Template:
             ours.settimeout(timeout)
             with ours.makefile("rb") as lines:
                 while line := lines.readline(MOST_ANSWER):
-                    yield json.loads(line)
+                    yield parse_json(line, "the cell's answer")
 
 
 class _Grader:

@@ -4,10 +4,9 @@ Called by: the exercises' engine, on 4 ranks. Calls: the checkpoint code, `bench
 """
 
 import random
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +21,7 @@ from minimegatron.core.tensor_parallel.sharding import (
     set_tensor_model_parallel_attributes,
     shard_parameter,
 )
+from minimegatron.doctor.folders import make_folder, remove_folder
 from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks, one_process
 from minimegatron.exercises.check import Case, Result, Wrong, check_numbers, installed
 from minimegatron.training.checkpointing import sharded_model_state, sharded_optimizer_state
@@ -184,7 +184,7 @@ def _check_saved_once(saved: torch.Tensor, case: Case) -> None:
 
 def _check_move(student: ModuleType, case: Case) -> Result:
     before, after = case.move
-    folder = [tempfile.mkdtemp(prefix="minimegatron-reshard-") if dist.get_rank() == 0 else ""]
+    folder = [str(make_folder("minimegatron-reshard-")) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     try:
         with installed(student.make_sharded_tensors, SYMBOL):
@@ -193,7 +193,7 @@ def _check_move(student: ModuleType, case: Case) -> Result:
         raise Wrong(f"with your boxes the checkpoint does not work: {error}") from error
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(folder[0], ignore_errors=True)
+            remove_folder(Path(folder[0]))
 
 
 def _move(before: StepCase, after: StepCase, folder: str) -> Result:
