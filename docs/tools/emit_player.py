@@ -160,7 +160,7 @@ def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[
         ("B cooldown", "yield stage.backward(i)", "backward_step"),
     ):
         chains[key] = [
-            _named(package, *runner, "run.run()"),
+            _named(package, *runner, "_PlannedRun(actions, frame.chunks, p2p, shape).run()"),
             *([_named(package, *planned, line)] if schedule else []),
             _named(
                 package, "minimegatron.core.pipeline_parallel.model_chunk", f"ModelChunk.{last}"
