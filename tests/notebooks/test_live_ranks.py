@@ -165,7 +165,8 @@ def test_ranks_that_wait_for_a_failed_one_are_named_and_replaced(notebook):
     assert "rank 3 stands in line 3: dist.barrier()" in shown
     assert "Fresh ranks have taken their place" in shown
     assert notebook.run("%px dist.barrier()\n") == ""
-    assert len(set(notebook.descendants()) & set(before)) <= 2  # the server and the tracker
+    # The server, the tracker, and the keeper of the server's folder.
+    assert len(set(notebook.descendants()) & set(before)) <= 3
 
 
 def test_a_deadlock_is_explained(notebook):
@@ -233,10 +234,11 @@ def test_functions_of_a_cell_can_be_launched(notebook):
 
 def test_stopping_leaves_nothing(notebook):
     assert notebook.run("ranks.stop()") == ""
-    # What is left belongs to the kernel: the server that ranks are forked from, and the tracker of
-    # shared memory that Python gives it.
-    assert len(notebook.descendants()) <= 2
-    assert not list(notebook.folder.glob("minimegatron-*"))
+    # What is left belongs to the kernel: the server that ranks are forked from, the tracker of
+    # shared memory that Python gives it, and the keeper of the folder with the server's socket.
+    assert len(notebook.descendants()) <= 3
+    left = [path.name for path in notebook.folder.glob("minimegatron-*")]
+    assert all(name.startswith("minimegatron-fork-") for name in left) and len(left) <= 1
     assert notebook.run("ranks.stop()") == ""  # may be repeated
     assert "these ranks were stopped; run live_ranks(4)" in notebook.run("%px rank")
 

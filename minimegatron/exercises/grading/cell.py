@@ -21,7 +21,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -31,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from minimegatron.doctor.folders import make_folder, remove_folder
 from minimegatron.exercises.grading import isolation
 from minimegatron.exercises.grading.isolation import STRANGER
 
@@ -171,7 +171,9 @@ class Room:
 
     def prepare(self) -> Path:
         """Makes the folder to work in."""
-        self.work = Path(tempfile.mkdtemp(prefix="minimegatron-cell-"))
+        # On the disk, not in memory; without a keeper, which would be a process of the room.
+        place = Path(tempfile.gettempdir())
+        self.work = make_folder("minimegatron-cell-", has_keeper=False, place=place)
         return self.work
 
     def enter(self) -> None:
@@ -207,7 +209,7 @@ class Room:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             list(_reap())
-        shutil.rmtree(self.work, ignore_errors=True)
+        remove_folder(self.work)
 
 
 class StrangersRoom(Room):
@@ -247,7 +249,7 @@ class StrangersRoom(Room):
                 os._exit(0)
             os.waitpid(pid, 0)
             list(_reap())
-        shutil.rmtree(self.work, ignore_errors=True)
+        remove_folder(self.work)
 
 
 class ClosedRoom(StrangersRoom):
