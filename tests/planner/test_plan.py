@@ -4,6 +4,8 @@ import gc
 import json
 import subprocess
 import sys
+import time
+from typing import NamedTuple
 
 import pytest
 
@@ -17,7 +19,7 @@ from minimegatron.planner.actions import (
     timeline_from_json,
     timeline_to_json,
 )
-from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan import Plan, plan, without_garbage_collection
 from minimegatron.planner.registry import (
     get_schedule,
     register_schedule,
@@ -25,7 +27,6 @@ from minimegatron.planner.registry import (
     unregister_schedule,
 )
 from minimegatron.planner.simulator import Costs, simulate
-from tests.figures import QuietTime
 from tests.planner.grid import is_legal
 
 
@@ -322,13 +323,38 @@ def test_from_json_needs_the_config_of_a_plan():
 # -- Speed, and where it runs --
 
 
-def test_a_large_plan_is_quick():
-    clock = QuietTime()
+class Four(NamedTuple):
+    a: int
+    b: str
+    c: tuple
+    d: None
+
+
+def make_many() -> float:
+    """Processor time of making 300,000 small objects: a sixth of a second, on a quiet machine."""
+    begin = time.process_time()
+    with without_garbage_collection():
+        made = [Four(i, str(i), (i, i + 1), None) for i in range(300_000)]
+        assert sum(one.a for one in made) == 300_000 * 299_999 // 2
+    return time.process_time() - begin
+
+
+def plan_and_simulate() -> float:
+    """Processor time of four million actions."""
+    begin = time.process_time()
     step = plan("interleaved", pp=64, num_microbatches=512, vpp=8)
-    simulation = simulate(step)
-    seconds = clock.read()
-    assert simulation.makespan == (512 * 8 + 63) * 3
-    assert seconds < 5, f"{seconds:.1f} s of a quiet machine's processor time"
+    assert simulate(step).makespan == (512 * 8 + 63) * 3
+    return time.process_time() - begin
+
+
+def test_a_large_plan_is_quick():
+    """Five seconds on a quiet machine; here in units of what the machine gives at the moment."""
+    ratios = []
+    while len(ratios) < 3 and not any(ratio < 30 for ratio in ratios):
+        before = make_many()
+        seconds = plan_and_simulate()
+        ratios.append(seconds / ((before + make_many()) / 2))
+    assert min(ratios) < 30, ratios
     assert gc.isenabled()
 
 
