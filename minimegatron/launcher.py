@@ -149,7 +149,8 @@ class RankProcesses:
     def __enter__(self) -> "RankProcesses":
         context = multiprocessing.get_context(self.start_method)
         context.set_forkserver_preload(PRELOADED)
-        keep_sockets()
+        if self.start_method == "forkserver":
+            keep_sockets()
         # This process, not rank 0, serves the store: it picks a free port without a race, and it
         # outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

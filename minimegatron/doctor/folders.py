@@ -48,6 +48,7 @@ class _Held:
 
 
 _held: dict[Path, _Held] = {}
+_may_start_keepers = True
 
 
 def make_folder(prefix: str, *, has_keeper: bool = True, place: Path | None = None) -> Path:
@@ -68,7 +69,7 @@ def make_folder(prefix: str, *, has_keeper: bool = True, place: Path | None = No
         if folder.exists():
             break
         os.close(lock)
-    keeper = _start_keeper(folder, lock) if has_keeper else None
+    keeper = _start_keeper(folder, lock) if has_keeper and _may_start_keepers else None
     _held[folder] = _Held(lock, os.getpid(), has_keeper, keeper)
     return folder
 
@@ -104,6 +105,12 @@ def shared_folder(prefix: str) -> Iterator[Path]:
         yield folder
     finally:
         remove_folder(folder)
+
+
+def start_no_keepers() -> None:
+    """For a process whose every temporary file is removed by another that outlives it."""
+    global _may_start_keepers
+    _may_start_keepers = False
 
 
 def keep_sockets() -> None:

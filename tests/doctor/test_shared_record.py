@@ -255,6 +255,8 @@ def test_reading_while_the_rank_writes(path):
         seen, until = set(), time.monotonic() + 1
         while time.monotonic() < until:
             record = read_record(path)
+            if record is None:  # the writer lost its processor within an entry
+                continue
             assert [call.name for call in record.calls] == [
                 f"name-{i}" for i in range(len(record.calls))
             ]

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimegatron.doctor.folders import make_folder, remove_folder
+from minimegatron.doctor.folders import make_folder, remove_folder, start_no_keepers
 from minimegatron.exercises.grading import isolation
 from minimegatron.exercises.grading.isolation import STRANGER
 
@@ -108,6 +108,7 @@ def _check(
         room.enter()
         os.chdir(work)
         tempfile.tempdir = str(work)
+        start_no_keepers()
         nothing, answers = os.open(os.devnull, os.O_RDWR), connection.fileno()
         # Ranks are forked from here, and must not have the way to answer.
         os.register_at_fork(after_in_child=lambda: os.dup2(nothing, answers))
