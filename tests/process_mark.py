@@ -163,11 +163,6 @@ def pytest_configure(config: pytest.Config) -> None:
             setattr(holder, name, _noted(original, f"{owner}.{name}"))
 
 
-def pytest_collection_finish() -> None:
-    """What importing the tests, and their plugins, has started is no test's."""
-    _started.clear()
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     """Fails a test that has started a process and lacks the mark."""

@@ -225,7 +225,7 @@ class _ParamAndGradBucketGroup:
         return is_due and not self._owed()
 
     def _owed(self) -> list[str]:
-        """Names of the parameters of which backward has left a gradient for later."""
+        """Names of the parameters whose gradient backward has left for later, whole or in part."""
         return [name for param, name in self.params.items() if is_owed(param)]
 
     @traced("bucket-launch", _describe_launch)

@@ -18,7 +18,7 @@ In the order of one step:
 |                   | `finalize_model_grads_func`                                                   |
 | the step fails    | tells every rank that may wait for this one                                   |
 
-A forward-only step has no gradients to launch or to finalize; everything else is the same.
+A forward-only step launches and finalizes no gradients; everything else is the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
