@@ -46,6 +46,9 @@ PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "minimegatron.launch
 """Imported once, by the process that ranks are forked from. None of them touches CUDA, which would
 not survive the fork. `torch._dynamo` is what a first optimizer step would import, for a second."""
 
+CAUSE_SECONDS = 3.0
+"""The same where all that is known are consequences: ranks that say another one has given up."""
+
 GRACE_SECONDS = 0.2
 """How long after a first failure other ranks may report theirs, so that causes can be told apart
 from consequences: when a rank dies, its peers fail too, with a lost connection."""
@@ -198,10 +201,7 @@ class RankProcesses:
         while pending := self.unfinished():
             heard = self._listen(pending, deadline)
             if self._raised or self._died:
-                # Nothing more can succeed; hear who else failed within the grace, and end.
-                deadline = min(deadline or float("inf"), time.monotonic() + GRACE_SECONDS)
-                while heard and self.unfinished():
-                    heard = self._listen(self.unfinished(), deadline)
+                self._hear_out(deadline)
                 raise self._failure()
             if not heard:
                 raise self._timeout(pending, timeout)
@@ -211,6 +211,15 @@ class RankProcesses:
         for process in self.processes:
             process.join(timeout=30)
         return [self._values[rank] for rank in range(self.nprocs)]
+
+    def _hear_out(self, deadline: float | None) -> None:
+        """Nothing more can succeed: hears who else failed within the grace."""
+        began, latest = time.monotonic(), deadline or float("inf")
+        heard = True
+        while heard and self.unfinished():
+            knows_cause = self._died or not all(r.is_consequence for r in self._raised.values())
+            grace = GRACE_SECONDS if knows_cause else CAUSE_SECONDS
+            heard = self._listen(self.unfinished(), min(latest, began + grace))
 
     def check(self) -> None:
         """Raises RankError if a rank has raised or died by now."""
@@ -270,7 +279,9 @@ class RankProcesses:
     def _failure(self) -> RankError:
         # A death without a report is a cause; of the exceptions, the earliest is the likeliest.
         died = sorted(self._died)
-        raised = sorted(self._raised, key=lambda rank: self._raised[rank].at)
+        raised = sorted(
+            self._raised, key=lambda r: (self._raised[r].is_consequence, self._raised[r].at)
+        )
         ranks = died + raised
         lines = [f"rank {rank} of {self.nprocs} {_fate(self._died[rank])}" for rank in died]
         shown = raised if not died else []
@@ -353,6 +364,8 @@ class _Raised:
     summary: str
     traceback: str
     at: float
+    is_consequence: bool = False
+    """Another rank was lost, or has given up: that one's report is the one to read."""
 
 
 def _rank_main(seat: _Seat, job: Job, channel: connection.Connection) -> None:
@@ -393,7 +406,12 @@ def _report(seat: _Seat, job: Job) -> bytes:
         # The first frame is this function; the reader wants theirs.
         error.__traceback__ = error.__traceback__.tb_next or error.__traceback__
         summary = traceback.format_exception_only(error)[-1].strip()
-        return pickle.dumps(_Raised(summary, traceback.format_exc(), time.monotonic()))
+        is_consequence = isinstance(error, ConnectionError) or isinstance(
+            error.__cause__, ConnectionError
+        )
+        return pickle.dumps(
+            _Raised(summary, traceback.format_exc(), time.monotonic(), is_consequence)
+        )
 
 
 def _note(record: RecordWriter | None, state: str) -> None:

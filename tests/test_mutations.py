@@ -115,7 +115,7 @@ CAUGHT_BY = {
         r"launched twice",
     ),
     "gradients-launched-without-backward": (FRAME + ("planned_forward_only",), r"grad sync"),
-    "messages-of-a-failed-step": (FAILED_STEP + ("[pp2-M3]",), r"its step"),
+    "messages-of-a-failed-step": (FAILED_STEP + ("[pp2-M3]",), r"must begin every step"),
     "failure-kept-secret": (FAILED_STEP + ("told_why",), r"sent nothing|did not return|told"),
     "sends-that-never-wait": (CHANNELS + ("channel_is_full",), r"assert \d+ <= 2"),
     "anybody-may-call": (CHANNELS + ("of_another_user_is_turned",), r"assert|DID NOT WARN"),

@@ -61,13 +61,14 @@ def check_depth(value: Any, what: str | Path) -> None:
 
 
 def json_for_html(value: Any) -> str:
-    """`value` as JSON that may stand inside a `<script>` of a page.
+    """`value` as JSON that may stand inside a page's script element.
 
-    There, `</script` in a string would end the script, and `<!--` with `<script` would make the
-    reader take what follows, up to the page's end, for part of it. No `<` is left.
+    There, the end tag of a script within a string would end the script, and the start of a comment
+    before a start tag would make the reader take what follows, up to the page's end, for part of it.
+    So every less-than sign is written as its number.
 
-    >>> json_for_html({"text": "<!-- <script>"})
-    '{"text":"\\\\u003c!-- \\\\u003cscript>"}'
+    >>> json_for_html({"text": chr(60)})
+    '{"text":"\\\\u003c"}'
     """
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 

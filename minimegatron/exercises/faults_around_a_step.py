@@ -37,7 +37,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "messages-of-a-failed-step",
         "core/local_channels.py",
-        "        while self.messages and self.messages[0].step < step:\n",
+        "        while self.messages and self.messages[0].epoch < epoch:\n",
         "        while False:\n",
         "What a failed step left unread is taken for a message of the next step.",
     ),

@@ -23,7 +23,7 @@ from minimegatron.exercises.engine import HANG_SECONDS, exercise_of, replay_path
 from minimegatron.exercises.rank_side import Job, Told, check_and_record
 from minimegatron.exercises.source import check_source
 from minimegatron.exercises.verdict import Verdict, render
-from minimegatron.launcher import GRACE_SECONDS
+from minimegatron.launcher import CAUSE_SECONDS, GRACE_SECONDS
 from minimegatron.training.ending import end_properly
 
 LOOK_SECONDS = 0.05
@@ -67,6 +67,8 @@ def _check(exercise, path: Path) -> Verdict:
         try:
             achieved, recording = check_and_record(Job(exercise.module, str(path)))
         except Told as told:
+            if isinstance(told.__cause__, ConnectionError):
+                time.sleep(CAUSE_SECONDS)  # another rank knows why, and speaks first
             board.fail(str(told))
         finally:
             stop_watching()

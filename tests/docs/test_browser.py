@@ -177,9 +177,9 @@ def test_a_line_is_addressable(opened):
 
 def test_a_name_leads_to_its_definition(opened):
     with opened("tour/one-f-one-b.html") as watched:
-        watched.page.locator(".mm-quote a.mm-name", has_text="finish_step").first.click()
+        watched.page.locator(".mm-quote a.mm-name", has_text="StepFrame").first.click()
         watched.page.wait_for_url(
-            "**/source/minimegatron.core.pipeline_parallel.utils.html#finish_step"
+            "**/source/minimegatron.core.pipeline_parallel.step_frame.html#StepFrame"
         )
 
 

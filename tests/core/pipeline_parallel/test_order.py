@@ -113,6 +113,12 @@ def test_plain_schedules(case):
         check(variant)
 
 
+@pytest.mark.parametrize("case", INTERLEAVED, ids=str)
+def test_interleaved_schedules(case):
+    for variant in variants(case):
+        check(variant)
+
+
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_the_planned_runner_does_what_the_schedules_do(p):
     cases = [Case(p, M) for M in (1, p + 3)]
@@ -131,12 +137,6 @@ def test_the_planned_runner_does_what_a_plan_says(p):
         _, network, machine = run_case(case)
         for rank in range(p):
             assert done_by(rank, network, machine) == planned_for(rank, case.plan())
-
-
-@pytest.mark.parametrize("case", INTERLEAVED, ids=str)
-def test_interleaved_schedules(case):
-    for variant in variants(case):
-        check(variant)
 
 
 @pytest.mark.parametrize(
