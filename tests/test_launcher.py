@@ -195,6 +195,18 @@ def _kill_the_caller(tmp_path, temporary):
     assert not list(temporary.glob("minimegatron-ranks-*"))
 
 
+def test_a_rank_that_nobody_waits_for_ends_itself(tmp_path):
+    """As after Ctrl-C within its start: its number is not known, but its channel is closed."""
+    with RankProcesses(hang_on, 1, -1, str(tmp_path), backend="gloo", device="cpu") as ranks:
+        assert ranks.wait(timeout=60) == [None], "a channel that is used does no harm"
+    go = tmp_path / "never"
+    with RankProcesses(wait_for_file, 2, str(go), backend="gloo", device="cpu") as ranks:
+        pids = [process.pid for process in ranks.processes]
+        for channel in ranks._channels:
+            channel.close()
+        assert not wait_until_gone(pids)
+
+
 def test_closures_and_lambdas_go_by_value():
     factor = torch.tensor([2.0])
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from minimegatron.training import ending
-from tests.rank_programs import ROOT, run_programs, start_programs
+from tests.rank_programs import ROOT, run_programs, started_programs
 
 TINY = (
     "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --seq-length 16 "
@@ -41,15 +41,10 @@ sys.exit(3)
 
 def test_a_collective_that_never_completes_does_not_keep_the_process():
     """Rank 0 began one; rank 1 is in no hurry."""
-    programs = start_programs(["-c", UNFINISHED], 2)
-    try:
-        printed = programs[0].communicate(timeout=100)[0]
-        assert programs[0].returncode == 1, printed
+    with started_programs(["-c", UNFINISHED], 2) as (program, _):
+        printed = program.communicate(timeout=100)[0]
+        assert program.returncode == 1, printed
         assert "Timeout (0:00:01)!" in printed and "in _end" in printed
-    finally:
-        for program in programs:
-            program.kill()
-            program.communicate()
 
 
 def test_without_groups_the_exit_code_is_kept():
