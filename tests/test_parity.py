@@ -36,6 +36,6 @@ def test_memory_savings_change_nothing(world, tmp_path_factory):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_systems_without_shared_memory_get(world, tmp_path_factory):
-    """The same over gloo alone. `make test-gloo` runs every array so."""
+    """The same over gloo alone."""
     cases = [case for case in all_cases() + system_cases() if case.world == world][::4]
     check(cases, world, tmp_path_factory.getbasetemp(), shared_memory=False)
