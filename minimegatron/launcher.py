@@ -213,13 +213,16 @@ class RankProcesses:
         return [self._values[rank] for rank in range(self.nprocs)]
 
     def _hear_out(self, deadline: float | None) -> None:
-        """Nothing more can succeed: hears who else failed within the grace."""
+        """Nothing more can succeed: hears who else failed within the grace.
+
+        Ranks that wait for one that has failed are no hang, so the doctor is not asked.
+        """
         began, latest = time.monotonic(), deadline or float("inf")
         heard = True
         while heard and self.unfinished():
             knows_cause = self._died or not all(r.is_consequence for r in self._raised.values())
             grace = GRACE_SECONDS if knows_cause else CAUSE_SECONDS
-            heard = self._listen(self.unfinished(), min(latest, began + grace))
+            heard = self._hear(self.unfinished(), min(latest, began + grace))
 
     def check(self) -> None:
         """Raises RankError if a rank has raised or died by now."""
