@@ -11,17 +11,22 @@ each rank is woken once, where gloo's threads wake each other several times.
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.local_channels import Arrival, Connection, connect, get_timeout
+from minimegatron.core.local_channels import Arrival, Connection, Sent, connect, get_timeout
 
 MAX_BYTES = 1 << 20
 """Beyond, gloo: it works in threads of its own, behind a computation that goes on."""
 
 MAX_RANKS = 8
+
+MAX_BROADCASTS_AHEAD = 4
+"""How many broadcasts a source may begin before the others take the first of them. In all other
+collectives a rank takes as many messages as it sends, and cannot run ahead."""
 
 _COMBINE: dict[dist.ReduceOp, Callable] = {
     dist.ReduceOp.SUM: torch.add,
@@ -88,6 +93,7 @@ class LocalMesh:
 
     def __init__(self, rank: int, connections: dict[int, Connection]):
         self._rank, self._peers, self._to = rank, sorted(connections), connections
+        self._broadcasts: deque[list[Sent]] = deque()
 
     def begin_step(self, timeout: float) -> None:
         """See `local_collectives.begin_step`. No collective waits longer than `timeout` seconds."""
@@ -102,6 +108,7 @@ class LocalMesh:
 
     def abandon(self, reason: str) -> None:
         """See `local_collectives.abandon`."""
+        self._broadcasts.clear()
         for connection in self._to.values():
             connection.abandon(reason)
 
@@ -130,8 +137,10 @@ class LocalMesh:
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """See `collectives.broadcast`."""
         if self._rank == source:
-            for peer in self._peers:
-                self._to[peer].send(tensor)
+            self._broadcasts.append([self._to[peer].send(tensor) for peer in self._peers])
+            while len(self._broadcasts) > MAX_BROADCASTS_AHEAD:
+                for sent in self._broadcasts.popleft():
+                    sent.wait()
         else:
             self._to[source].expect(tensor).wait()
 
