@@ -1,5 +1,6 @@
 # make demo    train a small GPT over four processes on this machine, about two minutes
 # make test    run the tests
+# make test-full  the same, and the cases that take longer to say what others say already
 # make test-stress  run those that start processes ten times beside busy loops; goes on where it stopped
 # make lint    check style
 # make docs    build the documentation into site/; make docs-serve shows it on this machine
@@ -31,7 +32,7 @@ DEMO := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
   --log-interval 25 --eval-iters 10 --sample-tokens 150
 
-.PHONY: bench demo test test-stress lint timeline traces docs docs-serve chromium notebooks
+.PHONY: bench demo test test-full test-stress lint timeline traces docs docs-serve chromium notebooks
 
 demo: $(VENV)/.installed
 	@echo 'The command that runs now:'
@@ -51,6 +52,10 @@ demo: $(VENV)/.installed
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-conformance chromium
 	$(BIN)/python -m pytest -v -n 2 --dist loadfile
+
+test-full: export PYTHONDONTWRITEBYTECODE =
+test-full: $(VENV)/.installed-conformance chromium
+	$(BIN)/python -m pytest -v -n 2 --dist loadfile -m 'full or not full'
 
 # Every test that starts processes, STRESS_TIMES times, beside STRESS_BUSY processes that compute all the
 # time, STRESS_WORKERS files of tests at once. The log is tests/stress_log.jsonl; hours on two processors.

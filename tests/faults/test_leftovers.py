@@ -20,6 +20,7 @@ from tests.rank_programs import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
+FULL = pytest.mark.full
 START_SECONDS, LEFT_SECONDS = 150, 60
 TRAINING = (
     "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --seq-length 16 "
@@ -191,7 +192,12 @@ def next_run(job: Job) -> None:
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
 
 
-@pytest.mark.parametrize("how", ["program", "rank", "interrupt", "all"])
+def ways(here: list[str], full: list[str]) -> pytest.MarkDecorator:
+    """`here`: in every run of the tests; `full`: in `make test-full` as well."""
+    return pytest.mark.parametrize("how", [*here, *(pytest.param(w, marks=FULL) for w in full)])
+
+
+@ways(["interrupt", "all"], full=["program", "rank"])
 def test_launched_ranks_leave_nothing(start, how):
     job = start([*LEAVING, "launched"], 2)
     assert job.folders(), "the test would show nothing"
@@ -209,7 +215,7 @@ def test_a_program_killed_between_two_launches_leaves_nothing(start):
     assert not job.left()
 
 
-@pytest.mark.parametrize("how", ["program", "interrupt", "all"])
+@ways(["program"], full=["interrupt", "all"])
 def test_live_ranks_leave_nothing(start, how):
     pytest.importorskip("ipyparallel", reason="the extra `notebooks` is missing")
     job = start([*LEAVING, "live"], 2)
@@ -220,7 +226,7 @@ def test_live_ranks_leave_nothing(start, how):
     assert not job.left()
 
 
-@pytest.mark.parametrize("how", ["program", "child", "rank", "interrupt"])
+@ways(["child"], full=["program", "rank", "interrupt"])
 def test_the_check_of_an_exercise_leaves_nothing(start, tmp_path, how):
     """`child` is the process that checks."""
     file = tmp_path / "ex00_ring.py"
@@ -230,7 +236,7 @@ def test_the_check_of_an_exercise_leaves_nothing(start, tmp_path, how):
     assert not job.left()
 
 
-@pytest.mark.parametrize("how", ["program", "rank", "interrupt"])
+@ways(["program"], full=["rank", "interrupt"])
 def test_an_exercise_under_torchrun_leaves_nothing(start, tmp_path, how):
     """`program` is torchrun's agent."""
     file = tmp_path / "ex00_ring.py"
@@ -240,7 +246,7 @@ def test_an_exercise_under_torchrun_leaves_nothing(start, tmp_path, how):
     assert not job.left()
 
 
-@pytest.mark.parametrize("how", ["program", "interrupt", "all"])
+@ways(["interrupt"], full=["program", "all"])
 def test_training_under_torchrun_leaves_nothing(start, how):
     job = start([*TORCHRUN, "-m", "tests.faults.leaving", "training", *TRAINING.split()], 1)
     end(job, how)
