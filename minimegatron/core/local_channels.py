@@ -11,6 +11,7 @@ wakes two threads in turn. Here a message is a *slot* of memory that both proces
 1. The sender copies the tensor into a free slot, and writes a header, where and how long, to a
    socket. That never blocks.
 2. The receiver, asleep in a read of that socket, wakes and copies the slot out, or reads it in place.
+   A large message is announced part by part, so that both copy at the same time.
 3. The receiver marks the slot as free. The sender sees that without a message.
 
 What a failed step leaves behind must not be taken for the next step's. So time is cut into *epochs*:
@@ -28,6 +29,7 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,8 @@ from minimegatron.core.local_memory import PAGE_BYTES, Arena, Piece, map_piece
 # kind, epoch, bytes of the message; offset and bytes of its slot, place of the slot's mark, offset of
 # a slot that exists no longer (0: none), when it was sent on the host's clock.
 _HEADER = struct.Struct("=BIQQQQQd")
-_MESSAGE, _ABANDONED = 1, 2
+_MESSAGE, _PART, _ABANDONED = 1, 2, 3
+_PART_BYTES = 1 << 19
 _FREE, _IN_USE = b"\0", b"\1"
 _READ_BYTES = 4096
 _MAX_REASON = 400
@@ -95,6 +98,13 @@ class _Slot:
     def is_free(self) -> bool:
         return self.marks[self.mark_at] == _FREE
 
+    def view(self, like: torch.Tensor) -> torch.Tensor:
+        """The slot as a tensor of this shape and dtype."""
+        shaped = self.shaped
+        if shaped is None or shaped.shape != like.shape or shaped.dtype != like.dtype:
+            shaped = self.shaped = _view(self.piece, like)
+        return shaped
+
 
 class _Slots:
     """The slots of one channel: as many as were ever in use at a time, none larger than needed."""
@@ -106,14 +116,15 @@ class _Slots:
 
     def take(self, num_bytes: int) -> tuple[_Slot, int]:
         """A free slot that is large enough, and the offset of the slot that it replaces (0: none)."""
-        free = [slot for slot in self._slots if slot.is_free()]
-        for slot in free:
-            if len(slot.piece) >= num_bytes:
-                return slot, 0
-        if not free:
+        old = None
+        for slot in self._slots:
+            if slot.is_free():
+                if len(slot.piece) >= num_bytes:
+                    return slot, 0
+                old = slot
+        if old is None:
             return self._make(num_bytes), 0
         # The free ones are too small. One of them makes room, so that their number does not grow.
-        old = free[0]
         retired, (old.offset, piece) = old.offset, self._arena.cut(num_bytes)
         self._arena.give_back(old.piece)
         old.piece, old.shaped = piece, None
@@ -222,14 +233,14 @@ class Connection:
         if slots is None:
             slots = self._slots[channel] = _Slots(self._arena)
         slot, retired = slots.take(num_bytes)
-        shaped = slot.shaped
-        if shaped is None or shaped.shape != tensor.shape or shaped.dtype != tensor.dtype:
-            shaped = slot.shaped = _view(slot.piece, num_bytes, tensor.dtype).view(tensor.shape)
-        shaped.copy_(tensor.detach())
         slot.marks[slot.mark_at] = _IN_USE
         slot.number += 1
         place = (slot.offset, len(slot.piece), slot.mark_place, retired)
-        self._writer.write(_HEADER.pack(_MESSAGE, self.epoch, num_bytes, *place, time.monotonic()))
+        kind = _MESSAGE
+        for source, target in zip(_parts(tensor.detach()), _parts(slot.view(tensor)), strict=True):
+            target.copy_(source)
+            self._writer.write(_HEADER.pack(kind, self.epoch, num_bytes, *place, time.monotonic()))
+            kind = _PART
         return Sent(self, slot)
 
     def wait_until_taken(self, sent: Sent) -> None:
@@ -265,15 +276,19 @@ class Connection:
             first = self._expected[0]
             self._incoming.drop_before(first.epoch)
             while not self._incoming.messages:
-                self._incoming.check(first.epoch)
-                try:
-                    self._incoming.read(wait=True)
-                except BlockingIOError as error:
-                    raise ConnectionError(self._nothing_came()) from error
+                self.read_more(first.epoch)
                 self._incoming.drop_before(first.epoch)
-            self._check_epoch(first.epoch, self._incoming.messages[0].epoch)
+            self._check_epoch(first.epoch, self._incoming.messages[0].header.epoch)
             first.take(self._incoming)
             self._expected.popleft()
+
+    def read_more(self, epoch: int) -> None:
+        """Waits for the next header; raises ConnectionError if none can come for this epoch."""
+        self._incoming.check(epoch)
+        try:
+            self._incoming.read(wait=True)
+        except BlockingIOError as error:
+            raise ConnectionError(self._nothing_came()) from error
 
     def _check_epoch(self, mine: int, theirs: int) -> None:
         if mine != theirs:
@@ -303,7 +318,7 @@ class Arrival:
         self._connection, self.tensor, self._in_place = connection, tensor, in_place
         self.epoch = connection.epoch
         self.is_done, self.is_given_up, self.sent_at = False, False, None
-        self._mark: tuple[Piece, int] | None = None
+        self._slot: _TheirSlot | None = None
 
     def wait(self) -> bool:
         """Raises ConnectionError if the sender has gone, gave up, or does not come in time."""
@@ -314,40 +329,74 @@ class Arrival:
     def take(self, incoming: "_Incoming") -> None:
         """Takes the oldest message. Raises ConnectionError if it has another size."""
         message = incoming.messages.popleft()
-        wanted = self.tensor.numel() * self.tensor.element_size()
-        if message.num_bytes != wanted:
-            incoming.free(message)
+        slot, tensor = incoming.slot_of(message.header), self.tensor.detach()
+        wanted = tensor.numel() * tensor.element_size()
+        if message.header.num_bytes != wanted:
+            slot.free()
             raise ConnectionError(
-                f"a message of {message.num_bytes} bytes came where {wanted} were expected, for "
-                f"shape {tuple(self.tensor.shape)} of {self.tensor.dtype}; both ranks must agree "
-                "on it"
+                f"a message of {message.header.num_bytes} bytes came where {wanted} were expected, "
+                f"for shape {tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
             )
-        self._mark, self.sent_at = incoming.mark_of(message), message.sent_at
-        slot = _view(incoming.piece_of(message), wanted, self.tensor.dtype).view(self.tensor.shape)
+        whole = slot.view(tensor)
+        parts = _parts(whole)
         if self._in_place:
-            self.tensor = slot
+            self._wait_for_parts(message, len(parts))
+            self.tensor, self._slot = whole, slot
+        elif tensor.is_contiguous():
+            for number, (target, part) in enumerate(zip(_parts(tensor), parts, strict=True), 1):
+                self._wait_for_parts(message, number)
+                target.copy_(part)
+            slot.free()
         else:
-            self.tensor.detach().copy_(slot)
-            self.release()
-        self.is_done = True
+            self._wait_for_parts(message, len(parts))
+            tensor.copy_(whole)
+            slot.free()
+        self.sent_at, self.is_done = message.header.sent_at, True
+
+    def _wait_for_parts(self, message: "_Announced", number: int) -> None:
+        while message.num_parts < number:
+            self._connection.read_more(self.epoch)
 
     def release(self) -> None:
         """The sender may use the slot again."""
-        if self._mark is not None:
-            marks, at = self._mark
-            marks[at], self._mark = _FREE, None
+        if self._slot is not None:
+            self._slot.free()
+            self._slot = None
 
 
-@dataclass(frozen=True)
-class _Header:
-    """A message that has been announced and not yet taken."""
+class _Header(NamedTuple):
+    """A message, or a part of one, that is ready; or the reason why an epoch was abandoned."""
 
+    kind: int
     epoch: int
     num_bytes: int
     offset: int
     slot_bytes: int
     mark_place: int
+    retired: int
     sent_at: float
+
+
+@dataclass(slots=True)
+class _Announced:
+    """A message that the receiver has heard of; how many of its parts are ready."""
+
+    header: _Header
+    num_parts: int = 1
+
+
+class _TheirSlot:
+    """A slot of the peer's, mapped here."""
+
+    def __init__(self, piece: Piece, marks: Piece, mark_at: int):
+        self.piece, self._marks, self._mark_at = piece, marks, mark_at
+        self.shaped: torch.Tensor | None = None
+
+    view = _Slot.view
+
+    def free(self) -> None:
+        """The sender may use the slot again."""
+        self._marks[self._mark_at] = _FREE
 
 
 class _Incoming:
@@ -356,9 +405,10 @@ class _Incoming:
     def __init__(self, connection: socket.socket, descriptor: int):
         self._socket, self._descriptor = connection, descriptor
         self._unread = b""
-        self._pieces: dict[int, Piece] = {}
+        self._slots: dict[int, _TheirSlot] = {}
         self._marks: dict[int, Piece] = {}
-        self.messages: deque[_Header] = deque()
+        self.messages: deque[_Announced] = deque()
+        self._latest: _Announced | None = None
         self.num_dropped = 0
         # The last epoch that the peer has abandoned, and why.
         self._abandoned: tuple[int, str] = (-1, "")
@@ -379,11 +429,9 @@ class _Incoming:
             raise ConnectionError("the sender has closed the connection")
         self._unread += part
         while len(self._unread) >= _HEADER.size:
-            kind, *numbers, retired, sent_at = _HEADER.unpack_from(self._unread)
-            header = _Header(*numbers, sent_at)
-            if kind == _MESSAGE:
-                self._pieces.pop(retired, None)
-                self.messages.append(header)
+            header = _Header._make(_HEADER.unpack_from(self._unread))
+            if header.kind != _ABANDONED:
+                self._note(header)
                 self._unread = self._unread[_HEADER.size :]
             elif len(self._unread) < _HEADER.size + header.num_bytes:
                 return  # the reason has not come whole
@@ -391,6 +439,14 @@ class _Incoming:
                 text, rest = self._unread[_HEADER.size :], _HEADER.size + header.num_bytes
                 reason = text[: header.num_bytes].decode(errors="replace")
                 self._abandoned, self._unread = (header.epoch, reason), self._unread[rest:]
+
+    def _note(self, header: _Header) -> None:
+        if header.kind == _PART:
+            self._latest.num_parts += 1
+        else:
+            self._slots.pop(header.retired, None)
+            self._latest = _Announced(header)
+            self.messages.append(self._latest)
 
     def check(self, epoch: int) -> None:
         """Raises ConnectionError if the peer has abandoned this epoch, or a later one."""
@@ -400,35 +456,35 @@ class _Incoming:
 
     def drop_before(self, epoch: int) -> None:
         """Gives back, unread, what is of earlier epochs. A peer's epochs come in order."""
-        while self.messages and self.messages[0].epoch < epoch:
+        while self.messages and self.messages[0].header.epoch < epoch:
             self.num_dropped += 1
-            self.free(self.messages.popleft())
+            self.slot_of(self.messages.popleft().header).free()
 
     # -- The peer's memory --
 
-    def piece_of(self, message: _Header) -> Piece:
+    def slot_of(self, header: _Header) -> _TheirSlot:
         """The slot that the message lies in."""
-        piece = self._pieces.get(message.offset)
-        if piece is None:
-            piece = map_piece(self._descriptor, message.offset, message.slot_bytes)
-            self._pieces[message.offset] = piece
-        return piece
-
-    def mark_of(self, message: _Header) -> tuple[Piece, int]:
-        """Where to write that the slot is free."""
-        at = message.mark_place % PAGE_BYTES
-        page = message.mark_place - at
-        if page not in self._marks:
-            self._marks[page] = map_piece(self._descriptor, page, PAGE_BYTES)
-        return self._marks[page], at
-
-    def free(self, message: _Header) -> None:
-        """Gives a slot back without reading it."""
-        marks, at = self.mark_of(message)
-        marks[at] = _FREE
+        slot = self._slots.get(header.offset)
+        if slot is None:
+            mark_at = header.mark_place % PAGE_BYTES
+            page = header.mark_place - mark_at
+            if page not in self._marks:
+                self._marks[page] = map_piece(self._descriptor, page, PAGE_BYTES)
+            piece = map_piece(self._descriptor, header.offset, header.slot_bytes)
+            slot = self._slots[header.offset] = _TheirSlot(piece, self._marks[page], mark_at)
+        return slot
 
 
-def _view(piece: Piece, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+def _view(piece: Piece, like: torch.Tensor) -> torch.Tensor:
+    num_bytes = like.numel() * like.element_size()
     if num_bytes == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes).view(dtype)
+        return torch.empty(like.shape, dtype=like.dtype)
+    flat = torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes)
+    return flat.view(like.dtype).view(like.shape)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A small tensor itself; a large one in flat pieces, the same for whoever knows its size."""
+    if tensor.numel() * tensor.element_size() <= _PART_BYTES:
+        return [tensor]
+    return list(tensor.contiguous().view(-1).split(_PART_BYTES // tensor.element_size()))

@@ -51,7 +51,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "sends-that-never-wait",
         _PP + "p2p_communication.py",
-        "while len(unfinished) > limit:",
+        "while self._may_run_on and len(unfinished) >= limit:",
         "while False:",
         "In a forward-only step nothing holds the first stage back, and its messages pile up.",
     ),

@@ -58,7 +58,8 @@ class Receive:
     def wait(self) -> torch.Tensor:
         """The tensor, once it is there. Raises ConnectionError, naming both stages, if it is not."""
         if self._work is not None:
-            _wait_for(self._work, self.stage, self.peer, self.payload, "receiving", self.tensor)
+            shape = self.tensor.shape
+            _wait_for(self._work, self.stage, self.peer, self.payload, "receiving", shape)
             self._work = None
         return self.tensor
 
@@ -290,6 +291,9 @@ class P2PCommunicator:
     def _start(self, parts: dict[str, Message]) -> dict[str, Work]:
         if not parts:
             return {}  # NCCL refuses an empty batch
+        for message in parts.values():
+            if message.is_send:
+                self._wait_for_room(message)
         if self.config.batch_p2p_comm:
             # To and from the previous stage first, as in Megatron. The order has a meaning where
             # one stage is both neighbours: NCCL pairs messages by their places.
@@ -348,29 +352,32 @@ class P2PCommunicator:
         self._num_sends[payload] += 1
         return self._sends.chunk(payload, number)
 
-    def _keep_until_sent(self, message: Message, work: Work) -> None:
+    @property
+    def _may_run_on(self) -> bool:
+        # On an untagged wire without overlap, each side waits for the other at each message.
+        return self.transport.matches_by_tag or self.config.overlap_p2p_comm
+
+    def _wait_for_room(self, message: Message) -> None:
+        """Before a send: waits while its channel holds K messages that nobody has received."""
         channel = (message.payload, message.chunk)
         unfinished = self._unfinished_sends.setdefault(channel, deque())
-        if self._may_outlive_step:  # the tensor itself is needed no longer
-            message = message._replace(tensor=message.tensor.to("meta"))
-        unfinished.append(_UnfinishedSend(message, work))
-        may_run_on = self.transport.matches_by_tag or self.config.overlap_p2p_comm
-        limit = self._sends.limit(channel) if may_run_on else 0
-        while len(unfinished) > limit:
+        limit = self._sends.limit(channel)
+        while self._may_run_on and len(unfinished) >= limit:
             self._finish_send(unfinished.popleft())
 
+    def _keep_until_sent(self, message: Message, work: Work) -> None:
+        # What is in shared memory is copied already; elsewhere the tensor must live until it is out.
+        kept = None if self._may_outlive_step else message.tensor
+        send = _UnfinishedSend(work, message.peer, message.payload, message.tensor.shape, kept)
+        if self._may_run_on:
+            self._unfinished_sends[message.payload, message.chunk].append(send)
+        else:
+            self._finish_send(send)
+
     def _finish_send(self, send: "_UnfinishedSend") -> None:
-        message = send.message
         # Observers count the waits of a step; one for an earlier step's message is not among them.
         wait = _await if send.is_old else _wait_for
-        wait(
-            send.work,
-            self.curr_rank_in_pg,
-            message.peer,
-            message.payload,
-            "sending",
-            message.tensor,
-        )
+        wait(send.work, self.curr_rank_in_pg, send.peer, send.payload, "sending", send.shape)
 
     def _exchange_shapes(
         self,
@@ -439,21 +446,22 @@ class P2PCommunicator:
 class _UnfinishedSend(NamedTuple):
     """A message that has been sent and may not have been received."""
 
-    message: Message
     work: Work
+    peer: int
+    payload: str
+    shape: Shape
+    tensor: torch.Tensor | None
     is_old: bool = False
     """It was sent in an earlier step."""
 
 
-def _await(
-    work: Work, stage: int, peer: int, payload: str, doing: str, tensor: torch.Tensor
-) -> None:
+def _await(work: Work, stage: int, peer: int, payload: str, doing: str, shape: Shape) -> None:
     try:
         work.wait()
     except (RuntimeError, OSError) as error:
         raise ConnectionError(
             f"stage {stage} lost stage {peer} while {doing} an {payload} of shape "
-            f"{tuple(tensor.shape)}: {error}"
+            f"{tuple(shape)}: {error}"
         ) from error
 
 
