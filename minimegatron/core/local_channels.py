@@ -10,9 +10,11 @@ wakes two threads in turn. Here a message is a *slot* of memory that both proces
 
 1. The sender copies the tensor into a free slot, and writes a header, where and how long, to a
    socket. That never blocks.
-2. The receiver, asleep in a read of that socket, wakes and copies the slot out, or reads it in place.
-   A large message is announced part by part, so that both copy at the same time.
-3. The receiver marks the slot as free. The sender sees that without a message.
+2. The receiver, asleep in a read of that socket, wakes. It uses the slot itself as its tensor, if it
+   uses no other slot of that channel, and copies it out otherwise. So the shared memory of a channel
+   has one message in use, and those under way; what a stage keeps for its backward is its own.
+3. The receiver marks the slot, as lent while it is in use, then as free. The sender sees that
+   without a message.
 
 What a failed step leaves behind must not be taken for the next step's. So time is cut into *epochs*:
 each step is one, and so is the time between two steps. Every header carries its epoch; a receiver
@@ -41,11 +43,11 @@ from minimegatron.core.local_memory import PAGE_BYTES, Arena, Piece, map_piece
 # kind, epoch, bytes of the message; offset and bytes of its slot, place of the slot's mark, offset of
 # a slot that exists no longer (0: none), when it was sent on the host's clock.
 _HEADER = struct.Struct("=BIQQQQQd")
-_MESSAGE, _PART, _ABANDONED = 1, 2, 3
-_PART_BYTES = 1 << 19
-_FREE, _IN_USE = b"\0", b"\1"
+_MESSAGE, _ABANDONED = 1, 2
+_FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
 _READ_BYTES = 4096
 _MAX_REASON = 400
+COPIED, LENT, IN_PLACE = "copied", "lent", "in place"
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 2e-3
 
 
@@ -98,6 +100,9 @@ class _Slot:
     def is_free(self) -> bool:
         return self.marks[self.mark_at] == _FREE
 
+    def is_taken(self) -> bool:
+        return self.marks[self.mark_at] != _SENT
+
     def view(self, like: torch.Tensor) -> torch.Tensor:
         """The slot as a tensor of this shape and dtype."""
         shaped = self.shaped
@@ -148,7 +153,7 @@ class Sent:
         self._connection, self._slot, self._number = connection, slot, slot.number
 
     def is_taken(self) -> bool:
-        return self._slot.number != self._number or self._slot.is_free()
+        return self._slot.number != self._number or self._slot.is_taken()
 
     def wait(self) -> bool:
         """Raises ConnectionError if the receiver has gone, gave up, or does not come in time."""
@@ -233,14 +238,11 @@ class Connection:
         if slots is None:
             slots = self._slots[channel] = _Slots(self._arena)
         slot, retired = slots.take(num_bytes)
-        slot.marks[slot.mark_at] = _IN_USE
+        slot.view(tensor).copy_(tensor.detach())
+        slot.marks[slot.mark_at] = _SENT
         slot.number += 1
         place = (slot.offset, len(slot.piece), slot.mark_place, retired)
-        kind = _MESSAGE
-        for source, target in zip(_parts(tensor.detach()), _parts(slot.view(tensor)), strict=True):
-            target.copy_(source)
-            self._writer.write(_HEADER.pack(kind, self.epoch, num_bytes, *place, time.monotonic()))
-            kind = _PART
+        self._writer.write(_HEADER.pack(_MESSAGE, self.epoch, num_bytes, *place, time.monotonic()))
         return Sent(self, slot)
 
     def wait_until_taken(self, sent: Sent) -> None:
@@ -259,12 +261,9 @@ class Connection:
 
     # -- In --
 
-    def expect(self, tensor: torch.Tensor, in_place: bool = False) -> "Arrival":
-        """Notes that the next message not yet spoken for will be copied into `tensor`.
-
-        With `in_place` it is not copied, and `tensor` says shape and dtype alone: see `Arrival`.
-        """
-        arrival = Arrival(self, tensor, in_place)
+    def expect(self, tensor: torch.Tensor, how: str = COPIED) -> "Arrival":
+        """Notes that the next message not yet spoken for will become `tensor`; see `Arrival`."""
+        arrival = Arrival(self, tensor, how)
         self._expected.append(arrival)
         return arrival
 
@@ -276,14 +275,13 @@ class Connection:
             first = self._expected[0]
             self._incoming.drop_before(first.epoch)
             while not self._incoming.messages:
-                self.read_more(first.epoch)
+                self._read_more(first.epoch)
                 self._incoming.drop_before(first.epoch)
-            self._check_epoch(first.epoch, self._incoming.messages[0].header.epoch)
+            self._check_epoch(first.epoch, self._incoming.messages[0].epoch)
             first.take(self._incoming)
             self._expected.popleft()
 
-    def read_more(self, epoch: int) -> None:
-        """Waits for the next header; raises ConnectionError if none can come for this epoch."""
+    def _read_more(self, epoch: int) -> None:
         self._incoming.check(epoch)
         try:
             self._incoming.read(wait=True)
@@ -310,12 +308,16 @@ class Connection:
 class Arrival:
     """The handle of a message to come; `sent_at` is on `time.monotonic`'s clock, None before.
 
-    `tensor` holds the message after `wait`. If it was expected `in_place`, `tensor` is then the
-    sender's slot itself, and stays valid until `release`.
+    `tensor` holds the message after `wait`. `how`:
+
+    * `COPIED`: the message is copied into `tensor`'s memory.
+    * `LENT`: it may be the sender's slot that becomes `tensor`'s memory, until nobody has it any more.
+    * `IN_PLACE`: `tensor` says shape and dtype alone; `Arrival.tensor` is another one after `wait`,
+      the slot itself, valid until `release`.
     """
 
-    def __init__(self, connection: Connection, tensor: torch.Tensor, in_place: bool):
-        self._connection, self.tensor, self._in_place = connection, tensor, in_place
+    def __init__(self, connection: Connection, tensor: torch.Tensor, how: str):
+        self._connection, self.tensor, self._how = connection, tensor, how
         self.epoch = connection.epoch
         self.is_done, self.is_given_up, self.sent_at = False, False, None
         self._slot: _TheirSlot | None = None
@@ -329,33 +331,22 @@ class Arrival:
     def take(self, incoming: "_Incoming") -> None:
         """Takes the oldest message. Raises ConnectionError if it has another size."""
         message = incoming.messages.popleft()
-        slot, tensor = incoming.slot_of(message.header), self.tensor.detach()
+        slot, tensor = incoming.slot_of(message), self.tensor
         wanted = tensor.numel() * tensor.element_size()
-        if message.header.num_bytes != wanted:
+        if message.num_bytes != wanted:
             slot.free()
             raise ConnectionError(
-                f"a message of {message.header.num_bytes} bytes came where {wanted} were expected, "
-                f"for shape {tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
+                f"a message of {message.num_bytes} bytes came where {wanted} were expected, for "
+                f"shape {tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
             )
-        whole = slot.view(tensor)
-        parts = _parts(whole)
-        if self._in_place:
-            self._wait_for_parts(message, len(parts))
-            self.tensor, self._slot = whole, slot
-        elif tensor.is_contiguous():
-            for number, (target, part) in enumerate(zip(_parts(tensor), parts, strict=True), 1):
-                self._wait_for_parts(message, number)
-                target.copy_(part)
-            slot.free()
+        if self._how == IN_PLACE:
+            self.tensor, self._slot = slot.view(tensor), slot
+        elif self._how == LENT and slot.may_be_lent() and tensor.is_cpu and wanted > 0:
+            tensor.data = slot.lend(wanted, tensor.dtype).view(tensor.shape)
         else:
-            self._wait_for_parts(message, len(parts))
-            tensor.copy_(whole)
+            tensor.detach().copy_(slot.view(tensor))
             slot.free()
-        self.sent_at, self.is_done = message.header.sent_at, True
-
-    def _wait_for_parts(self, message: "_Announced", number: int) -> None:
-        while message.num_parts < number:
-            self._connection.read_more(self.epoch)
+        self.sent_at, self.is_done = message.sent_at, True
 
     def release(self) -> None:
         """The sender may use the slot again."""
@@ -365,7 +356,7 @@ class Arrival:
 
 
 class _Header(NamedTuple):
-    """A message, or a part of one, that is ready; or the reason why an epoch was abandoned."""
+    """A message that was announced and not yet taken; or the reason why an epoch was abandoned."""
 
     kind: int
     epoch: int
@@ -377,19 +368,12 @@ class _Header(NamedTuple):
     sent_at: float
 
 
-@dataclass(slots=True)
-class _Announced:
-    """A message that the receiver has heard of; how many of its parts are ready."""
-
-    header: _Header
-    num_parts: int = 1
-
-
 class _TheirSlot:
-    """A slot of the peer's, mapped here."""
+    """A slot of the peer's, mapped here. `lent` has, by its page of marks, each slot that is lent."""
 
-    def __init__(self, piece: Piece, marks: Piece, mark_at: int):
-        self.piece, self._marks, self._mark_at = piece, marks, mark_at
+    def __init__(self, piece: Piece, marks: Piece, mark_place: int, lent: dict[int, weakref.ref]):
+        self.piece, self._marks, self._lent = piece, marks, lent
+        self._page, self._mark_at = divmod(mark_place, PAGE_BYTES)
         self.shaped: torch.Tensor | None = None
 
     view = _Slot.view
@@ -397,6 +381,22 @@ class _TheirSlot:
     def free(self) -> None:
         """The sender may use the slot again."""
         self._marks[self._mark_at] = _FREE
+
+    def may_be_lent(self) -> bool:
+        """One slot per channel may: a page of marks belongs to one channel."""
+        return self._page not in self._lent
+
+    def lend(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """The slot as a tensor that owns it: the slot is free once nobody has the tensor any more."""
+        memory, lent, page = memoryview(self.piece)[:num_bytes], self._lent, self._page
+
+        def give_back(_: weakref.ref) -> None:
+            lent.pop(page, None)
+            self.free()
+
+        self._marks[self._mark_at] = _LENT
+        lent[page] = weakref.ref(memory, give_back)  # the tensor's storage keeps `memory` alive
+        return torch.frombuffer(memory, dtype=dtype)
 
 
 class _Incoming:
@@ -406,9 +406,9 @@ class _Incoming:
         self._socket, self._descriptor = connection, descriptor
         self._unread = b""
         self._slots: dict[int, _TheirSlot] = {}
+        self._lent: dict[int, weakref.ref] = {}
         self._marks: dict[int, Piece] = {}
-        self.messages: deque[_Announced] = deque()
-        self._latest: _Announced | None = None
+        self.messages: deque[_Header] = deque()
         self.num_dropped = 0
         # The last epoch that the peer has abandoned, and why.
         self._abandoned: tuple[int, str] = (-1, "")
@@ -430,8 +430,9 @@ class _Incoming:
         self._unread += part
         while len(self._unread) >= _HEADER.size:
             header = _Header._make(_HEADER.unpack_from(self._unread))
-            if header.kind != _ABANDONED:
-                self._note(header)
+            if header.kind == _MESSAGE:
+                self._slots.pop(header.retired, None)
+                self.messages.append(header)
                 self._unread = self._unread[_HEADER.size :]
             elif len(self._unread) < _HEADER.size + header.num_bytes:
                 return  # the reason has not come whole
@@ -439,14 +440,6 @@ class _Incoming:
                 text, rest = self._unread[_HEADER.size :], _HEADER.size + header.num_bytes
                 reason = text[: header.num_bytes].decode(errors="replace")
                 self._abandoned, self._unread = (header.epoch, reason), self._unread[rest:]
-
-    def _note(self, header: _Header) -> None:
-        if header.kind == _PART:
-            self._latest.num_parts += 1
-        else:
-            self._slots.pop(header.retired, None)
-            self._latest = _Announced(header)
-            self.messages.append(self._latest)
 
     def check(self, epoch: int) -> None:
         """Raises ConnectionError if the peer has abandoned this epoch, or a later one."""
@@ -456,9 +449,9 @@ class _Incoming:
 
     def drop_before(self, epoch: int) -> None:
         """Gives back, unread, what is of earlier epochs. A peer's epochs come in order."""
-        while self.messages and self.messages[0].header.epoch < epoch:
+        while self.messages and self.messages[0].epoch < epoch:
             self.num_dropped += 1
-            self.slot_of(self.messages.popleft().header).free()
+            self.slot_of(self.messages.popleft()).free()
 
     # -- The peer's memory --
 
@@ -466,12 +459,12 @@ class _Incoming:
         """The slot that the message lies in."""
         slot = self._slots.get(header.offset)
         if slot is None:
-            mark_at = header.mark_place % PAGE_BYTES
-            page = header.mark_place - mark_at
+            page = header.mark_place - header.mark_place % PAGE_BYTES
             if page not in self._marks:
                 self._marks[page] = map_piece(self._descriptor, page, PAGE_BYTES)
             piece = map_piece(self._descriptor, header.offset, header.slot_bytes)
-            slot = self._slots[header.offset] = _TheirSlot(piece, self._marks[page], mark_at)
+            slot = _TheirSlot(piece, self._marks[page], header.mark_place, self._lent)
+            self._slots[header.offset] = slot
         return slot
 
 
@@ -481,10 +474,3 @@ def _view(piece: Piece, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype)
     flat = torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes)
     return flat.view(like.dtype).view(like.shape)
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A small tensor itself; a large one in flat pieces, the same for whoever knows its size."""
-    if tensor.numel() * tensor.element_size() <= _PART_BYTES:
-        return [tensor]
-    return list(tensor.contiguous().view(-1).split(_PART_BYTES // tensor.element_size()))

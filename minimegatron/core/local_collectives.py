@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.local_channels import Arrival, Connection, Sent, connect, get_timeout
+from minimegatron.core.local_channels import (
+    IN_PLACE,
+    Arrival,
+    Connection,
+    Sent,
+    connect,
+    get_timeout,
+)
 
 MAX_BYTES = 1 << 20
 """Beyond, gloo: it works in threads of its own, behind a computation that goes on."""
@@ -146,7 +153,7 @@ class LocalMesh:
 
     def _parts(self, own: torch.Tensor) -> list[torch.Tensor | Arrival]:
         """By rank: this rank's part, and what the others' will become."""
-        parts: list = [self._to[peer].expect(own, in_place=True) for peer in self._peers]
+        parts: list = [self._to[peer].expect(own, IN_PLACE) for peer in self._peers]
         parts.insert(self._rank, own)
         return parts
 

@@ -10,7 +10,7 @@ from collections import deque
 
 import torch.distributed as dist
 
-from minimegatron.core.local_channels import Connection, connect, get_timeout
+from minimegatron.core.local_channels import LENT, Connection, connect, get_timeout
 from minimegatron.core.pipeline_parallel.send_limits import Channel
 from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
@@ -67,7 +67,7 @@ class LocalTransport:
         if message.is_send:
             channel = (message.payload, message.chunk)
             return self._outgoing[payload].send(message.tensor, channel)
-        return self._incoming[payload].expect(message.tensor)
+        return self._incoming[payload].expect(message.tensor, LENT)
 
     def start_batch(self, messages: list[Message]) -> list[Work]:
         """No message waits for another, so a batch is nothing special."""

@@ -246,6 +246,8 @@ def forward_backward_pipelining_without_interleaving(
             grad = p2p.send_forward_recv_backward(output_tensor, send_shapes, is_last_stage)
             chunk.free_output(output_tensor)
             input_grad = chunk.backward_step(grad)
+            # What is used up must not be held while the next tensors come; the output's graph counts.
+            input_tensor = output_tensor = grad = None
             if i == num_microbatches - 1:
                 p2p.send_backward(input_grad, is_first_stage)
             else:
