@@ -118,6 +118,7 @@ CAUGHT_BY = {
     "messages-of-a-failed-step": (FAILED_STEP + ("[pp2-M3]",), r"must begin every step"),
     "failure-kept-secret": (FAILED_STEP + ("told_why",), r"sent nothing|did not return|told"),
     "sends-that-never-wait": (CHANNELS + ("channel_is_full",), r"assert \d+ <= 2"),
+    "every-message-lent": (CHANNELS + ("no_shared_memory",), r"assert \d+ <= "),
     "anybody-may-call": (CHANNELS + ("of_another_user_is_turned",), r"assert|DID NOT WARN"),
     "overflow-seen-by-one-rank": (SKIPS, r"skip"),
 }

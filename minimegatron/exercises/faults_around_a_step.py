@@ -56,6 +56,13 @@ FAULTS_AROUND_A_STEP = (
         "In a forward-only step nothing holds the first stage back, and its messages pile up.",
     ),
     Fault(
+        "every-message-lent",
+        "core/local_channels.py",
+        "return self._page not in self._lent",
+        "return True",
+        "What a stage keeps for its backward stays in shared memory, which grows with the stages.",
+    ),
+    Fault(
         "anybody-may-call",
         "core/local_handshake.py",
         "user == os.geteuid() and hmac.compare_digest(told, secret) and len",

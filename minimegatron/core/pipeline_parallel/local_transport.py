@@ -6,7 +6,7 @@ Megatron has no counterpart.
 """
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 
 import torch.distributed as dist
 
@@ -58,7 +58,7 @@ class LocalTransport:
         self._outgoing = {ACTIVATION: to_next, GRADIENT: to_prev}
         self._incoming = {ACTIVATION: to_prev, GRADIENT: to_next}
         # Per channel, what was sent and perhaps not taken yet; over the steps, as the memory is.
-        self.unfinished_sends: dict[Channel, deque] = {}
+        self.unfinished_sends: dict[Channel, deque] = defaultdict(deque)
 
     @traced("p2p-start", describe_message)
     def start(self, message: Message) -> Work:

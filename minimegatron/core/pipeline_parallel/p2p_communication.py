@@ -16,7 +16,7 @@ when the receiver asks for it. Otherwise it travels from when both have asked; o
 calls is the order on the wire, and `wait` makes the stream wait, not the program.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ class P2PCommunicator:
         # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
         self._may_outlive_step = self.transport.matches_by_tag and self.transport.keeps_messages
         self._unfinished_sends: dict[Channel, deque] = (
-            self.transport.unfinished_sends if self._may_outlive_step else {}
+            self.transport.unfinished_sends if self._may_outlive_step else defaultdict(deque)
         )
         self._sends = SendPlan()
         self._num_sends = {ACTIVATION: 0, GRADIENT: 0}
@@ -360,8 +360,7 @@ class P2PCommunicator:
     def _wait_for_room(self, message: Message) -> None:
         """Before a send: waits while its channel holds K messages that nobody has received."""
         channel = (message.payload, message.chunk)
-        unfinished = self._unfinished_sends.setdefault(channel, deque())
-        limit = self._sends.limit(channel)
+        unfinished, limit = self._unfinished_sends[channel], self._sends.limit(channel)
         while self._may_run_on and len(unfinished) >= limit:
             self._finish_send(unfinished.popleft())
 
@@ -434,7 +433,7 @@ class P2PCommunicator:
 
     def finish(self) -> None:
         """Waits until everything sent has left this stage. Raises ConnectionError if it cannot."""
-        for channel, unfinished in self._unfinished_sends.items():
+        for channel, unfinished in list(self._unfinished_sends.items()):
             if self._may_outlive_step:
                 old = deque(send._replace(is_old=True) for send in unfinished)
                 self._unfinished_sends[channel] = old
