@@ -29,12 +29,20 @@ class QuietTime:
         return seconds / max(1.0, slowness)
 
 
-def _work() -> float:
-    begin = time.process_time()
+def slowness() -> float:
+    """How much longer than on a quiet machine something takes now, by the clock on the wall; 1 or more.
+
+    For what another process does, of which nobody knows how much processor time it got.
+    """
+    return max(1.0, _work(time.perf_counter) / QUIET_SECONDS)
+
+
+def _work(now=time.process_time) -> float:
+    begin = now()
     table: dict[int, int] = {}
     for i in range(400_000):
         table[i % 1000] = table.get(i % 997, 0) + len(str(i))
-    return time.process_time() - begin
+    return now() - begin
 
 
 def figure(text: str) -> None:

@@ -15,7 +15,7 @@ from minimegatron.planner import memory
 from minimegatron.planner.formulas import bubble_formulas
 from minimegatron.planner.stage import PlanConfig
 from tests.docs.conftest import Watched
-from tests.figures import figure
+from tests.figures import figure, slowness
 
 MAIN_PAGES = [
     "index.html",
@@ -131,15 +131,17 @@ def test_home_is_light_and_quick(browser, address):
             }).observe(document, {subtree: true, childList: true, attributes: true});"""
         )
         with watched:
+            before = slowness()
             watched.page.goto(address, wait_until="networkidle")
             drawn = watched.page.wait_for_function("globalThis.drawn").json_value()
-            best = min(best, drawn)
+            best = min(best, 2 * drawn / (before + slowness()))
             num_bytes = watched.page.evaluate(
                 """[...performance.getEntriesByType("resource"),
                     ...performance.getEntriesByType("navigation")]
                    .reduce((sum, entry) => sum + entry.transferSize, 0)"""
             )
-    figure(f"home: {num_bytes / 1e3:.0f} KB before any click, first timeline after {best:.0f} ms")
+    quiet = f"first timeline after {best:.0f} ms of a quiet machine"
+    figure(f"home: {num_bytes / 1e3:.0f} KB before any click, {quiet}")
     assert num_bytes < MAX_HOME_BYTES
     assert best < MAX_FIRST_TIMELINE_MS
 
