@@ -46,12 +46,12 @@ PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "minimegatron.launch
 """Imported once, by the process that ranks are forked from. None of them touches CUDA, which would
 not survive the fork. `torch._dynamo` is what a first optimizer step would import, for a second."""
 
-CAUSE_SECONDS = 3.0
-"""The same where all that is known are consequences: ranks that say another one has given up."""
-
 GRACE_SECONDS = 0.2
 """How long after a first failure other ranks may report theirs, so that causes can be told apart
 from consequences: when a rank dies, its peers fail too, with a lost connection."""
+
+CAUSE_SECONDS = 3.0
+"""The same where all that is known are consequences: ranks that say another one has given up."""
 
 
 class RankError(RuntimeError):
@@ -215,7 +215,8 @@ class RankProcesses:
     def _hear_out(self, deadline: float | None) -> None:
         """Nothing more can succeed: hears who else failed within the grace.
 
-        Ranks that wait for one that has failed are no hang, so the doctor is not asked.
+        The other ranks may be waiting for the one that failed. That is not a hang, so the hang
+        doctor is not asked.
         """
         began, latest = time.monotonic(), deadline or float("inf")
         heard = True

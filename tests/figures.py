@@ -30,9 +30,9 @@ class QuietTime:
 
 
 def slowness() -> float:
-    """How much longer than on a quiet machine something takes now, by the clock on the wall; 1 or more.
+    """How much longer a piece of work takes now than on a quiet machine, by wall clock; 1 at least.
 
-    For what another process does, of which nobody knows how much processor time it got.
+    For the work of another process: this one does not know how much processor time that got.
     """
     return max(1.0, _work(time.perf_counter) / QUIET_SECONDS)
 

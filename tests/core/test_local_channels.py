@@ -168,7 +168,7 @@ def hold_what_arrived(number: int) -> int:
 
 def test_what_a_stage_keeps_for_its_backward_is_no_shared_memory():
     for found in run_ranks(hold_what_arrived, 2, 12):
-        assert found <= 4 * 102_400 + 4096
+        assert found <= 3 * 102_400 + 4096  # two that wait, one in use, a page of marks
 
 
 def broadcast_many(number: int) -> int:

@@ -118,7 +118,7 @@ def test_other_pages(opened, address, site: Path):
 
 def test_home_is_light_and_quick(browser, address):
     """Until a reader does something: bytes, and when the first timeline is drawn."""
-    best, num_bytes = float("inf"), 0
+    best, raw, num_bytes = float("inf"), float("inf"), 0
     for _ in range(8):
         # Again where other tests were in the way.
         if best < MAX_FIRST_TIMELINE_MS:
@@ -134,13 +134,14 @@ def test_home_is_light_and_quick(browser, address):
             before = slowness()
             watched.page.goto(address, wait_until="networkidle")
             drawn = watched.page.wait_for_function("globalThis.drawn").json_value()
+            raw = min(raw, drawn)
             best = min(best, 2 * drawn / (before + slowness()))
             num_bytes = watched.page.evaluate(
                 """[...performance.getEntriesByType("resource"),
                     ...performance.getEntriesByType("navigation")]
                    .reduce((sum, entry) => sum + entry.transferSize, 0)"""
             )
-    quiet = f"first timeline after {best:.0f} ms of a quiet machine"
+    quiet = f"first timeline after {raw:.0f} ms, {best:.0f} of a quiet machine"
     figure(f"home: {num_bytes / 1e3:.0f} KB before any click, {quiet}")
     assert num_bytes < MAX_HOME_BYTES
     assert best < MAX_FIRST_TIMELINE_MS

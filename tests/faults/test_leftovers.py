@@ -215,7 +215,7 @@ def test_a_program_killed_between_two_launches_leaves_nothing(start):
     assert not job.left()
 
 
-@ways(["program"], full=["interrupt", "all"])
+@ways(["program", "interrupt"], full=["all"])
 def test_live_ranks_leave_nothing(start, how):
     pytest.importorskip("ipyparallel", reason="the extra `notebooks` is missing")
     job = start([*LEAVING, "live"], 2)
@@ -236,7 +236,7 @@ def test_the_check_of_an_exercise_leaves_nothing(start, tmp_path, how):
     assert not job.left()
 
 
-@ways(["program"], full=["rank", "interrupt"])
+@ways(["program", "interrupt"], full=["rank"])
 def test_an_exercise_under_torchrun_leaves_nothing(start, tmp_path, how):
     """`program` is torchrun's agent."""
     file = tmp_path / "ex00_ring.py"
@@ -246,7 +246,7 @@ def test_an_exercise_under_torchrun_leaves_nothing(start, tmp_path, how):
     assert not job.left()
 
 
-@ways(["interrupt"], full=["program", "all"])
+@ways(["program", "interrupt"], full=["all"])
 def test_training_under_torchrun_leaves_nothing(start, how):
     job = start([*TORCHRUN, "-m", "tests.faults.leaving", "training", *TRAINING.split()], 1)
     end(job, how)

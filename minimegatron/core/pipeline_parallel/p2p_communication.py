@@ -433,7 +433,7 @@ class P2PCommunicator:
 
     def finish(self) -> None:
         """Waits until everything sent has left this stage. Raises ConnectionError if it cannot."""
-        for channel, unfinished in list(self._unfinished_sends.items()):
+        for channel, unfinished in self._unfinished_sends.items():
             if self._may_outlive_step:
                 old = deque(send._replace(is_old=True) for send in unfinished)
                 self._unfinished_sends[channel] = old
