@@ -1,6 +1,7 @@
 # make demo    train a small GPT over four processes on this machine, about two minutes
 # make test    run the tests
 # make test-full  the same, and the cases that take longer to say what others say already
+# make test-gloo  the tests whose ranks exchange tensors, as on systems without memory shared by ranks
 # make test-stress  run those that start processes ten times beside busy loops; goes on where it stopped
 # make lint    check style
 # make docs    build the documentation into site/; make docs-serve shows it on this machine
@@ -32,7 +33,7 @@ DEMO := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
   --log-interval 25 --eval-iters 10 --sample-tokens 150
 
-.PHONY: bench demo test test-full test-stress lint timeline traces docs docs-serve chromium notebooks
+.PHONY: bench demo test test-full test-gloo test-stress lint timeline traces docs docs-serve chromium notebooks
 
 demo: $(VENV)/.installed
 	@echo 'The command that runs now:'
@@ -56,6 +57,15 @@ test: $(VENV)/.installed-conformance chromium
 test-full: export PYTHONDONTWRITEBYTECODE =
 test-full: $(VENV)/.installed-conformance chromium
 	$(BIN)/python -m pytest -v -n 2 --dist loadfile -m 'full or not full'
+
+# What macOS has: `tests.ranks` lets ranks find no shared memory, and gloo carries all they exchange.
+# Left out are the tests of shared memory itself.
+test-gloo: export MINIMEGATRON_TESTS_WITHOUT_SHARED_MEMORY = 1
+test-gloo: $(VENV)/.installed-conformance
+	$(BIN)/python -m pytest -v -n 2 --dist loadfile -m 'processes and (full or not full)' \
+	  tests/test_execution.py tests/test_failed_step.py tests/test_layout_parity.py tests/test_parity.py \
+	  tests/conformance tests/convert tests/core tests/trace tests/training \
+	  --ignore-glob '*/test_local_*.py'
 
 # Every test that starts processes, STRESS_TIMES times, beside STRESS_BUSY processes that compute all the
 # time, STRESS_WORKERS files of tests at once. The log is tests/stress_log.jsonl; hours on two processors.

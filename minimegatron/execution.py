@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.distributed.torch_ddp import TorchDistributedDataParallel
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -97,6 +98,7 @@ def get_planned_forward_backward_func(name_or_function: str | ScheduleFunction) 
                 vp_stage=None if p2p.virtual_pipeline_model_parallel_size is None else chunk_id,
                 is_last_stage=_is_last(p2p, chunk_id, len(models)),
             )
+        _refuse_torch_ddp(models, 0 if forward_only else _count_in_flight(actions))
         (shape,) = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -169,6 +171,16 @@ def _plan_sends(step: Plan, rank: int) -> SendPlan:
     return SendPlan(least, limits, chunks)
 
 
+def _refuse_torch_ddp(models: list[torch.nn.Module], num_in_flight: int) -> None:
+    kinds = (TorchDistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
+    if num_in_flight > 1 and any(isinstance(model, kinds) for model in models):
+        raise ValueError(
+            f"this schedule has {num_in_flight} microbatches in flight, but torch's "
+            "DistributedDataParallel pairs each backward with the latest forward and would not sum "
+            "gradients; use our own, or a schedule with one in flight"
+        )
+
+
 def _count_in_flight(actions: list[Action]) -> int:
     """Forwards before the first backward: what a schedule calls its warm-up, and one more."""
     kinds = [action.kind for action in actions if action.kind != COMMUNICATE]
@@ -208,7 +220,9 @@ class _PlannedRun:
         unit = (action.microbatch, action.chunk)
         received = self._take(ACTIVATION, unit)
         chunk = self.chunks[action.chunk]
-        self._made[ACTIVATION, unit] = chunk.forward_step(action.microbatch, received)
+        output = chunk.forward_step(action.microbatch, received)
+        if not chunk.is_last_stage:  # a loss is sent nowhere, and would keep its graph
+            self._made[ACTIVATION, unit] = output
 
     def _backward(self, action: Action) -> None:
         unit = (action.microbatch, action.chunk)

@@ -18,6 +18,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from multiprocessing import forkserver
@@ -31,9 +32,13 @@ import torch._dynamo
 import torch.distributed
 
 
-def run(job: dict[str, Any]) -> int:
-    """In the fork: the module as `python -m` would run it; returns the exit code."""
+def run(job: dict[str, Any], sockets: str) -> int:
+    """In the fork: the module as `python -m` would run it; returns the exit code.
+
+    The fork does not end as Python does, so its sockets go into a folder that its parent removes.
+    """
     os.setpgid(0, 0)
+    multiprocessing.current_process()._config["tempdir"] = sockets
     gc.freeze()  # what came with the fork is never garbage
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -98,16 +103,18 @@ def main() -> None:
     torch.set_num_threads(1)  # threads of a pool would not survive the fork
     for line in sys.stdin:
         job = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                code = run(job)
-                sys.stdout.flush()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        print(wait(pid, job["timeout"]), flush=True)
+        with tempfile.TemporaryDirectory(prefix="mutation-") as sockets:
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    code = run(job, sockets)
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                finally:
+                    os._exit(code)
+            code = wait(pid, job["timeout"])
+        print(code, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ weights after three steps, the later ones with moments from those before.
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.utils import unwrap_model
+from minimegatron.core.utils import get_model_config, unwrap_model
 from tests.fake_transport import FakeGroup
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 32, 8, 2, 32, 8
@@ -71,6 +71,10 @@ class Case:
     delay_wgrad: bool = False
     defer_embedding: bool = False
     deferral_limit: int = 0
+    loss_scale: float = 1.0
+    """As with fp16: what the loss is multiplied by, and gradients are divided by. A power of two."""
+    evaluates: bool = False
+    """Before each training step, a forward-only one over the same microbatches."""
 
     @property
     def world(self) -> int:
@@ -161,9 +165,9 @@ def forward_step_func(data_iterator, model, checkpoint_activations_microbatch=No
 
 def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
     """This rank's chunks, wrapped, and their optimizer."""
-    config = transformer_config(case)
     chunks = []
     for chunk_id in range(case.vp or 1):
+        config = transformer_config(case)
         first = groups.pp.rank() == 0 and chunk_id == 0
         last = groups.pp.rank() == case.pp - 1 and chunk_id == (case.vp or 1) - 1
         model = GPTModel(
@@ -199,7 +203,11 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
         overlap_param_gather=case.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(optimizer_config, chunks, pg_collection=groups)
+    # As in training: the first chunk's config is the one that schedules read.
+    config = get_model_config(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads
+    if case.loss_scale != 1.0:
+        config.grad_scale_func = lambda loss: loss * case.loss_scale
     no_sync = [chunk.no_sync for chunk in chunks]
     config.no_sync_func = no_sync[0] if case.vp is None else no_sync
     return chunks, optimizer
@@ -215,10 +223,8 @@ def train_steps(
 ) -> Iterator:
     """Yields (losses, gradients by global name, gradient norm) of each step."""
     function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
-    for _ in range(num_steps):
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+
+    def run(forward_only: bool) -> list[float]:
         reports = function(
             forward_step_func=forward_step_func,
             data_iterator=[iter(data) for _ in chunks],
@@ -226,8 +232,21 @@ def train_steps(
             num_microbatches=case.M,
             seq_length=SEQ,
             micro_batch_size=MICRO_BATCH,
+            forward_only=forward_only,
             pg_collection=groups,
         )
+        return [report["loss"].item() for report in reports]
+
+    for _ in range(num_steps):
+        seen = run(forward_only=True) if case.evaluates else None
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = run(forward_only=False)
+        assert seen in (None, losses), f"{case}: evaluation gave {seen}, training {losses}"
+        for chunk in chunks if case.loss_scale != 1.0 else []:
+            for buffer in chunk.buffers:
+                buffer.grad_data /= case.loss_scale
         gradients = [
             (name, param, param.main_grad.clone())
             for chunk in chunks
@@ -235,7 +254,7 @@ def train_steps(
         ]
         success, norm, _ = optimizer.step()
         assert success
-        yield [report["loss"].item() for report in reports], gradients, norm
+        yield losses, gradients, norm
 
 
 @cache
@@ -349,70 +368,3 @@ def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list
         groups = ProcessGroupCollection.use_mpu_process_groups()
         results.append((str(case), *compare(case, load_reference(path), groups)))
     return results
-
-
-def layouts() -> list[Case]:
-    """Every composition of tp, pp and dp over 2 to 8 ranks."""
-    sizes = [(tp, pp, dp) for tp in (1, 2, 4) for pp in (1, 2, 3, 4) for dp in (1, 2)]
-    return [Case(tp=tp, pp=pp, dp=dp) for tp, pp, dp in sizes if 1 < tp * pp * dp <= 8]
-
-
-def all_cases() -> list[Case]:
-    """The schedules' grid: every layout, with every schedule and message mode on some."""
-    cases = []
-    for layout in layouts():
-        cases += _plain(layout)
-        if layout.pp > 1:
-            cases += _interleaved(layout)
-    return cases
-
-
-def system_cases() -> list[Case]:
-    """Sequence parallelism x recompute x ZeRO-1, every composition that a layout allows."""
-    cases = []
-    for layout in layouts():
-        for sp in (False, True) if layout.tp > 1 else (False,):
-            for recompute in (None, "selective", "full"):
-                for dist_opt in (False, True) if layout.dp > 1 else (False,):
-                    if sp or recompute or dist_opt:
-                        combined = {"sp": sp, "recompute": recompute, "dist_opt": dist_opt}
-                        llama = (len(cases) % 2) == 1
-                        cases.append(replace(layout, M=2, llama=llama, **combined))
-        everything = {
-            "sp": layout.tp > 1,
-            "dist_opt": layout.dp > 1,
-            "overlap_grad_reduce": layout.dp > 1,
-            "overlap_param_gather": layout.dp > 1,
-            "deallocate": True,
-        }
-        if layout.pp > 1:
-            ring = {"vp": 2, "G": layout.pp, "M": 2 * layout.pp, "overlap": True}
-            cases.append(replace(layout, recompute="full", **everything, **ring))
-            cases.append(replace(layout, M=5, recompute="full", num_partial=1, **everything))
-            cases.append(replace(layout, num_partial=2, **everything, **ring))
-    return cases
-
-
-def _plain(layout: Case) -> list[Case]:
-    cases = [replace(layout, M=M, llama=M % 2 == 1) for M in (1, 2, 3, 4, 8)]
-    cases += [replace(layout, M=3), replace(layout, M=4, llama=True)]
-    if layout.pp > 1:
-        cases.append(replace(layout, M=8, batched=False, deallocate=True, llama=True))
-    if layout.dp > 1:
-        cases.append(replace(layout, M=3, overlap_grad_reduce=True))
-        cases.append(replace(layout, M=2, per_token=True, llama=True))
-    return cases
-
-
-def _interleaved(layout: Case) -> list[Case]:
-    p = layout.pp
-    ring = replace(layout, vp=2, batched=p > 2)
-    cases = [
-        replace(ring, M=2 * p, G=p),
-        replace(ring, M=2 * p, G=2 * p, llama=True, batched=False),
-        replace(ring, M=2 * p + 1, G=p + 1, overlap=True, deallocate=True),  # a remainder group
-        replace(ring, M=p, G=p, vp=3, overlap=True, llama=True),
-    ]
-    if p == 4 or layout.world > 4:
-        return cases[1:3]
-    return [*cases, replace(ring, M=8, G=8, vp=3, deallocate=True, batched=False)]

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.figures import figure
-from tests.parity import Case, all_cases, reference, run_cases, system_cases
+from tests.parity import Case, reference, run_cases
+from tests.parity_cases import all_cases, system_cases, unusual_cases
 from tests.ranks import run_ranks
 
 WORLDS = sorted({case.world for case in all_cases()})
@@ -39,3 +40,17 @@ def test_what_systems_without_shared_memory_get(world, tmp_path_factory):
     """The same over gloo alone."""
     cases = [case for case in all_cases() + system_cases() if case.world == world][::4]
     check(cases, world, tmp_path_factory.getbasetemp(), shared_memory=False)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_options_that_nobody_combines(world, tmp_path_factory):
+    """Loss scale, evaluation between steps, deferral, delay, overlap and the rest, drawn at random."""
+    check(unusual_cases(8, world), world, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
+def test_more_options_that_nobody_combines(world, shared_memory, tmp_path_factory):
+    cases = unusual_cases(40, world, seed=1 if shared_memory else 2)
+    check(cases, world, tmp_path_factory.getbasetemp(), shared_memory)

@@ -182,6 +182,7 @@ class Connection:
         self._slots: dict[object, _Slots] = {}
         self._incoming = _Incoming(met.connection, met.descriptor)
         self._expected: deque[Arrival] = deque()
+        self._failed_epoch = -1  # the last one in which a wait has failed
         self.timeout = 0.0
         self.set_timeout(timeout)
 
@@ -205,6 +206,9 @@ class Connection:
     def begin_step(self) -> None:
         """From here on messages belong to the next step. Both ends count alike."""
         self.epoch += 1
+        with contextlib.suppress(ConnectionError):  # whoever waits for a peer that has gone is told
+            while self._incoming.read(wait=False):
+                pass
         self._drop_old()
 
     def end_step(self) -> None:
@@ -212,11 +216,16 @@ class Connection:
         self.epoch += 1
 
     def abandon(self, reason: str) -> None:
-        """Ends a step that failed: expects nothing of it any more, and tells the peer. Never raises."""
+        """Ends a step that failed: expects nothing of it any more, and tells the peer. Never raises.
+
+        Between two steps there is nothing to end.
+        """
+        if self.epoch % 2 == 0:
+            return
         for arrival in self._expected:
             arrival.is_given_up = arrival.epoch == self.epoch
         self._expected = deque(a for a in self._expected if not a.is_given_up)
-        text = reason.encode()[:_MAX_REASON]
+        text = reason.encode(errors="replace")[:_MAX_REASON]
         header = _HEADER.pack(_ABANDONED, self.epoch, len(text), 0, 0, 0, 0, time.monotonic())
         self.epoch += 1
         with contextlib.suppress(OSError):
@@ -264,13 +273,26 @@ class Connection:
     def expect(self, tensor: torch.Tensor, how: str = COPIED) -> "Arrival":
         """Notes that the next message not yet spoken for will become `tensor`; see `Arrival`."""
         arrival = Arrival(self, tensor, how)
-        self._expected.append(arrival)
+        arrival.is_given_up = self.epoch == self._failed_epoch
+        if not arrival.is_given_up:
+            self._expected.append(arrival)
         return arrival
 
     def complete(self, arrival: "Arrival") -> None:
         """Takes messages, in the order in which they were asked for, up to that of `arrival`."""
         if arrival.is_given_up:
             raise ConnectionError("this message belongs to a step that has failed")
+        try:
+            self._take_up_to(arrival)
+        except BaseException:
+            # What comes later for those before it must not be taken for what is asked for next.
+            self._failed_epoch = arrival.epoch
+            for older in self._expected:
+                older.is_given_up = older.epoch <= arrival.epoch
+            self._expected = deque(a for a in self._expected if not a.is_given_up)
+            raise
+
+    def _take_up_to(self, arrival: "Arrival") -> None:
         while not arrival.is_done:
             first = self._expected[0]
             self._incoming.drop_before(first.epoch)
@@ -290,6 +312,7 @@ class Connection:
 
     def _check_epoch(self, mine: int, theirs: int) -> None:
         if mine != theirs:
+            self._incoming.check(mine)
             raise ConnectionError(
                 f"rank {self.peer} of the group has begun {(theirs + 1) // 2} steps, and this rank "
                 f"waits for a message of its step {(mine + 1) // 2}; every rank must begin every step"
@@ -414,8 +437,8 @@ class _Incoming:
         self._abandoned: tuple[int, str] = (-1, "")
         weakref.finalize(self, os.close, descriptor)
 
-    def read(self, wait: bool) -> None:
-        """Reads headers; at least one byte, if `wait`.
+    def read(self, wait: bool) -> bool:
+        """Reads headers; at least one byte, if `wait`. Returns whether it has read anything.
 
         Raises ConnectionError if the peer has gone, BlockingIOError if nothing came in time.
         """
@@ -424,7 +447,7 @@ class _Incoming:
         except BlockingIOError:
             if wait:
                 raise
-            return
+            return False
         if not part:
             raise ConnectionError("the sender has closed the connection")
         self._unread += part
@@ -435,11 +458,12 @@ class _Incoming:
                 self.messages.append(header)
                 self._unread = self._unread[_HEADER.size :]
             elif len(self._unread) < _HEADER.size + header.num_bytes:
-                return  # the reason has not come whole
+                break  # the reason has not come whole
             else:
                 text, rest = self._unread[_HEADER.size :], _HEADER.size + header.num_bytes
                 reason = text[: header.num_bytes].decode(errors="replace")
                 self._abandoned, self._unread = (header.epoch, reason), self._unread[rest:]
+        return True
 
     def check(self, epoch: int) -> None:
         """Raises ConnectionError if the peer has abandoned this epoch, or a later one."""
@@ -470,7 +494,9 @@ class _Incoming:
 
 def _view(piece: Piece, like: torch.Tensor) -> torch.Tensor:
     num_bytes = like.numel() * like.element_size()
-    if num_bytes == 0:
-        return torch.empty(like.shape, dtype=like.dtype)
-    flat = torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes)
-    return flat.view(like.dtype).view(like.shape)
+    # The view is used for later messages too, so it must not be one of `torch.inference_mode`.
+    with torch.inference_mode(False):
+        if num_bytes == 0:
+            return torch.empty(like.shape, dtype=like.dtype)
+        flat = torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes)
+        return flat.view(like.dtype).view(like.shape)

@@ -54,7 +54,15 @@ def get_mesh(group: dist.ProcessGroup, tensor: torch.Tensor) -> "LocalMesh | Non
     num_bytes = tensor.numel() * tensor.element_size()
     if not tensor.is_cpu or not 0 < num_bytes <= MAX_BYTES:
         return None
-    return _mesh_of(group)
+    mesh = _mesh_of(group)
+    if mesh is not None:
+        mesh.set_timeout(get_timeout(group))
+    return mesh
+
+
+def has_mesh(group: dist.ProcessGroup) -> bool:
+    """Whether collectives over `group` have been carried here."""
+    return _meshes.get(group) is not None
 
 
 def _mesh_of(group: dist.ProcessGroup) -> "LocalMesh | None":
@@ -87,6 +95,14 @@ def abandon(groups: Iterable[dist.ProcessGroup], reason: str) -> None:
             mesh.abandon(reason)
 
 
+def fail_step(groups: Iterable[dist.ProcessGroup], reason: str) -> None:
+    """A step has failed here before it began here: the other ranks have begun it. Never waits."""
+    for group in groups:
+        if (mesh := _meshes.get(group)) is not None:
+            mesh.begin_step(get_timeout(group))
+            mesh.abandon(reason)
+
+
 def _make_mesh(group: dist.ProcessGroup) -> "LocalMesh | None":
     rank, size = group.rank(), group.size()
     if not 1 < size <= MAX_RANKS or dist.get_backend(group) != "gloo":
@@ -102,10 +118,15 @@ class LocalMesh:
         self._rank, self._peers, self._to = rank, sorted(connections), connections
         self._broadcasts: deque[list[Sent]] = deque()
 
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, no collective waits longer."""
+        for connection in self._to.values():
+            connection.set_timeout(seconds)
+
     def begin_step(self, timeout: float) -> None:
         """See `local_collectives.begin_step`. No collective waits longer than `timeout` seconds."""
+        self.set_timeout(timeout)
         for connection in self._to.values():
-            connection.set_timeout(timeout)
             connection.begin_step()
 
     def end_step(self) -> None:
@@ -168,11 +189,13 @@ class Exchange:
         parts, self._parts = self._parts, []
         if parts:
             arrivals = [part for part in parts if isinstance(part, Arrival)]
-            for arrival in arrivals:
-                arrival.wait()
-            self._finish([p.tensor if isinstance(p, Arrival) else p for p in parts])
-            for arrival in arrivals:
-                arrival.release()
+            try:
+                for arrival in arrivals:
+                    arrival.wait()
+                self._finish([p.tensor if isinstance(p, Arrival) else p for p in parts])
+            finally:
+                for arrival in arrivals:
+                    arrival.release()
         return True
 
 

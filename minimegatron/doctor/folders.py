@@ -62,7 +62,10 @@ def make_folder(prefix: str, *, has_keeper: bool = True, place: Path | None = No
     _sweep(place)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{HOST}-", dir=place))
-        lock = os.open(folder, os.O_RDONLY)
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # another process has taken it for a forgotten one, see below
+            continue
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_SH)
         # Between its making and its lock another process may have taken it for a forgotten one.

@@ -12,6 +12,8 @@ from minimegatron.planner.actions import COMMUNICATE
 from minimegatron.planner.stage import PlanConfig
 
 NUMBER = (int, float)
+LARGEST = 1e15
+"""Of any number; in microseconds, thirty years."""
 MOST_NESTED = 200
 """Traced calls within each other; a step has about twenty."""
 
@@ -209,6 +211,10 @@ def _check_type(value: Any, wanted: tuple[type, ...], where: str) -> None:
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
         names = " or ".join("null" if kind is NOTHING else kind.__name__ for kind in wanted)
         raise ValueError(f"{where} is {value!r:.60}, not {names}")
+    # Python reads NaN, 1e999 and numbers of any length; a browser, and arithmetic, do not.
+    if isinstance(value, int | float) and not abs(value) < LARGEST:
+        shown = value if isinstance(value, float) else "an integer"
+        raise ValueError(f"{where} is {shown}, not within {LARGEST:.0e}; no clock goes so far")
 
 
 def _check_index(value: int | None, size: int, where: str) -> None:

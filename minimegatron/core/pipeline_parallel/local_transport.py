@@ -48,6 +48,14 @@ def _make_transport(group: dist.ProcessGroup) -> Transport:
     return LocalTransport(called[next_rank], came[prev_rank])
 
 
+def fail_messages(group: dist.ProcessGroup, reason: str) -> None:
+    """A step of `group` has failed here before it began here; tells both neighbours. Never waits."""
+    transport = _transports.get(group)
+    if isinstance(transport, LocalTransport):
+        transport.begin_step()
+        transport.abandon(reason)
+
+
 class LocalTransport:
     """One stage's connections: activations go to the next stage, gradients to the previous one."""
 

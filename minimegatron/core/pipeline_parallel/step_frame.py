@@ -14,7 +14,7 @@ In the order of one step:
 | before a backward | lets a chunk's gradients go, if it is the chunk's last                        |
 | after a backward  | `grad_sync_func`, where the schedule sets the moment                          |
 | the step ends     | waits until messages are out; lets all gradients go                           |
-|                   | computes deferred weight gradients; `grad_sync_func` for what is left         |
+|                   | `grad_sync_func` for what is left; computes deferred weight gradients         |
 |                   | `finalize_model_grads_func`                                                   |
 | the step fails    | tells every rank that may wait for this one                                   |
 
@@ -26,7 +26,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
@@ -39,14 +38,15 @@ from minimegatron.core.pipeline_parallel.send_limits import (
 )
 from minimegatron.core.pipeline_parallel.utils import (
     GradSync,
+    StepCount,
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
     finish_step,
+    groups_of_a_step,
+    of_chunk,
+    reason_of,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-
-GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
-"""What collectives inside a step run over; one order on all ranks."""
 
 
 class StepFrame(NoFrame):
@@ -114,11 +114,12 @@ class StepFrame(NoFrame):
     # -- The step begins --
 
     def __enter__(self) -> "StepFrame":
-        self._groups = _groups_of(self.pg_collection)
-        collectives.begin_step(self._groups)
-        if self._knows_steps:
-            self.p2p.begin_step(self._sends)
+        StepCount.num_begun += 1
+        self._groups = groups_of_a_step(self.pg_collection, self.forward_only)
         try:
+            collectives.begin_step(self._groups)
+            if self._knows_steps:
+                self.p2p.begin_step(self._sends)
             self._embedding_module = clear_embedding_activation_buffer(
                 self.config, [chunk.model for chunk in self.chunks], self._ends_in_loss()
             )
@@ -195,21 +196,22 @@ class StepFrame(NoFrame):
         if self._knows_steps:
             self.p2p.finish()
         self.grad_sync.enable()
-        if self._embedding_module is not None:
-            finish_embedding_wgrad_compute(
-                self.config, self._embedding_module, True, self.pg_collection.tp
-            )
+        # A bucket that still lacks a deferred gradient waits for it.
         if not self.forward_only:
             for chunk_id, chunk in enumerate(self.chunks):
                 if chunk_id not in self._synchronized_chunks:
                     self._launch(chunk)
+        if self._embedding_module is not None:
+            finish_embedding_wgrad_compute(
+                self.config, self._embedding_module, True, self.pg_collection.tp
+            )
         finish_step(self.config, self.chunks, self.forward_only, self.pg_collection)
         if self._knows_steps:
             self.p2p.end_step()
         collectives.end_step(self._groups)
 
     def _give_up(self, error: BaseException) -> None:
-        reason = f"{type(error).__name__}: {error}"
+        reason = reason_of(error)
         if self._knows_steps:
             self.p2p.abandon(reason)
         collectives.abandon(self._groups, reason)
@@ -221,7 +223,7 @@ class StepFrame(NoFrame):
 class ParamSync:
     """Gathers parameters ahead of their forward, with interleaving, where the config says how.
 
-    `config.param_sync_func` is a list with one function per chunk. Without interleaving, each
+    `config.param_sync_func` is one function, or a list with one per chunk. Without interleaving, each
     layer's forward gathers what it needs.
     """
 
@@ -248,11 +250,4 @@ class ParamSync:
 
     def _gather(self, models: list[torch.nn.Module], chunk_id: int) -> None:
         if self._functions is not None:
-            self._functions[chunk_id](models[chunk_id].parameters())
-
-
-def _groups_of(pg_collection: ProcessGroupCollection) -> list[dist.ProcessGroup]:
-    """The groups over which ranks may wait for each other in a step, each once."""
-    found = [vars(pg_collection).get(name) for name in GROUPS_OF_A_STEP]
-    real = [g for g in found if isinstance(g, dist.ProcessGroup) and g.size() > 1]
-    return list(dict.fromkeys(real))
+            of_chunk(self._functions, chunk_id)(models[chunk_id].parameters())

@@ -139,9 +139,10 @@ class WeightGradStore:
     ) -> bool:
         """In backward: keeps X, [s, b, h] or [s/t, b, h], and dY, [s, b, n], of one product.
 
-        False if `limit` pairs are there already: then the caller computes dW itself.
+        False if `limit` pairs are there already, or the weight has a hook (`register_hook`) that
+        changes gradients on their way: then the caller computes dW itself.
         """
-        if 0 < self.limit <= len(self.grad_outputs):
+        if 0 < self.limit <= len(self.grad_outputs) or weight._backward_hooks:
             return False
         graph = torch._C._current_graph_task_id()
         one_pass = graph if _Running.now is None else _Running.now
