@@ -34,8 +34,9 @@ from tests.parity import (
 )
 from tests.ranks import run_ranks
 
-PLACES = ("forward", "loss", "backward", "no_sync", "grad_scale", "finalize")
-FORWARD_ONLY_PLACES = ("forward", "loss")
+PLACES = ("arguments", "forward", "loss", "backward", "no_sync", "grad_scale", "finalize")
+"""`arguments`: refused, on one rank, before the step has begun there."""
+FORWARD_ONLY_PLACES = ("arguments", "forward", "loss")
 CASES = [
     Case(pp=2, M=3),
     Case(pp=4, M=4),
@@ -86,12 +87,16 @@ def fail(case: Case, groups: Any, place: str, rank: int, forward_only: bool) -> 
     is_failing = torch.distributed.get_rank() == rank
     function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
     step = FailingStep(place, get_model_config(chunks[0])) if is_failing else forward_step_func
-    data = batches(case.M)
+    # Not the batch of the good step: a message left over must have other numbers.
+    data = batches(2 * case.M)[case.M :]
+    iterators = [iter(data) for _ in chunks]
+    if is_failing and place == "arguments":
+        iterators = [iter(data) for _ in range(len(chunks) + 1)]
     try:
         with torch.set_grad_enabled(not forward_only):
             function(
                 forward_step_func=step,
-                data_iterator=[iter(data) for _ in chunks],
+                data_iterator=iterators,
                 model=chunks,
                 num_microbatches=case.M,
                 seq_length=SEQ,
@@ -99,7 +104,7 @@ def fail(case: Case, groups: Any, place: str, rank: int, forward_only: bool) -> 
                 forward_only=forward_only,
                 pg_collection=groups,
             )
-    except (Planted, ConnectionError) as error:
+    except (Planted, ConnectionError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -120,7 +125,8 @@ def fail_and_recover(case: Case, path: str) -> tuple[int, list[str]]:
     for rank in range(case.world):
         for place, forward_only in places_of(case, rank, lambda r: r // (case.tp * case.dp)):
             raised = fail(case, groups, place, rank, forward_only)
-            if torch.distributed.get_rank() == rank and "Planted" not in raised:
+            kind = "ValueError" if place == "arguments" else "Planted"
+            if torch.distributed.get_rank() == rank and kind not in raised:
                 problems.append(f"{place} on rank {rank}: raised {raised!r}")
             num_failures += 1
             _, _, found = compare(case, load_reference(path), groups, num_steps=1)

@@ -85,11 +85,6 @@ def abandon(groups: list[dist.ProcessGroup], reason: str) -> None:
     local_collectives.abandon(groups, reason)
 
 
-def fail_step(groups: list[dist.ProcessGroup], reason: str) -> None:
-    """A step fails on this rank before it has begun here; tells the others as `abandon` does."""
-    local_collectives.fail_step(groups, reason)
-
-
 def has_mesh(group: dist.ProcessGroup) -> bool:
     """Whether shared memory has carried something over `group`."""
     return local_collectives.has_mesh(group)

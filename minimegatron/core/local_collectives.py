@@ -95,14 +95,6 @@ def abandon(groups: Iterable[dist.ProcessGroup], reason: str) -> None:
             mesh.abandon(reason)
 
 
-def fail_step(groups: Iterable[dist.ProcessGroup], reason: str) -> None:
-    """A step has failed here before it began here: the other ranks have begun it. Never waits."""
-    for group in groups:
-        if (mesh := _meshes.get(group)) is not None:
-            mesh.begin_step(get_timeout(group))
-            mesh.abandon(reason)
-
-
 def _make_mesh(group: dist.ProcessGroup) -> "LocalMesh | None":
     rank, size = group.rank(), group.size()
     if not 1 < size <= MAX_RANKS or dist.get_backend(group) != "gloo":

@@ -70,3 +70,16 @@ def test_json_for_html_holds_nothing_that_html_reads():
     text = json_for_html(value)
     assert "<" not in text and "\u2028" not in text
     assert json.loads(text) == value
+
+
+def test_lists_and_objects_in_turn_count_alike():
+    """Was: accepted up to twice the depth."""
+    for depth in (MOST_DEPTH + 2, 2 * MOST_DEPTH):
+        text = '[{"a":' * (depth // 2) + "0" + "}]" * (depth // 2)
+        with pytest.raises(ValueError, match="nested deeper"):
+            parse_json(text, "plan.json")
+
+
+def test_a_page_gets_no_number_that_a_browser_cannot_read():
+    with pytest.raises(ValueError):
+        json_for_html({"start": float("nan")})

@@ -49,8 +49,8 @@ def _make_transport(group: dist.ProcessGroup) -> Transport:
 
 
 def fail_messages(group: dist.ProcessGroup, reason: str) -> None:
-    """A step of `group` has failed here before it began here; tells both neighbours. Never waits."""
-    transport = _transports.get(group)
+    """A step of `group` fails before it has begun here: begins it, and tells both neighbours."""
+    transport = get_transport(group)
     if isinstance(transport, LocalTransport):
         transport.begin_step()
         transport.abandon(reason)

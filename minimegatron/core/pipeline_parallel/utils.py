@@ -131,7 +131,7 @@ def schedule(function: Callable, name: str | None = None) -> Callable:
         with observed_by(get_model_config(first).timers):
             try:
                 return link(**arguments)
-            except BaseException as error:
+            except Exception as error:
                 if StepCount.num_begun == num_begun:
                     _fail_before_begun(arguments, error)
                 raise
@@ -153,13 +153,19 @@ def reason_of(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _fail_before_begun(arguments: dict[str, Any], error: BaseException) -> None:
-    """A step that fails here before it has begun: it counts, for the other ranks have begun it."""
+def _fail_before_begun(arguments: dict[str, Any], error: Exception) -> None:
+    """A step that fails here before it has begun: it begins and fails, for others have begun it.
+
+    In the order of a step that does begin, because a group's first step connects its ranks.
+    """
     with contextlib.suppress(Exception):  # the first error is the one to be seen
-        groups = arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-        forward_only = arguments.get("forward_only", False)
-        fail_messages(groups.pp, reason_of(error))
-        collectives.fail_step(groups_of_a_step(groups, forward_only), reason_of(error))
+        pg_collection = arguments.get("pg_collection")
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        groups = groups_of_a_step(pg_collection, arguments.get("forward_only", False))
+        if pg_collection.pp in groups:
+            fail_messages(pg_collection.pp, reason_of(error))
+        collectives.begin_step(groups)
+        collectives.abandon(groups, reason_of(error))
 
 
 def groups_of_a_step(
