@@ -171,6 +171,22 @@ def test_what_a_stage_keeps_for_its_backward_is_no_shared_memory():
         assert found <= 3 * 102_400 + 4096  # two that wait, one in use, a page of marks
 
 
+def send_in_inference_mode() -> list[float]:
+    p2p, found = communicator(), []
+    for number in range(3):
+        with torch.inference_mode(number == 0):
+            if p2p.pp_group.rank() == 0:
+                p2p.send_forward(torch.full((4, 2), float(number)), False)
+            else:
+                found.append(p2p.recv_forward((4, 2), False).sum().item())
+    return found
+
+
+def test_a_step_in_inference_mode_leaves_slots_that_may_be_written():
+    """Was: every later message of the channel was refused."""
+    assert run_ranks(send_in_inference_mode, 2)[1] == [0.0, 8.0, 16.0]
+
+
 def broadcast_many(number: int) -> int:
     values = [torch.full((25_600,), float(i + dist.get_rank())) for i in range(number)]
     for value in values:

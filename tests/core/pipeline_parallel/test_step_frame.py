@@ -1,6 +1,8 @@
 """One frame around a step: every hook of the config, through written and planned runners alike."""
 
+import functools
 import time
+import weakref
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -278,6 +280,68 @@ def evaluate_planned() -> list[str]:
 
 def test_a_planned_forward_only_step_launches_no_gradients():
     assert run_ranks(evaluate_planned, 2) == [[], []]
+
+
+def inputs_alive(is_planned: bool, v: int | None) -> list[int]:
+    """How many of the inputs that have arrived are there in each forward."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=v
+    )
+    rank, config = parallel_state.get_pipeline_model_parallel_rank(), make_config(2, v)
+    chunks = [Stage(chunk * 2 + rank, config) for chunk in range(v or 1)]
+    name = "1f1b" if v is None else "interleaved"
+    function = (
+        get_planned_forward_backward_func(name) if is_planned else get_forward_backward_func()
+    )
+    seen: list[weakref.ref] = []
+    alive: list[int] = []
+
+    def step(data_iterator: Any, model: Any) -> Any:
+        found = forward_step_func(data_iterator, model)
+        if model.input_tensor is not None:
+            seen.append(weakref.ref(model.input_tensor))
+        alive.append(sum(input_() is not None for input_ in seen))
+        return found
+
+    run_step(function, chunks, 8, step)
+    return alive
+
+
+@pytest.mark.parametrize("v", [None, 2])
+def test_a_planned_step_holds_no_more_inputs_than_a_written_one(v):
+    """Was: the losses of the step, and with them every input of the last stage."""
+    written, planned = (run_ranks(inputs_alive, 2, planned, v) for planned in (False, True))
+    assert written == planned
+    assert max(written[1]) <= (1 if v is None else 4)
+
+
+def note(called: list[str], name: str, params: Any) -> None:
+    called.append(name)
+
+
+def hooks_in_both_forms(v: int | None) -> list[list[str]]:
+    """The hooks of one training step: each as one function, and as a list."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=v
+    )
+    rank, found = parallel_state.get_pipeline_model_parallel_rank(), []
+    for is_list in (False, True):
+        called: list[str] = []
+        config = make_config(2, v)
+        for name in ("grad_sync_func", "param_sync_func"):
+            hook = functools.partial(note, called, name)
+            setattr(config, name, [hook] * (v or 1) if is_list else hook)
+        chunks = [Stage(chunk * 2 + rank, config) for chunk in range(v or 1)]
+        run_step(get_forward_backward_func(), chunks, 4)
+        found.append(called)
+    return found
+
+
+@pytest.mark.parametrize("v", [None, 2])
+def test_hooks_may_be_one_function_or_a_list(v):
+    for one, several in run_ranks(hooks_in_both_forms, 2, v):
+        assert one == several
+        assert v is None or "param_sync_func" in one
 
 
 # -- Two of everything --

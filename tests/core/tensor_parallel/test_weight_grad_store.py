@@ -125,6 +125,19 @@ def differences(group: Any, uses: Iterable[str], kinds: Iterable[tuple], frames=
     return found
 
 
+def test_a_weight_whose_gradient_a_hook_changes_gets_it_in_backward():
+    """Was: the hook was called with None, or not at all."""
+    gradients = []
+    for delay in (False, True):
+        pair = Pair(PretendGroup(), delay_wgrad_compute=delay)
+        pair.row.weight.register_hook(lambda grad: 2 * grad)
+        pair(pair.make_input(0)).sin().sum().backward()
+        assert not is_owed(pair.row.weight) and is_owed(pair.column.weight) == delay
+        pair.backward_dw()
+        gradients.append(pair.gradients())
+    assert all(torch.equal(grad, gradients[1][name]) for name, grad in gradients[0].items())
+
+
 def test_weight_gradients_are_equal_on_one_rank():
     kinds = ((torch.float64, False), (torch.float32, False))
     assert differences(PretendGroup(), USES, kinds) == []
