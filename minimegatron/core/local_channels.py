@@ -20,7 +20,8 @@ What a failed step leaves behind must not be taken for the next step's. So time 
 each step is one, and so is the time between two steps. Every header carries its epoch; a receiver
 takes a message only for what it expected in the same epoch, and drops older ones. And a rank whose
 step fails says so to everybody it is connected with (`abandon`), so that nobody waits for it until
-the time-out.
+the time-out. When it begins its next step it says that too, for those that had ended the failed one
+well, and wait for this rank outside of any.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ from minimegatron.core.local_memory import PAGE_BYTES, Arena, Piece, map_piece
 # kind, epoch, bytes of the message; offset and bytes of its slot, place of the slot's mark, offset of
 # a slot that exists no longer (0: none), when it was sent on the host's clock.
 _HEADER = struct.Struct("=BIQQQQQd")
-_MESSAGE, _ABANDONED = 1, 2
+_MESSAGE, _ABANDONED, _BEGUN = 1, 2, 3
 _FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
 _READ_BYTES = 4096
 _MAX_REASON = 400
@@ -183,6 +184,7 @@ class Connection:
         self._incoming = _Incoming(met.connection, met.descriptor)
         self._expected: deque[Arrival] = deque()
         self._failed_epoch = -1  # the last one in which a wait has failed
+        self._has_abandoned = False  # the last step
         self.timeout = 0.0
         self.set_timeout(timeout)
 
@@ -206,6 +208,11 @@ class Connection:
     def begin_step(self) -> None:
         """From here on messages belong to the next step. Both ends count alike."""
         self.epoch += 1
+        if self._has_abandoned:
+            self._has_abandoned = False
+            header = _HEADER.pack(_BEGUN, self.epoch, 0, 0, 0, 0, 0, time.monotonic())
+            with contextlib.suppress(OSError):
+                self._writer.write(header)
         with contextlib.suppress(ConnectionError):  # whoever waits for a peer that has gone is told
             while self._incoming.read(wait=False):
                 pass
@@ -228,6 +235,7 @@ class Connection:
         text = reason.encode(errors="replace")[:_MAX_REASON]
         header = _HEADER.pack(_ABANDONED, self.epoch, len(text), 0, 0, 0, 0, time.monotonic())
         self.epoch += 1
+        self._has_abandoned = True
         with contextlib.suppress(OSError):
             self._writer.write(header + text)
 
@@ -435,6 +443,8 @@ class _Incoming:
         self.num_dropped = 0
         # The last epoch that the peer has abandoned, and why.
         self._abandoned: tuple[int, str] = (-1, "")
+        # The last epoch that it has begun after one that it had abandoned.
+        self._begun = -1
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, wait: bool) -> bool:
@@ -457,6 +467,8 @@ class _Incoming:
                 self._slots.pop(header.retired, None)
                 self.messages.append(header)
                 self._unread = self._unread[_HEADER.size :]
+            elif header.kind == _BEGUN:
+                self._begun, self._unread = header.epoch, self._unread[_HEADER.size :]
             elif len(self._unread) < _HEADER.size + header.num_bytes:
                 break  # the reason has not come whole
             else:
@@ -466,10 +478,12 @@ class _Incoming:
         return True
 
     def check(self, epoch: int) -> None:
-        """Raises ConnectionError if the peer has abandoned this epoch, or a later one."""
+        """Raises ConnectionError if the peer will send nothing more of this epoch."""
         abandoned, reason = self._abandoned
         if abandoned >= epoch:
             raise ConnectionError(f"it has given up this step: {reason}")
+        if self._begun > epoch:
+            raise ConnectionError(f"it has gone on after a step that it had given up: {reason}")
 
     def drop_before(self, epoch: int) -> None:
         """Gives back, unread, what is of earlier epochs. A peer's epochs come in order."""

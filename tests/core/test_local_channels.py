@@ -171,6 +171,35 @@ def test_what_a_stage_keeps_for_its_backward_is_no_shared_memory():
         assert found <= 3 * 102_400 + 4096  # two that wait, one in use, a page of marks
 
 
+def wait_for_a_rank_that_failed() -> list:
+    """Rank 0 ends its step well, and waits, as in an optimizer, for rank 1, whose step has failed."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    collectives.begin_step([group])
+    found, tensor = [], torch.ones(1)
+    if rank == 1:
+        collectives.abandon([group], "planted")
+    else:
+        collectives.end_step([group])
+        try:
+            collectives.all_reduce(tensor, group)
+        except ConnectionError as error:
+            found.append(str(error))
+    for number in range(3):
+        collectives.begin_step([group])
+        tensor = torch.full((1,), float(rank + number))
+        collectives.all_reduce(tensor, group)
+        found.append(tensor.item())
+        collectives.end_step([group])
+    return found
+
+
+def test_who_waits_outside_of_a_step_for_a_rank_that_failed_is_told():
+    """Was: both stood until the time-out, and every later collective failed."""
+    (words, *first), second = run_ranks(wait_for_a_rank_that_failed, 2)
+    assert "it has gone on after a step that it had given up: planted" in words
+    assert first == second == [1.0, 3.0, 5.0]
+
+
 def send_in_inference_mode() -> list[float]:
     p2p, found = communicator(), []
     for number in range(3):
