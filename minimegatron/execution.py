@@ -23,8 +23,8 @@ from minimegatron.core.pipeline_parallel.send_limits import (
     SEND_LIMIT,
     SendPlan,
 )
-from minimegatron.core.pipeline_parallel.step_frame import StepFrame
-from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes, schedule
+from minimegatron.core.pipeline_parallel.step_frame import StepFrame, framed_schedule
+from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config
 from minimegatron.planner.actions import (
@@ -113,7 +113,7 @@ def get_planned_forward_backward_func(name_or_function: str | ScheduleFunction) 
 
     is_name = isinstance(name_or_function, str)
     name = name_or_function if is_name else name_or_function.__name__
-    return schedule(forward_backward_planned, name)
+    return framed_schedule(forward_backward_planned, name)
 
 
 def _plan_step(

@@ -19,7 +19,7 @@ from minimegatron.core.pipeline_parallel.schedules import (
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import get_model_config, unwrap_model
 from tests.figures import figure
 from tests.parity import (
     MICRO_BATCH,
@@ -31,6 +31,7 @@ from tests.parity import (
     forward_step_func,
     load_reference,
     reference,
+    train_steps,
 )
 from tests.ranks import run_ranks
 
@@ -56,10 +57,14 @@ def _raise(*unused: Any, **unused_too: Any) -> None:
 
 
 class FailingStep:
-    """A forward step function that raises at one place of the second microbatch, if asked to."""
+    """A forward step function that raises at one place of the second microbatch.
+
+    At the place `layer` it raises in the first: in a chunk's last layer, when the first are done.
+    """
 
     def __init__(self, place: str, config: Any):
         self.place, self.config, self.num_forwards = place, config, 0
+        self.hooks, self.handles = dict(vars(config)), []
         if place == "grad_scale":
             config.grad_scale_func = _raise
         elif place == "finalize":
@@ -68,7 +73,16 @@ class FailingStep:
             several = isinstance(config.no_sync_func, list)
             config.no_sync_func = [_raise] if several else _raise
 
+    def restore(self) -> None:
+        """Undoes what it did to config and model."""
+        vars(self.config).update(self.hooks)
+        for handle in self.handles:
+            handle.remove()
+
     def __call__(self, data_iterator, model, *recompute):
+        if self.place == "layer":
+            last = unwrap_model(model).decoder.layers[-1]
+            self.handles.append(last.register_forward_pre_hook(_raise))
         output, loss_func = forward_step_func(data_iterator, model, *recompute)
         self.num_forwards += 1
         if self.num_forwards >= 2:
@@ -81,9 +95,8 @@ class FailingStep:
         return output, loss_func
 
 
-def fail(case: Case, groups: Any, place: str, rank: int, forward_only: bool) -> str:
-    """One step that fails at `place` on `rank`; returns what this rank raised."""
-    chunks, _ = build(case, groups)
+def fail(case: Case, groups: Any, chunks: list, place: str, rank: int, forward_only: bool) -> str:
+    """One step of the model that fails at `place` on `rank`; returns what this rank raised."""
     is_failing = torch.distributed.get_rank() == rank
     function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
     step = FailingStep(place, get_model_config(chunks[0])) if is_failing else forward_step_func
@@ -106,6 +119,9 @@ def fail(case: Case, groups: Any, place: str, rank: int, forward_only: bool) -> 
             )
     except (Planted, ConnectionError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        if is_failing:
+            step.restore()
     return ""
 
 
@@ -124,7 +140,8 @@ def fail_and_recover(case: Case, path: str) -> tuple[int, list[str]]:
     problems, num_failures = [], 0
     for rank in range(case.world):
         for place, forward_only in places_of(case, rank, lambda r: r // (case.tp * case.dp)):
-            raised = fail(case, groups, place, rank, forward_only)
+            chunks, _ = build(case, groups)
+            raised = fail(case, groups, chunks, place, rank, forward_only)
             kind = "ValueError" if place == "arguments" else "Planted"
             if torch.distributed.get_rank() == rank and kind not in raised:
                 problems.append(f"{place} on rank {rank}: raised {raised!r}")
@@ -142,13 +159,64 @@ def test_a_good_step_follows_a_failed_one(case, tmp_path_factory):
     figure(f"{case}: {results[0][0]} failures, each followed by a good step")
 
 
+GATHERED_LATER = [
+    Case(
+        dp=2, M=2, num_layers=4, dist_opt=True, overlap_grad_reduce=True, overlap_param_gather=True
+    ),
+    Case(
+        pp=2,
+        vp=2,
+        G=2,
+        M=4,
+        dp=2,
+        batched=False,
+        num_layers=8,
+        dist_opt=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    ),
+]
+
+
+def fail_between_two_steps(case: Case, path: str) -> list[str]:
+    """Trains a step, fails one before its parameters are gathered, and trains another."""
+    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp)
+    model_parallel_cuda_manual_seed(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    expected, problems = load_reference(path), []
+    data = batches(case.M * case.dp)[groups.dp.rank() :: case.dp]
+    for rank in range(case.world):
+        for place in ("layer", "forward", "backward"):
+            chunks, optimizer = build(case, groups)
+            steps = train_steps(case, chunks, optimizer, groups, data)
+            next(steps)
+            for forward_only in (False, True) if place == "layer" else (False,):
+                raised = fail(case, groups, chunks, place, rank, forward_only)
+                if torch.distributed.get_rank() == rank and "Planted" not in raised:
+                    problems.append(f"{place} on rank {rank}: raised {raised!r}")
+            _, _, norm = next(steps)
+            wanted = expected["norm of step 1"].item()
+            if not abs(norm - wanted) < 1e-9:
+                problems.append(f"after {place} on rank {rank}: norm {norm}, expected {wanted}")
+    return problems
+
+
+@pytest.mark.parametrize("case", GATHERED_LATER, ids=("plain", "interleaved"))
+def test_parameters_whose_gathering_a_failed_step_began_are_right(case, tmp_path_factory):
+    # A rank that fails early has not begun to gather what others have.
+    path = reference(case.serial(), Path(tmp_path_factory.getbasetemp()))
+    results = run_ranks(fail_between_two_steps, case.world, case, path, timeout=250)
+    assert [problem for found in results for problem in found] == []
+
+
 def tell_everybody(case: Case) -> list[str]:
     parallel_state.initialize_model_parallel(
         case.tp, case.pp, case.vp, distributed_timeout_minutes=10 / 60
     )
     model_parallel_cuda_manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return [fail(case, groups, "forward", case.world - 1, False)]
+    chunks, _ = build(case, groups)
+    return [fail(case, groups, chunks, "forward", case.world - 1, False)]
 
 
 def test_ranks_that_wait_for_a_failed_one_are_told_why():

@@ -38,6 +38,7 @@ LAYERS = [
         "core.tracing",
         "user_file",
     },
+    {"core.local_slots"},
     {"core.local_channels"},
     {"core.local_collectives"},
     {"core.collectives"},

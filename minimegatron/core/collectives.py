@@ -85,6 +85,11 @@ def abandon(groups: list[dist.ProcessGroup], reason: str) -> None:
     local_collectives.abandon(groups, reason)
 
 
+def new_lane(group: dist.ProcessGroup) -> int:
+    """A number for `all_gather`: what goes there pairs with its like, though a step fails meanwhile."""
+    return local_collectives.new_lane(group)
+
+
 def has_mesh(group: dist.ProcessGroup) -> bool:
     """Whether shared memory has carried something over `group`."""
     return local_collectives.has_mesh(group)
@@ -150,9 +155,17 @@ def broadcast(tensor: torch.Tensor, group_src: int, group: dist.ProcessGroup) ->
 
 @traced("all-gather", _describe)
 def all_gather(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+    lane: int = 0,
 ) -> Any:
-    """Concatenates every rank's `input` along dimension 0 into `output`, in group order."""
+    """Concatenates every rank's `input` along dimension 0 into `output`, in group order.
+
+    With a `lane`, what a failed step began may still be waited for in the next one: shared memory
+    pairs it with what the other ranks send in the same lane, then or later.
+    """
     if group.size() == 1:
         output.copy_(input)
         return Done() if async_op else None
@@ -161,7 +174,7 @@ def all_gather(
         work = _all_gather(staged, input.cpu().contiguous(), group=group, async_op=True)
         work = _CopyBack(work, staged, output)
     elif mesh := get_mesh(group, input):
-        work = mesh.all_gather(output.detach(), input.detach())
+        work = mesh.all_gather(output.detach(), input.detach(), lane)
     else:
         work = _all_gather(output, input.contiguous(), group=group, async_op=True)
     return _finish(work, async_op, "all-gather")

@@ -22,16 +22,17 @@ takes a message only for what it expected in the same epoch, and drops older one
 step fails says so to everybody it is connected with (`abandon`), so that nobody waits for it until
 the time-out. When it begins its next step it says that too, for those that had ended the failed one
 well, and wait for this rank outside of any.
+
+Some messages belong to no step: each rank will send them, be it one step later. They have a *lane* of
+their own, a number from 1 on: there, the n-th message is taken for the n-th one expected, whatever
+fails in between.
 """
 
 import contextlib
-import os
 import socket
 import struct
 import time
-import weakref
-from collections import deque
-from dataclasses import dataclass
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 import torch
@@ -39,13 +40,15 @@ import torch.distributed as dist
 
 from minimegatron.core.local_backlog import Writer
 from minimegatron.core.local_handshake import Met, is_supported, meet
-from minimegatron.core.local_memory import PAGE_BYTES, Arena, Piece, map_piece
+from minimegatron.core.local_memory import Arena
+from minimegatron.core.local_slots import Slot, Slots, TheirSlot, TheirSlots
 
-# kind, epoch, bytes of the message; offset and bytes of its slot, place of the slot's mark, offset of
-# a slot that exists no longer (0: none), when it was sent on the host's clock.
-_HEADER = struct.Struct("=BIQQQQQd")
-_MESSAGE, _ABANDONED, _BEGUN = 1, 2, 3
-_FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
+# kind, lane, epoch, bytes of the message; offset and bytes of its slot, place of the slot's mark,
+# offset of a slot that exists no longer (0: none), when it was sent on the host's clock.
+_HEADER = struct.Struct("=BIIQQQQQd")
+_MESSAGE, _ABANDONED, _BEGUN, _COUNT = 1, 2, 3, 4
+STEPS = 0
+"""The lane of all messages that belong to a step, or to the time between two."""
 _READ_BYTES = 4096
 _MAX_REASON = 400
 COPIED, LENT, IN_PLACE = "copied", "lent", "in place"
@@ -80,77 +83,13 @@ def connect(
     )
 
 
-# -- The sender's memory --
-
-
-@dataclass(eq=False)
-class _Slot:
-    """Room for one message, and the byte that says whether the receiver still needs it."""
-
-    offset: int
-    piece: Piece
-    marks: Piece
-    mark_at: int
-    mark_place: int
-    """Where the mark is in the file; `mark_at`: where it is in `marks`."""
-    number: int = 0
-    """How many messages this slot has carried: tells a later one from an earlier one."""
-    shaped: torch.Tensor | None = None
-    """The slot as the tensor it carried last: most messages have the shape of the one before."""
-
-    def is_free(self) -> bool:
-        return self.marks[self.mark_at] == _FREE
-
-    def is_taken(self) -> bool:
-        return self.marks[self.mark_at] != _SENT
-
-    def view(self, like: torch.Tensor) -> torch.Tensor:
-        """The slot as a tensor of this shape and dtype."""
-        shaped = self.shaped
-        if shaped is None or shaped.shape != like.shape or shaped.dtype != like.dtype:
-            shaped = self.shaped = _view(self.piece, like)
-        return shaped
-
-
-class _Slots:
-    """The slots of one channel: as many as were ever in use at a time, none larger than needed."""
-
-    def __init__(self, arena: Arena):
-        self._arena, self._slots = arena, []
-        self._marks: tuple[int, Piece] | None = None
-        self._num_marks = 0
-
-    def take(self, num_bytes: int) -> tuple[_Slot, int]:
-        """A free slot that is large enough, and the offset of the slot that it replaces (0: none)."""
-        old = None
-        for slot in self._slots:
-            if slot.is_free():
-                if len(slot.piece) >= num_bytes:
-                    return slot, 0
-                old = slot
-        if old is None:
-            return self._make(num_bytes), 0
-        # The free ones are too small. One of them makes room, so that their number does not grow.
-        retired, (old.offset, piece) = old.offset, self._arena.cut(num_bytes)
-        self._arena.give_back(old.piece)
-        old.piece, old.shaped = piece, None
-        return old, retired
-
-    def _make(self, num_bytes: int) -> _Slot:
-        if self._marks is None or self._num_marks == PAGE_BYTES:
-            self._marks, self._num_marks = self._arena.cut(PAGE_BYTES), 0
-        marks_offset, marks = self._marks
-        offset, piece = self._arena.cut(num_bytes)
-        at = self._num_marks
-        self._num_marks += 1
-        self._slots.append(_Slot(offset, piece, marks, at, marks_offset + at))
-        return self._slots[-1]
+# -- One message on its way out --
 
 
 class Sent:
     """The handle of a message that lies in a slot. `wait` returns once the receiver has taken it."""
 
-    def __init__(self, connection: "Connection", slot: _Slot):
+    def __init__(self, connection: "Connection", slot: Slot):
         self._connection, self._slot, self._number = connection, slot, slot.number
 
     def is_taken(self) -> bool:
@@ -180,9 +119,9 @@ class Connection:
         self.peer, self.epoch = peer, 0
         self._socket, self._arena = met.connection, arena
         self._writer = Writer(met.connection)
-        self._slots: dict[object, _Slots] = {}
+        self._slots: dict[object, Slots] = {}
         self._incoming = _Incoming(met.connection, met.descriptor)
-        self._expected: deque[Arrival] = deque()
+        self._expected: defaultdict[int, deque[Arrival]] = defaultdict(deque)
         self._failed_epoch = -1  # the last one in which a wait has failed
         self._has_abandoned = False  # the last step
         self.timeout = 0.0
@@ -210,9 +149,8 @@ class Connection:
         self.epoch += 1
         if self._has_abandoned:
             self._has_abandoned = False
-            header = _HEADER.pack(_BEGUN, self.epoch, 0, 0, 0, 0, 0, time.monotonic())
             with contextlib.suppress(OSError):
-                self._writer.write(header)
+                self._write(_BEGUN)
         with contextlib.suppress(ConnectionError):  # whoever waits for a peer that has gone is told
             while self._incoming.read(wait=False):
                 pass
@@ -229,23 +167,44 @@ class Connection:
         """
         if self.epoch % 2 == 0:
             return
-        for arrival in self._expected:
-            arrival.is_given_up = arrival.epoch == self.epoch
-        self._expected = deque(a for a in self._expected if not a.is_given_up)
+        self._give_up(self.epoch, self.epoch)
         text = reason.encode(errors="replace")[:_MAX_REASON]
-        header = _HEADER.pack(_ABANDONED, self.epoch, len(text), 0, 0, 0, 0, time.monotonic())
+        with contextlib.suppress(OSError):
+            self._write(_ABANDONED, len(text), text=text)
         self.epoch += 1
         self._has_abandoned = True
-        with contextlib.suppress(OSError):
-            self._writer.write(header + text)
+
+    def _give_up(self, from_epoch: int, to_epoch: int) -> None:
+        """Expects nothing of these epochs any more, of the lane that knows them."""
+        expected = self._expected[STEPS]
+        for arrival in expected:
+            arrival.is_given_up = from_epoch <= arrival.epoch <= to_epoch
+        self._expected[STEPS] = deque(a for a in expected if not a.is_given_up)
 
     def _drop_old(self) -> None:
-        oldest = self._expected[0].epoch if self._expected else self.epoch
+        expected = self._expected[STEPS]
+        oldest = expected[0].epoch if expected else self.epoch
         self._incoming.drop_before(min(oldest, self.epoch))
+        self._incoming.drop_counts_before(self.epoch)
+
+    def tell_count(self, count: int) -> None:
+        """Tells the peer a number, for `read_count`; once in an epoch."""
+        self._write(_COUNT, count)
+
+    def read_count(self) -> int:
+        """What the peer has told in this epoch. Raises ConnectionError if it tells nothing in time."""
+        counts = self._incoming.counts
+        self._incoming.drop_counts_before(self.epoch)
+        while not counts:
+            self._read_more(self.epoch)
+            self._incoming.drop_counts_before(self.epoch)
+        epoch, count = counts[0]
+        self._check_epoch(self.epoch, epoch)
+        return count
 
     # -- Out --
 
-    def send(self, tensor: torch.Tensor, channel: object = None) -> Sent:
+    def send(self, tensor: torch.Tensor, channel: object = None, lane: int = STEPS) -> Sent:
         """Copies `tensor` into a slot of `channel` and tells the peer; waits for nobody.
 
         Raises ConnectionError if the peer has gone.
@@ -253,14 +212,23 @@ class Connection:
         num_bytes = tensor.numel() * tensor.element_size()
         slots = self._slots.get(channel)
         if slots is None:
-            slots = self._slots[channel] = _Slots(self._arena)
+            slots = self._slots[channel] = Slots(self._arena)
         slot, retired = slots.take(num_bytes)
-        slot.view(tensor).copy_(tensor.detach())
-        slot.marks[slot.mark_at] = _SENT
-        slot.number += 1
+        slot.fill(tensor)
         place = (slot.offset, len(slot.piece), slot.mark_place, retired)
-        self._writer.write(_HEADER.pack(_MESSAGE, self.epoch, num_bytes, *place, time.monotonic()))
+        self._write(_MESSAGE, num_bytes, place, lane)
         return Sent(self, slot)
+
+    def _write(
+        self,
+        kind: int,
+        number: int = 0,
+        place: tuple[int, int, int, int] = (0, 0, 0, 0),
+        lane: int = STEPS,
+        text: bytes = b"",
+    ) -> None:
+        header = _HEADER.pack(kind, lane, self.epoch, number, *place, time.monotonic())
+        self._writer.write(header + text)
 
     def wait_until_taken(self, sent: Sent) -> None:
         """See `Sent.wait`. The receiver sends nothing when it takes a message, so this one looks."""
@@ -278,38 +246,47 @@ class Connection:
 
     # -- In --
 
-    def expect(self, tensor: torch.Tensor, how: str = COPIED) -> "Arrival":
+    def expect(self, tensor: torch.Tensor, how: str = COPIED, lane: int = STEPS) -> "Arrival":
         """Notes that the next message not yet spoken for will become `tensor`; see `Arrival`."""
-        arrival = Arrival(self, tensor, how)
-        arrival.is_given_up = self.epoch == self._failed_epoch
+        arrival = Arrival(self, tensor, how, lane)
+        arrival.is_given_up = lane == STEPS and self.epoch == self._failed_epoch
         if not arrival.is_given_up:
-            self._expected.append(arrival)
+            self._expected[lane].append(arrival)
         return arrival
 
     def complete(self, arrival: "Arrival") -> None:
         """Takes messages, in the order in which they were asked for, up to that of `arrival`."""
         if arrival.is_given_up:
             raise ConnectionError("this message belongs to a step that has failed")
+        if arrival.lane != STEPS:
+            return self._take_of_lane(arrival)
         try:
             self._take_up_to(arrival)
         except BaseException:
             # What comes later for those before it must not be taken for what is asked for next.
             self._failed_epoch = arrival.epoch
-            for older in self._expected:
-                older.is_given_up = older.epoch <= arrival.epoch
-            self._expected = deque(a for a in self._expected if not a.is_given_up)
+            self._give_up(0, arrival.epoch)
             raise
 
     def _take_up_to(self, arrival: "Arrival") -> None:
+        expected, messages = self._expected[STEPS], self._incoming.messages[STEPS]
         while not arrival.is_done:
-            first = self._expected[0]
+            first = expected[0]
             self._incoming.drop_before(first.epoch)
-            while not self._incoming.messages:
+            while not messages:
                 self._read_more(first.epoch)
                 self._incoming.drop_before(first.epoch)
-            self._check_epoch(first.epoch, self._incoming.messages[0].epoch)
-            first.take(self._incoming)
-            self._expected.popleft()
+            self._check_epoch(first.epoch, messages[0].epoch)
+            first.take(messages.popleft(), self._incoming)
+            expected.popleft()
+
+    def _take_of_lane(self, arrival: "Arrival") -> None:
+        # A wait that fails gives nothing up: it may be made again in a later step.
+        expected, messages = self._expected[arrival.lane], self._incoming.messages[arrival.lane]
+        while not arrival.is_done:
+            while not messages:
+                self._read_more(self.epoch)
+            expected.popleft().take(messages.popleft(), self._incoming)
 
     def _read_more(self, epoch: int) -> None:
         self._incoming.check(epoch)
@@ -347,11 +324,11 @@ class Arrival:
       the slot itself, valid until `release`.
     """
 
-    def __init__(self, connection: Connection, tensor: torch.Tensor, how: str):
+    def __init__(self, connection: Connection, tensor: torch.Tensor, how: str, lane: int):
         self._connection, self.tensor, self._how = connection, tensor, how
-        self.epoch = connection.epoch
+        self.epoch, self.lane = connection.epoch, lane
         self.is_done, self.is_given_up, self.sent_at = False, False, None
-        self._slot: _TheirSlot | None = None
+        self._slot: TheirSlot | None = None
 
     def wait(self) -> bool:
         """Raises ConnectionError if the sender has gone, gave up, or does not come in time."""
@@ -359,9 +336,8 @@ class Arrival:
             self._connection.complete(self)
         return True
 
-    def take(self, incoming: "_Incoming") -> None:
-        """Takes the oldest message. Raises ConnectionError if it has another size."""
-        message = incoming.messages.popleft()
+    def take(self, message: "_Header", incoming: "_Incoming") -> None:
+        """Takes this message. Raises ConnectionError if it has another size."""
         slot, tensor = incoming.slot_of(message), self.tensor
         wanted = tensor.numel() * tensor.element_size()
         if message.num_bytes != wanted:
@@ -387,9 +363,10 @@ class Arrival:
 
 
 class _Header(NamedTuple):
-    """A message that was announced and not yet taken; or the reason why an epoch was abandoned."""
+    """A message that was announced and not yet taken; or news of the peer's steps."""
 
     kind: int
+    lane: int
     epoch: int
     num_bytes: int
     offset: int
@@ -399,53 +376,20 @@ class _Header(NamedTuple):
     sent_at: float
 
 
-class _TheirSlot:
-    """A slot of the peer's, mapped here. `lent` has, by its page of marks, each slot that is lent."""
-
-    def __init__(self, piece: Piece, marks: Piece, mark_place: int, lent: dict[int, weakref.ref]):
-        self.piece, self._marks, self._lent = piece, marks, lent
-        self._page, self._mark_at = divmod(mark_place, PAGE_BYTES)
-        self.shaped: torch.Tensor | None = None
-
-    view = _Slot.view
-
-    def free(self) -> None:
-        """The sender may use the slot again."""
-        self._marks[self._mark_at] = _FREE
-
-    def may_be_lent(self) -> bool:
-        """One slot per channel may: a page of marks belongs to one channel."""
-        return self._page not in self._lent
-
-    def lend(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """The slot as a tensor that owns it: the slot is free once nobody has the tensor any more."""
-        memory, lent, page = memoryview(self.piece)[:num_bytes], self._lent, self._page
-
-        def give_back(_: weakref.ref) -> None:
-            lent.pop(page, None)
-            self.free()
-
-        self._marks[self._mark_at] = _LENT
-        lent[page] = weakref.ref(memory, give_back)  # the tensor's storage keeps `memory` alive
-        return torch.frombuffer(memory, dtype=dtype)
-
-
 class _Incoming:
     """What the peer has announced, and the pieces of its memory that are mapped here."""
 
     def __init__(self, connection: socket.socket, descriptor: int):
-        self._socket, self._descriptor = connection, descriptor
+        self._socket, self._slots = connection, TheirSlots(descriptor)
         self._unread = b""
-        self._slots: dict[int, _TheirSlot] = {}
-        self._lent: dict[int, weakref.ref] = {}
-        self._marks: dict[int, Piece] = {}
-        self.messages: deque[_Header] = deque()
+        self.messages: defaultdict[int, deque[_Header]] = defaultdict(deque)
         self.num_dropped = 0
         # The last epoch that the peer has abandoned, and why.
         self._abandoned: tuple[int, str] = (-1, "")
         # The last epoch that it has begun after one that it had abandoned.
         self._begun = -1
-        weakref.finalize(self, os.close, descriptor)
+        # Epochs, and the numbers that it has told in them.
+        self.counts: deque[tuple[int, int]] = deque()
 
     def read(self, wait: bool) -> bool:
         """Reads headers; at least one byte, if `wait`. Returns whether it has read anything.
@@ -464,17 +408,19 @@ class _Incoming:
         while len(self._unread) >= _HEADER.size:
             header = _Header._make(_HEADER.unpack_from(self._unread))
             if header.kind == _MESSAGE:
-                self._slots.pop(header.retired, None)
-                self.messages.append(header)
-                self._unread = self._unread[_HEADER.size :]
+                self._slots.forget(header.retired)
+                self.messages[header.lane].append(header)
             elif header.kind == _BEGUN:
-                self._begun, self._unread = header.epoch, self._unread[_HEADER.size :]
+                self._begun = header.epoch
+            elif header.kind == _COUNT:
+                self.counts.append((header.epoch, header.num_bytes))
             elif len(self._unread) < _HEADER.size + header.num_bytes:
                 break  # the reason has not come whole
             else:
-                text, rest = self._unread[_HEADER.size :], _HEADER.size + header.num_bytes
-                reason = text[: header.num_bytes].decode(errors="replace")
-                self._abandoned, self._unread = (header.epoch, reason), self._unread[rest:]
+                text = self._unread[_HEADER.size :][: header.num_bytes]
+                self._abandoned = (header.epoch, text.decode(errors="replace"))
+                self._unread = self._unread[header.num_bytes :]
+            self._unread = self._unread[_HEADER.size :]
         return True
 
     def check(self, epoch: int) -> None:
@@ -487,30 +433,16 @@ class _Incoming:
 
     def drop_before(self, epoch: int) -> None:
         """Gives back, unread, what is of earlier epochs. A peer's epochs come in order."""
-        while self.messages and self.messages[0].epoch < epoch:
+        messages = self.messages[STEPS]
+        while messages and messages[0].epoch < epoch:
             self.num_dropped += 1
-            self.slot_of(self.messages.popleft()).free()
+            self.slot_of(messages.popleft()).free()
 
-    # -- The peer's memory --
+    def drop_counts_before(self, epoch: int) -> None:
+        """Forgets the numbers of earlier epochs, in which nobody has asked for them."""
+        while self.counts and self.counts[0][0] < epoch:
+            self.counts.popleft()
 
-    def slot_of(self, header: _Header) -> _TheirSlot:
+    def slot_of(self, header: _Header) -> TheirSlot:
         """The slot that the message lies in."""
-        slot = self._slots.get(header.offset)
-        if slot is None:
-            page = header.mark_place - header.mark_place % PAGE_BYTES
-            if page not in self._marks:
-                self._marks[page] = map_piece(self._descriptor, page, PAGE_BYTES)
-            piece = map_piece(self._descriptor, header.offset, header.slot_bytes)
-            slot = _TheirSlot(piece, self._marks[page], header.mark_place, self._lent)
-            self._slots[header.offset] = slot
-        return slot
-
-
-def _view(piece: Piece, like: torch.Tensor) -> torch.Tensor:
-    num_bytes = like.numel() * like.element_size()
-    # The view is used for later messages too, so it must not be one of `torch.inference_mode`.
-    with torch.inference_mode(False):
-        if num_bytes == 0:
-            return torch.empty(like.shape, dtype=like.dtype)
-        flat = torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes)
-        return flat.view(like.dtype).view(like.shape)
+        return self._slots.get(header.offset, header.slot_bytes, header.mark_place)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from minimegatron.core.local_channels import (
     IN_PLACE,
+    STEPS,
     Arrival,
     Connection,
     Sent,
@@ -43,6 +44,7 @@ _COMBINE: dict[dist.ReduceOp, Callable] = {
     dist.ReduceOp.PRODUCT: torch.mul,
 }
 _meshes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_num_lanes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def get_mesh(group: dist.ProcessGroup, tensor: torch.Tensor) -> "LocalMesh | None":
@@ -51,13 +53,28 @@ def get_mesh(group: dist.ProcessGroup, tensor: torch.Tensor) -> "LocalMesh | Non
     The answer must be the same on every rank, so it depends on what all know: the group, and the
     size of a tensor that is as large on each. The first call for a group is collective.
     """
-    num_bytes = tensor.numel() * tensor.element_size()
-    if not tensor.is_cpu or not 0 < num_bytes <= MAX_BYTES:
+    if not tensor.is_cpu:
         return None
-    mesh = _mesh_of(group)
-    if mesh is not None:
-        mesh.set_timeout(get_timeout(group))
-    return mesh
+    num_bytes = tensor.numel() * tensor.element_size()
+    is_small = 0 < num_bytes <= MAX_BYTES
+    mesh = _mesh_of(group) if is_small else _meshes.get(group)
+    if mesh is None:
+        return None
+    mesh.set_timeout(get_timeout(group))
+    if not is_small:
+        mesh.check_before_gloo()
+    return mesh if is_small else None
+
+
+def new_lane(group: dist.ProcessGroup) -> int:
+    """A lane over `group` for collectives that belong to no step; see `local_channels`.
+
+    Every rank of the group must ask for its lanes in one order. A stand-in for a group has none.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        return STEPS
+    _num_lanes[group] = _num_lanes.get(group, STEPS) + 1
+    return _num_lanes[group]
 
 
 def has_mesh(group: dist.ProcessGroup) -> bool:
@@ -109,6 +126,9 @@ class LocalMesh:
     def __init__(self, rank: int, connections: dict[int, Connection]):
         self._rank, self._peers, self._to = rank, sorted(connections), connections
         self._broadcasts: deque[list[Sent]] = deque()
+        # Of this group's collectives, how many gloo has carried since the mesh is there; the epochs
+        # in which the peers were told, and had told the same.
+        self._num_over_gloo, self._told_epoch, self._checked_epoch = 0, -1, -1
 
     def set_timeout(self, seconds: float) -> None:
         """From now on, no collective waits longer."""
@@ -120,6 +140,8 @@ class LocalMesh:
         self.set_timeout(timeout)
         for connection in self._to.values():
             connection.begin_step()
+        if self._num_over_gloo > 0:
+            self._tell_count()
 
     def end_step(self) -> None:
         """See `local_collectives.end_step`."""
@@ -138,11 +160,14 @@ class LocalMesh:
             self._to[peer].send(tensor)
         return Exchange(self._parts(tensor), functools.partial(_combine, tensor, op))
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> "Exchange":
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, lane: int = STEPS
+    ) -> "Exchange":
         """See `collectives.all_gather`."""
         for peer in self._peers:
-            self._to[peer].send(input)
-        return Exchange(self._parts(input), functools.partial(_concatenate, output))
+            self._to[peer].send(input, None if lane == STEPS else "lanes", lane)
+        parts = self._parts(input, lane)
+        return Exchange(parts, functools.partial(_concatenate, output), lane != STEPS)
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, op: dist.ReduceOp
@@ -164,31 +189,78 @@ class LocalMesh:
         else:
             self._to[source].expect(tensor).wait()
 
-    def _parts(self, own: torch.Tensor) -> list[torch.Tensor | Arrival]:
+    # -- Before what gloo carries --
+
+    def check_before_gloo(self) -> None:
+        """Raises ConnectionError if a failed step has left the ranks at different collectives of gloo.
+
+        gloo pairs the n-th collective of one rank with the n-th of another. So once in each step, and
+        once between two, every rank compares its n with that of all others.
+        """
+        if self._checked_epoch != self._epoch():
+            self._tell_count()
+            for peer in self._peers:
+                count = self._to[peer].read_count()
+                if count != self._num_over_gloo:
+                    raise ConnectionError(
+                        f"rank {peer} of the group has begun {count} collectives over gloo, and this "
+                        f"rank {self._num_over_gloo}: a step that failed has left them apart, and "
+                        "gloo would pair the wrong ones; call destroy_model_parallel and "
+                        "initialize_model_parallel"
+                    )
+            self._checked_epoch = self._epoch()
+        self._num_over_gloo += 1
+
+    def _tell_count(self) -> None:
+        if self._told_epoch != self._epoch():
+            self._told_epoch = self._epoch()
+            for peer in self._peers:
+                self._to[peer].tell_count(self._num_over_gloo)
+
+    def _epoch(self) -> int:
+        return self._to[self._peers[0]].epoch
+
+    def _parts(self, own: torch.Tensor, lane: int = STEPS) -> list[torch.Tensor | Arrival]:
         """By rank: this rank's part, and what the others' will become."""
-        parts: list = [self._to[peer].expect(own, IN_PLACE) for peer in self._peers]
+        parts: list = [self._to[peer].expect(own, IN_PLACE, lane) for peer in self._peers]
         parts.insert(self._rank, own)
         return parts
 
 
 class Exchange:
-    """The handle of a collective under way; `wait` combines the parts of all ranks."""
+    """The handle of a collective under way; `wait` combines the parts of all ranks.
 
-    def __init__(self, parts: list[torch.Tensor | Arrival], finish: Callable):
-        self._parts, self._finish = parts, finish
+    If `wait` raises, it may be called again later where `may_be_repeated`; elsewhere nothing will come.
+    """
+
+    def __init__(
+        self,
+        parts: list[torch.Tensor | Arrival],
+        finish: Callable,
+        may_be_repeated: bool = False,
+    ):
+        self._parts, self._finish, self._may_be_repeated = parts, finish, may_be_repeated
 
     def wait(self) -> bool:
-        parts, self._parts = self._parts, []
-        if parts:
-            arrivals = [part for part in parts if isinstance(part, Arrival)]
-            try:
-                for arrival in arrivals:
-                    arrival.wait()
-                self._finish([p.tensor if isinstance(p, Arrival) else p for p in parts])
-            finally:
-                for arrival in arrivals:
-                    arrival.release()
+        try:
+            for arrival in self._arrivals():
+                arrival.wait()
+            if self._parts:
+                self._finish([p.tensor if isinstance(p, Arrival) else p for p in self._parts])
+        except BaseException:
+            if not self._may_be_repeated:
+                self._release()
+            raise
+        self._release()
         return True
+
+    def _arrivals(self) -> list[Arrival]:
+        return [part for part in self._parts if isinstance(part, Arrival)]
+
+    def _release(self) -> None:
+        for arrival in self._arrivals():
+            arrival.release()
+        self._parts = []
 
 
 def _combine(target: torch.Tensor, op: dist.ReduceOp, parts: list[torch.Tensor]) -> None:

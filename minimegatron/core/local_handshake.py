@@ -32,6 +32,8 @@ _HELLO = struct.Struct(f"=I{_SECRET_BYTES}s")  # the caller's rank, the called r
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _WELCOME = b"\1"
 _MAX_CALLS = 128
+_MAX_SILENT = 64
+_SECONDS_TO_NEXT_CALL = 0.01
 
 
 class Met(NamedTuple):
@@ -72,10 +74,26 @@ def meet(
             return None
         # First everybody calls, then everybody listens, and last everybody reads the answers: so
         # nobody waits for a rank that waits for somebody else.
-        called = {r: _call(everyone[r], r, group.rank(), descriptor, deadline) for r in callees}
-        came = _listen(listener, secret, callers, descriptor, deadline)
-        answered = {r: Met(call, _read_answer(call, r, deadline)) for r, call in called.items()}
+        with contextlib.ExitStack() as if_it_fails:
+            called = {}
+            for rank in callees:
+                called[rank] = _call(everyone[rank], rank, group.rank(), descriptor, deadline)
+                if_it_fails.callback(called[rank].close)
+            came: dict[int, Met] = {}
+            if_it_fails.callback(_close_all, came)
+            _listen(listener, secret, callers, descriptor, deadline, came)
+            answered: dict[int, Met] = {}
+            if_it_fails.callback(_close_all, answered)
+            for rank, call in called.items():
+                answered[rank] = Met(call, _read_answer(call, rank, deadline))
+            if_it_fails.pop_all()
     return answered, came
+
+
+def _close_all(met: dict[int, Met]) -> None:
+    for connection, descriptor in met.values():
+        connection.close()
+        os.close(descriptor)
 
 
 def _host() -> tuple:
@@ -95,7 +113,7 @@ def _call(
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_left(deadline))
     try:
-        connection.connect(address.name)
+        _connect(connection, address.name, deadline)
         if (user := _peer(connection)[1]) != os.geteuid():
             raise ConnectionError(f"its address belongs to user {user}")
         socket.send_fds(connection, [_HELLO.pack(my_rank, address.secret)], [descriptor])
@@ -103,6 +121,16 @@ def _call(
         connection.close()
         raise ConnectionError(f"rank {rank} of the group cannot be called: {error}") from error
     return connection
+
+
+def _connect(connection: socket.socket, name: str, deadline: float) -> None:
+    while True:
+        try:
+            return connection.connect(name)
+        except BlockingIOError:  # as many calls as the other rank takes wait already
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_SECONDS_TO_NEXT_CALL)
 
 
 def _read_answer(connection: socket.socket, rank: int, deadline: float) -> int:
@@ -119,11 +147,15 @@ def _read_answer(connection: socket.socket, rank: int, deadline: float) -> int:
 
 
 def _listen(
-    listener: socket.socket, secret: bytes, callers: list[int], descriptor: int, deadline: float
-) -> dict[int, Met]:
-    """Accepts calls until all `callers` have come. A stranger that says nothing delays nobody."""
+    listener: socket.socket,
+    secret: bytes,
+    callers: list[int],
+    descriptor: int,
+    deadline: float,
+    came: dict[int, Met],
+) -> None:
+    """Accepts calls until all `callers` are in `came`. A stranger that says nothing delays nobody."""
     listener.settimeout(0)
-    came: dict[int, Met] = {}
     silent: list[socket.socket] = []
     try:
         while missing := set(callers) - set(came):
@@ -134,7 +166,11 @@ def _listen(
                 if source is listener:
                     with contextlib.suppress(BlockingIOError):
                         silent.append(listener.accept()[0])
+                    if len(silent) > _MAX_SILENT:  # of ranks none is silent for long
+                        _turn_away(silent.pop(0))
                     continue
+                if source not in silent:
+                    continue  # turned away, a moment ago
                 silent.remove(source)
                 rank, met = _check_caller(source, secret, missing)
                 if met is not None:
@@ -142,8 +178,7 @@ def _listen(
                     came[rank] = met
     finally:
         for connection in silent:
-            connection.close()
-    return came
+            _turn_away(connection)
 
 
 def _readable(connections: list[socket.socket], seconds: float) -> list[socket.socket]:
@@ -159,24 +194,29 @@ def _check_caller(
     connection: socket.socket, secret: bytes, expected: set[int]
 ) -> tuple[int, Met | None]:
     """The caller's rank and connection; no connection for a stranger, who is sent away by name."""
-    process, user, _ = _peer(connection)
     descriptors: list[int] = []
     rank, told = -1, b""
     with contextlib.suppress(OSError, struct.error):
         hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_DONTWAIT)
         rank, told = _HELLO.unpack(hello)
+    user = _peer(connection)[1]
     is_ours = user == os.geteuid() and hmac.compare_digest(told, secret) and len(descriptors) == 1
     if is_ours and rank in expected:
         return rank, Met(connection, descriptors[0])
     for descriptor in descriptors:
         os.close(descriptor)
+    _turn_away(connection)
+    return rank, None
+
+
+def _turn_away(connection: socket.socket) -> None:
+    process, user, _ = _peer(connection)
     connection.close()
     warnings.warn(
         f"process {process} ({_program(process)}) of user {user} called this rank "
         f"(process {os.getpid()}) as if it were a rank of the job, and was turned away",
         stacklevel=2,
     )
-    return rank, None
 
 
 def _peer(connection: socket.socket) -> tuple[int, int, int]:

@@ -37,14 +37,14 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "messages-of-a-failed-step",
         "core/local_channels.py",
-        "        while self.messages and self.messages[0].epoch < epoch:\n",
+        "        while messages and messages[0].epoch < epoch:\n",
         "        while False:\n",
         "What a failed step left unread is taken for a message of the next step.",
     ),
     Fault(
         "failure-kept-secret",
         "core/local_channels.py",
-        "            self._writer.write(header + text)\n",
+        "            self._write(_ABANDONED, len(text), text=text)\n",
         "            pass\n",
         "A rank that fails tells nobody; those that wait for it wait until the time-out.",
     ),
@@ -57,7 +57,7 @@ FAULTS_AROUND_A_STEP = (
     ),
     Fault(
         "every-message-lent",
-        "core/local_channels.py",
+        "core/local_slots.py",
         "return self._page not in self._lent",
         "return True",
         "What a stage keeps for its backward stays in shared memory, which grows with the stages.",

@@ -1,7 +1,9 @@
 """What shared memory between ranks promises: it never blocks, never grows, and serves ranks alone."""
 
+import contextlib
 import os
 import re
+import resource
 import socket
 import threading
 import time
@@ -397,6 +399,45 @@ def test_an_address_of_another_user_is_not_called(monkeypatch):
         monkeypatch.setattr(local_handshake, "_peer", lambda connection: (1, os.geteuid() + 1, 0))
         with pytest.raises(ConnectionError, match="belongs to user"):
             local_handshake._call(address, 1, 0, 0, time.monotonic() + 5)
+
+
+def meet_among_many() -> tuple[int, int]:
+    """More silent callers than a rank keeps, more than its socket lets wait, and a limit of files."""
+    known, strangers = listening_addresses(), []
+    gather = dist.all_gather_object
+
+    def gather_slowly(*arguments, **options):
+        gather(*arguments, **options)
+        if dist.get_rank() == 1:
+            for name in listening_addresses() - known:
+                for _ in range(local_handshake._MAX_CALLS + 20):
+                    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                    stranger.settimeout(0)
+                    with contextlib.suppress(BlockingIOError):
+                        stranger.connect("\0" + name)
+                    strangers.append(stranger)
+        dist.barrier()
+
+    dist.all_gather_object = gather_slowly
+    num_files = len(os.listdir("/proc/self/fd"))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if dist.get_rank() == 0:
+        limit = num_files + local_handshake._MAX_SILENT + 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        rank = dist.get_rank()
+        called, came = connect(dist.group.WORLD, callees=[0][:rank], callers=[1][: 1 - rank])
+    dist.all_gather_object = gather
+    dist.barrier()
+    return len(called | came), sum("turned away" in str(warning.message) for warning in warned)
+
+
+def test_silent_strangers_are_named_and_take_no_more_files_than_there_are():
+    """Was: closed without a word; a thousand of them ended in "Too many open files"."""
+    (connections, num_named), (others, _) = run_ranks(meet_among_many, 2)
+    assert (connections, others) == (1, 1)
+    assert num_named >= local_handshake._MAX_CALLS
 
 
 def secrets_of_a_job() -> bool:

@@ -101,6 +101,40 @@ def test_large_tensors_are_left_to_gloo():
     assert run_ranks(large_and_small, 2) == [(True, False)] * 2
 
 
+def steps_with_large_tensors() -> str:
+    """Two good steps; one that fails on rank 1 before its large collective; and one after that."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    large = torch.ones(MAX_BYTES)
+    for _ in range(2):
+        collectives.begin_step([group])
+        collectives.all_reduce(torch.ones(3), group)
+        collectives.all_reduce(large, group)
+        collectives.end_step([group])
+        collectives.all_reduce(torch.ones(MAX_BYTES), group)
+    assert large.eq(4).all()
+    collectives.begin_step([group])
+    if rank == 0:
+        collectives.all_reduce(torch.ones(MAX_BYTES), group, async_op=True)
+        collectives.end_step([group])
+    else:
+        collectives.abandon([group], "planted")
+    collectives.begin_step([group])
+    small = torch.ones(3)
+    collectives.all_reduce(small, group)
+    assert small.eq(2).all()
+    with pytest.raises(ConnectionError) as error:
+        collectives.all_reduce(large, group)
+    return str(error.value)
+
+
+def test_large_tensors_after_a_failed_step_are_not_paired_with_its_own():
+    """Was: gloo summed the failed step's tensor on one rank with the next step's on the other."""
+    first, second = run_ranks(steps_with_large_tensors, 2)
+    assert "rank 1 of the group has begun 4 collectives over gloo, and this rank 5" in first
+    assert "rank 0 of the group has begun 5 collectives over gloo, and this rank 4" in second
+    assert "initialize_model_parallel" in first
+
+
 def sizes_differ() -> bool:
     with pytest.raises(ConnectionError, match="bytes came where"):
         collectives.all_reduce(torch.ones(3 + dist.get_rank()), dist.group.WORLD)

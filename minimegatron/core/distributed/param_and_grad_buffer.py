@@ -25,7 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.collectives import ReduceOp, all_gather, all_reduce, reduce_scatter
+from minimegatron.core.collectives import (
+    ReduceOp,
+    all_gather,
+    all_reduce,
+    new_lane,
+    reduce_scatter,
+)
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
@@ -182,6 +188,8 @@ class _ParamAndGradBucketGroup:
         self.is_requested = False
         # True from the optimizer's update of the local shards until their gathering is launched.
         self.params_are_stale = False
+        # The gathering belongs to the update, not to the step in which it happens to be launched.
+        self._lane = new_lane(data_parallel_group)
 
     # -- Gradients --
 
@@ -321,7 +329,7 @@ class _ParamAndGradBucketGroup:
     def _gather(self, bucket: _ParamAndGradBucket) -> Any:
         group = self.data_parallel_group
         shard = shard_buffer(bucket.param_data, group)
-        return all_gather(bucket.param_data, shard, group, async_op=True)
+        return all_gather(bucket.param_data, shard, group, async_op=True, lane=self._lane)
 
     def finish_param_sync(self) -> None:
         """Makes this group's parameters usable; launches the group that forward needs next."""

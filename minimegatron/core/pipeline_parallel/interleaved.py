@@ -21,13 +21,13 @@ from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
 from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_plan
-from minimegatron.core.pipeline_parallel.step_frame import StepFrame
-from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes, schedule
+from minimegatron.core.pipeline_parallel.step_frame import StepFrame, framed_schedule
+from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config
 
 
-@schedule
+@framed_schedule
 def forward_backward_pipelining_with_interleaving(
     *,
     forward_step_func: Callable,

@@ -31,7 +31,7 @@ from minimegatron.core.pipeline_parallel.schedule_table import (
     get_num_warmup_microbatches,
     get_schedule_table,
 )
-from minimegatron.core.pipeline_parallel.step_frame import StepFrame
+from minimegatron.core.pipeline_parallel.step_frame import StepFrame, framed_schedule
 from minimegatron.core.pipeline_parallel.steps import (
     backward_step,
     check_first_val_step,
@@ -47,7 +47,6 @@ from minimegatron.core.pipeline_parallel.utils import (
     get_tensor_shapes,
     is_pp_first_stage,
     is_pp_last_stage,
-    schedule,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config
@@ -141,7 +140,7 @@ def get_pp_rank_microbatches(
     )
 
 
-@schedule
+@framed_schedule
 def forward_backward_no_pipelining(
     *,
     forward_step_func: Callable,
@@ -183,7 +182,7 @@ def forward_backward_no_pipelining(
     return frame.forward_data_store
 
 
-@schedule
+@framed_schedule
 def forward_backward_pipelining_without_interleaving(
     *,
     forward_step_func: Callable,

@@ -21,14 +21,17 @@ In the order of one step:
 A forward-only step launches and finalizes no gradients; everything else is the same.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.local_transport import fail_messages
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk, NoFrame
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.send_limits import (
@@ -38,15 +41,17 @@ from minimegatron.core.pipeline_parallel.send_limits import (
 )
 from minimegatron.core.pipeline_parallel.utils import (
     GradSync,
-    StepCount,
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
     finish_step,
-    groups_of_a_step,
     of_chunk,
-    reason_of,
+    schedule,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+
+GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
+"""What collectives inside a step run over; one order on all ranks."""
+GROUPS_OF_AN_EVALUATION = ("tp", "cp", "pp")
 
 
 class StepFrame(NoFrame):
@@ -61,6 +66,9 @@ class StepFrame(NoFrame):
             parameters will be needed next. None for one chunk.
         sends: see `P2PCommunicator.begin_step`; None for what one chunk per stage needs.
     """
+
+    num_begun = 0
+    """How many steps this process has begun, over all its models."""
 
     def __init__(
         self,
@@ -114,8 +122,8 @@ class StepFrame(NoFrame):
     # -- The step begins --
 
     def __enter__(self) -> "StepFrame":
-        StepCount.num_begun += 1
-        self._groups = groups_of_a_step(self.pg_collection, self.forward_only)
+        StepFrame.num_begun += 1
+        self._groups = _groups_of_a_step(self.pg_collection, self.forward_only)
         try:
             collectives.begin_step(self._groups)
             if self._knows_steps:
@@ -211,7 +219,7 @@ class StepFrame(NoFrame):
         collectives.end_step(self._groups)
 
     def _give_up(self, error: BaseException) -> None:
-        reason = reason_of(error)
+        reason = _reason_of(error)
         if self._knows_steps:
             self.p2p.abandon(reason)
         collectives.abandon(self._groups, reason)
@@ -251,3 +259,65 @@ class ParamSync:
     def _gather(self, models: list[torch.nn.Module], chunk_id: int) -> None:
         if self._functions is not None:
             of_chunk(self._functions, chunk_id)(models[chunk_id].parameters())
+
+
+# -- A step that fails before it has begun --
+
+
+def framed_schedule(function: Callable, name: str | None = None) -> Callable:
+    """`schedule`, for a function whose step has a `StepFrame`: a failure before it is one of the step.
+
+    A schedule that somebody writes from the communicator's calls alone has no frame, numbers no steps,
+    and is marked with `schedule`.
+    """
+
+    @functools.wraps(function)
+    def run(**arguments: Any) -> list:
+        num_begun = StepFrame.num_begun
+        try:
+            return function(**arguments)
+        except Exception as error:
+            if StepFrame.num_begun == num_begun:
+                _fail_before_begun(arguments, error)
+            raise
+
+    return schedule(run, name)
+
+
+def _fail_before_begun(arguments: dict[str, Any], error: Exception) -> None:
+    """Begins the step here and fails it, because other ranks have begun it.
+
+    In the order of a step that does begin, because a group's first step connects its ranks.
+    """
+    with suppress(Exception):  # the first error is the one to be seen
+        pg_collection = arguments.get("pg_collection")
+        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        groups = _groups_of_a_step(pg_collection, arguments.get("forward_only", False))
+        if pg_collection.pp in groups:
+            fail_messages(pg_collection.pp, _reason_of(error))
+        collectives.begin_step(groups)
+        collectives.abandon(groups, _reason_of(error))
+
+
+def _reason_of(error: BaseException) -> str:
+    """The line that other ranks are told about an error here."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the error's own text cannot be made
+        return type(error).__name__
+
+
+def _groups_of_a_step(
+    pg_collection: ProcessGroupCollection, forward_only: bool
+) -> list[dist.ProcessGroup]:
+    """The groups over which ranks may wait for each other in a step, each once.
+
+    Copies of the model may evaluate a different number of times.
+    """
+    names = GROUPS_OF_AN_EVALUATION if forward_only else GROUPS_OF_A_STEP
+    found = [vars(pg_collection).get(name) for name in names]
+    real = [g for g in found if isinstance(g, dist.ProcessGroup) and g.size() > 1]
+    if not forward_only:  # a hook may reduce over any group
+        others = [g for g in vars(pg_collection).values() if isinstance(g, dist.ProcessGroup)]
+        real += [group for group in others if collectives.has_mesh(group)]
+    return list(dict.fromkeys(real))

@@ -13,19 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.local_transport import fail_messages
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config
-
-GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
-"""What collectives inside a step run over; one order on all ranks."""
-GROUPS_OF_AN_EVALUATION = ("tp", "cp", "pp")
 
 
 def is_pp_first_stage(pp_group: dist.ProcessGroup) -> bool:
@@ -127,61 +121,10 @@ def schedule(function: Callable, name: str | None = None) -> Callable:
     def run(**arguments: Any) -> list:
         model = arguments["model"]
         first = model[0] if isinstance(model, list) else model
-        num_begun = StepCount.num_begun
         with observed_by(get_model_config(first).timers):
-            try:
-                return link(**arguments)
-            except Exception as error:
-                if StepCount.num_begun == num_begun and _has_frame(function):
-                    _fail_before_begun(arguments, error)
-                raise
+            return link(**arguments)
 
     return run
-
-
-class StepCount:
-    """How many steps this process has begun, over all its models."""
-
-    num_begun = 0
-
-
-def reason_of(error: BaseException) -> str:
-    """The line that other ranks are told about an error here."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the error's own text cannot be made
-        return type(error).__name__
-
-
-def _fail_before_begun(arguments: dict[str, Any], error: Exception) -> None:
-    """A step that fails here before it has begun: it begins and fails, for others have begun it.
-
-    In the order of a step that does begin, because a group's first step connects its ranks.
-    """
-    with contextlib.suppress(Exception):  # the first error is the one to be seen
-        pg_collection = arguments.get("pg_collection")
-        pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        groups = groups_of_a_step(pg_collection, arguments.get("forward_only", False))
-        if pg_collection.pp in groups:
-            fail_messages(pg_collection.pp, reason_of(error))
-        collectives.begin_step(groups)
-        collectives.abandon(groups, reason_of(error))
-
-
-def groups_of_a_step(
-    pg_collection: ProcessGroupCollection, forward_only: bool
-) -> list[dist.ProcessGroup]:
-    """The groups over which ranks may wait for each other in a step, each once.
-
-    Copies of the model may evaluate a different number of times.
-    """
-    names = GROUPS_OF_AN_EVALUATION if forward_only else GROUPS_OF_A_STEP
-    found = [vars(pg_collection).get(name) for name in names]
-    real = [g for g in found if isinstance(g, dist.ProcessGroup) and g.size() > 1]
-    if not forward_only:  # a hook may reduce over any group
-        others = [g for g in vars(pg_collection).values() if isinstance(g, dist.ProcessGroup)]
-        real += [group for group in others if collectives.has_mesh(group)]
-    return list(dict.fromkeys(real))
 
 
 def finish_step(
@@ -240,8 +183,3 @@ def finish_embedding_wgrad_compute(
             embedding_module.output_layer.weight if weight is None else weight,
             tp_group,
         )
-
-
-def _has_frame(function: Callable) -> bool:
-    # A schedule that somebody writes from the nine calls alone numbers no steps.
-    return function.__module__.startswith(("minimegatron.core.", "minimegatron.execution"))

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from minimegatron.core.tensor_parallel.mappings import _gather_along_first_dim
 
@@ -139,10 +140,11 @@ class WeightGradStore:
     ) -> bool:
         """In backward: keeps X, [s, b, h] or [s/t, b, h], and dY, [s, b, n], of one product.
 
-        False if `limit` pairs are there already, or the weight has a hook (`register_hook`) that
-        changes gradients on their way: then the caller computes dW itself.
+        False if `limit` pairs are there already, or autograd would not simply add dW to the weight's
+        gradient: then the caller computes dW itself.
         """
-        if 0 < self.limit <= len(self.grad_outputs) or weight._backward_hooks:
+        is_full = 0 < self.limit <= len(self.grad_outputs)
+        if is_full or not _is_simply_added(weight):
             return False
         graph = torch._C._current_graph_task_id()
         one_pass = graph if _Running.now is None else _Running.now
@@ -208,6 +210,21 @@ class WeightGradStore:
             grad = weight_gradient(grad_output, input_).to(dtype)  # autocast multiplies in another
             total = grad if total is None else total.add_(grad)
         return total
+
+
+def _is_simply_added(weight: torch.nn.Parameter) -> bool:
+    """In backward: whether autograd does with this weight's gradient what `_accumulate` does.
+
+    Not for a weight that was computed from others, or has a hook (`register_hook`) that may change
+    gradients on their way; nor in `torch.autograd.grad`, whose caller gets them, or where a backward
+    was asked for other weights' gradients.
+    """
+    if not weight.is_leaf or weight._backward_hooks:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+    except RuntimeError:  # what it says, of a leaf, in torch.autograd.grad
+        return False
 
 
 @torch.no_grad()

@@ -138,6 +138,28 @@ def test_a_weight_whose_gradient_a_hook_changes_gets_it_in_backward():
     assert all(torch.equal(grad, gradients[1][name]) for name, grad in gradients[0].items())
 
 
+def test_a_gradient_that_somebody_asks_for_is_handed_out_in_backward():
+    """Was: `torch.autograd.grad` left it in the store, for the next step's sum."""
+    pairs = [Pair(PretendGroup(), delay_wgrad_compute=delay) for delay in (False, True)]
+    losses = [pair(pair.make_input(0)).sin().sum() for pair in pairs]
+    found = [
+        torch.autograd.grad(loss, [pair.row.weight, pair.column.weight], retain_graph=True)
+        for pair, loss in zip(pairs, losses, strict=True)
+    ]
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert not is_owed(pairs[1].row.weight) and not is_owed(pairs[1].column.weight)
+    # A backward for some weights leaves nothing for the others.
+    losses[1].backward(inputs=[pairs[1].column.weight])
+    assert is_owed(pairs[1].column.weight) and not is_owed(pairs[1].row.weight)
+
+
+def test_a_weight_that_was_computed_gets_its_gradient_in_backward():
+    pair = Pair(PretendGroup(), delay_wgrad_compute=True)
+    original = pair.column.weight.detach().clone().requires_grad_()
+    pair.column(pair.make_input(0), weight=2 * original)[0].sum().backward()
+    assert original.grad is not None
+
+
 def test_weight_gradients_are_equal_on_one_rank():
     kinds = ((torch.float64, False), (torch.float32, False))
     assert differences(PretendGroup(), USES, kinds) == []
