@@ -1,6 +1,7 @@
 """What shared memory between ranks promises: it never blocks, never grows, and serves ranks alone."""
 
 import contextlib
+import gc
 import os
 import re
 import resource
@@ -44,12 +45,12 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def communicator(**options) -> P2PCommunicator:
+def communicator(group=None, transport=LocalTransport, **options) -> P2PCommunicator:
     config = ModelParallelConfig(
         pipeline_model_parallel_size=dist.get_world_size(), pipeline_dtype=torch.float32, **options
     )
-    p2p = P2PCommunicator(dist.group.WORLD, config)
-    assert isinstance(p2p.transport, LocalTransport)
+    p2p = P2PCommunicator(group or dist.group.WORLD, config)
+    assert isinstance(p2p.transport, transport)
     return p2p
 
 
@@ -259,11 +260,12 @@ def test_a_send_waits_while_its_channel_is_full(limit):
     assert run_ranks(run_ahead, 2, limit)[1] <= limit
 
 
-def wait_in_vain(seconds: float) -> tuple[float, str]:
+def wait_in_vain(seconds: float, transport: type) -> tuple[float, str]:
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, distributed_timeout_minutes=seconds / 60
     )
-    p2p = communicator()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    p2p = communicator(group, transport)
     dist.barrier()
     began, said = time.monotonic(), ""
     try:
@@ -281,11 +283,49 @@ def wait_in_vain(seconds: float) -> tuple[float, str]:
 
 
 def test_the_time_out_of_the_groups_reaches_shared_memory():
-    (send_took, sending), (receive_took, receiving) = run_ranks(wait_in_vain, 2, 1.5)
+    (send_took, sending), (receive_took, receiving) = run_ranks(
+        wait_in_vain, 2, 1.5, LocalTransport
+    )
     assert 1.4 < send_took < 20 and 1.4 < receive_took < 20
     assert "stage 0 lost stage 1 while sending an activation of shape (4, 1, 1)" in sending
     assert "has not taken a message within 1.5 s" in sending
     assert "stage 1 lost stage 0" in receiving or "sent nothing within 1.5 s" in receiving
+
+
+def test_the_time_out_of_the_groups_reaches_messages_over_gloo():
+    """Was: they waited for the time-out of `init_process_group`."""
+    told = run_ranks(wait_in_vain, 2, 1.5, TorchTransport, shared_memory=False)
+    assert all(1.4 < took < 20 for took, _ in told)
+    assert "stage 0 lost stage 1 while sending" in told[0][1]
+    assert "stage 1 lost stage 0 while receiving" in told[1][1]
+
+
+def groups_made_again(transport: type) -> list[int]:
+    """Open files after each of several initialisations, each with a message."""
+    counts = []
+    for _ in range(5):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        p2p, tensor = communicator(group, transport), torch.ones(4, 1, 1)
+        if dist.get_rank() == 0:
+            p2p.send_forward(tensor, False)
+        else:
+            p2p.recv_forward((4, 1, 1), False)
+        p2p.finish()
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        del p2p, group
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+@pytest.mark.parametrize("transport", [LocalTransport, TorchTransport])
+def test_groups_made_again_leave_no_open_files(transport):
+    """Was: without shared memory, five more each time."""
+    is_shared = transport is LocalTransport
+    for counts in run_ranks(groups_made_again, 2, transport, shared_memory=is_shared):
+        assert counts[-1] <= counts[1], counts
 
 
 def wait_for_a_collective(seconds: float) -> tuple[float, str]:
@@ -403,19 +443,16 @@ def test_an_address_of_another_user_is_not_called(monkeypatch):
 
 def meet_among_many() -> tuple[int, int]:
     """More silent callers than a rank keeps, more than its socket lets wait, and a limit of files."""
-    known, strangers = listening_addresses(), []
-    gather = dist.all_gather_object
+    strangers, gather = [], dist.all_gather_object
 
-    def gather_slowly(*arguments, **options):
-        gather(*arguments, **options)
-        if dist.get_rank() == 1:
-            for name in listening_addresses() - known:
-                for _ in range(local_handshake._MAX_CALLS + 20):
-                    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                    stranger.settimeout(0)
-                    with contextlib.suppress(BlockingIOError):
-                        stranger.connect("\0" + name)
-                    strangers.append(stranger)
+    def gather_slowly(everyone, mine, **options):
+        gather(everyone, mine, **options)
+        for _ in range(dist.get_rank() * (local_handshake._MAX_CALLS + 20)):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stranger.settimeout(0)
+            with contextlib.suppress(BlockingIOError):
+                stranger.connect(everyone[0].name)
+            strangers.append(stranger)
         dist.barrier()
 
     dist.all_gather_object = gather_slowly

@@ -13,12 +13,15 @@ what order they forgive:
   memory (`local_transport`), which takes gloo's place between stages on one host.
 """
 
+import weakref
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import needs_staging
+from minimegatron.core.local_channels import get_timeout
 from minimegatron.core.tracing import traced
 
 ACTIVATION, GRADIENT = "activation", "gradient"
@@ -91,8 +94,14 @@ class TorchTransport:
     keeps_messages = False
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.step = group, 0
+        # Weakly: there is one transport per group, as long as the group.
+        self._group, self.step = weakref.ref(group), 0
         self.matches_by_tag = dist.get_backend(group) == "gloo"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group that the messages travel in."""
+        return self._group()
 
     def begin_step(self) -> None:
         """Counts."""
@@ -108,7 +117,8 @@ class TorchTransport:
         """Raises what `torch.distributed` raises, for example if the peer has gone."""
         if needs_staging(message.tensor, self.group):
             return _Staged(message, self.group, self.step)
-        return _start(message, message.tensor, self.group, self.step)
+        work = _start(message, message.tensor, self.group, self.step)
+        return _Limited(work, get_timeout(self.group)) if self.matches_by_tag else work
 
     def start_batch(self, messages: list[Message]) -> list[Work]:
         """gloo needs no batch; NCCL gets one, and one handle comes back for all of it.
@@ -137,6 +147,16 @@ def _operation(message: Message, group: dist.ProcessGroup) -> dist.P2POp:
     return dist.P2POp(start, message.tensor, group=group, group_peer=message.peer)
 
 
+class _Limited:
+    """A message over gloo. Unless told the group's limit, it waits as long as the default group may."""
+
+    def __init__(self, work: dist.Work, seconds: float):
+        self._work, self._limit = work, timedelta(seconds=seconds)
+
+    def wait(self) -> bool:
+        return self._work.wait(self._limit)
+
+
 class _Staged:
     """A message of a device tensor over gloo: through a host copy that lives as long as this."""
 
@@ -144,7 +164,7 @@ class _Staged:
         self._message = message
         tensor = message.tensor.detach()
         self._host = tensor.cpu() if message.is_send else torch.empty_like(tensor, device="cpu")
-        self._work = _start(message, self._host, group, step)
+        self._work = _Limited(_start(message, self._host, group, step), get_timeout(group))
 
     def wait(self) -> bool:
         self._work.wait()

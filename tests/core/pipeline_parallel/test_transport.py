@@ -33,6 +33,6 @@ def test_a_peer_is_a_rank_of_the_group_not_of_the_world(batched: bool):
 def test_an_empty_batch_is_refused_on_every_backend(matches_by_tag: bool):
     """NCCL would end with an IndexError, gloo would start nothing: the same words for both."""
     transport = TorchTransport.__new__(TorchTransport)
-    transport.group, transport.matches_by_tag = None, matches_by_tag
+    transport.matches_by_tag = matches_by_tag
     with pytest.raises(ValueError, match="a batch of 0 messages"):
         transport.start_batch([])
