@@ -36,6 +36,7 @@ from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_model_config, unwrap_model
+from minimegatron.execution import get_planned_forward_backward_func
 from tests.fake_transport import FakeGroup
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 32, 8, 2, 32, 8
@@ -75,6 +76,12 @@ class Case:
     """As with fp16: what the loss is multiplied by, and gradients are divided by. A power of two."""
     evaluates: bool = False
     """Before each training step, a forward-only one over the same microbatches."""
+    planned: bool = False
+    """By the planned runner instead of the written schedule."""
+    align_grad_reduce: bool = False
+    """The schedule launches gradients (`grad_sync_func`), not backward."""
+    align_param_gather: bool = False
+    """The schedule gathers parameters (`param_sync_func`), not forward alone."""
 
     @property
     def world(self) -> int:
@@ -210,6 +217,12 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
         config.grad_scale_func = lambda loss: loss * case.loss_scale
     no_sync = [chunk.no_sync for chunk in chunks]
     config.no_sync_func = no_sync[0] if case.vp is None else no_sync
+    if case.align_grad_reduce:
+        launch = [chunk.start_grad_sync for chunk in chunks]
+        config.grad_sync_func = launch[0] if case.vp is None else launch
+    if case.align_param_gather:
+        gather = [chunk.start_param_sync for chunk in chunks]
+        config.param_sync_func = gather[0] if case.vp is None else gather
     return chunks, optimizer
 
 
@@ -223,6 +236,8 @@ def train_steps(
 ) -> Iterator:
     """Yields (losses, gradients by global name, gradient norm) of each step."""
     function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
+    if case.planned:
+        function = get_planned_forward_backward_func("1f1b" if case.vp is None else "interleaved")
 
     def run(forward_only: bool) -> list[float]:
         reports = function(

@@ -87,6 +87,12 @@ def unusual_cases(count: int, world: int, seed: int = 0) -> list[Case]:
             "deferral_limit": draw.choice((0, 1, 2)) if defer else 0,
             "loss_scale": draw.choice((1.0, 1024.0, 65536.0)),
             "evaluates": maybe(),
+            "planned": maybe(),
+            "align_grad_reduce": overlap_grad_reduce and maybe(),
+        }
+        gathers = options["overlap_param_gather"]
+        options |= {
+            "align_param_gather": gathers and maybe(),
         }
         cases.append(replace(layout, **options))
     return cases

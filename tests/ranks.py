@@ -31,9 +31,14 @@ def run_ranks(
     gloo, torch uses one thread. A rank that raises or dies fails the test with its number and
     traceback; after `timeout` seconds the ranks that have not returned are named with their stacks.
     """
-    if not shared_memory or os.environ.get(WITHOUT_SHARED_MEMORY) == "1":
+    if not shared_memory or not has_shared_memory():
         fn, args = call_without_shared_memory, (fn, *args)
     return launcher.launch(fn, nprocs, *args, timeout=timeout, backend="gloo", device="cpu")
+
+
+def has_shared_memory() -> bool:
+    """False where `make test-gloo` runs."""
+    return os.environ.get(WITHOUT_SHARED_MEMORY) != "1"
 
 
 def call_without_shared_memory(fn: Callable[..., Any], *args: Any) -> Any:

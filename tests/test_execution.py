@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from minimegatron.core import parallel_state
+from minimegatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from minimegatron.core.distributed.torch_ddp import TorchDistributedDataParallel
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.execution import get_planned_forward_backward_func
 from minimegatron.planner.check import ScheduleError
 from tests.core.pipeline_parallel.test_real_ranks import (
@@ -92,6 +97,35 @@ def test_planned_schedules_equal_one_process(p):
     for compared, problems in run_ranks(run_planned, p, p, 8):
         assert compared == 2 * 7
         assert problems == []
+
+
+def run_with_torch_ddp(num_microbatches: int) -> str:
+    parallel_state.initialize_model_parallel()
+    config = ModelParallelConfig(pipeline_dtype=torch.float64)
+    config.hidden_size = HIDDEN
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    ddp_config = DistributedDataParallelConfig()
+    model = TorchDistributedDataParallel(config, ddp_config, Stage(0, config), pg_collection=groups)
+    config.no_sync_func = model.no_sync
+    try:
+        get_planned_forward_backward_func(last_first)(
+            forward_step_func=forward_step_func,
+            data_iterator=iter(batches(num_microbatches, (SEQ,))),
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_torch_ddp_with_several_microbatches_in_flight_is_refused():
+    """Was: their gradients were never summed over the ranks."""
+    for message in run_ranks(run_with_torch_ddp, 2, 3):
+        assert "has 3 microbatches in flight, but torch's DistributedDataParallel" in message
+    assert run_ranks(run_with_torch_ddp, 2, 1) == ["", ""]
 
 
 def run_faulty() -> str:

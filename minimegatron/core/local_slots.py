@@ -61,14 +61,15 @@ class Slots:
     """The slots of one channel: as many as were ever in use at a time, none larger than needed."""
 
     def __init__(self, arena: Arena):
-        self._arena, self._slots = arena, []
+        self._arena = arena
+        self.slots: list[Slot] = []
         self._marks: tuple[int, Piece] | None = None
         self._num_marks = 0
 
     def take(self, num_bytes: int) -> tuple[Slot, int]:
         """A free slot that is large enough, and the offset of the slot that it replaces (0: none)."""
         old = None
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.is_free():
                 if len(slot.piece) >= num_bytes:
                     return slot, 0
@@ -88,8 +89,8 @@ class Slots:
         offset, piece = self._arena.cut(num_bytes)
         at = self._num_marks
         self._num_marks += 1
-        self._slots.append(Slot(offset, piece, marks, at, marks_offset + at))
-        return self._slots[-1]
+        self.slots.append(Slot(offset, piece, marks, at, marks_offset + at))
+        return self.slots[-1]
 
 
 # -- The receiver's side --

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from minimegatron.core.rank_generator import DEFAULT_ORDER, GROUP_KINDS, all_groups
 
@@ -57,8 +56,7 @@ def initialize_model_parallel(
     world_size / (tensor * context * pipeline). `expert_tensor_parallel_size` None means
     `tensor_model_parallel_size`. `order` numbers the ranks, the fastest-changing dimension first;
     see `RankGenerator`. Whoever waits longer than `distributed_timeout_minutes` for another rank of
-    a group gives up; that holds from now on for the default group too, where it is one of the
-    groups. The two functions pick, from the global ranks of one pipeline, those that
+    a group gives up. The two functions pick, from the global ranks of one pipeline, those that
     hold word and position embeddings; by default first and last stage, and first stage.
 
     `python -m minimegatron groups` prints the groups without making them. With 16 ranks, tensor
@@ -113,7 +111,8 @@ def _create_groups(groups: dict[str, list[list[int]]], timeout: timedelta) -> _P
     """Makes one process group per distinct set of ranks, the same calls in the same order on all.
 
     `new_group` is collective over the whole world: a rank that skipped the groups it is not a
-    member of would leave the others waiting.
+    member of would leave the others waiting. The default group serves for none of them, so that
+    after a failure all can be made anew.
     """
     me = dist.get_rank()
     kinds_of: dict[tuple[int, ...], list[str]] = {}
@@ -124,14 +123,9 @@ def _create_groups(groups: dict[str, list[list[int]]], timeout: timedelta) -> _P
     by_kind: dict[str, dist.ProcessGroup | None] = {kind.name: None for kind in GROUP_KINDS}
     created = []
     for ranks, names in kinds_of.items():
-        if len(ranks) == dist.get_world_size():
-            group = dist.group.WORLD
-            _set_pg_timeout(timeout, group)
-        else:
-            group = dist.new_group(list(ranks), timeout=timeout, group_desc="+".join(names))
-            if me in ranks:
-                created.append(group)
+        group = dist.new_group(list(ranks), timeout=timeout, group_desc="+".join(names))
         if me in ranks:
+            created.append(group)
             by_kind |= dict.fromkeys(names, group)
     mine = {
         name: next((ranks for ranks in of_kind if me in ranks), None)

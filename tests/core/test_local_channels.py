@@ -328,6 +328,35 @@ def test_groups_made_again_leave_no_open_files(transport):
         assert counts[-1] <= counts[1], counts
 
 
+def fail_often() -> tuple[int, list[float]]:
+    """Steps that fail with messages unread, a good one after each: the most slots, and what came."""
+    p2p, rank, found = communicator(), dist.get_rank(), []
+    for step in range(20):
+        for is_good in (False, True):
+            p2p.begin_step()
+            if rank == 0:
+                for number in range(2):
+                    p2p.send_forward(torch.full((64, 1, 1), 2.0 * step + number), False)
+            elif is_good:
+                for _ in range(2):
+                    found.append(p2p.recv_forward((64, 1, 1), False).unique().item())
+            dist.barrier()
+            if is_good:
+                p2p.finish()
+                p2p.end_step()
+            else:
+                p2p.abandon("planted")
+    slots = [len(of.slots) for of in p2p.transport._outgoing["activation"]._slots.values()]
+    return max(slots, default=0), found
+
+
+def test_what_failed_steps_leave_unread_gives_its_memory_back():
+    """Was: two slots more for each failed step."""
+    (num_slots, _), (_, found) = run_ranks(fail_often, 2)
+    assert found == [float(number) for number in range(40)]
+    assert num_slots <= 4  # of a good step, K; of the failed one before it, K more
+
+
 def wait_for_a_collective(seconds: float) -> tuple[float, str]:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=2, distributed_timeout_minutes=seconds / 60

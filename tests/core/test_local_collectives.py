@@ -135,6 +135,51 @@ def test_large_tensors_after_a_failed_step_are_not_paired_with_its_own():
     assert "initialize_model_parallel" in first
 
 
+def fail_in_a_strange_language() -> str:
+    group, numbers = dist.group.WORLD, torch.ones(3)
+    collectives.begin_step([group])
+    collectives.all_reduce(numbers, group)
+    if dist.get_rank() == 1:
+        collectives.abandon(
+            [group], "OSError: no such file: caf\udce9"
+        )  # not to be written as UTF-8
+        return ""
+    with pytest.raises(ConnectionError) as error:
+        collectives.all_reduce(numbers, group)
+    return str(error.value)
+
+
+def test_a_reason_that_is_no_text_is_told_as_far_as_it_is():
+    assert (
+        "given up this step: OSError: no such file: caf?"
+        in run_ranks(fail_in_a_strange_language, 2)[0]
+    )
+
+
+def steps_after_a_failed_wait() -> list[float]:
+    """In each of three steps one wait fails, for another size; a good collective comes after it."""
+    group, rank, found = dist.group.WORLD, dist.get_rank(), []
+    for _ in range(3):
+        collectives.begin_step([group])
+        handles = [collectives.all_reduce(torch.ones(3 + rank), group, async_op=True)]
+        handles += [collectives.all_reduce(torch.ones(2), group, async_op=True)]
+        for handle in handles:  # the second belongs to the same step, whose order is lost
+            with pytest.raises(ConnectionError):
+                handle.wait()
+        collectives.abandon([group], "planted")
+        collectives.begin_step([group])
+        total = torch.full((5,), float(rank + 1))
+        collectives.all_reduce(total, group)
+        found += total.unique().tolist()
+        collectives.end_step([group])
+    return found
+
+
+def test_good_steps_follow_a_wait_that_failed():
+    """Was: what had arrived for it stayed, and every later collective took the one before it."""
+    assert run_ranks(steps_after_a_failed_wait, 2) == [[3.0] * 3] * 2
+
+
 def sizes_differ() -> bool:
     with pytest.raises(ConnectionError, match="bytes came where"):
         collectives.all_reduce(torch.ones(3 + dist.get_rank()), dist.group.WORLD)

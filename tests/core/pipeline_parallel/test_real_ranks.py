@@ -18,7 +18,7 @@ from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_f
 from minimegatron.core.pipeline_parallel.transport import TorchTransport
 from tests.core.pipeline_parallel.test_order import legal_groups
 from tests.figures import figure
-from tests.ranks import run_ranks
+from tests.ranks import has_shared_memory, run_ranks
 
 HIDDEN, SEQ, BATCH = 6, 5, 2
 
@@ -101,7 +101,8 @@ def run_mode(p: int, M: int, v: int | None, G: int | None, mode: str) -> tuple[i
     group = parallel_state.get_pipeline_model_parallel_group()
     transport = TorchTransport(group) if "gloo" in mode else None
     p2p = P2PCommunicator(group, config, transport)
-    assert isinstance(p2p.transport, TorchTransport if "gloo" in mode else LocalTransport)
+    is_over_gloo = "gloo" in mode or not has_shared_memory()
+    assert isinstance(p2p.transport, TorchTransport if is_over_gloo else LocalTransport)
     with torch.no_grad() if forward_only else nullcontext():
         reports = get_forward_backward_func()(
             forward_step_func=forward_step_func,
