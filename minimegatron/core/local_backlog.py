@@ -55,6 +55,8 @@ class Writer:
     def write_later_part(self) -> bool:
         """Writes one waiting piece, as far as the socket takes it; True when none is left."""
         with self._lock:
+            if not self._later:
+                return True
             try:
                 rest = self._try(self._later[0])
             except OSError:  # nobody will read it any more

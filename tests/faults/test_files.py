@@ -269,6 +269,14 @@ def full_disk(path: str | Path, mode: str = "r"):
     return builtins.open("/dev/full" if "w" in mode else path, mode)
 
 
+def small_files(path: str | Path, mode: str = "r"):
+    """`open`, after which no file of this process may grow beyond 20,000 bytes if it writes."""
+    if "w" in mode:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    return builtins.open(path, mode)
+
+
 def saves_that_fail(folder: str) -> list[str]:
     messages = []
     rank = torch.distributed.get_rank()
@@ -286,11 +294,13 @@ def saves_that_fail(folder: str) -> list[str]:
     if rank == 1:
         del storage.open
     # -- A file that may not grow: the first bytes are written, the rest is not --
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        storage.open = small_files
     failing_save()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if rank == 0:
+        del storage.open
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     # -- Only the very end fails: the folder cannot get its name --
     if rank == 0:
         renamed = storage.os.replace

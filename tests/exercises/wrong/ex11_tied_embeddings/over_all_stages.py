@@ -1,6 +1,6 @@
 """The sum runs over the whole pipeline, where middle stages have nothing to add and do not come.
 
-Expected: was entered by ranks 0 and 3 with all-reduce
+Expected: The ranks entered their collectives in different orders: rank 0 is in all-reduce
 """
 
 from minimegatron.core.collectives import all_reduce
