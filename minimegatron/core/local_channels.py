@@ -319,7 +319,8 @@ class Arrival:
     `tensor` holds the message after `wait`. `how`:
 
     * `COPIED`: the message is copied into `tensor`'s memory.
-    * `LENT`: it may be the sender's slot that becomes `tensor`'s memory, until nobody has it any more.
+    * `LENT`: it may be the sender's slot that becomes `tensor`'s memory, until nobody has it any more;
+      such memory cannot be resized.
     * `IN_PLACE`: `tensor` says shape and dtype alone; `Arrival.tensor` is another one after `wait`,
       the slot itself, valid until `release`.
     """

@@ -16,6 +16,8 @@ LARGEST = 1e15
 """Of any number; in microseconds, thirty years."""
 MOST_NESTED = 200
 """Traced calls within each other; a step has about twenty."""
+MOST_RANKS = 1_000_000
+"""Ranks of a job: more than anybody has."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,11 @@ RECORDING = Keys(
 def check_recording(data: Any) -> None:
     """Raises ValueError, naming the first place that is not as `RankTrace.to_json` writes it."""
     _check(data, RECORDING, "the recording")
+    sizes = {"world_size": data["rank"]["world_size"]}
+    sizes |= {f"sizes.{axis}": size for axis, size in data["rank"]["sizes"].items()}
+    for name, size in sizes.items():
+        if not 1 <= size <= MOST_RANKS:
+            raise ValueError(f"rank.{name} is {size}; from 1 to {MOST_RANKS} are read")
     if data["rank"].get("pace") is not None:
         _check(data["rank"]["pace"], PACE, "rank.pace")
     if len(data["ranks"]) != 1:

@@ -268,3 +268,25 @@ def test_bad_requests_end_in_one_line(plain_folder, tmp_path, capsys):
     ):
         code, _, err = minimegatron(capsys, *arguments)
         assert code == 2 and words in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "number", "words"),
+    [
+        (("rank", "world_size"), 10**11, "rank.world_size is 100000000000"),
+        (("rank", "sizes", "pp"), 10**11, "rank.sizes.pp is 100000000000"),
+        (("ranks", 0, 0, "start"), float("inf"), "start is inf, not within 1e+15"),
+        (("ranks", 0, 0, "start"), float("nan"), "start is nan, not within 1e+15"),
+    ],
+)
+def test_numbers_that_no_run_has_are_refused(plain_folder, tmp_path, capsys, field, number, words):
+    """Was: NaN gave a page without its program, and a large size took all memory."""
+    for path in plain_folder[0].glob("rank-*"):
+        data = place = json.loads(path.read_text())
+        for key in field[:-1]:
+            place = place[key]
+        assert field[-1] in place
+        place[field[-1]] = number
+        (tmp_path / path.name).write_text(json.dumps(data))
+    code, _, err = minimegatron(capsys, "show", tmp_path)
+    assert code == 2 and words in err and len(err.strip().splitlines()) == 1
