@@ -74,7 +74,8 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> list[int]:
-    deadline = time.monotonic() + 10
+    """Those of the processes that are still there after a minute."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(map(is_running, pids)):
         time.sleep(0.05)
     return [pid for pid in pids if is_running(pid)]

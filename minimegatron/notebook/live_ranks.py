@@ -42,6 +42,10 @@ except ImportError as error:
 START_SECONDS = 120
 INTERRUPT_SECONDS = 1.0
 """How long an interrupted rank may take to come to Python; one inside a message never does."""
+NEXT_INTERRUPT_SECONDS = 3.0
+"""After which it is interrupted again: one that had not begun the cell yet has lost the first."""
+LONGEST_INTERRUPT_SECONDS = 20.0
+"""How long it may take where no rank is inside a message: on a busy machine, in a long computation."""
 AFTER_ERROR_SECONDS = 1.0
 """When a rank has raised, how long the others may stand still before the doctor is asked."""
 LOOK_SECONDS = 0.05
@@ -218,13 +222,20 @@ class LiveRanks:
 
     def _interrupt(self, replies: dict[int, Any], watch: Watch) -> Diagnosis | None:
         """Interrupts the ranks that still run; returns why some cannot be, if so."""
-        for rank in [rank for rank, reply in replies.items() if not reply.ready()]:
-            os.kill(self._processes.processes[rank].pid, signal.SIGINT)
-        give_up = time.monotonic() + INTERRUPT_SECONDS
-        while not all(reply.ready() for reply in replies.values()):
+        began = interrupt_at = time.monotonic()
+        ask_at, give_up = began + INTERRUPT_SECONDS, began + LONGEST_INTERRUPT_SECONDS
+        while running := [rank for rank, reply in replies.items() if not reply.ready()]:
+            now = time.monotonic()
+            if now >= interrupt_at:
+                interrupt_at = now + NEXT_INTERRUPT_SECONDS
+                for rank in running:
+                    os.kill(self._processes.processes[rank].pid, signal.SIGINT)
             watch.look()
-            if time.monotonic() > give_up:
-                return watch.diagnose()
+            if now > ask_at:
+                diagnosis = watch.diagnose()
+                if diagnosis.kind not in MAY_GO_ON or now > give_up:
+                    return diagnosis
+                ask_at = time.monotonic() + INTERRUPT_SECONDS
             time.sleep(LOOK_SECONDS)
         return None
 

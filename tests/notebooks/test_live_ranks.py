@@ -200,6 +200,22 @@ def test_interrupting_a_cell_interrupts_its_ranks(notebook, tmp_path):
     assert notebook.run("%px kept") == four("6")
 
 
+def test_a_rank_that_missed_the_interrupt_is_interrupted_again(notebook, tmp_path):
+    """Was: one that had not begun the cell yet went on, and all ranks lost their variables."""
+    notebook.run("%px kept = 7")
+    before = notebook.descendants()
+    begun = tmp_path / "begun"
+    cell = (
+        "%%px\nimport time, pathlib, signal\nusual = signal.getsignal(signal.SIGINT)\n"
+        "if rank == 1: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(begun)!r}).touch()\n"
+        "time.sleep(2)\nsignal.signal(signal.SIGINT, usual)\ntime.sleep(60)"
+    )
+    assert "KeyboardInterrupt" in notebook.interrupted(cell, begun)
+    assert notebook.descendants() == before
+    assert notebook.run("%px kept") == four("7")
+
+
 def test_interrupting_a_stuck_cell_leaves_no_process_behind(notebook, tmp_path):
     ranks_before = notebook.run("%px import os; os.getpid()")
     begun = tmp_path / "begun"
