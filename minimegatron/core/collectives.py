@@ -173,7 +173,7 @@ def all_gather(
         staged = torch.empty(output.shape, dtype=output.dtype)
         work = _all_gather(staged, input.cpu().contiguous(), group=group, async_op=True)
         work = _CopyBack(work, staged, output)
-    elif mesh := get_mesh(group, input):
+    elif mesh := get_mesh(group, input, lane):
         work = mesh.all_gather(output.detach(), input.detach(), lane)
     else:
         work = _all_gather(output, input.contiguous(), group=group, async_op=True)

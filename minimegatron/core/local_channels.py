@@ -286,7 +286,8 @@ class Connection:
         while not arrival.is_done:
             while not messages:
                 self._read_more(self.epoch)
-            expected.popleft().take(messages.popleft(), self._incoming)
+            expected[0].take(messages[0], self._incoming)
+            expected.popleft(), messages.popleft()
 
     def _read_more(self, epoch: int) -> None:
         self._incoming.check(epoch)

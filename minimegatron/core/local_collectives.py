@@ -47,7 +47,9 @@ _meshes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _num_lanes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def get_mesh(group: dist.ProcessGroup, tensor: torch.Tensor) -> "LocalMesh | None":
+def get_mesh(
+    group: dist.ProcessGroup, tensor: torch.Tensor, lane: int = STEPS
+) -> "LocalMesh | None":
     """What carries `tensor` over `group` in gloo's place; None for gloo, or whatever it has.
 
     The answer must be the same on every rank, so it depends on what all know: the group, and the
@@ -61,8 +63,8 @@ def get_mesh(group: dist.ProcessGroup, tensor: torch.Tensor) -> "LocalMesh | Non
     if mesh is None:
         return None
     mesh.set_timeout(get_timeout(group))
-    if not is_small:
-        mesh.check_before_gloo()
+    if not is_small and lane == STEPS:
+        mesh.count_over_gloo()
     return mesh if is_small else None
 
 
@@ -126,9 +128,9 @@ class LocalMesh:
     def __init__(self, rank: int, connections: dict[int, Connection]):
         self._rank, self._peers, self._to = rank, sorted(connections), connections
         self._broadcasts: deque[list[Sent]] = deque()
-        # Of this group's collectives, how many gloo has carried since the mesh is there; the epochs
-        # in which the peers were told, and had told the same.
-        self._num_over_gloo, self._told_epoch, self._checked_epoch = 0, -1, -1
+        # Of this group's collectives, how many gloo has carried since the mesh is there; whether a
+        # step has failed here since the ranks have compared that number.
+        self._num_over_gloo, self._has_failed = 0, False
 
     def set_timeout(self, seconds: float) -> None:
         """From now on, no collective waits longer."""
@@ -140,8 +142,7 @@ class LocalMesh:
         self.set_timeout(timeout)
         for connection in self._to.values():
             connection.begin_step()
-        if self._num_over_gloo > 0:
-            self._tell_count()
+            connection.tell_count(self._num_over_gloo)
 
     def end_step(self) -> None:
         """See `local_collectives.end_step`."""
@@ -151,6 +152,7 @@ class LocalMesh:
     def abandon(self, reason: str) -> None:
         """See `local_collectives.abandon`."""
         self._broadcasts.clear()
+        self._has_failed = True
         for connection in self._to.values():
             connection.abandon(reason)
 
@@ -191,14 +193,14 @@ class LocalMesh:
 
     # -- Before what gloo carries --
 
-    def check_before_gloo(self) -> None:
+    def count_over_gloo(self) -> None:
         """Raises ConnectionError if a failed step has left the ranks at different collectives of gloo.
 
-        gloo pairs the n-th collective of one rank with the n-th of another. So once in each step, and
-        once between two, every rank compares its n with that of all others.
+        gloo pairs the n-th collective of one rank with the n-th of another. Every rank tells its n
+        when it begins a step. Whoever has failed since compares: the others have done all of theirs.
         """
-        if self._checked_epoch != self._epoch():
-            self._tell_count()
+        is_in_step = self._to[self._peers[0]].epoch % 2 == 1
+        if self._has_failed and is_in_step:
             for peer in self._peers:
                 count = self._to[peer].read_count()
                 if count != self._num_over_gloo:
@@ -208,21 +210,14 @@ class LocalMesh:
                         "gloo would pair the wrong ones; call destroy_model_parallel and "
                         "initialize_model_parallel"
                     )
-            self._checked_epoch = self._epoch()
+            self._has_failed = False
         self._num_over_gloo += 1
-
-    def _tell_count(self) -> None:
-        if self._told_epoch != self._epoch():
-            self._told_epoch = self._epoch()
-            for peer in self._peers:
-                self._to[peer].tell_count(self._num_over_gloo)
-
-    def _epoch(self) -> int:
-        return self._to[self._peers[0]].epoch
 
     def _parts(self, own: torch.Tensor, lane: int = STEPS) -> list[torch.Tensor | Arrival]:
         """By rank: this rank's part, and what the others' will become."""
-        parts: list = [self._to[peer].expect(own, IN_PLACE, lane) for peer in self._peers]
+        # What is waited for in a lane may outlive its model, and must not keep the model's memory.
+        like = own if lane == STEPS else torch.empty_like(own, device="meta")
+        parts: list = [self._to[peer].expect(like, IN_PLACE, lane) for peer in self._peers]
         parts.insert(self._rank, own)
         return parts
 

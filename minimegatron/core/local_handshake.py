@@ -162,15 +162,13 @@ def _listen(
             ready = _readable([listener, *silent], _left(deadline))
             if not ready:
                 raise ConnectionError(f"ranks {sorted(missing)} of the group did not call in time")
-            for source in ready:
+            for source in sorted(ready, key=lambda one: one is listener):
                 if source is listener:
                     with contextlib.suppress(BlockingIOError):
                         silent.append(listener.accept()[0])
                     if len(silent) > _MAX_SILENT:  # of ranks none is silent for long
                         _turn_away(silent.pop(0))
                     continue
-                if source not in silent:
-                    continue  # turned away, a moment ago
                 silent.remove(source)
                 rank, met = _check_caller(source, secret, missing)
                 if met is not None:

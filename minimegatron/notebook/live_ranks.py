@@ -174,14 +174,16 @@ class LiveRanks:
             diagnosis = self._wait(replies, watch)
         except KeyboardInterrupt:
             diagnosis = self._interrupt(replies, watch)
+        lost = [rank for rank, reply in replies.items() if reply is None]
+        replies = {rank: reply for rank, reply in replies.items() if reply is not None}
         done = {rank: reply for rank, reply in replies.items() if reply.ready()}
         for reply in done.values():
             reply.wait_for_output(1)
         show(done)
         errors = {rank: reply.error for rank, reply in done.items() if reply.error}
-        notes = []
+        notes = [f"Interrupted before the cell began on ranks {lost}."] if lost else []
         if len(done) < len(replies):
-            notes = [diagnosis.text, places(diagnosis.stacks, cell), FRESH]
+            notes += [diagnosis.text, places(diagnosis.stacks, cell), FRESH]
             self.restart()
         if errors or notes:
             raise CellError(errors, notes)
@@ -221,15 +223,24 @@ class LiveRanks:
         return None
 
     def _interrupt(self, replies: dict[int, Any], watch: Watch) -> Diagnosis | None:
-        """Interrupts the ranks that still run; returns why some cannot be, if so."""
+        """Interrupts the ranks that still run; returns why some cannot be, if so.
+
+        A rank that is interrupted between receiving a cell and running it drops the cell, and never
+        replies. It goes on to the next request: when that is answered, its reply becomes None.
+        """
+        probes: dict[int, Any] = {}
         began = interrupt_at = time.monotonic()
         ask_at, give_up = began + INTERRUPT_SECONDS, began + LONGEST_INTERRUPT_SECONDS
-        while running := [rank for rank, reply in replies.items() if not reply.ready()]:
+        while running := [r for r, reply in replies.items() if reply and not reply.ready()]:
             now = time.monotonic()
             if now >= interrupt_at:
                 interrupt_at = now + NEXT_INTERRUPT_SECONDS
                 for rank in running:
                     os.kill(self._processes.processes[rank].pid, signal.SIGINT)
+                    probes[rank] = self._client[rank].apply_async(os.getpid)
+            for rank in running:
+                if probes[rank].ready() and not replies[rank].ready():
+                    replies[rank] = None
             watch.look()
             if now > ask_at:
                 diagnosis = watch.diagnose()

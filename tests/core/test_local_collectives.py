@@ -115,9 +115,9 @@ def steps_with_large_tensors() -> str:
     collectives.begin_step([group])
     if rank == 0:
         collectives.all_reduce(torch.ones(MAX_BYTES), group, async_op=True)
-        collectives.end_step([group])
-    else:
-        collectives.abandon([group], "planted")
+        with pytest.raises(ConnectionError, match="planted"):
+            collectives.all_reduce(torch.ones(3), group)
+    collectives.abandon([group], "planted")
     collectives.begin_step([group])
     small = torch.ones(3)
     collectives.all_reduce(small, group)
@@ -133,6 +133,30 @@ def test_large_tensors_after_a_failed_step_are_not_paired_with_its_own():
     assert "rank 1 of the group has begun 4 collectives over gloo, and this rank 5" in first
     assert "rank 0 of the group has begun 5 collectives over gloo, and this rank 4" in second
     assert "initialize_model_parallel" in first
+
+
+def launch_in_different_orders() -> list[list[float]]:
+    """Outside of steps and inside: rank 0 launches over A, then over B, rank 1 the other way round."""
+    groups, rank, found = [dist.new_group([0, 1]) for _ in range(2)], dist.get_rank(), []
+    for group in groups:
+        collectives.all_reduce(torch.ones(3), group)
+    for in_step in (False, True):
+        if in_step:
+            collectives.begin_step(groups)
+        sums = [torch.full((MAX_BYTES,), float(rank)) for _ in groups]
+        order = list(zip(groups, sums, strict=True))
+        handles = [
+            collectives.all_reduce(total, group, async_op=True)
+            for group, total in (order if rank == 0 else reversed(order))
+        ]
+        for handle in handles:
+            handle.wait()
+        found.append([total[0].item() for total in sums])
+    return found
+
+
+def test_a_launch_of_a_large_tensor_waits_for_nobody():
+    assert run_ranks(launch_in_different_orders, 2) == [[[1.0, 1.0]] * 2] * 2
 
 
 def fail_in_a_strange_language() -> str:

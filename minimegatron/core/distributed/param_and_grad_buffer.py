@@ -188,8 +188,9 @@ class _ParamAndGradBucketGroup:
         self.is_requested = False
         # True from the optimizer's update of the local shards until their gathering is launched.
         self.params_are_stale = False
-        # The gathering belongs to the update, not to the step in which it happens to be launched.
-        self._lane = new_lane(data_parallel_group)
+        # The gathering belongs to the update, not to the step in which it happens to be launched; so
+        # it has a lane of its own, from the first time on.
+        self._lane: int | None = None
 
     # -- Gradients --
 
@@ -328,6 +329,8 @@ class _ParamAndGradBucketGroup:
 
     def _gather(self, bucket: _ParamAndGradBucket) -> Any:
         group = self.data_parallel_group
+        if self._lane is None:
+            self._lane = new_lane(group)
         shard = shard_buffer(bucket.param_data, group)
         return all_gather(bucket.param_data, shard, group, async_op=True, lane=self._lane)
 

@@ -289,11 +289,13 @@ def _fail_before_begun(arguments: dict[str, Any], error: Exception) -> None:
 
     In the order of a step that does begin, because a group's first step connects its ranks.
     """
+    StepFrame.num_begun += 1
     with suppress(Exception):  # the first error is the one to be seen
         pg_collection = arguments.get("pg_collection")
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         groups = _groups_of_a_step(pg_collection, arguments.get("forward_only", False))
-        if pg_collection.pp in groups:
+        p2p = arguments.get("p2p_communicator")
+        if pg_collection.pp in groups and isinstance(p2p, P2PCommunicator | None):
             fail_messages(pg_collection.pp, _reason_of(error))
         collectives.begin_step(groups)
         collectives.abandon(groups, _reason_of(error))
@@ -319,5 +321,7 @@ def _groups_of_a_step(
     real = [g for g in found if isinstance(g, dist.ProcessGroup) and g.size() > 1]
     if not forward_only:  # a hook may reduce over any group
         others = [g for g in vars(pg_collection).values() if isinstance(g, dist.ProcessGroup)]
+        if any(group.size() == dist.get_world_size() for group in real):
+            others.append(dist.group.WORLD)
         real += [group for group in others if collectives.has_mesh(group)]
     return list(dict.fromkeys(real))
