@@ -7,7 +7,7 @@ weights after three steps, the later ones with moments from those before.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -226,6 +226,30 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
     return chunks, optimizer
 
 
+def run_step(
+    case: Case,
+    groups: Any,
+    chunks: list,
+    iterators: list[Iterator],
+    forward_only: bool,
+    step_func: Callable = forward_step_func,
+) -> list[dict[str, torch.Tensor]]:
+    """One step by the case's schedule; returns the reports of the last stage."""
+    function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
+    if case.planned:
+        function = get_planned_forward_backward_func("1f1b" if case.vp is None else "interleaved")
+    return function(
+        forward_step_func=step_func,
+        data_iterator=iterators,
+        model=chunks,
+        num_microbatches=case.M,
+        seq_length=SEQ,
+        micro_batch_size=MICRO_BATCH,
+        forward_only=forward_only,
+        pg_collection=groups,
+    )
+
+
 def train_steps(
     case: Case,
     chunks: list,
@@ -235,21 +259,10 @@ def train_steps(
     num_steps: int = NUM_STEPS,
 ) -> Iterator:
     """Yields (losses, gradients by global name, gradient norm) of each step."""
-    function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
-    if case.planned:
-        function = get_planned_forward_backward_func("1f1b" if case.vp is None else "interleaved")
 
     def run(forward_only: bool) -> list[float]:
-        reports = function(
-            forward_step_func=forward_step_func,
-            data_iterator=[iter(data) for _ in chunks],
-            model=chunks,
-            num_microbatches=case.M,
-            seq_length=SEQ,
-            micro_batch_size=MICRO_BATCH,
-            forward_only=forward_only,
-            pg_collection=groups,
-        )
+        iterators = [iter(data) for _ in chunks]
+        reports = run_step(case, groups, chunks, iterators, forward_only)
         return [report["loss"].item() for report in reports]
 
     for _ in range(num_steps):

@@ -13,17 +13,11 @@ import pytest
 import torch
 
 from minimegatron.core import parallel_state
-from minimegatron.core.pipeline_parallel.schedules import (
-    forward_backward_no_pipelining,
-    get_forward_backward_func,
-)
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.utils import get_model_config, unwrap_model
 from tests.figures import figure
 from tests.parity import (
-    MICRO_BATCH,
-    SEQ,
     Case,
     batches,
     build,
@@ -31,6 +25,7 @@ from tests.parity import (
     forward_step_func,
     load_reference,
     reference,
+    run_step,
     train_steps,
 )
 from tests.ranks import has_shared_memory, run_ranks
@@ -98,7 +93,6 @@ class FailingStep:
 def fail(case: Case, groups: Any, chunks: list, place: str, rank: int, forward_only: bool) -> str:
     """One step of the model that fails at `place` on `rank`; returns what this rank raised."""
     is_failing = torch.distributed.get_rank() == rank
-    function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
     step = FailingStep(place, get_model_config(chunks[0])) if is_failing else forward_step_func
     # Not the batch of the good step: a message left over must have other numbers.
     data = batches(2 * case.M)[case.M :]
@@ -107,16 +101,7 @@ def fail(case: Case, groups: Any, chunks: list, place: str, rank: int, forward_o
         iterators = [iter(data) for _ in range(len(chunks) + 1)]
     try:
         with torch.set_grad_enabled(not forward_only):
-            function(
-                forward_step_func=step,
-                data_iterator=iterators,
-                model=chunks,
-                num_microbatches=case.M,
-                seq_length=SEQ,
-                micro_batch_size=MICRO_BATCH,
-                forward_only=forward_only,
-                pg_collection=groups,
-            )
+            run_step(case, groups, chunks, iterators, forward_only, step)
     except (Planted, ConnectionError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -224,16 +209,7 @@ def evaluate_unevenly(case: Case, path: str) -> list[str]:
     for _ in range(groups.dp.rank()):
         build(case, groups)  # and has models that are never trained
     for _ in range(2 * groups.dp.rank()):
-        get_forward_backward_func()(
-            forward_step_func=forward_step_func,
-            data_iterator=[iter(batches(case.M)) for _ in chunks],
-            model=chunks,
-            num_microbatches=case.M,
-            seq_length=SEQ,
-            micro_batch_size=MICRO_BATCH,
-            forward_only=True,
-            pg_collection=groups,
-        )
+        run_step(case, groups, chunks, [iter(batches(case.M)) for _ in chunks], True)
     return compare(case, load_reference(path), groups)[2]
 
 

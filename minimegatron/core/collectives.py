@@ -85,16 +85,6 @@ def abandon(groups: list[dist.ProcessGroup], reason: str) -> None:
     local_collectives.abandon(groups, reason)
 
 
-def new_lane(group: dist.ProcessGroup) -> int:
-    """A number for `all_gather`: what goes there pairs with its like, though a step fails meanwhile."""
-    return local_collectives.new_lane(group)
-
-
-def has_mesh(group: dist.ProcessGroup) -> bool:
-    """Whether shared memory has carried something over `group`."""
-    return local_collectives.has_mesh(group)
-
-
 def needs_staging(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """True where `tensor` lives on a device that `group`'s backend cannot read."""
     return tensor.is_cuda and dist.get_backend(group) == "gloo"

@@ -231,7 +231,7 @@ class LiveRanks:
         probes: dict[int, Any] = {}
         began = interrupt_at = time.monotonic()
         ask_at, give_up = began + INTERRUPT_SECONDS, began + LONGEST_INTERRUPT_SECONDS
-        while running := [r for r, reply in replies.items() if reply and not reply.ready()]:
+        while running := [r for r, one in replies.items() if one is not None and not one.ready()]:
             now = time.monotonic()
             if now >= interrupt_at:
                 interrupt_at = now + NEXT_INTERRUPT_SECONDS

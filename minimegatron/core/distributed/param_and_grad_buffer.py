@@ -25,16 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.collectives import (
-    ReduceOp,
-    all_gather,
-    all_reduce,
-    new_lane,
-    reduce_scatter,
-)
+from minimegatron.core.collectives import ReduceOp, all_gather, all_reduce, reduce_scatter
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
+from minimegatron.core.local_collectives import new_lane
 from minimegatron.core.tensor_parallel.weight_grad_store import is_owed
 from minimegatron.core.tracing import traced
 

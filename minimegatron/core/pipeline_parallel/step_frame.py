@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
+from minimegatron.core.local_collectives import has_mesh
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import fail_messages
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk, NoFrame
@@ -323,5 +324,5 @@ def _groups_of_a_step(
         others = [g for g in vars(pg_collection).values() if isinstance(g, dist.ProcessGroup)]
         if any(group.size() == dist.get_world_size() for group in real):
             others.append(dist.group.WORLD)
-        real += [group for group in others if collectives.has_mesh(group)]
+        real += [group for group in others if has_mesh(group)]
     return list(dict.fromkeys(real))
