@@ -98,7 +98,8 @@ MAY_ASK_PARALLEL_STATE = re.compile(
 """The edges of the package; everything between them is given its process groups."""
 
 MAY_READ_ENVIRONMENT = re.compile(
-    r"minimegatron\.(launcher|training\.(arguments|initialize|failures)|exercises\.grading\.grade)"
+    r"minimegatron\.(launcher|training\.(arguments|initialize|failures|rendezvous)"
+    r"|exercises\.(torchrun|grading\.grade))"
 )
 """Before arguments are parsed, or instead of parsing them."""
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from minimegatron.core.device import set_device
 from minimegatron.doctor.session import stop_watching, watch_ranks
@@ -24,7 +25,9 @@ from minimegatron.exercises.rank_side import Job, Told, check_and_record
 from minimegatron.exercises.source import check_source
 from minimegatron.exercises.verdict import Verdict, render
 from minimegatron.launcher import CAUSE_SECONDS, GRACE_SECONDS
+from minimegatron.training import failures
 from minimegatron.training.ending import end_properly
+from minimegatron.training.rendezvous import find_each_other
 
 LOOK_SECONDS = 0.05
 JOIN_SECONDS = 10.0
@@ -38,13 +41,16 @@ def check_in_torchrun(path: Path) -> int:
     exercise = exercise_of(path)
     set_device("cpu", local_rank=0)
     end_properly()
-    dist.init_process_group("gloo")
-    rank, num_ranks = dist.get_rank(), max(1, exercise.num_ranks)
-    if dist.get_world_size() != num_ranks:
+    failures.watch_launcher()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = find_each_other(rank, world_size, default_pg_timeout)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    num_ranks = max(1, exercise.num_ranks)
+    if world_size != num_ranks:
         if rank == 0:
             print(
                 f"{exercise.name} is checked on {num_ranks} ranks, and there are "
-                f"{dist.get_world_size()}: torchrun --nproc-per-node {num_ranks} {path.name}"
+                f"{world_size}: torchrun --nproc-per-node {num_ranks} {path.name}"
             )
         return 2 if rank == 0 else 0
     if (found := check_source(exercise, path)) is not None:

@@ -45,6 +45,7 @@ def _end(pid: int) -> None:
     if os.getpid() != pid:  # a child that was forked from a rank
         return
     failures.stop_watching()
+    failures.stop_watching_launcher()
     session.stop_watching()
     if dist.is_initialized():
         # Groups wait for what is under way. A watchdog, which needs no Python, shows the stacks and

@@ -1,8 +1,9 @@
 """When a rank fails, every rank ends, and the log says which one it was and where it stood.
 
-Called by: `training.pretrain` (`reported`) and `initialize.initialize_megatron` (`watch_peers`).
-Calls: `parallel_state` for this rank's place. Megatron leaves this to its launcher, which knows the
-number of the process that died, but not its stage.
+Called by: `training.pretrain` (`reported`), `initialize.initialize_megatron` (`watch_launcher`, then
+`watch_peers`), an exercise under torchrun (`watch_launcher`), `ending`. Calls: `parallel_state` for
+this rank's place. Megatron leaves this to its launcher, which knows the number of the process that
+died, but not its stage.
 
 Five ways a job ends early, and what is printed then:
 
@@ -97,8 +98,6 @@ class PeerWatch:
     def __init__(self, me: Identity, everyone: list[Identity]):
         self.me = me
         self.local = [peer for peer in everyone if peer.host == me.host and peer.rank != me.rank]
-        # Another launcher's processes may outlive their parent: a shell's, say.
-        self._launcher = os.getppid() if dist.is_torchelastic_launched() else None
         self._ending = threading.Lock()
         self._stopped = threading.Event()
         self._reader, self._writer = os.pipe()
@@ -128,8 +127,6 @@ class PeerWatch:
             signals = os.read(self._reader, 1024) if ready else b""
             if self._stopped.is_set():
                 return
-            if self._launcher not in (None, os.getppid()):
-                self._end_without_launcher()
             gone = self._gone()
             if gone and signal.SIGTERM not in signals:
                 # Without a launcher's SIGTERM there is time: the next message will fail and say why.
@@ -169,17 +166,35 @@ class PeerWatch:
         )
         self._end(text if is_first else "", 1, linger=LINGER_SECONDS)
 
-    def _end_without_launcher(self) -> None:
-        is_first = all(self.me.rank < peer.rank for peer in self.local)
-        text = f"{self.me} stops, as its peers do: torchrun, process {self._launcher}, is gone.\n"
-        self._end(text if is_first else "", 1)
-
     def _end(self, text: str, exit_code: int, linger: float = 0.0) -> None:
         # Never released: whichever thread comes second waits here until the process is gone.
         self._ending.acquire()
         _write(text)
         time.sleep(linger)
         os._exit(exit_code)
+
+
+class LauncherWatch:
+    """Watches torchrun, also before the ranks know each other; ends this process when it is gone."""
+
+    def __init__(self):
+        self._launcher = os.getppid()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="launcher watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        self._stopped.set()
+        self._thread.join(JOIN_SECONDS)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(LOOK_SECONDS):
+            if os.getppid() != self._launcher:
+                if os.environ.get("LOCAL_RANK") == "0":
+                    rank = os.environ.get("RANK")
+                    _write(f"rank {rank} stops: torchrun, process {self._launcher}, is gone\n")
+                os._exit(1)
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -206,6 +221,25 @@ def _write(text: str) -> None:
 
 
 _watch: PeerWatch | None = None
+_launcher_watch: LauncherWatch | None = None
+
+
+def watch_launcher() -> None:
+    """Starts the watch of torchrun, until `stop_watching_launcher`. Call it before any other process.
+
+    Does nothing under another launcher, whose processes may outlive their parent: a shell's, say.
+    """
+    global _launcher_watch
+    if dist.is_torchelastic_launched() and _launcher_watch is None:
+        _launcher_watch = LauncherWatch()
+
+
+def stop_watching_launcher() -> None:
+    """Ends the watch of torchrun, if there is one."""
+    global _launcher_watch
+    if _launcher_watch is not None:
+        _launcher_watch.stop()
+        _launcher_watch = None
 
 
 def watch_peers() -> None:

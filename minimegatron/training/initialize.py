@@ -78,6 +78,7 @@ def _initialize_distributed(
     if ours:
         set_device("auto", args.local_rank)
         end_properly()
+        failures.watch_launcher()
         _init_process_group(args)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,

@@ -1,6 +1,7 @@
 """Where ranks find each other, swept clean of the ranks that were there before.
 
-Called by: `initialize`. Calls: `torch.distributed.rendezvous`. Megatron has no counterpart.
+Called by: `initialize`, an exercise under torchrun. Calls: `torch.distributed.rendezvous`.
+Megatron has no counterpart.
 
 Ranks meet in a key-value store, where each writes its address and reads the others'. Under
 `torchrun --max-restarts` the store belongs to torchrun and outlives the ranks: after a restart, a
@@ -16,7 +17,9 @@ So the ranks first agree on a prefix that nobody has used:
     rank r      sees its own nonce, and so knows that the generation it replied to is the new one
 """
 
+import os
 import secrets
+import socket
 import time
 from datetime import timedelta
 
@@ -24,15 +27,35 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 POLL_SECONDS = 0.01
+ANSWER_SECONDS = 5.0
+"""How long it may take until a machine says whether somebody listens at an address of its."""
 
 
 def find_each_other(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """A store for `init_process_group`, from what the launcher has put into the environment."""
+    """A store for `init_process_group`, from what the launcher has put into the environment.
+
+    Raises ConnectionError if torchrun, which serves the store, is gone already.
+    """
     if world_size == 1:
         # A process started alone has no launcher that would serve a store.
         return dist.HashStore()
+    _ask_torchrun()
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     return fresh_store(store, rank, world_size, timeout)
+
+
+def _ask_torchrun() -> None:
+    """Raises if torchrun's store is gone. torch would try for as long as the time-out, half an hour."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return  # rank 0 serves the store, and may come later
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        message = f"nobody listens at {host}:{port}, where torchrun did: it is gone"
+        raise ConnectionError(message) from None
+    except (OSError, ValueError):
+        return  # torch tries too, and says what is wrong with the address
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

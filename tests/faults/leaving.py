@@ -66,5 +66,14 @@ def training() -> None:
     )
 
 
+def starting() -> None:
+    """Under torchrun: rank 0 waits for rank 1, which does not start before torchrun is gone."""
+    launcher_id, rank = os.getppid(), os.environ["RANK"]
+    ready(rank)
+    while rank == "1" and os.getppid() == launcher_id:
+        time.sleep(0.1)
+    training()
+
+
 if __name__ == "__main__":
     globals()[sys.argv.pop(1)]()

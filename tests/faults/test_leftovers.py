@@ -257,6 +257,12 @@ def test_training_under_torchrun_leaves_nothing(start, how):
     assert not job.left()
 
 
+def test_ranks_that_start_when_torchrun_is_killed_leave_nothing(start):
+    job = start([*TORCHRUN, "-m", "tests.faults.leaving", "starting", *TRAINING.split()], 2)
+    end(job, "program")
+    assert not job.left()
+
+
 def test_a_folder_in_use_is_not_swept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with folders.shared_folder("minimegatron-one-") as one:
