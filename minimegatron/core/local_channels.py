@@ -188,8 +188,10 @@ class Connection:
         self._incoming.drop_counts_before(self.epoch)
 
     def tell_count(self, count: int) -> None:
-        """Tells the peer a number, for `read_count`; once in an epoch."""
-        self._write(_COUNT, count)
+        """Tells the peer a number, for `read_count`; once in an epoch. Never raises."""
+        # The ranks of another pipeline may be through with this group; whoever waits for them is told.
+        with contextlib.suppress(OSError):
+            self._write(_COUNT, count)
 
     def read_count(self) -> int:
         """What the peer has told in this epoch. Raises ConnectionError if it tells nothing in time."""
@@ -404,6 +406,8 @@ class _Incoming:
             if wait:
                 raise
             return False
+        except ConnectionResetError:  # it has gone, and has not read all that it was sent
+            part = b""
         if not part:
             raise ConnectionError("the sender has closed the connection")
         self._unread += part

@@ -125,6 +125,9 @@ def _create_groups(groups: dict[str, list[list[int]]], timeout: timedelta) -> _P
     for ranks, names in kinds_of.items():
         group = dist.new_group(list(ranks), timeout=timeout, group_desc="+".join(names))
         if me in ranks:
+            if len(ranks) > 1 and dist.get_backend(group) == "gloo":
+                # A rank that destroys a group breaks the connections of who is still making them.
+                dist.barrier(group)
             created.append(group)
             by_kind |= dict.fromkeys(names, group)
     mine = {

@@ -39,12 +39,7 @@ def check_in_torchrun(path: Path) -> int:
     """Checks the file together with the other ranks; returns this rank's exit code."""
     began = time.monotonic()
     exercise = exercise_of(path)
-    set_device("cpu", local_rank=0)
-    end_properly()
-    failures.watch_launcher()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = find_each_other(rank, world_size, default_pg_timeout)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
     num_ranks = max(1, exercise.num_ranks)
     if world_size != num_ranks:
         if rank == 0:
@@ -57,6 +52,11 @@ def check_in_torchrun(path: Path) -> int:
         if rank == 0:
             print(render(found, exercise.name))
         return 1 if rank == 0 else 0
+    set_device("cpu", local_rank=0)
+    end_properly()
+    failures.watch_launcher()
+    store = find_each_other(rank, world_size, default_pg_timeout)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
     found = _check(exercise, path)
     if rank == 0:
         print(render(replace(found, seconds=time.monotonic() - began), exercise.name))

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from dataclasses import fields
 
 import pytest
@@ -332,6 +333,29 @@ def choose_embedding_stages() -> list[int] | None:
 
 def test_embedding_stages_can_be_chosen():
     assert run_ranks(choose_embedding_stages, 4) == [[0, 2, 3], None, [0, 2, 3], [0, 2, 3]]
+
+
+def make_groups_slowly() -> bool:
+    """Rank 1 is late in making the group of both; whether it had come when this rank went on."""
+    new_group, store = dist.new_group, dist.distributed_c10d._get_default_store()
+
+    def slow_new_group(ranks, **kwargs):
+        group = new_group(ranks, **kwargs)
+        if dist.get_rank() == 1 and len(ranks) == 2:
+            time.sleep(0.3)
+            store.set("came", "")
+        return group
+
+    dist.new_group = slow_new_group
+    mpu.initialize_model_parallel(pipeline_model_parallel_size=2)
+    had_come = store.check(["came"])
+    mpu.destroy_model_parallel()
+    return had_come
+
+
+def test_no_rank_leaves_before_all_have_made_the_groups():
+    """gloo breaks the connections of who still makes a group that another rank destroys."""
+    assert run_ranks(make_groups_slowly, 2) == [True, True]
 
 
 def test_every_kind_is_a_field_of_the_collection():

@@ -390,6 +390,33 @@ def test_two_models_two_communicators_two_initialisations():
     assert run_ranks(two_of_everything, 4) == [[]] * 4
 
 
+def step_after_another_pipeline_has_left() -> bool:
+    """Ranks 1 and 3 destroy their groups; then ranks 0 and 2, their data-parallel peers, do a step."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    config = make_config(2)
+    chunk = Stage(stage, config)
+    p2p = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config)
+    leaves_first = parallel_state.get_data_parallel_rank() == 1
+    for step in range(2):
+        if step == 1 and not leaves_first:
+            dist.barrier()
+        chunk.zero_grad()
+        run_step(get_forward_backward_func(), [chunk], 4, p2p_communicator=p2p)
+    parallel_state.destroy_model_parallel()
+    if leaves_first:
+        dist.barrier()
+    _, wanted = reference(2, 4, (SEQ,))
+    return all(
+        torch.allclose(param.grad, wanted[stage, name], atol=1e-12)
+        for name, param in chunk.named_parameters()
+    )
+
+
+def test_a_pipeline_goes_on_when_another_has_left():
+    assert run_ranks(step_after_another_pipeline_has_left, 4) == [True] * 4
+
+
 # -- Forward-only steps do not run away --
 
 
