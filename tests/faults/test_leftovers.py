@@ -18,10 +18,13 @@ import pytest
 from minimegatron.doctor import folders
 from tests.rank_programs import ROOT
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    pytest.mark.timeout(600),
+]
 
 FULL = pytest.mark.full
-START_SECONDS, LEFT_SECONDS = 150, 60
+START_SECONDS, LEFT_SECONDS = 300, 60
 TRAINING = (
     "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 9 --lr 1e-3 --num-layers 2 "
@@ -67,13 +70,19 @@ class Job:
     mark: str
     temporary: Path
     ready: Path
+    output: Path
 
     def wait_until_ready(self, num_ready: int) -> None:
         deadline = time.monotonic() + START_SECONDS
         while len(self.ranks()) < num_ready:
-            assert self.program.poll() is None, "it has ended already"
-            assert time.monotonic() < deadline, "it did not come so far"
+            assert self.program.poll() is None, f"it has ended already: {self.said()}"
+            assert time.monotonic() < deadline, f"it did not come so far: {self.said()}"
             time.sleep(0.05)
+
+    def said(self) -> str:
+        """The end of what it has put out, and its processes."""
+        commands = [f"{pid}: {_command(pid)}" for pid in self.processes()]
+        return "\n".join([self.output.read_text(errors="replace")[-3000:], *commands])
 
     def ranks(self) -> list[int]:
         """The process numbers of those who are ready."""
@@ -137,15 +146,16 @@ def start() -> Iterator:
             "MINIMEGATRON_TEST": mark,
             "IPYTHONDIR": str(top / "ipython"),
         }
-        program = subprocess.Popen(
-            words,
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        jobs.append(Job(program, mark, temporary, ready))
+        with open(top / "output", "w") as output:
+            program = subprocess.Popen(
+                words,
+                env=environment,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        jobs.append(Job(program, mark, temporary, ready, top / "output"))
         jobs[-1].wait_until_ready(num_ready)
         return jobs[-1]
 
