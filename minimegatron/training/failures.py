@@ -15,7 +15,7 @@ Five ways a job ends early, and what is printed then:
   save and end with 0, otherwise they end quietly;
 * a checkpoint cannot be written or read: all ranks know, and one of them says so in one line.
 
-A survivor may hang in a C++ wait where no Python runs, so a thread of its own does the watching. It
+A survivor may hang in a C++ wait where no Python runs, so threads do the watching. That for peers
 sleeps in `select` until a signal arrives (`signal.set_wakeup_fd` writes to its pipe even then).
 """
 
@@ -225,7 +225,7 @@ _launcher_watch: LauncherWatch | None = None
 
 
 def watch_launcher() -> None:
-    """Starts the watch of torchrun, until `stop_watching_launcher`. Call it before any other process.
+    """Starts the watch of torchrun, until `stop_watching_launcher`; before ranks look for each other.
 
     Does nothing under another launcher, whose processes may outlive their parent: a shell's, say.
     """

@@ -48,7 +48,7 @@ def _ask_torchrun() -> None:
     """Raises if torchrun's store is gone. torch would try for as long as the time-out, half an hour."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return  # rank 0 serves the store, and may come later
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
         socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
     except ConnectionRefusedError:
