@@ -7,7 +7,8 @@
 The tests are those with the mark `processes`. One run of pytest takes one file of tests, once; the
 first round takes every file, then the second round begins. What is done is in the log after each
 run, and a second call goes on from there: after Ctrl-C, a crash, or the end of the day. Another commit,
-other changes or other numbers begin a new log; `--continue` goes on with the old one all the same.
+other changes or other numbers begin a new log; `--continue` goes on with the old one all the same,
+and notes that in it.
 
 The log has a line of JSON about the whole, then a line per file of tests: how many times each test
 has passed, and each failure with the file that holds its output. The exit code is 1 if any failed.
@@ -67,7 +68,7 @@ class FileLog:
 
 @dataclass
 class Log:
-    """The whole log. `about`: commit, numbers, when it began."""
+    """The whole log. `about`: commit, numbers, when it began, and with what else it went on later."""
 
     path: Path
     about: dict[str, object]
@@ -78,9 +79,12 @@ class Log:
         """The log that is there, if it is about the same; else a new one."""
         if path.exists():
             first, *rest = [json.loads(line) for line in path.read_text().splitlines()]
-            same = all(first.get(key) == about[key] for key in ("commit", "busy", "workers"))
+            went_on = first.get("went_on", [])
+            last = [first, *went_on][-1]
+            same = all(last.get(key) == about[key] for key in ("commit", "busy", "workers"))
             if same or goes_on:
-                log = cls(path, first | {"times": about["times"]})
+                went_on = went_on if same else [*went_on, about]
+                log = cls(path, first | {"times": about["times"], "went_on": went_on})
                 for line in rest:
                     failures = [Failure(**one) for one in line.pop("failures")]
                     log.files[line["file"]] = FileLog(**line, failures=failures)
@@ -239,9 +243,10 @@ def summary(log: Log, times: int) -> list[str]:
         f"{failure.output}: {file}::{failure.test} failed in round {failure.round}"
         for file, failure in failures
     ]
+    commits = [about["commit"] for about in (log.about, *log.about.get("went_on", []))]
     lines.append(
-        f"commit {log.about['commit']}: {len(log.files)} files, {tests} tests, {times} rounds, "
-        f"{log.about['busy']} busy loops: {passed} passed, {len(failures)} failed, "
+        f"commit {', then '.join(dict.fromkeys(commits))}: {len(log.files)} files, {tests} tests, "
+        f"{times} rounds, {log.about['busy']} busy loops: {passed} passed, {len(failures)} failed, "
         f"{minutes:.0f} minutes of runs; see {log.path}"
     )
     return lines

@@ -107,10 +107,17 @@ def test_other_code_begins_a_new_log_unless_told_otherwise(sample, monkeypatch, 
     monkeypatch.setattr(stress, "commit_of", lambda root: "another")
     assert run(sample, "--continue")[0] == 0
     assert (sample / "count").read_text() == "x" * 6
-    assert json.loads((sample / stress.LOG).read_text().splitlines()[0])["commit"] == "one"
+    about = json.loads((sample / stress.LOG).read_text().splitlines()[0])
+    assert about["commit"] == "one"
+    assert [later["commit"] for later in about["went_on"]] == ["another"]
+    assert "commit one, then another: 1 files" in capsys.readouterr().out
+    assert run(sample)[0] == 0
+    assert (sample / "count").read_text() == "x" * 6
+    assert json.loads((sample / stress.LOG).read_text().splitlines()[0]) == about
+    monkeypatch.setattr(stress, "commit_of", lambda root: "a third")
     assert run(sample)[0] == 0
     assert (sample / "count").read_text() == "x" * 12
-    assert json.loads((sample / stress.LOG).read_text().splitlines()[0])["commit"] == "another"
+    assert json.loads((sample / stress.LOG).read_text().splitlines()[0])["commit"] == "a third"
 
 
 def test_after_an_interruption_it_goes_on(sample):
