@@ -83,18 +83,23 @@ def test_shapes_that_do_not_agree_are_told():
     assert all(run_ranks(wrong_size, 2))
 
 
-def neighbour_leaves() -> float:
+def neighbour_leaves(what_it_leaves_unread: int) -> float:
     transport = get_transport(dist.group.WORLD)
+    if dist.get_rank() == 0:
+        for i in range(what_it_leaves_unread):
+            _send(transport, i, 1)
+    dist.barrier()
     if dist.get_rank() == 1:
         del transport
         local_transport._transports.clear()  # closes its sockets, as the end of its process would
         return 0.0
-    _, work = _receive(transport, 1)
+    _, work = _receive(transport, 1, GRADIENT)  # it travels where the activations went
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="closed the connection"):
         work.wait()
     return time.monotonic() - began
 
 
-def test_a_neighbour_that_has_gone_is_noticed_at_once():
-    assert run_ranks(neighbour_leaves, 2)[0] < 10
+@pytest.mark.parametrize("what_it_leaves_unread", [0, 1])
+def test_a_neighbour_that_has_gone_is_noticed_at_once(what_it_leaves_unread):
+    assert run_ranks(neighbour_leaves, 2, what_it_leaves_unread)[0] < 10
