@@ -29,6 +29,7 @@ def report(factor: torch.Tensor) -> dict:
         "passed on": os.environ.get("MINIMEGATRON_TEST"),
         "cuda": torch.cuda.is_initialized(),
         "pid": os.getpid(),
+        "parent": os.getppid(),
     }
 
 
@@ -94,12 +95,11 @@ def test_values_come_back_in_rank_order(monkeypatch):
     assert not wait_until_gone([value["pid"] for value in values])
 
 
-def test_a_second_launch_is_quick():
-    run_ranks(report, 2, torch.ones(1))
-    start = time.monotonic()
-    run_ranks(report, 4, torch.ones(1))
-    # 0.2 s on an idle two-core machine; a fresh interpreter per rank would take 8 s.
-    assert time.monotonic() - start < 5
+def test_a_second_launch_starts_no_interpreter():
+    first = run_ranks(report, 2, torch.ones(1))
+    second = run_ranks(report, 4, torch.ones(1))
+    (parent,) = {value["parent"] for value in first + second}
+    assert parent != os.getpid(), "they are forked from a process that has loaded torch"
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback():
@@ -183,7 +183,7 @@ def _kill_the_caller(tmp_path, temporary):
     caller = subprocess.Popen([sys.executable, str(script)], env=environment)
     try:
         pids = []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240  # on a busy machine it takes a minute to load torch
         while len(pids) < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
             texts = [file.read_text() for file in tmp_path.iterdir() if file.name in "01"]

@@ -40,18 +40,34 @@ class Sample(NamedTuple):
     """The state of its main thread: R runs or is ready to, S and D wait, T is stopped, Z has ended."""
     cpu_seconds: float
     """Used so far, by all threads."""
+    is_ready: bool
+    """Whether a thread of it runs or is ready to: gloo carries messages in threads of its own."""
 
 
 def sample(pid: int) -> Sample | None:
     """The process's state; None where the system does not tell. A process that is gone is "Z"."""
     if not os.path.isdir("/proc/self"):
-        return None if _exists(pid) else Sample("Z", 0.0)
+        return None if _exists(pid) else Sample("Z", 0.0, False)
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        letter, *fields = _stat(Path(f"/proc/{pid}"))
+        cpu_seconds = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
+        return Sample(letter, cpu_seconds, letter == "R" or _has_ready_thread(pid))
     except (FileNotFoundError, ProcessLookupError):
-        return Sample("Z", 0.0)
-    ticks = int(fields[11]) + int(fields[12])
-    return Sample(fields[0], ticks / os.sysconf("SC_CLK_TCK"))
+        return Sample("Z", 0.0, False)
+
+
+def _has_ready_thread(pid: int) -> bool:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        # A thread may end while we look.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if _stat(thread)[0] == "R":
+                return True
+    return False
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields from the state on; before it stands a name, in which anything may stand."""
+    return (path / "stat").read_text().rpartition(")")[2].split()
 
 
 def _exists(pid: int) -> bool:

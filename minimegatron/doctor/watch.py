@@ -6,8 +6,8 @@ counterpart.
 
 A hang is: every rank has begun, not all have ended, and for `hang_timeout` seconds none of those left
 has begun or ended a traced call. A slow rank looks just the same, so the time-out must be longer than
-the longest single call; the diagnosis then says whether somebody computes. Only a rank that is ready
-to run and does not get a processor, on a machine that is too busy, is given longer.
+the longest single call; the diagnosis then says whether somebody computes. Only a rank of which some
+thread is ready to run and does not get a processor, on a machine that is too busy, is given longer.
 """
 
 import time
@@ -107,7 +107,7 @@ class Watch:
         samples = self._samples[rank]
         if not samples:
             return False
-        ready = sum(taken.letter == "R" for _, taken in samples)
+        ready = sum(taken.is_ready for _, taken in samples)
         used = samples[-1][1].cpu_seconds - samples[0][1].cpu_seconds
         return ready * 2 > len(samples) and used < self.hang_timeout / 2
 

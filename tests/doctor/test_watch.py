@@ -18,9 +18,11 @@ class Bench:
     """Two ranks' records, a clock, and what the system says of their processes."""
 
     def __init__(self, folder, monkeypatch):
-        self.now, self.letter, self.cpu_seconds = 100.0, "S", 0.0
+        self.now, self.letter, self.is_ready, self.cpu_seconds = 100.0, "S", False, 0.0
         monkeypatch.setattr(
-            watch_module, "sample", lambda pid: Sample(self.letter, self.cpu_seconds)
+            watch_module,
+            "sample",
+            lambda pid: Sample(self.letter, self.cpu_seconds, self.letter == "R" or self.is_ready),
         )
         self.watch = Watch(folder, [0, 1], hang_timeout=10, read_clock=lambda: self.now)
         self.writers = [RecordWriter(record_path(folder, rank), rank, 2) for rank in (0, 1)]
@@ -87,13 +89,16 @@ def test_time_in_which_the_watcher_was_stopped_too_does_not_count(bench):
     assert bench.watch.is_hung()
 
 
-def test_a_rank_that_gets_no_processor_is_given_longer(bench):
+@pytest.mark.parametrize("letter", ["R", "S"])
+def test_a_rank_that_gets_no_processor_is_given_longer(bench, letter):
     bench.begin()
-    bench.letter = "R"
+    bench.letter, bench.is_ready = letter, True  # S: the main thread waits for another one
     bench.let_pass(20, cpu_share=0.1)
     assert not bench.watch.is_hung()
     bench.let_pass(10 * STARVED_FACTOR - 19, cpu_share=0.1)
     assert bench.watch.is_hung()
+    word = "computing" if letter == "R" else "sleeping"
+    assert {record.process for record in bench.watch.records()} == {word}
 
 
 def test_a_rank_that_computes_is_not(bench):
@@ -123,15 +128,42 @@ def test_samples_of_real_processes():
         deadline = time.monotonic() + 30
         while sample(child.pid).letter != "S" and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert sample(child.pid).letter == "S"
+        assert sample(child.pid).letter == "S" and not sample(child.pid).is_ready
         child.stdin.close()
         while sample(child.pid).letter != "R" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert sample(child.pid).letter == "R"
+        assert sample(child.pid).is_ready
     finally:
         child.kill()
         child.wait()
     assert sample(child.pid).letter == "Z"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_thread_that_computes_is_seen_while_the_main_thread_waits():
+    # Python's lock would wake the main thread now and then; a digest is computed without it.
+    code = (
+        "import hashlib, threading\n"
+        "work = lambda: hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
+        "print(1, flush=True)\ninput()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        child.stdout.readline()
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            taken = sample(child.pid)
+            if taken.letter == "S" and taken.is_ready:
+                break
+            time.sleep(0.01)
+        assert taken.letter == "S" and taken.is_ready
+    finally:
+        child.kill()
+        child.wait()
 
 
 STACKS = """Thread 0x1 (most recent call first):

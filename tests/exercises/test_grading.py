@@ -32,6 +32,7 @@ from minimegatron.exercises.grading.grade import (
 )
 from minimegatron.exercises.grading.reports import form_of, summary, to_csv, to_junit, write_report
 from minimegatron.exercises.grading.submissions import find_submissions
+from tests.busy import crowding
 from tests.figures import figure
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +63,8 @@ HOSTILE = {
     "    import minimegatron.exercises.feedback as feedback\n"
     "    feedback.Wrong.__init__ = lambda *_: os._exit(0)\n    return 1\n",
 }
-LIMITS = Limits(seconds=25, memory_bytes=2 << 30)
+# On a busy machine an honest one takes 24 s. The others end sooner, by what the exercise allows.
+LIMITS = Limits(seconds=90, memory_bytes=2 << 30)
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +147,8 @@ def test_all_thirty_are_graded_and_it_ends(outcome):
     assert len(report.students) == 30
     assert report.isolation in (NAMESPACES, OTHER_USER)
     figure(f"{took:.0f} s for 30 submissions in cells of kind {report.isolation!r}")
-    # 45 s on two free cores; each hostile one may take its whole limit where there are none.
-    assert took < 60 + len(HOSTILE) * LIMITS.seconds
+    # 45 s on two free cores. A hostile one ends with its exercise, or by the limit.
+    assert took < (60 + len(HOSTILE) * 25) * crowding()
 
 
 def test_the_honest_are_graded_right(outcome, expected):
@@ -255,7 +257,7 @@ def ask(template, kind: str, source: str, limits: Limits = LIMITS) -> list[dict]
     room = {"kind": kind, "number": 900, "limits": vars(limits), "hidden": []}
     runs = [{"seed": 0, "patience": 2.0}]
     question = {"room": room, "exercise": FIRST.module, "source": source, "runs": runs}
-    return list(template.ask(question, 60))
+    return list(template.ask(question, LIMITS.seconds + 30))
 
 
 @pytest.mark.parametrize("kind", (NAMESPACES, OTHER_USER, SAME_USER))

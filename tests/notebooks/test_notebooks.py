@@ -13,6 +13,7 @@ import notebook_runs
 import pytest
 from notebook_runs import ROOT, sources
 
+from tests.busy import crowding
 from tests.figures import figure
 
 SECONDS = 60
@@ -68,7 +69,7 @@ def test_runs_from_scratch(path, runs, tmp_path):
     done = runs[path.stem].result(timeout=290)
     assert not done.error, done.error
     figure(f"{done.seconds:.1f} s from a fresh kernel, two notebooks at a time")
-    assert done.seconds < 2 * SECONDS
+    assert done.seconds < 2 * SECONDS * crowding()
     # And it fits on a page of the site, which fetches nothing from elsewhere.
     notebook_pages.write_page(path, done.notebook, tmp_path)
     page = (tmp_path / f"{path.stem}.md").read_text()
