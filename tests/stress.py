@@ -38,6 +38,8 @@ OUTPUTS = "build/stress"
 MARK = "processes"
 LIMIT_SECONDS = 3600
 """For one run of a file; a test has its own limit, which names it."""
+END_SECONDS = 30
+"""How long a run of pytest may take to end what it has started."""
 TEST_SECONDS = 1500
 """For one test that does not say how long it may take."""
 NO_TESTS = 5
@@ -154,8 +156,7 @@ class Stress:
                     job.result()
             except BaseException:
                 self._is_over = True
-                for running in list(self._running.values()):
-                    _end(running)
+                _end(*self._running.values())
                 raise
 
     def _run(self, number: int, file: str) -> None:
@@ -208,9 +209,16 @@ class Stress:
         print(f"round {number}  {file}: {words or 'nothing'}, {seconds:.0f} s", flush=True)
 
 
-def _end(program: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(program.pid, signal.SIGKILL)
+def _end(*programs: subprocess.Popen) -> None:
+    # pytest first, which ends what its test has started in groups of their own.
+    for program in programs:
+        program.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + END_SECONDS
+    for program in programs:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
 
 
 def results_in(report: Path) -> dict[str, str]:
