@@ -4,6 +4,7 @@ some; at the end, the figures they took.
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,9 @@ from hypothesis import settings
 from tests.figures import figures_of
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+# What a script starts in the background ignores Ctrl-C's signal, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["tests.process_mark"]
 

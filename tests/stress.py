@@ -299,6 +299,8 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
 
 
 if __name__ == "__main__":
-    # Told to end, it ends its busy loops and runs like after Ctrl-C.
+    # Told to end, it ends its busy loops and runs like after Ctrl-C, which a program in the background
+    # of a script would ignore, and its children too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

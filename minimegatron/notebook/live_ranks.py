@@ -39,7 +39,7 @@ except ImportError as error:
         f"live ranks need ipyparallel ({error}); pip install 'minimegatron[notebooks]'"
     ) from error
 
-START_SECONDS = 120
+START_SECONDS = 300
 INTERRUPT_SECONDS = 1.0
 """How long an interrupted rank may take to come to Python; one inside a message never does."""
 NEXT_INTERRUPT_SECONDS = 3.0

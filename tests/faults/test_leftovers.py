@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from minimegatron.doctor import folders
+from tests.busy import crowding
 from tests.rank_programs import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 FULL = pytest.mark.full
-START_SECONDS, LEFT_SECONDS = 150, 60
+START_SECONDS, LEFT_SECONDS = 100, 60
 TRAINING = (
     "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 9 --lr 1e-3 --num-layers 2 "
@@ -70,7 +71,8 @@ class Job:
     output: Path
 
     def wait_until_ready(self, num_ready: int) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        # The longest start loads torch four times, one after the other.
+        deadline = time.monotonic() + START_SECONDS * crowding()
         while len(self.ranks()) < num_ready:
             assert self.program.poll() is None, f"it has ended already: {self.said()}"
             assert time.monotonic() < deadline, f"it did not come so far: {self.said()}"
