@@ -1,6 +1,6 @@
 """Other work for the processors, for tests that must not depend on a quiet machine.
 
-Used by: `stress`, `stress_exits`; tests that say how long something may take.
+Used by: `stress`, `stress_exits`.
 """
 
 import contextlib
@@ -11,11 +11,6 @@ from collections.abc import Iterator
 
 LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    sum(range(9999))"
 """Ends with the process that started it, however that one ends."""
-
-
-def crowding() -> float:
-    """How many times longer work may take now, for other work that the machine has; 1 for none."""
-    return max(1.0, os.getloadavg()[0] / os.cpu_count())
 
 
 @contextlib.contextmanager

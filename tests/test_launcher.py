@@ -183,7 +183,7 @@ def _kill_the_caller(tmp_path, temporary):
     caller = subprocess.Popen([sys.executable, str(script)], env=environment)
     try:
         pids = []
-        deadline = time.monotonic() + 240  # on a busy machine it takes a minute to load torch
+        deadline = time.monotonic() + 240  # under load, 60 s were once not enough
         while len(pids) < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
             texts = [file.read_text() for file in tmp_path.iterdir() if file.name in "01"]

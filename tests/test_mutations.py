@@ -149,7 +149,7 @@ class Runner:
             "module": probe[0],
             "arguments": [*probe[1:], *pytest_options],
             "output": os.fspath(folder / "output.txt"),
-            "timeout": 280,  # with this mistake, all orders take 55 s on a busy machine
+            "timeout": 280,  # under load, 120 s were once not enough for all orders
         }
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()

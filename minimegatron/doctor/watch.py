@@ -6,8 +6,8 @@ counterpart.
 
 A hang is: every rank has begun, not all have ended, and for `hang_timeout` seconds none of those left
 has begun or ended a traced call. A slow rank looks just the same, so the time-out must be longer than
-the longest single call; the diagnosis then says whether somebody computes. Only a rank of which some
-thread is ready to run and does not get a processor, on a machine that is too busy, is given longer.
+the longest single call; the diagnosis then says whether somebody computes. On a machine that is too
+busy, a rank gets longer while one of its threads is ready to run and gets too little of a processor.
 """
 
 import time

@@ -40,6 +40,7 @@ except ImportError as error:
     ) from error
 
 START_SECONDS = 300
+"""Under heavy load, 120 s were not enough. A process that has ended is noticed at once."""
 INTERRUPT_SECONDS = 1.0
 """How long an interrupted rank may take to come to Python; one inside a message never does."""
 NEXT_INTERRUPT_SECONDS = 3.0

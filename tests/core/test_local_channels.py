@@ -374,7 +374,7 @@ def wait_for_a_collective(seconds: float) -> tuple[float, str]:
 
 def test_the_time_out_of_the_groups_reaches_collectives():
     took, said = run_ranks(wait_for_a_collective, 2, 1.0)[0]
-    assert 0.9 < took < 20
+    assert 0.9 < took < 3.9
     assert "rank 1 of the group sent nothing within 1 s" in said
 
 

@@ -7,7 +7,6 @@ import pytest
 from minimegatron.doctor import verdict
 from minimegatron.doctor.verdict import Diagnosis
 from minimegatron.launcher import HangError, RankError, RankTimeout, launch
-from tests.busy import crowding
 from tests.doctor import hangs
 
 HANG_TIMEOUT = 1.5
@@ -29,7 +28,7 @@ def diagnose(fn, nprocs: int) -> Diagnosis:
     began = time.monotonic()
     with pytest.raises(HangError) as caught:
         run(fn, nprocs)
-    assert time.monotonic() - began < 15 * crowding()
+    assert time.monotonic() - began < 15
     found = caught.value.diagnosis
     assert found.text in str(caught.value)
     assert caught.value.ranks == list(found.ranks)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from minimegatron.doctor import folders
-from tests.busy import crowding
+from tests.figures import slowness
 from tests.rank_programs import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -71,8 +71,7 @@ class Job:
     output: Path
 
     def wait_until_ready(self, num_ready: int) -> None:
-        # The longest start loads torch four times, one after the other.
-        deadline = time.monotonic() + START_SECONDS * crowding()
+        deadline = time.monotonic() + START_SECONDS * slowness()
         while len(self.ranks()) < num_ready:
             assert self.program.poll() is None, f"it has ended already: {self.said()}"
             assert time.monotonic() < deadline, f"it did not come so far: {self.said()}"

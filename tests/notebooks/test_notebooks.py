@@ -13,8 +13,7 @@ import notebook_runs
 import pytest
 from notebook_runs import ROOT, sources
 
-from tests.busy import crowding
-from tests.figures import figure
+from tests.figures import figure, slowness
 
 SECONDS = 60
 """What one may take by itself. They run two at a time here, so twice that is allowed."""
@@ -69,7 +68,7 @@ def test_runs_from_scratch(path, runs, tmp_path):
     done = runs[path.stem].result(timeout=290)
     assert not done.error, done.error
     figure(f"{done.seconds:.1f} s from a fresh kernel, two notebooks at a time")
-    assert done.seconds < 2 * SECONDS * crowding()
+    assert done.seconds < 2 * SECONDS * slowness()
     # And it fits on a page of the site, which fetches nothing from elsewhere.
     notebook_pages.write_page(path, done.notebook, tmp_path)
     page = (tmp_path / f"{path.stem}.md").read_text()
