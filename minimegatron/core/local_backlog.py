@@ -26,6 +26,8 @@ class Writer:
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
+        # A number, because Python's own way to combine flags takes longer than the call.
+        self._flags = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         self._later: deque[bytes] = deque()
         self._lock = threading.Lock()
 
@@ -44,7 +46,7 @@ class Writer:
     def _try(self, data: bytes) -> bytes:
         """Writes what the socket takes; returns what is left."""
         try:
-            return data[self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
+            return data[self._socket.send(data, self._flags) :]
         except BlockingIOError:
             return data
 

@@ -62,7 +62,8 @@ def get_mesh(
     mesh = _mesh_of(group) if is_small else _meshes.get(group)
     if mesh is None:
         return None
-    mesh.set_timeout(get_timeout(group))
+    if not mesh.is_in_step:  # `begin_step` has asked for that of the whole step
+        mesh.set_timeout(get_timeout(group))
     if not is_small and lane == STEPS:
         mesh.count_over_gloo()
     return mesh if is_small else None
@@ -132,6 +133,11 @@ class LocalMesh:
         # step has failed here since the ranks have compared that number.
         self._num_over_gloo, self._has_failed = 0, False
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun here that has not ended or failed."""
+        return self._to[self._peers[0]].epoch % 2 == 1
+
     def set_timeout(self, seconds: float) -> None:
         """From now on, no collective waits longer."""
         for connection in self._to.values():
@@ -199,8 +205,7 @@ class LocalMesh:
         gloo pairs the n-th collective of one rank with the n-th of another. Every rank tells its n
         when it begins a step. Whoever has failed since compares: the others have done all of theirs.
         """
-        is_in_step = self._to[self._peers[0]].epoch % 2 == 1
-        if self._has_failed and is_in_step:
+        if self._has_failed and self.is_in_step:
             for peer in self._peers:
                 count = self._to[peer].read_count()
                 if count != self._num_over_gloo:
