@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 CACHE = ROOT / "build" / "notebooks"
 NUM_AT_ONCE = 2
-CELL_SECONDS = 120
-"""After which a cell counts as stuck."""
+CELL_SECONDS = 400
+"""After which a cell counts as stuck. Live ranks may take 300 s to start."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,13 @@ MAX_BUILD_SECONDS = 60
 expect.set_options(timeout=PATIENCE_MS)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The first of them builds the site, or waits for the worker that does: minutes on a busy machine.
+    for item in items:
+        if "site" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def package():
     """Every module of the package, annotated."""

@@ -36,7 +36,7 @@ class Notebook:
             elif message["msg_type"] in ("execute_result", "display_data"):
                 shown.append(content["data"].get("text/html", content["data"]["text/plain"]) + "\n")
 
-        self.client.execute_interactive(code, timeout=120, output_hook=note)
+        self.client.execute_interactive(code, timeout=280, output_hook=note)
         return re.sub(r"\x1b\[[0-9;]*m", "", "".join(shown))
 
     def interrupted(self, code: str, begun: Path) -> str:
