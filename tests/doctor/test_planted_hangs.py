@@ -29,7 +29,8 @@ def diagnose(fn, nprocs: int) -> Diagnosis:
     began = time.monotonic()
     with pytest.raises(HangError) as caught:
         run(fn, nprocs)
-    assert time.monotonic() - began < 15 * slowness()
+    took = time.monotonic() - began
+    assert took < 15 or took < 15 * slowness()
     found = caught.value.diagnosis
     assert found.text in str(caught.value)
     assert caught.value.ranks == list(found.ranks)
