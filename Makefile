@@ -68,14 +68,16 @@ test-gloo: $(VENV)/.installed-conformance
 	  --ignore-glob '*/test_local_*.py'
 
 # Every test that starts processes, STRESS_TIMES times, beside STRESS_BUSY processes that compute all the
-# time, STRESS_WORKERS files of tests at once. The log is tests/stress_log.jsonl; hours on two processors.
-STRESS_TIMES   ?= 10
-STRESS_BUSY    ?= 4
-STRESS_WORKERS ?= 2
+# time, STRESS_WORKERS runs of pytest at once, each with STRESS_TOGETHER files of tests. The log is
+# tests/stress_log.jsonl; hours on two processors.
+STRESS_TIMES    ?= 10
+STRESS_BUSY     ?= 4
+STRESS_WORKERS  ?= 2
+STRESS_TOGETHER ?= 4
 test-stress: export PYTHONDONTWRITEBYTECODE =
 test-stress: $(VENV)/.installed-conformance chromium
 	STRESS_TIMES=$(STRESS_TIMES) STRESS_BUSY=$(STRESS_BUSY) STRESS_WORKERS=$(STRESS_WORKERS) \
-	  $(BIN)/python -m tests.stress
+	  STRESS_TOGETHER=$(STRESS_TOGETHER) $(BIN)/python -m tests.stress
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check minimegatron tests docs/tools

@@ -4,7 +4,7 @@
     make test-stress STRESS_TIMES=3 STRESS_BUSY=8   # other numbers
     python -m tests.stress --times 3 tests/doctor   # some of them
 
-The tests are those with the mark `processes`. One run of pytest takes one file of tests, once; the
+The tests are those with the mark `processes`. One run of pytest takes a few files of tests, once; the
 first round takes every file, then the second round begins. What is done is in the log after each
 run, and a second call goes on from there: after Ctrl-C, a crash, or the end of the day. Another commit,
 other changes or other numbers begin a new log; `--continue` goes on with the old one all the same,
@@ -37,7 +37,7 @@ LOG = "tests/stress_log.jsonl"
 OUTPUTS = "build/stress"
 MARK = "processes"
 LIMIT_SECONDS = 3600
-"""For one run of a file; a test has its own limit, which names it."""
+"""For one file in a run; a test has its own limit, which names it."""
 END_SECONDS = 30
 """How long a run of pytest may take to end what it has started."""
 TEST_SECONDS = 1500
@@ -140,17 +140,17 @@ class Stress:
         self._running: dict[int, subprocess.Popen] = {}
         self._is_over = False
 
-    def run(self, files: list[str], times: int, workers: int) -> None:
-        """Whatever is not in the log yet."""
-        todo = [
-            (number, file)
-            for number in range(1, times + 1)
-            for file in files
-            if number not in self.log.files.get(file, FileLog(file)).rounds
-        ]
-        print(f"{len(todo)} of {times * len(files)} runs are left to do", flush=True)
+    def run(self, files: list[str], times: int, workers: int, together: int) -> None:
+        """Whatever is not in the log yet; `together` files in one run of pytest."""
+        todo: list[tuple[int, list[str]]] = []
+        for number in range(1, times + 1):
+            known = self.log.files
+            left = [one for one in files if one not in known or number not in known[one].rounds]
+            todo += [(number, left[at : at + together]) for at in range(0, len(left), together)]
+        num_left = sum(len(files_of_run) for _, files_of_run in todo)
+        print(f"{num_left} of {times * len(files)} runs of a file are left to do", flush=True)
         with ThreadPoolExecutor(workers) as pool:
-            jobs = [pool.submit(self._run, number, file) for number, file in todo]
+            jobs = [pool.submit(self._run, *run) for run in todo]
             try:
                 for job in jobs:
                     job.result()
@@ -159,15 +159,15 @@ class Stress:
                 _end(*self._running.values())
                 raise
 
-    def _run(self, number: int, file: str) -> None:
+    def _run(self, number: int, files: list[str]) -> None:
         if self._is_over:
             return
-        folder, name = self.root / OUTPUTS, f"{file.replace('/', '.')}-{number}"
+        folder, name = self.root / OUTPUTS, f"{files[0].replace('/', '.')}-{number}"
         folder.mkdir(parents=True, exist_ok=True)
         output, report = folder / f"{name}.txt", folder / f"{name}.xml"
         report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-m", MARK, f"--junitxml={report}"]
-        command += ["-o", f"timeout={TEST_SECONDS}", "-p", "no:cacheprovider", file]
+        command += ["-o", f"timeout={TEST_SECONDS}", "-p", "no:cacheprovider", *files]
         began = time.monotonic()
         with open(output, "w") as out:
             program = subprocess.Popen(
@@ -175,7 +175,7 @@ class Stress:
             )
             self._running[program.pid] = program
             try:
-                code = program.wait(LIMIT_SECONDS)
+                code = program.wait(LIMIT_SECONDS * len(files))
             except subprocess.TimeoutExpired:
                 _end(program)
                 code = program.wait()
@@ -183,12 +183,17 @@ class Stress:
                 del self._running[program.pid]
         if self._is_over:
             return
-        results = results_in(report)
-        if code not in (0, NO_TESTS) and "failed" not in results.values():
-            results[f"(pytest itself, exit code {code})"] = "failed"
+        found = results_in(report, files)
+        has_failed = any("failed" in results.values() for results in found.values())
+        if code not in (0, NO_TESTS) and not has_failed:
+            has_failed = True
+            for results in found.values():
+                results[f"(pytest itself, exit code {code})"] = "failed"
+        seconds = (time.monotonic() - began) / len(files)
         with self._lock:
-            self._note(number, file, results, output, time.monotonic() - began)
-        if "failed" not in results.values():
+            for file, results in found.items():
+                self._note(number, file, results, output, seconds)
+        if not has_failed:
             output.unlink()
         report.unlink(missing_ok=True)
 
@@ -221,21 +226,25 @@ def _end(*programs: subprocess.Popen) -> None:
             os.killpg(program.pid, signal.SIGKILL)
 
 
-def results_in(report: Path) -> dict[str, str]:
-    """Test -> "passed", "failed" or "skipped", from pytest's report; empty if there is none."""
+def results_in(report: Path, files: list[str]) -> dict[str, dict[str, str]]:
+    """By file: test -> "passed", "failed" or "skipped", from pytest's report, if there is one."""
+    found: dict[str, dict[str, str]] = {file: {} for file in files}
     try:
         cases = ElementTree.parse(report).iter("testcase")
     except (OSError, ElementTree.ParseError):
-        return {}
-    results: dict[str, str] = {}
+        return found
+    modules = {f"{file.removesuffix('.py').replace('/', '.')}.": file for file in files}
     for case in cases:
         inside = {part.tag for part in case}
         result = "skipped" if "skipped" in inside else "passed"
         result = "failed" if inside & {"failure", "error"} else result
-        # A test that passes and fails in its teardown is in the report twice.
+        # Where a file cannot be loaded, no class is given, and the name is that of the module.
         name = case.get("name", "")
+        place = f"{case.get('classname') or name}."
+        results = next(found[file] for module, file in modules.items() if place.startswith(module))
+        # A test that passes and fails in its teardown is in the report twice.
         results[name] = "failed" if results.get(name) == "failed" else result
-    return results
+    return found
 
 
 # -- The end --
@@ -264,12 +273,13 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="The numbers can also be given as STRESS_TIMES, STRESS_BUSY and STRESS_WORKERS.",
+        epilog="The numbers can also be given as STRESS_TIMES, STRESS_BUSY and so on.",
     )
     for name, default, meaning in (
         ("times", 10, "how often each test is run"),
         ("busy", 4, "how many processes compute beside the tests"),
-        ("workers", 2, "how many files of tests are run at the same time"),
+        ("workers", 2, "how many runs of pytest there are at the same time"),
+        ("together", 4, "how many files of tests are in one of them"),
     ):
         value = int(os.environ.get(f"STRESS_{name.upper()}", default))
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{meaning} ({value})")
@@ -282,6 +292,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
         "times": args.times,
         "busy": args.busy,
         "workers": args.workers,
+        "together": args.together,
         "processors": os.cpu_count(),
         "began": time.strftime("%Y-%m-%d %H:%M"),
     }
@@ -290,7 +301,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     log.save()
     try:
         with busy_loops(args.busy):
-            Stress(root, log).run(files, args.times, args.workers)
+            Stress(root, log).run(files, args.times, args.workers, args.together)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here")
         return 130

@@ -74,7 +74,7 @@ def test_every_marked_test_is_run_the_times_asked_for_and_not_again(sample, caps
     assert (sample / "count").read_text() == "xxxxxx"
     assert "1 files, 2 tests, 3 rounds, 1 busy loops: 6 passed, 0 failed" in capsys.readouterr().out
     assert run(sample)[0] == 0
-    assert "0 of 3 runs are left to do" in capsys.readouterr().out
+    assert "0 of 3 runs of a file are left to do" in capsys.readouterr().out
     assert (sample / "count").read_text() == "xxxxxx"
 
 
@@ -90,6 +90,22 @@ def test_a_failure_is_named_with_its_output_and_kept(sample, capsys):
     out = capsys.readouterr().out
     assert f"{failure['output']}: tests/test_flaky.py::test_flaky failed in round 2" in out
     assert run(sample)[0] == 1, "a failure is not forgotten by a second call"
+
+
+def test_files_of_one_run_are_told_apart(sample):
+    for number in (1, 2):
+        name = sample / "tests" / f"test_good_{number}.py"
+        name.write_text(GOOD.replace("test_good", f"test_good_{number}"))
+    (sample / "tests" / "test_flaky.py").write_text(FLAKY)
+    code, files = run(sample, "--together", "3")
+    assert code == 1
+    flaky = files.pop("tests/test_flaky.py")
+    assert flaky["passed"] == {"test_flaky": 2} and flaky["rounds"] == [1, 2, 3]
+    assert [one["test"] for one in flaky["failures"]] == ["test_flaky"]
+    assert len(files) == 3
+    for file, one in files.items():
+        name = Path(file).stem
+        assert one["passed"] == {f"{name}[1]": 3, f"{name}[2]": 3} and not one["failures"]
 
 
 def test_a_process_that_dies_is_a_failure(sample):
@@ -125,7 +141,7 @@ def test_after_an_interruption_it_goes_on(sample):
     code = (
         "import signal, sys\nfrom pathlib import Path\nfrom tests import stress\n"
         "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
-        "words = ['--times', '3', '--busy', '1', '--workers', '1']\n"
+        "words = ['--times', '3', '--busy', '1', '--workers', '1', '--together', '1']\n"
         f"sys.exit(stress.main(words, Path({str(sample)!r})))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
