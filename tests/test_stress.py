@@ -80,7 +80,7 @@ def test_every_marked_test_is_run_the_times_asked_for_and_not_again(sample, caps
 
 def test_a_failure_is_named_with_its_output_and_kept(sample, capsys):
     (sample / "tests" / "test_flaky.py").write_text(FLAKY)
-    code, files = run(sample)
+    code, files = run(sample, "--workers", "1")  # else rounds of one file may run side by side
     assert code == 1
     flaky = files["tests/test_flaky.py"]
     assert flaky["passed"] == {"test_flaky": 2}
@@ -89,7 +89,7 @@ def test_a_failure_is_named_with_its_output_and_kept(sample, capsys):
     assert "words about the failure" in (sample / failure["output"]).read_text()
     out = capsys.readouterr().out
     assert f"{failure['output']}: tests/test_flaky.py::test_flaky failed in round 2" in out
-    assert run(sample)[0] == 1, "a failure is not forgotten by a second call"
+    assert run(sample, "--workers", "1")[0] == 1, "a failure is not forgotten by a second call"
 
 
 def test_files_of_one_run_are_told_apart(sample):
@@ -97,7 +97,7 @@ def test_files_of_one_run_are_told_apart(sample):
         name = sample / "tests" / f"test_good_{number}.py"
         name.write_text(GOOD.replace("test_good", f"test_good_{number}"))
     (sample / "tests" / "test_flaky.py").write_text(FLAKY)
-    code, files = run(sample, "--together", "3")
+    code, files = run(sample, "--together", "3", "--workers", "1")
     assert code == 1
     flaky = files.pop("tests/test_flaky.py")
     assert flaky["passed"] == {"test_flaky": 2} and flaky["rounds"] == [1, 2, 3]
