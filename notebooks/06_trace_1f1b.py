@@ -189,9 +189,13 @@ first_backward = next((0, i) for i in step.work(0) if step.events[0][i].name == 
 print(*chain(first_backward), sep="\n")
 
 # %%
-# On a machine that is busy with other work, an action that overran its pace may be in the chain too.
 path = chain(first_backward)
 assert path[0] == "F0 of stage 0" and path[-1] == "B0 of stage 0"
+# On a machine that is busy with other work, an action that overran its pace may be in the chain too.
+assert step.num_late or path == [
+    *(f"F0 of stage {stage}" for stage in range(STAGES)),
+    *(f"B0 of stage {stage}" for stage in reversed(range(STAGES))),
+]
 last = max((0, index) for index in step.work(0))
 path = chain(last)
 assert path[0] == "F0 of stage 0" and path[-1] == f"B{MICROBATCHES - 1} of stage 0"
