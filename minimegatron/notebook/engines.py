@@ -30,6 +30,9 @@ from minimegatron.doctor.watch import record_path
 
 PATIENCE_SECONDS = 120
 """How long an engine waits for the controller, on a machine that has much else to do."""
+REGISTRATION_SECONDS = 3600
+"""How long an engine that was told its number may take to beat. Left alone, the controller forgets it
+after 30 s, without a word, and it is never there. Here the launcher knows which engines live."""
 LOG_LEVEL = logging.CRITICAL
 
 
@@ -60,6 +63,7 @@ def serve_controller(folder: str) -> None:
             # Threads instead of processes: there are few engines, and less is left to clean up.
             "--IPController.use_threads=True",
             "--TaskScheduler.scheme_name=none",
+            f"--IPController.registration_timeout={REGISTRATION_SECONDS}",
             # An engine is registered with its second heartbeat. That it lives is the launcher's care.
             "--HeartMonitor.period=150",
             "--HeartMonitor.max_heartmonitor_misses=1000000000",

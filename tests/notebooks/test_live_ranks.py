@@ -1,5 +1,6 @@
 """Live ranks in a real kernel: what is shown, and that no process outlives its cell, or the kernel."""
 
+import importlib
 import os
 import re
 import signal
@@ -8,10 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import ipyparallel.controller.app
 import pytest
+from ipyparallel.engine.app import IPEngine
 from jupyter_client.manager import start_new_kernel
 
-from minimegatron.notebook import LiveRanks
+from minimegatron.notebook import LiveRanks, engines
 from tests.test_launcher import wait_until_gone
 
 START = "from minimegatron.notebook import live_ranks; ranks = live_ranks({})"
@@ -229,6 +232,36 @@ def test_interrupting_a_stuck_cell_leaves_no_process_behind(notebook, tmp_path):
     assert len(pids) == 4
     assert not wait_until_gone(pids)
     assert notebook.run("%px rank * 0") == four("0")
+
+
+def serve_hasty_controller(folder: str) -> None:
+    """Left alone, it would forget after 1 s (instead of 30) an engine that does not beat yet."""
+    ipyparallel.controller.app.max = lambda *_: 1
+    engines.serve_controller(folder)
+
+
+def serve_slow_rank(folder: str) -> None:
+    """Begins to beat 3 s after it was told its number, as on a machine that has much else to do."""
+    usual = IPEngine.start_heartbeat
+
+    def start_heartbeat(*arguments, **options):
+        time.sleep(3)
+        return usual(*arguments, **options)
+
+    IPEngine.start_heartbeat = start_heartbeat
+    engines.serve_rank(folder)
+
+
+def test_a_rank_that_is_slow_to_start_is_there_in_the_end(monkeypatch):
+    module = importlib.import_module("minimegatron.notebook.live_ranks")
+    monkeypatch.setattr(module, "serve_controller", serve_hasty_controller)
+    monkeypatch.setattr(module, "serve_rank", serve_slow_rank)
+    monkeypatch.setattr(module, "START_SECONDS", 200)
+    ranks = LiveRanks(1)
+    try:
+        assert ranks["rank + 7"] == [7]
+    finally:
+        ranks.stop()
 
 
 def test_functions_of_a_cell_can_be_launched(notebook):
