@@ -10,6 +10,7 @@ launchers would start an interpreter for each, which is most of the ten seconds 
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -113,7 +114,39 @@ def _note_cells(shell: Any, record: Any) -> None:
         "post_run_cell",
         lambda result: record.set_state(RETURNED if result.success else RAISED),
     )
+    _Interrupts(shell)
     sys.path[:] = [entry for entry in sys.path if entry] + [""]
+
+
+class _Interrupts:
+    """From the first traceback of a cell to its end, another interrupt is not obeyed.
+
+    It would cut short what the first one has to say: on a busy machine IPython writes at a traceback
+    for seconds, and an interrupt is repeated meanwhile.
+    """
+
+    def __init__(self, shell: Any):
+        self._show, shell.showtraceback = shell.showtraceback, self.show
+        self._is_in_cell = False
+        self._before: Any = None
+        shell.events.register("pre_run_cell", lambda info: self.begin())
+        shell.events.register("post_run_cell", lambda result: self.end())
+
+    def begin(self) -> None:
+        """A cell begins."""
+        self._is_in_cell = True
+
+    def show(self, *arguments: Any, **options: Any) -> Any:
+        """In place of `shell.showtraceback`."""
+        if self._is_in_cell and self._before is None:
+            self._before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return self._show(*arguments, **options)
+
+    def end(self) -> None:
+        """A cell is over: interrupts count again."""
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+        self._is_in_cell, self._before = False, None
 
 
 # -- Values that travel between a rank and the notebook --

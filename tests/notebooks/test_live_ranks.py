@@ -203,6 +203,23 @@ def test_interrupting_a_cell_interrupts_its_ranks(notebook, tmp_path):
     assert notebook.run("%px kept") == four("6")
 
 
+def test_a_second_interrupt_does_not_cut_the_first_ones_traceback(notebook, tmp_path):
+    """Was: on a busy machine, ranks showed the lines that format tracebacks instead of their own."""
+    notebook.run(
+        "%%px\nimport time\ntracebacks = get_ipython().InteractiveTB\n"
+        "usual = tracebacks.structured_traceback\n"
+        "def slow(*arguments, **options):\n"
+        "    time.sleep(5)\n    return usual(*arguments, **options)\n"
+        "tracebacks.structured_traceback = slow"
+    )
+    begun = tmp_path / "begun"
+    cell = f"%%px\nimport pathlib\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)"
+    shown = notebook.interrupted(cell, begun)
+    notebook.run("%px tracebacks.structured_traceback = usual")
+    assert "KeyboardInterrupt" in shown and "time.sleep(60)" in shown
+    assert "time.sleep(5)" not in shown
+
+
 def test_a_rank_that_missed_the_interrupt_is_interrupted_again(notebook, tmp_path):
     """Was: one that had not begun the cell yet went on, and all ranks lost their variables."""
     notebook.run("%px kept = 7")
