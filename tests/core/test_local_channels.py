@@ -401,9 +401,10 @@ def meet_among_strangers() -> tuple[bool, list[str], float]:
     def gather_slowly(*arguments, **options):
         gather(*arguments, **options)
         for name in listening_addresses() - known:
-            strangers.append(call_as_a_stranger(name, b""))
-            strangers.append(call_as_a_stranger(name, b"\0" * 20))
-            strangers.append(call_as_a_stranger(name, b"GET / HTTP/1.0\r\n\r\n"))
+            for hello in (b"", b"\0" * 20, b"GET / HTTP/1.0\r\n\r\n"):
+                # Another job of this machine may have begun to listen too, and have ended since.
+                with contextlib.suppress(ConnectionRefusedError):
+                    strangers.append(call_as_a_stranger(name, hello))
         dist.barrier()
 
     dist.all_gather_object = gather_slowly
