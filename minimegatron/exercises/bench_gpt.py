@@ -1,14 +1,15 @@
-"""A very small GPT's training step, on these ranks and in one process: what a check compares.
+"""A very small GPT's training step, on these ranks or in one process: what a check compares.
 
 Used by: the checks of exercises whose function has a place in the real step. Calls: the real model,
 schedule, gradient buffers and optimizer, everything in float64. Megatron has no counterpart.
 
 Initial weights depend on names only and microbatches on their number in the global batch, so every
-way of cutting the step must give the gradients that one process gets (`one_process`).
+way of cutting the step must give the gradients that one process gets. The student's room has
+`on_these_ranks`; `bench_gpt_judge`, in another process, has `one_process`, and compares.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -35,11 +36,8 @@ from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import unwrap_model
-from minimegatron.exercises.feedback import Wrong, wrong_numbers
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 16, 4, 2, 16, 2
-TOLERANCE = 1e-9
-"""Relative and absolute; in float64 only the order of additions may differ."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +66,28 @@ class StepCase:
     hysteresis: int = 2
 
     @property
+    def values(self) -> dict[str, Any]:
+        """The fields, as a `Case` carries them."""
+        return asdict(self)
+
+    @property
     def layers(self) -> int:
         """Transformer layers of the whole model."""
         return self.num_layers or self.pp * (self.vp or 1)
 
 
-class OneRank:
-    """A process group of this rank alone, without a connection."""
+@dataclass(frozen=True)
+class Seat:
+    """A place in a process group, without a connection: what code that sends nothing asks for."""
+
+    place: int = 0
+    num_places: int = 1
 
     def rank(self) -> int:
-        return 0
+        return self.place
 
     def size(self) -> int:
-        return 1
+        return self.num_places
 
 
 def _transformer_config(case: StepCase) -> TransformerConfig:
@@ -240,20 +247,6 @@ class GptStep:
         """
         return {name: param.main_grad.clone() for name, param in self.parameters()}
 
-    def sizes(self) -> dict[str, int]:
-        """What a wrong ratio is compared with."""
-        case = self.case
-        sizes = {"tp": case.tp, "dp": self.groups.dp.size(), "pp": case.pp}
-        return sizes | {"num_microbatches": case.num_microbatches}
-
-    def place(self) -> str:
-        """This rank and where it stands: "2 (stage 1, dp 0)"."""
-        words = [f"stage {self.groups.pp.rank()}"]
-        for name in ("tp", "dp"):
-            group = getattr(self.groups, name)
-            words += [f"{name} {group.rank()}"] if group.size() > 1 else []
-        return f"{dist.get_rank()} ({', '.join(words)})"
-
     def mine(self, full: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
         """This rank's piece of a weight or gradient of the full model."""
         return shard_parameter(full, param, self.groups.tp.rank(), self.case.tp)
@@ -271,54 +264,7 @@ def make_groups(case: StepCase) -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def on_these_ranks(case: StepCase) -> GptStep:
-    """The step as the case cuts it; every rank must call it."""
+def on_these_ranks(values: dict[str, Any]) -> GptStep:
+    """The step as a case cuts it, `StepCase`'s fields; every rank must call it."""
+    case = StepCase(**values)
     return GptStep(case, make_groups(case))
-
-
-def one_process(case: StepCase, dp: int) -> GptStep:
-    """The same step uncut, with all `dp` replicas' data, in this process alone.
-
-    To be used after `on_these_ranks`, whose groups stay those of `parallel_state`.
-    """
-    names = ("tp", "pp", "cp", "dp", "dp_cp", "mp", "embd", "pos_embd", "tp_cp", "tp_dp_cp")
-    serial = replace(
-        case,
-        tp=1,
-        pp=1,
-        vp=None,
-        num_microbatches=case.num_microbatches * dp,
-        num_layers=case.layers,
-        sequence_parallel=False,
-        overlap_grad_reduce=False,
-        distributed_optimizer=False,
-    )
-    return GptStep(serial, ProcessGroupCollection(**{name: OneRank() for name in names}))
-
-
-def reference_gradients(case: StepCase, dp: int) -> dict[str, torch.Tensor]:
-    """Every gradient of the full model, as one process computes it."""
-    step = one_process(case, dp)
-    step.forward_backward()
-    return step.gradients()
-
-
-def check_gradients(step: GptStep, expected: dict[str, torch.Tensor]) -> None:
-    """Raises Wrong, naming rank, place and parameter, unless all raw gradients here are `expected`."""
-    for name, param in step.parameters():
-        wanted = step.mine(expected[name], param)
-        if not torch.allclose(param.main_grad, wanted, rtol=TOLERANCE, atol=TOLERANCE):
-            raise wrong_gradient(step, name, param.main_grad, wanted)
-
-
-def wrong_gradient(
-    step: GptStep,
-    name: str,
-    got: torch.Tensor,
-    expected: torch.Tensor,
-    sizes: dict[str, int] | None = None,
-) -> Wrong:
-    """What to say about one gradient: rank, place, parameter, ratio, and what of `sizes` it is."""
-    what, place = f"gradient of {name}", step.place()
-    sizes = step.sizes() if sizes is None else sizes
-    return wrong_numbers(what, got, expected, place, sizes, rtol=TOLERANCE, atol=TOLERANCE)

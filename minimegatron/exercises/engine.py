@@ -1,55 +1,33 @@
-"""Checks one student's file: starts its ranks, listens, and says what came of it.
+"""Checks one student's file: asks its room, judges the answers, and says what came of it.
 
 Called by: `minimegatron exercises check` (as a process of its own), `check.main`, the grader, tests.
-Calls: `launcher` (ranks and hang doctor), `rank_side` (in the ranks), `source` (before any process
-starts). The student's code runs in the ranks only. Megatron has no counterpart.
+Calls: `source` (before any process starts), `collect` (the rooms), each exercise's `alone` and `check`.
+Imports torch only for an exercise that needs it. Megatron has no counterpart.
+
+    room (student's code):   cases' values -> run -> answers          plain data, exact types
+    here:                    seed -> cases;  case and answers -> judge -> verdict
 """
 
 import argparse
-import io
-import os
-import pickle
+import importlib
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from minimegatron.doctor.folders import shared_folder
 from minimegatron.exercises import verdict
+from minimegatron.exercises.cases import Case, Result, Wrong
 from minimegatron.exercises.catalog import find
+from minimegatron.exercises.collect import ALONE, CHECK, Collected, Question, collect
 from minimegatron.exercises.exercise import Exercise
-from minimegatron.exercises.pipes import Pipes
-from minimegatron.exercises.rank_side import Job, check_on_rank, told_verdict
+from minimegatron.exercises.plain_data import from_line
 from minimegatron.exercises.source import check_source
 from minimegatron.exercises.verdict import Verdict, render
-from minimegatron.launcher import HangError, RankError, RankProcesses, RankTimeout
-from minimegatron.tracing.trace_view import Trace
-
-HANG_SECONDS = 2.5
-"""Nobody begins or ends a call for so long: a hang. A check's own calls are far shorter."""
-MOST_SECONDS = 6.0
-"""For all cases of a check together; together with what starting takes, below 10 s."""
-
-
-class StudentRanks(RankProcesses):
-    """Ranks whose answers are taken for data only: unpickling them runs no code of theirs."""
-
-    def read_report(self, data: bytes) -> Any:
-        """The report, if it consists of plain values."""
-        return _PlainUnpickler(io.BytesIO(data)).load()
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in (
-            ("minimegatron.launcher", "_Returned"),
-            ("minimegatron.launcher", "_Raised"),
-        ):
-            raise pickle.UnpicklingError(f"a rank sent {module}.{name}, which no check does")
-        return super().find_class(module, name)
 
 
 def check_file(
@@ -65,155 +43,185 @@ def check_file(
 
     `patience` multiplies the time allowed, for a machine that has other work. With `replay`, the
     last run that passed is written there as a page, if the check recorded one. `control` loads the
-    student's file, but then checks the stub's functions: that must not pass.
+    student's file, but then asks the stub's functions: that must not pass.
     """
     began = time.monotonic()
     found = check_source(exercise, path)
     if found is None:
-        job = Job(exercise.module, str(path.resolve()), seed, control=control)
-        found = _launch(job, max(1, exercise.num_ranks), patience, replay)
+        sheet = Sheet(exercise, seed)
+        for question in sheet.questions:
+            if not sheet.judge(question, collect(question, path, patience, control)):
+                break
+        found = sheet.verdict(replay)
     return replace(found, seconds=time.monotonic() - began)
 
 
-def _launch(job: Job, num_ranks: int, patience: float, replay: Path | None) -> Verdict:
-    if replay is None:
-        return replace(ask_ranks(check_on_rank, num_ranks, job, patience, _passed), replay="")
-    with shared_folder("minimegatron-check-") as folder:
-        job = replace(job, folder=f"{folder}/recordings")
-        found = ask_ranks(check_on_rank, num_ranks, job, patience, _passed)
-        last = found.replay
-        found = replace(found, replay="")
-        if last:
-            replay.parent.mkdir(parents=True, exist_ok=True)
-            Trace.load(last).to_html(replay)
-            found = replace(found, replay=str(replay))
-    return found
+@dataclass
+class Sheet:
+    """What one file is asked, with one seed, and what has come of it so far.
 
-
-def ask_ranks(
-    function: Callable[[Any], Any],
-    num_ranks: int,
-    job: Any,
-    patience: float,
-    conclude: Callable[[list[Any]], Verdict],
-) -> Verdict:
-    """Calls `function(job)` on every rank; the verdict of one that raised Told, or `conclude`'s.
-
-    `job.path` is the file that whoever reads the verdict looks at, `job.pipes` is filled in here.
+    Asking is somebody else's: the same sheet serves a student's own machine and the grader, which
+    asks in a closed room.
     """
-    with shared_folder("minimegatron-printed-") as folder:
-        with Pipes(folder / "pipes", num_ranks) as pipes:
-            job = replace(job, pipes=str(pipes.folder))
-            found = _ask(function, num_ranks, job, patience, conclude)
-        return replace(found, printed=pipes.texts())
+
+    exercise: Exercise
+    seed: int
+    _failed: Verdict | None = None
+    _achieved: list[dict[str, str]] = field(default_factory=list)
+    _passed_parts: list[str] = field(default_factory=list)
+    _printed: dict[str, str] = field(default_factory=dict)
+    _recording: Any = None
+
+    @cached_property
+    def questions(self) -> list[Question]:
+        """The pure parts first: they need neither ranks nor torch."""
+        return [
+            Question.of(module.__name__, self._num_ranks(module), self._cases[module.__name__])
+            for module in self._modules
+        ]
+
+    @cached_property
+    def _modules(self) -> list[ModuleType]:
+        names = [name for name in (ALONE, CHECK) if (self.exercise.folder / f"{name}.py").is_file()]
+        return [importlib.import_module(f"{self.exercise.module}.{name}") for name in names]
+
+    @cached_property
+    def _cases(self) -> dict[str, list[Case]]:
+        return {module.__name__: module.cases(self.seed) for module in self._modules}
+
+    def _num_ranks(self, module: ModuleType) -> int:
+        return 0 if module.__name__.endswith(f".{ALONE}") else max(1, self.exercise.num_ranks)
+
+    # -- Judging --
+
+    def judge(self, question: Question, collected: Collected) -> bool:
+        """Judges what a room said; whether all of it is right."""
+        module = importlib.import_module(question.module)
+        cases = self._cases[question.module]
+        self._printed |= {key: text for key, text in collected.printed.items()}
+        said = [_Said(lines) for lines in collected.lines]
+        for number, case in enumerate(cases):
+            if not all(number in one.answers for one in said) or not said:
+                self._failed = self._at(self._ended(module, collected, said, number, case), case)
+                return False
+            answers = [one.answers[number] for one in said]
+            try:
+                result = module.judge(case, answers[0] if question.is_alone else answers)
+            except Wrong as wrong:
+                self._failed = self._at(Verdict(verdict.WRONG, str(wrong)), case, wrong.part)
+                return False
+            self._pass(case, result)
+        if collected.ending:
+            # All was answered, and then a rank did not come to its end.
+            self._failed = Verdict(collected.ending, collected.text, rank=collected.rank)
+            return False
+        return True
+
+    def _pass(self, case: Case, result: Result | None) -> None:
+        result = result or Result()
+        words = {key: str(value) for key, value in result.achieved.items()}
+        self._achieved.append({"case": str(case)} | words)
+        if case.part and case.part not in self._passed_parts:
+            self._passed_parts.append(case.part)
+        if result.recording is not None:
+            self._recording = result.recording
+
+    def _at(self, found: Verdict, case: Case, part: str = "") -> Verdict:
+        part = part or case.part
+        if part in self._passed_parts:
+            self._passed_parts.remove(part)
+        return replace(found, case=str(case), part=part)
+
+    def _ended(
+        self,
+        module: ModuleType,
+        collected: Collected,
+        said: list["_Said"],
+        number: int,
+        case: Case,
+    ) -> Verdict:
+        """Why there is no answer to a case."""
+        failures = [(rank, one.failure) for rank, one in enumerate(said) if one.failure]
+        failures.sort(key=lambda pair: (_is_consequence(pair[1]), pair[0] != collected.rank))
+        if failures and collected.ending in ("", verdict.RAISED):
+            rank, failure = failures[0]
+            text = failure["text"]
+            if collected.text and failure["failed"] != verdict.WRONG:
+                text = f"{text}\n\n{collected.text}"
+            return Verdict(failure["failed"], text, rank=rank)
+        if collected.ending == verdict.HANG and hasattr(module, "judge_hang"):
+            # What was done until then, against the plan: the cause, where the hang is a symptom.
+            try:
+                module.judge_hang(case, [one.notes.get(number, []) for one in said])
+            except Wrong as wrong:
+                text = f"{wrong}\n\nThen the ranks hang. {collected.text}"
+                return Verdict(verdict.WRONG, text, rank=collected.rank)
+        if collected.ending:
+            return Verdict(collected.ending, collected.text, rank=collected.rank)
+        return Verdict(verdict.DIED, "your code ended the process before it had answered (os._exit?)")
+
+    # -- The outcome --
+
+    def verdict(self, replay: Path | None = None) -> Verdict:
+        """All in all. With `replay`, the last recording is written there if all is right."""
+        cases = [case for cases in self._cases.values() for case in cases]
+        parts = list(dict.fromkeys(case.part for case in cases if case.part))
+        found = self._failed
+        if found is None and len(self._achieved) != len(cases):
+            found = Verdict(verdict.DEFECT, "the check ended early, and nothing says why")
+        if found is None:
+            found = Verdict(verdict.PASSED, replay=self._replay(replay))
+        return replace(
+            found,
+            num_passed=len(self._achieved),
+            num_cases=len(cases),
+            achieved=tuple(self._achieved),
+            parts=tuple(parts),
+            passed_parts=tuple(self._passed_parts),
+            printed=self._printed,
+        )
+
+    def _replay(self, path: Path | None) -> str:
+        if path is None or self._recording is None:
+            return ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._recording.to_html(path)
+        return str(path)
 
 
-def _ask(
-    function: Callable[[Any], Any],
-    num_ranks: int,
-    job: Any,
-    patience: float,
-    conclude: Callable[[list[Any]], Verdict],
-) -> Verdict:
-    # A hang is told from slowness by who is ready to run, so it needs less patience.
-    hang_timeout = HANG_SECONDS * min(patience, 1.5)
-    options = {"backend": "gloo", "device": "cpu", "hang_timeout": hang_timeout}
-    try:
-        with StudentRanks(function, num_ranks, job, **options) as ranks:
-            return conclude(ranks.wait(MOST_SECONDS * patience * _crowding()))
-    except HangError as error:
-        words = _hang_words(error, job.path)
-        return Verdict(verdict.HANG, words, rank=min(error.ranks, default=None))
-    except RankTimeout as error:
-        return Verdict(verdict.TIMEOUT, _timeout_words(error, job.path))
-    except RankError as error:
-        return _failed(error)
-    except pickle.UnpicklingError as error:
-        return Verdict(verdict.FORGED, str(error))
+class _Said:
+    """One rank's lines, read with care: they come from a student's room."""
+
+    def __init__(self, lines: Sequence[str]):
+        self.answers: dict[int, Any] = {}
+        self.notes: dict[int, list[Any]] = {}
+        self.failure: dict[str, str] | None = None
+        for line in lines:
+            self._read(line)
+
+    def _read(self, line: str) -> None:
+        try:
+            data = from_line(line)
+        except ValueError:
+            return
+        number = data.get("case") if type(data) is dict else None
+        if type(number) is not int:
+            return
+        if "answer" in data:
+            self.answers.setdefault(number, data["answer"])
+        elif "note" in data:
+            self.notes.setdefault(number, []).append(data["note"])
+        elif "failed" in data and self.failure is None:
+            kind, text = data["failed"], data.get("text")
+            if kind in verdict.ROOM_KINDS and type(text) is str:
+                self.failure = {"failed": kind, "text": text}
 
 
-def _passed(found: Sequence[dict[str, Any]]) -> Verdict:
-    if any(len(one["achieved"]) != one["num_cases"] or not one["num_cases"] for one in found):
-        return Verdict(verdict.FORGED, "a rank says that it is done, and has not run every case")
-    achieved = tuple(found[0]["achieved"])
-    recording = found[0]["recording"]
-    num_cases = len(achieved)
-    return Verdict(
-        verdict.PASSED,
-        num_passed=num_cases,
-        num_cases=num_cases,
-        achieved=achieved,
-        replay=recording,
-    )
-
-
-def _failed(error: RankError) -> Verdict:
-    """Of several ranks' verdicts, the earliest that says something."""
-    for rank in error.ranks:
-        if rank in error.exit_codes:
-            return Verdict(verdict.DIED, _died_words(error, rank), rank=rank)
-    told = [told_verdict(error.summaries.get(rank, "")) for rank in error.ranks]
-    told = [one for one in told if one is not None]
-    if not told:
-        return Verdict(verdict.DEFECT, str(error))
-    # A rank whose partner has left fails in its turn; what the partner said is the cause.
-    causes = [one for one in told if not _is_consequence(one)]
-    first = (causes or told)[0]
-    if error.diagnosis is not None and first.kind != verdict.WRONG:
-        return replace(first, text=f"{first.text}\n\n{error.diagnosis.text}")
-    return first
-
-
-def _is_consequence(told: Verdict) -> bool:
+def _is_consequence(failure: dict[str, str]) -> bool:
+    """Whether a rank failed because another was gone: what that one said is the cause."""
     lost = r"Connection (closed|reset)|Connection refused|Broken pipe|gloo.*(closed|reset)"
-    return told.kind in (verdict.RAISED, verdict.DEFECT) and bool(re.search(lost, told.text))
-
-
-def _crowding() -> float:
-    """How many times slower this machine is for other work that it has: 1 for none, 4 at most."""
-    load, _, _ = os.getloadavg()
-    return min(4.0, max(1.0, load / (os.cpu_count() or 1)))
-
-
-# -- Words --
-
-
-def _died_words(error: RankError, rank: int) -> str:
-    code = error.exit_codes[rank]
-    fate = str(error).splitlines()[0]
-    if code is not None and code >= 0:
-        return f"{fate}. A rank may not leave a step (os._exit?): the others wait for it. Return."
-    return f"{fate}."
-
-
-def _hang_words(error: HangError, path: str) -> str:
-    text = error.diagnosis.text
-    lines = [str(error).splitlines()[0], "", text, *_where(error.diagnosis.stacks, path)]
-    return "\n".join(lines)
-
-
-def _timeout_words(error: RankTimeout, path: str) -> str:
-    stacks = _stacks_in(str(error))
-    first = str(error).splitlines()[0]
-    lines = [f"{first}; right code takes about one. Is there a loop that does not end?"]
-    return "\n".join([*lines, *_where(stacks, path)])
-
-
-def _stacks_in(message: str) -> dict[int, str]:
-    parts = re.split(r"--- Python stack of rank (\d+), innermost call first ---\n", message)
-    return {int(rank): text for rank, text in zip(parts[1::2], parts[2::2], strict=True)}
-
-
-def _where(stacks: dict[int, str], path: str) -> list[str]:
-    """Which line of the student's file each rank is at."""
-    lines = []
-    pattern = re.compile(rf'File "{re.escape(path)}", line (\d+),? in (\S+)')
-    for rank, stack in sorted(stacks.items()):
-        if match := pattern.search(stack):
-            number = int(match[1])
-            text = Path(path).read_text().splitlines()[number - 1].strip()
-            lines.append(f"  rank {rank} is at {Path(path).name}:{number}, in {match[2]}:  {text}")
-    return ["", "In your file:", *lines] if lines else []
+    is_told = failure["failed"] in (verdict.RAISED, verdict.DEFECT)
+    return is_told and bool(re.search(lost, failure["text"]))
 
 
 # -- As a program --
@@ -222,8 +230,8 @@ def _where(stacks: dict[int, str], path: str) -> list[str]:
 def exercise_of(path: Path) -> Exercise:
     """The exercise that a file belongs to, by its own name or its folder's."""
     for name in (path.stem, path.resolve().parent.name):
-        if re.match(r"ex\d\d", name):
-            return find(name[:4])
+        if match := re.match(r"ex\d\d[a-z]?(?=_|$)", name):
+            return find(match[0])
     raise ValueError(
         f"{path}: neither its name nor its folder's begins with an exercise's, as ex06"
     )

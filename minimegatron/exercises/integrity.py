@@ -1,11 +1,10 @@
 """Notices when a student's file changes what checks it.
 
-Called by: `rank_side`, on every rank. Calls: nothing of ours. Megatron has no counterpart.
+Called by: `room`. Calls: nothing of ours. Megatron has no counterpart.
 
-A student's code runs in the same Python process as the check, so it could replace the check's
-functions. `Seal` remembers every function of the package and those of torch that compare values,
-before the student's file is loaded, and looks at them again after each case. Code that puts
-everything back in time is not noticed here; the grader has further means (`grading`).
+Answers are judged in another process, so nobody gains by changing the package here; but a student who
+does so is told. `Seal` remembers every function of the package, and those of torch that compare
+values, before the student's file is loaded, and looks at them again after each case.
 """
 
 import builtins
@@ -13,9 +12,6 @@ import sys
 from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodDescriptorType)
 COMPARING = (
@@ -42,7 +38,8 @@ class Seal:
             for name, value in list(vars(holder).items())
             if type(value) in FUNCTIONS
         ]
-        self._known += [(torch, name, getattr(torch, name), None) for name in COMPARING]
+        if (torch := _torch()) is not None:
+            self._known += [(torch, name, getattr(torch, name), None) for name in COMPARING]
 
     def broken(self) -> str | None:
         """The dotted path of a function that is another one now; None if all are the same."""
@@ -55,7 +52,9 @@ class Seal:
 
 def _holders() -> Iterator[Any]:
     """Modules and classes whose functions are watched."""
-    yield from (builtins, dist, torch.Tensor, torch.testing)
+    yield builtins
+    if (torch := _torch()) is not None:
+        yield from (torch.distributed, torch.Tensor, torch.testing)
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "minimegatron" or module is None:
             continue
@@ -63,6 +62,12 @@ def _holders() -> Iterator[Any]:
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__module__ == module_name:
                 yield value
+
+
+def _torch() -> Any:
+    """The module, where it is there; not what stands for it (`stand_ins`)."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "__version__") else None
 
 
 def _name_of(holder: Any) -> str:

@@ -17,7 +17,7 @@ class Pipes:
 
     def __init__(self, folder: Path, num_ranks: int):
         self.folder, self._num_ranks = folder, num_ranks
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, Kept] = {}
 
     def __enter__(self) -> "Pipes":
         self.folder.mkdir(parents=True)
@@ -26,7 +26,7 @@ class Pipes:
             os.mkfifo(self.folder / str(rank))
             # Open for both, so that it has no end while no rank has it open.
             self._files[os.open(self.folder / str(rank), os.O_RDWR | os.O_NONBLOCK)] = rank
-            self._kept[rank] = _Kept()
+            self._kept[rank] = Kept()
         self._stop, self._stopping = os.pipe()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -55,17 +55,21 @@ class Pipes:
                 return
 
 
-class _Kept:
+class Kept:
+    """The beginning and the end of what was printed."""
+
     def __init__(self):
         self.size, self.head, self.tail = 0, b"", b""
 
     def add(self, data: bytes) -> None:
+        """Takes more."""
         self.size += len(data)
         room = HEAD_BYTES - len(self.head)
         self.head += data[:room]
         self.tail = (self.tail + data[room:])[-TAIL_BYTES:]
 
     def text(self) -> str:
+        """What is kept, and how much is not."""
         between = self.size - len(self.head) - len(self.tail)
         cut = f"\n... {between} bytes left out ...\n".encode() if between else b""
         return (self.head + cut + self.tail).decode(errors="replace").rstrip()

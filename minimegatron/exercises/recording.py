@@ -1,30 +1,32 @@
-"""Records a student's own run, to be replayed afterwards.
+"""Records a student's own run, to be judged and to be replayed afterwards.
 
-Called by: an exercise's check, around the step it runs. Calls: `tracing.recorder`. Megatron has no
-counterpart.
+Called by: an exercise's check: `recorded` in the student's room, `run_of` where it is judged. Calls:
+`tracing`. Megatron has no counterpart.
 """
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from minimegatron.core.json_text import parse_json
+from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.recorder import trace
 from minimegatron.tracing.trace_view import Trace
 
-_folder: list[Path] = []
-
-
-def set_folder(folder: str | Path | None) -> None:
-    """Where this rank's recordings go from now on; None if they are not kept."""
-    _folder[:] = [] if folder is None else [Path(folder)]
-
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Trace]:
+def recorded() -> Iterator[Callable[[], Any]]:
     """Records what runs inside, on every rank: enter it on all or none.
 
-    The `Trace` has all ranks' recordings once the block has ended (`t.step(0)`). The engine makes
-    the replay page from the last recording of a check that passes.
+    Yields a function; called after the block it gives this rank's recording as plain data.
     """
-    with trace(_folder[0] if _folder else None, gather=True) as run:
-        yield run
+    with trace(gather=False) as run:
+        yield lambda: json.dumps(run.ranks[0].to_json())
+
+
+def run_of(answers: Sequence[dict[str, Any]], key: str = "recording") -> Trace:
+    """All ranks' recordings together. Raises ValueError if one is damaged."""
+    run = Trace([])
+    run.fill([RankTrace.from_json(parse_json(answer[key], "a recording")) for answer in answers])
+    return run

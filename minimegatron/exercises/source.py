@@ -37,8 +37,13 @@ def check_source(exercise: Exercise, path: Path) -> Verdict | None:
 
 
 def wanted_names(exercise: Exercise) -> list[str]:
-    """What the stub leaves to write: its functions and classes that raise NotImplementedError."""
-    tree = ast.parse((exercise.folder / "stub.py").read_text())
+    """What the exercise's stub leaves to write."""
+    return unwritten_names(exercise.folder / "stub.py")
+
+
+def unwritten_names(stub: Path) -> list[str]:
+    """The stub's functions and classes that raise NotImplementedError."""
+    tree = ast.parse(stub.read_text(encoding="utf-8"))
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [node.name for node in tree.body if isinstance(node, kinds) and _is_unwritten(node)]
 

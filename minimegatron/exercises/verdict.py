@@ -30,6 +30,9 @@ FORGED = "forged"
 DEFECT = "defect"
 """The check itself failed: not the student's fault."""
 
+ROOM_KINDS = (WRONG, UNWRITTEN, RAISED, FORGED, DEFECT)
+"""What a student's room may say of itself. It cannot say that all is right."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -40,7 +43,12 @@ class Verdict:
     """For the student."""
     case: str = ""
     """The configuration that it failed in."""
+    part: str = ""
+    """The piece of the exercise that it failed in."""
     rank: int | None = None
+    parts: tuple[str, ...] = ()
+    """The pieces of the exercise, in their order."""
+    passed_parts: tuple[str, ...] = ()
     num_passed: int = 0
     num_cases: int = 0
     achieved: tuple[Mapping[str, Any], ...] = ()
@@ -65,7 +73,8 @@ class Verdict:
         """The inverse. Raises ValueError for anything else."""
         try:
             data = parse_json(text, "a verdict")
-            return cls(**data | {"achieved": tuple(data.get("achieved", ()))})
+            lists = {key: tuple(data.get(key, ())) for key in ("achieved", "parts", "passed_parts")}
+            return cls(**data | lists)
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a verdict: {error}") from error
 
@@ -89,6 +98,7 @@ def render(verdict: Verdict, name: str) -> str:
     """The verdict for a terminal."""
     mark = "ok" if verdict.has_passed else "--"
     lines = [f"[{mark}] {name}: {HEADLINES[verdict.kind]}"]
+    lines += _part_lines(verdict)
     if verdict.case:
         lines.append(f"     in the case: {verdict.case}")
     if verdict.text:
@@ -102,6 +112,18 @@ def render(verdict: Verdict, name: str) -> str:
     if verdict.replay:
         lines += ["", f"Your own run, to replay in a browser: {verdict.replay}"]
     return "\n".join(lines) + "\n"
+
+
+def _part_lines(verdict: Verdict) -> list[str]:
+    """How far each part is; nothing for an exercise of one part, or a file that was not run."""
+    if len(verdict.parts) < 2 or not verdict.num_cases:
+        return []
+    states = dict.fromkeys(verdict.parts, "not reached")
+    states |= dict.fromkeys(verdict.passed_parts, "right")
+    if verdict.part:
+        states[verdict.part] = "not right"
+    marks = {"right": "[ok]", "not right": "[--]", "not reached": "[  ]"}
+    return [f"     {marks[state]} {part}: {state}" for part, state in states.items()]
 
 
 def _cut(line: str, most: int = 160) -> str:

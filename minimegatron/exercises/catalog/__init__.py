@@ -1,6 +1,7 @@
 """All exercises, in order: one folder each. This file imports no torch, and no exercise's check."""
 
 import importlib
+import re
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from minimegatron.exercises.exercise import Exercise
 def exercises() -> tuple[Exercise, ...]:
     """Every exercise that is there, by name."""
     found = []
-    for folder in sorted(Path(__file__).parent.glob("ex[0-9][0-9]_*")):
+    for folder in sorted(Path(__file__).parent.glob("ex[0-9][0-9]*_*")):
         if (folder / "__init__.py").is_file():
             found.append(importlib.import_module(f"{__name__}.{folder.name}").EXERCISE)
     return tuple(found)
@@ -23,10 +24,10 @@ def find(text: str) -> Exercise:
     Raises ValueError if there is none, or more than one.
     """
     word = text.strip().removesuffix(".py").lower()
-    digits = word.removeprefix("ex").partition("_")[0]
-    if digits.isdigit():
-        word = f"ex{int(digits):02}" + word.removeprefix("ex")[len(digits) :]
-    fitting = [exercise for exercise in exercises() if exercise.name.startswith(word)]
+    if match := re.match(r"(?:ex)?(\d+)(.*)", word):
+        word = f"ex{int(match[1]):02}{match[2]}"
+    fitting = [exercise for exercise in exercises() if exercise.number == word]
+    fitting = fitting or [one for one in exercises() if one.name.startswith(word)]
     if not fitting:
         fitting = [exercise for exercise in exercises() if word and word in exercise.name]
     if len(fitting) == 1:

@@ -1,51 +1,91 @@
 """Checks the two conjugates and the MLP: each alone, then the MLP inside a GPT's training step."""
 
 import random
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.mlp import MLP, MLPSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.exercises.bench_counting import Counter, counted
-from minimegatron.exercises.bench_gpt import (
-    GptStep,
-    OneRank,
-    StepCase,
-    check_gradients,
-    make_groups,
-    one_process,
-)
-from minimegatron.exercises.check import Case, Result, Wrong, check_numbers, installed
+from minimegatron.exercises.bench_counting import counted
+from minimegatron.exercises.bench_gpt import Seat, StepCase, make_groups, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
+from minimegatron.exercises.feedback_numbers import check_numbers
 
 FORWARD = "minimegatron.core.transformer.mlp.MLP.forward"
+REPLACES = (FORWARD,)
 SEQ, BATCH, HIDDEN = 3, 2, 4
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
     """A group of all ranks, and two groups of two, whose sums must not be mixed up."""
-    draw = random.Random(seed)
-    return [
-        Case("tp=4", tp=4, wide=draw.choice([4, 8, 12]), seed=seed),
-        Case("tp=2, dp=2", tp=2, wide=draw.choice([4, 6]), seed=seed + 1),
-    ]
+    draw, data = random.Random(seed), data_seed(seed)
+    sizes = [(4, draw.choice([4, 8, 12]), data), (2, draw.choice([4, 6]), data + 1)]
+    found = []
+    for part in ("copy and reduce", "the MLP"):
+        found += [
+            Case(f"tp={tp}, dp={WORLD // tp}", part=part, tp=tp, wide=wide, seed=number)
+            for tp, wide, number in sizes
+        ]
+    gpt = StepCase(tp=2, num_microbatches=2, seed=data).values
+    return [*found, Case("a GPT, tp=2, dp=2", part="the MLP in a GPT", step=gpt)]
 
 
-def run(student: ModuleType, case: Case) -> Result:
-    """The conjugates, one MLP, and where it fits (2 heads) a GPT."""
-    step_case = StepCase(tp=case.tp, num_microbatches=2, seed=case.seed)
-    groups = make_groups(step_case)
-    check_copy(student, case, groups)
-    check_reduce(student, case, groups)
-    counter = check_mlp(student, case, groups)
-    if case.tp == 2:
-        check_gpt(student, step_case, groups)
-    return Result({"collectives": f"{counter.words()}, forward and backward of one MLP"})
+def run(student: ModuleType, case: Case) -> dict[str, Any]:
+    """One of the parts."""
+    if case.part == "the MLP in a GPT":
+        step = on_these_ranks(case.step)
+        with installed(student.forward, FORWARD):
+            reports = step.forward_backward()
+        return {"reports": reports, "gradients": step.gradients()}
+    groups = make_groups(StepCase(tp=case.tp))
+    if case.part == "the MLP":
+        return _run_mlp(student, case, groups)
+    me = Place(case, torch.distributed.get_rank())
+    copy = student.copy_to_tensor_model_parallel_region
+    reduce = student.reduce_from_tensor_model_parallel_region
+    return {
+        "copy": _pass_through(copy, me.value, me.grads[me.rank], groups.tp, me.rank),
+        "reduce": _pass_through(reduce, me.terms[me.rank], me.grad, groups.tp, me.rank),
+    }
+
+
+def judge(case: Case, answers: list[Any]) -> Result | None:
+    """Every rank's numbers."""
+    if case.part == "the MLP in a GPT":
+        reference = Reference(case.step, WORLD).run()
+        reference.check_losses([answer["reports"] for answer in answers], "GPT's loss")
+        reference.check_gradients([answer["gradients"] for answer in answers])
+        return None
+    if case.part == "the MLP":
+        return _judge_mlp(case, answers)
+    for rank, answer in enumerate(answers):
+        me = Place(case, rank)
+        _judge_copy(case, me, *answer["copy"])
+    for rank, answer in enumerate(answers):
+        me = Place(case, rank)
+        _judge_reduce(case, me, *answer["reduce"])
+    return None
+
+
+class Place:
+    """A rank in the case, and the numbers it is given."""
+
+    def __init__(self, case: Case, rank: int):
+        self.rank = rank
+        self.replica, self.tp_rank = divmod(self.rank, case.tp)
+        self.members = list(range(self.replica * case.tp, (self.replica + 1) * case.tp))
+        self.value = _draw(case, (SEQ, HIDDEN), 100 + self.replica)
+        self.grads = [_draw(case, (SEQ, HIDDEN), 200 + r) for r in range(WORLD)]
+        self.terms = [_draw(case, (SEQ, HIDDEN), 300 + r) for r in range(WORLD)]
+        self.grad = _draw(case, (SEQ, HIDDEN), 400 + self.replica)
 
 
 def _draw(case: Case, shape: tuple[int, ...], which: int) -> torch.Tensor:
@@ -57,9 +97,11 @@ def _draw(case: Case, shape: tuple[int, ...], which: int) -> torch.Tensor:
 # -- The conjugates alone --
 
 
-def _pass_through(function: Any, value: torch.Tensor, grad: torch.Tensor, group: Any) -> tuple:
+def _pass_through(
+    function: Any, value: torch.Tensor, grad: torch.Tensor, group: Any, rank: int
+) -> tuple:
     """(output, gradient of the input) of one call; Wrong if the caller's tensors were changed."""
-    where = f"rank {dist.get_rank()}: {function.__name__}"
+    where = f"rank {rank}: {function.__name__}"
     entered = value.clone().requires_grad_()
     output = function(entered, group)
     if not isinstance(output, torch.Tensor):
@@ -83,59 +125,78 @@ def _pass_through(function: Any, value: torch.Tensor, grad: torch.Tensor, group:
     return result, entered.grad
 
 
-def check_copy(student: ModuleType, case: Case, groups: ProcessGroupCollection) -> None:
-    """The same value on all ranks enters; a different gradient comes back on each."""
-    function, rank = student.copy_to_tensor_model_parallel_region, dist.get_rank()
-    value = _draw(case, (SEQ, HIDDEN), 100 + groups.dp.rank())
-    grads = [_draw(case, (SEQ, HIDDEN), 200 + r) for r in range(dist.get_world_size())]
-    output, found = _pass_through(function, value, grads[rank], groups.tp)
+def _judge_copy(case: Case, me: Place, output: torch.Tensor, found: torch.Tensor) -> None:
+    """The same value on all ranks entered; a different gradient came back on each."""
     sizes = {"tp": case.tp}
-    check_numbers("copy's output", output, value, rank, sizes)
-    members = dist.get_process_group_ranks(groups.tp)
-    wanted = sum(grads[r] for r in members)
-    _check_sum_over_group("copy's backward", found, wanted, sum(grads), groups)
-    if torch.allclose(found, grads[rank]):
+    check_numbers("copy's output", output, me.value, me.rank, sizes)
+    wanted = sum(me.grads[r] for r in me.members)
+    _check_sum_over_group("copy's backward", found, wanted, sum(me.grads), me)
+    if _is(found, me.grads[me.rank]):
         raise Wrong(
-            f"rank {rank}: copy's backward handed on this rank's own gradient\n"
+            f"rank {me.rank}: copy's backward handed on this rank's own gradient\n"
             f"One value was used by {case.tp} ranks, each for something else. What arrives here is "
             "the gradient of one use; the value's gradient is the sum over all of them."
         )
-    check_numbers("copy's gradient of the input", found, wanted, rank, sizes)
+    check_numbers("copy's gradient of the input", found, wanted, me.rank, sizes)
 
 
-def check_reduce(student: ModuleType, case: Case, groups: ProcessGroupCollection) -> None:
-    """A different term enters on each rank; the same gradient comes back on all."""
-    function, rank = student.reduce_from_tensor_model_parallel_region, dist.get_rank()
-    terms = [_draw(case, (SEQ, HIDDEN), 300 + r) for r in range(dist.get_world_size())]
-    grad = _draw(case, (SEQ, HIDDEN), 400 + groups.dp.rank())
-    output, found = _pass_through(function, terms[rank], grad, groups.tp)
+def _judge_reduce(case: Case, me: Place, output: torch.Tensor, found: torch.Tensor) -> None:
+    """A different term entered on each rank; the same gradient came back on all."""
     sizes = {"tp": case.tp}
-    wanted = sum(terms[r] for r in dist.get_process_group_ranks(groups.tp))
-    _check_sum_over_group("reduce's output", output, wanted, sum(terms), groups)
-    check_numbers("reduce's output", output, wanted, rank, sizes)
-    if torch.allclose(found, case.tp * grad):
+    wanted = sum(me.terms[r] for r in me.members)
+    _check_sum_over_group("reduce's output", output, wanted, sum(me.terms), me)
+    check_numbers("reduce's output", output, wanted, me.rank, sizes)
+    if _is(found, case.tp * me.grad):
         raise Wrong(
-            f"rank {rank}: reduce's backward is {case.tp} times too large: it was summed over the "
-            f"{case.tp} tensor-parallel ranks\n"
+            f"rank {me.rank}: reduce's backward is {case.tp} times too large: it was summed over "
+            f"the {case.tp} tensor-parallel ranks\n"
             "After the exit all ranks compute the same thing, so each of them has the whole "
             "gradient already. y = y1 + y2 + ... changes by 1 if y1 does: hand it on as it is."
         )
-    check_numbers("reduce's gradient of the input", found, grad, rank, sizes)
+    check_numbers("reduce's gradient of the input", found, me.grad, me.rank, sizes)
+
+
+def _is(found: torch.Tensor, value: torch.Tensor) -> bool:
+    return found.shape == value.shape and torch.allclose(found.double(), value)
 
 
 def _check_sum_over_group(
-    what: str, found: torch.Tensor, wanted: torch.Tensor, world: torch.Tensor, groups: Any
+    what: str, found: torch.Tensor, wanted: torch.Tensor, world: torch.Tensor, me: Place
 ) -> None:
-    members = dist.get_process_group_ranks(groups.tp)
-    if torch.allclose(found, world) and not torch.allclose(found, wanted):
+    if _is(found, world) and not _is(found, wanted):
         raise Wrong(
-            f"rank {dist.get_rank()}: {what} is the sum over all {dist.get_world_size()} ranks, "
-            f"but this rank's tensor-parallel group is {members}\n"
+            f"rank {me.rank}: {what} is the sum over all {WORLD} ranks, "
+            f"but this rank's tensor-parallel group is {me.members}\n"
             "The other ranks hold another copy of the model and other data. Pass the group on."
         )
 
 
 # -- One MLP --
+
+
+class Layer:
+    """One MLP, whole or cut, with the case's weights; biases are not zero."""
+
+    def __init__(self, case: Case, rank: int):
+        self.replica = rank // case.tp
+        parts = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+        self.whole = MLP(_config(case, 1), parts, Seat())
+        self.weights = [
+            _draw(case, tuple(full.shape), 500 + number)
+            for number, full in enumerate(self.whole.parameters())
+        ]
+        for param, weight in zip(self.whole.parameters(), self.weights, strict=True):
+            param.data.copy_(weight)
+        self.entered = _draw(case, (SEQ, BATCH, HIDDEN), 600 + self.replica)
+        self.grad = _draw(case, (SEQ, BATCH, HIDDEN), 700 + self.replica)
+
+    def cut(self, case: Case, group: Any) -> MLP:
+        """This rank's piece."""
+        parts = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+        layer = MLP(_config(case, case.tp), parts, group)
+        for param, weight in zip(layer.parameters(), self.weights, strict=True):
+            param.data.copy_(shard_parameter(weight, param, group.rank(), case.tp))
+        return layer
 
 
 def _config(case: Case, tp: int) -> TransformerConfig:
@@ -149,56 +210,28 @@ def _config(case: Case, tp: int) -> TransformerConfig:
     )
 
 
-def check_mlp(student: ModuleType, case: Case, groups: ProcessGroupCollection) -> Counter:
-    """One MLP cut over the group against one that is not, with biases that are not zero."""
-    parts = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-    whole, cut = (
-        MLP(_config(case, 1), parts, OneRank()),
-        MLP(_config(case, case.tp), parts, groups.tp),
-    )
-    copies = list(zip(whole.named_parameters(), cut.parameters(), strict=True))
-    for number, ((_, full), mine) in enumerate(copies):
-        full.data.copy_(_draw(case, tuple(full.shape), 500 + number))
-        mine.data.copy_(shard_parameter(full.data, mine, groups.tp.rank(), case.tp))
-    entered = _draw(case, (SEQ, BATCH, HIDDEN), 600 + groups.dp.rank())
-    grad = _draw(case, (SEQ, BATCH, HIDDEN), 700 + groups.dp.rank())
-    expected, expected_grad = _run(MLP.forward, whole, entered, grad)
+def _run_mlp(student: ModuleType, case: Case, groups: ProcessGroupCollection) -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    layer = Layer(case, rank)
+    mlp = layer.cut(case, groups.tp)
     with counted() as counter:
-        found, found_grad = _run(student.forward, cut, entered, grad)
-
-    rank, sizes = dist.get_rank(), {"tp": case.tp}
-    bias = whole.linear_fc2.bias.detach()
-    if torch.allclose(found - expected, (case.tp - 1) * bias):
-        raise Wrong(
-            f"rank {rank}: the MLP's output is too large by {case.tp - 1} times the second bias\n"
-            f"Every rank has the whole bias. Added before the sum over {case.tp} ranks, it counts "
-            f"{case.tp} times: return it beside the sum."
-        )
-    check_numbers("the MLP's output", found, expected, rank, sizes)
-    terms = found_grad.clone()
-    dist.all_reduce(terms, group=groups.tp)
-    if torch.allclose(terms, expected_grad) and not torch.allclose(found_grad, expected_grad):
-        raise Wrong(
-            f"rank {rank}: gradient of the MLP's input is one rank's term only: summed over the "
-            f"{case.tp} ranks it would be right\n"
-            "The input went to all ranks' first products. It has to enter through copy, so that "
-            "backward adds up what comes back from them."
-        )
-    check_numbers("gradient of the MLP's input", found_grad, expected_grad, rank, sizes)
-    for (name, full), mine in copies:
-        wanted = shard_parameter(full.grad, mine, groups.tp.rank(), case.tp)
-        if mine.grad is None:
-            raise Wrong(f"rank {rank}: {name} of the MLP got no gradient; does forward use it?")
-        check_numbers(f"the MLP's gradient of {name}", mine.grad, wanted, rank, sizes)
-    return counter
+        output, entered_grad = _through(student.forward, mlp, layer.entered, layer.grad, rank)
+    return {
+        "output": output,
+        "input": entered_grad,
+        "weights": {name: param.grad for name, param in mlp.named_parameters()},
+        "collectives": counter.words(),
+    }
 
 
-def _run(forward: Any, mlp: MLP, value: torch.Tensor, grad: torch.Tensor) -> tuple:
+def _through(
+    forward: Any, mlp: MLP, value: torch.Tensor, grad: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     entered = value.clone().requires_grad_()
     returned = forward(mlp, entered)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise Wrong(
-            f"rank {dist.get_rank()}: forward returned {type(returned).__name__}, but the layer "
+            f"rank {rank}: forward returned {type(returned).__name__}, but the layer "
             "expects two values: the output, and the bias that it adds itself (or None)"
         )
     output, bias = returned
@@ -207,17 +240,37 @@ def _run(forward: Any, mlp: MLP, value: torch.Tensor, grad: torch.Tensor) -> tup
     return output.detach(), entered.grad
 
 
-# -- In a GPT --
+def _judge_mlp(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
+    for rank, answer in enumerate(answers):
+        members = range(rank // case.tp * case.tp, (rank // case.tp + 1) * case.tp)
+        terms = [answers[other]["input"] for other in members]
+        _judge_mlp_on(case, rank, answer, terms)
+    return Result({"collectives": f"{answers[0]['collectives']}, forward and backward of one MLP"})
 
 
-def check_gpt(student: ModuleType, case: StepCase, groups: ProcessGroupCollection) -> None:
-    """Two replicas of a GPT over two ranks each, against one process."""
-    step = GptStep(case, groups)
-    serial = one_process(case, groups.dp.size())
-    with installed(student.forward, FORWARD):
-        reports = step.forward_backward()
-    expected = serial.forward_backward()[groups.dp.rank() :: groups.dp.size()]
-    for number, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
-        what = f"the GPT's loss of microbatch {number}"
-        check_numbers(what, report["loss"], wanted["loss"], dist.get_rank(), step.sizes())
-    check_gradients(step, serial.gradients())
+def _judge_mlp_on(case: Case, rank: int, answer: dict[str, Any], terms: list[Any]) -> None:
+    layer, sizes = Layer(case, rank), {"tp": case.tp}
+    whole, cut = layer.whole, layer.cut(case, Seat(rank % case.tp, case.tp))
+    expected, expected_grad = _through(MLP.forward, whole, layer.entered, layer.grad, rank)
+    found, found_grad, bias = answer["output"], answer["input"], whole.linear_fc2.bias.detach()
+    if found.shape == expected.shape and torch.allclose(found - expected, (case.tp - 1) * bias):
+        raise Wrong(
+            f"rank {rank}: the MLP's output is too large by {case.tp - 1} times the second bias\n"
+            f"Every rank has the whole bias. Added before the sum over {case.tp} ranks, it counts "
+            f"{case.tp} times: return it beside the sum."
+        )
+    check_numbers("the MLP's output", found, expected, rank, sizes)
+    if _is(sum(terms), expected_grad) and not _is(found_grad, expected_grad):
+        raise Wrong(
+            f"rank {rank}: gradient of the MLP's input is one rank's term only: summed over the "
+            f"{case.tp} ranks it would be right\n"
+            "The input went to all ranks' first products. It has to enter through copy, so that "
+            "backward adds up what comes back from them."
+        )
+    check_numbers("gradient of the MLP's input", found_grad, expected_grad, rank, sizes)
+    for (name, full), mine in zip(whole.named_parameters(), cut.parameters(), strict=True):
+        wanted = shard_parameter(full.grad, mine, rank % case.tp, case.tp)
+        if answer["weights"][name] is None:
+            raise Wrong(f"rank {rank}: {name} of the MLP got no gradient; does forward use it?")
+        got = answer["weights"][name]
+        check_numbers(f"the MLP's gradient of {name}", got, wanted, rank, sizes)

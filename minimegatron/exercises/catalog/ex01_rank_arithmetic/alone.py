@@ -10,6 +10,7 @@ from minimegatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, all_g
 from minimegatron.exercises.check import Case, Result, Wrong, check_value, installed, wrong_value
 
 GENERATOR = "minimegatron.core.rank_generator.RankGenerator."
+REPLACES = (GENERATOR + "coordinates", GENERATOR + "get_ranks")
 COORDINATES, GET_RANKS = RankGenerator.coordinates, RankGenerator.get_ranks
 NAMES = ("tp", "ep", "dp", "pp", "cp")
 ALSO = ("tp", "dp", "pp", "tp-pp", "pp-tp", "dp-cp", "tp-dp-cp", "tp-dp-pp")
@@ -32,41 +33,64 @@ def cases(seed: int) -> list[Case]:
     return [Case(_words(job), **job) for job in jobs]
 
 
-def run(student: ModuleType, case: Case) -> Result:
-    """One job: every coordinate, every kind of group, then all groups through the real code."""
-    job = case.values
-    sizes = {name: job.get(name, 1) for name in NAMES}
-    grid = RankGenerator(**sizes, order=job["order"], rank_offset=job.get("rank_offset", 0))
-    for rank in range(grid.rank_offset, grid.rank_offset + grid.world_size):
-        check_coordinates(student, grid, rank)
-    keys = list(student.coordinates(grid, grid.rank_offset))
-    check_value(
-        f"the order of the keys of coordinates(...) {_of(grid)}", keys, grid.order.split("-")
-    )
+def run(student: ModuleType, case: Case) -> dict[str, Any]:
+    """The positions of all ranks, every kind of group, and all groups through the real code."""
+    grid = _grid(case)
+    ranks = range(grid.rank_offset, grid.rank_offset + grid.world_size)
+    found = {
+        "positions": [student.coordinates(grid, rank) for rank in ranks],
+        "groups": {token: student.get_ranks(grid, token) for token in ALSO},
+    }
+    if (sizes := _sizes_of_job(grid)) is not None:
+        with (
+            installed(student.coordinates, GENERATOR + "coordinates"),
+            installed(student.get_ranks, GENERATOR + "get_ranks"),
+        ):
+            found["all groups"] = all_groups(grid.world_size, **sizes)
+    return found
+
+
+def judge(case: Case, found: dict[str, Any]) -> Result:
+    """Positions first, then groups, then whole jobs."""
+    grid = _grid(case)
+    for number, position in enumerate(found["positions"]):
+        check_coordinates(grid, grid.rank_offset + number, position)
+    what = f"the order of the keys of coordinates(...) {_of(grid)}"
+    check_value(what, list(found["positions"][0]), grid.order.split("-"))
     for token in ALSO:
-        check_groups(student, grid, token)
-    # The experts' grid has another shape; only with pp last do both have the same pipelines.
-    if grid.rank_offset or not grid.order.endswith("pp-ep-cp"):
+        check_groups(grid, token, found["groups"][token])
+    if (sizes := _sizes_of_job(grid)) is None:
         return Result({"groups": f"every kind of group of {grid.world_size} ranks"})
-    sizes = {"tp": sizes["tp"], "pp": sizes["pp"], "order": job["order"]}
     expected = all_groups(grid.world_size, **sizes)
-    with (
-        installed(student.coordinates, GENERATOR + "coordinates"),
-        installed(student.get_ranks, GENERATOR + "get_ranks"),
-    ):
-        groups = all_groups(grid.world_size, **sizes)
-    for kind, found in groups.items():
-        check_value(f"kind {kind!r} of all_groups(...) {_of(grid)}", found, expected[kind])
+    groups = found["all groups"]
+    for kind in expected:
+        check_value(f"kind {kind!r} of all_groups(...) {_of(grid)}", groups[kind], expected[kind])
     distinct = {tuple(group) for kind in groups.values() for group in kind}
     return Result({"groups": f"{len(distinct)} process groups for {grid.world_size} ranks"})
+
+
+def _grid(case: Case) -> RankGenerator:
+    sizes = {name: case.values.get(name, 1) for name in NAMES}
+    return RankGenerator(
+        **sizes, order=case.order, rank_offset=case.values.get("rank_offset", 0)
+    )
+
+
+def _sizes_of_job(grid: RankGenerator) -> dict[str, Any] | None:
+    """What `all_groups` is called with; None where the grid is not one of a whole job."""
+    # The experts' grid has another shape; only with pp last do both have the same pipelines.
+    if grid.rank_offset or not grid.order.endswith("pp-ep-cp"):
+        return None
+    tp, pp = grid.name_to_size["tp"], grid.name_to_size["pp"]
+    return {"tp": tp, "pp": pp, "order": grid.order.removesuffix("-ep-cp")}
 
 
 # -- Coordinates --
 
 
-def check_coordinates(student: ModuleType, grid: RankGenerator, rank: int) -> None:
-    """Raises Wrong unless the student's coordinates of `rank` are right."""
-    found, expected = student.coordinates(grid, rank), COORDINATES(grid, rank)
+def check_coordinates(grid: RankGenerator, rank: int, found: Any) -> None:
+    """Raises Wrong unless `found` are the coordinates of `rank`."""
+    expected = COORDINATES(grid, rank)
     if found != expected:
         what = f"coordinates({rank}) {_of(grid)}"
         raise wrong_value(what, found, expected, _why_coordinates(grid, rank, found))
@@ -109,9 +133,9 @@ def _sum_words(grid: RankGenerator, rank: int) -> str:
 # -- Groups --
 
 
-def check_groups(student: ModuleType, grid: RankGenerator, token: str) -> None:
-    """Raises Wrong unless `get_ranks(token)` is right: first the invariants, then the order."""
-    groups, expected = student.get_ranks(grid, token), GET_RANKS(grid, token)
+def check_groups(grid: RankGenerator, token: str, groups: Any) -> None:
+    """Raises Wrong unless `groups` is `get_ranks(token)`: first the invariants, then the order."""
+    expected = GET_RANKS(grid, token)
     what = f'get_ranks("{token}") {_of(grid)}'
     is_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if groups == expected:

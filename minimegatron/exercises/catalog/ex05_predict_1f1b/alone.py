@@ -29,43 +29,47 @@ def cases(seed: int) -> list[Case]:
     draw = random.Random(seed)
     sizes = [(4, 8), (4, 2), (draw.randint(2, 6), 1), (1, 3)]
     sizes += [(draw.randint(2, 8), draw.randint(2, 12)) for _ in range(3)]
-    by_hand = Case("part 1: three stages, four microbatches, by hand", p=3, M=4, by_hand=True)
+    hand, rule = "part 1, by hand", "part 2, the rule"
     return [
-        by_hand,
-        *(Case(f"predict_order, p={p}, M={M}", p=p, M=M, by_hand=False) for p, M in sizes),
+        Case("three stages, four microbatches, by hand", part=hand, p=3, M=4, by_hand=True),
+        *(Case(f"predict_order, p={p}, M={M}", part=rule, p=p, M=M, by_hand=False) for p, M in sizes),
     ]
 
 
-def run(student: ModuleType, case: Case) -> Result:
+def run(student: ModuleType, case: Case) -> list[Any]:
     """All stages' orders together."""
-    p, M = case.p, case.M
     if case.by_hand:
-        orders = [_by_hand(student, rank) for rank in range(p)]
-    else:
-        orders = [student.predict_order(p, rank, M) for rank in range(p)]
+        prediction = getattr(student, "PREDICTION", None)
+        return [prediction.get(rank) if isinstance(prediction, dict) else None for rank in range(3)]
+    return [student.predict_order(case.p, rank, case.M) for rank in range(case.p)]
+
+
+def judge(case: Case, orders: list[Any]) -> Result:
+    """Complete, possible, and 1F1B."""
+    if case.by_hand:
+        orders = [_by_hand(order, rank) for rank, order in enumerate(orders)]
     ranks = [_parse(order, rank, case) for rank, order in enumerate(orders)]
     for rank, units in enumerate(ranks):
         _check_complete(units, rank, case)
     makespan = _run_all(ranks, case)
     for rank, units in enumerate(ranks):
         _check_plan(ranks, units, rank, case, makespan)
-    return Result(_achieved(ranks, makespan, M))
+    return Result(_achieved(ranks, makespan, case.M))
 
 
 # -- What was written --
 
 
-def _by_hand(student: ModuleType, rank: int) -> list[str]:
-    prediction = getattr(student, "PREDICTION", None)
-    if not isinstance(prediction, dict) or not isinstance(prediction.get(rank), str):
+def _by_hand(text: Any, rank: int) -> list[str]:
+    if not isinstance(text, str):
         raise Wrong(f"PREDICTION has no text for stage {rank}; it is a dict with 0, 1 and 2")
-    if not prediction[rank].strip():
+    if not text.strip():
         raise Wrong(
             f"PREDICTION[{rank}] is empty. Write down what stage {rank} of 3 does with four "
             "microbatches, eight actions, for example:\n    F0 B0 F1 B1 F2 B2 F3 B3\n"
             "(That one is right for one of the three stages. Which?)"
         )
-    return prediction[rank].split()
+    return text.split()
 
 
 def _parse(order: Any, rank: int, case: Case) -> list[Unit]:

@@ -1,0 +1,232 @@
+"""The student's room: the process in which a student's code runs, and all that is known there.
+
+Called by: `alone_side` (one process, no torch), `rank_side` (each rank). Calls: the exercise's `run`,
+the student's file. Megatron has no counterpart.
+
+Nothing here says "right". The room has the cases' values, but no expected ones: it calls the
+student's functions and hands on what they gave, as lines of plain data. Who judges them sits in another
+process (`engine`). A room can only say what makes the check fail: an exception, a function that is
+not written, a changed package.
+"""
+
+import bdb
+import importlib
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from minimegatron.exercises import verdict
+from minimegatron.exercises.cases import Case, Wrong
+from minimegatron.exercises.integrity import Seal
+from minimegatron.exercises.plain_data import NotPlain, from_line, to_line
+from minimegatron.exercises.replacing import functions_of, withhold
+from minimegatron.exercises.source import unwritten_names
+from minimegatron.user_file import load_user_file
+
+FRAMES_SHOWN = 6
+OWN_FOLDER = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a room is asked to do."""
+
+    module: str
+    """The dotted path of the exercise's `check` or `alone`: its `run` is called."""
+    path: str
+    """The student's file."""
+    cases: str
+    """[[name, part, values], ...] as `to_line` writes it."""
+    control: bool = False
+    """Ask the stub's functions instead, after the student's file was loaded."""
+    seconds: float = 0.0
+    """After these a room without ranks writes where it is; 0 for never."""
+    lines: str = ""
+    """The folder where ranks write their lines."""
+    pipes: str = ""
+    """The folder of the pipes that take what is printed; "" to print as usual."""
+
+
+class Breakpoint(Exception):
+    """`breakpoint()` in the student's code."""
+
+
+class Room:
+    """One process's part of a check. `tell` takes each line; `between` runs after each case."""
+
+    def __init__(
+        self,
+        job: Job,
+        tell: Callable[[str], None],
+        rank: int | None = None,
+        between: Callable[[], None] = lambda: None,
+        times: int = 1,
+    ):
+        self.job, self.path, self.rank = job, job.path, rank
+        self._tell, self._between, self._times = tell, between, times
+        self._number = 0
+
+    def work(self) -> BaseException | None:
+        """Answers every case. Returns what ended it early, which was told."""
+        try:
+            self._answer()
+        except BaseException as error:
+            kind, text = self._words(error)
+            self._say(failed=kind, text=text)
+            return error
+        self._say(over=True)
+        return None
+
+    def note(self, word: Any) -> None:
+        """Tells something about the case while it runs, for whoever must explain a hang."""
+        self._say(note=word)
+
+    def _answer(self) -> None:
+        check = importlib.import_module(self.job.module)
+        withhold(getattr(check, "REPLACES", ()))
+        sys.breakpointhook = _no_breakpoint
+        seal = Seal()
+        student = self._student()
+        _look_at_authors(student, self.path, unwritten_names(self._folder / "stub.py"))
+        for self._number, (name, part, values) in enumerate(from_line(self.job.cases)):
+            self._say(begun=True)
+            case = Case(name, part=part, **values)
+            given = [check.run(student, case) for _ in range(self._times)]
+            if (changed := seal.broken()) is not None:
+                raise Refused(verdict.FORGED, _changed_words(changed))
+            if len({to_line(one) for one in given}) > 1:
+                raise Wrong(_two_answers(*given[:2]))
+            self._say(answer=given[0])
+            self._between()
+
+    @property
+    def _folder(self) -> Path:
+        return Path(sys.modules[self.job.module].__file__).parent
+
+    def _student(self) -> ModuleType:
+        path = Path(self.job.path)
+        student = load_user_file(path, path.stem)
+        if self.job.control:
+            student = importlib.import_module(f"{self.job.module.rpartition('.')[0]}.stub")
+            self.path = student.__file__
+        return student
+
+    def _say(self, **words: Any) -> None:
+        self._tell(to_line({"case": self._number, **words}))
+
+    # -- What an exception says --
+
+    def _words(self, error: BaseException) -> tuple[str, str]:
+        if isinstance(error, Wrong):
+            return verdict.WRONG, str(error)
+        if isinstance(error, Refused):
+            return error.kind, str(error)
+        where = student_frames(error, self.path)
+        if isinstance(error, Breakpoint | bdb.BdbQuit):
+            return verdict.RAISED, _breakpoint_words(where)
+        if isinstance(error, NotPlain) and not where:
+            return verdict.WRONG, f"{self._on()}{error}"
+        if isinstance(error, NotImplementedError) and where and where[-1] == last_frame(error):
+            return verdict.UNWRITTEN, f"{error}\n\n{_place(where[-1])}"
+        if where:
+            return verdict.RAISED, self._raised_words(error, where)
+        if isinstance(error, SystemExit):
+            return verdict.RAISED, f"{self._on()}sys.exit() was called; return instead"
+        return verdict.DEFECT, "".join(traceback.format_exception(error))
+
+    def _raised_words(self, error: BaseException, where: list[traceback.FrameSummary]) -> str:
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        if isinstance(error, SystemExit):
+            who = "a function" if self.rank is None else "a rank"
+            summary = f"sys.exit({error.code!r}): {who} may not leave; return instead"
+        lines = [f"{self._on()}{summary}", "", "In your file, innermost call last:"]
+        lines += [_place(frame) for frame in where[-FRAMES_SHOWN:]]
+        inner = last_frame(error)
+        if inner != where[-1]:
+            lines.append(f"  from there, in {inner.filename}:{inner.lineno}, in {inner.name}")
+        return "\n".join(lines)
+
+    def _on(self) -> str:
+        return "" if self.rank is None else f"rank {self.rank}: "
+
+
+# -- What is looked at around the student's functions --
+
+
+class Refused(Exception):
+    """Ends a check with a verdict of the given kind."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+def _look_at_authors(student: ModuleType, path: str, names: Sequence[str]) -> None:
+    """Raises Refused where what the student should have written is a function of the package."""
+    for name in names:
+        for function in functions_of(getattr(student, name, None)):
+            file = function.__code__.co_filename
+            if file != path and file.startswith(OWN_FOLDER):
+                raise Refused(
+                    verdict.FORGED,
+                    f"{name} is {function.__module__}.{function.__qualname__}, a function of the "
+                    f"package. Write it yourself, in {os.path.basename(path)}.",
+                )
+
+
+def _changed_words(name: str) -> str:
+    return (
+        f"After your code has run, {name} is another function than before. Leave everything "
+        "outside your own file as it is; the check needs it."
+    )
+
+
+def _no_breakpoint(*_: Any, **__: Any) -> None:
+    raise Breakpoint
+
+
+def _breakpoint_words(where: list[traceback.FrameSummary]) -> str:
+    lines = [
+        "a debugger was started, and nobody can type here: the check runs your code in other "
+        "processes",
+        "Take it out, or run your file by itself, where it can stop.",
+    ]
+    return "\n".join([*lines, "", *(_place(frame) for frame in where[-1:])])
+
+
+def _two_answers(one: Any, other: Any) -> str:
+    return (
+        "asked the same thing twice, your code gave two answers: something in it depends on chance, "
+        "on time, or on what it did before\n"
+        f"  first:  {_short(one)}\n  second: {_short(other)}"
+    )
+
+
+def _short(value: Any, most: int = 300) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]} ..."
+
+
+# -- Exceptions in the student's own lines --
+
+
+def student_frames(error: BaseException, path: str) -> list[traceback.FrameSummary]:
+    """The frames of the traceback that are lines of the student's file, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if frame.filename == path]
+
+
+def last_frame(error: BaseException) -> traceback.FrameSummary:
+    """Where it was raised."""
+    return traceback.extract_tb(error.__traceback__)[-1]
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    line = linecache.getline(frame.filename, frame.lineno).strip()
+    return f"  {os.path.basename(frame.filename)}:{frame.lineno}, in {frame.name}:  {line}"
