@@ -140,7 +140,7 @@ def _optimizer_config(case: StepCase) -> OptimizerConfig:
     )
 
 
-def _batches(seed: int, num: int) -> list[dict[str, torch.Tensor]]:
+def batches(seed: int, num: int) -> list[dict[str, torch.Tensor]]:
     """The global batch's microbatches, with a different number of unmasked tokens in each."""
     generator = torch.Generator().manual_seed(seed + 7)
     found = []
@@ -181,7 +181,7 @@ class GptStep:
         if case.loss_scale is not None:
             self.config.grad_scale_func = self.optimizer.scale_loss
         dp_rank, dp_size = groups.dp.rank(), groups.dp.size()
-        self.data = _batches(case.seed, case.num_microbatches * dp_size)[dp_rank::dp_size]
+        self.data = batches(case.seed, case.num_microbatches * dp_size)[dp_rank::dp_size]
 
     def _chunk(self, chunk_id: int) -> DistributedDataParallel:
         case, pp_rank = self.case, self.groups.pp.rank()

@@ -68,7 +68,6 @@ class Sheet:
     seed: int
     _failed: Verdict | None = None
     _achieved: list[dict[str, str]] = field(default_factory=list)
-    _passed_parts: list[str] = field(default_factory=list)
     _printed: dict[str, str] = field(default_factory=dict)
     _recording: Any = None
 
@@ -102,13 +101,15 @@ class Sheet:
         said = [_Said(lines) for lines in collected.lines]
         for number, case in enumerate(cases):
             if not all(number in one.answers for one in said) or not said:
-                self._failed = self._at(self._ended(module, collected, said, number, case), case)
+                found = self._ended(module, collected, said, number, case)
+                self._failed = replace(found, case=str(case), part=found.part or case.part)
                 return False
             answers = [one.answers[number] for one in said]
             try:
                 result = module.judge(case, answers[0] if question.is_alone else answers)
             except Wrong as wrong:
-                self._failed = self._at(Verdict(verdict.WRONG, str(wrong)), case, wrong.part)
+                part = wrong.part or case.part
+                self._failed = Verdict(verdict.WRONG, str(wrong), str(case), part)
                 return False
             self._pass(case, result)
         if collected.ending:
@@ -121,16 +122,28 @@ class Sheet:
         result = result or Result()
         words = {key: str(value) for key, value in result.achieved.items()}
         self._achieved.append({"case": str(case)} | words)
-        if case.part and case.part not in self._passed_parts:
-            self._passed_parts.append(case.part)
         if result.recording is not None:
             self._recording = result.recording
 
-    def _at(self, found: Verdict, case: Case, part: str = "") -> Verdict:
-        part = part or case.part
-        if part in self._passed_parts:
-            self._passed_parts.remove(part)
-        return replace(found, case=str(case), part=part)
+    def _parts(self) -> list[str]:
+        """The exercise's pieces, in the order in which they are judged."""
+        found: list[str] = []
+        for module in self._modules:
+            of_cases = [case.part for case in self._cases[module.__name__] if case.part]
+            found += getattr(module, "PARTS", of_cases)
+        return list(dict.fromkeys(found))
+
+    def _passed_parts(self) -> list[str]:
+        """Those that are right: all before the one that failed."""
+        parts = self._parts()
+        if self._failed is None:
+            return parts
+        if self._failed.part in parts:
+            return parts[: parts.index(self._failed.part)]
+        # It failed before any of its module's parts could be told from the others.
+        cases = [case for cases in self._cases.values() for case in cases]
+        before = {case.part for case in cases[: len(self._achieved)]}
+        return [part for part in parts if part in before]
 
     def _ended(
         self,
@@ -155,7 +168,7 @@ class Sheet:
                 module.judge_hang(case, [one.notes.get(number, []) for one in said])
             except Wrong as wrong:
                 text = f"{wrong}\n\nThen the ranks hang. {collected.text}"
-                return Verdict(verdict.WRONG, text, rank=collected.rank)
+                return Verdict(verdict.WRONG, text, part=wrong.part, rank=collected.rank)
         if collected.ending:
             return Verdict(collected.ending, collected.text, rank=collected.rank)
         return Verdict(verdict.DIED, "your code ended the process before it had answered (os._exit?)")
@@ -165,7 +178,6 @@ class Sheet:
     def verdict(self, replay: Path | None = None) -> Verdict:
         """All in all. With `replay`, the last recording is written there if all is right."""
         cases = [case for cases in self._cases.values() for case in cases]
-        parts = list(dict.fromkeys(case.part for case in cases if case.part))
         found = self._failed
         if found is None and len(self._achieved) != len(cases):
             found = Verdict(verdict.DEFECT, "the check ended early, and nothing says why")
@@ -176,8 +188,8 @@ class Sheet:
             num_passed=len(self._achieved),
             num_cases=len(cases),
             achieved=tuple(self._achieved),
-            parts=tuple(parts),
-            passed_parts=tuple(self._passed_parts),
+            parts=tuple(self._parts()),
+            passed_parts=tuple(self._passed_parts()),
             printed=self._printed,
         )
 

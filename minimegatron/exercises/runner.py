@@ -1,7 +1,7 @@
-"""A process that checks files, and the side that asks it: the command itself imports no torch.
+"""A process that answers questions in lines: checks for the command, which imports no torch itself.
 
-Called by: `minimegatron exercises check` and `watch`, and the grader, which starts the process in a
-closed room (`cell`). Calls: `engine`, in that process. Megatron has no counterpart.
+Called by: `minimegatron exercises check` and `watch` (`Runner`), and the grader, which starts the process
+in a closed room (`cell`). Calls: `engine`, in that process. Megatron has no counterpart.
 
 One line of JSON per question and per answer. Answers come through a pipe that the ranks do not have:
 what a student's code prints, or the code it exits with, is never taken for an answer.
@@ -31,7 +31,8 @@ PRELOADED = [
     "torch.distributed",
     "torch._dynamo",
     "minimegatron.launcher",
-    "minimegatron.exercises.check",
+    "minimegatron.exercises.rank_side",
+    "minimegatron.exercises.bench_gpt_judge",
     "minimegatron.pretrain_gpt",
 ]
 """Imported once, by the process that ranks are forked from."""
@@ -48,13 +49,13 @@ COMMAND = [sys.executable, "-P", "-c", PROGRAM]
 # -- The side that asks --
 
 
-class Runner:
-    """The process, for the length of a `with` block. `command` may put something around it."""
+class LineProcess:
+    """A process that answers each line with a line, for the length of a `with` block."""
 
-    def __init__(self, command: Sequence[str] = COMMAND, environment: dict | None = None):
+    def __init__(self, command: Sequence[str], environment: dict | None = None):
         self._command, self._environment = list(command), environment
 
-    def __enter__(self) -> "Runner":
+    def __enter__(self) -> "LineProcess":
         self.process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -74,15 +75,12 @@ class Runner:
         self.process.wait()
         self.process.stdout.close()
 
-    def ask(self, exercise: Exercise, path: Path, timeout: float, **options: object) -> Verdict:
-        """The verdict on a file. Raises TimeoutError, and RuntimeError if the process has ended."""
-        question = {"exercise": exercise.module, "path": str(path), **options}
+    def answer(self, question: dict[str, object], timeout: float) -> str:
+        """The answer's line. Raises TimeoutError, and RuntimeError if the process has ended."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(question).encode() + b"\n")
             self.process.stdin.flush()
-        return Verdict.from_json(self._line(time.monotonic() + timeout))
-
-    def _line(self, deadline: float) -> str:
+        deadline = time.monotonic() + timeout
         while b"\n" not in self._heard:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
@@ -95,17 +93,25 @@ class Runner:
         return line.decode()
 
 
+class Runner(LineProcess):
+    """Checks files."""
+
+    def __init__(self, command: Sequence[str] = COMMAND, environment: dict | None = None):
+        super().__init__(command, environment)
+
+    def ask(self, exercise: Exercise, path: Path, timeout: float, **options: object) -> Verdict:
+        """The verdict on a file."""
+        question = {"exercise": exercise.module, "path": str(path), **options}
+        return Verdict.from_json(self.answer(question, timeout))
+
+
 # -- The process --
 
 
 def serve() -> None:
     """Answers until its input ends."""
-    questions, answers = _take_pipes()
+    questions, answers = take_pipes()
     hide_memory()
-    # It imports torch while this process does.
-    keep_sockets()
-    forkserver.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
     engine = importlib.import_module("minimegatron.exercises.engine")
     with questions, answers:
         for line in questions:
@@ -113,8 +119,17 @@ def serve() -> None:
             answers.flush()
 
 
+def warm_up() -> None:
+    """Begins to import torch, in the process that ranks are forked from, while this one does too."""
+    keep_sockets()
+    forkserver.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
 def _answer(engine, question: dict) -> Verdict:
     exercise = importlib.import_module(question.pop("exercise")).EXERCISE
+    if (exercise.folder / "check.py").is_file():
+        warm_up()
     path, replay = Path(question.pop("path")), question.pop("replay", None)
     try:
         return engine.check_file(
@@ -124,7 +139,7 @@ def _answer(engine, question: dict) -> Verdict:
         return Verdict(verdict.DEFECT, f"{type(error).__name__}: {error}")
 
 
-def _take_pipes() -> tuple:
+def take_pipes() -> tuple:
     """Input and output for this process alone: those it starts get none, and standard error."""
     questions, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)

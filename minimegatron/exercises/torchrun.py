@@ -1,10 +1,10 @@
 """The same check for a file that torchrun has started: `torchrun --nproc-per-node 4 ex06.py`.
 
-Called by: `check.main`, on every rank. Calls: `rank_side`, the hang doctor, `ending`. Rank 0 prints.
-Megatron has no counterpart.
+Called by: `check.main`, on every rank. Calls: `rank_side`, the hang doctor, `judge` (a process that rank 0
+starts), `ending`. Rank 0 prints. Megatron has no counterpart.
 
-A rank that finds something wrong leaves word in torchrun's store; a thread of rank 0 reads it there,
-also while its main thread waits for a message that will never come.
+Each rank is a room: what it says goes into torchrun's store. A thread of rank 0 reads it there, also while
+its main thread waits for a message that will never come.
 """
 
 import importlib
@@ -20,8 +20,13 @@ from torch.distributed.constants import default_pg_timeout
 from minimegatron.core.device import set_device
 from minimegatron.doctor.session import stop_watching, watch_ranks
 from minimegatron.exercises import verdict
-from minimegatron.exercises.engine import HANG_SECONDS, exercise_of, replay_path
-from minimegatron.exercises.rank_side import Job, Told, check_and_record
+from minimegatron.exercises.collect import Collected, Question, collect
+from minimegatron.exercises.engine import Sheet, exercise_of, replay_path
+from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.judge import Judge
+from minimegatron.exercises.on_ranks import HANG_SECONDS
+from minimegatron.exercises.rank_side import Failed, answer_cases
+from minimegatron.exercises.room import Job
 from minimegatron.exercises.source import check_source
 from minimegatron.exercises.verdict import Verdict, render
 from minimegatron.launcher import CAUSE_SECONDS, GRACE_SECONDS
@@ -32,7 +37,7 @@ from minimegatron.training.rendezvous import find_each_other
 LOOK_SECONDS = 0.05
 JOIN_SECONDS = 10.0
 """How long the listening thread may take to end."""
-FAILED, DONE, NUM_PASSED = "exercise/failed", "exercise/done", "exercise/num_passed"
+LINES, FAILED, OVER, ENDED = (f"exercise/{word}" for word in ("lines", "failed", "over", "ended"))
 
 
 def check_in_torchrun(path: Path) -> int:
@@ -57,41 +62,37 @@ def check_in_torchrun(path: Path) -> int:
     failures.watch_launcher()
     store = find_each_other(rank, world_size, default_pg_timeout)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
-    found = _check(exercise, path)
-    if rank == 0:
-        print(render(replace(found, seconds=time.monotonic() - began), exercise.name))
+    return _check(exercise, path, began)
+
+
+def _check(exercise: Exercise, path: Path, began: float) -> int:
+    """The exit code if all is right. Otherwise this process ends inside."""
+    sheet = Sheet(exercise, seed=0)
+    with _Board(exercise, path, began) as board:
+        for number, question in enumerate(sheet.questions):
+            board.begin(number, question)
+            if question.is_alone:
+                board.ask_alone()
+            else:
+                _answer(board, Job(question.module, str(path), question.cases))
+            board.wait_for_all()
     return 0
 
 
-def _check(exercise, path: Path) -> Verdict:
-    """The verdict when every rank has passed. Otherwise this process ends inside."""
+def _answer(board: "_Board", job: Job) -> None:
+    """This rank's answers to the cases on ranks."""
     # Imported before anybody watches: on a busy machine this takes longer than a hang may.
-    for name in (f"{exercise.module}.check", "torch._dynamo"):
+    for name in (job.module, "torch._dynamo"):
         importlib.import_module(name)
     watch_ranks(HANG_SECONDS)
-    with _Board(exercise.name) as board:
-        try:
-            achieved, recording = check_and_record(Job(exercise.module, str(path)))
-        except Told as told:
-            if isinstance(told.__cause__, ConnectionError):
-                time.sleep(CAUSE_SECONDS)  # another rank knows why, and speaks first
-            board.fail(str(told))
-        finally:
-            stop_watching()
-        board.wait_for_all()
-    replay = ""
-    if board.rank == 0 and recording is not None:
-        replay = str(replay_path(exercise, path.parent))
-        Path(replay).parent.mkdir(parents=True, exist_ok=True)
-        recording.to_html(replay)
-    num_cases = len(achieved["achieved"])
-    return Verdict(
-        verdict.PASSED,
-        num_passed=num_cases,
-        num_cases=num_cases,
-        achieved=tuple(achieved["achieved"]),
-        replay=replay,
-    )
+    try:
+        answer_cases(job, board.tell)
+    except Failed as failed:
+        if isinstance(failed.__cause__, ConnectionError):
+            time.sleep(CAUSE_SECONDS)  # another rank knows why, and speaks first
+        board.fail()
+    finally:
+        stop_watching()
 
 
 class _Board:
@@ -100,33 +101,67 @@ class _Board:
     The thread has ended when the `with` block has: it must not be inside the store when Python ends.
     """
 
-    def __init__(self, name: str):
-        self.name, self.rank = name, dist.get_rank()
+    def __init__(self, exercise: Exercise, path: Path, began: float):
+        self.exercise, self.path, self.began = exercise, path, began
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.is_over = threading.Event()
         self.store = dist.distributed_c10d._get_default_store()
         # A connection of its own, since a waiting rank holds the other.
         self.own_store = self.store.clone()
+        self.number, self.question = 0, None
+        self.judge = Judge() if self.rank == 0 else None
         self.listener = threading.Thread(target=self.listen, daemon=True)
 
     def __enter__(self) -> "_Board":
+        if self.judge is not None:
+            self.judge.__enter__()
+            self.judge.open(self.exercise, seed=0)
         self.listener.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        if self.judge is not None and error[0] is None:
+            replay = replay_path(self.exercise, self.path.parent)
+            self._print(self.judge.verdict(replay))
         self.is_over.set()
         self.listener.join(JOIN_SECONDS)
+        if self.judge is not None:
+            self.judge.__exit__()
 
-    def fail(self, told: str) -> None:
-        """This rank found something; waits until rank 0 has said so."""
-        self.store.compare_set(FAILED, "", told)
+    # -- On every rank --
+
+    def begin(self, number: int, question: Question) -> None:
+        """The next question."""
+        self.number, self.question = number, question
+
+    def tell(self, line: str) -> None:
+        """A line of this rank's."""
+        self.store.append(f"{LINES}/{self.number}/{self.rank}", line + "\n")
+
+    def ask_alone(self) -> None:
+        """Rank 0 starts a room for what needs no ranks."""
+        if self.rank == 0 and not self.judge.judge(self.number, collect(self.question, self.path)):
+            self._end(self.judge.verdict())
+
+    def fail(self) -> None:
+        """This rank has told what is wrong; waits until rank 0 has said so."""
+        self.store.compare_set(FAILED, "", str(self.rank))
         while True:
             time.sleep(1)
 
     def wait_for_all(self) -> None:
-        """Returns when every rank has passed."""
-        self.store.add(NUM_PASSED, 1)
-        while self.store.add(NUM_PASSED, 0) < dist.get_world_size():
+        """Returns when every rank has answered, and the answers are right."""
+        self.store.add(f"{OVER}/{self.number}", 1)
+        while self.store.add(f"{OVER}/{self.number}", 0) < self.world_size:
             time.sleep(LOOK_SECONDS)
+        if self.rank == 0 and not self.question.is_alone:
+            if not self.judge.judge(self.number, self._collected("", None)):
+                self._end(self.judge.verdict())
+        self.store.add(f"{OVER}/{self.number}/judged", int(self.rank == 0))
+        while self.store.add(f"{OVER}/{self.number}/judged", 0) < 1:
+            time.sleep(LOOK_SECONDS)
+
+    # -- The listening thread --
 
     def listen(self) -> None:
         """Ends this process when some rank has failed and rank 0 has printed it.
@@ -134,16 +169,35 @@ class _Board:
         Also when the store is gone: torchrun, which serves it, was killed.
         """
         try:
-            while not self.own_store.check([FAILED if self.rank == 0 else DONE]):
+            while not self.own_store.check([FAILED if self.rank == 0 else ENDED]):
                 if self.is_over.wait(LOOK_SECONDS):
                     return
             if self.rank == 0:
                 time.sleep(GRACE_SECONDS)
-                found = Verdict.from_json(self.own_store.get(FAILED).decode())
-                print(render(found, self.name), flush=True)
-                self.own_store.set(DONE, "")
+                first = int(self.own_store.get(FAILED))
+                self.judge.judge(self.number, self._collected(verdict.RAISED, first))
+                self._end(self.judge.verdict())
         except dist.DistError:
             if self.is_over.is_set():
                 return
-        # One rank with an exit code is enough for torchrun, which lists every such rank at length.
         os._exit(1 if self.rank == 0 else 0)
+
+    def _collected(self, ending: str, rank: int | None) -> Collected:
+        lines = []
+        for other in range(self.world_size):
+            key = f"{LINES}/{self.number}/{other}"
+            text = self.own_store.get(key).decode() if self.own_store.check([key]) else ""
+            lines.append(text.splitlines())
+        return Collected(lines, ending, "", rank)
+
+    def _end(self, found: Verdict) -> None:
+        """Says what is wrong, and ends all ranks."""
+        self._print(found)
+        self.own_store.set(ENDED, "")
+        self.judge.__exit__()
+        # One rank with an exit code is enough for torchrun, which lists every such rank at length.
+        os._exit(1)
+
+    def _print(self, found: Verdict) -> None:
+        seconds = time.monotonic() - self.began
+        print(render(replace(found, seconds=seconds), self.exercise.name), flush=True)

@@ -9,89 +9,113 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from minimegatron.exercises.bench_counting import Counter, counted
-from minimegatron.exercises.bench_gpt import (
-    GptStep,
-    StepCase,
-    check_gradients,
-    make_groups,
-    one_process,
-)
-from minimegatron.exercises.check import Case, Result, Wrong, check_numbers, installed
+from minimegatron.exercises.bench_counting import counted
+from minimegatron.exercises.bench_gpt import StepCase, make_groups, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
+from minimegatron.exercises.feedback_numbers import check_numbers
 
 OURS = "minimegatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy"
+REPLACES = (OURS,)
+KINDS = ("small logits", "logits in the hundreds", "all targets on rank 0's slice")
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
-    """A group of four and two groups of two; slices of different width."""
-    draw = random.Random(seed)
-    return [
-        Case("tp=4", tp=4, n=draw.choice([7, 8, 10]), seed=seed),
-        Case("tp=2, dp=2", tp=2, n=draw.choice([6, 8, 9]), seed=seed + 1),
+    """A group of four and two groups of two; slices of different width; then a GPT."""
+    draw, data = random.Random(seed), data_seed(seed)
+    sizes = [(4, draw.choice([7, 8, 10]), data), (2, draw.choice([6, 8, 9]), data + 1)]
+    found = [
+        Case(f"tp={tp}, dp={WORLD // tp}, {kind}", part="the loss", tp=tp, n=n, kind=kind, seed=s)
+        for tp, n, s in sizes
+        for kind in KINDS
     ]
+    gpt = StepCase(tp=2, num_microbatches=2, seed=data + 1).values
+    return [*found, Case("a GPT, tp=2, dp=2", part="in a GPT", step=gpt)]
 
 
-def run(student: ModuleType, case: Case) -> Result:
-    """Losses and gradients of several kinds of logits, then of a GPT."""
-    step_case = StepCase(tp=case.tp, num_microbatches=2, seed=case.seed)
-    groups = make_groups(step_case)
-    found: Counter | None = None
+def run(student: ModuleType, case: Case) -> dict[str, Any]:
+    """Losses and gradients of one kind of logits, or of a GPT."""
     with installed(student.VocabParallelCrossEntropy, OURS):
-        for kind in ("small logits", "logits in the hundreds", "all targets on rank 0's slice"):
-            trial = Trial(case, kind, groups.tp, groups.dp.rank())
-            found = trial.check()
-        if case.tp == 2:
-            check_gpt(step_case, groups)
-    return Result({"collectives": f"{found.words()}; all logits are {trial.whole_bytes} bytes"})
+        if case.part == "in a GPT":
+            step = on_these_ranks(case.step)
+            return {"reports": step.forward_backward(), "gradients": step.gradients()}
+        groups = make_groups(StepCase(tp=case.tp))
+        return Trial(case, dist.get_rank()).run(groups.tp)
+
+
+def judge(case: Case, answers: list[Any]) -> Result | None:
+    """Every rank's losses, gradients, and bytes."""
+    if case.part == "in a GPT":
+        reference = Reference(case.step, WORLD).run()
+        reference.check_losses([answer["reports"] for answer in answers], "GPT's loss")
+        reference.check_gradients([answer["gradients"] for answer in answers])
+        return None
+    for rank, answer in enumerate(answers):
+        trial = Trial(case, rank)
+        trial.judge(answer)
+    words = f"{answers[0]['collectives']}; all logits are {trial.whole_bytes} bytes"
+    return Result({"collectives": words})
 
 
 class Trial:
     """One set of logits, the same on all ranks of a group, of which each rank shows its slice."""
 
-    def __init__(self, case: Case, kind: str, group: Any, replica: int):
-        self.kind, self.group, self.n, self.tp = kind, group, case.n, case.tp
-        generator = torch.Generator().manual_seed(1000 * case.seed + 10 * replica + len(kind))
+    def __init__(self, case: Case, rank: int):
+        self.kind, self.n, self.tp, self.rank = case.kind, case.n, case.tp, rank
+        replica, self.tp_rank = divmod(rank, case.tp)
+        generator = torch.Generator().manual_seed(1000 * case.seed + 10 * replica + len(case.kind))
         vocab = case.n * case.tp
         self.logits = torch.randn((3, 4, vocab), generator=generator, dtype=torch.float64)
-        if "hundreds" in kind:
+        if "hundreds" in case.kind:
             self.logits *= 400
             self.logits[0, 0, -1] = 1500.0  # exp overflows above 709
-        top = case.n if "rank 0" in kind else vocab
+        top = case.n if "rank 0" in case.kind else vocab
         self.target = torch.randint(top, (3, 4), generator=generator)
         self.weights = torch.rand((3, 4), generator=generator, dtype=torch.float64)
         self.weights[1, 1] = 0.0  # a token that is masked out
-        self.first = group.rank() * case.n
+        self.first = self.tp_rank * case.n
         self.whole_bytes = self.logits.numel() * self.logits.element_size()
+        self.where = f"rank {rank} ({case.kind})"
 
     def mine(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the last dimension."""
         return tensor[..., self.first : self.first + self.n].clone()
 
-    def check(self) -> Counter:
-        """Raises Wrong unless losses and gradients are right; returns what was sent."""
+    def run(self, group: Any) -> dict[str, Any]:
+        """In the room: one forward and backward."""
+        given = self.mine(self.logits).requires_grad_()
+        with counted() as counter:
+            found = vocab_parallel_cross_entropy(given, self.target, tp_group=group)
+        if not torch.equal(given.detach(), self.mine(self.logits)):
+            raise Wrong(
+                f"{self.where}: forward changed the logits it was given; they are the model's"
+            )
+        result = found.detach().clone() if isinstance(found, torch.Tensor) else found
+        if isinstance(found, torch.Tensor):
+            found.backward(self.weights)
+        return {
+            "loss": result,
+            "gradient": given.grad,
+            "num_bytes": counter.num_bytes,
+            "collectives": counter.words(),
+        }
+
+    def judge(self, answer: dict[str, Any]) -> None:
+        """Raises Wrong unless loss and gradient are right, and little was sent."""
         whole = self.logits.clone().requires_grad_()
         loss = F.cross_entropy(whole.flatten(0, 1), self.target.flatten(), reduction="none")
         expected = loss.view(3, 4)
         expected.backward(self.weights)
-
-        given = self.mine(self.logits).requires_grad_()
-        with counted() as counter:
-            found = vocab_parallel_cross_entropy(given, self.target, tp_group=self.group)
-        where = f"rank {dist.get_rank()} ({self.kind})"
-        if not torch.equal(given.detach(), self.mine(self.logits)):
-            raise Wrong(f"{where}: forward changed the logits it was given; they are the model's")
-        result = found.detach().clone() if isinstance(found, torch.Tensor) else found
-        self._check_loss(where, result, expected.detach())
-        found.backward(self.weights)
-        self._check_gradient(where, given.grad, self.mine(whole.grad))
-        if counter.num_bytes >= self.whole_bytes / self.tp:
+        self._check_loss(self.where, answer["loss"], expected.detach())
+        self._check_gradient(self.where, answer["gradient"], self.mine(whole.grad))
+        if answer["num_bytes"] >= self.whole_bytes / self.tp:
             raise Wrong(
-                f"{where}: right, but your collectives were given {counter.num_bytes} bytes "
-                f"({counter.words()}); the logits themselves are {self.whole_bytes}\n"
+                f"{self.where}: right, but your collectives were given {answer['num_bytes']} bytes "
+                f"({answer['collectives']}); the logits themselves are {self.whole_bytes}\n"
                 "Three numbers per token are enough: the maximum, the target's logit, the sum of "
                 "exponentials."
             )
-        return counter
 
     # -- Losses --
 
@@ -110,13 +134,12 @@ class Trial:
                     if torch.allclose(found, guess):
                         raise Wrong(f"{where}: the loss is wrong: {words}")
         sizes = {"tp": self.tp}
-        check_numbers(f"{self.kind}: the loss of a token", found, expected, dist.get_rank(), sizes)
+        check_numbers(f"{self.kind}: the loss of a token", found, expected, self.rank, sizes)
 
     def _guesses(self) -> list[tuple[torch.Tensor, str]]:
         """Losses that known mistakes give, and what to say about each."""
         slices = self.logits.unflatten(-1, (self.tp, self.n))
-        rank = self.group.rank()
-        here = slices[..., rank, :]
+        here = slices[..., self.tp_rank, :]
         entry = (self.target - self.first).clamp(0, self.n - 1)
         is_here = (self.target >= self.first) & (self.target < self.first + self.n)
         right = self.logits.gather(-1, self.target.unsqueeze(-1)).squeeze(-1)
@@ -194,16 +217,4 @@ class Trial:
                 if near.all() and not torch.allclose(guess, expected):
                     raise Wrong(f"{where}: the gradient of the logits is wrong: {words}")
         what = f"{self.kind}: the gradient of the logits"
-        check_numbers(what, found, expected, dist.get_rank(), {"tp": self.tp})
-
-
-def check_gpt(case: StepCase, groups: Any) -> None:
-    """Two replicas of a GPT over two ranks each, against one process."""
-    step = GptStep(case, groups)
-    reports = step.forward_backward()
-    serial = one_process(case, groups.dp.size())
-    expected = serial.forward_backward()[groups.dp.rank() :: groups.dp.size()]
-    for number, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
-        what = f"the GPT's loss of microbatch {number}"
-        check_numbers(what, report["loss"], wanted["loss"], dist.get_rank(), step.sizes())
-    check_gradients(step, serial.gradients())
+        check_numbers(what, found, expected, self.rank, {"tp": self.tp})

@@ -1,6 +1,7 @@
 """Checks `_start` on messages that wait for each other: rings of several sizes, then real steps."""
 
 import random
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,36 +11,31 @@ import torch.distributed as dist
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.transport import Message, Work
-from minimegatron.exercises.bench_gpt import (
-    StepCase,
-    check_gradients,
-    on_these_ranks,
-    reference_gradients,
-)
+from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference
 from minimegatron.exercises.bench_rendezvous import GET_TRANSPORT, RendezvousTransport
-from minimegatron.exercises.check import Case, Result, Wrong, installed
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 OURS = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._start"
+REPLACES = (OURS,)
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
     """Three rings, and three training steps: M < p, an odd M, and a ring of two."""
-    draw = random.Random(seed)
-    rings = [Case(f"a ring of {p} stages, all four messages", p=p, vp=None, M=0) for p in (4, 3, 2)]
-    steps = [(4, None, draw.choice([1, 2, 3])), (4, 2, 4), (2, 2, draw.choice([2, 4]))]
-    return rings + [
-        Case(
-            f"{p} stages, {'1F1B' if v is None else f'{v} chunks each'}, M={M}",
-            p=p,
-            vp=v,
-            M=M,
-            seed=seed,
-        )
-        for p, v, M in steps
+    draw, data = random.Random(seed), data_seed(seed)
+    found = [
+        Case(f"a ring of {p} stages, all four messages", part="rings", ring=p) for p in (4, 3, 2)
     ]
+    steps = [(4, None, draw.choice([1, 2, 3])), (4, 2, 4), (2, 2, draw.choice([2, 4]))]
+    for p, v, M in steps:
+        step = StepCase(pp=p, vp=v, num_microbatches=M, seed=data)
+        words = "1F1B" if v is None else f"{v} chunks each"
+        found.append(Case(f"{p} stages, {words}, M={M}", part="training steps", step=step.values))
+    return found
 
 
-def run(student: ModuleType, case: Case) -> Result:
+def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
     """One ring, or one training step, over messages without names."""
 
     def start(self: P2PCommunicator, parts: dict[str, Message]) -> dict[str, Work]:
@@ -48,7 +44,18 @@ def run(student: ModuleType, case: Case) -> Result:
         return handles
 
     with installed(start, OURS):
-        return run_ring(case.p) if case.M == 0 else run_step(case)
+        return _run_ring(case.ring) if case.part == "rings" else _run_step(case)
+
+
+def judge(case: Case, answers: list[Any]) -> Result:
+    """What arrived, and how long it took; or a step's gradients."""
+    if case.part == "rings":
+        return Result({"time": _judge_ring(case.ring, answers)})
+    reference = Reference(case.step, WORLD).run()
+    reference.check_gradients([answer["gradients"] for answer in answers])
+    first = answers[0]
+    words = f"{first['num_messages']} sent by rank 0, in the time of {first['clock']}"
+    return Result({"messages": words})
 
 
 def _check_handles(handles: Any, parts: dict[str, Message]) -> None:
@@ -68,43 +75,44 @@ def _check_handles(handles: Any, parts: dict[str, Message]) -> None:
 # -- A ring --
 
 
-def run_ring(p: int) -> Result:
-    """Each stage sends both ways and receives both ways, at once."""
-    world = dist.get_world_size()
-    groups = [dist.new_group(list(range(i, i + p))) for i in range(0, world - p + 1, p)]
+def _run_ring(p: int) -> dict[str, Any] | None:
+    """Each stage sends both ways and receives both ways, at once. None on ranks left over."""
+    groups = [dist.new_group(list(range(i, i + p))) for i in range(0, WORLD - p + 1, p)]
     place = dist.get_rank() // p
     if place >= len(groups):
-        return Result()
+        return None
     group = groups[place]
     config = ModelParallelConfig(
         pipeline_model_parallel_size=p, batch_p2p_comm=False, pipeline_dtype=torch.float64
     )
     transport = RendezvousTransport(group)
     communicator = P2PCommunicator(group, config, transport)
-    stage = group.rank()
-    activation = torch.full((1, 1, 1), 10.0 + stage, dtype=torch.float64)
-    gradient = torch.full((1, 1, 1), -10.0 - stage, dtype=torch.float64)
+    activation = torch.full((1, 1, 1), 10.0 + group.rank(), dtype=torch.float64)
+    gradient = torch.full((1, 1, 1), -10.0 - group.rank(), dtype=torch.float64)
     from_prev, from_next = communicator.send_forward_backward_recv_forward_backward(
         activation, gradient, True, True, (1, 1, 1)
     )
-    ends = (
-        ("activation", from_prev, 10.0 + (stage - 1) % p),
-        ("gradient", from_next, -10.0 - (stage + 1) % p),
-    )
-    for payload, found, expected in ends:
-        if found.item() != expected:
-            raise Wrong(
-                f"rank {dist.get_rank()}: the {payload} that arrived holds {found.item():g}, but "
-                f"{expected:g} was sent"
-            )
-    return Result({"time": _check_time(transport, p)})
+    return {
+        "activation": from_prev.item(),
+        "gradient": from_next.item(),
+        "clock": transport.clock,
+    }
 
 
-def _check_time(transport: RendezvousTransport, p: int) -> str:
-    """How long the exchange took, of which all stages know the slowest."""
-    times = [torch.zeros(1, dtype=torch.int64) for _ in range(p)]
-    dist.all_gather(times, torch.tensor([transport.clock]), group=transport.group)
-    time = max(int(each) for each in times)
+def _judge_ring(p: int, answers: Sequence[Any]) -> str:
+    found = [answer for answer in answers if answer is not None]
+    if len(found) != WORLD // p * p:
+        raise Wrong(f"{len(found)} of {WORLD // p * p} ranks answered")
+    for rank, answer in enumerate(found):
+        stage = rank % p
+        ends = (("activation", 10.0 + (stage - 1) % p), ("gradient", -10.0 - (stage + 1) % p))
+        for payload, expected in ends:
+            if answer[payload] != expected:
+                raise Wrong(
+                    f"rank {rank}: the {payload} that arrived holds {answer[payload]:g}, but "
+                    f"{expected:g} was sent"
+                )
+    time = max(answer["clock"] for answer in found)
     if p % 2 == 0 and time > 4:
         raise Wrong(
             f"right, but slow: all four messages over {p} stages took {time} message times, one "
@@ -119,10 +127,9 @@ def _check_time(transport: RendezvousTransport, p: int) -> str:
 # -- A training step --
 
 
-def run_step(case: Case) -> Result:
-    """A GPT's gradients, with the student's order, against those of one process."""
-    step_case = StepCase(pp=case.p, vp=case.vp, num_microbatches=case.M, seed=case.seed)
-    step = on_these_ranks(step_case)
+def _run_step(case: Case) -> dict[str, Any]:
+    """A GPT's gradients, with the student's order."""
+    step = on_these_ranks(case.step)
     step.config.batch_p2p_comm = False
     made: list[RendezvousTransport] = []
 
@@ -132,7 +139,8 @@ def run_step(case: Case) -> Result:
 
     with installed(transport_of, GET_TRANSPORT):
         step.forward_backward()
-    check_gradients(step, reference_gradients(step_case, step.groups.dp.size()))
-    return Result(
-        {"messages": f"{made[0].num_messages} sent by rank 0, in the time of {made[0].clock}"}
-    )
+    return {
+        "gradients": step.gradients(),
+        "num_messages": made[0].num_messages,
+        "clock": made[0].clock,
+    }

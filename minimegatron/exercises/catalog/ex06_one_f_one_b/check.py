@@ -1,43 +1,52 @@
-"""Checks the warm-up count, then trains a GPT with the student's loop: order, losses, gradients."""
+"""Trains a GPT with the student's loop: order, freed outputs, losses, gradients."""
 
 import random
 import traceback
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.pipeline_parallel import schedule_table
+from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.exercises.bench_gpt import (
     MICRO_BATCH,
     SEQ,
     GptStep,
     StepCase,
-    check_gradients,
     forward_step_func,
     on_these_ranks,
-    one_process,
 )
+from minimegatron.exercises.bench_gpt_judge import Reference
 from minimegatron.exercises.bench_rendezvous import GET_TRANSPORT, RendezvousTransport
-from minimegatron.exercises.check import (
-    Case,
-    Result,
-    Wrong,
-    check_numbers,
-    check_order,
-    check_value,
-    installed,
-    recorded,
-)
-from minimegatron.planner.actions import COMMUNICATE
-from minimegatron.planner.plan import plan
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed, wrong_order
+from minimegatron.exercises.noting import noted
+from minimegatron.exercises.recording import recorded, run_of
+from minimegatron.planner.actions import COMMUNICATE, COOLDOWN, STEADY, WARMUP, Action
+from minimegatron.planner.plan import Plan, plan
 from minimegatron.tracing.step import Step
 
 OURS = (
     "minimegatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving"
 )
+FREE = "minimegatron.core.pipeline_parallel.model_chunk.ModelChunk.free_output"
+REPLACES = (OURS,)
+PARTS = ("warm-up", "steady", "cool-down", "memory, losses and gradients")
+PHASES = dict(zip((WARMUP, STEADY, COOLDOWN), PARTS, strict=False))
+CALLS = {
+    "forward-compute": "F",
+    "backward-compute": "B",
+    "forward-recv": "recv_forward",
+    "backward-recv": "recv_backward",
+    "forward-send": "send_forward",
+    "backward-send": "send_backward",
+    "forward-send-backward-recv": "send_forward_recv_backward",
+    "backward-send-forward-recv": "send_backward_recv_forward",
+}
+"""What is noted while a step runs: a link's name, and what the student calls it."""
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
@@ -48,35 +57,61 @@ def cases(seed: int) -> list[Case]:
     return [
         Case(
             f"{p} stages, M={M}" + (", evaluation" if only else ", dp=2" if p == 2 else ""),
+            step=StepCase(pp=p, num_microbatches=M, seed=data_seed(seed)).values,
             p=p,
             M=M,
             forward_only=only,
-            seed=seed,
         )
         for p, M, only in sizes
     ]
 
 
-def run(student: ModuleType, case: Case) -> Result:
-    """The count, then one step of a GPT with the student's loop."""
-    check_warmup(student)
-    step_case = StepCase(pp=case.p, num_microbatches=case.M, seed=case.seed)
-    step = on_these_ranks(step_case)
+# -- In the student's room --
+
+
+def run(student: ModuleType, case: Case) -> dict[str, Any]:
+    """One step of a GPT with the student's loop."""
+    step = on_these_ranks(case.step)
     loop = student.forward_backward_pipelining_without_interleaving
-    with installed(RendezvousTransport, GET_TRANSPORT), installed(loop, OURS):
+    freed: list[Any] = []
+
+    def free_output(chunk: ModelChunk, output_tensor: Any) -> None:
+        freed.append(output_tensor)
+        original(chunk, output_tensor)
+
+    original = ModelChunk.free_output
+    with (
+        installed(RendezvousTransport, GET_TRANSPORT),
+        installed(loop, OURS),
+        installed(free_output, FREE),
+        noted(CALLS),
+    ):
         try:
             with recorded() as recording:
-                reports = evaluate(step) if case.forward_only else step.forward_backward()
+                reports = _evaluate(step) if case.forward_only else step.forward_backward()
         except StopIteration as error:
             raise Wrong(_too_many_words(error, student, case)) from None
-    done = recording.step(0, dp=step.groups.dp.rank())
-    check_calls(done, case)
-    check_reports(step, reports)
-    if not case.forward_only:
-        serial = one_process(step_case, step.groups.dp.size())
-        serial.forward_backward()
-        check_gradients(step, serial.gradients())
-    return Result(achieved(done, case), recording)
+    return {
+        "recording": recording(),
+        "reports": reports,
+        "num_freed": len(freed),
+        "gradients": {} if case.forward_only else step.gradients(),
+    }
+
+
+def _evaluate(step: GptStep) -> list:
+    """Forwards only, as `training.evaluate` calls the schedule."""
+    with torch.no_grad():
+        return get_forward_backward_func()(
+            forward_step_func=forward_step_func,
+            data_iterator=[iter(step.data)],
+            model=step.chunks,
+            num_microbatches=step.case.num_microbatches,
+            seq_length=SEQ,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=True,
+            pg_collection=step.groups,
+        )
 
 
 def _too_many_words(error: StopIteration, student: ModuleType, case: Case) -> str:
@@ -100,134 +135,144 @@ def _too_many_words(error: StopIteration, student: ModuleType, case: Case) -> st
     return text + f"\nEvery microbatch has one forward and one backward: {case.M} of each."
 
 
-def check_warmup(student: ModuleType) -> None:
-    """The count, for a table of sizes."""
-    for p, M in ((4, 8), (4, 2), (4, 1), (8, 3), (2, 4), (1, 4)):
-        for rank in range(p):
-            found = student.get_num_warmup_microbatches(p, rank, M)
-            expected = schedule_table.get_num_warmup_microbatches(p, rank, M)
-            why = _warmup_words(p, rank, M)
-            check_value(f"get_num_warmup_microbatches({p}, {rank}, {M})", found, expected, why)
+# -- Judged --
 
 
-def _warmup_words(p: int, rank: int, M: int) -> str:
-    after = p - rank - 1
-    if after == 0:
-        return (
-            "No stage follows this one: its first backward can come right after its first forward."
-        )
-    why = (
-        f"{after} stage{'s follow' if after > 1 else ' follows'} stage {rank} of {p}; microbatch 0 "
-    )
-    why += "must go through all of them before its gradient can come back."
-    if after > M:
-        why += f"\nBut there are only {M} microbatches to forward: take the smaller number."
-    return why
+def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
+    """The order, phase by phase; then what came of it."""
+    run, dp = run_of(answers), WORLD // case.p
+    steps = [run.step(0, dp=replica) for replica in range(dp)]
+    for step in steps:
+        _judge_order(case, _done_in(step, case))
+    try:
+        _judge_outcome(case, answers)
+    except Wrong as wrong:
+        raise Wrong(str(wrong), PARTS[-1]) from None
+    return Result(_achieved(steps[0], case), run)
 
 
-def evaluate(step: GptStep) -> list:
-    """Forwards only, as `training.evaluate` calls the schedule."""
-    with torch.no_grad():
-        return get_forward_backward_func()(
-            forward_step_func=forward_step_func,
-            data_iterator=[iter(step.data)],
-            model=step.chunks,
-            num_microbatches=step.case.num_microbatches,
-            seq_length=SEQ,
-            micro_batch_size=MICRO_BATCH,
-            forward_only=True,
-            pg_collection=step.groups,
-        )
+def judge_hang(case: Case, notes: Sequence[list[Any]]) -> None:
+    """What the ranks did until they hung, against the plan. A hang's cause is often earlier."""
+    done = [_numbered(words) for words in notes]
+    # Ranks of one pipeline are dp apart.
+    for replica in range(WORLD // case.p):
+        _judge_order(case, done[replica :: WORLD // case.p], is_over=False)
 
 
-# -- What was done --
+def _done_in(step: Step, case: Case) -> list[list[str]]:
+    return [[_call_words(action) for action in step.actions(stage)] for stage in range(case.p)]
 
 
-def check_calls(done: Step, case: Case) -> None:
-    """Forwards and backwards as planned; then the calls between stages."""
+def _numbered(notes: Sequence[Any]) -> list[str]:
+    """Noted calls as words; backwards are numbered in their order."""
+    words, num_backwards = [], 0
+    for name, microbatch in notes:
+        if name == "F":
+            words.append(f"F{microbatch}")
+        elif name == "B":
+            words.append(f"B{num_backwards}")
+            num_backwards += 1
+        else:
+            words.append(str(name))
+    return words
+
+
+def _call_words(action: Action) -> str:
+    """F3 for a forward; the name of a call."""
+    if action.kind == COMMUNICATE:
+        return str(action.call)
+    return f"{action.kind[0].upper()}{action.microbatch}"
+
+
+def _judge_order(case: Case, done: list[list[str]], is_over: bool = True) -> None:
+    """Raises Wrong at the first phase in which a stage leaves the plan."""
     planned = plan("1f1b", case.p, case.M, forward_only=case.forward_only)
-    for stage in range(case.p):
-        found = [action for action in done.actions(stage) if action.kind != COMMUNICATE]
-        wanted = list(planned.work(stage))
-        _explained(wanted, found, stage, case)
-    for stage in range(case.p):
-        wanted, found = planned.ranks[stage], done.actions(stage)
-        if not case.forward_only:
-            _check_exchanges(wanted, found, done.stages[stage].rank)
+    for phase, part in PHASES.items():
+        for stage, words in enumerate(done):
+            wanted = [_call_words(action) for action in planned.ranks[stage]]
+            end = _end_of(planned, stage, phase)
+            if phase == COOLDOWN:
+                end = max(len(wanted), len(words))
+            here, there = wanted[:end], words[:end]
+            if not is_over and len(words) <= end and words == wanted[: len(words)]:
+                continue  # it did not come further, and is not the one that left the plan
+            if here != there:
+                raise Wrong(_order_words(case, planned, stage, here, there), part)
 
 
-def _explained(wanted: list, found: list, stage: int, case: Case) -> None:
-    try:
-        check_order(wanted, found, stage)
-    except Wrong as wrong:
-        text = str(wrong).replace(f"rank {stage}:", f"stage {stage} of {case.p}:", 1)
-        held, peak = _peak(found), _peak(wanted)
-        if case.forward_only:
-            text += "\nThis was an evaluation (forward_only): there is nothing to go back for."
-        elif len(found) < len(wanted):
-            missing = len(wanted) - len(found)
-            text += f"\n{missing} of {len(wanted)} forwards and backwards were never done."
-        elif held > peak:
-            text += f"\nYours holds {held} microbatches at once; 1F1B needs no more than {peak}."
-        raise Wrong(text) from None
+def _end_of(planned: Plan, stage: int, phase: str) -> int:
+    """The number of the stage's actions up to the phase's end."""
+    phases = (WARMUP, STEADY, COOLDOWN)
+    later = phases[phases.index(phase) + 1 :]
+    actions = planned.ranks[stage]
+    return next((i for i, a in enumerate(actions) if a.phase in later), len(actions))
 
 
-def _check_exchanges(wanted: list, found: list, rank: int) -> None:
-    try:
-        check_order(wanted, found, rank, _call_words)
-    except Wrong as wrong:
-        raise Wrong(
-            f"{wrong}\nForwards and backwards are in the right order; the calls between stages are "
-            "not. A send waits until the neighbour receives. Where both want to send to each other, "
-            "one fused call must do both, or they wait for each other for ever (perhaps only with "
-            "more microbatches than here)."
-        ) from None
+def _order_words(
+    case: Case, planned: Plan, stage: int, wanted: list[str], found: list[str]
+) -> str:
+    work, done = ([word for word in words if word[0] in "FB"] for words in (wanted, found))
+    text = str(wrong_order(wanted, found, stage))
+    text = text.replace(f"rank {stage}:", f"stage {stage} of {case.p}:", 1)
+    if work == done:
+        return (
+            f"{text}\nForwards and backwards are in the right order up to here; the calls between "
+            "stages are not. A send waits until the neighbour receives. Where both want to send to "
+            "each other, one fused call must do both, or they wait for each other for ever (perhaps "
+            "only with more microbatches than here). After the last forward there is nothing left "
+            "to receive from the previous stage."
+        )
+    held, peak = _peak(found), planned.peak_in_flight(stage)
+    if case.forward_only:
+        text += "\nThis was an evaluation (forward_only): there is nothing to go back for."
+    elif held > peak:
+        text += f"\nYours holds {held} microbatches at once; 1F1B needs no more than {peak}."
+    elif len(done) < len(work):
+        missing = len(work) - len(done)
+        text += f"\n{missing} of {len(work)} forwards and backwards were never done."
+    return text
 
 
-def _peak(actions: list) -> int:
+def _peak(words: Sequence[str]) -> int:
     held = peak = 0
-    for action in actions:
-        held += 1 if action.kind == "forward" else -1
+    for word in words:
+        held += {"F": 1, "B": -1}.get(word[0], 0)
         peak = max(peak, held)
     return peak
-
-
-def _call_words(action: Any) -> str:
-    """F3 for a forward; the name of a call, and the microbatches that it moves."""
-    if action.kind != COMMUNICATE:
-        return f"{action.kind[0].upper()}{action.microbatch}"
-    moved = [
-        f"{message.direction} {'F' if message.payload == 'activation' else 'B'}{message.microbatch}"
-        for message in action.messages
-    ]
-    return f"{action.call}({', '.join(sorted(moved))})"
 
 
 # -- What came of it --
 
 
-def check_reports(step: GptStep, reports: Any) -> None:
-    """The last stage's losses, microbatch by microbatch; nothing elsewhere."""
-    if not isinstance(reports, list):
-        raise Wrong(f"rank {dist.get_rank()}: the schedule returned {type(reports).__name__}")
-    if step.groups.pp.rank() != step.case.pp - 1:
+def _judge_outcome(case: Case, answers: Sequence[dict[str, Any]]) -> None:
+    reference = Reference(case.step, WORLD).run()
+    for rank, answer in enumerate(answers):
+        if not case.forward_only and not reference.is_last_stage(rank):
+            _judge_freed(reference.who(rank), answer["num_freed"], case.M)
+    reference.check_losses([answer["reports"] for answer in answers])
+    if not case.forward_only:
+        reference.check_gradients([answer["gradients"] for answer in answers])
+
+
+def _judge_freed(who: str, num_freed: int, M: int) -> None:
+    if num_freed == M:
         return
-    serial = one_process(step.case, step.groups.dp.size())
-    expected = serial.forward_backward()[step.groups.dp.rank() :: step.groups.dp.size()]
-    for number, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
-        what = f"the loss of microbatch {number}"
-        check_numbers(what, report["loss"], wanted["loss"], dist.get_rank(), step.sizes())
+    raise Wrong(
+        f"rank {who}: free_output was called for {num_freed} of {M} outputs\n"
+        "An output that has been sent is needed no more: what backward needs is in the graph. Each "
+        "one that is kept costs the memory of a message, for as long as its microbatch is in flight."
+    )
 
 
-def achieved(done: Step, case: Case) -> dict[str, str]:
+def _achieved(done: Step, case: Case) -> dict[str, str]:
     """Counted on the student's own run: peaks, messages, and the bubble of that order."""
-    found = [[a for a in done.actions(s) if a.kind != COMMUNICATE] for s in range(case.p)]
+    found = _done_in(done, case)
     messages = sum(len(a.messages) for s in range(case.p) for a in done.actions(s)) // 2
     if case.forward_only:
         return {"messages": f"{messages}"}
     p, M = case.p, case.M
     return {
         "bubble": f"{(p - 1) / (M + p - 1):.1%} = {p - 1}/{M + p - 1}",
-        "microbatches held": ", ".join(str(_peak(actions)) for actions in found),
+        "microbatches held": ", ".join(str(_peak(words)) for words in found),
         "messages": f"{messages}",
     }

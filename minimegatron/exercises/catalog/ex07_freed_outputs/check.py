@@ -1,7 +1,7 @@
 """Checks what is freed and what is not, gradients from freed outputs, then a GPT on two stages."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -9,34 +9,43 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from minimegatron.exercises.bench_gpt import (
-    StepCase,
-    check_gradients,
-    on_these_ranks,
-    reference_gradients,
-)
+from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference
 from minimegatron.exercises.bench_rendezvous import GET_TRANSPORT, RendezvousTransport
-from minimegatron.exercises.check import Case, Result, Wrong, check_numbers, installed
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
+from minimegatron.exercises.feedback_numbers import check_numbers
 
 STEPS = "minimegatron.core.pipeline_parallel.steps."
+REPLACES = (STEPS + "deallocate_output_tensor", STEPS + "custom_backward")
 SHAPE = (3, 2, 4)
+WORLD = 2
+FREEING, BACKWARD, STEP = "freeing an output", "backward from it", "a training step"
 
 
 def cases(seed: int) -> list[Case]:
     """The functions alone, then a training step with M > p, and one with a single microbatch."""
-    draw = random.Random(seed)
-    alone = [Case(name, check=name, seed=seed) for name in ALONE]
-    steps = [
-        Case(f"GPT, 2 stages, M={M}", check="", M=M, seed=seed) for M in (draw.randint(3, 6), 1)
-    ]
-    return alone + steps
+    draw, data = random.Random(seed), data_seed(seed)
+    found = [Case(name, part=part, about=name, seed=data) for name, (part, *_) in ALONE.items()]
+    for M in (draw.randint(3, 6), 1):
+        step = StepCase(pp=2, num_microbatches=M, seed=data).values
+        found.append(Case(f"GPT, 2 stages, M={M}", part=STEP, step=step, M=M))
+    return found
 
 
-def run(student: ModuleType, case: Case) -> Result:
+def run(student: ModuleType, case: Case) -> dict[str, Any]:
     """One property of the two functions, or one step."""
-    if not case.check:
-        return run_step(student, case)
-    return Result(ALONE[case.check](student, case.seed) or {})
+    if case.part == STEP:
+        return _run_step(student, case)
+    return ALONE[case.about][1](student, case.seed)
+
+
+def judge(case: Case, answers: Sequence[Any]) -> Result | None:
+    """What the property is, on every rank; or a step's gradients."""
+    if case.part == STEP:
+        return _judge_step(case, answers)
+    for rank, answer in enumerate(answers):
+        result = ALONE[case.about][2](f"rank {rank}", answer, case.seed)
+    return result
 
 
 def _draw(seed: int, which: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -44,85 +53,111 @@ def _draw(seed: int, which: int, dtype: torch.dtype = torch.float64) -> torch.Te
     return torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def _where() -> str:
-    return f"rank {dist.get_rank()}"
-
-
 # -- Freeing --
 
 
-def check_freed(student: ModuleType, seed: int) -> dict[str, str]:
+def _run_freed(student: ModuleType, seed: int) -> dict[str, Any]:
     """The memory is gone; dtype, device and place in the graph are not."""
+    found = {}
     for dtype in (torch.float64, torch.bfloat16):
         entered = _draw(seed, 1, dtype).requires_grad_()
         out = entered * 2
         node, memory = out.grad_fn, StorageWeakRef(out.untyped_storage())
         num_bytes = out.untyped_storage().nbytes()
         student.deallocate_output_tensor(out, True)
-        if out.dtype != dtype:
+        found[str(dtype)] = {
+            "dtype": str(out.dtype),
+            "is_gone": memory.expired(),
+            "numel": out.numel(),
+            "is_in_graph": out.grad_fn is node,
+            "num_bytes": num_bytes,
+            "left": out.untyped_storage().nbytes(),
+        }
+    return found
+
+
+def _judge_freed(where: str, found: dict[str, Any], seed: int) -> Result:
+    for dtype, one in found.items():
+        if one["dtype"] != dtype:
             raise Wrong(
-                f"{_where()}: an output of {dtype} became one of {out.dtype}\nThe engine compares "
+                f"{where}: an output of {dtype} became one of {one['dtype']}\nThe engine compares "
                 "the dtype (and device) of output and gradient: give the small tensor those of out."
             )
-        if not memory.expired():
-            words = "the caller's tensor is as it was" if out.numel() > 1 else "somebody keeps it"
+        if not one["is_gone"]:
+            words = "the caller's tensor is as it was" if one["numel"] > 1 else "somebody keeps it"
             raise Wrong(
-                f"{_where()}: the memory of an output of shape {list(SHAPE)} is still there: {words}"
+                f"{where}: the memory of an output of shape {list(SHAPE)} is still there: {words}"
                 "\n`out = ...` gives only the local name another tensor, and clearing values frees "
                 "nothing. The tensor object must point at other memory: set its .data."
             )
-        if out.grad_fn is not node:
+        if not one["is_in_graph"]:
             raise Wrong(
-                f"{_where()}: the freed output has lost its grad_fn, so no backward can begin from it"
+                f"{where}: the freed output has lost its grad_fn, so no backward can begin from it"
             )
-    return {"freed": f"{num_bytes} bytes for each output of {list(SHAPE)} in bf16, down to 2"}
+    bf16 = found["torch.bfloat16"]
+    words = f"{bf16['num_bytes']} bytes for each output of {list(SHAPE)} in bf16"
+    return Result({"freed": f"{words}, down to {bf16['left']}"})
 
 
-def check_left_alone(student: ModuleType, seed: int) -> None:
+def _run_left_alone(student: ModuleType, seed: int) -> dict[str, Any]:
     """Nothing happens without the option, or without an output."""
-    entered = _draw(seed, 2).requires_grad_()
-    out = entered * 2
+    out = _draw(seed, 2).requires_grad_() * 2
     student.deallocate_output_tensor(out, False)
-    if out.shape != SHAPE or not torch.equal(out, entered * 2):
-        raise Wrong(
-            f"{_where()}: the output was freed although deallocate_pipeline_outputs is False"
-        )
+    refusal = ""
     try:
         student.deallocate_output_tensor(None, True)
     except (AttributeError, TypeError) as error:
-        raise Wrong(f"{_where()}: None (a stage without an output) is refused: {error}") from None
+        refusal = str(error)
+    return {"out": out.detach(), "refusal": refusal}
 
 
-def check_view(student: ModuleType, seed: int) -> None:
+def _judge_left_alone(where: str, found: dict[str, Any], seed: int) -> None:
+    expected = _draw(seed, 2) * 2
+    if found["out"].shape != expected.shape or not torch.equal(found["out"], expected):
+        raise Wrong(f"{where}: the output was freed although deallocate_pipeline_outputs is False")
+    if found["refusal"]:
+        raise Wrong(f"{where}: None (a stage without an output) is refused: {found['refusal']}")
+
+
+def _run_view(student: ModuleType, seed: int) -> dict[str, Any]:
     """A view is refused: its base would keep the memory."""
     base = _draw(seed, 3).requires_grad_() * 2
-    view = base.transpose(0, 1)
     try:
-        student.deallocate_output_tensor(view, True)
+        student.deallocate_output_tensor(base.transpose(0, 1), True)
     except (ValueError, AssertionError):
-        return
-    raise Wrong(
-        f"{_where()}: a view was freed without complaint\nIt looks into the memory of another "
-        f"tensor ({base.untyped_storage().nbytes()} bytes), which is all still there. Nothing is "
-        "gained, and nobody notices: raise ValueError if out._base is not None."
-    )
+        return {"is_refused": True}
+    return {"is_refused": False}
 
 
-def check_saved(student: ModuleType, seed: int) -> None:
+def _judge_view(where: str, found: dict[str, Any], seed: int) -> None:
+    if not found["is_refused"]:
+        num_bytes = _draw(seed, 3).untyped_storage().nbytes()
+        raise Wrong(
+            f"{where}: a view was freed without complaint\nIt looks into the memory of another "
+            f"tensor ({num_bytes} bytes), which is all still there. Nothing is "
+            "gained, and nobody notices: raise ValueError if out._base is not None."
+        )
+
+
+def _run_saved(student: ModuleType, seed: int) -> dict[str, Any]:
     """tanh saves its output. Freeing the output must not take that away."""
     entered = _draw(seed, 4).requires_grad_()
     out = torch.tanh(entered)
     student.deallocate_output_tensor(out, True)
     if out.grad_fn._saved_result.untyped_storage().nbytes() == 0:
         raise Wrong(
-            f"{_where()}: freeing an output of tanh emptied what tanh had saved for its backward\n"
-            "The storage itself was shrunk (resize_?), and autograd shares it. Let the output point "
-            "at other memory; then the old one stays exactly as long as the graph needs it."
+            f"rank {dist.get_rank()}: freeing an output of tanh emptied what tanh had saved for its "
+            "backward\nThe storage itself was shrunk (resize_?), and autograd shares it. Let the "
+            "output point at other memory; then the old one stays exactly as long as the graph "
+            "needs it."
         )
-    grad = _draw(seed, 5)
-    _backward(student, out, grad)
-    expected = grad * (1 - torch.tanh(entered.detach()) ** 2)
-    check_numbers("gradient through a freed tanh", entered.grad, expected, dist.get_rank())
+    _backward(student, out, _draw(seed, 5))
+    return {"gradient": entered.grad}
+
+
+def _judge_saved(where: str, found: dict[str, Any], seed: int) -> None:
+    expected = _draw(seed, 5) * (1 - torch.tanh(_draw(seed, 4)) ** 2)
+    check_numbers(f"{where}: gradient through a freed tanh", found["gradient"], expected)
 
 
 # -- Backward --
@@ -136,66 +171,76 @@ def _backward(student: ModuleType, out: torch.Tensor, grad: torch.Tensor | None)
         if "shape" not in str(error):
             raise
         raise Wrong(
-            f"{_where()}: custom_backward of a freed output failed: {str(error).splitlines()[0]}\n"
+            f"rank {dist.get_rank()}: custom_backward of a freed output failed: "
+            f"{str(error).splitlines()[0]}\n"
             f"The output now has shape {list(out.shape)}, its gradient {shape}. "
             "torch.autograd.backward compares the two, and products with the output do not work "
             "either: its numbers are gone. Call the engine."
         ) from None
 
 
-def check_backward(student: ModuleType, seed: int) -> None:
+def _run_backward(student: ModuleType, seed: int) -> dict[str, Any]:
     """From freed outputs, twice: gradients add up."""
     weight = _draw(seed, 6).requires_grad_()
     inputs = [_draw(seed, 7 + i).requires_grad_() for i in range(2)]
-    grads = [_draw(seed, 9 + i) for i in range(2)]
     outputs = [entered * weight for entered in inputs]
-    for out, grad in zip(outputs, grads, strict=True):
+    for i, out in enumerate(outputs):
         student.deallocate_output_tensor(out, True)
-        _backward(student, out, grad.clone())
-    for entered, grad in zip(inputs, grads, strict=True):
-        what = "gradient of a freed output's input"
-        if entered.grad is None:
-            raise Wrong(f"{_where()}: custom_backward left no .grad on the input of the graph")
-        check_numbers(what, entered.grad, grad * weight.detach(), dist.get_rank())
-    expected = sum(x.detach() * grad for x, grad in zip(inputs, grads, strict=True))
-    what = "gradient of a weight after two backwards"
-    check_numbers(what, weight.grad, expected, dist.get_rank(), {"num_microbatches": 2})
+        _backward(student, out, _draw(seed, 9 + i))
+    return {"inputs": [entered.grad for entered in inputs], "weight": weight.grad}
 
 
-def check_loss(student: ModuleType, seed: int) -> None:
+def _judge_backward(where: str, found: dict[str, Any], seed: int) -> None:
+    weight, total = _draw(seed, 6), torch.zeros(SHAPE, dtype=torch.float64)
+    for i, got in enumerate(found["inputs"]):
+        if got is None:
+            raise Wrong(f"{where}: custom_backward left no .grad on the input of the graph")
+        what = f"{where}: gradient of a freed output's input"
+        check_numbers(what, got, _draw(seed, 9 + i) * weight)
+        total += _draw(seed, 7 + i) * _draw(seed, 9 + i)
+    what = f"{where}: gradient of a weight after two backwards"
+    check_numbers(what, found["weight"], total, None, {"num_microbatches": 2})
+
+
+def _run_loss(student: ModuleType, seed: int) -> dict[str, Any]:
     """Without a gradient: from 1 for one number, and an error for anything else."""
     entered = _draw(seed, 12).requires_grad_()
     _backward(student, (3 * entered).sum(), None)
-    expected = torch.full(SHAPE, 3.0, dtype=torch.float64)
-    check_numbers("gradient of a loss", entered.grad, expected, dist.get_rank())
+    gradient = entered.grad
     try:
-        student.custom_backward(3 * entered, None)
+        student.custom_backward(3 * _draw(seed, 13).requires_grad_(), None)
     except (ValueError, AssertionError, RuntimeError):
-        return
-    raise Wrong(
-        f"{_where()}: backward without a gradient began from a tensor of shape {list(SHAPE)}\nOnly a "
-        "loss, one number, needs no gradient. Here the next stage's gradient is missing: that is a "
-        "mistake which must not pass. Raise ValueError unless output.numel() is 1."
-    )
+        return {"gradient": gradient, "is_refused": True}
+    return {"gradient": gradient, "is_refused": False}
 
 
-ALONE: dict[str, Callable[[ModuleType, int], Any]] = {
-    "the memory of an output": check_freed,
-    "option off, no output": check_left_alone,
-    "a view": check_view,
-    "an output that its operation has saved": check_saved,
-    "backward from freed outputs": check_backward,
-    "backward from a loss": check_loss,
+def _judge_loss(where: str, found: dict[str, Any], seed: int) -> None:
+    if not found["is_refused"]:
+        raise Wrong(
+            f"{where}: backward without a gradient began from a tensor of shape {list(SHAPE)}\nOnly "
+            "a loss, one number, needs no gradient. Here the next stage's gradient is missing: that "
+            "is a mistake which must not pass. Raise ValueError unless output.numel() is 1."
+        )
+    expected = torch.full(SHAPE, 3.0, dtype=torch.float64)
+    check_numbers(f"{where}: gradient of a loss", found["gradient"], expected)
+
+
+ALONE: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "the memory of an output": (FREEING, _run_freed, _judge_freed),
+    "option off, no output": (FREEING, _run_left_alone, _judge_left_alone),
+    "a view": (FREEING, _run_view, _judge_view),
+    "an output that its operation has saved": (BACKWARD, _run_saved, _judge_saved),
+    "backward from freed outputs": (BACKWARD, _run_backward, _judge_backward),
+    "backward from a loss": (BACKWARD, _run_loss, _judge_loss),
 }
 
 
 # -- A training step --
 
 
-def run_step(student: ModuleType, case: Case) -> Result:
-    """A GPT on two stages that frees its outputs, against one process."""
-    step_case = StepCase(pp=2, num_microbatches=case.M, seed=case.seed)
-    step = on_these_ranks(step_case)
+def _run_step(student: ModuleType, case: Case) -> dict[str, Any]:
+    """A GPT on two stages that frees its outputs."""
+    step = on_these_ranks(case.step)
     step.config.deallocate_pipeline_outputs = True
     freed: list[int] = []
 
@@ -210,13 +255,18 @@ def run_step(student: ModuleType, case: Case) -> Result:
         installed(student.custom_backward, STEPS + "custom_backward"),
     ):
         step.forward_backward()
-    check_gradients(step, reference_gradients(step_case, 1))
-    held = min(2, case.M)
+    return {"gradients": step.gradients(), "freed": freed}
+
+
+def _judge_step(case: Case, answers: Sequence[Any]) -> Result:
+    reference = Reference(case.step, WORLD).run()
+    reference.check_gradients([answer["gradients"] for answer in answers])
+    freed, held = answers[0]["freed"], min(2, case.M)
+    if not freed:
+        return Result()
     return Result(
         {
             "freed": f"{freed[0]} bytes of each of {len(freed)} outputs of stage 0",
             "less memory": f"{held * freed[0]} bytes (outputs in flight there: {held})",
         }
-        if freed
-        else {}
     )

@@ -1,61 +1,115 @@
 """Checks every row of the contract, then a GPT's gradients with uneven numbers of tokens."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from minimegatron.exercises.bench_gpt import (
-    TOLERANCE,
-    GptStep,
-    StepCase,
-    on_these_ranks,
-    one_process,
-)
-from minimegatron.exercises.check import (
-    Case,
-    Result,
-    Wrong,
-    check_numbers,
-    installed,
-    wrong_numbers,
-)
+from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference, is_close
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
+from minimegatron.exercises.feedback_numbers import check_numbers
 
 CALC_LOSS = "minimegatron.core.pipeline_parallel.steps.forward_step_calc_loss"
 DIVIDE = "minimegatron.core.distributed.finalize_model_grads._divide_by_num_tokens"
+REPLACES = (CALC_LOSS, DIVIDE)
+TABLE, STEP = "the table, row by row", "a training step"
+NUM_TOKENS = 3
 MASKED = 1
 """Of the global batch's microbatches, the one without a token that counts."""
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
     """The table, then GPT steps: both options, with stages and without, odd M, M = 1."""
-    draw = random.Random(seed)
-    table = Case("the table, row by row", M=draw.choice([5, 7]), c=draw.choice([2, 4]), seed=seed)
+    draw, data = random.Random(seed), data_seed(seed)
+    M, c = draw.choice([5, 7]), draw.choice([2, 4])
+    found = [Case(TABLE, part=TABLE, M=M, c=c, total=10.0 + data % 5)]
     M = draw.choice([2, 3, 4])
-    steps = [(2, M, False), (2, M, True), (1, draw.choice([2, 3]), True), (1, 1, False)]
-    return [table] + [
-        Case(
-            f"GPT, pp={p}, dp={4 // p}, M={M}, calculate_per_token_loss {'on' if on else 'off'}",
-            p=p,
-            M=M,
-            per_token=on,
-            seed=seed,
-        )
-        for p, M, on in steps
-    ]
+    for p, M, on in [(2, M, False), (2, M, True), (1, draw.choice([2, 3]), True), (1, 1, False)]:
+        step = StepCase(pp=p, num_microbatches=M, num_layers=2, per_token=on, seed=data).values
+        words = f"GPT, pp={p}, dp={4 // p}, M={M}, calculate_per_token_loss {'on' if on else 'off'}"
+        found.append(Case(words, part=STEP, step=step))
+    return found
 
 
-def run(student: ModuleType, case: Case) -> Result:
-    """The rows, or one step."""
-    if "table" in case.name:
-        check_table(student, case)
-        return Result()
-    return run_step(student, case)
+def run(student: ModuleType, case: Case) -> Any:
+    """What each row gives, or one step."""
+    if case.part == TABLE:
+        rows = [_call(student, _three_or_two(row, case), case, **row.changes) for row in _rows(case)]
+        return {"rows": rows, **_run_exceptions(student, case)}
+    step = on_these_ranks(case.step)
+    if step.groups.dp.rank() == MASKED % step.groups.dp.size():
+        step.data[MASKED // step.groups.dp.size()]["mask"].zero_()
+    with (
+        installed(student.forward_step_calc_loss, CALC_LOSS),
+        installed(_watched(student._divide_by_num_tokens), DIVIDE),
+    ):
+        step.forward_backward()
+    return step.gradients()
+
+
+def _watched(divide: Callable) -> Callable:
+    """`divide`, which must leave the number of tokens as it is."""
+
+    def watched(model: Any, num_tokens: torch.Tensor, *groups: Any) -> None:
+        before = num_tokens.clone()
+        divide(model, num_tokens, *groups)
+        if not torch.equal(before, num_tokens):
+            raise Wrong(
+                f"rank {torch.distributed.get_rank()}: _divide_by_num_tokens changed num_tokens "
+                f"from {before.tolist()} to {num_tokens.tolist()}\nIt is the caller's: the tokens of "
+                "this replica, which are logged afterwards. broadcast and all_reduce work in place: "
+                "use a .clone()."
+            )
+
+    return watched
+
+
+def judge(case: Case, answers: Sequence[Any]) -> Result | None:
+    """Each row, or every gradient."""
+    if case.part == STEP:
+        return _judge_step(case, answers)
+    for row, (loss, tokens, store) in zip(_rows(case), answers[0]["rows"], strict=True):
+        _judge_row(case, row, loss, tokens, store)
+    _judge_exceptions(answers[0])
+    return None
 
 
 # -- The table --
+
+
+class Row:
+    """One row: what the loss function returns, under which options, and what comes of it."""
+
+    def __init__(self, words: str, returns_tokens: bool, expected: float, tokens: int, **changes: Any):
+        self.words, self.returns_tokens = words, returns_tokens
+        self.expected, self.tokens, self.changes = expected, tokens, changes
+
+
+def _rows(case: Case) -> list[Row]:
+    total, n, M, c = case.total, NUM_TOKENS, case.M, case.c
+    return [
+        Row("(sum, n, report), option off: sum / n / M", True, total / n / M, n),
+        Row("(sum, n, report), option on: sum", True, total, n, per_token=True),
+        Row("(mean, report), c = 1: mean / M", False, total / M, 0),
+        Row(f"(mean, report), c = {c}: mean * c / M", False, total * c / M, 0, cp_group_size=c),
+        Row("(mean, report), cp_group_size None: mean / M", False, total / M, 0, cp_group_size=None),
+    ]
+
+
+def _three_or_two(row: Row, case: Case) -> Callable:
+    def three(output: torch.Tensor) -> tuple:
+        loss = output * case.total
+        return loss, torch.tensor(NUM_TOKENS, dtype=torch.int), {"loss": loss.detach()}
+
+    def two(output: torch.Tensor) -> tuple:
+        loss = output * case.total
+        return loss, {"loss": loss.detach()}
+
+    return three if row.returns_tokens else two
 
 
 def _call(student: ModuleType, returned: Callable, case: Case, **changes: Any) -> tuple:
@@ -85,83 +139,12 @@ def _call(student: ModuleType, returned: Callable, case: Case, **changes: Any) -
     return *found, store
 
 
-def check_table(student: ModuleType, case: Case) -> None:
-    """Each row, each exception."""
-    total, n = 10.0 + case.seed % 5, 3
+def _run_exceptions(student: ModuleType, case: Case) -> dict[str, Any]:
+    """A microbatch without tokens, a stage without a loss, data that is no loss."""
 
-    def three(output: torch.Tensor) -> tuple:
-        loss = output * total
-        return loss, torch.tensor(n, dtype=torch.int), {"loss": loss.detach()}
-
-    def two(output: torch.Tensor) -> tuple:
-        loss = output * total
-        return loss, {"loss": loss.detach()}
-
-    rows = [
-        ("(sum, n, report), option off: sum / n / M", three, {}, total / n / case.M, n),
-        ("(sum, n, report), option on: sum", three, {"per_token": True}, total, n),
-        ("(mean, report), c = 1: mean / M", two, {}, total / case.M, 0),
-        (
-            f"(mean, report), c = {case.c}: mean * c / M",
-            two,
-            {"cp_group_size": case.c},
-            total * case.c / case.M,
-            0,
-        ),
-        (
-            "(mean, report), cp_group_size None: mean / M",
-            two,
-            {"cp_group_size": None},
-            total / case.M,
-            0,
-        ),
-    ]
-    for words, function, changes, expected, tokens in rows:
-        loss, found, store = _call(student, function, case, **changes)
-        where = f"M = {case.M}, n = {n}, row {words}"
-        if changes.get("per_token") and float(loss) == total / n / case.M:
-            raise Wrong(
-                f"loss ({where}) is {float(loss):g}, expected {expected:g}: it was divided as with "
-                "the option off\nWith calculate_per_token_loss the sums stay sums. They are divided "
-                "once, after the last backward, by the tokens of the whole global batch."
-            )
-        c = changes.get("cp_group_size") or 1
-        sizes = {"num_microbatches": case.M, "cp": c, "tokens": n}
-        check_numbers(f"loss ({where})", loss, expected, None, sizes)
-        check_numbers(f"number of tokens ({where})", found, tokens, None)
-        _check_report(where, store, total)
-    _check_masked(student, case)
-    _check_no_loss(student, case)
-
-
-def _check_report(where: str, store: list, total: float) -> None:
-    if len(store) != 1:
-        raise Wrong(f"forward_data_store got {len(store)} reports for one microbatch ({where})")
-    found = store[0].get("loss") if isinstance(store[0], dict) else None
-    if found is None:
-        raise Wrong(f"forward_data_store got {store[0]!r}, not the report ({where})")
-    if float(found) != total:
-        raise Wrong(
-            f"the report changed: it said {total:g}, and says {float(found):g} afterwards ({where})\n"
-            "It was made with loss.detach(), which shares the memory of the loss. Dividing in place "
-            "(/=, div_) changes both: make a new tensor, loss = loss / ..."
-        )
-
-
-def _check_masked(student: ModuleType, case: Case) -> None:
     def masked(output: torch.Tensor) -> tuple:
         return output * 0.0, torch.tensor(0, dtype=torch.int), {"loss": 0.0}
 
-    loss = _call(student, masked, case)[0]
-    if not torch.isfinite(torch.as_tensor(loss)).all():
-        raise Wrong(
-            f"the loss of a microbatch whose tokens are all masked is {float(loss)}: 0 / 0\nOne such "
-            "microbatch makes every gradient of the step nan. Divide by at least 1: the sum is 0."
-        )
-    check_numbers("the loss of a microbatch without tokens", loss, 0.0)
-
-
-def _check_no_loss(student: ModuleType, case: Case) -> None:
     def forbidden(output: torch.Tensor, non_loss_data: bool = False) -> Any:
         if not non_loss_data:
             raise Wrong(
@@ -171,16 +154,64 @@ def _check_no_loss(student: ModuleType, case: Case) -> None:
         return "anything"
 
     output = torch.full((2,), 5.0, dtype=torch.float64)
-    changes = {"output_tensor": output, "is_last_stage": False}
-    found, tokens, store = _call(student, forbidden, case, **changes)
-    check_numbers("the output of a stage that is not the last", found, output.clone())
+    elsewhere = {"output_tensor": output, "is_last_stage": False}
+    other = {"output_tensor": output, "collect_non_loss_data": True}
+    return {
+        "masked": _call(student, masked, case)[0],
+        "no loss": _call(student, forbidden, case, **elsewhere),
+        "other data": _call(student, forbidden, case, **other),
+    }
+
+
+# -- The table, judged --
+
+
+def _judge_row(case: Case, row: Row, loss: Any, tokens: Any, store: list) -> None:
+    where = f"M = {case.M}, n = {NUM_TOKENS}, row {row.words}"
+    per_token = row.changes.get("per_token", False)
+    if per_token and _number(loss) == case.total / NUM_TOKENS / case.M:
+        raise Wrong(
+            f"loss ({where}) is {_number(loss):g}, expected {row.expected:g}: it was divided as with "
+            "the option off\nWith calculate_per_token_loss the sums stay sums. They are divided "
+            "once, after the last backward, by the tokens of the whole global batch."
+        )
+    sizes = {"num_microbatches": case.M, "cp": row.changes.get("cp_group_size") or 1}
+    check_numbers(f"loss ({where})", loss, row.expected, None, sizes | {"tokens": NUM_TOKENS})
+    check_numbers(f"number of tokens ({where})", tokens, row.tokens, None)
+    if len(store) != 1:
+        raise Wrong(f"forward_data_store got {len(store)} reports for one microbatch ({where})")
+    found = store[0].get("loss") if isinstance(store[0], dict) else None
+    if found is None:
+        raise Wrong(f"forward_data_store got {store[0]!r}, not the report ({where})")
+    if _number(found) != case.total:
+        raise Wrong(
+            f"the report changed: it said {case.total:g}, and says {_number(found):g} afterwards "
+            f"({where})\n"
+            "It was made with loss.detach(), which shares the memory of the loss. Dividing in place "
+            "(/=, div_) changes both: make a new tensor, loss = loss / ..."
+        )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float | torch.Tensor) else float("nan")
+
+
+def _judge_exceptions(found: dict[str, Any]) -> None:
+    loss = found["masked"]
+    if not torch.isfinite(torch.as_tensor(loss)).all():
+        raise Wrong(
+            f"the loss of a microbatch whose tokens are all masked is {float(loss)}: 0 / 0\nOne such "
+            "microbatch makes every gradient of the step nan. Divide by at least 1: the sum is 0."
+        )
+    check_numbers("the loss of a microbatch without tokens", loss, 0.0)
+    output = torch.full((2,), 5.0, dtype=torch.float64)
+    got, tokens, store = found["no loss"]
+    check_numbers("the output of a stage that is not the last", got, output)
     check_numbers("number of tokens of a stage that is not the last", tokens, 0)
     if store:
         raise Wrong("a stage that is not the last put something into forward_data_store")
-    found, _, store = _call(
-        student, forbidden, case, output_tensor=output, collect_non_loss_data=True
-    )
-    check_numbers("the output with collect_non_loss_data", found, output.clone())
+    got, _, store = found["other data"]
+    check_numbers("the output with collect_non_loss_data", got, output)
     if store != ["anything"]:
         raise Wrong(
             f"with collect_non_loss_data, forward_data_store is {store!r}; what "
@@ -188,50 +219,40 @@ def _check_no_loss(student: ModuleType, case: Case) -> None:
         )
 
 
-# -- A training step --
+# -- A training step, judged --
 
 
-def run_step(student: ModuleType, case: Case) -> Result:
+def _judge_step(case: Case, answers: Sequence[Any]) -> Result:
     """A GPT whose microbatches have unequal numbers of tokens, one of them none."""
-    step_case = StepCase(
-        pp=case.p, num_microbatches=case.M, num_layers=2, per_token=case.per_token, seed=case.seed
-    )
-    step = on_these_ranks(step_case)
-    dp = step.groups.dp.size()
-    serial = one_process(step_case, dp)
-    serial.data[MASKED]["mask"].zero_()
-    if step.groups.dp.rank() == MASKED % dp:
-        step.data[MASKED // dp]["mask"].zero_()
-    with (
-        installed(student.forward_step_calc_loss, CALC_LOSS),
-        installed(student._divide_by_num_tokens, DIVIDE),
-    ):
-        step.forward_backward()
-    serial.forward_backward()
-    expected = serial.gradients()
-    mine, everyones = count_tokens(step.data), count_tokens(serial.data)
-    for name, param in step.parameters():
-        wanted = step.mine(expected[name], param)
-        if not torch.allclose(param.main_grad, wanted, rtol=TOLERANCE, atol=TOLERANCE):
-            raise wrong_gradient(step, name, param.main_grad, wanted, mine, everyones)
-    counts = [int(batch["mask"].sum()) for batch in serial.data]
-    how = f"the mean over {everyones} tokens" if case.per_token else "a mean of means"
+    reference = Reference(case.step, WORLD)
+    reference.step.data[MASKED]["mask"].zero_()
+    reference.run()
+    full, counts = reference.gradients, [int(b["mask"].sum()) for b in reference.step.data]
+    for rank, found in enumerate(answers):
+        mine = sum(counts[reference.places[rank]["dp"] :: reference.dp])
+        for name, wanted in reference.pieces(rank, full).items():
+            if not is_close(found.get(name), wanted):
+                got = found.get(name)
+                raise _wrong_gradient(reference, rank, name, got, wanted, (mine, sum(counts)))
+    how = f"the mean over {sum(counts)} tokens" if case.step["per_token"] else "a mean of means"
     return Result({"tokens": f"{counts} in the global batch's microbatches; gradients of {how}"})
 
 
-def count_tokens(data: list[dict[str, torch.Tensor]]) -> int:
-    """Unmasked tokens of all the microbatches."""
-    return sum(int(batch["mask"].sum()) for batch in data)
-
-
-def wrong_gradient(
-    step: GptStep, name: str, got: torch.Tensor, wanted: torch.Tensor, mine: int, everyones: int
+def _wrong_gradient(
+    reference: Reference,
+    rank: int,
+    name: str,
+    got: Any,
+    wanted: torch.Tensor,
+    tokens: tuple[int, int],
 ) -> Wrong:
     """Names the factor, if there is one."""
-    shown = wrong_numbers(f"gradient of {name}", got, wanted, step.place(), step.sizes())
+    shown = reference.wrong_gradient(rank, name, got, wanted)
+    if not reference.case.per_token or getattr(got, "shape", None) != wanted.shape:
+        return shown
     large = wanted.abs() > 1e-6 * wanted.abs().max()
     ratios = got[large] / wanted[large]
-    M, dp = step.case.num_microbatches, step.groups.dp.size()
+    (mine, everyones), M, p = tokens, reference.case.num_microbatches, reference.case.pp
     guesses = [
         (
             everyones,
@@ -241,7 +262,7 @@ def wrong_gradient(
         (
             everyones / max(mine, 1),
             f"x {everyones} / {mine}: divided by the {mine} tokens of this replica, but gradients "
-            f"were summed over {dp} replicas, which have {everyones}. Sum the numbers too.",
+            f"were summed over {reference.dp} replicas, which have {everyones}. Sum the numbers too.",
         ),
         (
             1 / M,
@@ -249,19 +270,13 @@ def wrong_gradient(
             "do not divide by the number of microbatches as well.",
         ),
         (
-            1 / case_stages(step),
-            f"1 / pp: the tokens were added up over the {case_stages(step)} stages, but they are "
+            1 / p,
+            f"1 / pp: the tokens were added up over the {p} stages, but they are "
             "the same tokens: only the last stage's number counts.",
         ),
     ]
-    if step.case.per_token and torch.isfinite(ratios).all():
-        for factor, words in guesses:
-            if factor != 1 and torch.allclose(ratios, torch.full_like(ratios, factor), rtol=1e-5):
-                first = str(shown).splitlines()[0]
-                return Wrong(f"{first}\nratio got / expected = {words}")
+    for factor, words in guesses:
+        if factor != 1 and torch.allclose(ratios, torch.full_like(ratios, factor), rtol=1e-5):
+            first = str(shown).splitlines()[0]
+            return Wrong(f"{first}\nratio got / expected = {words}")
     return shown
-
-
-def case_stages(step: GptStep) -> int:
-    """p."""
-    return step.groups.pp.size()

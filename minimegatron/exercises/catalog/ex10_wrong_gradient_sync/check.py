@@ -1,10 +1,8 @@
-"""Checks the predictions for three versions of the gradient sync, then runs the chosen one.
+"""Runs the chosen version of the gradient sync in real steps, on 4 ranks."""
 
-Called by: the exercises' engine, on 4 ranks. Calls: `bench_gpt`.
-"""
-
+import importlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,14 +11,9 @@ import torch.distributed as dist
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.schedule_table import get_num_warmup_microbatches
 from minimegatron.core.pipeline_parallel.utils import GradSync
-from minimegatron.exercises.bench_gpt import (
-    GptStep,
-    StepCase,
-    check_gradients,
-    on_these_ranks,
-    reference_gradients,
-)
-from minimegatron.exercises.check import Case, Result, Wrong, installed
+from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 CHUNK = "minimegatron.core.pipeline_parallel.model_chunk.ModelChunk."
 SYNC = "minimegatron.core.pipeline_parallel.utils.GradSync"
@@ -28,31 +21,27 @@ OURS = {"backward_step": ModelChunk.backward_step}
 """In a dict, where `installed` does not replace it."""
 REFUSALS = ("another gradient of", "no gradient came")
 """How the gradient buffers begin to say that they were let go too early, or never."""
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
-    """Predictions for drawn sizes, edge cases among them; then real steps."""
+    """Real steps."""
     draw = random.Random(seed)
-    sizes = [(2, 3), (4, 8), (4, 2), (4, 1), (3, 3), (1, 4)]
-    sizes += [(draw.randint(2, 6), draw.randint(1, 9)) for _ in range(4)]
-    predictions = Case("predictions", sizes=sizes)
     counts = [1, 3] if not seed else draw.sample([1, 2, 3, 4], 2)
-    steps = [
-        StepCase(pp=2, num_microbatches=M, seed=seed, overlap_grad_reduce=True) for M in counts
-    ]
-    return [predictions] + [
-        Case(f"2 stages, 2 replicas, M={s.num_microbatches}", step=s) for s in steps
+    both = {"pp": 2, "seed": data_seed(seed), "overlap_grad_reduce": True}
+    steps = [StepCase(num_microbatches=M, **both) for M in counts]
+    return [
+        Case(f"2 stages, 2 replicas, M={step.num_microbatches}", part="real steps", step=step.values)
+        for step in steps
     ]
 
 
-def run(student: ModuleType, case: Case) -> Result:
-    """Predictions, or a step with the chosen version."""
-    if "sizes" in case.values:
-        return _check_predictions(student, case)
-    version = _chosen(student)
+def run(student: ModuleType, case: Case) -> dict[str, Any]:
+    """A step with the chosen version."""
+    version = str(student.RIGHT)
     step = on_these_ranks(case.step)
-    expected = reference_gradients(case.step, step.groups.dp.size())
-    decision = _Decision(getattr(student, f"version_{version.lower()}"), step)
+    stub = importlib.import_module(f"{__package__}.stub")
+    decision = _Decision(getattr(stub, f"version_{version.lower()}"), step)
     with (
         installed(_HeldBack, SYNC),
         installed(decision.backward_step, CHUNK + "backward_step"),
@@ -64,60 +53,14 @@ def run(student: ModuleType, case: Case) -> Result:
                 raise
             raise Wrong(_refused(version, step, str(error))) from error
     step.meet()
-    check_gradients(step, expected)
-    return Result({"version": version, "let go": f"{decision.num_let_go} of its backwards"})
+    return {"gradients": step.gradients(), "version": version, "let go": decision.num_let_go}
 
 
-# -- Predictions --
-
-
-class _Counter:
-    """Stands for a `GradSync`, and counts the backwards that run while it is let go."""
-
-    def __init__(self) -> None:
-        self.is_let_go, self.num_backwards = False, 0
-
-    def enable(self) -> None:
-        self.is_let_go = True
-
-    def disable(self) -> None:
-        self.is_let_go = False
-
-
-def _count(version: Any, p: int, r: int, M: int) -> int:
-    counter = _Counter()
-    for _ in version(get_num_warmup_microbatches(p, r, M), M, counter):
-        counter.num_backwards += counter.is_let_go
-    return counter.num_backwards
-
-
-def _check_predictions(student: ModuleType, case: Case) -> Result:
-    for p, M in case.sizes:
-        for version in "ABC":
-            for r in range(p):
-                found = student.num_backwards_that_send(version, p, r, M)
-                expected = _count(getattr(student, f"version_{version.lower()}"), p, r, M)
-                if found != expected:
-                    raise Wrong(_prediction_words(version, p, r, M, found, expected))
-    _chosen(student)
-    return Result({"predicted": f"{3 * len(case.sizes)} timelines, right on every stage"})
-
-
-def _prediction_words(version: str, p: int, r: int, M: int, found: Any, expected: int) -> str:
-    num_warmup = get_num_warmup_microbatches(p, r, M)
-    return (
-        f"version {version}, p={p}, M={M}, stage {r}: you predict {found!r}, but gradients are let "
-        f"go during {expected} of its backwards\n"
-        f"This stage has {num_warmup} warm-up microbatches, so its steady loop runs "
-        f"{M - num_warmup} times and its cool-down loop {num_warmup} times."
-    )
-
-
-def _chosen(student: ModuleType) -> str:
-    version = student.RIGHT
-    if version not in ("A", "B", "C"):
-        raise Wrong(f'RIGHT is {version!r}; set it to "A", "B" or "C", the version that is right')
-    return version
+def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
+    """Every gradient."""
+    Reference(case.step, WORLD).run().check_gradients([one["gradients"] for one in answers])
+    first = answers[0]
+    return Result({"version": first["version"], "let go": f"{first['let go']} of its backwards"})
 
 
 # -- The real step --
@@ -171,6 +114,11 @@ class _Decision:
         return backward_step
 
 
+def _who(step: GptStep) -> str:
+    stage, replica = step.groups.pp.rank(), step.groups.dp.rank()
+    return f"{dist.get_rank()} (stage {stage}, dp {replica})"
+
+
 def _refused(version: str, step: GptStep, reason: str) -> str:
     stage, M = step.groups.pp.rank(), step.case.num_microbatches
     num_warmup = get_num_warmup_microbatches(step.case.pp, stage, M)
@@ -190,6 +138,6 @@ def _refused(version: str, step: GptStep, reason: str) -> str:
         )
     shown = reason if len(reason) < 300 else f"{reason[:140]} ... {reason[-140:]}"
     return (
-        f"rank {step.place()}: version {version} is not right\n{loops}\n"
+        f"rank {_who(step)}: version {version} is not right\n{loops}\n"
         f"The gradient buffers say: {shown}"
     )

@@ -1,216 +1,54 @@
-"""Checks the interleaved schedule's table and counts: alone, in plans, and in a real step.
+"""Runs one interleaved step in the student's order, on 4 ranks."""
 
-Called by: the exercises' engine, on 4 ranks. Calls: the planner, `bench_gpt`.
-"""
-
-import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
-
-from minimegatron.core.pipeline_parallel import schedule_table
-from minimegatron.core.pipeline_parallel.schedule_table import RankMicrobatches
-from minimegatron.exercises.bench_gpt import (
-    StepCase,
-    check_gradients,
-    on_these_ranks,
-    reference_gradients,
+from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.catalog.ex12_interleaved_table.alone import (
+    NAMES,
+    REPLACES,
+    TABLE,
+    figures,
 )
-from minimegatron.exercises.check import (
-    Case,
-    Result,
-    Wrong,
-    check_order,
-    check_value,
-    installed,
-    recorded,
-    wrong_value,
-)
-from minimegatron.planner.check import check
-from minimegatron.planner.plan import Plan, plan
-from minimegatron.planner.report import percent
-from minimegatron.planner.simulator import Costs, simulate
+from minimegatron.exercises.check import Case, Result, check_order, data_seed, installed
+from minimegatron.exercises.recording import recorded, run_of
+from minimegatron.planner.plan import plan
 
-TABLE = "minimegatron.core.pipeline_parallel.schedule_table."
-NAMES = ("get_schedule_table", "count_rank_microbatches")
-OURS = {name: getattr(schedule_table, name) for name in NAMES}
-"""In a dict, where `installed` does not replace them."""
+__all__ = ["REPLACES"]
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
-    """Tables, counts, plans; then one step for real."""
-    draw = random.Random(seed)
-    tables = [(5, 2, 3), (8, 2, 4), (4, 3, 4), (7, 2, 4), (6, 1, 2)]
-    tables += [(draw.randint(2, 12), draw.randint(1, 4), draw.randint(2, 6)) for _ in range(4)]
-    plans = [(4, 8, 2, 4), (2, 4, 2, 2), (3, 7, 3, 4), (4, 4, 2, 4)]
-    for _ in range(2):
-        p = draw.randint(2, 5)
-        G = draw.randint(p, p + 2)
-        plans.append((p, draw.choice([1, 2, 3]) * G, draw.randint(2, 3), G))
-    step = StepCase(pp=4, vp=2, num_microbatches=draw.choice([4, 8]) if seed else 4, seed=seed)
-    found = [Case("the table", tables=tables)]
-    found += [
-        Case(f"a plan: p={p}, M={M}, v={v}, G={G}", plan=(p, M, v, G)) for p, M, v, G in plans
-    ]
-    found.append(Case("other steps: forward-only, 1 stage, plain 1F1B", others=True))
-    return [*found, Case(f"for real: p=4, M={step.num_microbatches}, v=2, G=4", step=step)]
+    """One step."""
+    M = random.Random(seed).choice([4, 8]) if seed else 4
+    step = StepCase(pp=4, vp=2, num_microbatches=M, seed=data_seed(seed)).values
+    return [Case(f"for real: p=4, M={M}, v=2, G=4", part="a real step", step=step)]
 
 
-def run(student: ModuleType, case: Case) -> Result:
-    """What the case asks for."""
-    if "tables" in case.values:
-        return _check_tables(student, case)
-    if "plan" in case.values:
-        return _check_plan(student, *case.plan)
-    if "others" in case.values:
-        return _check_others(student)
-    return _run_for_real(student, case.step)
-
-
-@contextlib.contextmanager
-def _theirs(student: ModuleType) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name in NAMES:
-            stack.enter_context(installed(getattr(student, name), TABLE + name))
-        yield
-
-
-# -- The table --
-
-
-def _check_tables(student: ModuleType, case: Case) -> Result:
-    for M, v, G in case.tables:
-        found, expected = student.get_schedule_table(M, v, G), OURS["get_schedule_table"](M, v, G)
-        what = f"get_schedule_table({M}, {v}, {G}), {M} microbatches, {v} chunks, groups of {G},"
-        check_value(what, found, expected, _why_table(found, M, v, G))
-    return Result({"tables": len(case.tables)})
-
-
-def _why_table(found: Any, M: int, v: int, G: int) -> str:
-    rows = found if isinstance(found, list) else []
-    beyond = [row for row in rows if isinstance(row, tuple) and row and row[0] >= M]
-    if beyond:
-        return (
-            f"There is no microbatch {beyond[0][0]}: the last group has {M % G or G} microbatches."
-        )
-    if rows == [(chunk, microbatch) for microbatch, chunk in OURS["get_schedule_table"](M, v, G)]:
-        return "Rows are (microbatch, chunk), in this order."
-    if rows == [(m, c) for m in range(M) for c in range(v)]:
-        return (
-            "Here each microbatch visits all chunks before the next one starts: the stage would "
-            "wait for it to come round the ring each time. A whole group goes first."
-        )
-    if rows == [(m, c) for c in range(v) for m in range(M)]:
-        return (
-            "Here all microbatches visit chunk 0 before any visits chunk 1, as if there were one "
-            f"group: with M={M} in flight the memory of all is needed. Groups have {G} microbatches."
-        )
-    if len(rows) < M * v:
-        return f"Each of {M} microbatches visits each of {v} chunks: {M * v} rows are needed."
-    return "Groups are outermost, then chunks, then the microbatches of the group."
-
-
-# -- Plans --
-
-
-def _check_plan(student: ModuleType, p: int, M: int, v: int, G: int) -> Result:
-    right = [OURS["count_rank_microbatches"](p, r, M, v, G) for r in range(p)]
-    found = [student.count_rank_microbatches(p, r, M, v, G) for r in range(p)]
-    for r, (mine, wanted) in enumerate(zip(found, right, strict=True)):
-        if not isinstance(mine, RankMicrobatches):
-            raise wrong_value(f"stage {r}: what count_rank_microbatches returns", mine, wanted)
-        if mine[0] != M * v or mine[2] > M * v or mine[2] + mine[3] != M * v:
-            raise Wrong(
-                f"stage {r}: RankMicrobatches is {tuple(mine)}, but total must be M * v = {M * v}, "
-                "num_warmup at most that, and num_remaining what is left of it"
-            )
-        if bool(mine[1]) != (mine[2] == M * v):
-            check_value(f"stage {r}: RankMicrobatches", tuple(mine), tuple(wanted))
-    warmups = f"your warm-up on stages 0 to {p - 1} is {[counts[2] for counts in found]}"
-    with _theirs(student):
-        step = plan("interleaved", p, M, vpp=v, group_size=G)
-        problems = check(step)
-    stuck = [problem for problem in problems if problem.kind == "deadlock"]
-    if problems:
-        raise Wrong(_stuck_words((stuck or problems)[0], warmups, p, v, G, found))
-    for r, (mine, wanted) in enumerate(zip(found, right, strict=True)):
-        if tuple(mine) != tuple(wanted):
-            raise Wrong(
-                f"stage {r} warms up with {mine[2]} forwards, {wanted[2]} are enough; {warmups}\n"
-                f"The step works, but at its peak the stage holds {step.peak_in_flight(r)} "
-                f"microbatches' activations instead of {min(M * v, wanted[2] + 1)}."
-            )
-    return Result(_figures(step))
-
-
-def _stuck_words(problem: Any, warmups: str, p: int, v: int, G: int, found: list) -> str:
-    lines = [
-        f"planned with your functions, the step cannot work: {warmups}",
-        f"  {problem}",
-    ]
-    falls = {a[2] - b[2] for a, b in zip(found, found[1:], strict=False)}
-    if falls == {1} and found[-1][2] == (v - 1) * G:
-        lines.append(
-            "The warm-up falls by one from stage to stage, as in plain 1F1B. But here a stage does a "
-            "forward and a backward before each exchange. Per link, one exchange takes the "
-            "activation down and another brings the gradient up: that makes two."
-        )
-    elif found[-1][2] != min((v - 1) * G, found[-1][0]):
-        lines.append(
-            f"The last stage's first backward belongs to its last chunk: the first group of {G} must "
-            f"be through its {v - 1} earlier chunk{'s' * (v > 2)} by then."
-        )
-    else:
-        lines.append(f"Count, for each of the {p - 1} links, the exchanges on the way down and up.")
-    return "\n".join(lines)
-
-
-def _figures(step: Plan) -> dict[str, str]:
-    config = step.config
-    simulation = simulate(step, Costs.of_stages(1, 2, config.num_model_chunks))
-    peaks = [step.peak_in_flight(rank) for rank in range(config.pp_size)]
-    bubble = simulation.bubble_over_total
-    return {
-        "bubble": f"{percent(bubble)} = {bubble}",
-        "in flight": ", ".join(map(str, peaks)),
-    }
-
-
-def _check_others(student: ModuleType) -> Result:
-    whys = {
-        "forward_only": "In a forward-only step every forward is a warm-up forward.",
-        "one stage": "With one stage nothing must be waited for: no warm-up.",
-        "plain": "Plain 1F1B warms up with one forward per stage that follows, at most M.",
-    }
-    calls = [
-        ((4, 1, 8, 2, 4), {"forward_only": True}, "forward_only"),
-        ((1, 0, 8, 2, 4), {}, "one stage"),
-        ((4, 0, 8, 1, 4), {"is_interleaved": False}, "plain"),
-        ((4, 0, 2, 1, 4), {"is_interleaved": False}, "plain"),
-    ]
-    for arguments, options, why in calls:
-        found = student.count_rank_microbatches(*arguments, **options)
-        expected = OURS["count_rank_microbatches"](*arguments, **options)
-        words = ", ".join([*map(str, arguments), *(f"{k}={x}" for k, x in options.items())])
-        check_value(f"count_rank_microbatches({words})", found, expected, whys[why])
-    return Result({"calls": len(calls)})
-
-
-# -- For real --
-
-
-def _run_for_real(student: ModuleType, step_case: StepCase) -> Result:
-    step = on_these_ranks(step_case)
-    expected = reference_gradients(step_case, step.groups.dp.size())
-    with _theirs(student), recorded() as recording:
-        step.forward_backward()
+def run(student: ModuleType, case: Case) -> dict[str, Any]:
+    """The step, with both functions in place."""
+    table, count = (getattr(student, name) for name in NAMES)
+    with (
+        installed(table, TABLE + NAMES[0]),
+        installed(count, TABLE + NAMES[1]),
+    ):
+        step = on_these_ranks(case.step)
+        with recorded() as recording:
+            step.forward_backward()
     step.meet()
-    check_gradients(step, expected)
-    planned = plan("interleaved", step_case.pp, step_case.num_microbatches, vpp=step_case.vp)
-    stage, run_step = step.groups.pp.rank(), recording.step(0)
-    done = [action for action in run_step.actions(stage) if action.kind in ("forward", "backward")]
-    check_order(list(planned.work(stage)), done, dist.get_rank())
-    return Result(_figures(planned) | {"gradients": "those of one process"}, recording)
+    return {"gradients": step.gradients(), "recording": recording()}
+
+
+def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
+    """Every gradient, and the order."""
+    reference, run = Reference(case.step, WORLD).run(), run_of(answers)
+    reference.check_gradients([answer["gradients"] for answer in answers])
+    planned = plan("interleaved", 4, reference.case.num_microbatches, vpp=2)
+    for stage in range(4):
+        actions = run.step(0).actions(stage)
+        done = [action for action in actions if action.kind in ("forward", "backward")]
+        check_order(list(planned.work(stage)), done, stage)
+    return Result(figures(planned) | {"gradients": "those of one process"}, run)

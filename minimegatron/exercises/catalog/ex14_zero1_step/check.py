@@ -1,11 +1,8 @@
-"""Checks the four functions of ZeRO-1: the ranges alone, then whole training steps.
-
-Called by: the exercises' engine, on 4 ranks. Calls: `bench_gpt`.
-"""
+"""Checks the four functions of ZeRO-1: the ranges alone, then whole training steps."""
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,68 +11,82 @@ import torch.distributed as dist
 
 from minimegatron.core.distributed.param_and_grad_buffer import lay_out_buffer
 from minimegatron.core.optimizer.distrib_optimizer import local_ranges
-from minimegatron.exercises.bench_gpt import (
-    GptStep,
-    StepCase,
-    on_these_ranks,
-    one_process,
-    wrong_gradient,
-)
-from minimegatron.exercises.check import Case, Result, Wrong, check_numbers, installed
+from minimegatron.exercises.bench_gpt import GptStep, Seat, StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference, is_close
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
+from minimegatron.exercises.feedback_numbers import check_numbers
 
 BUFFER = "minimegatron.core.distributed.param_and_grad_buffer."
+GROUP = BUFFER + "_ParamAndGradBucketGroup."
 RANGES = "minimegatron.core.optimizer.distrib_optimizer.local_ranges"
+REPLACES = (RANGES, BUFFER + "shard_buffer", GROUP + "_reduce", GROUP + "_gather")
+ALONE, TRAINING = "the ranges alone", "a training"
 NUM_STEPS = 2
+WORLD = 4
 OURS = {"local_ranges": local_ranges}
 """In a dict, where `installed` does not replace it."""
 
 
 def cases(seed: int) -> list[Case]:
     """Buffers of drawn sizes, then trainings with several replicas."""
-    draw = random.Random(seed)
+    draw, data = random.Random(seed), data_seed(seed)
     buffers = [
         {"numels": [300, 20, 100], "bucket_size": None, "d": 2},
         {"numels": [700, 64, 5, 400, 64], "bucket_size": 300, "d": 3},
         {"numels": draw.sample(range(1, 900), 6), "bucket_size": 500, "d": draw.choice([4, 5])},
     ]
-    arithmetic = [
+    found = [
         Case(
-            f"the ranges alone, {sizes['d']} ranks, {len(sizes['numels'])} parameters, "
+            f"{sizes['d']} ranks, {len(sizes['numels'])} parameters, "
             + ("one bucket" if sizes["bucket_size"] is None else "several buckets"),
+            part=ALONE,
             **sizes,
         )
         for sizes in buffers
     ]
-    both = {"distributed_optimizer": True, "overlap_grad_reduce": True, "seed": seed}
+    both = {"distributed_optimizer": True, "overlap_grad_reduce": True, "seed": data}
     trainings = {
         "4 replicas": StepCase(num_layers=2, num_microbatches=1, **both),
         "2 stages, 2 replicas": StepCase(pp=2, clip_grad=0.05, **both),
     }
-    return arithmetic + [Case(name, step=step) for name, step in trainings.items()]
+    steps = [Case(name, part=TRAINING, step=step.values) for name, step in trainings.items()]
+    return [*found, *steps]
 
 
-def run(student: ModuleType, case: Case) -> Result:
+def run(student: ModuleType, case: Case) -> Any:
     """Ranges, or a training."""
-    if "numels" in case.values:
-        return _check_ranges(student, case)
+    if case.part == ALONE:
+        return _run_ranges(student, case)
+    seen = []
+    with _theirs(student):
+        step = on_these_ranks(case.step)
+        for _ in range(NUM_STEPS):
+            step.forward_backward()
+            step.meet()
+            gradients = step.gradients()
+            step.optimizer.step()
+            step.meet()
+            weights = {name: param.detach().clone() for name, param in step.parameters()}
+            seen.append({"gradients": gradients, "weights": weights})
+    return {"steps": seen, "kept": _num_kept(step)}
+
+
+def judge(case: Case, answers: Sequence[Any]) -> Result:
+    """The first rank's ranges; every rank's training."""
+    if case.part == ALONE:
+        return _judge_ranges(case, answers[0])
+    return _judge_training(case, answers)
+
+
+@contextlib.contextmanager
+def _theirs(student: ModuleType) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(installed(student.local_ranges, RANGES))
         stack.enter_context(installed(student.shard_buffer, BUFFER + "shard_buffer"))
         for name in ("_reduce", "_gather"):
             function = _with_handle(getattr(student, name), name)
-            stack.enter_context(installed(function, f"{BUFFER}_ParamAndGradBucketGroup.{name}"))
-        step = on_these_ranks(case.step)
-        reference = one_process(case.step, step.groups.dp.size())
-        for number in range(NUM_STEPS):
-            reference.forward_backward()
-            step.forward_backward()
-            step.meet()
-            _check_gradient_shards(step, reference.gradients(), number)
-            reference.optimizer.step()
-            step.optimizer.step()
-            step.meet()
-            _check_weights(step, reference, number)
-    return Result(_achieved(step))
+            stack.enter_context(installed(function, f"{GROUP}{name}"))
+        yield
 
 
 def _with_handle(function: Callable, name: str) -> Callable:
@@ -96,39 +107,54 @@ def _with_handle(function: Callable, name: str) -> Callable:
 # -- The ranges alone --
 
 
-def _check_ranges(student: ModuleType, case: Case) -> Result:
-    layout = lay_out_buffer(case.numels, [False] * len(case.numels), case.bucket_size, case.d)
-    vector = torch.arange(layout.numel)
-    buckets = [SimpleNamespace(offset=a, grad_data=vector[a:b]) for a, b in layout.buckets]
-    names = [f"p{i}" for i in range(len(case.numels))]
+class _Buffer:
+    """What `local_ranges` looks at, as one of d ranks has it; `vector` is the buffer's memory."""
+
+    def __init__(self, case: Case, rank: int):
+        numels, d = case.numels, case.d
+        self.layout = lay_out_buffer(numels, [False] * len(numels), case.bucket_size, d)
+        self.vector = torch.arange(self.layout.numel)
+        self.data_parallel_group = Seat(rank, d)
+        self.buckets = [
+            SimpleNamespace(offset=a, grad_data=self.vector[a:b]) for a, b in self.layout.buckets
+        ]
+        names = [f"p{i}" for i in range(len(numels))]
+        self.param_index_map = dict(zip(names, self.layout.params, strict=True))
+
+
+def _run_ranges(student: ModuleType, case: Case) -> list[dict[str, Any]]:
+    found = []
     for rank in range(case.d):
-        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: case.d)
-        buffer = SimpleNamespace(
-            data_parallel_group=group,
-            buckets=buckets,
-            param_index_map=dict(zip(names, layout.params, strict=True)),
-        )
-        expected, got = OURS["local_ranges"](buffer), student.local_ranges(buffer)
-        if not isinstance(got, dict):
-            raise Wrong(f"local_ranges returned {got!r}; return a dict {{param: (first, end)}}")
+        buffer = _Buffer(case, rank)
+        ranges = student.local_ranges(buffer)
+        if not isinstance(ranges, dict):
+            raise Wrong(f"local_ranges returned {ranges!r}; return a dict {{param: (first, end)}}")
+        bucket = buffer.buckets[-1].grad_data
+        shard = student.shard_buffer(bucket, buffer.data_parallel_group)
+        at = shard.data_ptr() - bucket.data_ptr() if isinstance(shard, torch.Tensor) else 0
+        found.append({"ranges": ranges, "shard": shard, "at": at // bucket.element_size()})
+    return found
+
+
+def _judge_ranges(case: Case, found: list[dict[str, Any]]) -> Result:
+    for rank, one in enumerate(found):
+        buffer = _Buffer(case, rank)
+        expected, got = OURS["local_ranges"](buffer), one["ranges"]
         for name, place in buffer.param_index_map.items():
             if got.get(name) != expected.get(name):
                 raise Wrong(_range_words(buffer, rank, name, place, got, expected))
-        bucket = buckets[-1].grad_data
-        shard = student.shard_buffer(bucket, group)
-        _check_shard(shard, bucket, rank, case.d)
-    return Result({"buckets": len(buckets), "shard": f"{layout.numel // case.d} elements"})
-
-
-def _check_shard(shard: Any, bucket: torch.Tensor, rank: int, d: int) -> None:
-    size = bucket.numel() // d
-    wanted = bucket[rank * size : (rank + 1) * size]
-    check_numbers(f"shard_buffer on rank {rank} of {d}, of a bucket", shard, wanted)
-    if shard.data_ptr() != wanted.data_ptr():
-        raise Wrong(
-            f"shard_buffer on rank {rank} of {d} returns a copy; the reduce-scatter must write into "
-            "the buffer itself: return a slice"
-        )
+        bucket = buffer.buckets[-1].grad_data
+        size = bucket.numel() // case.d
+        wanted = bucket[rank * size : (rank + 1) * size]
+        check_numbers(f"shard_buffer on rank {rank} of {case.d}, of a bucket", one["shard"], wanted)
+        if one["at"] != rank * size:
+            raise Wrong(
+                f"shard_buffer on rank {rank} of {case.d} returns a copy; the reduce-scatter must "
+                "write into the buffer itself: return a slice"
+            )
+    layout = buffer.layout
+    shard = f"{layout.numel // case.d} elements"
+    return Result({"buckets": len(layout.buckets), "shard": shard})
 
 
 def _range_words(
@@ -172,56 +198,87 @@ def _said(value: Any) -> str:
 # -- A training --
 
 
-def _our_shards(step: GptStep) -> dict[Any, tuple[int, int]]:
-    return {
+def _shards(step: GptStep) -> dict[str, tuple[int, int]]:
+    """The elements of each parameter that a rank updates."""
+    ranges = {
         param: part
         for chunk in step.chunks
         for buffer in chunk.buffers
         for param, part in OURS["local_ranges"](buffer).items()
     }
+    return {name: ranges[param] for name, param in step.parameters() if param in ranges}
 
 
-def _check_gradient_shards(step: GptStep, full: dict[str, torch.Tensor], number: int) -> None:
-    """Only this rank's shards: the rest of a bucket is left undefined."""
-    shards = _our_shards(step)
-    for name, param in step.parameters():
-        if param not in shards:
-            continue
-        start, end = shards[param]
-        got = param.main_grad.reshape(-1)[start:end]
-        wanted = step.mine(full[name], param).reshape(-1)[start:end]
-        if not torch.allclose(got, wanted, rtol=1e-8, atol=1e-9):
-            error = wrong_gradient(step, name, got, wanted)
-            where = f"Seen in step {number}, in elements {start} to {end}, this rank's shard."
-            raise Wrong(f"{error}\n{where} Look at _reduce: it made these sums.")
-
-
-def _check_weights(step: GptStep, reference: GptStep, number: int) -> None:
-    weights = {name: param.detach() for name, param in reference.parameters()}
-    shards = _our_shards(step)
-    for name, param in step.parameters():
-        got, wanted = param.detach().reshape(-1), step.mine(weights[name], param).reshape(-1)
-        is_off = ~torch.isclose(got, wanted, rtol=1e-8, atol=1e-9)
-        if not is_off.any():
-            continue
-        start, end = shards.get(param, (0, 0))
-        mine = is_off[start:end].any()
-        whose = "this rank updates itself" if mine else "another rank has updated"
-        look = "local_ranges, or _reduce" if mine else "_gather"
-        try:
-            check_numbers(f"{name} after step {number}", got, wanted, step.place())
-        except Wrong as error:
-            raise Wrong(f"{error}\nAmong them are elements that {whose}: look at {look}.") from None
-
-
-def _achieved(step: GptStep) -> dict[str, Any]:
-    """What rank 0 keeps, and what all of it would be."""
+def _num_kept(step: GptStep) -> int:
+    """Elements of Adam's state on this rank."""
     state = step.optimizer.parameter_state
-    kept = sum(
+    return sum(
         tensor.numel()
         for shard in step.optimizer.shards
         for tensor in list(state(shard).values())[1:]
     )
+
+
+def _judge_training(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
+    reference = Reference(case.step, WORLD)
+    shards = [_shards(reference.as_rank(rank)) for rank in range(WORLD)]
+    for number in range(NUM_STEPS):
+        gradients = reference.run().gradients
+        for rank, answer in enumerate(answers):
+            found = answer["steps"][number]["gradients"]
+            _judge_gradients(reference, rank, number, found, gradients, shards[rank])
+        reference.step.optimizer.step()
+        weights = {name: param.detach() for name, param in reference.step.parameters()}
+        for rank, answer in enumerate(answers):
+            found = answer["steps"][number]["weights"]
+            _judge_weights(reference, rank, number, found, weights, shards[rank])
+    return Result(_achieved(reference, answers[0]["kept"]))
+
+
+def _judge_gradients(
+    reference: Reference,
+    rank: int,
+    number: int,
+    found: dict[str, torch.Tensor],
+    full: dict[str, torch.Tensor],
+    shards: dict[str, tuple[int, int]],
+) -> None:
+    """Only this rank's shards: the rest of a bucket is left undefined."""
+    pieces = reference.pieces(rank, full)
+    for name, (start, end) in shards.items():
+        got, wanted = (each[name].reshape(-1)[start:end] for each in (found, pieces))
+        if not is_close(got, wanted, 1e-8):
+            error = reference.wrong_gradient(rank, name, got, wanted)
+            where = f"Seen in step {number}, in elements {start} to {end}, this rank's shard."
+            raise Wrong(f"{error}\n{where} Look at _reduce: it made these sums.")
+
+
+def _judge_weights(
+    reference: Reference,
+    rank: int,
+    number: int,
+    found: dict[str, torch.Tensor],
+    full: dict[str, torch.Tensor],
+    shards: dict[str, tuple[int, int]],
+) -> None:
+    for name, piece in reference.pieces(rank, full).items():
+        got, wanted = found[name].reshape(-1), piece.reshape(-1)
+        is_off = ~torch.isclose(got, wanted, rtol=1e-8, atol=1e-9)
+        if not is_off.any():
+            continue
+        start, end = shards.get(name, (0, 0))
+        mine = is_off[start:end].any()
+        whose = "this rank updates itself" if mine else "another rank has updated"
+        look = "local_ranges, or _reduce" if mine else "_gather"
+        try:
+            check_numbers(f"{name} after step {number}", got, wanted, reference.who(rank))
+        except Wrong as error:
+            raise Wrong(f"{error}\nAmong them are elements that {whose}: look at {look}.") from None
+
+
+def _achieved(reference: Reference, kept: int) -> dict[str, Any]:
+    """What rank 0 keeps, and what all of it would be."""
+    step = reference.as_rank(0)
     whole = 2 * sum(param.numel() for _, param in step.parameters())
     moved = sum(buffer.numel * 8 for chunk in step.chunks for buffer in chunk.buffers)
     return {

@@ -1,123 +1,144 @@
-"""Checks the loss scale's two methods: the scale's path alone, then real steps with overflows.
-
-Called by: the exercises' engine, on 4 ranks. Calls: `bench_gpt`.
-"""
+"""Checks the loss scale's two methods: the scale's path alone, then real steps with overflows."""
 
 import math
 import random
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
 from minimegatron.core.optimizer.grad_scaler import DynamicGradScaler
-from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks, one_process
-from minimegatron.exercises.check import Case, Result, Wrong, check_numbers, installed
+from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
+from minimegatron.exercises.feedback_numbers import check_numbers
 
 UNSCALE = (
     "minimegatron.core.optimizer.optimizer.MegatronOptimizer._unscale_main_grads_and_check_for_nan"
 )
 UPDATE = "minimegatron.core.optimizer.grad_scaler.DynamicGradScaler.update"
+REPLACES = (UNSCALE, UPDATE)
+PATHS, TRAINING = "the scale alone", "a training"
 OK, INF, NAN = "ok", "Inf", "NaN"
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
     """Long paths of the scale, then short trainings; the seed draws where the overflows are."""
     draw = random.Random(seed)
-    rules = [(2, 2), (3, 1), (4, 3)]
     paths = [
         Case(
-            f"the scale alone, window {window}, hysteresis {hysteresis}",
+            f"window {window}, hysteresis {hysteresis}",
+            part=PATHS,
             path=draw.choices([True, False], [1, 2], k=30),
             window=window,
             hysteresis=hysteresis,
         )
-        for window, hysteresis in rules
+        for window, hysteresis in [(2, 2), (3, 1), (4, 3)]
     ]
-    both = {"seed": seed, "loss_scale": 1024.0}
+    both = {"seed": data_seed(seed), "loss_scale": 1024.0, "num_microbatches": 1}
     where = {
-        "2 stages, 2 tensor-parallel ranks": StepCase(tp=2, pp=2, num_microbatches=1, **both),
-        "2 stages, ZeRO-1 over 2 replicas": StepCase(
-            pp=2, num_microbatches=1, distributed_optimizer=True, **both
-        ),
+        "2 stages, 2 tensor-parallel ranks": StepCase(tp=2, pp=2, **both),
+        "2 stages, ZeRO-1 over 2 replicas": StepCase(pp=2, distributed_optimizer=True, **both),
     }
     trainings = []
     for name, step in where.items():
         faults = [OK, draw.choice([INF, NAN]), INF, NAN, OK]
-        ranks = [draw.randrange(4) for _ in faults]
-        trainings.append(Case(name, step=step, faults=list(zip(faults, ranks, strict=True))))
+        faults = [(fault, draw.randrange(WORLD)) for fault in faults]
+        trainings.append(Case(name, part=TRAINING, step=step.values, faults=faults))
     return paths + trainings
 
 
-def run(student: ModuleType, case: Case) -> Result:
+def run(student: ModuleType, case: Case) -> Any:
     """The scale's path, or a short training."""
-    if "path" in case.values:
-        return _check_path(student, case)
-    step = on_these_ranks(case.step)
-    reference = one_process(case.step, step.groups.dp.size())
+    if case.part == PATHS:
+        return _run_path(student, case)
+    step, steps = on_these_ranks(case.step), []
     for number, (fault, rank) in enumerate(case.faults):
-        expected = _train(reference, fault, is_here=True)
 
         def agreeing(optimizer: Any, number: int = number, rank: int = rank) -> bool:
             found = student._unscale_main_grads_and_check_for_nan(optimizer)
-            _check_agreement(step, found, number, rank, case.faults[number][0])
+            _check_agreement(found, number, rank, case.faults[number][0])
             return found
 
         with installed(agreeing, UNSCALE), installed(student.update, UPDATE):
-            got = _train(step, fault, is_here=dist.get_rank() == rank)
-        _check_step(step, number, got, expected)
-    weights = {name: param.detach() for name, param in reference.parameters()}
-    for name, param in step.parameters():
-        check_numbers(f"{name} at the end", param, step.mine(weights[name], param), step.place())
+            steps.append(_train(step, fault, is_here=dist.get_rank() == rank))
+    weights = {name: param.detach().clone() for name, param in step.parameters()}
+    return {"steps": steps, "weights": weights}
+
+
+def judge(case: Case, answers: Sequence[Any]) -> Result:
+    """The first rank's path; every rank's training."""
+    if case.part == PATHS:
+        return _judge_path(case, answers[0])
+    reference = Reference(case.step, WORLD)
+    for number, (fault, _) in enumerate(case.faults):
+        expected = _train(reference.step, fault, is_here=True)
+        for rank, answer in enumerate(answers):
+            _judge_step(reference, rank, number, answer["steps"][number], expected)
+    full = {name: param.detach() for name, param in reference.step.parameters()}
+    for rank, answer in enumerate(answers):
+        for name, wanted in reference.pieces(rank, full).items():
+            who = reference.who(rank)
+            check_numbers(f"{name} at the end", answer["weights"].get(name), wanted, who)
     skipped = sum(fault != OK for fault, _ in case.faults)
-    scale = step.optimizer.grad_scaler._scale
     steps = f"{len(case.faults) - skipped} made, {skipped} skipped"
-    return Result({"steps": steps, "last scale": f"{scale:g}"})
+    return Result({"steps": steps, "last scale": f"{answers[0]['steps'][-1]['scale']:g}"})
 
 
 # -- The scale alone --
 
 
-def _check_path(student: ModuleType, case: Case) -> Result:
-    rules = {
-        "initial_scale": 2.0**10,
-        "min_scale": 2.0**7,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": case.window,
-        "hysteresis": case.hysteresis,
-    }
-    ours, theirs = DynamicGradScaler(**rules), DynamicGradScaler(**rules)
-    path = ["1024"]
-    for number, found_inf in enumerate(case.path):
-        ours.update(found_inf)
+def _scaler(case: Case) -> DynamicGradScaler:
+    return DynamicGradScaler(
+        initial_scale=2.0**10,
+        min_scale=2.0**7,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=case.window,
+        hysteresis=case.hysteresis,
+    )
+
+
+def _run_path(student: ModuleType, case: Case) -> list[tuple[float, int]]:
+    """The scale, and what is left of the hysteresis, after each step."""
+    theirs, path = _scaler(case), []
+    for found_inf in case.path:
         student.update(theirs, found_inf)
-        path.append(f"{'overflow' if found_inf else 'ok'} -> {theirs._scale:g}")
-        if theirs._scale != ours._scale:
+        path.append((float(theirs._scale), int(theirs._hysteresis_tracker)))
+    return path
+
+
+def _judge_path(case: Case, found: list[tuple[float, int]]) -> Result:
+    ours, path = _scaler(case), ["1024"]
+    for number, (found_inf, (scale, left)) in enumerate(zip(case.path, found, strict=True)):
+        ours.update(found_inf)
+        path.append(f"{'overflow' if found_inf else 'ok'} -> {scale:g}")
+        if scale != ours._scale:
             raise Wrong(
-                f"after step {number} the scale is {theirs._scale:g}, expected {ours._scale:g}\n"
+                f"after step {number} the scale is {scale:g}, expected {ours._scale:g}\n"
                 f"  window {case.window}, hysteresis {case.hysteresis}, least scale 128\n"
-                f"  so far: {', '.join(path[-10:])}\n"
-                + _why_path(ours, theirs, case.path[: number + 1])
+                f"  so far: {', '.join(path[-10:])}\n{_why_path(ours, scale, left, found_inf)}"
             )
-    return Result({"last scale": f"{theirs._scale:g}"})
+    return Result({"last scale": f"{scale:g}"})
 
 
-def _why_path(ours: DynamicGradScaler, theirs: DynamicGradScaler, path: list[bool]) -> str:
-    if theirs._scale < ours.min_scale:
+def _why_path(ours: DynamicGradScaler, scale: float, left: int, found_inf: bool) -> str:
+    if scale < ours.min_scale:
         return "The scale may not go below min_scale."
-    if path[-1] and theirs._scale < ours._scale:
+    if found_inf and scale < ours._scale:
         return (
             "That overflow should not lower the scale yet: only when the hysteresis is used up "
             f"({ours._hysteresis_tracker} of {ours.hysteresis} are left)."
         )
-    if path[-1]:
+    if found_inf:
         return (
             "That overflow should lower the scale: the hysteresis is used up, and only a growth "
             f"restores it (`_hysteresis_tracker` should be {ours._hysteresis_tracker} now, yours "
-            f"is {theirs._hysteresis_tracker})."
+            f"is {left})."
         )
-    if theirs._scale > ours._scale:
+    if scale > ours._scale:
         return (
             "It grew too early: growth needs that many good steps in a row, and an overflow starts "
             f"the count again (`_growth_tracker` should be {ours._growth_tracker} now)."
@@ -136,10 +157,10 @@ def _train(step: GptStep, fault: str, is_here: bool) -> dict[str, Any]:
         bad = math.inf if fault == INF else math.nan
         step.optimizer.shards[0].model_grad().view(-1)[0] = bad
     success, norm, _ = step.optimizer.step()
-    return {"made": success, "norm": norm, "scale": step.optimizer.grad_scaler._scale}
+    return {"made": success, "norm": norm, "scale": float(step.optimizer.grad_scaler._scale)}
 
 
-def _check_agreement(step: GptStep, found: Any, number: int, rank: int, fault: str) -> None:
+def _check_agreement(found: Any, number: int, rank: int, fault: str) -> None:
     """Raises Wrong, on all ranks alike, unless all ranks answer alike and right."""
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, found)
@@ -168,14 +189,19 @@ def _check_agreement(step: GptStep, found: Any, number: int, rank: int, fault: s
     raise Wrong("\n".join(lines))
 
 
-def _check_step(step: GptStep, number: int, got: dict[str, Any], expected: dict[str, Any]) -> None:
-    rank = step.place()
+def _judge_step(
+    reference: Reference, rank: int, number: int, got: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    who = reference.who(rank)
     if got["scale"] != expected["scale"]:
         raise Wrong(
-            f"rank {rank}: after step {number} the loss scale is {got['scale']:g}, expected "
+            f"rank {who}: after step {number} the loss scale is {got['scale']:g}, expected "
             f"{expected['scale']:g}"
         )
+    if got["made"] != expected["made"]:
+        made, wanted = ("made" if one["made"] else "skipped" for one in (got, expected))
+        raise Wrong(f"rank {who}: step {number} was {made}; it should have been {wanted}")
     if expected["made"]:
         scale = int(expected["scale"])
         what = f"the gradient norm in step {number}"
-        check_numbers(what, got["norm"], expected["norm"], rank, {"loss scale": scale})
+        check_numbers(what, got["norm"], expected["norm"], who, {"loss scale": scale})

@@ -1,11 +1,7 @@
-"""Checks the boxes: of single tensors, then of a whole run saved at one layout, loaded at another.
-
-Called by: the exercises' engine, on 4 ranks. Calls: the checkpoint code, `bench_gpt`.
-"""
+"""Checks the boxes: of single tensors, then of a whole run saved at one layout, loaded at another."""
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,21 +13,25 @@ from minimegatron.core.dist_checkpointing import serialization
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
 from minimegatron.core.tensor_parallel.sharding import (
-    full_shape,
     set_tensor_model_parallel_attributes,
     shard_parameter,
 )
 from minimegatron.doctor.folders import make_folder, remove_folder
-from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks, one_process
-from minimegatron.exercises.check import Case, Result, Wrong, check_numbers, installed
+from minimegatron.exercises.bench_gpt import GptStep, StepCase, batches, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
+from minimegatron.exercises.feedback_numbers import check_numbers
 from minimegatron.training.checkpointing import sharded_model_state, sharded_optimizer_state
 
-SYMBOL = "minimegatron.core.dist_checkpointing.mapping.make_sharded_tensors"
+OURS = "minimegatron.core.dist_checkpointing.mapping.make_sharded_tensors"
+REPLACES = (OURS,)
+SINGLE, MOVE = "single tensors", "moves between layouts"
+TP, WORLD = 2, 4
 
 
 def cases(seed: int) -> list[Case]:
     """Single tensors, from plain to stacked ranges; then two moves between layouts."""
-    draw = random.Random(seed)
+    draw, data = random.Random(seed), data_seed(seed)
     row, column = 2 * draw.randint(2, 4), 2 * draw.randint(2, 4)
     tensors = [
         ("cut along dimension 0", (row, column), 0, 1, 1),
@@ -44,10 +44,10 @@ def cases(seed: int) -> list[Case]:
         ("not cut, in ranges", (row, column), -1, 1, 2),
     ]
     single = [
-        Case(name, shape=shape, dim=dim, stride=stride, parts=parts)
+        Case(name, part=SINGLE, shape=shape, dim=dim, stride=stride, parts=parts)
         for name, shape, dim, stride, parts in tensors
     ]
-    both = {"seed": seed, "swiglu": True}
+    both = {"seed": data, "swiglu": True}
     moves = {
         "tp=2, pp=2 -> 2 stages, 2 replicas with ZeRO-1": (
             StepCase(tp=2, pp=2, num_microbatches=2, num_layers=2, **both),
@@ -58,92 +58,142 @@ def cases(seed: int) -> list[Case]:
             StepCase(pp=4, num_microbatches=2, num_layers=4, **both),
         ),
     }
-    return single + [Case(name, move=move) for name, move in moves.items()]
+    return single + [
+        Case(name, part=MOVE, before=before.values, after=after.values)
+        for name, (before, after) in moves.items()
+    ]
 
 
-def run(student: ModuleType, case: Case) -> Result:
+def run(student: ModuleType, case: Case) -> Any:
     """Single tensors need one rank; a move needs all."""
-    if "shape" not in case.values:
-        return _check_move(student, case)
-    if dist.get_rank() > 0:
-        return Result({})
-    return _check_tensor(student.make_sharded_tensors, case)
+    if case.part == MOVE:
+        return _run_move(student, case)
+    return _run_tensor(student.make_sharded_tensors, case) if dist.get_rank() == 0 else None
+
+
+def judge(case: Case, answers: Sequence[Any]) -> Result:
+    """Boxes against the full tensor; or weights and Adam's state against one process."""
+    return _judge_move(case, answers) if case.part == MOVE else _judge_tensor(case, answers[0])
 
 
 # -- Single tensors --
 
 
-def _check_tensor(make: Callable, case: Case) -> Result:
-    tp_size = 2
-    full = torch.arange(torch.Size(case.shape).numel()).view(case.shape)
-    saved, num_boxes = torch.zeros(case.shape, dtype=torch.int64), 0
-    for tp_rank in range(tp_size):
-        piece = _piece(full, case, tp_rank, tp_size)
-        length = -(-piece.numel() // case.parts)
-        for start in range(0, piece.numel(), length):
-            data = piece.reshape(-1)[start : start + length]
-            data = data.view(piece.shape) if case.parts == 1 else data
-            boxes = make("weight", piece, data, tp_rank, tp_size, start)
-            who = f"tp rank {tp_rank} of {tp_size}, elements {start} to {start + data.numel()}"
-            who += f" (start={start})" if start else ""
-            _check_boxes(boxes, full, data, who)
-            num_boxes += len(boxes)
-            for box in boxes:
-                if box.replica_id == 0:
-                    saved[_slices(box)] += 1
-        _check_replica(make, piece, tp_rank, tp_size)
-    _check_saved_once(saved, case)
-    return Result({"boxes": num_boxes})
+def _full(case: Case) -> torch.Tensor:
+    """A tensor whose every element says where it is."""
+    return torch.arange(torch.Size(case.shape).numel()).view(case.shape)
 
 
-def _piece(full: torch.Tensor, case: Case, tp_rank: int, tp_size: int) -> torch.Tensor:
+def _pieces(case: Case, tp_rank: int) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]:
+    """A rank's piece, and what of it is saved at a time: (start, data)."""
     like = torch.empty(0)
     set_tensor_model_parallel_attributes(like, case.dim >= 0, case.dim, case.stride)
-    piece = shard_parameter(full, like, tp_rank, tp_size).clone()
+    piece = shard_parameter(_full(case), like, tp_rank, TP).clone()
     set_tensor_model_parallel_attributes(piece, case.dim >= 0, case.dim, case.stride)
-    assert full_shape(piece, tp_size) == full.shape
-    return piece
+    if case.parts == 1:
+        return piece, [(0, piece)]
+    length = -(-piece.numel() // case.parts)
+    flat = piece.reshape(-1)
+    starts = range(0, piece.numel(), length)
+    return piece, [(start, flat[start : start + length]) for start in starts]
 
 
-def _slices(box: ShardedTensor) -> tuple[slice, ...]:
-    return tuple(
-        slice(begin, begin + size)
-        for begin, size in zip(box.global_offset, box.data.shape, strict=True)
-    )
+def _run_tensor(make: Callable, case: Case) -> list[dict[str, Any]]:
+    """What every rank's call gives, with rank 1's piece made here too."""
+    calls = []
+    for tp_rank in range(TP):
+        piece, parts = _pieces(case, tp_rank)
+        for start, data in parts:
+            boxes = make("weight", piece, data, tp_rank, TP, start)
+            calls.append(_plain(boxes, data, _who(tp_rank, start, data)))
+        second = make("weight", piece, piece, tp_rank, TP, replica_id=1)
+        calls.append(_plain(second, piece, f"tp rank {tp_rank} of {TP}, replica_id=1"))
+    return calls
 
 
-def _check_boxes(boxes: Any, full: torch.Tensor, data: torch.Tensor, who: str) -> None:
+def _who(tp_rank: int, start: int, data: torch.Tensor) -> str:
+    who = f"tp rank {tp_rank} of {TP}, elements {start} to {start + data.numel()}"
+    return f"{who} (start={start})" if start else who
+
+
+def _plain(boxes: Any, data: torch.Tensor, who: str) -> list[dict[str, Any]]:
     if not isinstance(boxes, list) or not all(isinstance(box, ShardedTensor) for box in boxes):
         raise Wrong(f"{who}: it returned {boxes!r}; return a list of ShardedTensor")
+    memory = data.untyped_storage().data_ptr()
     for box in boxes:
         if not isinstance(box.data, torch.Tensor):
             raise Wrong(f"{who}: a box's data is {box.data!r}; make it a view into `data`")
-        where = f"{who}: the box at {tuple(box.global_offset)}, size {tuple(box.data.shape)},"
-        if box.key != "weight" or tuple(box.global_shape) != tuple(full.shape):
+    return [
+        {
+            "key": str(box.key),
+            "data": box.data.detach().clone(),
+            "is_view": box.data.untyped_storage().data_ptr() == memory,
+            "global_shape": [int(size) for size in box.global_shape],
+            "global_offset": [int(place) for place in box.global_offset],
+            "replica_id": int(box.replica_id),
+        }
+        for box in boxes
+    ]
+
+
+def _judge_tensor(case: Case, calls: list[list[dict[str, Any]]]) -> Result:
+    full, said = _full(case), iter(calls)
+    saved, num_boxes = torch.zeros(case.shape, dtype=torch.int64), 0
+    for tp_rank in range(TP):
+        for start, data in _pieces(case, tp_rank)[1]:
+            boxes = next(said)
+            _judge_boxes(boxes, full, data, _who(tp_rank, start, data))
+            num_boxes += len(boxes)
+            for box in boxes:
+                if box["replica_id"] == 0:
+                    saved[_slices(box)] += 1
+        if any(box["replica_id"] == 0 for box in next(said)):
             raise Wrong(
-                f"{where} is of {box.key!r} {tuple(box.global_shape)}; the full tensor is 'weight' "
-                f"{tuple(full.shape)}"
+                f"tp rank {tp_rank} of {TP}: called with replica_id=1 (a second copy, as of a tied "
+                "embedding), it gives boxes with replica_id 0: two ranks would save the same"
             )
-        if len(box.global_offset) != full.dim() or box.data.dim() != full.dim():
+    _judge_saved_once(saved, case)
+    return Result({"boxes": num_boxes})
+
+
+def _slices(box: dict[str, Any]) -> tuple[slice, ...]:
+    return tuple(
+        slice(begin, begin + size)
+        for begin, size in zip(box["global_offset"], box["data"].shape, strict=True)
+    )
+
+
+def _judge_boxes(
+    boxes: list[dict[str, Any]], full: torch.Tensor, data: torch.Tensor, who: str
+) -> None:
+    for box in boxes:
+        offset, shape = tuple(box["global_offset"]), tuple(box["data"].shape)
+        where = f"{who}: the box at {offset}, size {shape},"
+        if box["key"] != "weight" or tuple(box["global_shape"]) != tuple(full.shape):
+            raise Wrong(
+                f"{where} is of {box['key']!r} {tuple(box['global_shape'])}; the full tensor is "
+                f"'weight' {tuple(full.shape)}"
+            )
+        if len(offset) != full.dim() or len(shape) != full.dim():
             raise Wrong(f"{where} must have {full.dim()} dimensions, as the full tensor has")
         there = full[_slices(box)]
-        if there.shape != box.data.shape:
+        if there.shape != box["data"].shape:
             raise Wrong(f"{where} reaches beyond the full tensor, {tuple(full.shape)}")
-        if not torch.equal(there, box.data):
+        if not torch.equal(there, box["data"]):
             raise Wrong(_misplaced(where, box, full))
-        if box.data.untyped_storage().data_ptr() != data.untyped_storage().data_ptr():
+        if not box["is_view"]:
             raise Wrong(f"{where} holds a copy: what is loaded into it is lost. Make it a view.")
-    held = sum(box.data.numel() for box in boxes)
+    held = sum(box["data"].numel() for box in boxes)
     if held != data.numel():
         raise Wrong(f"{who}: its boxes hold {held} elements, but `data` has {data.numel()}")
 
 
-def _misplaced(where: str, box: ShardedTensor, full: torch.Tensor) -> str:
-    off = (full[_slices(box)] != box.data).nonzero()[0]
+def _misplaced(where: str, box: dict[str, Any], full: torch.Tensor) -> str:
+    off = (full[_slices(box)] != box["data"]).nonzero()[0]
     inside = tuple(int(i) for i in off)
-    here = int(box.data[inside])
+    here = int(box["data"][inside])
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(here), full.shape))
-    claimed = tuple(begin + i for begin, i in zip(box.global_offset, inside, strict=True))
+    claimed = tuple(begin + i for begin, i in zip(box["global_offset"], inside, strict=True))
     return (
         f"{where} is at the wrong place: its element {inside} would be {claimed} of the full tensor, "
         f"but it is {place}\n"
@@ -154,16 +204,7 @@ def _misplaced(where: str, box: ShardedTensor, full: torch.Tensor) -> str:
     )
 
 
-def _check_replica(make: Callable, piece: torch.Tensor, tp_rank: int, tp_size: int) -> None:
-    boxes = make("weight", piece, piece, tp_rank, tp_size, replica_id=1)
-    if any(box.replica_id == 0 for box in boxes):
-        raise Wrong(
-            f"tp rank {tp_rank} of {tp_size}: called with replica_id=1 (a second copy, as of a tied "
-            "embedding), it gives boxes with replica_id 0: two ranks would save the same"
-        )
-
-
-def _check_saved_once(saved: torch.Tensor, case: Case) -> None:
+def _judge_saved_once(saved: torch.Tensor, case: Case) -> None:
     wrong = (saved != 1).nonzero()
     if not len(wrong):
         return
@@ -182,13 +223,12 @@ def _check_saved_once(saved: torch.Tensor, case: Case) -> None:
 # -- A move from one layout to another --
 
 
-def _check_move(student: ModuleType, case: Case) -> Result:
-    before, after = case.move
+def _run_move(student: ModuleType, case: Case) -> dict[str, Any]:
     folder = [str(make_folder("minimegatron-reshard-")) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     try:
-        with installed(student.make_sharded_tensors, SYMBOL):
-            return _move(before, after, folder[0])
+        with installed(student.make_sharded_tensors, OURS):
+            return _move(case, folder[0])
     except CheckpointingException as error:
         raise Wrong(f"with your boxes the checkpoint does not work: {error}") from error
     finally:
@@ -196,54 +236,75 @@ def _check_move(student: ModuleType, case: Case) -> Result:
             remove_folder(Path(folder[0]))
 
 
-def _move(before: StepCase, after: StepCase, folder: str) -> Result:
-    old = on_these_ranks(before)
-    reference = one_process(before, old.groups.dp.size())
-    for step in (old, reference):
-        step.forward_backward()
-        step.optimizer.step()
+def _move(case: Case, folder: str) -> dict[str, Any]:
+    old = on_these_ranks(case.before)
+    old.forward_backward()
+    old.optimizer.step()
     tensors = [*sharded_model_state(old.chunks)]
     tensors += sharded_optimizer_state(old.chunks, old.optimizer)
     serialization.save(tensors, {}, f"{folder}/saved")
-    num_steps = old.optimizer.get_step()
 
     # Other initial weights, so that what is not loaded is seen.
-    new = on_these_ranks(replace(after, seed=after.seed + 1))
-    new.data = _data_of(reference, new)
+    new = on_these_ranks(case.after | {"seed": case.after["seed"] + 1})
+    new.data = _same_data(case, new)
     saved_keys = set(serialization.load_tensors_metadata(f"{folder}/saved"))
     wanted = [*sharded_model_state(new.chunks)]
     wanted += sharded_optimizer_state(new.chunks, new.optimizer, saved_keys)
     serialization.load(wanted, f"{folder}/saved")
-    new.optimizer.set_step(num_steps)
+    new.optimizer.set_step(old.optimizer.get_step())
     new.meet()
-    _compare(new, reference, "after loading")
-    for step in (new, reference):
-        step.forward_backward()
-        step.optimizer.step()
+    loaded = _state(new)
+    new.forward_backward()
+    new.optimizer.step()
     new.meet()
-    _compare(new, reference, "one step later")
-    return Result(
-        {"tensors": len(saved_keys), "boxes on rank 0": f"{len(tensors)} -> {len(wanted)}"}
-    )
+    counts = {"num_tensors": len(saved_keys), "num_boxes": [len(tensors), len(wanted)]}
+    return {"loaded": loaded, "later": _state(new), **counts}
 
 
-def _data_of(reference: GptStep, step: GptStep) -> list:
-    """The reference's global batch, divided over the new layout's replicas."""
-    dp = step.groups.dp
-    return reference.data[dp.rank() :: dp.size()]
+def _same_data(case: Case, step: GptStep) -> list:
+    """The first layout's global batch, divided over the new layout's replicas."""
+    dp = WORLD // (case.before["tp"] * case.before["pp"])
+    num = case.before["num_microbatches"] * dp
+    return batches(case.before["seed"], num)[step.groups.dp.rank() :: step.groups.dp.size()]
 
 
-def _compare(step: GptStep, reference: GptStep, when: str) -> None:
-    full = dict(reference.parameters())
-    for name, param in step.parameters():
-        wanted = step.mine(full[name].detach(), param)
-        check_numbers(f"{name} {when}", param.detach(), wanted, step.place())
-    states = {id(shard.model_param): shard for shard in reference.optimizer.shards}
+def _state(step: GptStep) -> dict[str, dict[str, torch.Tensor]]:
+    """This rank's weights, and of each parameter's part that it updates the optimizer's state."""
+    names = {id(param): name for name, param in step.parameters()}
+    found = {"weight": {name: param.detach().clone() for name, param in step.parameters()}}
+    for shard in step.optimizer.shards:
+        for what, tensor in step.optimizer.parameter_state(shard).items():
+            part = tensor.detach().reshape(-1).clone()
+            found.setdefault(what, {})[names[id(shard.model_param)]] = part
+    return found
+
+
+def _judge_move(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
+    source, target = Reference(case.before, WORLD), Reference(case.after, WORLD)
+    for when, word in (("loaded", "after loading"), ("later", "one step later")):
+        source.run()
+        source.step.optimizer.step()
+        for rank, answer in enumerate(answers):
+            _compare(target, rank, answer[when], _state(source.step), word)
+    boxes = " -> ".join(map(str, answers[0]["num_boxes"]))
+    return Result({"tensors": answers[0]["num_tensors"], "boxes on rank 0": boxes})
+
+
+def _compare(
+    target: Reference,
+    rank: int,
+    found: dict[str, dict[str, torch.Tensor]],
+    full: dict[str, dict[str, torch.Tensor]],
+    when: str,
+) -> None:
+    step, who = target.as_rank(rank), target.who(rank)
+    for name, wanted in target.pieces(rank, full["weight"]).items():
+        check_numbers(f"{name} {when}", found["weight"].get(name), wanted, who)
     names = {id(param): name for name, param in step.parameters()}
     for shard in step.optimizer.shards:
         name = names[id(shard.model_param)]
-        whole = reference.optimizer.parameter_state(states[id(full[name])])
-        for what, tensor in step.optimizer.parameter_state(shard).items():
-            piece = step.mine(whole[what].view(full[name].shape), shard.model_param)
+        shape = full["weight"][name].shape
+        for what in step.optimizer.parameter_state(shard):
+            piece = step.mine(full[what][name].view(shape), shard.model_param)
             wanted = piece.reshape(-1)[shard.start : shard.end]
-            check_numbers(f"{what} of {name} {when}", tensor.reshape(-1), wanted, step.place())
+            check_numbers(f"{what} of {name} {when}", found[what].get(name), wanted, who)

@@ -1,213 +1,60 @@
-"""Judges a schedule: legal, within the cap, short; then runs it on real ranks.
-
-Called by: the exercises' engine, on 4 ranks; the plans are judged on rank 0 alone. Calls: the
-planner, `execution`, `bench_gpt`.
-"""
+"""Runs the student's schedule on 4 real ranks, as it was planned."""
 
 import random
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
-
 from minimegatron.execution import get_planned_forward_backward_func
-from minimegatron.exercises.bench_gpt import (
-    StepCase,
-    check_gradients,
-    on_these_ranks,
-    reference_gradients,
-)
-from minimegatron.exercises.bench_schedule import shortened_1f1b, with_messages
-from minimegatron.exercises.check import Case, Result, Wrong, recorded
-from minimegatron.planner.actions import FORWARD, Action
-from minimegatron.planner.check import Problem, check
-from minimegatron.planner.plan import Plan, plan
-from minimegatron.planner.render_text import render_text
-from minimegatron.planner.report import percent
-from minimegatron.planner.simulator import Simulation, simulate
+from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.catalog.ex18_memory_cap.alone import judged, planned
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed
+from minimegatron.exercises.recording import recorded, run_of
+from minimegatron.planner.actions import Action
+from minimegatron.planner.plan import Plan
 from minimegatron.planner.stage import Stage
 
-PER_MICROBATCH = 3
-"""Time of a forward and a backward."""
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
-    """Caps that 1F1B exceeds, in different places; one that it does not; then a real step."""
-    draw = random.Random(seed)
-    sizes = [(8, (3, 3, 2, 1)), (8, (2, 2, 2, 1)), (8, (4, 2, 2, 1)), (5, (2, 2, 1)), (6, (1, 1))]
-    sizes += [(2, (2, 2, 2, 1)), (8, (4, 3, 2, 1))]
-    real = (6, (3, 3, 2, 1))
+    """One step."""
+    draw, M, caps = random.Random(seed), 6, [3, 3, 2, 1]
     if seed:
-        for _ in range(3):
-            p = draw.randint(2, 4)
-            caps = tuple(draw.randint(1, max(1, p - rank)) for rank in range(p))
-            sizes.append((draw.randint(1, 10), caps))
-        real = (draw.randint(4, 8), (draw.randint(2, 3), 3, 2, 1))
-    found = [
-        Case(f"p={len(caps)}, M={M}, room for {_list(caps)}", M=M, caps=caps) for M, caps in sizes
-    ]
-    M, caps = real
-    step = StepCase(pp=4, num_microbatches=M, seed=seed)
-    return [*found, Case(f"for real: p=4, M={M}, room for {_list(caps)}", step=step, caps=caps)]
+        M, caps = draw.randint(4, 8), [draw.randint(2, 3), 3, 2, 1]
+    step = StepCase(pp=4, num_microbatches=M, seed=data_seed(seed)).values
+    words = f"p=4, M={M}, room for {', '.join(map(str, caps))}"
+    return [Case(words, part="a real step", step=step, M=M, caps=caps)]
 
 
-def run(student: ModuleType, case: Case) -> Result:
-    """A plan, judged; or a step."""
-    if "step" in case.values:
-        return _run_for_real(student, case)
-    if dist.get_rank() > 0:
-        return Result({})
-    step = _planned(student, case.M, case.caps)
-    return Result(_judged(step, case.caps))
-
-
-def _planned(student: ModuleType, M: int, caps: Sequence[int]) -> Plan:
-    def your_schedule(stage: Stage) -> Any:
-        return student.schedule(stage, list(caps))
-
-    try:
-        return plan(your_schedule, len(caps), M)
-    except ValueError as error:
-        # What the planner refuses is for the student to read; their own mistakes need their lines.
-        if traceback.extract_tb(error.__traceback__)[-1].filename == student.__file__:
-            raise
-        raise Wrong(str(error)) from error
-
-
-# -- Judging --
-
-
-def _judged(step: Plan, caps: Sequence[int]) -> dict[str, str]:
-    problems = check(step)
-    if problems:
-        raise Wrong(_problem_words(problems))
-    for rank, cap in enumerate(caps):
-        _check_cap(step, rank, cap)
-    simulation = simulate(step)
-    M = step.config.num_microbatches
-    limit, alone = _limit(M, caps), M * len(caps) * PER_MICROBATCH
-    if simulation.makespan > limit:
-        raise Wrong(_too_long(simulation, limit, caps[0]))
-    board = [
-        (_lower_bound(M, caps), 0, "bound"),
-        (simulation.makespan, 1, "YOU"),
-        (limit, 2, "limit"),
-        (alone, 3, "one at a time"),
-    ]
-    return {
-        "makespan": f"{simulation.makespan}",
-        "leaderboard": " < ".join(f"{time} {who}" for time, _, who in sorted(board)),
-        "bubble": percent(simulation.bubble_over_total),
-        "in flight": _list([step.peak_in_flight(rank) for rank in range(len(caps))]),
-    }
-
-
-def _problem_words(problems: list[Problem]) -> str:
-    stuck = [problem for problem in problems if problem.kind == "deadlock"]
-    # Where work is missing or done twice, that is the cause and the deadlock follows from it.
-    first = problems[0] if problems[0].kind in ("absent", "duplicate", "range", "order") else None
-    shown = first or (stuck or problems)[0]
-    lines = [f"the schedule cannot work: {shown}"]
-    if shown.kind == "deadlock":
-        lines.append(
-            "A message waits until both ends are there. If a stage sends while its neighbour is in "
-            "an exchange that waits for this very stage, both wait for ever: a stage that runs ahead "
-            "needs a neighbour that takes what it makes."
-        )
-    return "\n".join(lines)
-
-
-def _check_cap(step: Plan, rank: int, cap: int) -> None:
-    held = 0
-    for number, action in enumerate(step.work(rank)):
-        held += 1 if action.kind == FORWARD else -1
-        if held > cap:
-            order = "".join(a.kind[0].upper() for a in step.work(rank))
-            raise Wrong(
-                f"rank {rank}: with the forward of microbatch {action.microbatch} it holds {held} "
-                f"microbatches, but has room for {cap}\n"
-                f"  its order: {order[: number + 1]}{order[number + 1 :].lower()}\n"
-                f"It must do a backward before this forward. (1F1B holds p - r = "
-                f"{step.config.pp_size - rank} here, GPipe all {step.config.num_microbatches}.)"
-            )
-
-
-def _too_long(simulation: Simulation, limit: int, cap: int) -> str:
-    advice = (
-        "A warm-up that is as long as that of the stage before, or longer, can do harm: see which "
-        "stage waits for which, and let it hold less."
-    )
-    if simulation.plan.peak_in_flight(0) < cap:
-        advice = (
-            f"Stage 0 has room for {cap}: let it begin the next microbatch before the first one "
-            "comes back."
-        )
-    return (
-        f"the step takes {simulation.makespan}, and may take {limit}: so long does 1F1B take whose "
-        "warm-up is shortened in the best way\n\n"
-        f"{render_text(simulation, width=96)}\n"
-        f"{advice}"
-    )
-
-
-def _limit(M: int, caps: Sequence[int]) -> int:
-    """The shortest step of a 1F1B with other warm-ups."""
-    p = len(caps)
-    choices = [range(min(p - rank, caps[rank])) for rank in range(p)]
-    return min(
-        found for warmups in product(*choices) if (found := _makespan(warmups, M)) is not None
-    )
-
-
-def _makespan(warmups: tuple[int, ...], M: int) -> int | None:
-    def shortened(stage: Stage) -> Iterator[Action]:
-        return with_messages(stage, shortened_1f1b(warmups, stage.pp_rank, M))
-
-    try:
-        return simulate(plan(shortened, len(warmups), M)).makespan
-    except ValueError:  # it never finishes
-        return None
-
-
-def _lower_bound(M: int, caps: Sequence[int]) -> int:
-    """Each microbatch stays (p - r)(f + b) on stage r, in one of its places, at the least."""
-    p = len(caps)
-    return max(
-        (M + p - 1) * PER_MICROBATCH,
-        *((rank + -(-M // cap) * (p - rank)) * PER_MICROBATCH for rank, cap in enumerate(caps)),
-    )
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-# -- For real --
-
-
-def _run_for_real(student: ModuleType, case: Case) -> Result:
-    judged: list[Any] = [None]
-    if dist.get_rank() == 0:
-        planned = _planned(student, case.step.num_microbatches, case.caps)
-        judged = [(planned.ranks, _judged(planned, case.caps))]
-    dist.broadcast_object_list(judged, src=0)
-    ranks, achieved = judged[0]
+def run(student: ModuleType, case: Case) -> dict[str, Any]:
+    """The plan, and the step that follows it."""
+    mine = planned(student, case.M, case.caps)
     step = on_these_ranks(case.step)
-    expected = reference_gradients(case.step, step.groups.dp.size())
     with recorded() as recording:
-        step.forward_backward(get_planned_forward_backward_func(_replaying(ranks)))
+        step.forward_backward(get_planned_forward_backward_func(_replaying(mine.ranks)))
     step.meet()
-    check_gradients(step, expected)
-    return Result(achieved | {"gradients": "those of one process"}, recording)
+    return {"plan": mine.to_json(), "gradients": step.gradients(), "recording": recording()}
 
 
 def _replaying(ranks: list[list[Action]]) -> Callable:
-    """The schedule that was judged, whatever the student's function would say a second time."""
+    """The schedule that was planned, whatever the student's function would say a second time."""
 
     def your_schedule(stage: Stage) -> Iterator[Action]:
         return iter(ranks[stage.pp_rank])
 
     return your_schedule
+
+
+def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
+    """The plan, which must be the same on all ranks, and every gradient."""
+    if any(answer["plan"] != answers[0]["plan"] for answer in answers):
+        raise Wrong(
+            "your schedule gives another plan on some ranks than on rank 0\n"
+            "Every rank plans all stages for itself: it must depend on nothing but its arguments."
+        )
+    achieved = judged(Plan.from_json(answers[0]["plan"]), case.M, case.caps)
+    reference = Reference(case.step, WORLD).run()
+    reference.check_gradients([answer["gradients"] for answer in answers])
+    return Result(achieved | {"gradients": "those of one process"}, run_of(answers))

@@ -1,7 +1,4 @@
-"""Checks a layout: that it is one, that its slowest stage is the fastest possible, what it gains.
-
-Called by: the exercises' engine, in one process. Calls: the layout parser, the planner.
-"""
+"""Checks a layout: that it is one, that its slowest stage is the fastest possible, what it gains."""
 
 import math
 import random
@@ -48,10 +45,14 @@ def cases(seed: int) -> list[Case]:
     ]
 
 
-def run(student: ModuleType, case: Case) -> Result:
+def run(student: ModuleType, case: Case) -> Any:
+    """One model's layout."""
+    return student.choose_layout(*case.sizes, dict(case.times))
+
+
+def judge(case: Case, text: Any) -> Result:
     """One model."""
     num_layers, p = case.sizes
-    text = student.choose_layout(num_layers, p, dict(case.times))
     layout = _parsed(text, num_layers, p)
     times = _stage_times(layout, case.times)
     best = _best_slowest(num_layers, p, case.times)
