@@ -14,35 +14,42 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from minimegatron.core.tracing import Call, call_traced, observed_by
-from minimegatron.exercises import bench_gpt
-from minimegatron.exercises.feedback import Wrong, check_numbers
+from minimegatron.exercises import verdict
+from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.cases import Wrong
+from minimegatron.exercises.feedback_numbers import check_numbers
 from minimegatron.exercises.labs import LabJob
-from minimegatron.exercises.rank_side import Told, printing_to, verdict_on
-from minimegatron.exercises.verdict import RAISED, Verdict
+from minimegatron.exercises.plain_data import to_line
+from minimegatron.exercises.rank_side import Failed, printing_to
 
 MOVE_SECONDS = 0.5
 TOLERANCES = {"rtol": 1e-9, "atol": 1e-9}
 KEPT = ("minimegatron.core.tracing", "minimegatron.doctor", "minimegatron.launcher")
 """Watching goes on as before, so who watches must be who is told."""
-REPLACED = ("minimegatron.exercises.bench_", "minimegatron.exercises.check")
+REPLACED = ("minimegatron.exercises.bench_", "minimegatron.exercises.replacing")
 
 
-def step_on_rank(job: LabJob) -> str:
-    """One step on this rank. Raises Told, with what was noticed, if anything was."""
+def step_on_rank(job: LabJob) -> None:
+    """One step on this rank. Raises Failed, with what was noticed in this rank's file, if any was."""
     with printing_to(job.pipes):
         try:
-            case = bench_gpt.StepCase(**job.layout)
-            expected = _Expected(case, dist.get_world_size() // (case.tp * case.pp))
+            expected = _Expected(job)
             _use_copy(job.package)
             _compare(job, expected)
         except Wrong as error:
-            raise Told(verdict_on(error, job.path).to_json()) from error
+            _tell(job, verdict.WRONG, str(error))
+            raise Failed from error
         except BaseException as error:
-            raise Told(_raised(error, job.package).to_json()) from error
-    return "nothing noticed"
+            _tell(job, verdict.RAISED, _raised(error, job.package))
+            raise Failed from error
 
 
-def _raised(error: BaseException, package: str) -> Verdict:
+def _tell(job: LabJob, kind: str, text: str) -> None:
+    with open(f"{job.lines}/{dist.get_rank()}", "w", encoding="utf-8") as file:
+        file.write(to_line({"failed": kind, "text": text}) + "\n")
+
+
+def _raised(error: BaseException, package: str) -> str:
     """An exception, with the last lines of the copy that it came through."""
     summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     lines = [f"rank {dist.get_rank()} raised {summary}"]
@@ -50,20 +57,22 @@ def _raised(error: BaseException, package: str) -> Verdict:
         if frame.filename.startswith(package):
             name = frame.filename.removeprefix(package).lstrip("/")
             lines.append(f"  {name}:{frame.lineno}, in {frame.name}:  {frame.line}")
-    return Verdict(RAISED, "\n".join([lines[0], *lines[1:][-6:]]), rank=dist.get_rank())
+    return "\n".join([lines[0], *lines[1:][-6:]])
 
 
 class _Expected:
-    """What one process finds with the package as it is."""
+    """What one process finds with the package as it is, and this rank's pieces of it."""
 
-    def __init__(self, case: bench_gpt.StepCase, dp: int):
-        step = bench_gpt.one_process(case, dp)
-        reports = step.forward_backward()
-        self.dp = dp
+    def __init__(self, job: LabJob):
+        reference, rank = Reference(job.layout, dist.get_world_size()).run(), dist.get_rank()
+        self.who, self.sizes = reference.who(rank), reference.sizes
+        reports = reference.reports[reference.places[rank]["dp"] :: reference.dp]
         self.losses = [report["loss"].item() for report in reports]
-        self.gradients = step.gradients()
-        _, self.norm, _ = step.optimizer.step()
-        self.weights = {name: param.detach().clone() for name, param in step.parameters()}
+        self.is_last_stage = reference.is_last_stage(rank)
+        self.gradients = reference.pieces(rank, reference.gradients)
+        _, self.norm, _ = reference.step.optimizer.step()
+        weights = {name: param.detach() for name, param in reference.step.parameters()}
+        self.weights = reference.pieces(rank, weights)
 
 
 def _use_copy(package: str) -> None:
@@ -97,42 +106,41 @@ def _compare(job: LabJob, expected: _Expected) -> None:
     with _moving():
         gpt = importlib.import_module("minimegatron.exercises.bench_gpt")
         rendezvous = importlib.import_module("minimegatron.exercises.bench_rendezvous")
-        check = importlib.import_module("minimegatron.exercises.check")
-    case = gpt.StepCase(**job.layout)
-    step = gpt.on_these_ranks(case)
-    place, sizes, groups = step.place(), step.sizes(), step.groups
+        replacing = importlib.import_module("minimegatron.exercises.replacing")
+    step = gpt.on_these_ranks(job.layout)
+    case, groups = step.case, step.groups
     held = _Held()
     with contextlib.ExitStack() as around:
         if job.strict:
             ours = (rendezvous.RendezvousTransport, rendezvous.GET_TRANSPORT)
-            around.enter_context(check.installed(*ours))
+            around.enter_context(replacing.installed(*ours))
         around.enter_context(observed_by(held))
         reports = step.forward_backward()
-    if groups.pp.rank() == groups.pp.size() - 1:
+    if expected.is_last_stage:
         losses = [report["loss"].item() for report in reports]
-        mine = expected.losses[groups.dp.rank() :: expected.dp]
-        check_numbers("the loss of microbatches", losses, mine, place, sizes, **TOLERANCES)
+        _check("the loss of microbatches", losses, expected.losses, expected)
     # A rank that ends here leaves the others in a collective; first all compare what they have.
     dist.barrier()
     for name, param in step.parameters():
-        wanted = step.mine(expected.gradients[name], param)
-        found = param.main_grad
-        check_numbers(f"gradient of {name}", found, wanted, place, sizes, **TOLERANCES)
+        _check(f"gradient of {name}", param.main_grad, expected.gradients[name], expected)
     dist.barrier()
     if case.vp is None and case.pp > 1:
         most = min(case.pp - groups.pp.rank(), case.num_microbatches)
         if held.most > most:
             raise Wrong(
-                f"rank {place}: all numbers are right, but it holds the activations of {held.most} "
-                f"microbatches at once; 1F1B needs min(pp - stage, microbatches) = {most}"
+                f"rank {expected.who}: all numbers are right, but it holds the activations of "
+                f"{held.most} microbatches at once; 1F1B needs min(pp - stage, microbatches) = {most}"
             )
     dist.barrier()
     _, norm, _ = step.optimizer.step()
-    check_numbers("the norm of all gradients", norm, expected.norm, place, sizes, **TOLERANCES)
+    _check("the norm of all gradients", norm, expected.norm, expected)
     for name, param in step.parameters():
-        wanted = step.mine(expected.weights[name], param)
-        check_numbers(f"updated {name}", param.detach(), wanted, place, sizes, **TOLERANCES)
+        _check(f"updated {name}", param.detach(), expected.weights[name], expected)
     dist.barrier()
+
+
+def _check(what: str, found: object, wanted: object, expected: _Expected) -> None:
+    check_numbers(what, found, wanted, expected.who, expected.sizes, **TOLERANCES)
 
 
 class _Held:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from minimegatron.exercises import verdict
+from minimegatron.exercises.collect import Collected
 from minimegatron.exercises.faults import FAULTS, Fault, apply_fault
+from minimegatron.exercises.plain_data import from_line
 from minimegatron.exercises.runner import ROOT
 from minimegatron.exercises.verdict import Verdict
 
@@ -60,6 +62,8 @@ class LabJob:
     layout: dict[str, Any]
     strict: bool
     pipes: str = ""
+    lines: str = ""
+    """The folder where ranks write what they notice."""
 
 
 def start_lab(lab: Lab, folder: Path) -> str:
@@ -115,14 +119,23 @@ def serve(name: str, folder: str) -> None:
 
 def check_lab(lab: Lab, folder: Path, patience: float = 3.0) -> Verdict:
     """The step on ranks; `folder` holds the copy."""
-    engine = importlib.import_module("minimegatron.exercises.engine")
+    on_ranks = importlib.import_module("minimegatron.exercises.on_ranks")
     side = importlib.import_module("minimegatron.exercises.lab_side")
     path = (folder / "minimegatron" / lab.fault.file).resolve()
     job = LabJob(str(folder.resolve()), str(path), lab.layout, lab.strict)
-    return engine.ask_ranks(side.step_on_rank, lab.num_ranks, job, patience, _nothing_noticed)
+    found = on_ranks.collect_on_ranks(job, lab.num_ranks, patience, side.step_on_rank)
+    return _noticed(found)
 
 
-def _nothing_noticed(found: list[Any]) -> Verdict:
+def _noticed(found: Collected) -> Verdict:
+    """What the first rank that failed has told; how the ranks ended, if none did."""
+    told = [(rank, from_line(lines[0])) for rank, lines in enumerate(found.lines) if lines]
+    told.sort(key=lambda pair: pair[0] != found.rank)
+    if told and found.ending == verdict.RAISED:
+        rank, first = told[0]
+        return Verdict(first["failed"], first["text"], rank=rank, printed=found.printed)
+    if found.ending:
+        return Verdict(found.ending, found.text, rank=found.rank, printed=found.printed)
     return Verdict(verdict.PASSED, num_cases=1, num_passed=1)
 
 
