@@ -14,15 +14,16 @@ class Case:
     """One configuration to check: a name that students see, and the values behind it.
 
     `part` names the piece of the exercise that it checks ("the warm-up"); parts are reported one by
-    one. Values are plain data (`plain_data`): they travel to the student's room.
+    one. A case that `hangs` is right when its ranks wait for each other for ever. Values are plain
+    data (`plain_data`): they travel to the student's room.
 
     >>> case = Case("pp 4, 8 microbatches", part="the loop", pp=4, num_microbatches=8)
     >>> case.pp, case.values["num_microbatches"], str(case), case.part
     (4, 8, 'pp 4, 8 microbatches', 'the loop')
     """
 
-    def __init__(self, name: str, *, part: str = "", **values: Any):
-        self.name, self.part, self.values = name, part, values
+    def __init__(self, name: str, *, part: str = "", hangs: bool = False, **values: Any):
+        self.name, self.part, self.hangs, self.values = name, part, hangs, values
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -46,12 +46,14 @@ class Question:
     num_ranks: int
     cases: str
     """[[name, part, values], ...], as `to_line` writes it."""
+    hangs: bool = False
+    """Right when the ranks wait for each other for ever."""
 
     @classmethod
     def of(cls, module: str, num_ranks: int, cases: Sequence[Case]) -> "Question":
         """The question that asks these cases."""
         plain = [[case.name, case.part, case.values] for case in cases]
-        return cls(module, num_ranks, to_line(plain))
+        return cls(module, num_ranks, to_line(plain), cases[0].hangs)
 
     @property
     def is_alone(self) -> bool:
@@ -156,7 +158,9 @@ def _listen(printing: int, printed: Kept, lines: int, said: bytearray, deadline:
 
 
 def _late_words(stack: str, path: str, seconds: float) -> str:
-    lines = [f"not done after {seconds:.0f} s; right code takes a moment. Is there a loop without end?"]
+    lines = [
+        f"not done after {seconds:.0f} s; right code takes a moment. Is there a loop without end?"
+    ]
     return "\n".join([*lines, *students_lines({0: stack}, path)])
 
 

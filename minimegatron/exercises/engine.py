@@ -29,6 +29,9 @@ from minimegatron.exercises.plain_data import from_line
 from minimegatron.exercises.source import check_source
 from minimegatron.exercises.verdict import Verdict, render
 
+ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError)
+"""What a judge raises on answers of another kind than it asked for."""
+
 
 def check_file(
     exercise: Exercise,
@@ -49,8 +52,8 @@ def check_file(
     found = check_source(exercise, path)
     if found is None:
         sheet = Sheet(exercise, seed)
-        for question in sheet.questions:
-            if not sheet.judge(question, collect(question, path, patience, control)):
+        for number, question in enumerate(sheet.questions):
+            if not sheet.judge(number, collect(question, path, patience, control)):
                 break
         found = sheet.verdict(replay)
     return replace(found, seconds=time.monotonic() - began)
@@ -68,6 +71,7 @@ class Sheet:
     seed: int
     _failed: Verdict | None = None
     _achieved: list[dict[str, str]] = field(default_factory=list)
+    _told: list[str] = field(default_factory=list)
     _printed: dict[str, str] = field(default_factory=dict)
     _recording: Any = None
 
@@ -75,48 +79,61 @@ class Sheet:
     def questions(self) -> list[Question]:
         """The pure parts first: they need neither ranks nor torch."""
         return [
-            Question.of(module.__name__, self._num_ranks(module), self._cases[module.__name__])
-            for module in self._modules
+            Question.of(module.__name__, self._num_ranks(module), cases)
+            for module, cases in self._asked
         ]
 
     @cached_property
-    def _modules(self) -> list[ModuleType]:
-        names = [name for name in (ALONE, CHECK) if (self.exercise.folder / f"{name}.py").is_file()]
-        return [importlib.import_module(f"{self.exercise.module}.{name}") for name in names]
+    def _asked(self) -> list[tuple[ModuleType, list[Case]]]:
+        """What goes into one room. A case that hangs has ranks of its own: they end with it."""
+        asked = []
+        for name in (ALONE, CHECK):
+            if not (self.exercise.folder / f"{name}.py").is_file():
+                continue
+            module = importlib.import_module(f"{self.exercise.module}.{name}")
+            cases = module.cases(self.seed)
+            asked += [(module, together)] if (together := [c for c in cases if not c.hangs]) else []
+            asked += [(module, [case]) for case in cases if case.hangs]
+        return asked
 
-    @cached_property
-    def _cases(self) -> dict[str, list[Case]]:
-        return {module.__name__: module.cases(self.seed) for module in self._modules}
+    @property
+    def _all_cases(self) -> list[Case]:
+        return [case for _, cases in self._asked for case in cases]
 
     def _num_ranks(self, module: ModuleType) -> int:
         return 0 if module.__name__.endswith(f".{ALONE}") else max(1, self.exercise.num_ranks)
 
     # -- Judging --
 
-    def judge(self, question: Question, collected: Collected) -> bool:
-        """Judges what a room said; whether all of it is right."""
-        module = importlib.import_module(question.module)
-        cases = self._cases[question.module]
-        self._printed |= {key: text for key, text in collected.printed.items()}
+    def judge(self, number: int, collected: Collected) -> bool:
+        """Judges what a room said to question `number`; whether all of it is right."""
+        module, cases = self._asked[number]
+        self._printed |= collected.printed
         said = [_Said(lines) for lines in collected.lines]
-        for number, case in enumerate(cases):
-            if not all(number in one.answers for one in said) or not said:
-                found = self._ended(module, collected, said, number, case)
-                self._failed = replace(found, case=str(case), part=found.part or case.part)
-                return False
-            answers = [one.answers[number] for one in said]
+        if cases[0].hangs and collected.ending == verdict.HANG:
+            self._achieved.append({"case": str(cases[0]), "hangs": "as it should"})
+            self._told.append(f"{cases[0]}: your ranks hang, as they should.\n{collected.text}")
+            return True
+        for place, case in enumerate(cases):
             try:
-                result = module.judge(case, answers[0] if question.is_alone else answers)
+                if not said or not all(place in one.answers for one in said):
+                    self._failed = self._ended(module, collected, said, place, case)
+                else:
+                    answers = [one.answers[place] for one in said]
+                    is_alone = self.questions[number].is_alone
+                    self._pass(case, module.judge(case, answers[0] if is_alone else answers))
+                    continue
             except Wrong as wrong:
-                part = wrong.part or case.part
-                self._failed = Verdict(verdict.WRONG, str(wrong), str(case), part)
-                return False
-            self._pass(case, result)
+                self._failed = Verdict(verdict.WRONG, str(wrong), part=wrong.part)
+            except ODD as error:
+                self._failed = Verdict(verdict.WRONG, _odd_words(error))
+            part = self._failed.part or case.part
+            self._failed = replace(self._failed, case=str(case), part=part)
+            return False
         if collected.ending:
             # All was answered, and then a rank did not come to its end.
             self._failed = Verdict(collected.ending, collected.text, rank=collected.rank)
-            return False
-        return True
+        return not collected.ending
 
     def _pass(self, case: Case, result: Result | None) -> None:
         result = result or Result()
@@ -128,9 +145,8 @@ class Sheet:
     def _parts(self) -> list[str]:
         """The exercise's pieces, in the order in which they are judged."""
         found: list[str] = []
-        for module in self._modules:
-            of_cases = [case.part for case in self._cases[module.__name__] if case.part]
-            found += getattr(module, "PARTS", of_cases)
+        for module, cases in self._asked:
+            found += getattr(module, "PARTS", [case.part for case in cases if case.part])
         return list(dict.fromkeys(found))
 
     def _passed_parts(self) -> list[str]:
@@ -141,8 +157,7 @@ class Sheet:
         if self._failed.part in parts:
             return parts[: parts.index(self._failed.part)]
         # It failed before any of its module's parts could be told from the others.
-        cases = [case for cases in self._cases.values() for case in cases]
-        before = {case.part for case in cases[: len(self._achieved)]}
+        before = {case.part for case in self._all_cases[: len(self._achieved)]}
         return [part for part in parts if part in before]
 
     def _ended(
@@ -150,10 +165,10 @@ class Sheet:
         module: ModuleType,
         collected: Collected,
         said: list["_Said"],
-        number: int,
+        place: int,
         case: Case,
     ) -> Verdict:
-        """Why there is no answer to a case."""
+        """Why there is no answer to a case. May raise Wrong."""
         failures = [(rank, one.failure) for rank, one in enumerate(said) if one.failure]
         failures.sort(key=lambda pair: (_is_consequence(pair[1]), pair[0] != collected.rank))
         if failures and collected.ending in ("", verdict.RAISED):
@@ -165,28 +180,30 @@ class Sheet:
         if collected.ending == verdict.HANG and hasattr(module, "judge_hang"):
             # What was done until then, against the plan: the cause, where the hang is a symptom.
             try:
-                module.judge_hang(case, [one.notes.get(number, []) for one in said])
+                module.judge_hang(case, [one.notes.get(place, []) for one in said])
             except Wrong as wrong:
                 text = f"{wrong}\n\nThen the ranks hang. {collected.text}"
                 return Verdict(verdict.WRONG, text, part=wrong.part, rank=collected.rank)
         if collected.ending:
             return Verdict(collected.ending, collected.text, rank=collected.rank)
-        return Verdict(verdict.DIED, "your code ended the process before it had answered (os._exit?)")
+        return Verdict(
+            verdict.DIED, "your code ended the process before it had answered (os._exit?)"
+        )
 
     # -- The outcome --
 
     def verdict(self, replay: Path | None = None) -> Verdict:
         """All in all. With `replay`, the last recording is written there if all is right."""
-        cases = [case for cases in self._cases.values() for case in cases]
-        found = self._failed
-        if found is None and len(self._achieved) != len(cases):
+        found, num_cases = self._failed, len(self._all_cases)
+        if found is None and len(self._achieved) != num_cases:
             found = Verdict(verdict.DEFECT, "the check ended early, and nothing says why")
         if found is None:
-            found = Verdict(verdict.PASSED, replay=self._replay(replay))
+            text = "\n\n".join(self._told)
+            found = Verdict(verdict.PASSED, text, replay=self._replay(replay))
         return replace(
             found,
             num_passed=len(self._achieved),
-            num_cases=len(cases),
+            num_cases=num_cases,
             achieved=tuple(self._achieved),
             parts=tuple(self._parts()),
             passed_parts=tuple(self._passed_parts()),
@@ -227,6 +244,13 @@ class _Said:
             kind, text = data["failed"], data.get("text")
             if kind in verdict.ROOM_KINDS and type(text) is str:
                 self.failure = {"failed": kind, "text": text}
+
+
+def _odd_words(error: Exception) -> str:
+    return (
+        "what your code returned is not of the kind that is expected, so it cannot be compared "
+        f"({type(error).__name__}: {error})\nThe docstrings of the stub say what each function returns."
+    )
 
 
 def _is_consequence(failure: dict[str, str]) -> bool:

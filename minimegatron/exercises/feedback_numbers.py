@@ -41,6 +41,7 @@ MEANINGS = {
 }
 """Name of a size in `layout` -> what "that many times too large" means, and "too small"."""
 
+
 def check_numbers(
     name: str,
     got: Any,

@@ -85,7 +85,7 @@ class _Desk:
 
     def judge(self, number: int, collected: str) -> bool:
         """See `Judge.judge`."""
-        return self.sheet.judge(self.sheet.questions[number], Collected.from_line(collected))
+        return self.sheet.judge(number, Collected.from_line(collected))
 
     def verdict(self, replay: str | None) -> str:
         """See `Judge.verdict`."""

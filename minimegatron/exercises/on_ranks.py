@@ -71,9 +71,7 @@ def _read_lines(path: Path) -> list[str]:
         return []
 
 
-def _run(
-    function: Callable[[Job], Any], num_ranks: int, job: Job, patience: float
-) -> Collected:
+def _run(function: Callable[[Job], Any], num_ranks: int, job: Job, patience: float) -> Collected:
     # A hang is told from slowness by who is ready to run, so it needs less patience.
     hang_timeout = HANG_SECONDS * min(patience, 1.5)
     options = {"backend": "gloo", "device": "cpu", "hang_timeout": hang_timeout}

@@ -20,7 +20,7 @@ MOST_BYTES = 64 << 20
 """Of one line."""
 MOST_DEPTH = 30
 DTYPES = (
-    "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
+    ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 )  # what a check hands on
 
 

@@ -1,10 +1,10 @@
 """The same check for a file that torchrun has started: `torchrun --nproc-per-node 4 ex06.py`.
 
-Called by: `check.main`, on every rank. Calls: `rank_side`, the hang doctor, `judge` (a process that rank 0
-starts), `ending`. Rank 0 prints. Megatron has no counterpart.
+Called by: `check.main`, on every rank. Calls: `rank_side`, the hang doctor, `judge` (a process that
+rank 0 starts), `ending`. Rank 0 prints. Megatron has no counterpart.
 
-Each rank is a room: what it says goes into torchrun's store. A thread of rank 0 reads it there, also while
-its main thread waits for a message that will never come.
+Each rank is a room: what it says goes into torchrun's store. A thread of rank 0 reads it there, also
+while its main thread waits for a message that will never come.
 """
 
 import importlib
@@ -37,6 +37,7 @@ from minimegatron.training.rendezvous import find_each_other
 LOOK_SECONDS = 0.05
 JOIN_SECONDS = 10.0
 """How long the listening thread may take to end."""
+NOT_ASKED = "Not tried under torchrun; `minimegatron exercises check` does."
 LINES, FAILED, OVER, ENDED = (f"exercise/{word}" for word in ("lines", "failed", "over", "ended"))
 
 
@@ -70,6 +71,9 @@ def _check(exercise: Exercise, path: Path, began: float) -> int:
     sheet = Sheet(exercise, seed=0)
     with _Board(exercise, path, began) as board:
         for number, question in enumerate(sheet.questions):
+            if question.hangs:
+                board.leave_out(number)
+                continue
             board.begin(number, question)
             if question.is_alone:
                 board.ask_alone()
@@ -134,13 +138,23 @@ class _Board:
         """The next question."""
         self.number, self.question = number, question
 
+    def leave_out(self, number: int) -> None:
+        """A question whose ranks hang would end this job; `minimegatron exercises check` asks it."""
+        if self.rank == 0:
+            self.judge.judge(number, Collected([], verdict.HANG, NOT_ASKED))
+
     def tell(self, line: str) -> None:
         """A line of this rank's."""
         self.store.append(f"{LINES}/{self.number}/{self.rank}", line + "\n")
 
     def ask_alone(self) -> None:
         """Rank 0 starts a room for what needs no ranks."""
-        if self.rank == 0 and not self.judge.judge(self.number, collect(self.question, self.path)):
+        if self.rank == 0:
+            self._judge(collect(self.question, self.path))
+
+    def _judge(self, collected: Collected) -> None:
+        """Ends all ranks unless it is right."""
+        if not self.judge.judge(self.number, collected):
             self._end(self.judge.verdict())
 
     def fail(self) -> None:
@@ -155,8 +169,7 @@ class _Board:
         while self.store.add(f"{OVER}/{self.number}", 0) < self.world_size:
             time.sleep(LOOK_SECONDS)
         if self.rank == 0 and not self.question.is_alone:
-            if not self.judge.judge(self.number, self._collected("", None)):
-                self._end(self.judge.verdict())
+            self._judge(self._collected("", None))
         self.store.add(f"{OVER}/{self.number}/judged", int(self.rank == 0))
         while self.store.add(f"{OVER}/{self.number}/judged", 0) < 1:
             time.sleep(LOOK_SECONDS)

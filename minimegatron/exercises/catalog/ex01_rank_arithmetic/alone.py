@@ -71,9 +71,7 @@ def judge(case: Case, found: dict[str, Any]) -> Result:
 
 def _grid(case: Case) -> RankGenerator:
     sizes = {name: case.values.get(name, 1) for name in NAMES}
-    return RankGenerator(
-        **sizes, order=case.order, rank_offset=case.values.get("rank_offset", 0)
-    )
+    return RankGenerator(**sizes, order=case.order, rank_offset=case.values.get("rank_offset", 0))
 
 
 def _sizes_of_job(grid: RankGenerator) -> dict[str, Any] | None:

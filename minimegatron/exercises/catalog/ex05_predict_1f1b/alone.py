@@ -32,7 +32,10 @@ def cases(seed: int) -> list[Case]:
     hand, rule = "part 1, by hand", "part 2, the rule"
     return [
         Case("three stages, four microbatches, by hand", part=hand, p=3, M=4, by_hand=True),
-        *(Case(f"predict_order, p={p}, M={M}", part=rule, p=p, M=M, by_hand=False) for p, M in sizes),
+        *(
+            Case(f"predict_order, p={p}, M={M}", part=rule, p=p, M=M, by_hand=False)
+            for p, M in sizes
+        ),
     ]
 
 

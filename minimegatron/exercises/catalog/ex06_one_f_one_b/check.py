@@ -208,9 +208,7 @@ def _end_of(planned: Plan, stage: int, phase: str) -> int:
     return next((i for i, a in enumerate(actions) if a.phase in later), len(actions))
 
 
-def _order_words(
-    case: Case, planned: Plan, stage: int, wanted: list[str], found: list[str]
-) -> str:
+def _order_words(case: Case, planned: Plan, stage: int, wanted: list[str], found: list[str]) -> str:
     work, done = ([word for word in words if word[0] in "FB"] for words in (wanted, found))
     text = str(wrong_order(wanted, found, stage))
     text = text.replace(f"rank {stage}:", f"stage {stage} of {case.p}:", 1)

@@ -38,7 +38,9 @@ def cases(seed: int) -> list[Case]:
 def run(student: ModuleType, case: Case) -> Any:
     """What each row gives, or one step."""
     if case.part == TABLE:
-        rows = [_call(student, _three_or_two(row, case), case, **row.changes) for row in _rows(case)]
+        rows = [
+            _call(student, _three_or_two(row, case), case, **row.changes) for row in _rows(case)
+        ]
         return {"rows": rows, **_run_exceptions(student, case)}
     step = on_these_ranks(case.step)
     if step.groups.dp.rank() == MASKED % step.groups.dp.size():
@@ -84,7 +86,9 @@ def judge(case: Case, answers: Sequence[Any]) -> Result | None:
 class Row:
     """One row: what the loss function returns, under which options, and what comes of it."""
 
-    def __init__(self, words: str, returns_tokens: bool, expected: float, tokens: int, **changes: Any):
+    def __init__(
+        self, words: str, returns_tokens: bool, expected: float, tokens: int, **changes: Any
+    ):
         self.words, self.returns_tokens = words, returns_tokens
         self.expected, self.tokens, self.changes = expected, tokens, changes
 
@@ -96,7 +100,9 @@ def _rows(case: Case) -> list[Row]:
         Row("(sum, n, report), option on: sum", True, total, n, per_token=True),
         Row("(mean, report), c = 1: mean / M", False, total / M, 0),
         Row(f"(mean, report), c = {c}: mean * c / M", False, total * c / M, 0, cp_group_size=c),
-        Row("(mean, report), cp_group_size None: mean / M", False, total / M, 0, cp_group_size=None),
+        Row(
+            "(mean, report), cp_group_size None: mean / M", False, total / M, 0, cp_group_size=None
+        ),
     ]
 
 

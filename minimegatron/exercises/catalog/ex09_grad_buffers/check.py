@@ -41,7 +41,10 @@ def cases(seed: int) -> list[Case]:
     drawn = ([draw.randint(1, 40) for _ in range(draw.randint(5, 9))], draw.randint(20, 60))
     sizes = [([10, 20, 30], 40), ([10, 20, 30], None), ([5], 100), ([40, 40, 40], 40), drawn]
     layers = draw.choice([2, 3])
-    steps = [("GPT, dp=2, two steps of M=1", 1, 1), ("GPT, dp=2, a step of M=1, then M=3", 3, layers)]
+    steps = [
+        ("GPT, dp=2, two steps of M=1", 1, 1),
+        ("GPT, dp=2, a step of M=1, then M=3", 3, layers),
+    ]
     return [
         Case(LAYOUT, part=LAYOUT, sizes=sizes),
         Case(HOOK, part=HOOK),

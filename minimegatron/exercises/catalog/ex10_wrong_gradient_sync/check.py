@@ -31,7 +31,9 @@ def cases(seed: int) -> list[Case]:
     both = {"pp": 2, "seed": data_seed(seed), "overlap_grad_reduce": True}
     steps = [StepCase(num_microbatches=M, **both) for M in counts]
     return [
-        Case(f"2 stages, 2 replicas, M={step.num_microbatches}", part="real steps", step=step.values)
+        Case(
+            f"2 stages, 2 replicas, M={step.num_microbatches}", part="real steps", step=step.values
+        )
         for step in steps
     ]
 

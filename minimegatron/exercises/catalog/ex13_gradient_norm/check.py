@@ -29,7 +29,9 @@ def cases(seed: int) -> list[Case]:
 
     def step(**sizes: Any) -> dict[str, Any]:
         num_microbatches = draw.randint(2, 3)
-        return StepCase(clip_grad=clip, seed=data, num_microbatches=num_microbatches, **sizes).values
+        return StepCase(
+            clip_grad=clip, seed=data, num_microbatches=num_microbatches, **sizes
+        ).values
 
     cuts = {
         "2 stages, tied embedding": step(pp=2),
