@@ -40,8 +40,8 @@ is in another process; whatever it imports or computes, the student's code canno
 
 * **Raise `Wrong`** for what the student got wrong; its first line says which invariant broke, where.
   Build it with the helpers, or write it: `raise Wrong(f"rank {r}: the loss of microbatch {i} ...")`.
-  `run` may raise it too, for what it notices at once (`_start` returned None). Any other exception is the
-  student's crash if their file is in its traceback, and else reported as a defect of the check.
+  `run` may raise it too, for what it notices at once (`_start` returned None). Any other exception
+  is the student's crash if their file is in its traceback, and else a defect of the check.
 * `check_numbers(name, got, expected, rank, layout)` (`feedback_numbers`): tensors, numbers or dicts of
   them (the first parameter that differs is named); says the ratio and what it usually means for those
   sizes. `check_order(plan, done, rank)`: planner actions or words like "F0"; the plan beside what was
@@ -51,8 +51,8 @@ is in another process; whatever it imports or computes, the student's code canno
   a `with` block: in its module, and wherever it was imported by name. `"...x.Class.method"` works too.
   A `@traced` function's replacement is traced likewise.
 * `recorded()` records the step (all ranks, or none). What it yields, called after the block, is plain
-  data; `run_of(answers)` is the `Trace` of all ranks: `.step(0)` has actions, bubble and figures. Return
-  it in the `Result`, and the student gets a page that replays the run.
+  data; `run_of(answers)` is the `Trace` of all ranks: `.step(0)` has actions, bubble and figures.
+  Return it in the `Result`, and the student gets a page that replays the run.
 * `Result(achieved)`: shown on success, as {"bubble": "27.3 % = 3/11", "peak": "4 microbatches"}: a
   dict of short words. Say what *their* code did, measured or counted.
 * A hang needs no care: after some seconds without a traced or torch.distributed call the doctor

@@ -1,7 +1,7 @@
 """Starts a student's ranks, and collects what each says.
 
-Called by: `collect`, `lab_side`'s starter. Calls: `launcher` (ranks and hang doctor), `rank_side` (in the
-ranks). Megatron has no counterpart.
+Called by: `collect`, `labs`. Calls: `launcher` (ranks and hang doctor), `rank_side` (in the ranks).
+Megatron has no counterpart.
 """
 
 import io

@@ -19,9 +19,18 @@ from minimegatron.core.json_text import parse_json
 MOST_BYTES = 64 << 20
 """Of one line."""
 MOST_DEPTH = 30
-DTYPES = (
-    ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
-)  # what a check hands on
+DTYPES = [
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+]  # what a check hands on
 
 
 class NotPlain(TypeError):

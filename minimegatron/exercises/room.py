@@ -94,7 +94,8 @@ class Room:
         seal = Seal()
         student = self._student()
         _look_at_authors(student, self.path, unwritten_names(self._folder / "stub.py"))
-        for self._number, (name, part, values) in enumerate(from_line(self.job.cases)):
+        for number, (name, part, values) in enumerate(from_line(self.job.cases)):
+            self._number = number
             self._say(begun=True)
             case = Case(name, part=part, **values)
             given = [check.run(student, case) for _ in range(self._times)]

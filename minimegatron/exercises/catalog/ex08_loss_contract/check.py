@@ -27,8 +27,8 @@ def cases(seed: int) -> list[Case]:
     draw, data = random.Random(seed), data_seed(seed)
     M, c = draw.choice([5, 7]), draw.choice([2, 4])
     found = [Case(TABLE, part=TABLE, M=M, c=c, total=10.0 + data % 5)]
-    M = draw.choice([2, 3, 4])
-    for p, M, on in [(2, M, False), (2, M, True), (1, draw.choice([2, 3]), True), (1, 1, False)]:
+    some, few = draw.choice([2, 3, 4]), draw.choice([2, 3])
+    for p, M, on in [(2, some, False), (2, some, True), (1, few, True), (1, 1, False)]:
         step = StepCase(pp=p, num_microbatches=M, num_layers=2, per_token=on, seed=data).values
         words = f"GPT, pp={p}, dp={4 // p}, M={M}, calculate_per_token_loss {'on' if on else 'off'}"
         found.append(Case(words, part=STEP, step=step))
