@@ -7,15 +7,17 @@ Each file is checked three times, with
 
 * the public seed, 0: what the student saw;
 * the hidden seed: other data and other configurations. Only who passes this gets the points;
-* the hidden seed again, where the file is loaded but the stub's functions are checked. That must fail:
+* the hidden seed again, where the file is loaded but the stub's functions are asked. That must not pass:
   a file that makes the check pass without doing the exercise does so here too.
 
-A verdict reaches the grader from the cell's checker, a process that runs no student's code, through a
-connection that ranks do not have. What is printed and exit codes count for nothing, and no answer is
-no point.
+A cell is told what to ask the student's functions, and says what they answered: plain data, through a
+connection that ranks do not have. Seed, cases and expected values stay with a judge, a process outside of
+all cells (`exercises.judge`). What is printed and exit codes count for nothing, and no answer is no point.
 """
 
 import ast
+import base64
+import contextlib
 import json
 import os
 import secrets
@@ -23,17 +25,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from minimegatron.core.json_text import parse_json
 from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import exercises
+from minimegatron.exercises.collect import Collected, Question
+from minimegatron.exercises.engine import Sheet
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits, Order
 from minimegatron.exercises.grading.submissions import Submission
+from minimegatron.exercises.judge import Judge
 from minimegatron.exercises.runner import ROOT
 from minimegatron.exercises.verdict import Verdict
 
@@ -46,7 +52,10 @@ UNGRADED = (
 """What no check here looks at; said in every report."""
 KEPT = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
 """Of the environment, what cells get."""
-MOST_ANSWER = 1 << 20
+MOST_ANSWER = 256 << 20
+"""Bytes of one answer of a cell."""
+SPARE_SECONDS = 30
+"""How long after its limit a cell may take to end."""
 PROGRAM = (
     "import sys; sys.path[:0] = [] if {root!r} in sys.path else [{root!r}]; "
     "from minimegatron.exercises.grading.template import serve; serve({file})"
@@ -137,12 +146,12 @@ def grade(
     jobs = settings.jobs or max(1, (os.cpu_count() or 1) // 2)
     with Template() as template, ThreadPoolExecutor(jobs) as pool:
         kind = settings.kind or strongest_kind(template, settings)
-        grader = _Grader(template, kind, seed, settings)
         work = [(submission, one) for submission in submissions for one in wanted]
         grades = []
-        for done in pool.map(lambda pair: grader.grade(*pair), work):
-            tell(done)
-            grades.append(done)
+        with contextlib.closing(_Grader(template, kind, seed, settings)) as grader:
+            for done in pool.map(lambda pair: grader.grade(*pair), work):
+                tell(done)
+                grades.append(done)
     return Report(
         grades,
         [submission.student for submission in submissions],
@@ -160,10 +169,13 @@ def strongest_kind(template: "Template", settings: Settings) -> str:
         if kind == OTHER_USER and os.getuid() != 0:
             reasons.append(f"{kind}: the grader is not root")
             continue
-        answers = list(template.ask({"room": _room(kind, 0, settings), **_trial()}, 60))
-        if len(answers) == 2 and answers[0].get("kind") == verdict.PASSED:
-            return kind
-        reasons.append(f"{kind}: {_reason(answers)}")
+        try:
+            if problem := _try(template, kind, settings):
+                reasons.append(f"{kind}: {problem}")
+            else:
+                return kind
+        except CellEnded as ended:
+            reasons.append(f"{kind}: {ended}")
     raise ValueError(
         "students' code cannot be kept in here ("
         + "; ".join(reasons)
@@ -173,20 +185,16 @@ def strongest_kind(template: "Template", settings: Settings) -> str:
     )
 
 
-def _trial() -> dict[str, Any]:
-    """A check that passes wherever anything can."""
+def _try(template: "Template", kind: str, settings: Settings) -> str:
+    """Why a check that passes wherever anything can does not pass in such a cell; "" if it does."""
     exercise = exercises()[0]
-    source = (exercise.folder / "solution.py").read_text()
-    runs = [{"seed": 0, "patience": 5.0}]
-    return {"exercise": exercise.module, "source": source, "runs": runs}
-
-
-def _reason(answers: Sequence[dict[str, Any]]) -> str:
-    for key in ("defect", "text", "ended"):
-        for answer in answers:
-            if answer.get(key):
-                return str(answer[key])
-    return "no answer"
+    source = (exercise.folder / "solution.py").read_bytes()
+    sheet = Sheet(exercise, seed=0)
+    with template.cell(_room(kind, 0, settings), f"{exercise.name}.py", source, 60) as cell:
+        for number, question in enumerate(sheet.questions):
+            sheet.judge(number, cell.collect(question, patience=5.0))
+    found = sheet.verdict()
+    return "" if found.has_passed else found.text
 
 
 def _room(kind: str, number: int, settings: Settings) -> dict[str, Any]:
@@ -223,23 +231,68 @@ class Template:
         self._control.close()
         self._process.wait(timeout=30)
 
-    def ask(self, question: dict[str, Any], timeout: float = 30.0) -> Iterator[dict[str, Any]]:
-        """What a new cell answers, until it has ended. Closing the connection ends the cell."""
+    def cell(self, room: dict[str, Any], file: str, source: bytes, seconds: float) -> "Cell":
+        """A new cell, in which `source` is `file`."""
         ours, theirs = socket.socketpair()
-        with ours:
-            with theirs, self._lock:
-                socket.send_fds(self._control, [b"c"], [theirs.fileno()])
-            ours.sendall(json.dumps(question).encode() + b"\n")
-            ours.settimeout(timeout)
-            with ours.makefile("rb") as lines:
-                while line := lines.readline(MOST_ANSWER):
-                    yield parse_json(line, "the cell's answer")
+        with theirs, self._lock:
+            socket.send_fds(self._control, [b"c"], [theirs.fileno()])
+        asked = {"room": room, "file": file, "source": base64.b64encode(source).decode()}
+        return Cell(ours, asked, seconds)
+
+
+class CellEnded(Exception):
+    """The cell gave no answer; the message says why."""
+
+
+class Cell:
+    """A cell, for the length of a `with` block: closing the connection ends it."""
+
+    def __init__(self, connection: socket.socket, asked: dict[str, Any], seconds: float):
+        self._connection = connection
+        connection.settimeout(seconds + SPARE_SECONDS)
+        self._lines = connection.makefile("rb")
+        self._send(asked)
+
+    def __enter__(self) -> "Cell":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        self._connection.close()
+
+    def collect(self, question: Question, patience: float, control: bool = False) -> Collected:
+        """What the room says. Raises CellEnded."""
+        asked = {"question": asdict(question), "patience": patience, "control": control}
+        try:
+            self._send(asked)
+            line = self._lines.readline(MOST_ANSWER)
+            answer = parse_json(line, "the cell's answer") if line else {}
+            if "collected" in answer:
+                return Collected.from_line(answer["collected"])
+        except (ValueError, TypeError) as error:
+            raise CellEnded(f"it answered nonsense: {error}") from None
+        except OSError as error:
+            raise CellEnded(f"it cannot be reached: {error}") from None
+        for key in ("defect", "ended"):
+            if isinstance(answer, dict) and answer.get(key):
+                raise CellEnded(str(answer[key]))
+        raise CellEnded("it ended without an answer")
+
+    def _send(self, words: dict[str, Any]) -> None:
+        self._connection.sendall(json.dumps(words).encode() + b"\n")
 
 
 class _Grader:
     def __init__(self, template: Template, kind: str, seed: int, settings: Settings):
         self.template, self.kind, self.seed, self.settings = template, kind, seed, settings
         self._numbers = iter(range(1 << 62))
+        self._mine = threading.local()
+        self._judges: list[Judge] = []
+
+    def close(self) -> None:
+        """Ends the judges."""
+        for judge in self._judges:
+            judge.__exit__()
 
     def grade(self, submission: Submission, exercise: Exercise) -> Grade:
         """Checks one file, in a cell of its own."""
@@ -247,19 +300,15 @@ class _Grader:
         if source is None:
             return Grade(student, exercise.name)
         verdicts, ended = self._run(exercise, source)
-        public = _state(verdicts, 0)
-        hidden = _state(verdicts, 1)
-        failed = next((one for one in verdicts[:2] if not one.has_passed), None)
-        message = "" if failed is None else verdict.render(failed, exercise.name)
-        remarks = remarks_on(exercise, source)
-        if hidden == PASSED and (problem := _control_problem(verdicts)):
+        public, hidden = _state(verdicts, 0), _state(verdicts, 1)
+        message, remarks = _message(verdicts, exercise), remarks_on(exercise, source)
+        if hidden == PASSED and (problem := _control_problem(verdicts, ended)):
             hidden = FAILED
             remarks += (problem,)
             message = "The check passes without the functions that you were asked to write."
-        if ended != "done":
+        if ended:
             remarks += (f"the cell ended early: {ended}",)
             message = message or f"No answer: {ended}."
-            hidden = FAILED if hidden == PASSED else hidden
         return Grade(
             student,
             exercise.name,
@@ -272,33 +321,37 @@ class _Grader:
             seconds=sum(one.seconds for one in verdicts),
         )
 
-    def _run(self, exercise: Exercise, source: str) -> tuple[list[Verdict], str]:
-        """The verdicts of the three checks, as far as they came, and how the cell ended."""
-        patience = self.settings.patience
-        runs = [
-            {"seed": 0, "patience": patience},
-            {"seed": self.seed, "patience": patience},
-            {"seed": self.seed, "patience": patience, "control": True},
-        ]
+    def _run(self, exercise: Exercise, source: bytes) -> tuple[list[Verdict], str]:
+        """The verdicts of the three checks, as far as they came; why the cell ended early, if so."""
         number = next(self._numbers) % 1000
-        question = {
-            "room": _room(self.kind, number, self.settings),
-            "exercise": exercise.module,
-            "source": source,
-            "runs": runs,
-        }
-        verdicts, ended = [], "it ended without an answer"
+        room = _room(self.kind, number, self.settings)
+        verdicts: list[Verdict] = []
+        runs = ((0, False), (self.seed, False), (self.seed, True))
+        file, seconds = f"{exercise.name}.py", self.settings.limits.seconds
         try:
-            for answer in self.template.ask(question, self.settings.limits.seconds + 30):
-                if "ended" in answer:
-                    ended = answer["ended"]
-                elif "defect" in answer:
-                    verdicts.append(Verdict(verdict.DEFECT, answer["defect"]))
-                else:
-                    verdicts.append(Verdict.from_json(json.dumps(answer)))
-        except (ValueError, OSError) as error:
-            return [], f"it answered nonsense: {error}"
-        return verdicts, ended
+            with self.template.cell(room, file, source, seconds) as cell:
+                for seed, control in runs:
+                    verdicts.append(self._check(cell, exercise, seed, control))
+                    if not verdicts[-1].has_passed:
+                        break
+        except CellEnded as ended:
+            return verdicts, str(ended)
+        return verdicts, ""
+
+    def _check(self, cell: Cell, exercise: Exercise, seed: int, control: bool) -> Verdict:
+        """One run: the judge asks, the cell answers."""
+        began, judge = time.monotonic(), self._judge()
+        for number, question in enumerate(judge.open(exercise, seed)):
+            if not judge.judge(number, cell.collect(question, self.settings.patience, control)):
+                break
+        return replace(judge.verdict(), seconds=time.monotonic() - began)
+
+    def _judge(self) -> Judge:
+        """This thread's own."""
+        if not hasattr(self._mine, "judge"):
+            self._mine.judge = Judge().__enter__()
+            self._judges.append(self._mine.judge)
+        return self._mine.judge
 
 
 def _state(verdicts: Sequence[Verdict], number: int) -> str:
@@ -309,14 +362,22 @@ def _state(verdicts: Sequence[Verdict], number: int) -> str:
     return FAILED if was_begun else NOT_RUN
 
 
-def _control_problem(verdicts: Sequence[Verdict]) -> str:
-    """What is wrong with the run that must fail, if anything."""
+def _message(verdicts: Sequence[Verdict], exercise: Exercise) -> str:
+    """For the student: all about the public check; of the hidden one, only what kind of failure."""
+    if verdicts and not verdicts[0].has_passed:
+        return verdict.render(verdicts[0], exercise.name)
+    if len(verdicts) > 1 and not verdicts[1].has_passed:
+        kind = verdict.HEADLINES[verdicts[1].kind]
+        return f"{exercise.name}: with other data and other sizes: {kind}."
+    return ""
+
+
+def _control_problem(verdicts: Sequence[Verdict], ended: str) -> str:
+    """What is wrong with the run that must not pass, if anything."""
     if len(verdicts) < 3:
-        return "the control run gave no answer"
-    if verdicts[2].kind != verdict.UNWRITTEN:
-        return (
-            f"the check says {verdicts[2].kind!r} to the stub once this file is loaded: look at it"
-        )
+        return f"the control run gave no answer: {ended}"
+    if verdicts[2].has_passed:
+        return "the check passes with the stub once this file is loaded: look at it"
     return ""
 
 

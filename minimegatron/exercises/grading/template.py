@@ -1,12 +1,14 @@
 """A process that has imported torch once, and is forked for every cell.
 
-Started by: `grade`. Calls: `cell`, `engine`. Runs no student's code itself. Megatron has no
+Started by: `grade`. Calls: `cell`, `collect`. Runs no student's code itself. Megatron has no
 counterpart.
 
-It takes the ends of connections through a socket. At the other end of each, the grader has written
-one line of JSON: which room, and what to check in it.
+It takes the ends of connections through a socket. At the other end of each, the grader writes lines of
+JSON: first which room, and whose file; then one question after the other. What the file's functions
+answered goes back; it is judged there, by a process that runs no student's code (`judge`).
 """
 
+import base64
 import importlib
 import json
 import os
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from minimegatron.exercises.collect import Question, collect
 from minimegatron.exercises.grading.cell import Limits, Order, run_cell
 from minimegatron.exercises.runner import PRELOADED, hide_memory
 
@@ -24,9 +27,9 @@ def serve(file: int) -> None:
     """Forks until the socket's other end is closed."""
     for name in PRELOADED:
         importlib.import_module(name)
-    engine = importlib.import_module("minimegatron.exercises.engine")
+    on_ranks = importlib.import_module("minimegatron.exercises.on_ranks")
     # A cell's process is forked for one check, has no threads, and cannot reach a server outside.
-    engine.StudentRanks.start_method = "fork"
+    on_ranks.StudentRanks.start_method = "fork"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     control = socket.socket(fileno=file)
     control.sendall(b"r")
@@ -38,35 +41,42 @@ def serve(file: int) -> None:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
-                _serve_cell(engine, socket.socket(fileno=files[0]))
+                _serve_cell(socket.socket(fileno=files[0]))
             finally:
                 os._exit(1)
         os.close(files[0])
 
 
-def _serve_cell(engine, connection: socket.socket) -> None:
-    with connection.makefile() as lines:
-        asked = json.loads(lines.readline())
+def _serve_cell(connection: socket.socket) -> None:
+    asked = json.loads(_read_line(connection))
     room = asked["room"] | {"limits": Limits(**asked["room"]["limits"])}
     try:
-        run_cell(connection, Order(**room), lambda work: _answers(engine, asked, work))
+        run_cell(connection, Order(**room), lambda work: _answers(connection, asked, work))
     except Exception as error:
         words = f"no room of kind {room['kind']!r}: {error}"
         connection.sendall(json.dumps({"defect": words}).encode() + b"\n")
         raise
 
 
-def _answers(engine, asked: dict, work: Path) -> Iterator[str]:
-    """A verdict per run, until one is not as it should be."""
+def _answers(connection: socket.socket, asked: dict, work: Path) -> Iterator[str]:
+    """What the room says to each question, until no more comes."""
     hide_memory()
-    exercise = importlib.import_module(asked["exercise"]).EXERCISE
-    path = work / f"{exercise.name}.py"
-    path.write_text(asked["source"])
-    for run in asked["runs"]:
-        found = engine.check_file(exercise, path, **run)
-        yield found.to_json()
-        if not found.has_passed:
-            return
+    path = work / asked["file"]
+    path.write_bytes(base64.b64decode(asked["source"]))
+    while line := _read_line(connection):
+        options = json.loads(line)
+        found = collect(Question(**options.pop("question")), path, **options)
+        yield json.dumps({"collected": found.to_line()})
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """The next line. The grader sends one at a time, and waits for its answer."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (data := connection.recv(1 << 16)):
+            return b""
+        line += data
+    return line
 
 
 if __name__ == "__main__":
