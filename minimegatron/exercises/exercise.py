@@ -29,6 +29,10 @@ class Exercise:
     """The dotted path of ours that the student writes again, as `minimegatron.core...`; "" if none."""
     summary: str
     """One sentence: what to write."""
+    real: tuple[str, ...] = ()
+    """Dotted paths of ours that are shown beside the student's functions, once these are right."""
+    question: str = ""
+    """What to look for there."""
     package: str = CATALOG
     """The package that holds its folder: the catalogue, or one of a teacher's own."""
 
@@ -38,7 +42,7 @@ class Exercise:
 
     @property
     def number(self) -> str:
-        """`ex06`.
+        """`ex06`; `ex01b` for what came between two others later.
 
         >>> Exercise("ex06_one_f_one_b", "1F1B", "core", 40, 4, "", "").number
         'ex06'

@@ -3,11 +3,14 @@
 Called by: the command, `watch`. Calls: `student_folder`. Torch-free. Megatron has no counterpart.
 """
 
+import shutil
+
 from minimegatron.exercises import verdict
+from minimegatron.exercises.beside import beside
 from minimegatron.exercises.catalog import exercises
 from minimegatron.exercises.exercise import TIERS, Exercise
 from minimegatron.exercises.labs import LABS, OUTCOMES, Lab, layout_words, outcome_of, patch_words
-from minimegatron.exercises.student_folder import Progress, StudentFolder, hints
+from minimegatron.exercises.student_folder import Progress, StudentFolder
 
 PREFIX = "minimegatron exercises"
 
@@ -72,7 +75,7 @@ def start_words(folder: StudentFolder, exercise: Exercise) -> str:
         f"read    `{PREFIX} page {exercise.number}`, or the page of the documentation",
         f"edit    {folder.file(exercise)}",
         f"check   `{PREFIX} check`, or leave `{PREFIX} watch` running beside your editor",
-        f"stuck?  `{PREFIX} hint`, {len(hints(exercise))} steps",
+        f"stuck?  `{PREFIX} hint`, {len(folder.hints(exercise))} steps",
     ]
     return "\n".join(lines)
 
@@ -85,11 +88,12 @@ def page_words(exercise: Exercise) -> str:
 def after_check(folder: StudentFolder, exercise: Exercise, found: verdict.Verdict) -> str:
     """A line or two under a verdict."""
     if found.has_passed:
-        lines = [progress_bar(folder), what_next(folder)]
-        if exercise.mirrors:
-            lines.insert(0, f"Now compare with the real one: {exercise.mirrors}")
-        return "\n".join(lines)
-    seen, total = folder.of(exercise).hints, len(hints(exercise))
+        width = shutil.get_terminal_size((100, 24)).columns
+        compared = beside(exercise, folder.file(exercise), width)
+        return "\n".join(
+            [*([compared, ""] if compared else []), progress_bar(folder), what_next(folder)]
+        )
+    seen, total = folder.of(exercise).hints, len(folder.hints(exercise))
     if seen < total:
         return f"stuck? `{PREFIX} hint` ({total - seen} left)"
     return ""

@@ -43,6 +43,8 @@ class Progress:
     """The digest of the file that passed last."""
     last_kind: str = ""
     """Of the last check's verdict."""
+    last_words: str = ""
+    """Of the last check, if it did not pass: the part, the case, and the first line."""
 
 
 @dataclass
@@ -152,6 +154,7 @@ class StudentFolder:
         progress = self.of(exercise)
         progress.attempts += 1
         progress.last_kind = verdict.kind
+        progress.last_words = "" if verdict.has_passed else failure_words(verdict)
         if verdict.has_passed:
             progress.passed = progress.passed or _now()
             progress.passed_file = checked
@@ -166,12 +169,22 @@ class StudentFolder:
     # -- Hints --
 
     def hint(self, exercise: Exercise) -> tuple[int, str]:
-        """The next hint, or the last again; its number and text."""
-        texts = hints(exercise)
+        """The next hint, or the last again; its number and text.
+
+        Before the last one, which gives code away, comes one about the last check that failed.
+        """
+        texts = self.hints(exercise)
         progress = self.of(exercise)
         progress.hints = min(progress.hints + 1, len(texts))
         self.save()
         return progress.hints, texts[progress.hints - 1]
+
+    def hints(self, exercise: Exercise) -> list[str]:
+        """All hints, as this student gets them."""
+        texts, words = hints(exercise), self.of(exercise).last_words
+        if words:
+            texts.insert(-1, _hint_on(exercise, words))
+        return texts
 
     # -- Handing in --
 
@@ -188,9 +201,37 @@ class StudentFolder:
 
 
 def hints(exercise: Exercise) -> list[str]:
-    """The sections of `hints.md`, one per hint."""
-    parts = (exercise.folder / "hints.md").read_text().split("## Hint ")[1:]
-    return [part.partition("\n")[2].strip() for part in parts]
+    """The sections of `hints.md` that begin with `## Hint`, one per hint."""
+    return [text for head, text in _sections(exercise) if head.startswith("Hint ")]
+
+
+def _hint_on(exercise: Exercise, words: str) -> str:
+    """About a check that failed with these words: a section `## When "..."` of `hints.md` that fits."""
+    lines = ["Your last check said:", "", *(f"    {line}" for line in words.splitlines()), ""]
+    for head, text in _sections(exercise):
+        if head.startswith('When "') and head[6:].rstrip('"') in words:
+            return "\n".join([*lines, text])
+    lines.append(
+        "Take the smallest case that shows it, and write down on paper what each rank does, line by "
+        "line, until you come to what the check said. What should stand there instead, and which line "
+        "of your file decides it?"
+    )
+    return "\n".join(lines)
+
+
+def _sections(exercise: Exercise) -> list[tuple[str, str]]:
+    """Heads and texts of `hints.md`."""
+    parts = (exercise.folder / "hints.md").read_text(encoding="utf-8").split("\n## ")
+    found = [part.removeprefix("## ").partition("\n") for part in parts]
+    return [(head.strip(), text.strip()) for head, _, text in found]
+
+
+def failure_words(verdict: Verdict) -> str:
+    """The part, the case and the first line of what a check said."""
+    lines = [
+        f"{word}: {text}" for word, text in (("part", verdict.part), ("case", verdict.case)) if text
+    ]
+    return "\n".join([*lines, *verdict.text.splitlines()[:1]])[:1000]
 
 
 def digest(path: Path) -> str:

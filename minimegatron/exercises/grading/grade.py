@@ -7,12 +7,13 @@ Each file is checked three times, with
 
 * the public seed, 0: what the student saw;
 * the hidden seed: other data and other configurations. Only who passes this gets the points;
-* the hidden seed again, where the file is loaded but the stub's functions are asked. That must not pass:
-  a file that makes the check pass without doing the exercise does so here too.
+* the hidden seed again, where the file is loaded but the stub's functions are asked. That must not
+  pass: a file that makes the check pass without doing the exercise does so here too.
 
 A cell is told what to ask the student's functions, and says what they answered: plain data, through a
-connection that ranks do not have. Seed, cases and expected values stay with a judge, a process outside of
-all cells (`exercises.judge`). What is printed and exit codes count for nothing, and no answer is no point.
+connection that ranks do not have. Seed, cases and expected values stay with a judge, a process outside
+of all cells (`exercises.judge`). What is printed and exit codes count for nothing, and no answer is no
+point.
 """
 
 import ast

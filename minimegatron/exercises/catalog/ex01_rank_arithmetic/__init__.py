@@ -10,4 +10,12 @@ EXERCISE = Exercise(
     num_ranks=0,
     mirrors="minimegatron.core.rank_generator.RankGenerator",
     summary="Find a rank's coordinates, and list the ranks of every group.",
+    real=(
+        "minimegatron.core.rank_generator.RankGenerator.coordinates",
+        "minimegatron.core.rank_generator.RankGenerator.get_ranks",
+    ),
+    question=(
+        "The real `coordinates` reads `self.stride`. What is the stride of a word, and why is "
+        "that of the first word 1?"
+    ),
 )

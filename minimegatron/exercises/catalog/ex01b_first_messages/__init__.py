@@ -10,4 +10,8 @@ EXERCISE = Exercise(
     num_ranks=2,
     mirrors="",
     summary="Sum a tensor over two ranks, send one, and let two ranks wait for each other on purpose.",
+    question=(
+        "The hang report named a line of your file for each rank. Which two lines must change "
+        "places, on which rank, so that both can go on?"
+    ),
 )

@@ -10,4 +10,9 @@ EXERCISE = Exercise(
     num_ranks=4,
     mirrors="minimegatron.core.transformer.mlp.MLP.forward",
     summary="Write copy and reduce with their backwards, then an MLP cut over the ranks.",
+    real=("minimegatron.core.transformer.mlp.MLP.forward",),
+    question=(
+        "The real MLP has no collective in its `forward`. Where are they, and how many of "
+        "them does one layer's backward make?"
+    ),
 )

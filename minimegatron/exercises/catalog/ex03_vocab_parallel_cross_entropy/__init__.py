@@ -10,4 +10,9 @@ EXERCISE = Exercise(
     num_ranks=4,
     mirrors="minimegatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy",
     summary="Compute the loss, and its gradient, from a slice of the vocabulary per rank.",
+    real=("minimegatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy",),
+    question=(
+        "The real forward keeps the softmax for its backward. What would backward have to "
+        "send, or to compute again, without it?"
+    ),
 )

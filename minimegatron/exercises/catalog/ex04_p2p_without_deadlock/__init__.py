@@ -10,4 +10,9 @@ EXERCISE = Exercise(
     num_ranks=4,
     mirrors="minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._start",
     summary="Order the sends and receives of one exchange so that nobody waits for ever.",
+    real=("minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._start",),
+    question=(
+        "Why is the order on even ranks another one than on odd ranks, and what happens in a "
+        "ring of an odd number of stages?"
+    ),
 )

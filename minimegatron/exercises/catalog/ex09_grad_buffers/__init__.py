@@ -10,4 +10,9 @@ EXERCISE = Exercise(
     num_ranks=2,
     mirrors="minimegatron.core.distributed.param_and_grad_buffer.lay_out_buffer",
     summary="Lay out the gradients, accumulate them in a hook, and send buckets during backward.",
+    real=("minimegatron.core.distributed.param_and_grad_buffer.lay_out_buffer",),
+    question=(
+        "With ZeRO-1 the real layout has padding. What must be a multiple of what there, and "
+        "for whom?"
+    ),
 )

@@ -13,4 +13,9 @@ EXERCISE = Exercise(
         "forward_backward_pipelining_without_interleaving"
     ),
     summary="Of three versions of 1F1B's gradient sync, find the right one, and predict the others.",
+    real=("minimegatron.core.pipeline_parallel.step_frame.StepFrame.before_backward",),
+    question=(
+        "In the real schedule the loop does not decide this. Who does, and from what does it "
+        "know that a backward is a stage's last?"
+    ),
 )

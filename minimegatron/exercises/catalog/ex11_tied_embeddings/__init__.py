@@ -10,4 +10,9 @@ EXERCISE = Exercise(
     num_ranks=4,
     mirrors=("minimegatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads"),
     summary="Add up the two gradients of a weight that the first and the last stage share.",
+    real=("minimegatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads",),
+    question=(
+        "On most ranks the real function does nothing. How does a rank know that it has no "
+        "copy, and what would happen if it called the all-reduce all the same?"
+    ),
 )

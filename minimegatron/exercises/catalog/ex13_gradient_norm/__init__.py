@@ -10,4 +10,9 @@ EXERCISE = Exercise(
     num_ranks=4,
     mirrors="minimegatron.core.optimizer.clip_grads.get_grad_norm_fp32",
     summary="Compute the norm of the whole model's gradient from ranks that each hold a part of it.",
+    real=("minimegatron.core.optimizer.clip_grads.get_grad_norm_fp32",),
+    question=(
+        "Every rank must get the same norm, to the last bit. What would become of the weights "
+        "if two ranks clipped by slightly different numbers?"
+    ),
 )

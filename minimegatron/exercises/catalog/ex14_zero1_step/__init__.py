@@ -10,4 +10,9 @@ EXERCISE = Exercise(
     num_ranks=4,
     mirrors="minimegatron.core.optimizer.distrib_optimizer.local_ranges",
     summary="Cut gradients, optimizer state and updates over the data-parallel ranks.",
+    real=("minimegatron.core.optimizer.distrib_optimizer.local_ranges",),
+    question=(
+        "After the step every rank has all parameters, but only a part of Adam's state. What "
+        "of it must a checkpoint collect from all ranks?"
+    ),
 )

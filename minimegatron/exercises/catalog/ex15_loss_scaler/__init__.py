@@ -10,4 +10,9 @@ EXERCISE = Exercise(
     num_ranks=4,
     mirrors="minimegatron.core.optimizer.grad_scaler.DynamicGradScaler.update",
     summary="Undo the loss scale, agree on overflow over all ranks, and move the scale.",
+    real=("minimegatron.core.optimizer.grad_scaler.DynamicGradScaler.update",),
+    question=(
+        "The real optimizer asks all ranks for an overflow before it computes the norm. What "
+        "would go wrong the other way round?"
+    ),
 )

@@ -10,4 +10,9 @@ EXERCISE = Exercise(
     num_ranks=4,
     mirrors="minimegatron.core.dist_checkpointing.mapping.make_sharded_tensors",
     summary="Say where a rank's memory lies in the full model, so that any layout can load it.",
+    real=("minimegatron.core.dist_checkpointing.mapping.make_sharded_tensors",),
+    question=(
+        "How can whoever loads a checkpoint find out that a box is missing, or that two boxes "
+        "overlap?"
+    ),
 )

@@ -12,4 +12,11 @@ EXERCISE = Exercise(
         "minimegatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout"
     ),
     summary="Divide the layers over the stages so that the slowest stage is as fast as possible.",
+    real=(
+        "minimegatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout.validate_layer_layout",
+    ),
+    question=(
+        "The real class checks a layout and does not choose one. Which of its checks refuses "
+        "a layout without a loss?"
+    ),
 )

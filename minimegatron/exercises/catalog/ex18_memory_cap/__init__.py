@@ -10,4 +10,8 @@ EXERCISE = Exercise(
     num_ranks=4,
     mirrors="",
     summary="Write a schedule that fits a memory cap; the shorter the step, the better the score.",
+    question=(
+        "Your order holds fewer microbatches than 1F1B does. Which stage waits longer than in "
+        "1F1B now, and for which other stage?"
+    ),
 )
