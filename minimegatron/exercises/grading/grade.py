@@ -15,7 +15,7 @@ connection that ranks do not have. What is printed and exit codes count for noth
 no point.
 """
 
-import ast
+import contextlib
 import json
 import os
 import secrets
@@ -33,6 +33,7 @@ from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import exercises
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits, Order
+from minimegatron.exercises.grading.remarks import remarks_on
 from minimegatron.exercises.grading.submissions import Submission
 from minimegatron.exercises.runner import ROOT
 from minimegatron.exercises.verdict import Verdict
@@ -44,6 +45,11 @@ UNGRADED = (
     "whether it is the student's own work",
 )
 """What no check here looks at; said in every report."""
+NOT_THE_STUDENTS = "control"
+"""The kind of a file whose functions are not what makes the check pass."""
+HIDDEN_WORDS = verdict.HEADLINES | {
+    NOT_THE_STUDENTS: "they pass without the functions that you were asked to write"
+}
 KEPT = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
 """Of the environment, what cells get."""
 MOST_ANSWER = 1 << 20
@@ -64,11 +70,16 @@ class Grade:
     hidden: str = NOT_SUBMITTED
     points: int = 0
     message: str = ""
-    """For the student: of the first check that failed."""
+    """Of the first check that failed. What it says of a hidden one is for the teacher only."""
     remarks: tuple[str, ...] = ()
-    """For the teacher."""
+    """For the teacher: of the file."""
     achieved: tuple = ()
     seconds: float = 0.0
+    kind: str = ""
+    """What the first check that failed ended with, as `verdict` calls it; "" if it gave no answer."""
+    incidents: tuple[str, ...] = ()
+    """For the teacher: of the runs, hidden ones too."""
+    public_seconds: float = 0.0
 
     @property
     def words(self) -> str:
@@ -76,6 +87,15 @@ class Grade:
         if self.public == NOT_SUBMITTED:
             return NOT_SUBMITTED
         return f"public checks {self.public}, hidden checks {self.hidden}"
+
+    @property
+    def told(self) -> str:
+        """The message as the student may see it: of a hidden check, only the kind of failure."""
+        if self.public != PASSED:
+            return self.message
+        if self.hidden == PASSED:
+            return ""
+        return f"Of the hidden checks: {HIDDEN_WORDS.get(self.kind, 'no answer')}."
 
 
 @dataclass(frozen=True)
@@ -140,8 +160,10 @@ def grade(
         grader = _Grader(template, kind, seed, settings)
         work = [(submission, one) for submission in submissions for one in wanted]
         grades = []
-        for done in pool.map(lambda pair: grader.grade(*pair), work):
-            tell(done)
+        for done in pool.map(lambda pair: _contained(grader, *pair), work):
+            # Nobody may be listening any more; the reports are to be written all the same.
+            with contextlib.suppress(OSError, ValueError):
+                tell(done)
             grades.append(done)
     return Report(
         grades,
@@ -151,6 +173,23 @@ def grade(
         kind,
         {one.student: list(one.problems) for one in submissions if one.problems},
     )
+
+
+def _contained(grader: "_Grader", submission: Submission, exercise: Exercise) -> Grade:
+    """The grade. A failure of the grader itself is told in the student's row, and ends nothing."""
+    try:
+        return grader.grade(submission, exercise)
+    except Exception as error:
+        words = f"the grader failed: {type(error).__name__}: {error}"
+        return Grade(
+            submission.student,
+            exercise.name,
+            NOT_RUN,
+            NOT_RUN,
+            message="This could not be graded; that is not your fault. Ask your teacher.",
+            kind=verdict.DEFECT,
+            incidents=(words,),
+        )
 
 
 def strongest_kind(template: "Template", settings: Settings) -> str:
@@ -251,13 +290,13 @@ class _Grader:
         hidden = _state(verdicts, 1)
         failed = next((one for one in verdicts[:2] if not one.has_passed), None)
         message = "" if failed is None else verdict.render(failed, exercise.name)
-        remarks = remarks_on(exercise, source)
+        kind, incidents = "" if failed is None else failed.kind, ()
         if hidden == PASSED and (problem := _control_problem(verdicts)):
-            hidden = FAILED
-            remarks += (problem,)
+            hidden, kind = FAILED, NOT_THE_STUDENTS
+            incidents += (problem,)
             message = "The check passes without the functions that you were asked to write."
         if ended != "done":
-            remarks += (f"the cell ended early: {ended}",)
+            incidents += (f"the cell ended early: {ended}",)
             message = message or f"No answer: {ended}."
             hidden = FAILED if hidden == PASSED else hidden
         return Grade(
@@ -267,9 +306,12 @@ class _Grader:
             hidden,
             points=int(public == hidden == PASSED),
             message=message,
-            remarks=remarks,
+            remarks=remarks_on(exercise, source),
             achieved=verdicts[1].achieved if hidden == PASSED else (),
             seconds=sum(one.seconds for one in verdicts),
+            kind=kind,
+            incidents=incidents,
+            public_seconds=sum(one.seconds for one in verdicts[:1]),
         )
 
     def _run(self, exercise: Exercise, source: str) -> tuple[list[Verdict], str]:
@@ -318,46 +360,3 @@ def _control_problem(verdicts: Sequence[Verdict]) -> str:
             f"the check says {verdicts[2].kind!r} to the stub once this file is loaded: look at it"
         )
     return ""
-
-
-# -- For the teacher's eye --
-
-
-def remarks_on(exercise: Exercise, source: str) -> tuple[str, ...]:
-    """What a look at the code suggests to have a look at."""
-    try:
-        code = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return ()
-    solution = ast.parse((exercise.folder / "solution.py").read_text())
-    remarks = []
-    if _bare(code) == _bare(solution):
-        remarks.append("the same code as the reference solution")
-    if any(".catalog" in name for name in _imported(code)):
-        remarks.append("it imports from the catalogue, where the solutions are")
-    if exercise.mirrors and exercise.mirrors in _imported(code):
-        remarks.append(f"it imports {exercise.mirrors}, which it was to write")
-    return tuple(remarks)
-
-
-def _bare(tree: ast.Module) -> str:
-    """The code without comments, docstrings and layout."""
-    for node in ast.walk(tree):
-        if ast.get_docstring(node) if hasattr(node, "body") and _may_have_docstring(node) else None:
-            node.body = node.body[1:]
-    return ast.dump(tree)
-
-
-def _may_have_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-
-
-def _imported(tree: ast.Module) -> set[str]:
-    """The dotted path of everything that the code imports."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
