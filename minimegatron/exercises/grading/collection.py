@@ -25,7 +25,8 @@ MOST_BYTES = 1 << 20
 MOST_FILES = 20_000
 """In one folder or archive."""
 MOST_TAKEN = 100
-"""Files of one student that are named after an exercise."""
+MOST_TAKEN_BYTES = 4 << 20
+"""Files that are named after an exercise, of one folder or archive, and their bytes together."""
 MOST_PROBLEMS = 20
 """That are told of one student."""
 
@@ -74,8 +75,11 @@ class Collection:
             self.unopened.append(name)
         if exercise_number(parts[-1]) is None:
             return
-        if len(self.files) >= MOST_TAKEN:
-            problem = f"more than {MOST_TAKEN} files are named after an exercise; no more are read"
+        if len(self.files) >= MOST_TAKEN or self._num_bytes() > MOST_TAKEN_BYTES:
+            problem = (
+                f"more than {MOST_TAKEN} files or {MOST_TAKEN_BYTES} bytes are named after an "
+                "exercise; no more are read"
+            )
             if problem not in self.problems:
                 self.problem(problem)
         elif kind != FILE:
@@ -87,6 +91,9 @@ class Collection:
                 self.files.append(Found(name, read(), version))
             except Exception as error:
                 self.problem(f"{short(name)} cannot be read: {reason(error)}")
+
+    def _num_bytes(self) -> int:
+        return sum(len(one.data) for one in self.files)
 
     def problem(self, words: str) -> None:
         """Notes what the teacher should know."""

@@ -20,7 +20,7 @@ SAME_CODE = "the same code as the reference solution"
 CATALOG = "minimegatron.exercises.catalog"
 TOO_DEEP = "its code is nested too deep to be looked at"
 MOST_COMMON = 3
-"""So many names may be the same by chance."""
+"""So many names of one's own may be the same by chance."""
 _parsing = threading.Lock()
 
 
@@ -42,8 +42,8 @@ def remarks_on(exercise: Exercise, source: str) -> tuple[str, ...]:
 def _is_copied(exercise: Exercise, code: ast.Module, source: str) -> bool:
     """Whether it is the solution, and not by chance.
 
-    Short answers are alike. So it takes some of the solution's own comments, or names that nobody was
-    given.
+    Short answers are alike. So it takes a line of the solution's own comments, or several names that
+    the stub does not have.
     """
     solution, stub = _text(exercise, "solution"), _text(exercise, "stub")
     if _bare(code) != _bare(_parse(solution)):
@@ -77,10 +77,10 @@ def _words(source: str) -> set[str]:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Every variable, argument and function."""
+    """Every variable that it sets, every argument and function."""
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.arg):
             names.add(node.arg)

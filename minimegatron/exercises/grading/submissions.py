@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from minimegatron.exercises.catalog import exercises
@@ -41,8 +42,10 @@ from minimegatron.exercises.grading.file_names import (
 )
 from minimegatron.exercises.grading.source_text import decode
 
-MOST_ARCHIVES = 10
+MOST_ARCHIVES = 3
 """In one student's folder."""
+GRADESCOPE = Path("/autograder/submission")
+"""Where Gradescope puts one student's files. Whatever is there, the student is to have a report."""
 MOST_NAME = 100
 """Characters of a student's name."""
 MOST_PROBLEM = 400
@@ -70,7 +73,7 @@ def find_submissions(folder: Path) -> list[Submission]:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {reason(error)}") from error
-    if any(_is_exercise(entry) for entry in entries):
+    if folder.resolve() == GRADESCOPE or any(_is_exercise(entry) for entry in entries):
         name = folder.resolve().name or "submission"
         found = {name: _safely(name, partial(_read_folder, folder))}
     else:
@@ -115,7 +118,7 @@ def _jobs(entries: Iterable[os.DirEntry]) -> Iterator[tuple[str, Callable[[], Co
         name, path = entry.name, Path(entry.path)
         if is_hidden((name,)):
             continue
-        kind = kind_of(entry.stat(follow_symlinks=False).st_mode)
+        kind = FOLDER if entry.is_dir(follow_symlinks=False) else _kind_of(path)
         canvas = canvas_name(name) if kind != FOLDER else None
         stem = without_archive_suffix(name)
         if canvas is not None:
@@ -129,6 +132,13 @@ def _jobs(entries: Iterable[os.DirEntry]) -> Iterator[tuple[str, Callable[[], Co
             yield name, partial(Collection, problems=[words])
         elif (stem := without_unread_suffix(name)) or name.lower().endswith(".py"):
             yield stem or name[:-3], partial(Collection, problems=[_unread_words(name)])
+
+
+def _kind_of(path: Path) -> str:
+    try:
+        return kind_of(path.lstat().st_mode)
+    except OSError:
+        return FILE  # reading it will fail, and say why
 
 
 def _leads_to_folder(path: Path) -> bool:
@@ -223,7 +233,9 @@ def _read_folder(folder: Path) -> Collection:
 
 def _entries_of(path: Path, folder: Path, found: Collection) -> list[os.DirEntry]:
     try:
-        return sorted(os.scandir(path), key=lambda entry: entry.name)
+        with os.scandir(path) as entries:
+            some = islice(entries, collection.MOST_FILES + 1)
+            return sorted(some, key=lambda entry: entry.name)
     except OSError as error:
         name = path.relative_to(folder).as_posix()
         where = "its folder" if name == "." else short(name)
