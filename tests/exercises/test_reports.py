@@ -266,6 +266,8 @@ def test_many_items_are_cut_and_deep_ones_are_said():
     for _ in range(10_000):
         deep = [deep]
     assert json.dumps(plain_text.data(deep)).count("[") < 50
+    one = Grade("ada", NAME, PASSED, PASSED, 1, achieved=(deep,))
+    assert len(json.loads(to_json(report(one)))["grades"]) == 1
     assert plain_text.data(list(range(5000)))[-1] == "[cut here: 4000 more]"
     assert plain_text.data({str(n): n for n in range(5000)})["[cut here]"] == "4000 more"
     many = report(*(Grade(f"s{n:05}", NAME) for n in range(3000)))

@@ -118,10 +118,6 @@ class Report:
         """The student's sum."""
         return sum(grade.points for grade in self.of(student))
 
-    def to_dict(self) -> dict[str, Any]:
-        """For `json.dumps`."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Settings:

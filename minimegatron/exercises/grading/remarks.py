@@ -19,6 +19,8 @@ from minimegatron.exercises.source import wanted_names
 SAME_CODE = "the same code as the reference solution"
 CATALOG = "minimegatron.exercises.catalog"
 TOO_DEEP = "its code is nested too deep to be looked at"
+MOST_SOURCE = 200_000
+"""Characters; the longest solution has a few thousand."""
 MOST_COMMON = 3
 """So many names of one's own may be the same by chance."""
 _parsing = threading.Lock()
@@ -26,6 +28,8 @@ _parsing = threading.Lock()
 
 def remarks_on(exercise: Exercise, source: str) -> tuple[str, ...]:
     """What a look at the code suggests to have a look at. Never fails."""
+    if len(source) > MOST_SOURCE:
+        return (f"it has {len(source)} characters, and was not looked at",)
     try:
         code = _parse(source)
         same = (SAME_CODE,) if _is_copied(exercise, code, source) else ()
@@ -34,6 +38,8 @@ def remarks_on(exercise: Exercise, source: str) -> tuple[str, ...]:
         return (TOO_DEEP,)
     except (SyntaxError, ValueError):
         return ()
+    except Exception as error:
+        return (f"it could not be looked at: {type(error).__name__}",)
 
 
 # -- The same code --

@@ -127,18 +127,17 @@ def to_csv(report: Report) -> str:
 
 def to_json(report: Report) -> str:
     """Everything."""
-    data = report.to_dict()
     # However many students there are, none is left out; only what is within a grade is cut.
-    lists = {
-        key: [plain_text.data(one) for one in data[key]]
-        for key in ("grades", "students", "exercises")
+    data = vars(report) | {
+        "grades": [plain_text.data(vars(one)) for one in report.grades],
+        "students": [plain_text.line(one) for one in report.students],
+        "exercises": [plain_text.line(one) for one in report.exercises],
+        "problems": {
+            plain_text.line(student): plain_text.data(told)
+            for student, told in report.problems.items()
+        },
     }
-    problems = {
-        plain_text.line(student): plain_text.data(told)
-        for student, told in data["problems"].items()
-    }
-    rest = {key: plain_text.data(value) for key, value in data.items()}
-    return json.dumps(rest | lists | {"problems": problems}, indent=1, allow_nan=False) + "\n"
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def to_junit(report: Report) -> str:
