@@ -1,7 +1,8 @@
 """The concrete small cases of the pages: every number, table and picture in prose comes from here.
 
-Called by: `macros`, which evaluates expressions with these names. Calls: the planner, the layouts
-and the layers themselves. Times are in units of one forward unless a page says otherwise.
+Called by: `macros`, which evaluates expressions with these names. Calls: the planner, the layouts,
+the layers themselves, and grading for its limits. Times are
+in in units of one forward unless a page says otherwise.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from minimegatron.core.pipeline_parallel.schedule_table import (
 from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_limits
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
+from minimegatron.exercises.grading import archives, collection
 from minimegatron.planner import formulas, memory
 from minimegatron.planner.actions import Action
 from minimegatron.planner.memory import (
@@ -576,6 +578,15 @@ def norm_case() -> str:
 def num_tour_pages() -> int:
     """Pages of the tour, its index not counted."""
     return len(list(Path(__file__).parents[1].glob("tour/*.md"))) - 1
+
+
+def submission_limits() -> str:
+    """What of a submission is read, at most."""
+    return (
+        f"{size_words(collection.MOST_BYTES)} of a file, "
+        f"{collection.MOST_FILES:,} files of a folder or an archive, "
+        f"{size_words(archives.MOST_UNPACKED)} of a tar archive, unpacked"
+    )
 
 
 def plan_data(**kwargs: object) -> str:

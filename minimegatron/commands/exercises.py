@@ -12,6 +12,7 @@ from pathlib import Path
 
 from minimegatron.exercises import pages
 from minimegatron.exercises.catalog import find
+from minimegatron.exercises.grading import plain_text
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
 from minimegatron.exercises.grading.grade import NOT_SUBMITTED, Grade, Settings, grade
 from minimegatron.exercises.grading.reports import form_of, summary, write_report
@@ -58,7 +59,7 @@ def _add_named(actions: argparse._SubParsersAction, name: str, help_text: str):
 
 def _add_grade(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("submissions", metavar="SUBMISSIONS", type=Path, help="a folder or zip file per student")
+    add("submissions", metavar="SUBMISSIONS", type=Path, help="a folder or archive per student")
     add(
         "--out",
         action="append",
@@ -225,16 +226,29 @@ def _grade(args: argparse.Namespace, folder: StudentFolder) -> int:
     )
     wanted = [find(name) for name in (args.exercises or "").split(",") if name]
     report = grade(find_submissions(args.submissions), settings, wanted, tell=_tell)
+    written, failures = [], []
     for path in args.out:
-        for written in write_report(report, path, args.format or ""):
-            print(f"wrote {written}")
-    print(summary(report))
-    return 0
+        try:
+            written += write_report(report, path, args.format or "")
+        except OSError as error:
+            failures.append(f"{path} cannot be written: {error}")
+    # All reports are written before anything is printed: nobody may be reading any more.
+    for path in written:
+        _say(f"wrote {path}")
+    _say(summary(report))
+    for words in failures:
+        print(words, file=sys.stderr)
+    return 1 if failures else 0
 
 
 def _tell(done: Grade) -> None:
     if done.public != NOT_SUBMITTED:
-        print(f"  {done.student:24} {done.exercise:34} {done.words}", flush=True)
+        student = plain_text.line(done.student)
+        _say(f"  {student:24} {done.exercise:34} {done.words}")
+
+
+def _say(words: str) -> None:
+    print(plain_text.for_stream(words, sys.stdout), flush=True)
 
 
 def _solution(args: argparse.Namespace, folder: StudentFolder) -> int:

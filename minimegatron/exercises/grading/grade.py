@@ -1,6 +1,6 @@
 """Grades submissions: every file in a cell of its own, with data that nobody has seen.
 
-Called by: `minimegatron exercises grade`. Calls: `submissions`, `template` (as a process). Torch-free.
+Called by: `minimegatron exercises grade`. Calls: `submissions`, `cells`, `judge`. Torch-free.
 Megatron has no counterpart.
 
 Each file is checked three times, with
@@ -16,15 +16,9 @@ of all cells (`exercises.judge`). What is printed and exit codes count for nothi
 point.
 """
 
-import ast
-import base64
 import contextlib
-import json
 import os
 import secrets
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,16 +26,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from minimegatron.core.json_text import parse_json
 from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import exercises
-from minimegatron.exercises.collect import Collected, Question
 from minimegatron.exercises.engine import Sheet
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits, Order
+from minimegatron.exercises.grading.cells import Cell, CellEnded, Template
+from minimegatron.exercises.grading.remarks import remarks_on
 from minimegatron.exercises.grading.submissions import Submission
 from minimegatron.exercises.judge import Judge
-from minimegatron.exercises.runner import ROOT
 from minimegatron.exercises.verdict import Verdict
 
 PASSED, FAILED, NOT_RUN, NOT_SUBMITTED = "passed", "failed", "not run", "not submitted"
@@ -51,16 +44,11 @@ UNGRADED = (
     "whether it is the student's own work",
 )
 """What no check here looks at; said in every report."""
-KEPT = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
-"""Of the environment, what cells get."""
-MOST_ANSWER = 256 << 20
-"""Bytes of one answer of a cell."""
-SPARE_SECONDS = 30
-"""How long after its limit a cell may take to end."""
-PROGRAM = (
-    "import sys; sys.path[:0] = [] if {root!r} in sys.path else [{root!r}]; "
-    "from minimegatron.exercises.grading.template import serve; serve({file})"
-)
+NOT_THE_STUDENTS = "control"
+"""The kind of a file whose functions are not what makes the check pass."""
+HIDDEN_WORDS = verdict.HEADLINES | {
+    NOT_THE_STUDENTS: "they pass without the functions that you were asked to write"
+}
 
 
 @dataclass(frozen=True)
@@ -74,11 +62,16 @@ class Grade:
     hidden: str = NOT_SUBMITTED
     points: int = 0
     message: str = ""
-    """For the student: of the first check that failed."""
+    """Of the first check that failed. What it says of a hidden one is for the teacher only."""
     remarks: tuple[str, ...] = ()
-    """For the teacher."""
+    """For the teacher: of the file."""
     achieved: tuple = ()
     seconds: float = 0.0
+    kind: str = ""
+    """What the first check that failed ended with, as `verdict` calls it; "" if it gave no answer."""
+    incidents: tuple[str, ...] = ()
+    """For the teacher: of the runs, hidden ones too."""
+    public_seconds: float = 0.0
 
     @property
     def words(self) -> str:
@@ -86,6 +79,15 @@ class Grade:
         if self.public == NOT_SUBMITTED:
             return NOT_SUBMITTED
         return f"public checks {self.public}, hidden checks {self.hidden}"
+
+    @property
+    def told(self) -> str:
+        """The message as the student may see it: of a hidden check, only the kind of failure."""
+        if self.public != PASSED:
+            return self.message
+        if self.hidden == PASSED:
+            return ""
+        return f"Of the hidden checks: {HIDDEN_WORDS.get(self.kind, 'no answer')}."
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,6 @@ class Report:
     def points(self, student: str) -> int:
         """The student's sum."""
         return sum(grade.points for grade in self.of(student))
-
-    def to_dict(self) -> dict[str, Any]:
-        """For `json.dumps`."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -150,8 +148,10 @@ def grade(
         work = [(submission, one) for submission in submissions for one in wanted]
         grades = []
         with contextlib.closing(_Grader(template, kind, seed, settings)) as grader:
-            for done in pool.map(lambda pair: grader.grade(*pair), work):
-                tell(done)
+            for done in pool.map(lambda pair: _contained(grader, *pair), work):
+                # Nobody may be listening any more; the reports are to be written all the same.
+                with contextlib.suppress(OSError, ValueError):
+                    tell(done)
                 grades.append(done)
     return Report(
         grades,
@@ -163,7 +163,24 @@ def grade(
     )
 
 
-def strongest_kind(template: "Template", settings: Settings) -> str:
+def _contained(grader: "_Grader", submission: Submission, exercise: Exercise) -> Grade:
+    """The grade. A failure of the grader itself is told in the student's row, and ends nothing."""
+    try:
+        return grader.grade(submission, exercise)
+    except Exception as error:
+        words = f"the grader failed: {type(error).__name__}: {error}"
+        return Grade(
+            submission.student,
+            exercise.name,
+            NOT_RUN,
+            NOT_RUN,
+            message="This could not be graded; that is not your fault. Ask your teacher.",
+            kind=verdict.DEFECT,
+            incidents=(words,),
+        )
+
+
+def strongest_kind(template: Template, settings: Settings) -> str:
     """Tries a cell of each kind that keeps hostile code in. Raises ValueError if none can be made."""
     reasons = []
     for kind in (NAMESPACES, OTHER_USER):
@@ -186,10 +203,10 @@ def strongest_kind(template: "Template", settings: Settings) -> str:
     )
 
 
-def _try(template: "Template", kind: str, settings: Settings) -> str:
+def _try(template: Template, kind: str, settings: Settings) -> str:
     """Why a check that passes wherever anything can does not pass in such a cell; "" if it does."""
     exercise = exercises()[0]
-    source = (exercise.folder / "solution.py").read_bytes()
+    source = (exercise.folder / "solution.py").read_text(encoding="utf-8")
     sheet = Sheet(exercise, seed=0)
     with template.cell(_room(kind, 0, settings), f"{exercise.name}.py", source, 60) as cell:
         for number, question in enumerate(sheet.questions):
@@ -200,87 +217,6 @@ def _try(template: "Template", kind: str, settings: Settings) -> str:
 
 def _room(kind: str, number: int, settings: Settings) -> dict[str, Any]:
     return asdict(Order(kind, number, settings.limits, settings.hidden))
-
-
-class Template:
-    """The process that cells are forked from, for the length of a `with` block."""
-
-    def __enter__(self) -> "Template":
-        ours, theirs = socket.socketpair()
-        self._lock = threading.Lock()
-        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        if path := environment.get("PYTHONPATH"):
-            environment["PYTHONPATH"] = os.pathsep.join(
-                map(os.path.abspath, path.split(os.pathsep))
-            )
-        program = PROGRAM.format(root=ROOT, file=theirs.fileno())
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program],
-            stdin=subprocess.DEVNULL,
-            cwd="/",
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        self._control = ours
-        if not ours.recv(1):
-            raise RuntimeError("the process that cells are made from did not start")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._control.close()
-        self._process.wait(timeout=30)
-
-    def cell(self, room: dict[str, Any], file: str, source: bytes, seconds: float) -> "Cell":
-        """A new cell, in which `source` is `file`."""
-        ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            socket.send_fds(self._control, [b"c"], [theirs.fileno()])
-        asked = {"room": room, "file": file, "source": base64.b64encode(source).decode()}
-        return Cell(ours, asked, seconds)
-
-
-class CellEnded(Exception):
-    """The cell gave no answer; the message says why."""
-
-
-class Cell:
-    """A cell, for the length of a `with` block: closing the connection ends it."""
-
-    def __init__(self, connection: socket.socket, asked: dict[str, Any], seconds: float):
-        self._connection = connection
-        connection.settimeout(seconds + SPARE_SECONDS)
-        self._lines = connection.makefile("rb")
-        self._send(asked)
-
-    def __enter__(self) -> "Cell":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lines.close()
-        self._connection.close()
-
-    def collect(self, question: Question, patience: float, control: bool = False) -> Collected:
-        """What the room says. Raises CellEnded."""
-        asked = {"question": asdict(question), "patience": patience, "control": control}
-        try:
-            self._send(asked)
-            line = self._lines.readline(MOST_ANSWER)
-            answer = parse_json(line, "the cell's answer") if line else {}
-            if "collected" in answer:
-                return Collected.from_line(answer["collected"])
-        except (ValueError, TypeError) as error:
-            raise CellEnded(f"it answered nonsense: {error}") from None
-        except OSError as error:
-            raise CellEnded(f"it cannot be reached: {error}") from None
-        for key in ("defect", "ended"):
-            if isinstance(answer, dict) and answer.get(key):
-                raise CellEnded(str(answer[key]))
-        raise CellEnded("it ended without an answer")
-
-    def _send(self, words: dict[str, Any]) -> None:
-        self._connection.sendall(json.dumps(words).encode() + b"\n")
 
 
 class _Grader:
@@ -302,13 +238,15 @@ class _Grader:
             return Grade(student, exercise.name)
         verdicts, ended = self._run(exercise, source)
         public, hidden = _state(verdicts, 0), _state(verdicts, 1)
-        message, remarks = _message(verdicts, exercise), remarks_on(exercise, source)
+        failed = next((one for one in verdicts[:2] if not one.has_passed), None)
+        message = "" if failed is None else verdict.render(failed, exercise.name)
+        kind, incidents = "" if failed is None else failed.kind, ()
         if hidden == PASSED and (problem := _control_problem(verdicts, ended)):
-            hidden = FAILED
-            remarks += (problem,)
+            hidden, kind = FAILED, NOT_THE_STUDENTS
+            incidents += (problem,)
             message = "The check passes without the functions that you were asked to write."
         if ended:
-            remarks += (f"the cell ended early: {ended}",)
+            incidents += (f"the cell ended early: {ended}",)
             message = message or f"No answer: {ended}."
         return Grade(
             student,
@@ -317,12 +255,15 @@ class _Grader:
             hidden,
             points=int(public == hidden == PASSED),
             message=message,
-            remarks=remarks,
+            remarks=remarks_on(exercise, source),
             achieved=verdicts[1].achieved if hidden == PASSED else (),
             seconds=sum(one.seconds for one in verdicts),
+            kind=kind,
+            incidents=incidents,
+            public_seconds=sum(one.seconds for one in verdicts[:1]),
         )
 
-    def _run(self, exercise: Exercise, source: bytes) -> tuple[list[Verdict], str]:
+    def _run(self, exercise: Exercise, source: str) -> tuple[list[Verdict], str]:
         """The verdicts of the three checks, as far as they came; why the cell ended early, if so."""
         number = next(self._numbers) % 1000
         room = _room(self.kind, number, self.settings)
@@ -363,16 +304,6 @@ def _state(verdicts: Sequence[Verdict], number: int) -> str:
     return FAILED if was_begun else NOT_RUN
 
 
-def _message(verdicts: Sequence[Verdict], exercise: Exercise) -> str:
-    """For the student: all about the public check; of the hidden one, only what kind of failure."""
-    if verdicts and not verdicts[0].has_passed:
-        return verdict.render(verdicts[0], exercise.name)
-    if len(verdicts) > 1 and not verdicts[1].has_passed:
-        kind = verdict.HEADLINES[verdicts[1].kind]
-        return f"{exercise.name}: with other data and other sizes: {kind}."
-    return ""
-
-
 def _control_problem(verdicts: Sequence[Verdict], ended: str) -> str:
     """What is wrong with the run that must not pass, if anything."""
     if len(verdicts) < 3:
@@ -380,46 +311,3 @@ def _control_problem(verdicts: Sequence[Verdict], ended: str) -> str:
     if verdicts[2].has_passed:
         return "the check passes with the stub once this file is loaded: look at it"
     return ""
-
-
-# -- For the teacher's eye --
-
-
-def remarks_on(exercise: Exercise, source: str) -> tuple[str, ...]:
-    """What a look at the code suggests to have a look at."""
-    try:
-        code = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return ()
-    solution = ast.parse((exercise.folder / "solution.py").read_text())
-    remarks = []
-    if _bare(code) == _bare(solution):
-        remarks.append("the same code as the reference solution")
-    if any(".catalog" in name for name in _imported(code)):
-        remarks.append("it imports from the catalogue, where the solutions are")
-    if exercise.mirrors and exercise.mirrors in _imported(code):
-        remarks.append(f"it imports {exercise.mirrors}, which it was to write")
-    return tuple(remarks)
-
-
-def _bare(tree: ast.Module) -> str:
-    """The code without comments, docstrings and layout."""
-    for node in ast.walk(tree):
-        if ast.get_docstring(node) if hasattr(node, "body") and _may_have_docstring(node) else None:
-            node.body = node.body[1:]
-    return ast.dump(tree)
-
-
-def _may_have_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-
-
-def _imported(tree: ast.Module) -> set[str]:
-    """The dotted path of everything that the code imports."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names

@@ -1,42 +1,96 @@
 """Grades as files: CSV, JSON, JUnit's XML, and Gradescope's results.json.
 
-Called by: `minimegatron exercises grade`. Calls: `grade` for the data. Torch-free. Megatron has no
-counterpart.
+Called by: `minimegatron exercises grade`. Calls: `grade` for the data, `plain_text` for every text.
+Torch-free. Megatron has no counterpart.
+
+CSV and JSON are the teacher's. JUnit and Gradescope are shown to students too: of hidden checks they
+say no more than the kind of failure, and neither how long they took.
 """
 
 import csv
+import hashlib
 import io
 import json
+import math
 import re
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from minimegatron.exercises.grading.grade import FAILED, NOT_SUBMITTED, Grade, Report
+from minimegatron.exercises.grading import plain_text
+from minimegatron.exercises.grading.grade import FAILED, NOT_SUBMITTED, PASSED, Grade, Report
 
 GRADESCOPE = "results.json"
+MOST_FOLDER = 60
+"""Characters of a folder's name."""
+RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.I)
+"""What Windows allows for no file."""
 
 
 def write_report(report: Report, path: Path, form: str = "") -> list[Path]:
     """Writes it in the form asked for, or the one that the name tells; returns the files.
 
-    Gradescope's form holds one submission; with several, each gets a folder beside `path`.
+    Gradescope's form holds one submission; with several, each gets a folder beside `path`. Whatever
+    the locale, files are UTF-8. Raises OSError for a file that cannot be written, after the others.
     """
     form = form or form_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if form != "gradescope":
-        path.write_text(WRITERS[form](report))
-        return [path]
-    if len(report.students) == 1:
-        path.write_text(to_gradescope(report, report.students[0]))
-        return [path]
-    paths = []
-    for student in report.students:
-        paths.append(path.parent / re.sub(r"[^\w.-]", "_", student) / path.name)
-        paths[-1].parent.mkdir(exist_ok=True)
-        paths[-1].write_text(to_gradescope(report, student))
-    return paths
+        texts = {path: WRITERS[form](report)}
+    elif len(report.students) == 1:
+        texts = {path: to_gradescope(report, report.students[0])}
+    else:
+        folders = student_folders(report.students)
+        texts = {
+            path.parent / folders[student] / path.name: to_gradescope(report, student)
+            for student in report.students
+        }
+    failure = None
+    for place, text in texts.items():
+        try:
+            place.parent.mkdir(exist_ok=True)
+            place.write_bytes(text.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return list(texts)
+
+
+def student_folders(students: Sequence[str]) -> dict[str, str]:
+    """A folder's name for each student: different ones, on every file system.
+
+    Some tell neither `Ada` from `ada` nor one spelling of an accent from the other. A name that had to
+    be changed carries a number made from the whole name, so it is the same one every time.
+
+    >>> student_folders(["a b", "a_b"])
+    {'a_b': 'a_b', 'a b': 'a_b-c8687a08'}
+    """
+    folders: dict[str, str] = {}
+    taken: set[str] = set()
+    # Names that can stay as they are come first, so that no changed one takes their place.
+    for student in sorted(students, key=lambda one: _folder_name(one) != one):
+        name = wanted = _folder_name(student)
+        digest = hashlib.sha256(student.encode("utf-8", "backslashreplace")).hexdigest()
+        length = 8
+        while name != student and length == 8 or _on_disk(name) in taken:
+            name, length = f"{wanted}-{digest[:length]}", length + 8
+        taken.add(_on_disk(name))
+        folders[student] = name
+    return folders
+
+
+def _folder_name(student: str) -> str:
+    """Letters, numbers and few signs."""
+    name = re.sub(r"[^\w.-]", "_", student)[:MOST_FOLDER].strip(".-") or "student"
+    return f"_{name}" if RESERVED.fullmatch(name) else name
+
+
+def _on_disk(name: str) -> str:
+    """The same for all names that some file system takes for one."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
 
 
 def form_of(path: Path) -> str:
@@ -53,55 +107,71 @@ def form_of(path: Path) -> str:
 
 def to_csv(report: Report) -> str:
     """A row per student: the sum, the points of each exercise, and remarks."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["student", "points", *report.exercises, "remarks"])
+    rows = io.StringIO()
+    table = csv.writer(rows, lineterminator="\n")
+    header = ["student", "points", *report.exercises, "remarks"]
+    table.writerow([plain_text.cell(one) for one in header])
     for student in report.students:
         grades = report.of(student)
-        remarks = [f"{one.exercise}: {remark}" for one in grades for remark in one.remarks]
-        remarks += report.problems.get(student, [])
+        remarks = [
+            f"{one.exercise}: {plain_text.line(remark)}"
+            for one in grades
+            for remark in (*one.remarks, *one.incidents)
+        ]
+        remarks += map(plain_text.line, report.problems.get(student, []))
         points = ["" if one.public == NOT_SUBMITTED else one.points for one in grades]
         cells = [student, report.points(student), *points, "; ".join(remarks)]
-        # A spreadsheet would run a cell that begins like a formula.
-        table.writerow([f"'{x}" if str(x)[:1] in tuple("=+-@") else x for x in cells])
-    return text.getvalue()
+        table.writerow([plain_text.cell(one) for one in cells])
+    return rows.getvalue()
 
 
 def to_json(report: Report) -> str:
     """Everything."""
-    return json.dumps(report.to_dict(), indent=1) + "\n"
+    # However many students there are, none is left out; only what is within a grade is cut.
+    data = vars(report) | {
+        "grades": [plain_text.data(vars(one)) for one in report.grades],
+        "students": [plain_text.line(one) for one in report.students],
+        "exercises": [plain_text.line(one) for one in report.exercises],
+        "problems": {
+            plain_text.line(student): plain_text.data(told)
+            for student, told in report.problems.items()
+        },
+    }
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def to_junit(report: Report) -> str:
     """A test suite per student, a test case per exercise."""
     root = ElementTree.Element("testsuites", name="minimegatron exercises")
     for student in report.students:
-        grades = report.of(student)
-        suite = ElementTree.SubElement(root, "testsuite", name=_clean(student))
+        grades, name = report.of(student), plain_text.line(student)
+        suite = ElementTree.SubElement(root, "testsuite", name=name)
         for grade in grades:
-            attributes = {"classname": _clean(student), "time": f"{grade.seconds:.3f}"}
-            case = ElementTree.SubElement(suite, "testcase", name=grade.exercise, **attributes)
+            exercise = plain_text.line(grade.exercise)
+            attributes = {"classname": name, "time": f"{grade.public_seconds:.3f}"}
+            case = ElementTree.SubElement(suite, "testcase", name=exercise, **attributes)
             if grade.public == NOT_SUBMITTED:
                 ElementTree.SubElement(case, "skipped", message=NOT_SUBMITTED)
             elif not grade.points:
                 failure = ElementTree.SubElement(case, "failure", message=grade.words)
-                failure.text = _clean(grade.message)
+                failure.text = plain_text.text(grade.told)
             if grade.remarks:
-                ElementTree.SubElement(case, "system-out").text = _clean("\n".join(grade.remarks))
+                words = "\n".join(map(plain_text.line, grade.remarks))
+                ElementTree.SubElement(case, "system-out").text = words
         skipped = sum(grade.public == NOT_SUBMITTED for grade in grades)
         failed = sum(not grade.points for grade in grades) - skipped
         counts = {"tests": len(grades), "failures": failed, "skipped": skipped}
-        for name, count in counts.items():
-            suite.set(name, str(count))
+        for key, count in counts.items():
+            suite.set(key, str(count))
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
 
 
 def to_gradescope(report: Report, student: str) -> str:
     """One submission as Gradescope reads it. Remarks are not in it: students see this."""
     tests = [_gradescope_test(grade) for grade in report.of(student)]
     output = "Not graded here: " + "; ".join(report.ungraded) + "."
-    problems = report.problems.get(student, [])
+    problems = map(plain_text.line, report.problems.get(student, []))
     data: dict[str, Any] = {
         "score": report.points(student),
         "output": "\n".join([output, *problems]),
@@ -113,19 +183,14 @@ def to_gradescope(report: Report, student: str) -> str:
 
 def _gradescope_test(grade: Grade) -> dict[str, Any]:
     return {
-        "name": grade.exercise,
+        "name": plain_text.line(grade.exercise),
         "score": grade.points,
         "max_score": 1,
         "status": "passed" if grade.points else FAILED,
-        "output": "\n\n".join(filter(None, [grade.words, grade.message])),
+        "output": "\n\n".join(filter(None, [grade.words, plain_text.text(grade.told)])),
         "output_format": "text",
         "visibility": "after_published",
     }
-
-
-def _clean(text: str) -> str:
-    """Without the characters that XML cannot hold."""
-    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 
 WRITERS: dict[str, Callable[[Report], str]] = {"csv": to_csv, "json": to_json, "junit": to_junit}
@@ -135,7 +200,7 @@ def summary(report: Report) -> str:
     """A few lines for the terminal."""
     handed_in = [grade for grade in report.grades if grade.public != NOT_SUBMITTED]
     passed = sum(grade.points for grade in handed_in)
-    only_public = sum(grade.public == "passed" and not grade.points for grade in handed_in)
+    only_public = sum(grade.public == PASSED and not grade.points for grade in handed_in)
     lines = [
         f"{len(report.students)} submissions, {len(handed_in)} files: {passed} passed the public and "
         f"the hidden checks, {only_public} the public ones only, "
@@ -144,10 +209,14 @@ def summary(report: Report) -> str:
         "not graded: " + "; ".join(report.ungraded),
     ]
     lines += _leaderboards(report)
-    remarked = sum(bool(grade.remarks) for grade in handed_in)
+    remarked = sum(bool(grade.remarks or grade.incidents) for grade in handed_in)
     if remarked:
         lines.append(f"{remarked} files have remarks: see the CSV or JSON")
-    return "\n".join(lines)
+    if report.problems:
+        lines.append(
+            f"{len(report.problems)} submissions could not be read as they are: see the CSV or JSON"
+        )
+    return plain_text.text("\n".join(lines), plain_text.MOST_TEXT * 10)
 
 
 def _leaderboards(report: Report) -> list[str]:
@@ -156,12 +225,22 @@ def _leaderboards(report: Report) -> list[str]:
     for exercise in report.exercises:
         scores = []
         for done in report.grades:
-            times = [one["makespan"] for one in done.achieved if "makespan" in one]
-            if done.exercise == exercise and times:
-                scores.append((sum(float(time.split()[0]) for time in times), done.student))
+            time = _makespans(done) if done.exercise == exercise else None
+            if time is not None:
+                scores.append((time, plain_text.line(done.student)))
         if scores:
             lines.append(f"{exercise}, by the sum of the steps' lengths:")
             lines += [
                 f"  {n:2} {time:8g}  {who}" for n, (time, who) in enumerate(sorted(scores), 1)
             ]
     return lines
+
+
+def _makespans(grade: Grade) -> float | None:
+    """The sum over the cases; None if there are none, or they are no numbers."""
+    try:
+        times = [float(one["makespan"].split()[0]) for one in grade.achieved if "makespan" in one]
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return None
+    total = sum(times)
+    return total if times and math.isfinite(total) else None

@@ -1,23 +1,55 @@
 """Finds the students' files in a folder of submissions, and reads them.
 
-Called by: `grade`. Torch-free. Megatron has no counterpart.
+Called by: the command. Calls: `archives`, `collection`, `source_text`. Torch-free. Megatron has no
+counterpart.
 
-Each folder or .zip file in it is one student's; a folder that holds exercises itself is one
-submission. Nothing is unpacked to disk, links are not followed, and of all files only those named
-after an exercise are read.
+Each folder or archive in it is one student's, and so are the files of one student in a folder that
+Canvas has exported; a folder that holds exercises itself is one submission. Nothing is unpacked to
+disk, links are not followed, and of all files only those named after an exercise are read. Whatever
+goes wrong with one student's files is a problem in this student's row.
 """
 
-import re
-import zipfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
 
 from minimegatron.exercises.catalog import exercises
+from minimegatron.exercises.grading import collection, plain_text
+from minimegatron.exercises.grading.archives import read_archive
+from minimegatron.exercises.grading.collection import (
+    FILE,
+    FOLDER,
+    LINK,
+    MOST_PROBLEMS,
+    Collection,
+    Found,
+    kind_of,
+    read_plain,
+    reason,
+    short,
+)
+from minimegatron.exercises.grading.file_names import (
+    canvas_name,
+    exercise_number,
+    is_hidden,
+    without_archive_suffix,
+    without_unread_suffix,
+)
+from minimegatron.exercises.grading.source_text import decode
 
-MOST_BYTES = 1 << 20
-MOST_FILES = 2000
-FILE = re.compile(r"ex\d\d(_\w+)?\.py")
+MOST_ARCHIVES = 3
+"""In one student's folder."""
+GRADESCOPE = Path("/autograder/submission")
+"""Where Gradescope puts one student's files. Whatever is there, the student is to have a report."""
+MOST_NAME = 100
+"""Characters of a student's name."""
+MOST_PROBLEM = 400
+"""Characters that say what is wrong with a file."""
 
 
 @dataclass(frozen=True)
@@ -25,82 +57,251 @@ class Submission:
     """One student's files: exercise -> source."""
 
     student: str
+    """Safe to print; no two submissions have the same."""
     sources: dict[str, str]
     problems: tuple[str, ...] = field(default=())
-    """What could not be read."""
+    """What could not be read, or is to be looked at."""
 
 
 def find_submissions(folder: Path) -> list[Submission]:
     """Every student's. Raises ValueError if there is none."""
     if not folder.is_dir():
         raise ValueError(
-            f"{folder} is not a folder; give one that holds a folder or zip per student"
+            f"{folder} is not a folder; give one that holds a folder or archive per student"
         )
-    if any(FILE.fullmatch(path.name) for path in folder.iterdir()):
-        return [_read(folder.resolve().name, _files_in(folder))]
-    found = []
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() or path.name.startswith("."):
-            continue
-        if path.is_dir():
-            found.append(_read(path.name, _files_in(path)))
-        elif path.suffix == ".zip":
-            found.append(_read_zip(path))
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {reason(error)}") from error
+    if folder.resolve() == GRADESCOPE or any(_is_exercise(entry) for entry in entries):
+        name = folder.resolve().name or "submission"
+        found = {name: _safely(name, partial(_read_folder, folder))}
+    else:
+        found = _read_all(_jobs(entries))
     if not found:
-        raise ValueError(f"{folder} holds neither folders nor zip files of students")
+        raise ValueError(
+            f"{folder} holds neither folders nor zip files of students (nor tar archives, nor files "
+            "named as Canvas names them)"
+        )
+    labels = _labels(found)
+    return [_submission(labels[name], one) for name, one in found.items()]
+
+
+def _is_exercise(entry: os.DirEntry) -> bool:
+    """Whether the folder of this entry is one student's."""
+    if exercise_number(entry.name) is None or canvas_name(entry.name) is not None:
+        return False
+    return not entry.is_dir(follow_symlinks=False)
+
+
+def _labels(names: Iterable[str]) -> dict[str, str]:
+    """Name of a folder -> what the student is called in reports."""
+    labels: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in names:
+        wanted = plain_text.line(name, MOST_NAME)
+        label, number = wanted, 1
+        while label in taken:
+            number += 1
+            label = f"{wanted} ({number})"
+        taken.add(label)
+        labels[name] = label
+    return labels
+
+
+# -- Whose is what --
+
+
+def _jobs(entries: Iterable[os.DirEntry]) -> Iterator[tuple[str, Callable[[], Collection]]]:
+    """Student -> what reads the student's files; a student may have several."""
+    for entry in entries:
+        name, path = entry.name, Path(entry.path)
+        if is_hidden((name,)):
+            continue
+        kind = FOLDER if entry.is_dir(follow_symlinks=False) else _kind_of(path)
+        canvas = canvas_name(name) if kind != FOLDER else None
+        stem = without_archive_suffix(name)
+        if canvas is not None:
+            yield canvas.student, partial(_read_canvas, path, kind)
+        elif kind == FOLDER:
+            yield name, partial(_read_folder, path)
+        elif stem is not None:
+            yield stem, partial(_read_top_archive, path, kind)
+        elif kind == LINK and _leads_to_folder(path):
+            words = f"{short(name)} is a link; links are not followed"
+            yield name, partial(Collection, problems=[words])
+        elif (stem := without_unread_suffix(name)) or name.lower().endswith(".py"):
+            yield stem or name[:-3], partial(Collection, problems=[_unread_words(name)])
+
+
+def _kind_of(path: Path) -> str:
+    try:
+        return kind_of(path.lstat().st_mode)
+    except OSError:
+        return FILE  # reading it will fail, and say why
+
+
+def _leads_to_folder(path: Path) -> bool:
+    """Whether a link does, or leads nowhere."""
+    return path.is_dir() or not path.exists()
+
+
+def _unread_words(name: str) -> str:
+    if without_unread_suffix(name):
+        return f"{short(name)} is an archive of a kind that is not read; ask for .zip or .tar.gz"
+    return f"{short(name)} is named neither after an exercise nor as Canvas names files"
+
+
+def _read_all(jobs: Iterable[tuple[str, Callable[[], Collection]]]) -> dict[str, Collection]:
+    """Student -> everything of the student's, by name."""
+    jobs = list(jobs)
+    found: dict[str, Collection] = {}
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        for (name, _), one in zip(jobs, pool.map(lambda job: _safely(*job), jobs), strict=True):
+            found.setdefault(name, Collection()).add(one)
+    return dict(sorted(found.items()))
+
+
+def _safely(name: str, read: Callable[[], Collection]) -> Collection:
+    """What `read` finds. A failure is this student's problem, and nobody else's."""
+    try:
+        return read()
+    except Exception as error:
+        return Collection(problems=[f"{short(name)} cannot be read: {reason(error)}"])
+
+
+# -- Reading --
+
+
+def _read_canvas(path: Path, kind: str) -> Collection:
+    """One of the files in Canvas's export."""
+    canvas = canvas_name(path.name)
+    version, found = (canvas.version, canvas.attachment), Collection()
+    if kind == FILE and without_archive_suffix(canvas.name):
+        found.add(read_archive(path), canvas.name)
+        found.files = [replace(one, version=version) for one in found.files]
+    else:
+        num_bytes = path.lstat().st_size
+        found.take(canvas.name, kind, num_bytes, partial(read_plain, path), version)
+    if canvas.is_late:
+        found.problem(f"{canvas.name} is late, says Canvas")
     return found
 
 
-def _files_in(folder: Path) -> Iterator[tuple[PurePosixPath, int, object]]:
-    """Name, size and a function that reads, of each plain file."""
-    for number, path in enumerate(sorted(folder.rglob("*"))):
-        if number >= MOST_FILES:
-            return
-        if path.is_file() and not path.is_symlink():
-            name = PurePosixPath(path.relative_to(folder).as_posix())
-            yield name, path.stat().st_size, path.read_bytes
+def _read_top_archive(path: Path, kind: str) -> Collection:
+    if kind != FILE:
+        return Collection(problems=[f"{short(path.name)} is {kind}, not {FILE}; it is not read"])
+    found = Collection()
+    found.add(read_archive(path), path.name)
+    return found
 
 
-def _read_zip(path: Path) -> Submission:
+def _read_folder(folder: Path) -> Collection:
+    """A student's folder, the outer folders first, and the archives in it."""
+    found, archives, number = Collection(), [], 0
+    waiting = deque([folder])
+    while waiting:
+        entries = _entries_of(waiting.popleft(), folder, found)
+        for entry in entries:
+            number += 1
+            if number > collection.MOST_FILES:
+                most = collection.MOST_FILES
+                found.problem(f"holds more than {most} files; only {most} were looked at")
+                waiting.clear()
+                break
+            path = Path(entry.path)
+            parts = path.relative_to(folder).parts
+            if is_hidden(parts):
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except OSError as error:
+                found.problem(f"{short('/'.join(parts))} cannot be read: {reason(error)}")
+                continue
+            kind = kind_of(status.st_mode)
+            if kind == FOLDER:
+                waiting.append(path)
+            if kind == FILE and without_archive_suffix(entry.name):
+                archives.append(path)
+            else:
+                found.take("/".join(parts), kind, status.st_size, partial(read_plain, path))
+    for path in archives[:MOST_ARCHIVES]:
+        found.add(read_archive(path), path.relative_to(folder).as_posix())
+    found.unopened += [path.name for path in archives[MOST_ARCHIVES:]]
+    return found
+
+
+def _entries_of(path: Path, folder: Path, found: Collection) -> list[os.DirEntry]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _read(path.stem, _files_in_zip(archive))
-    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
-        return Submission(path.stem, {}, (f"{path.name} cannot be opened: {error}",))
+        with os.scandir(path) as entries:
+            some = islice(entries, collection.MOST_FILES + 1)
+            return sorted(some, key=lambda entry: entry.name)
+    except OSError as error:
+        name = path.relative_to(folder).as_posix()
+        where = "its folder" if name == "." else short(name)
+        found.problem(f"{where} cannot be read: {reason(error)}")
+        return []
 
 
-def _files_in_zip(archive: zipfile.ZipFile) -> Iterator[tuple[PurePosixPath, int, object]]:
-    for info in archive.infolist()[:MOST_FILES]:
-        yield PurePosixPath(info.filename), info.file_size, _Reader(archive, info)
+# -- What is graded --
 
 
-class _Reader:
-    """Reads one file of an archive, but no more than its stated size."""
-
-    def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo):
-        self.archive, self.info = archive, info
-
-    def __call__(self) -> bytes:
-        with self.archive.open(self.info) as file:
-            return file.read(MOST_BYTES + 1)
-
-
-def _read(student: str, files: Iterable[tuple[PurePosixPath, int, object]]) -> Submission:
+def _submission(student: str, found: Collection) -> Submission:
+    """Of several files for one exercise, one is graded; the others are named."""
     by_number = {one.number: one.name for one in exercises()}
-    sources: dict[str, tuple[int, str]] = {}
-    problems = []
-    for name, size, read in files:
-        if not FILE.fullmatch(name.name) or name.name[:4] not in by_number:
-            continue
-        if size > MOST_BYTES:
-            problems.append(f"{name} has {size} bytes; {MOST_BYTES} are allowed")
-            continue
-        exercise, depth = by_number[name.name[:4]], len(name.parts)
-        if exercise in sources and sources[exercise][0] <= depth:
-            problems.append(f"{name} is a second file for {exercise}; the first is graded")
-            continue
+    candidates: dict[str, list[Found]] = {}
+    problems = list(found.problems)
+    for one in found.files:
+        number = exercise_number(one.parts[-1])
+        if number in by_number:
+            candidates.setdefault(by_number[number], []).append(one)
+        else:
+            problems.append(f"{short(one.name)} is not read: there is no exercise {number}")
+    sources = {}
+    for exercise, files in sorted(candidates.items()):
+        source, words = _choose(exercise, files)
+        problems += words
+        if source is not None:
+            sources[exercise] = source
+    if not candidates:
+        problems += [f"{short(x)} is an archive that was not opened" for x in found.unopened]
+    if not sources and not problems:
+        problems.append("no file in it is named after an exercise, as ex06_one_f_one_b.py")
+    told = [plain_text.line(words, MOST_PROBLEM) for words in problems]
+    if len(told) > MOST_PROBLEMS:
+        told[MOST_PROBLEMS - 1 :] = [f"and {len(told) - MOST_PROBLEMS + 1} more problems"]
+    return Submission(student, sources, tuple(told))
+
+
+def _choose(exercise: str, files: list[Found]) -> tuple[str | None, list[str]]:
+    """The text that is graded, if one can be read, and what is to be said of the others."""
+    by_place: dict[tuple, list[Found]] = {}
+    for one in files:
+        by_place.setdefault((one.name, one.version), []).append(one)
+    words = [
+        f"{short(name)} is in it {len(same)} times; the last is taken"
+        for (name, _), same in by_place.items()
+        if len({one.data for one in same}) > 1
+    ]
+    last = [same[-1] for same in by_place.values()]
+    ordered = sorted(last, key=partial(_preference, exercise))
+    for number, one in enumerate(ordered):
         try:
-            sources[exercise] = depth, read().decode()
-        except (UnicodeDecodeError, OSError, zipfile.BadZipFile, RuntimeError) as error:
-            problems.append(f"{name} cannot be read: {error}")
-    return Submission(student, {key: text for key, (_, text) in sources.items()}, tuple(problems))
+            text = decode(one.data)
+        except ValueError as error:
+            words.append(f"{short(one.name)} cannot be read: {error}")
+            continue
+        words += [
+            f"{short(other.name)} is another file for {exercise}; {short(one.name)} is graded"
+            for other in ordered[number + 1 :]
+            if other.data != one.data
+        ]
+        return text, words
+    return None, words
+
+
+def _preference(exercise: str, found: Found) -> tuple:
+    """Canvas's latest version first, then the file least deep, then the one with the full name."""
+    version, attachment = found.version
+    is_renamed = found.parts[-1].lower() != f"{exercise}.py"
+    return -version, -attachment, len(found.parts), is_renamed, found.name

@@ -8,7 +8,6 @@ JSON: first which room, and whose file; then one question after the other. What 
 answered goes back; it is judged there, by a process that runs no student's code (`judge`).
 """
 
-import base64
 import importlib
 import json
 import os
@@ -62,7 +61,7 @@ def _answers(connection: socket.socket, asked: dict, work: Path) -> Iterator[str
     """What the room says to each question, until no more comes."""
     hide_memory()
     path = work / asked["file"]
-    path.write_bytes(base64.b64decode(asked["source"]))
+    path.write_text(asked["source"], encoding="utf-8", newline="")
     while line := _read_line(connection):
         options = json.loads(line)
         found = collect(Question(**options.pop("question")), path, **options)

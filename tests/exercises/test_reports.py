@@ -1,0 +1,375 @@
+"""Reports of hostile texts: safe wherever they are opened, always written, silent on hidden runs."""
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+
+from minimegatron.commands import exercises as command
+from minimegatron.exercises import verdict
+from minimegatron.exercises.catalog import find
+from minimegatron.exercises.grading import grade as grading
+from minimegatron.exercises.grading import plain_text
+from minimegatron.exercises.grading.cell import SAME_USER
+from minimegatron.exercises.grading.grade import (
+    FAILED,
+    NOT_RUN,
+    NOT_SUBMITTED,
+    NOT_THE_STUDENTS,
+    PASSED,
+    Grade,
+    Report,
+    Settings,
+)
+from minimegatron.exercises.grading.reports import (
+    student_folders,
+    summary,
+    to_csv,
+    to_gradescope,
+    to_json,
+    to_junit,
+    write_report,
+)
+from minimegatron.exercises.grading.submissions import Submission
+from minimegatron.exercises.verdict import Verdict
+
+ROOT = Path(__file__).parents[2]
+NAME = "ex01_rank_arithmetic"
+NASTY = "\x1b[2J\x9b31m\x00\x07\r\u202eevil\u2066\udcff\ud800\ufffe\U000e0041"
+FORMS = ("grades.csv", "grades.json", "grades.xml", "results.json")
+
+
+def report(*grades: Grade, problems: dict | None = None) -> Report:
+    students = list(dict.fromkeys(grade.student for grade in grades))
+    names = list(dict.fromkeys(grade.exercise for grade in grades))
+    return Report(list(grades), students, names, 987654321, SAME_USER, problems or {})
+
+
+def written(one: Report, folder: Path) -> dict[str, str]:
+    """All four reports, read as UTF-8, which none may fail to be."""
+    paths = [path for name in FORMS for path in write_report(one, folder / name)]
+    return {path.relative_to(folder).as_posix(): path.read_bytes().decode() for path in paths}
+
+
+# -- What students may see --
+
+SECRETS = ("4217.5", "rank 3", "seed 987654321", "frame of the check", "case dp=7", "88.25")
+
+
+def hidden_failure(kind: str) -> Grade:
+    return Grade(
+        "ada",
+        NAME,
+        PASSED,
+        FAILED,
+        message="\n".join(SECRETS),
+        remarks=("a remark on the file",),
+        achieved=({"case": SECRETS[4], "makespan": "4217.5"},),
+        seconds=88.25,
+        kind=kind,
+        incidents=("the cell ended early: it used 4217.5 MiB",),
+        public_seconds=1.5,
+    )
+
+
+@pytest.mark.parametrize("kind", [*verdict.HEADLINES, NOT_THE_STUDENTS, "", "\x1b[31m4217.5"])
+def test_of_hidden_runs_students_see_the_kind_only(kind, tmp_path):
+    texts = written(report(hidden_failure(kind)), tmp_path)
+    words = grading.HIDDEN_WORDS.get(kind, "no answer")
+    for name in ("grades.xml", "results.json"):
+        assert not [secret for secret in (*SECRETS, "987654321", "4217") if secret in texts[name]]
+        assert words in texts[name] and "hidden checks failed" in texts[name]
+    assert 'time="1.500"' in texts["grades.xml"]
+    data = json.loads(texts["grades.json"])
+    assert data["grades"][0]["message"] == "\n".join(SECRETS) and data["seed"] == 987654321
+    assert "it used 4217.5 MiB" in texts["grades.csv"] and "a remark on" in texts["grades.csv"]
+
+
+def test_of_public_runs_students_see_the_message(tmp_path):
+    one = Grade("ada", NAME, FAILED, NOT_RUN, message="rank 3: it is 4217.5", kind=verdict.WRONG)
+    texts = written(report(one), tmp_path)
+    assert "rank 3: it is 4217.5" in texts["grades.xml"]
+    assert "rank 3: it is 4217.5" in texts["results.json"]
+
+
+class Cell:
+    """Answers as a cell would."""
+
+    def __init__(self, *answers: object):
+        self.answers = answers
+
+    def ask(self, question: dict, timeout: float):
+        for answer in self.answers:
+            yield json.loads(answer.to_json()) if isinstance(answer, Verdict) else answer
+
+
+def graded(*answers: object) -> Grade:
+    grader = grading._Grader(Cell(*answers), SAME_USER, 987654321, Settings())
+    return grading._contained(grader, Submission("ada", {NAME: "x = 1\n"}), find("ex01"))
+
+
+RIGHT = Verdict(verdict.PASSED, num_passed=1, num_cases=1, seconds=1.5)
+
+
+def test_what_a_grade_tells_the_student():
+    wrong = Verdict(verdict.WRONG, "4217.5", case="dp=7", rank=3, seconds=80.0)
+    done = {"ended": "done"}
+    assert "4217.5" in graded(wrong, done).told
+    hidden = graded(RIGHT, wrong, done)
+    assert hidden.told == "Of the hidden checks: Not right yet."
+    assert "4217.5" in hidden.message and hidden.public_seconds == 1.5 and hidden.seconds == 81.5
+    cheat = graded(RIGHT, RIGHT, RIGHT, done)
+    assert "without the functions" in cheat.told and cheat.points == 0
+    dead = graded(RIGHT, {"ended": "it used 4217 MiB of memory"})
+    assert dead.told == "Of the hidden checks: no answer." and "4217" in dead.incidents[0]
+    assert graded(RIGHT, RIGHT, Verdict(verdict.UNWRITTEN), done).told == ""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"kind": "never heard of"}, {"kind": []}, {"kind": "wrong", "text": 7}, [], 7, {"ended": {}}],
+)
+def test_a_failure_while_grading_one_student_is_this_students_row(answer):
+    found = graded(answer)
+    assert found.student == "ada" and found.points == 0
+    assert found.message and found.incidents
+    assert "Traceback" not in found.told and str(ROOT) not in found.told
+
+
+def test_one_failure_ends_nothing(monkeypatch):
+    class NoTemplate:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    def fail(self, submission, exercise):
+        if submission.student == "bob":
+            raise RecursionError("deep")
+        return Grade(submission.student, exercise.name, PASSED, PASSED, points=1)
+
+    def tell(grade):
+        raise BrokenPipeError if grade.student == "ada" else UnicodeEncodeError("x", "y", 0, 1, "z")
+
+    monkeypatch.setattr(grading, "Template", NoTemplate)
+    monkeypatch.setattr(grading._Grader, "grade", fail)
+    students = [Submission(name, {NAME: ""}) for name in ("ada", "bob", "cid")]
+    found = grading.grade(students, Settings(kind=SAME_USER), tell=tell)
+    assert [found.points(name) for name in found.students] == [1, 0, 1]
+    assert found.of("bob")[0].incidents == ("the grader failed: RecursionError: deep",)
+    assert "ex01_rank_arithmetic: the grader failed: RecursionError: deep" in to_csv(found)
+
+
+# -- Texts that do something --
+
+
+def nasty_report() -> Report:
+    name = f"{NASTY}\n=name"
+    bad = Grade(
+        name,
+        f"{NAME}{NASTY}",
+        FAILED,
+        NOT_RUN,
+        message=f"{NASTY}\n\tsecond line",
+        remarks=(NASTY,),
+        achieved=({NASTY: NASTY, "nan": float("nan"), "inf": [float("inf")], "big": 10**5000},),
+        kind=NASTY,
+        incidents=(NASTY,),
+    )
+    good = Grade("bob", bad.exercise, PASSED, PASSED, points=1)
+    return report(bad, good, problems={name: [NASTY, "\n=2+3"]})
+
+
+def test_nothing_nasty_reaches_a_reader(tmp_path):
+    texts = written(nasty_report(), tmp_path)
+    assert len(texts) == 5
+    everything = [*texts.values(), summary(nasty_report())]
+    everything += [str(json.loads(text)) for name, text in texts.items() if "json" in name]
+    for text in everything:
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066\ud800-\udfff\ufffe]", text)
+        assert "U000e0041" in text or "\U000e0041" not in text
+    assert "\\x1b[2J" in texts["grades.csv"] and "\\xff" in texts["grades.csv"]
+    root = ElementTree.fromstring(texts["grades.xml"].encode())
+    assert "\\x1b[2J" in root.find("testsuite").get("name")
+    assert "\n\tsecond line" in root.find(".//failure").text
+    data = json.loads(texts["grades.json"], parse_constant=pytest.fail)
+    assert data["grades"][0]["message"].endswith("\n\tsecond line")
+    assert data["grades"][0]["achieved"][0]["nan"] == "nan"
+
+
+def test_writers_do_not_ask_the_locale(tmp_path):
+    polish = ascii("Żółć")
+    program = (
+        "import sys; from pathlib import Path; from tests.exercises.test_reports import *\n"
+        "for name in FORMS: write_report(nasty_report(), Path(sys.argv[1]) / name)\n"
+        f"write_report(report(Grade({polish}, 'ex01')), Path(sys.argv[1]) / 'other.csv')\n"
+        f"command._tell(Grade({polish} + NASTY, 'ex01', PASSED))\n"
+    )
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment |= {"PYTHONIOENCODING": "ascii:strict", "PYTHONPATH": str(ROOT)}
+    asked = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(asked, env=environment, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.startswith(b"  \\u017b\\xf3\\u0142\\u0107\\x1b[2J")
+    assert "Żółć" in (tmp_path / "other.csv").read_text(encoding="utf-8")
+
+
+BEGINS = ("=", "+", "-", "@", "\t", "\r", "\uff1d")
+FORMULA = "cmd|'/c calc'!A0"
+
+
+@pytest.mark.parametrize("begin", BEGINS)
+@pytest.mark.parametrize(
+    "before", ["", " ", '"', "'", ' "', "x,", "x;", "x; ", "x\t", "x\n", 'x",']
+)
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_no_cell_is_a_formula_whatever_separates_them(begin, before, separator):
+    text = before + begin + FORMULA
+    one = Grade(text, NAME, FAILED, remarks=(text,), incidents=(text,))
+    table = to_csv(report(one, problems={text: [text, text]}))
+    rows = list(csv.reader(io.StringIO(table)))
+    assert len(rows) == 2 and len(rows[0]) == len(rows[1]) == 4
+    for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE):
+        for row in csv.reader(io.StringIO(table), delimiter=separator, quoting=quoting):
+            for cell in row:
+                assert cell.lstrip(" \"'\u00a0")[:1] not in BEGINS or "'" in leading(cell), cell
+
+
+def leading(cell: str) -> str:
+    """What stands before the first character that matters."""
+    return cell[: len(cell) - len(cell.lstrip(" \"'\u00a0"))]
+
+
+def test_a_long_message_is_cut_and_says_so(tmp_path):
+    long = "x" * (50 << 20)
+    one = Grade(long, NAME, FAILED, message=long, remarks=(long,), incidents=(long,))
+    texts = written(report(one, problems={long: [long]}), tmp_path)
+    for name, text in texts.items():
+        assert len(text) < 200_000, name
+        assert re.search(r"\[cut here: 52,4\d\d,\d00 of 52,428,800 characters are left out\]", text)
+    (row,) = list(csv.reader(io.StringIO(texts["grades.csv"])))[1:]
+    assert max(map(len, row)) < 32_767
+
+
+def test_many_items_are_cut_and_deep_ones_are_said():
+    deep: list = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert json.dumps(plain_text.data(deep)).count("[") < 50
+    one = Grade("ada", NAME, PASSED, PASSED, 1, achieved=(deep,))
+    assert len(json.loads(to_json(report(one)))["grades"]) == 1
+    assert plain_text.data(list(range(5000)))[-1] == "[cut here: 4000 more]"
+    assert plain_text.data({str(n): n for n in range(5000)})["[cut here]"] == "4000 more"
+    many = report(*(Grade(f"s{n:05}", NAME) for n in range(3000)))
+    assert len(json.loads(to_json(many))["grades"]) == 3000
+
+
+def test_what_ranks_achieved_may_be_anything():
+    odd = (7, None, [], "makespan", {"makespan": None}, {"makespan": "x"}, {"makespan": ""})
+    grades = [Grade(str(n), NAME, PASSED, PASSED, 1, achieved=(x,)) for n, x in enumerate(odd)]
+    grades.append(Grade("nan", NAME, PASSED, PASSED, 1, achieved=({"makespan": "nan"},)))
+    grades.append(Grade("good", NAME, PASSED, PASSED, 1, achieved=({"makespan": "5 s"},)))
+    assert summary(report(*grades)).splitlines()[-1].split() == ["1", "5", "good"]
+    assert len(json.loads(to_json(report(*grades)))["grades"]) == 9
+
+
+# -- Files --
+
+
+def test_every_student_has_a_folder_of_their_own(tmp_path):
+    names = [
+        "a b",
+        "a_b",
+        "a/b",
+        "A_B",
+        "é",
+        "e\u0301",
+        "É",
+        "ﬁ",
+        "fi",
+        "..",
+        ".",
+        "",
+        "con",
+        "NUL.x",
+    ]
+    names += [
+        "x" * 300,
+        "x" * 299 + "y",
+        "../../etc",
+        "=evil()",
+        "trailing.",
+        "ß",
+        "SS",
+        "-rf",
+        "\udcff",
+    ]
+    folders = student_folders(names)
+    assert set(folders) == set(names)
+    same = {unicodedata.normalize("NFKC", one.casefold()) for one in folders.values()}
+    assert len(same) == len(names)
+    assert folders["a_b"] == "a_b" and folders["ß"] == "ß"
+    assert student_folders(names[::-1])["a b"] == folders["a b"]
+    for folder in folders.values():
+        assert re.fullmatch(r"\w[\w.-]*", folder) and len(folder) < 90
+        assert not re.fullmatch(r"(?i)(con|nul)(\..*)?", folder) and not folder.endswith(".")
+    paths = write_report(report(*(Grade(name, NAME) for name in names)), tmp_path / "results.json")
+    assert len(set(paths)) == len(names)
+    assert all(path.is_file() and path.parent.parent == tmp_path for path in paths)
+
+
+def test_one_report_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch, capsys):
+    one = report(Grade("ada", NAME, PASSED, PASSED, 1), Grade("bob", NAME))
+    (tmp_path / "ada").write_text("in the way")
+    with pytest.raises(OSError):
+        write_report(one, tmp_path / "results.json")
+    assert (tmp_path / "bob" / "results.json").is_file()
+    monkeypatch.setattr(command, "grade", lambda *_, **__: one)
+    monkeypatch.setattr(command, "find_submissions", lambda _: [])
+    (tmp_path / "grades.csv").mkdir()
+    asked = SimpleNamespace(
+        out=[tmp_path / name for name in FORMS],
+        format=None,
+        seed=0,
+        seconds=1,
+        memory_mib=1,
+        submissions=tmp_path,
+        isolation=None,
+        jobs=0,
+        exercises=None,
+    )
+    assert command._grade(asked, None) == 1
+    assert (tmp_path / "grades.json").is_file() and (tmp_path / "grades.xml").is_file()
+    said = capsys.readouterr()
+    assert "grades.csv cannot be written" in said.err and "2 submissions" in said.out
+
+
+def test_formats_keep_their_form():
+    right = Grade(
+        "ada", NAME, PASSED, PASSED, 1, remarks=("a remark",), seconds=3, public_seconds=1
+    )
+    one = report(right, Grade("bob", NAME), problems={"bob": ["no file"]})
+    assert to_csv(one) == (
+        f"student,points,{NAME},remarks\nada,1,1,{NAME}: a remark\nbob,0,,no file\n"
+    )
+    root = ElementTree.fromstring(to_junit(one))
+    assert [suite.attrib for suite in root] == [
+        {"name": "ada", "tests": "1", "failures": "0", "skipped": "0"},
+        {"name": "bob", "tests": "1", "failures": "0", "skipped": "1"},
+    ]
+    assert root.find(".//skipped").get("message") == NOT_SUBMITTED
+    assert root.find(".//system-out").text == "a remark"
+    assert to_junit(one).startswith("<?xml version='1.0' encoding='utf-8'?>\n<testsuites ")
+    told = json.loads(to_gradescope(one, "bob"))
+    assert told["score"] == 0 and told["output"].endswith("\nno file")
+    assert json.loads(to_json(one))["grades"][0]["remarks"] == ["a remark"]
