@@ -64,7 +64,9 @@ for rank in range(16):
 print("rank 6:", coordinates(6))
 
 # %% [markdown]
-# A group is the set of ranks that agree in all coordinates but one. That is all there is to it.
+# A group of an axis is the set of ranks that agree in all other coordinates. (Some of Megatron's groups
+# vary in two coordinates, as the model-parallel group "tp-pp", or take only the first and the last
+# stage, as the embedding's.)
 
 
 # %%
