@@ -190,6 +190,17 @@ def chunk_table(pp: int = 4, m: int = 8, vs: Sequence[int] = (1, 2, 4)) -> str:
     )
 
 
+def held_words(pp: int, m: int, vs: Sequence[int] = (1, 2, 4)) -> str:
+    """What rank 0 holds with v chunks, in whole stages' activations: the formula, held to a plan."""
+    words = []
+    for v in vs:
+        planned = plan("interleaved" if v > 1 else "1f1b", pp, m, vpp=v if v > 1 else None)
+        held = Fraction(planned.peak_in_flight(0), v)
+        assert held == (pp + Fraction(pp - 1, v) if v > 1 else pp), (v, held)
+        words.append(f"{number_words(held)} for v = {v}")
+    return ", ".join(words)
+
+
 def compare_schedules(pp: int = 4, m: int = 8) -> str:
     rows = []
     for name in ("gpipe", "1f1b"):
