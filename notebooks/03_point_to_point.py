@@ -233,9 +233,11 @@ print(received)
 assert received == {"activation": -1.0, "gradient": 1.0}
 
 # %% [markdown]
-# Neither. The two are swapped, and training goes on with nonsense. This is not made up: with two
-# stages that are each other's next *and* previous, batched messages can be paired wrongly. The
-# package refuses that combination, and its tests put the microbatch's number inside every tensor.
+# Neither. The two are swapped, and training goes on with nonsense. With two stages that are each other's
+# next *and* previous, batched messages can be paired so ([Megatron-LM
+# #750](https://github.com/NVIDIA/Megatron-LM/issues/750),
+# [#5271](https://github.com/NVIDIA/Megatron-LM/issues/5271)). The package refuses that combination, and
+# its tests put the microbatch's number inside every tensor.
 #
 # ## Change it
 #

@@ -23,6 +23,7 @@ from minimegatron.core.pipeline_parallel.schedule_table import (
 from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_limits
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
+from minimegatron.exercises.catalog import exercises
 from minimegatron.planner import formulas, memory
 from minimegatron.planner.actions import Action
 from minimegatron.planner.memory import (
@@ -262,7 +263,7 @@ def messages(pp: int, m: int, v: int = 1) -> int:
 
 
 def message_table() -> str:
-    """Bytes between stages in one step, both directions, for one model."""
+    """Bytes between stages in one step, both directions, for one model and one tensor rank."""
     rows = []
     for name, t, sp in (
         ("t = 1", 1, False),
@@ -274,7 +275,7 @@ def message_table() -> str:
             count = messages(4, 16, v)
             rows.append([name, v, size_words(one), 2 * count, size_words(2 * count * one)])
     return table(
-        ["per rank", "v", "one message", "messages, both ways", "bytes in a step, all links"], rows
+        ["", "v", "one message", "messages, both ways", "bytes in a step, over p stages"], rows
     )
 
 
@@ -596,6 +597,10 @@ def norm_case() -> str:
             ["rank 0 alone, rank 1 alone", ", ".join(number_words(v) for v in local)],
         ],
     )
+
+
+def num_exercises() -> int:
+    return len(exercises())
 
 
 def num_tour_pages() -> int:

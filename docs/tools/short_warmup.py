@@ -1,4 +1,4 @@
-"""Interleaving with half of the warm-up: what the planner finds, for the tour and a test.
+"""Interleaving with one step of warm-up per stage: what the planner finds, for the tour and a test.
 
 Called by: `cases`. Calls: the planner, with one number of `schedule_table` changed.
 """

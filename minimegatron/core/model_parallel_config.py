@@ -62,7 +62,7 @@ class ModelParallelConfig:
     finalize_model_grads_func: Callable | None = None
     """Called once, after the last backward, with the model chunks."""
     aux_loss_scale_funcs: tuple[Callable[[torch.Tensor], None], ...] = ()
-    """Told the scale of the main loss before backward, for losses that enter by the side."""
+    """Called with the main loss's scale before backward, to scale auxiliary losses alike."""
 
     # -- Loss --
     calculate_per_token_loss: bool = False

@@ -241,7 +241,7 @@ def get_position_embedding_group(check_initialized: bool = True) -> dist.Process
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> dist.ProcessGroup:
-    """All ranks of this stage (of this stage and context piece, without context parallelism)."""
+    """All ranks of this stage; without context, only those with the same piece of the sequence."""
     return get_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 

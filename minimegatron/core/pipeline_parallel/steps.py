@@ -170,8 +170,8 @@ def forward_step_calc_loss(
 def _scale_auxiliary_losses(
     config: ModelParallelConfig, output_tensor: torch.Tensor, num_microbatches: int
 ) -> None:
-    # Losses that join by the side (experts' balance, extra predicted tokens) are not in the sum
-    # that was just scaled. They are told the same scale, on every stage, before its backward.
+    # Auxiliary losses (experts' balance, extra predicted tokens) are not in the loss that was just
+    # scaled. Their functions get the same scale, on every stage, before its backward.
     if not config.aux_loss_scale_funcs:
         return
     scale = torch.ones(1, device=output_tensor.device)
