@@ -35,7 +35,7 @@ class ModelParallelConfig:
     """Ranks that share each expert; None for the tensor-parallel size."""
 
     use_cpu_initialization: bool = True
-    """Says what is so here either way: weights are drawn whole on the CPU, then cut
+    """Has no effect: weights are always drawn whole on the CPU, then cut
     (`tensor_parallel.initial_weights`). Accepted because Megatron's first example sets it."""
 
     # -- Precision --

@@ -259,7 +259,7 @@ def all_groups(
     >>> groups["embd"]
     [[0, 12], [1, 13], [2, 14], [3, 15]]
 
-    Every tensor and every data group stays inside a node; only pipeline neighbours cross, 4 to 8.
+    Every tensor and every data group stays inside a node; pipelines cross, from 4 to 8 for example.
     """
     dense, expert = make_grids(world_size, tp, pp, cp, ep, etp, order)
     grids = {"dense": dense, "expert": expert}

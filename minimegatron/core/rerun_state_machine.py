@@ -52,7 +52,7 @@ class RerunStateMachine:
     ) -> bool:
         """True if `result` is at least `threshold` times the largest of the first `num_samples`.
 
-        While those are being seen, and for the one that is NaN, it is False. `context` names what
+        While those are being seen, and for a result that is NaN, it is False. `context` names what
         is compared with what; `resample` begins anew.
         """
         if resample or context not in self._samples:

@@ -183,7 +183,7 @@ class MegatronOptimizer(ABC):
         return update_successful, grad_norm, num_zeros
 
     def prepare_grads(self) -> bool:
-        """Puts unscaled gradients where the update rule reads them; True if any rank found Inf."""
+        """Puts unscaled gradients where the update rule reads them; True if a rank found Inf or NaN."""
         self._copy_model_grads_to_main_grads()
         if self.grad_scaler is None:
             return False

@@ -38,7 +38,7 @@ class ModelChunk:
         config: the step's; None for the model's own. A stage's chunks share the first one's, because
             the hooks are filled in there.
         frame: the `StepFrame` around the step, called before and after each forward and backward;
-            None for whoever does without.
+            None for no frame.
     """
 
     def __init__(
