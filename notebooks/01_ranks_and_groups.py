@@ -15,8 +15,8 @@
 # # 01 Ranks and groups
 #
 # **The question.** Sixteen GPUs train one model. Each runs the same program and knows one number,
-# its rank. How does it find out which layers are its own, whom it shares them with, and whom it
-# sends what?
+# its rank. How does it find out which layers are its own, which ranks share them, and to which ranks
+# it sends what?
 #
 # A *rank* is one process with one GPU. A *group* is a list of ranks that communicate together.
 # First sixteen ranks on paper, then four real ones.

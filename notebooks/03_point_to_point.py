@@ -241,8 +241,8 @@ assert received == {"activation": -1.0, "gradient": 1.0}
 #
 # ## Change it
 #
-# * Write a program of three ranks in which rank 0 only waits, and the circle is between 1 and 2. Whom
-#   does the doctor accuse? (`doctor.cycle`, `doctor.ranks`)
+# * Write a program of three ranks in which rank 0 only waits, and the circle is between 1 and 2. Which
+#   ranks does the doctor accuse? (`doctor.cycle`, `doctor.ranks`)
 # * Take rank 1's send out of `one_of_each`. It is not a circle now. What does the doctor call it?
 # * Let all four ranks of a ring send first, but rank 3 receive first. How long does the last message
 #   wait for its turn? Draw it.

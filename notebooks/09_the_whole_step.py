@@ -14,8 +14,8 @@
 # %% [markdown]
 # # 09 The whole step
 #
-# **The question.** What happens between two updates of the weights, who calls whom, and by what
-# is the gradient divided?
+# **The question.** What happens between two updates of the weights, which function calls which, and
+# by what is the gradient divided?
 
 # %%
 # %matplotlib inline
@@ -145,7 +145,7 @@ for number, rank in enumerate(ranks):
 # ## The call tree
 #
 # Of rank 2 (stage 1, copy 0), all that concerns microbatch 0, and the calls around it. Read it
-# from the left: who is called by whom, with the line where it is written.
+# from the left: each function stands under the one that calls it, with its line in the source.
 
 # %%
 print(recorded.tree(2, step=0, microbatch=0))

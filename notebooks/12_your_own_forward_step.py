@@ -320,7 +320,7 @@ assert errors["mean of the microbatch", 2] > 0.05 and errors["mean of the microb
 # * Cut the model otherwise: `{"pp": 4}`, `{"tp": 4}`, `{"pp": 2, "vp": 2}` on two ranks (then
 #   `data_iterator` is a list, one per chunk). What has to change in `inner_forward_step`?
 # * Forget `forward_only=True` for the log-probabilities, and give `launch` `hang_timeout=10`. Who
-#   waits for whom, and why does no gradient come?
+#   waits for which rank, and why does no gradient come?
 #
 # ## Where next
 #

@@ -379,7 +379,7 @@ class DistributedInitConfig:
     distributed_timeout_minutes: int = flag(10, minimum=1)
     """Longest wait for another rank."""
     hang_timeout: float | None = flag(above=0.0)
-    """Seconds without a call on any rank after which the hang doctor says who waits for whom, and ends
+    """Seconds without a call on any rank until the hang doctor says which rank waits for what, and ends
     the job. Longer than any pause: building data, saving (no Megatron flag)."""
     rank: int = derived(0)
     """This process, of all."""
