@@ -73,7 +73,7 @@ class RankGenerator:
         """All groups that vary in the coordinates `token` names ("tp", "tp-pp", ...), as ranks.
 
         Every rank is in exactly one of them. Ranks within a group ascend, and the groups ascend by
-        their first rank. Raises ValueError for a word that is no coordinate.
+        their first rank. Raises ValueError for a word that names no coordinate.
         """
         inside = token.lower().split("-")
         unknown = [word for word in inside if word not in self.name_to_size]

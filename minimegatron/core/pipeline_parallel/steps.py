@@ -3,7 +3,7 @@
 Called by: the three schedules (`schedules`, `interleaved`), once per action. Calls: the user's
 `forward_step_func` (and through it the model), the loss function that it returned, and autograd.
 Counterpart: the functions of the same names in `megatron.core.pipeline_parallel.schedules`, which
-re-exports them here as there.
+re-exports them here too.
 """
 
 import contextlib
