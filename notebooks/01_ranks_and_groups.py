@@ -15,8 +15,8 @@
 # # 01 Ranks and groups
 #
 # **The question.** Sixteen GPUs train one model. Each runs the same program and knows one number,
-# its rank. How does it find out which layers are its own, whom it shares them with, and whom it
-# sends what?
+# its rank. How does it find out which layers are its own, which ranks share them, and to which ranks
+# it sends what?
 #
 # A *rank* is one process with one GPU. A *group* is a list of ranks that communicate together.
 # First sixteen ranks on paper, then four real ones.
@@ -64,7 +64,9 @@ for rank in range(16):
 print("rank 6:", coordinates(6))
 
 # %% [markdown]
-# A group is the set of ranks that agree in all coordinates but one. That is all there is to it.
+# A group of an axis is the set of ranks that agree in all other coordinates. (Some of Megatron's groups
+# vary in two coordinates, as the model-parallel group "tp-pp", or take only the first and the last
+# stage, as the embedding's.)
 
 
 # %%

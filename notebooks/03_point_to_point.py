@@ -31,8 +31,10 @@ from minimegatron.launcher import HangError
 # %% [markdown]
 # ## Predict
 #
-# `dist.send` returns when the tensor may be changed again. On gloo, and in effect on NCCL, that is
-# when the partner has received it. Which of these programs for two ranks come to an end?
+# Three calls send a tensor, and each waits elsewhere. `dist.send` over gloo keeps the *program* waiting
+# until the partner has received it. `dist.isend` returns at once; only `wait()` on its handle waits.
+# Over NCCL both calls return at once, and the GPU's *stream* waits for the partner. This notebook uses
+# `dist.send` over gloo. Which of these programs for two ranks come to an end?
 #
 # 1. both send first, then receive;
 # 2. both receive first, then send;
@@ -64,8 +66,8 @@ def play(programs):
 # ## The run
 #
 # `launch` calls a function in n real ranks. With `hang_timeout=1` it notices when no rank has moved
-# for a second, and asks the hang doctor. (On the CPU with gloo on any machine: NCCL's calls return
-# at once, and the program would stop further down, wherever it first needs a result.)
+# for a second, and asks the hang doctor. (On the CPU with gloo on any machine. Over NCCL the program
+# would stop further down, where it first needs a result.)
 
 # %%
 try:
@@ -208,8 +210,9 @@ assert [received for received, _ in results] == [1, 0]
 # %% [markdown]
 # ## Worse than a hang
 #
-# Messages between two ranks have no names: the first send meets the first receive, the second the
-# second. Suppose rank 0 sends an activation and then a gradient, of the same shape. Rank 1 wants
+# Without a tag, messages between two ranks are told apart by their order alone: the first send meets
+# the first receive, the second the second. (gloo matches tags, where a program gives them; NCCL has none.)
+# Suppose rank 0 sends an activation and then a gradient, of the same shape. Rank 1 wants
 # the gradient first, and receives into that buffer first. Predict: hang, error, or neither?
 
 
@@ -230,14 +233,16 @@ print(received)
 assert received == {"activation": -1.0, "gradient": 1.0}
 
 # %% [markdown]
-# Neither. The two are swapped, and training goes on with nonsense. This is not made up: with two
-# stages that are each other's next *and* previous, batched messages can be paired wrongly. The
-# package refuses that combination, and its tests put the microbatch's number inside every tensor.
+# Neither. The two are swapped, and training goes on with nonsense. With two stages that are each other's
+# next *and* previous, batched messages can be paired so ([Megatron-LM
+# #750](https://github.com/NVIDIA/Megatron-LM/issues/750),
+# [#5271](https://github.com/NVIDIA/Megatron-LM/issues/5271)). The package refuses that combination, and
+# its tests put the microbatch's number inside every tensor.
 #
 # ## Change it
 #
-# * Write a program of three ranks in which rank 0 only waits, and the circle is between 1 and 2. Whom
-#   does the doctor accuse? (`doctor.cycle`, `doctor.ranks`)
+# * Write a program of three ranks in which rank 0 only waits, and the circle is between 1 and 2. Which
+#   ranks does the doctor accuse? (`doctor.cycle`, `doctor.ranks`)
 # * Take rank 1's send out of `one_of_each`. It is not a circle now. What does the doctor call it?
 # * Let all four ranks of a ring send first, but rank 3 receive first. How long does the last message
 #   wait for its turn? Draw it.

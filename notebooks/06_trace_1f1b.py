@@ -252,8 +252,8 @@ plt.show()
 
 # %% [markdown]
 # A stage only ever waits for its neighbours: it knows nobody else. But the column of the slow stage
-# has grown, and the slow stage itself waits least of all. That is how to find it in a real job: do
-# not look for who waits, look for who does not.
+# has grown, and the slow stage itself waits least of all. That is how to find it in a real job: look
+# for the rank that waits least.
 #
 # ## Change it
 #

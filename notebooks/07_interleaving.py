@@ -131,8 +131,10 @@ assert simulate(overlapped, Costs.of_stages(1, 2, 2)).makespan == step(2, M=8).m
 # many forwards. With half the warm-up, a stage comes to that exchange before its neighbour has
 # the gradient, and both wait.
 #
-# With separate, overlapped messages (`overlap_p2p_comm`) the same short warm-up works, and takes
-# no longer. So the 2 is the price of exchanging everything in one call. Megatron pays it in both
+# With separate, overlapped messages (`overlap_p2p_comm`) the short warm-up runs. While messages take
+# no time it is as long a step, and holds less. But the two steps of warm-up per stage are also the
+# time in which messages travel: as soon as they take time, the short warm-up makes the longer step. So
+# one exchange *needs* the 2, and with overlap the 2 hides messages' time. Megatron warms up so in both
 # modes.
 #
 # ## Group size

@@ -230,8 +230,9 @@ except RankError as error:
 assert "came after its bucket was launched" in message
 
 # %% [markdown]
-# This package refuses. Code without that guard does one of two things, and both have been
-# published. So here is the loop by hand, with a choice of when to sum:
+# This package refuses. Code without that guard does one of two things; which one decides where it lets
+# gradients go ([picotron #5](https://github.com/huggingface/picotron/pull/5) is about that place). So
+# here is the loop by hand, with a choice of when to sum:
 
 
 # %%

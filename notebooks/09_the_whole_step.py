@@ -14,8 +14,8 @@
 # %% [markdown]
 # # 09 The whole step
 #
-# **The question.** What happens between two updates of the weights, who calls whom, and by what
-# is the gradient divided?
+# **The question.** What happens between two updates of the weights, which function calls which, and
+# by what is the gradient divided?
 
 # %%
 # %matplotlib inline
@@ -145,7 +145,7 @@ for number, rank in enumerate(ranks):
 # ## The call tree
 #
 # Of rank 2 (stage 1, copy 0), all that concerns microbatch 0, and the calls around it. Read it
-# from the left: who is called by whom, with the line where it is written.
+# from the left: each function stands under the one that calls it, with its line in the source.
 
 # %%
 print(recorded.tree(2, step=0, microbatch=0))
@@ -385,9 +385,10 @@ for name, found, wanted in zip(names, weights, expected, strict=True):
 # %% [markdown]
 # In the last row nothing divides by the number of copies: with the flag on, gradients are summed
 # over them and later divided by the number of tokens, but a loss function with two values reports
-# none. In RL trainers this has made norms in the thousands.
+# none. In an RL trainer the auxiliary losses of experts, which only that last division would have made
+# small, then had norms in the thousands ([verl #6609](https://github.com/verl-project/verl/issues/6609)).
 #
-# One row is missing: with context parallelism, c ranks share each sequence, and a mean that a
+# The table leaves context parallelism out. There c ranks share each sequence, and a mean that a
 # rank takes over its own tokens only comes out c times too large. Where does that c stand? The
 # function can be asked directly:
 

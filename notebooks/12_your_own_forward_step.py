@@ -54,7 +54,7 @@ MODEL = {"seq_length": S, "vocab_size": V, "params_dtype": torch.float64, "init_
 # A sample is a prompt and an answer. The answers here are drawn at random, which is what this
 # fresh model would do as well. The reward: the share of the answer's tokens that are below 32. An
 # answer's *advantage* is its reward less the mean of its prompt's answers, divided by their
-# deviation (GRPO). Answers have different lengths.
+# deviation, as in GRPO. Answers have different lengths.
 
 
 # %%
@@ -120,7 +120,7 @@ def log_probabilities(batch, output, non_loss_data=True):
 
 
 def policy_loss(batch, output, clip=0.2):
-    """GRPO's loss without its KL term: (sum over the answer's tokens, their number, report)."""
+    """GRPO's advantages and clipping, normalised per token as DAPO does: (sum, tokens, report)."""
     ratio = torch.exp(-output - batch["old"])
     advantages = batch["advantages"].unsqueeze(1)
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
@@ -320,7 +320,7 @@ assert errors["mean of the microbatch", 2] > 0.05 and errors["mean of the microb
 # * Cut the model otherwise: `{"pp": 4}`, `{"tp": 4}`, `{"pp": 2, "vp": 2}` on two ranks (then
 #   `data_iterator` is a list, one per chunk). What has to change in `inner_forward_step`?
 # * Forget `forward_only=True` for the log-probabilities, and give `launch` `hang_timeout=10`. Who
-#   waits for whom, and why does no gradient come?
+#   waits for which rank, and why does no gradient come?
 #
 # ## Where next
 #

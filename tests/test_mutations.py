@@ -68,7 +68,7 @@ CAUGHT_BY = {
     "gradient-to-the-next-stage": (ORDER, r"Deadlock|expected"),
     "freed-while-being-sent": (ORDER, r"memory is freed"),
     "input-without-gradient": (ORDER, r"requires_grad|retain_grad|grad|Deadlock"),
-    "shape-of-another-direction": (SP_PP, r"bytes came where|shape"),
+    "full-sequence-buffer": (SP_PP, r"bytes came where|shape"),
     "received-in-another-dtype": (PP, r"dtype|bytes came where"),
     "peer-in-the-world": (TRANSPORT, r"not part of group|rank|peer"),
     "report-changed-in-place": (STEPS, r"shares_storage"),

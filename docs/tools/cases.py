@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pictures
+from short_warmup import both_warmups, makespan
 
 from minimegatron.core.pipeline_parallel.schedule_table import (
     convert_schedule_table_to_order,
@@ -23,6 +24,7 @@ from minimegatron.core.pipeline_parallel.schedule_table import (
 from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_limits
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
+from minimegatron.exercises.catalog import exercises
 from minimegatron.exercises.grading import archives, collection
 from minimegatron.planner import formulas, memory
 from minimegatron.planner.actions import Action
@@ -191,6 +193,17 @@ def chunk_table(pp: int = 4, m: int = 8, vs: Sequence[int] = (1, 2, 4)) -> str:
     )
 
 
+def held_words(pp: int, m: int, vs: Sequence[int] = (1, 2, 4)) -> str:
+    """What rank 0 holds with v chunks, in whole stages' activations: the formula, held to a plan."""
+    words = []
+    for v in vs:
+        planned = plan("interleaved" if v > 1 else "1f1b", pp, m, vpp=v if v > 1 else None)
+        held = Fraction(planned.peak_in_flight(0), v)
+        assert held == (pp + Fraction(pp - 1, v) if v > 1 else pp), (v, held)
+        words.append(f"{number_words(held)} for v = {v}")
+    return ", ".join(words)
+
+
 def compare_schedules(pp: int = 4, m: int = 8) -> str:
     rows = []
     for name in ("gpipe", "1f1b"):
@@ -206,6 +219,19 @@ def warmups(pp: int = 4, m: int = 8) -> str:
 
 def warmups_interleaved(pp: int = 4, m: int = 8, v: int = 2, group: int = 4) -> str:
     return ", ".join(str(count_rank_microbatches(pp, r, m, v, group).num_warmup) for r in range(pp))
+
+
+def warmup_table(pp: int = 4, m: int = 16, vpp: int = 2, message: object = "1/5") -> str:
+    """Interleaving with two steps of warm-up per stage and with one, in both modes."""
+    rows = []
+    for mode, overlap in (("one exchange", False), ("overlapped messages", True)):
+        for steps, planned in zip((2, 1), both_warmups(pp, m, vpp, overlap), strict=True):
+            times = [makespan(planned, x) for x in (0, message)]
+            words = ["waits for ever" if t is None else number_words(t) for t in times]
+            rows.append([mode, steps, *words, planned.peak_in_flight(0)])
+    head = ["messages", "steps per stage", "makespan, messages free"]
+    head += [f"makespan, messages of {message}", "chunks held on rank 0"]
+    return table(head, rows)
 
 
 def schedule_table_words(m: int, v: int, group: int) -> str:
@@ -239,7 +265,7 @@ def messages(pp: int, m: int, v: int = 1) -> int:
 
 
 def message_table() -> str:
-    """Bytes between stages in one step, both directions, for one model."""
+    """Bytes between stages in one step, both directions, for one model and one tensor rank."""
     rows = []
     for name, t, sp in (
         ("t = 1", 1, False),
@@ -251,7 +277,7 @@ def message_table() -> str:
             count = messages(4, 16, v)
             rows.append([name, v, size_words(one), 2 * count, size_words(2 * count * one)])
     return table(
-        ["per rank", "v", "one message", "messages, both ways", "bytes in a step, all links"], rows
+        ["", "v", "one message", "messages, both ways", "bytes in a step, over p stages"], rows
     )
 
 
@@ -573,6 +599,10 @@ def norm_case() -> str:
             ["rank 0 alone, rank 1 alone", ", ".join(number_words(v) for v in local)],
         ],
     )
+
+
+def num_exercises() -> int:
+    return len(exercises())
 
 
 def num_tour_pages() -> int:

@@ -1,7 +1,8 @@
 """What stands between double braces in the pages of docs/, and what it becomes.
 
     {{ code minimegatron.core.pipeline_parallel.steps.backward_step }}    the code itself
-    {{ code x.y.z from="for i in" to="return" }}    from the first line with these words to ...
+    {{ code x.y.z from="for i in" to="return" }}    from one statement to the end of another
+    {{ code x.y.z shows="a, b(" }}    the excerpt must have these words; the tour says some of each
     {{ run minimegatron plan --pp 4 --microbatches 8 }}    a command and what it prints
     {{ figure timeline("1f1b", 4, 8) | Caption }}    a picture, from `cases`
     {{ table bubble_table() }}    a table, from `cases`
@@ -24,6 +25,7 @@ from pathlib import Path
 import cases
 from calculator import calculator_form
 from code_html import code_block, links_of
+from excerpts import ExcerptError, cut_out, num_definitions
 from latex2mathml.converter import convert
 from package import ROOT, Package, Place
 from prose import is_line
@@ -86,10 +88,18 @@ class Macros:
         text = FENCE.sub(lambda m: keep(m[0]), markdown)
         text = BLOCK.sub(lambda m: keep(self._block(m[1], m[2], m[3] or "")), text)
         text = re.sub(r"(?<!`)`[^`\n]+`(?!`)", lambda m: keep(m[0]), text)
-        text = MACRO.sub(lambda m: self._inline(m[1], m[2] or ""), text)
+        text = MACRO.sub(self._in_line, text)
         text = _math(text, keep, self.stash.put)
         while "\x02" in text:
             text = re.sub(r"\x02(\d+)\x03", lambda m: kept[int(m[1])], text)
+        return text
+
+    def _in_line(self, macro: re.Match) -> str:
+        text = self._inline(macro[1], macro[2] or "")
+        begins_line = not macro.string[: macro.start()].rpartition("\n")[2].strip()
+        # "{{ value 2 }}. Because" would be the second item of a list.
+        if begins_line and text.isdigit() and re.match(r"[.)]\s", macro.string[macro.end() :]):
+            self.faults.append(f"docs/{self.page}: {macro[0]} would become a list's number")
         return text
 
     def _call(self, kind: str, name: str, argument: str) -> str:
@@ -134,8 +144,13 @@ class Macros:
         place = self._find(parts[0])
         options = dict(part.split("=", 1) for part in parts[1:])
         page, numbers = place.page, self._lines_of(place)
-        if "from" in options:
-            numbers = self._excerpt(place, numbers, options["from"], options.get("to"))
+        try:
+            self._check_name(place, parts[0])
+            if "from" in options:
+                numbers = cut_out(page.lines, numbers, options["from"], options.get("to"))
+            self._check_shown([page.lines[n - 1] for n in numbers], options.get("shows"))
+        except ExcerptError as error:
+            raise MacroError(f"docs/{self.page}: {parts[0]}: {error}") from error
         source = f"{self.up}source/"
         links = links_of(page, self.package, source)
         block = code_block(page, numbers, links, line_url=f"{source}{page.module}.html")
@@ -155,16 +170,21 @@ class Macros:
         numbers = range(definition.first_line or definition.line, definition.end_line + 1)
         return [n for n in numbers if n not in prose]
 
-    def _excerpt(self, place: Place, numbers: list[int], start: str, end: str | None) -> list[int]:
-        def position(words: str, after: int) -> int:
-            for index in range(after, len(numbers)):
-                if words in place.page.lines[numbers[index] - 1]:
-                    return index
-            raise MacroError(f"docs/{self.page}: {place.symbol} has no line with {words!r}")
+    def _check_name(self, place: Place, dotted: str) -> None:
+        """An excerpt is known by the name under which it is defined, and that once."""
+        qualified = ".".join(filter(None, (place.page.module, place.symbol)))
+        if qualified != dotted:
+            raise ExcerptError(f"is defined as {qualified}; call it so")
+        if place.symbol and num_definitions(place.page.lines, place.symbol) > 1:
+            raise ExcerptError("is defined more than once")
 
-        first = position(start, 0)
-        last = position(end, first) if end else first
-        return numbers[first : last + 1]
+    def _check_shown(self, lines: list[str], words: str | None) -> None:
+        """The words that the prose around an excerpt is about must be in it."""
+        if words is None and self.page.startswith("tour/"):
+            raise ExcerptError('say which words it shows: shows="a, b"')
+        for word in (words or "").split(", "):
+            if not any(word in line for line in lines):
+                raise ExcerptError(f"the excerpt does not show {word!r}")
 
     # -- What runs --
 

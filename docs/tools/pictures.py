@@ -59,10 +59,13 @@ def stages_picture(stages: Sequence[Sequence[str]], num_ranks: int) -> str:
     parts = []
     for index, stage in enumerate(stages):
         x, rank, chunk = 8 + index * column, index % num_ranks, index // num_ranks
-        label = f"rank {rank}" + (f", chunk {chunk}" if len(stages) > num_ranks else "")
-        parts.append(text(x + column / 2 - 4, 16, label, "mm-middle mm-small mm-strong"))
+        head = [f"rank {rank}", *([f"chunk {chunk}"] if len(stages) > num_ranks else [])]
+        for line, words in enumerate(head):
+            y = 16 + 14 * line
+            parts.append(text(x + column / 2 - 4, y, words, "mm-middle mm-small mm-strong"))
+        top = 12 + 14 * len(head)
         for level, what in enumerate(stage):
-            y = 26 + level * (height + 3)
+            y = top + level * (height + 3)
             parts.append(box(x, y, column - 8, height, f"mm-hue-{rank % HUES}"))
             parts.append(
                 text(x + column / 2 - 4, y + 16, what, f"mm-middle mm-small mm-on-{rank % HUES}")
@@ -71,7 +74,8 @@ def stages_picture(stages: Sequence[Sequence[str]], num_ranks: int) -> str:
         f"virtual stage {i} on rank {i % num_ranks}: {', '.join(stage) or 'nothing'}"
         for i, stage in enumerate(stages)
     )
-    return svg(8 + len(stages) * column, 36 + most * (height + 3), title, parts)
+    bottom = 22 + 14 * (1 + (len(stages) > num_ranks)) + most * (height + 3)
+    return svg(8 + len(stages) * column, bottom, title, parts)
 
 
 def strip_picture(

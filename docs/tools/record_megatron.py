@@ -3,8 +3,16 @@
 Run by: `make rosetta`, after a change of `rosetta.json`, of the names in modules that mirror Megatron,
 or of the version of megatron-core. Calls: `rosetta`, `signatures`. Writes megatron_core.json beside
 this file, so that the site is built without megatron-core; tests/conformance compares the two.
+
+`megatron.training` is not in that package but in Megatron's repository alone. `--repository FOLDER`
+records where its names are, from a checkout of the same release:
+
+    git clone --depth 1 -b core_v0.16.1 https://github.com/NVIDIA/Megatron-LM FOLDER
+
+Without it, those of the last recording stay.
 """
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -32,8 +40,31 @@ def record(names: Iterable[str]) -> dict:
     }
 
 
-if __name__ == "__main__":
-    data = record(entry.counterpart for entry in entries(Package.read()))
+def record_repository(names: Iterable[str], folder: Path) -> dict[str, list]:
+    """Of the names that only the repository has, file and line; what does not exist is left out."""
+    source = Source(folder)
+    if source.path("megatron.training.training") is None:
+        raise SystemExit(f"{folder} has no megatron/training/training.py; give a checkout")
+    wanted = sorted({name for name in names if name.startswith("megatron.training.")})
+    found = {name: source.find(name) for name in wanted}
+    return {name: [x.file, x.line] for name, x in found.items() if x is not None}
+
+
+def main() -> None:
+    """Writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repository", type=Path, help="a checkout of Megatron-LM at this release")
+    args = parser.parse_args()
+    names = [entry.counterpart for entry in entries(Package.read())]
+    data = record(names)
+    data["repository"] = json.loads(RECORD.read_text()).get("repository", {})
+    if args.repository:
+        data["repository"] = record_repository(names, args.repository)
     text = json.dumps(data, separators=(",", ":"))
-    RECORD.write_text(text.replace('},"', '},\n"') + "\n")
-    print(f"{RECORD.name}: {len(data['symbols'])} names of megatron-core {data['version']}")
+    RECORD.write_text(text.replace('},"', '},\n"').replace('],"megatron', '],\n"megatron') + "\n")
+    counts = f"{len(data['symbols'])} names of megatron-core {data['version']}"
+    print(f"{RECORD.name}: {counts}, {len(data['repository'])} of the repository")
+
+
+if __name__ == "__main__":
+    main()

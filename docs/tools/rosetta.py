@@ -23,6 +23,7 @@ DATA = Path(__file__).with_name("rosetta.json")
 RECORD = Path(__file__).with_name("megatron_core.json")
 REPOSITORY = "https://github.com/NVIDIA/Megatron-LM/blob"
 COUNTERPART = re.compile(r"megatron\.(?:core|training)(?:\.\w+)*")
+NOT_COMPARED = "–"
 SHOWN = 6
 """Names that a cell lists; more are folded away."""
 
@@ -93,6 +94,8 @@ class Record:
         data = json.loads(path.read_text())
         self.version: str = data["version"]
         self.symbols = {name: _signature(found) for name, found in data["symbols"].items()}
+        self.repository: dict[str, list] = data["repository"]
+        """Of `megatron.training`: name -> file and line."""
 
     @property
     def tag(self) -> str:
@@ -102,7 +105,8 @@ class Record:
     def url(self, name: str) -> str:
         """The line in the repository at the release's tag, "" for what was not recorded."""
         found = self.symbols.get(name)
-        return f"{REPOSITORY}/{self.tag}/{found.file}#L{found.line}" if found else ""
+        place = (found.file, found.line) if found else self.repository.get(name)
+        return f"{REPOSITORY}/{self.tag}/{place[0]}#L{place[1]}" if place else ""
 
 
 def _signature(data: dict) -> Signature:
@@ -129,7 +133,7 @@ def faults(entry: Entry, ours: Signature, theirs: Signature | None) -> list[str]
 
 def left_out(ours: Signature, theirs: Signature) -> dict[str, list[str]]:
     """Megatron's parameters and public methods that ours lacks."""
-    what = "fields" if theirs.kind == "record" else "parameters"
+    what = {"record": "fields", "enum": "members"}.get(theirs.kind, "parameters")
     takes_all = any(name.startswith("*") for name in ours.parameters)
     missing = {
         what: [x for x in theirs.parameters if x not in ours.parameters and not takes_all],
@@ -152,10 +156,11 @@ def rosetta_page(package: Package) -> str:
         f"Every public function and class of `core` and `training`, {len(all_entries)} in all, "
         f"beside its counterpart in NVIDIA's Megatron; {num_mirrored} have one. Parameters and "
         f"methods were compared with `megatron-core` {record.version}, to whose lines the names "
-        "lead. Where the last column is empty, name, parameters and meaning are the same and only "
-        "the body is shorter. Modules of `megatron.training` are in Megatron's repository, not in "
-        "that package: of those, names are given and not compared. Modules that are only here come "
-        "last.\n",
+        "lead. Where the last column is empty, parameters and methods are the same, and no difference "
+        "in meaning is known but shorter bodies and errors: here ValueError, where Megatron often "
+        f"asserts. {NOT_COMPARED} means that nothing was compared: `megatron.training` is in "
+        "Megatron's repository and not in that package, so of its symbols only the names were looked "
+        "up. Modules that are only here come last.\n",
         '<label class="mm-filter">Show rows with <input type="search" id="mm-filter" '
         'aria-controls="mm-rosetta" placeholder="for example ddp"></label>\n',
         '<div id="mm-rosetta" class="mm-rosetta" markdown="1">\n',
@@ -201,7 +206,7 @@ def _words(entry: Entry, source: Source, record: Record) -> str:
         missing = left_out(source.find(entry.name), theirs)
         said += [f"{kind} {_names(names)}" for kind, names in missing.items()]
     said += [f"here also {names}: {reason}" for names, reason in _by_reason(entry.added)]
-    return "<br>".join(said)
+    return "<br>".join([NOT_COMPARED, *said] if theirs is None else said)
 
 
 def _by_reason(added: dict[str, str]) -> list[tuple[str, str]]:

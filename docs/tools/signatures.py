@@ -16,10 +16,11 @@ Found = tuple[str, ast.stmt]
 
 @dataclass(frozen=True)
 class Signature:
-    """Of a function its parameters; of a class those of its constructor, and its public methods."""
+    """Of a function its parameters; of a class those of its constructor, and its public methods; of an
+    enumeration its members."""
 
     kind: str
-    """`function`, `class`, `record` (a dataclass, made with keywords) or `variable`."""
+    """`function`, `class`, `record` (a dataclass, made with keywords), `enum` or `variable`."""
     file: str
     line: int
     parameters: tuple[str, ...] = ()
@@ -50,6 +51,8 @@ class Source:
         place = (self.path(module).relative_to(self.root).as_posix(), node.lineno)
         if isinstance(node, ast.ClassDef):
             lineage = self._lineage(module, node, set())
+            if is_enum(node):
+                return Signature("enum", *place, members(node), public_methods(lineage))
             kind = "record" if is_record(node) else "class"
             return Signature(kind, *place, constructor(lineage), public_methods(lineage))
         if isinstance(node, Definition):
@@ -149,6 +152,25 @@ def is_record(node: ast.ClassDef) -> bool:
     """True for a dataclass and for a named tuple."""
     words = [ast.unparse(x) for x in (*node.decorator_list, *node.bases)]
     return any("dataclass" in word or word == "NamedTuple" for word in words)
+
+
+def is_enum(node: ast.ClassDef) -> bool:
+    """True for an enumeration.
+
+    >>> is_enum(ast.parse("class A(enum.Enum): ...").body[0])
+    True
+    """
+    return any(ast.unparse(base).rpartition(".")[2] in ("Enum", "IntEnum") for base in node.bases)
+
+
+def members(node: ast.ClassDef) -> tuple[str, ...]:
+    """Of an enumeration.
+
+    >>> members(ast.parse("class A(Enum):\\n  b = 1\\n  c = 2").body[0])
+    ('b', 'c')
+    """
+    assigned = [x for x in node.body if isinstance(x, ast.Assign)]
+    return tuple(x.targets[0].id for x in assigned if isinstance(x.targets[0], ast.Name))
 
 
 def public_methods(lineage: list[ast.ClassDef]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Where tensors live and how ranks talk: one GPU per rank, several ranks per GPU, or CPU only.
 
 Called by: `training.initialize` and `launcher` (to choose), everything that makes tensors (to ask).
-Calls: `torch.cuda`. Megatron has no such module, for it always uses CUDA and NCCL; here every
-program also runs on a laptop, so nobody else writes `.cuda()` or "nccl".
+Calls: `torch.cuda`. Megatron has no such module: its tensors are on CUDA devices. Here every program
+also runs on a laptop, so the device and the backend are chosen here.
 """
 
 import torch

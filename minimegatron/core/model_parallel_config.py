@@ -35,7 +35,7 @@ class ModelParallelConfig:
     """Ranks that share each expert; None for the tensor-parallel size."""
 
     use_cpu_initialization: bool = True
-    """Says what is so here either way: weights are drawn whole on the CPU, then cut
+    """Has no effect: weights are always drawn whole on the CPU, then cut
     (`tensor_parallel.initial_weights`). Accepted because Megatron's first example sets it."""
 
     # -- Precision --
@@ -62,7 +62,7 @@ class ModelParallelConfig:
     finalize_model_grads_func: Callable | None = None
     """Called once, after the last backward, with the model chunks."""
     aux_loss_scale_funcs: tuple[Callable[[torch.Tensor], None], ...] = ()
-    """Told the scale of the main loss before backward, for losses that enter by the side."""
+    """Called with the main loss's scale before backward, to scale auxiliary losses alike."""
 
     # -- Loss --
     calculate_per_token_loss: bool = False

@@ -5,8 +5,8 @@ Counterpart: `megatron.core.num_microbatches_calculator`, under the same names.
 
     num_microbatches = global batch size / (micro batch size * data-parallel size)
 
-Torch-free, and the one module-level state of this package outside `parallel_state`: the number is a
-fact of the whole run, asked for by name from the schedule's caller and from the data side.
+Torch-free. The calculator is state of this module, as `parallel_state`'s groups are of that one: the
+number is a fact of the whole run, which the schedule's caller and the data side both ask for.
 """
 
 import logging

@@ -212,7 +212,7 @@ class OptimizerParamScheduler:
         return {"num_steps": self.num_steps, **{name: getattr(self, name) for name in self._SAVED}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to the checkpoint's place, on whose schedule the two flags decide.
+        """Restores the position; two flags decide whose schedule wins.
 
         `override_…` keeps this object's schedule, `use_checkpoint_…` takes the checkpoint's; with
         neither they must agree, else ValueError names the value that differs.
@@ -221,7 +221,7 @@ class OptimizerParamScheduler:
             ours, theirs = getattr(self, name), state_dict[name]
             if self.override_opt_param_scheduler or ours == theirs:
                 continue
-            # The length of a way along which nothing changes.
+            # A length does not matter where nothing changes along it.
             style = {"wd_incr_steps": "wd_incr_style", "lr_decay_steps": "lr_decay_style"}.get(name)
             if style and getattr(self, style) == state_dict[style] == "constant":
                 continue

@@ -7,8 +7,8 @@ Calls: `rank_generator` for the lists of ranks, `torch.distributed` for the grou
 `megatron.core.parallel_state`, under the same names.
 
 One process group stands for each distinct set of ranks: with tp=1, the model group and the pipeline
-group are the same object, and a group of all ranks is the default group. Megatron makes one per
-kind, at least 17 per rank; each costs connections, and with gloo three polling threads.
+group are the same object. A group of all ranks is made anew beside the default group. Megatron makes
+one group per kind; each costs connections, and with gloo threads.
 """
 
 from collections.abc import Callable
@@ -126,7 +126,7 @@ def _create_groups(groups: dict[str, list[list[int]]], timeout: timedelta) -> _P
         group = dist.new_group(list(ranks), timeout=timeout, group_desc="+".join(names))
         if me in ranks:
             if len(ranks) > 1 and dist.get_backend(group) == "gloo":
-                # A rank that destroys a group breaks the connections of who is still making them.
+                # A rank that destroys a group breaks connections that other ranks are still making.
                 dist.barrier(group)
             created.append(group)
             by_kind |= dict.fromkeys(names, group)
@@ -241,7 +241,7 @@ def get_position_embedding_group(check_initialized: bool = True) -> dist.Process
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> dist.ProcessGroup:
-    """All ranks of this stage (of this stage and context piece, without context parallelism)."""
+    """All ranks of this stage; without context, only those with the same piece of the sequence."""
     return get_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 

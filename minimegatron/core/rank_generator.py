@@ -73,7 +73,7 @@ class RankGenerator:
         """All groups that vary in the coordinates `token` names ("tp", "tp-pp", ...), as ranks.
 
         Every rank is in exactly one of them. Ranks within a group ascend, and the groups ascend by
-        their first rank. Raises ValueError for a word that is no coordinate.
+        their first rank. Raises ValueError for a word that names no coordinate.
         """
         inside = token.lower().split("-")
         unknown = [word for word in inside if word not in self.name_to_size]
@@ -259,7 +259,7 @@ def all_groups(
     >>> groups["embd"]
     [[0, 12], [1, 13], [2, 14], [3, 15]]
 
-    Every tensor and every data group stays inside a node; only pipeline neighbours cross, 4 to 8.
+    Every tensor and every data group stays inside a node; pipelines cross, from 4 to 8 for example.
     """
     dense, expert = make_grids(world_size, tp, pp, cp, ep, etp, order)
     grids = {"dense": dense, "expert": expert}

@@ -1,7 +1,7 @@
 """Judges results while they are computed: a NaN, an Inf or a sudden jump is seen where it arises.
 
 Called by: `training.result_checks`, on each microbatch's loss. Calls nothing. Counterpart:
-`megatron.core.rerun_state_machine`, of which this is the judging part; there, a rejected result can
+`megatron.core.rerun_state_machine`; this is its judging part only. There, a rejected result can
 also be computed again, to tell a fault of the hardware from one of the run.
 """
 
@@ -52,7 +52,7 @@ class RerunStateMachine:
     ) -> bool:
         """True if `result` is at least `threshold` times the largest of the first `num_samples`.
 
-        While those are being seen, and for the one that is NaN, it is False. `context` names what
+        While those are being seen, and for a result that is NaN, it is False. `context` names what
         is compared with what; `resample` begins anew.
         """
         if resample or context not in self._samples:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 # -- Wrappers --
-# A model chunk is worn like an onion: DistributedDataParallel(Float16Module(GPTModel)). Each skin
+# A model chunk stands inside wrappers: DistributedDataParallel(Float16Module(GPTModel)). Each wrapper
 # keeps what it wraps in `.module`.
 
 

@@ -2,14 +2,17 @@
 
 Read by: the labs, which apply one to a copy of the package and let the student predict what breaks;
 and by `tests/test_mutations.py`, which applies each in turn and demands that the tests notice, so a
-lab cannot rot. Calls nothing, needs no torch. Megatron has no counterpart; most of these mistakes
-were once made in it, or in code that builds on it.
+lab cannot rot. Calls nothing, needs no torch. Megatron has no counterpart. The tour's pages cite
+threads about several of these mistakes.
 """
 
 from minimegatron.exercises.fault import Fault, apply_fault
 from minimegatron.exercises.faults_around_a_step import FAULTS_AROUND_A_STEP
 
-__all__ = ["FAULTS", "Fault", "apply_fault"]
+__all__ = ["FAULTS", "FORMER_NAMES", "Fault", "apply_fault"]
+
+FORMER_NAMES = {"shape-of-another-direction": "full-sequence-buffer"}
+"""Names that labs had once: students' folders and lecture notes have them."""
 
 _PP = "core/pipeline_parallel/"
 _TP = "core/tensor_parallel/"
@@ -22,70 +25,80 @@ FAULTS = (
         _PP + "model_chunk.py",
         "next(iter(self._in_flight))",
         "next(reversed(self._in_flight))",
-        "Backwards take the newest microbatch. The gradient that arrives belongs to the oldest.",
+        "Backwards take the newest microbatch, but the gradient that arrives belongs to the oldest: "
+        "weight gradients are wrong.",
     ),
     Fault(
         "one-warm-up-too-many",
         _PP + "schedule_table.py",
         "return min(pp_size - pp_rank - 1, num_microbatches)",
         "return min(pp_size - pp_rank, num_microbatches)",
-        "Each stage warms up one forward more: the last one too, which then waits for a gradient.",
+        "Every stage does one forward more before its first backward. Nobody waits for that and all "
+        "numbers stay right, but every stage holds one microbatch more than it must.",
     ),
     Fault(
         "warm-up-not-clamped",
         _PP + "schedule_table.py",
         "return min(pp_size - pp_rank - 1, num_microbatches)",
         "return pp_size - pp_rank - 1",
-        "With fewer microbatches than stages, the first stages forward microbatches nobody has.",
+        "With fewer microbatches than stages, the first stages ask for microbatches that do not "
+        "exist: the data iterator raises StopIteration.",
     ),
     Fault(
         "interleaved-warm-up-once",
         _PP + "schedule_table.py",
         "num_warmup = 2 * (pp_size - pp_rank - 1)\n",
         "num_warmup = pp_size - pp_rank - 1\n",
-        "Half of the warm-up: the exchange that moves activations and gradients together deadlocks.",
+        "The 2 in 2(p - r - 1) forwards of warm-up is gone. In the exchange that moves activations "
+        "and gradients together, the ranks wait for each other for ever.",
     ),
     Fault(
         "backward-chunks-in-forward-order",
         _PP + "schedule_table.py",
         "return chunk if forward else self.num_model_chunks - 1 - chunk",
         "return chunk",
-        "The first chunk's backward is tried before the last chunk's gradient exists.",
+        "The first chunk's backward comes before its gradient, which only the last chunk's backward "
+        "makes: taking it from an empty queue raises an IndexError.",
     ),
     Fault(
         "one-receive-too-many",
         _PP + "schedule_table.py",
         "if k + 1 == self.counts.total:",
         "if k + 1 == self.counts.total + 1:",
-        "After its last forward a stage still asks for an input.",
+        "After its last forward a stage still asks what to receive next: that forward's number is "
+        "not in the table, which raises an IndexError.",
     ),
     Fault(
         "short-group-allowed",
         _PP + "schedule_table.py",
         "if 0 < M % G < p:",
         "if False:",
-        "A last group shorter than the pipeline is let through; messages meet the wrong receives.",
+        "A last group shorter than the pipeline is let through. A forward then comes before its "
+        "input has arrived: taking it from an empty queue raises an IndexError.",
     ),
     Fault(
         "chunks-share-an-iterator",
         _PP + "interleaved.py",
         "            data_iterator[chunk_id],\n",
         "            data_iterator[0],\n",
-        "All chunks read one iterator: each sees only some of the microbatches.",
+        "All chunks read one iterator, which has each microbatch once: it is used up too early, and "
+        "raises StopIteration.",
     ),
     Fault(
         "input-of-another-chunk",
         _PP + "interleaved.py",
         "self._inputs[next_input.model_chunk_id].append((received, None))",
         "self._inputs[0].append((received, None))",
-        "Whatever arrives is taken for the first chunk's input.",
+        "Whatever arrives is taken for the first chunk's input. The second chunk's forward finds no "
+        "input: taking it from an empty queue raises an IndexError.",
     ),
     Fault(
         "all-stages-send-first",
         _PP + "p2p_communication.py",
         "if self.curr_rank_in_pg % 2:",
         "if False:",
-        "Without the even/odd order every stage of the ring waits for a receiver.",
+        "Without the even/odd order every stage of the ring sends first. On a wire where a send "
+        "waits for its receive, the ranks then wait for each other for ever.",
     ),
     Fault(
         "batched-ring-of-two",
@@ -120,7 +133,9 @@ FAULTS = (
         _PP + "p2p_communication.py",
         "peer = self.next_rank if forwards else self.prev_rank",
         "peer = self.next_rank",
-        "Gradients go forwards too; nobody there waits for them.",
+        "Whatever a stage exchanges, its partner is the next stage. So a stage waits for its input "
+        "from the stage after it, which waits in the same way: the ranks wait for each other for "
+        "ever, before there is any gradient.",
     ),
     Fault(
         "freed-while-being-sent",
@@ -134,14 +149,16 @@ FAULTS = (
         _PP + "p2p_communication.py",
         "requires_grad=payload == ACTIVATION,",
         "requires_grad=False,",
-        "Backward stops at the stage's input: the stages before it get no gradient.",
+        "The input that arrives does not ask for a gradient. So there would be nothing to send back; "
+        "`retain_grad` raises a RuntimeError.",
     ),
     Fault(
-        "shape-of-another-direction",
+        "full-sequence-buffer",
         _PP + "utils.py",
         "    if config.sequence_parallel:\n        length //= tp_group.size()\n",
         "",
-        "The receive buffer has the full sequence, the sender a part of it.",
+        "The receive buffer has the full sequence, but what is sent is a part of it: the receive "
+        "raises an error.",
     ),
     Fault(
         "received-in-another-dtype",
@@ -155,7 +172,8 @@ FAULTS = (
         _PP + "transport.py",
         "return dist.isend(tensor, group=group, group_dst=message.peer, tag=tag)",
         "return dist.isend(tensor, dst=message.peer, group=group, tag=tag)",
-        "The next stage's number is taken for a rank of the world: right only while tp is 1.",
+        "The next stage's number is taken for a rank of the world: right only where one pipeline is "
+        "the whole world.",
     ),
     # -- One microbatch --
     Fault(
@@ -163,7 +181,7 @@ FAULTS = (
         _PP + "steps.py",
         "output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches",
         "output_tensor / torch.clamp(num_tokens, min=1)",
-        "Gradients are M times too large. Adam hides it; only clipping and raw gradients do not.",
+        "Gradients are M times too large. Adam hides it; clipping, Adam's epsilon and SGD do not.",
     ),
     Fault(
         "report-changed-in-place",
@@ -191,7 +209,8 @@ FAULTS = (
         _PP + "steps.py",
         "if grad is None and config.grad_scale_func is not None:",
         "if config.grad_scale_func is not None:",
-        "Each stage scales what it sends back: the scale enters p times.",
+        "Each stage scales once more before its backward: the gradients of stage r carry the scale "
+        "p - r times.",
     ),
     Fault(
         "checked-backward-of-a-freed-output",
@@ -213,7 +232,8 @@ FAULTS = (
         _TP + "layers.py",
         "        if ctx.allreduce_dgrad:\n",
         "        if False:\n",
-        "Each rank passes back its own term of the input's gradient.",
+        "Each rank passes back its own term of the input's gradient, not the sum: gradients of the "
+        "layers below are wrong.",
     ),
     Fault(
         "bias-on-every-rank",
@@ -221,21 +241,22 @@ FAULTS = (
         "output = reduce_from_tensor_model_parallel_region(output_parallel, self.tp_group)",
         "output = reduce_from_tensor_model_parallel_region("
         "output_parallel + (0 if self.bias is None else self.bias), self.tp_group)",
-        "The row-parallel bias is added before the sum, t times too often.",
+        "The row-parallel bias is added before the sum, so t times. While biases are 0 the loss is "
+        "right, but the bias's gradient is t times too large.",
     ),
     Fault(
         "foreign-tokens-not-masked",
         _TP + "layers.py",
         "output_parallel = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)",
         "output_parallel = found",
-        "A token of another rank's vocabulary adds this rank's row 0.",
+        "A token of another rank's vocabulary adds this rank's row 0: the loss is wrong.",
     ),
     Fault(
         "softmax-of-a-part",
         _TP + "cross_entropy.py",
         "collectives.all_reduce(normaliser, group)",
         "pass",
-        "Each rank normalises over its own part of the vocabulary.",
+        "Each rank normalises over its own part of the vocabulary: the loss is wrong.",
     ),
     Fault(
         "sequence-parallel-gradient-not-scattered",
@@ -249,7 +270,8 @@ FAULTS = (
         _TP + "initial_weights.py",
         "weight.copy_(shard_parameter(full, weight, tp_rank, tp_size))",
         "weight.copy_(shard_parameter(full, weight, 0, tp_size))",
-        "All ranks start from the first rank's piece: the model has repeated weights.",
+        "All ranks start from the first rank's piece: the model has repeated weights, and the loss is "
+        "wrong.",
     ),
     # -- Placement --
     Fault(
@@ -257,7 +279,8 @@ FAULTS = (
         "core/transformer/layer_placement.py",
         "return (vp_stage or 0) * p + (pp_rank or 0)",
         "return (pp_rank or 0) * (v or 1) + (vp_stage or 0)",
-        "A rank's chunks are taken for neighbours; layers come in the wrong order.",
+        "A rank's chunks are taken for neighbours: layers come in the wrong order, and the loss is "
+        "wrong.",
     ),
     Fault(
         "remainder-of-layers-dropped",
@@ -278,7 +301,8 @@ FAULTS = (
         "core/rank_generator.py",
         '        "embd": get_embedding_ranks or default_embedding_ranks,',
         '        "embd": get_embedding_ranks or list,',
-        "Middle stages join the sum of the tied embedding's gradients, with nothing to add.",
+        "Middle stages join the sum of the tied embedding's gradients, but have no such weight: "
+        "asking for its gradient raises an AttributeError.",
     ),
     # -- Gradients over ranks --
     Fault(
@@ -286,21 +310,23 @@ FAULTS = (
         _DDP + "distributed_data_parallel.py",
         "param.main_grad.add_(param.grad)",
         "param.main_grad.copy_(param.grad)",
-        "Only the last microbatch counts.",
+        "Each microbatch's gradient replaces the one before. Only the last microbatch counts.",
     ),
     Fault(
         "gradients-not-averaged",
         _DDP + "distributed_data_parallel.py",
         "return 1.0 if per_token or ddp_config.average_in_collective else 1.0 / num_ranks",
         "return 1.0",
-        "The sum over data-parallel ranks is not divided by their number.",
+        "The sum over data-parallel ranks is not divided by their number: gradients are d times too "
+        "large.",
     ),
     Fault(
         "no-sync-forgotten",
         _PP + "utils.py",
         "                held.enter_context(function())\n",
         "                pass\n",
-        "Buckets leave after the first microbatch; what comes later stays on its rank.",
+        "Buckets leave after the first microbatch. What comes later would stay on its rank and make "
+        "the replicas different models; here the gradient buffer notices and raises a RuntimeError.",
     ),
     Fault(
         "unused-parameter-not-noticed",
@@ -314,49 +340,55 @@ FAULTS = (
         _DDP + "distributed_data_parallel.py",
         "in_fp32 = self.ddp_config.grad_reduce_in_fp32 and param.dtype in HALF_DTYPES",
         "in_fp32 = False",
-        "bf16 has 8 bits: after some microbatches, another one's gradient is rounded away.",
+        "bf16 has 8 significant binary digits: after some microbatches, the next microbatch's "
+        "gradient is rounded away.",
     ),
     Fault(
         "tied-embedding-among-others",
         _DDP + "param_and_grad_buffer.py",
         "return self.ddp_config.use_distributed_optimizer and getattr(",
         "return False and getattr(",
-        "Its shards lie elsewhere on the last stage: the two copies add what does not belong together.",
+        "The tied embedding's shards lie elsewhere on the last stage than on the first: the sum adds "
+        "elements that do not belong together.",
     ),
     Fault(
         "tied-embedding-not-summed",
         _DDP + "finalize_model_grads.py",
         "            all_reduce(grad, embd_group)\n",
         "            pass\n",
-        "First and last stage update their copies of one weight differently.",
+        "The first and the last stage each keep their own part of the tied weight's gradient, and "
+        "would update their copies differently.",
     ),
     Fault(
         "norm-gradients-not-summed",
         _DDP + "finalize_model_grads.py",
         "        all_reduce(together, tp_group)\n",
         "",
-        "Under sequence parallelism each rank's norm has seen a part of the sequence only.",
+        "Under sequence parallelism each rank's norm layers have seen a part of the sequence only, so "
+        "each rank has only a term of their gradient.",
     ),
     Fault(
         "norm-gradients-averaged",
         _DDP + "finalize_model_grads.py",
         "        all_reduce(together, tp_group)\n",
         "        all_reduce(together, tp_group)\n        together.div_(tp_group.size())\n",
-        "A part of the sequence is a term of the gradient, not an estimate of it.",
+        "Each rank's part of the sequence gives a term of the gradient of the norm layers, not an "
+        "estimate of it: averaged, it is t times too small.",
     ),
     Fault(
         "tokens-of-one-replica",
         _DDP + "finalize_model_grads.py",
         "    all_reduce(num_tokens, dp_cp_group)\n",
         "",
-        "The sum over all replicas is divided by the tokens of one.",
+        "Each replica divides the gradient, a sum over all replicas, by its own tokens only: "
+        "gradients are too large, and differ from replica to replica.",
     ),
     Fault(
         "tokens-of-every-stage",
         _DDP + "finalize_model_grads.py",
         "    broadcast(num_tokens, pp_group.size() - 1, pp_group)\n",
         "",
-        "Only the last stage counts tokens; the others divide by one.",
+        "Only the last stage counts tokens. The other stages divide their gradients by 1.",
     ),
     # -- Optimizer --
     Fault(
@@ -364,21 +396,24 @@ FAULTS = (
         "core/optimizer/clip_grads.py",
         "return _reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM) ** (1.0 / norm_type)",
         "return total.item() ** (1.0 / norm_type)",
-        "Each rank clips by the norm of its own part: ranks drift apart.",
+        "Each rank clips by the norm of its own part of the gradient, so the ranks' copies of one "
+        "weight become different.",
     ),
     Fault(
         "shared-weight-counted-twice",
         "core/optimizer/optimizer.py",
         'if getattr(param, "shared", False):',
         "if False:",
-        "The tied embedding is in the norm twice, so gradients are clipped too much.",
+        "The tied embedding's gradient is in the norm twice: the norm is too large, and gradients "
+        "are clipped too much.",
     ),
     Fault(
         "replicas-counted-often",
         _TP + "sharding.py",
         "return get_tensor_model_parallel_group_if_none(tp_group).rank() == 0",
         "return True",
-        "Weights that every tensor-parallel rank holds are in the norm t times.",
+        "The gradients of weights that every tensor-parallel rank holds are in the norm t times: it "
+        "is too large, and gradients are clipped too much.",
     ),
     Fault(
         "overflow-seen-by-one-rank",

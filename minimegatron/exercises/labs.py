@@ -15,7 +15,7 @@ from typing import Any
 
 from minimegatron.exercises import verdict
 from minimegatron.exercises.collect import Collected
-from minimegatron.exercises.faults import FAULTS, Fault, apply_fault
+from minimegatron.exercises.faults import FAULTS, FORMER_NAMES, Fault, apply_fault
 from minimegatron.exercises.plain_data import from_line
 from minimegatron.exercises.runner import ROOT
 from minimegatron.exercises.verdict import Verdict
@@ -154,7 +154,7 @@ def outcome_of(found: Verdict) -> str:
 
 def find_lab(text: str) -> Lab:
     """The lab whose name begins with `text`, or its number in the list. Raises ValueError."""
-    labs = LABS
+    labs, text = LABS, FORMER_NAMES.get(text, text)
     if text.isdigit() and 0 < int(text) <= len(labs):
         return labs[int(text) - 1]
     fitting = [lab for lab in labs if lab.name == text] or [
@@ -223,6 +223,6 @@ LABS = (
     Lab("sequence-parallel-gradient-not-scattered", _SP, 2),
     Lab("norm-gradients-not-summed", _SP, 2),
     Lab("norm-gradients-averaged", _SP, 2),
-    Lab("shape-of-another-direction", _SP | {"pp": 2}, 4),
+    Lab("full-sequence-buffer", _SP | {"pp": 2}, 4),
 )
 """Those faults that one step of a small model can show, the simplest layouts first."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from minimegatron.core.json_text import parse_json
 from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.faults import FORMER_NAMES
 from minimegatron.exercises.verdict import Verdict
 
 STATE = ".minimegatron.json"
@@ -69,7 +70,8 @@ class StudentFolder:
             data = parse_json(file.read_bytes(), "its text")
             if data["version"] > VERSION:
                 raise ValueError(f"version {data['version']} is newer than {VERSION}")
-            folder.current, folder.labs = data["current"], data["labs"]
+            folder.current = data["current"]
+            folder.labs = {FORMER_NAMES.get(name, name): lab for name, lab in data["labs"].items()}
             folder.progress = {name: Progress(**one) for name, one in data["progress"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(

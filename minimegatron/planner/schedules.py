@@ -37,8 +37,8 @@ def no_pipelining(stage: Stage) -> Iterator[Action]:
 def gpipe(stage: Stage) -> Iterator[Action]:
     """All forwards, then all backwards. Source: Huang et al. 2019 (arXiv:1811.06965).
 
-    Backwards run in the order of the forwards: the gradient of microbatch 0 is the first to exist,
-    and any other order gives the same makespan.
+    Backwards run in the order of the forwards: the gradient of microbatch 0 is the first to exist.
+    Any other order of backwards gives the same makespan, if all stages use the same one.
     """
     stage.phase = WARMUP
     for i in range(stage.num_microbatches):

@@ -341,8 +341,8 @@ def _fraction(a: Time, b: Time) -> Time:
 def simulate(plan: Plan, costs: Costs | None = None, transport: str = RENDEZVOUS) -> Simulation:
     """Runs the plan with the given costs (forward 1, backward 2, messages free).
 
-    `transport` is "rendezvous" (both ends of a message wait for each other, as on NCCL) or
-    "buffered" (a send never waits, as on gloo). Messages do not slow each other down.
+    `transport` is "rendezvous" (both ends of a message wait for each other, as NCCL's streams do) or
+    "buffered" (a send never waits, as gloo's `isend`). Messages do not slow each other down.
 
     Raises ValueError for a plan that cannot finish (`check.check` says why), and for costs that do
     not fit its number of stages and chunks.

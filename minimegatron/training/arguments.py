@@ -2,7 +2,7 @@
 
 Called by: `initialize.initialize_megatron`, before anything else. Calls: `argument_utils` (flags),
 `argument_checks` (refusals). Counterpart: `megatron.training.arguments`. After this, nothing reads
-`sys.argv` or the environment again.
+`sys.argv` again; of the environment, only the launcher's variables are read.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def derive(args: argparse.Namespace) -> None:
     if args.bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.fp16 and args.loss_scale is None:
-        # Inf is how a dynamic loss scale finds its height.
+        # A dynamic loss scale finds its size by overflowing.
         args.check_for_nan_in_loss_and_grad = False
     args.virtual_pipeline_model_parallel_size = _num_chunks(args)
     if args.overlap_p2p_comm is None:
@@ -168,7 +168,7 @@ def _num_chunks(args: argparse.Namespace) -> int | None:
                 f"try --num-layers {max(num_layers // (p * per_chunk), 1) * p * per_chunk}"
             )
         chunks = num_layers // (p * per_chunk)
-    # One chunk per stage is plain 1F1B. A flag that asks for chunks without a pipeline is a slip.
+    # One chunk per stage is plain 1F1B. A flag that asks for chunks without a pipeline is refused.
     return None if chunks == 1 and (p > 1 or layout is not None) else chunks
 
 

@@ -71,7 +71,7 @@ OPTIMIZER_KEYS = {"kind": str, "step": int, "grad_scaler": dict | None}
 
 
 def load_common(folder: Path) -> dict[str, Any]:
-    """All that is no tensor in the checkpoint. Raises CheckpointingException if some is missing."""
+    """All but the tensors of the checkpoint. Raises CheckpointingException if some is missing."""
     common = load_common_state_dict(folder)
     wrong = _not_as_written(common, COMMON_KEYS)
     if not wrong:

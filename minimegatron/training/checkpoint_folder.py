@@ -6,7 +6,7 @@ Called by: `checkpointing`, and `argument_checks` before anything starts. Calls 
 
     SAVE/iter_0000100/...                        complete, or it would not have this name
     SAVE/iter_0000120.tmp-1a2b3c4d/...           being written, or left by a run that was killed
-    SAVE/latest_checkpointed_iteration.txt       "100"; replaced last, so it never names a torso
+    SAVE/latest_checkpointed_iteration.txt       "100"; replaced last: it names a complete one
 """
 
 import re
@@ -75,7 +75,7 @@ def remove_checkpoints(save: str | Path, keep_last: int) -> None:
     older = [iteration for iteration in complete_iterations(save) if iteration <= marked]
     for iteration in older[:-keep_last]:
         folder = Path(save) / checkpoint_name(iteration)
-        # Renamed first, so that a kill in between leaves no torso under a complete name.
+        # Renamed first: a kill in between leaves no incomplete checkpoint under a complete name.
         doomed = folder.with_name(f"{folder.name}{ASIDE}old")
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)

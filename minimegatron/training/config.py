@@ -138,7 +138,7 @@ class ParallelConfig:
     defer_embedding_wgrad_compute: bool = flag(False)
     """Compute the output layer's weight gradients after the last backward."""
     wgrad_deferral_limit: int = flag(0, minimum=0)
-    """Microbatches of which --defer-embedding-wgrad-compute waits; 0 for all."""
+    """How many microbatches --defer-embedding-wgrad-compute may put off; 0 for all."""
     use_tp_pp_dp_mapping: bool = flag(False)
     """Number the ranks of a pipeline before those of data parallelism."""
     virtual_pipeline_model_parallel_size: int | None = derived()
@@ -188,7 +188,7 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = flag(above=0.0)
     """Save and end after this many minutes."""
     sample_tokens: int = flag(0, minimum=0)
-    """Tokens of text to generate when training is over (no Megatron flag)."""
+    """Tokens of text to generate at each evaluation (no Megatron flag)."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class DistributedInitConfig:
     distributed_timeout_minutes: int = flag(10, minimum=1)
     """Longest wait for another rank."""
     hang_timeout: float | None = flag(above=0.0)
-    """Seconds without a call on any rank after which the hang doctor says who waits for whom, and ends
+    """Seconds without a call on any rank until the hang doctor says which rank waits for what, and ends
     the job. Longer than any pause: building data, saving (no Megatron flag)."""
     rank: int = derived(0)
     """This process, of all."""

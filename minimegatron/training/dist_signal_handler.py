@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1)
-"""What a scheduler sends before it kills: SIGTERM, or with `sbatch --signal=USR1@300` SIGUSR1."""
+"""What a scheduler sends before it kills: SIGTERM, or with `sbatch --signal=USR1@300` SIGUSR1. torchrun
+passes SIGTERM on to the ranks, and SIGUSR1 only with `--signals-to-handle`."""
 
 _received: int = 0
 

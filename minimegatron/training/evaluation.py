@@ -4,8 +4,8 @@ Called by: `training.train` at intervals, `training.pretrain` at the end. Calls:
 as training, with `forward_only=True`. Counterpart: the functions of the same names in
 `megatron.training.training`.
 
-A forward pass over a pipeline is a conversation, also when nobody wants a gradient: every rank
-enters every call here, whoever uses its result.
+A forward pass over a pipeline needs all of its ranks: every rank enters every call here, also a rank
+that does not use the result.
 """
 
 import math

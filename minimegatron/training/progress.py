@@ -121,7 +121,7 @@ FORMATS = {
     "loss scale": "g",
     "skipped": "d",
 }
-"""How the log line shows what is no loss."""
+"""How the log line shows values other than losses."""
 
 
 def _write_to_tensorboard(values: dict[str, float], iteration: int) -> None:

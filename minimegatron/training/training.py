@@ -3,7 +3,7 @@
 Called by: `pretrain_*.py`. Calls, in this order: `initialize_megatron`, `setup_model_and_optimizer`,
 `build_train_valid_test_data_iterators`, `train` (which calls `train_step`, and through it the
 schedule), `evaluate_and_print_results`. Counterpart: `megatron.training.training`; what stands
-there in one file is here in several, and all of its names can be imported from this one:
+there in one file is here in several, and its names can be imported from this one:
 
 * `model_setup`: the model's chunks, the optimizer, its scheduler.
 * `data_iterators`: from datasets to microbatches.

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -30,6 +31,44 @@ def test_names_and_parameters_are_megatrons(entries):
     ]
 
 
+def test_a_counterpart_outside_the_package_is_in_the_repository(entries):
+    """After a counterpart was renamed: record_megatron.py --repository."""
+    recorded = rosetta.Record().repository
+    named = {entry.counterpart for entry in entries} - {""}
+    others = {name for name in named if not name.startswith("megatron.core.")}
+    assert len(others) > 40 and others == set(recorded)
+    assert not [entry.name for entry in entries if entry.newer]
+
+
+def test_the_page_says_what_is_not_compared_and_what_differs(entries):
+    page = rosetta.rosetta_page(importlib.import_module("package").Package.read())
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| [")]
+    words = {re.search(r"source/(.*)\)", row[0])[1]: row[2].strip(" |") for row in rows}
+    assert len(words) == len(entries)
+    record = rosetta.Record()
+    for entry in entries:
+        said = words[f"{entry.module}.md#{entry.symbol}"]
+        assert said.startswith("–") != (entry.counterpart in record.symbols), entry.name
+    for symbol in DIFFERENT:
+        assert all(
+            said not in ("", "–") for key, said in words.items() if key.endswith(f"#{symbol}")
+        )
+
+
+DIFFERENT = [
+    "unwrap_model",
+    "get_tensor_shapes",
+    "AttnMaskType",
+    "LayerType",
+    "custom_backward",
+    "ensure_divisibility",
+    "get_attr_wrapped_model",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+]
+"""Same parameters, or same name, and not the same."""
+
+
 def test_every_note_is_of_a_symbol_that_exists(entries):
     known = {entry.name.removeprefix("minimegatron.") for entry in entries}
     assert not set(json.loads(rosetta.DATA.read_text())["symbols"]) - known
@@ -49,6 +88,7 @@ def test_the_record_is_that_of_the_installed_package(entries):
     if found["version"] != recorded["version"]:
         pytest.skip(f"megatron-core {found['version']} here, {recorded['version']} recorded")
     assert found["symbols"] == recorded["symbols"]
+    assert set(recorded) == {"version", "symbols", "repository"}
 
 
 @pytest.mark.parametrize(

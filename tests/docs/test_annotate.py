@@ -165,6 +165,7 @@ def test_importing_nothing():
         "architecture",
         "calculator",
         "cases",
+        "excerpts",
         "in_browser",
         "prose",
         "signatures",

@@ -1,17 +1,19 @@
 """What stands between double braces: filled in from the code, or the build ends."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
 macros_module = importlib.import_module("macros")
 
+ROOT = Path(__file__).parents[2]
 STEPS = "minimegatron.core.pipeline_parallel.steps"
 
 
 @pytest.fixture
 def macros(package):
-    return macros_module.Macros(package, "tour/page.md", {"bubble"})
+    return macros_module.Macros(package, "pages/page.md", {"bubble"})
 
 
 def lines_shown(html: str) -> list[int]:
@@ -30,20 +32,26 @@ def test_code_is_the_symbol_without_its_docstring(macros, package):
     assert f"../source/{STEPS}.html#custom_backward" in html
 
 
-def test_an_excerpt_begins_and_ends_at_words(macros, package):
-    macros.expand("{{ code " + STEPS + '.custom_backward from="if grad_output" to="ones_like" }}')
+def test_an_excerpt_has_whole_statements(macros, package):
+    macros.expand("{{ code " + STEPS + '.custom_backward from="raise" to="grad_output = " }}')
+    assert any("cuts the statement 'if output.numel() != 1:'" in fault for fault in macros.faults)
+    macros.expand("{{ code " + STEPS + '.custom_backward from="raise" shows="scalar" }}')
     shown = lines_shown(macros.stash.pieces[0])
     lines = package.pages[STEPS].lines
-    assert "if grad_output is None" in lines[shown[0] - 1]
-    assert "ones_like" in lines[shown[-1] - 1]
+    assert lines[shown[0] - 1].strip() == "raise ValueError("
+    assert lines[shown[-1] - 1].strip() == ")"
 
 
 @pytest.mark.parametrize(
     ("macro", "words"),
     [
         ("{{ code " + STEPS + ".no_such }}", "the package has no"),
-        ("{{ code " + STEPS + '.custom_backward from="no such words" }}', "has no line with"),
+        ("{{ code " + STEPS + '.custom_backward from="no such words" }}', "no lines have"),
+        ("{{ code " + STEPS + '.custom_backward from="output" }}', "lines have"),
+        ("{{ code " + STEPS + '.custom_backward shows="run_backward, no such" }}', "not show 'no"),
+        ("{{ code minimegatron.core.pipeline_parallel.schedules.forward_step }}", "is defined as"),
         ("{{ value 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ value 2 }}. Because", "a list's number"),
         ("{{ term no such term }}", "glossary has no"),
         ("{{ unheard_of x }}", "no inline macro"),
         ("{{ run rm -rf x }}", "only minimegatron commands"),
@@ -53,7 +61,32 @@ def test_an_excerpt_begins_and_ends_at_words(macros, package):
 def test_what_cannot_be_filled_in_is_a_fault(macros, macro, words, capsys):
     macros.expand(f"text\n\n{macro}\n")
     assert len(macros.faults) == 1
-    assert words in macros.faults[0] and "tour/page.md" in macros.faults[0]
+    assert words in macros.faults[0] and "pages/page.md" in macros.faults[0]
+
+
+def test_a_page_of_the_tour_says_what_an_excerpt_shows(package):
+    macros = macros_module.Macros(package, "tour/page.md", set())
+    macros.expand("{{ code " + STEPS + '.custom_backward shows="run_backward" }}')
+    assert not macros.faults
+    macros.expand("{{ code " + STEPS + ".custom_backward }}")
+    assert "say which words it shows" in macros.faults[0]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs" / "tour").glob("*.md")), ids=lambda p: p.stem
+)
+def test_every_page_of_the_tour_can_be_filled_in(package, path):
+    glossary = macros_module.read_glossary(ROOT / "docs" / "glossary.md")
+    macros = macros_module.Macros(package, f"tour/{path.name}", glossary)
+    macros.expand(path.read_text())
+    assert macros.faults == []
+
+
+def test_headings_of_stages_do_not_overlap():
+    picture = importlib.import_module("cases").placement_figure(8, 4, 2)
+    column = 92  # of `stages_picture`; 6.6 is the width of a letter in its small bold font
+    heads = macros_module.re.findall(r'<text [^>]*mm-strong">([^<]*)</text>', picture)
+    assert len(heads) == 16 and all(6.6 * len(words) < column for words in heads), heads
 
 
 def test_values_are_computed(macros):

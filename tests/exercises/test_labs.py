@@ -2,13 +2,14 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from minimegatron.__main__ import main
 from minimegatron.exercises import labs, verdict
-from minimegatron.exercises.faults import FAULTS
+from minimegatron.exercises.faults import FAULTS, FORMER_NAMES
 from minimegatron.exercises.labs import (
     LABS,
     OUTCOMES,
@@ -19,7 +20,7 @@ from minimegatron.exercises.labs import (
     patch_words,
     start_lab,
 )
-from minimegatron.exercises.student_folder import STATE
+from minimegatron.exercises.student_folder import STATE, StudentFolder
 from minimegatron.exercises.verdict import Verdict
 
 PATIENCE = 4.0
@@ -32,7 +33,7 @@ SHOWN = {
     "hang": "gradient-to-the-next-stage interleaved-warm-up-once all-stages-send-first",
     "error": "warm-up-not-clamped input-without-gradient embedding-group-of-all-stages "
     "backward-chunks-in-forward-order one-receive-too-many short-group-allowed "
-    "chunks-share-an-iterator input-of-another-chunk shape-of-another-direction "
+    "chunks-share-an-iterator input-of-another-chunk full-sequence-buffer "
     "no-sync-forgotten",
 }
 """Every other lab ends in a wrong gradient."""
@@ -40,6 +41,42 @@ SHOWN = {
 
 def outcome_expected(name: str) -> str:
     return next((kind for kind, names in SHOWN.items() if name in names.split()), "gradient")
+
+
+NAMED = {
+    "loss": r"loss is wrong",
+    "memory": r"holds .* more than it must",
+    "update": r"\bclips\b|in the norm",
+    "hang": r"wait for each other for ever",
+    "error": r"\braises\b",
+    "gradient": r"\bgradients?\b",
+}
+"""How a story says what comes of its fault. Stories of other outcomes speak of gradients too."""
+
+
+@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
+def test_a_story_names_the_outcome(lab):
+    """`test_a_lab_shows_its_fault` holds the run to the same outcome."""
+    found = {kind for kind, words in NAMED.items() if re.search(words, lab.fault.story)}
+    expected = outcome_expected(lab.name)
+    assert expected in found and found <= {expected, "gradient"}, lab.fault.story
+
+
+def test_the_teachers_live_demo_predicts_what_happens():
+    page = (Path(__file__).parents[2] / "docs" / "teachers.md").read_text()
+    demos = re.findall(r"lab run ([\w-]+) --predict (\w+)", page)
+    assert ("hang" in dict(demos).values()) and demos
+    for name, predicted in demos:
+        assert outcome_expected(find_lab(name).name) == predicted
+
+
+def test_a_lab_is_found_by_its_former_name(tmp_path):
+    for former, name in FORMER_NAMES.items():
+        assert find_lab(former) is find_lab(name)
+        folder = StudentFolder(tmp_path)
+        folder.labs[former] = {"predicted": "error", "outcome": "error"}
+        folder.save()
+        assert list(StudentFolder.open(tmp_path).labs) == [name]
 
 
 @pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
@@ -99,7 +136,7 @@ def test_predict_run_explain(tmp_path, capsys, monkeypatch):
     assert main([*words, "run", "gradients-ov", "--predict", "hang"]) == 0
     out = capsys.readouterr().out
     assert "you predicted: the ranks wait for each other" in out
-    assert "Why: Only the last microbatch counts." in out
+    assert "Why: Each microbatch's gradient replaces the one before. Only the last" in out
     state = json.loads(Path(tmp_path / STATE).read_text())
     assert state["labs"] == {"gradients-overwritten": {"predicted": "hang", "outcome": "gradient"}}
     assert main([*words, "list"]) == 0

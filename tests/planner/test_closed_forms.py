@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import pytest
+from short_warmup import both_warmups, makespan
 
 from minimegatron.planner.actions import ACTIVATION, GRADIENT
 from minimegatron.planner.check import check
@@ -103,3 +104,16 @@ def test_raising_the_group_size_costs_memory_and_saves_no_time():
     steps = [plan("interleaved", 4, 16, 2, G) for G in (4, 8, 16)]
     assert [step.peak_in_flight(0) for step in steps] == [11, 15, 23]
     assert len({simulate(step).makespan for step in steps}) == 1
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("v", [2, 3])
+def test_two_steps_of_warm_up_per_stage_are_needed_by_one_exchange_and_hide_messages(p, v):
+    for M in (2 * p, 4 * p):
+        usual, short = both_warmups(p, M, v, overlap=False)
+        assert makespan(usual, 0) is not None and makespan(short, 0) is None, (p, v, M)
+        usual, short = both_warmups(p, M, v, overlap=True)
+        assert makespan(short, 0) == makespan(usual, 0), (p, v, M)
+        assert short.peak_in_flight(0) < usual.peak_in_flight(0), (p, v, M)
+        for message in ("1/100", "1/5"):
+            assert makespan(short, message) > makespan(usual, message), (p, v, M, message)

@@ -2,7 +2,7 @@
 
 Called by: `train_valid_test_datasets_provider`. Calls: the dataset class, `BlendedDataset`.
 Counterpart: `megatron.core.datasets.blended_megatron_dataset_builder`, the same datasets for the
-same settings; builder threads are left out, and the ranks that wait are told when rank 0 failed.
+same settings; builder threads are left out, and the ranks that wait raise an error if rank 0 fails.
 
 For each split:
 

@@ -1,4 +1,4 @@
-"""What all datasets are told: which files, how split, how blended, how long, which seed.
+"""Settings of all datasets: which files, how split, how blended, how long, which seed.
 
 Filled in by: `train_valid_test_datasets_provider`. Read by: the builder and the datasets. Calls
 nothing; torch-free. Counterpart: `megatron.core.datasets.blended_megatron_dataset_config`; settings
@@ -21,11 +21,11 @@ class BlendedMegatronDatasetConfig:
     """Either one `blend` that `split` divides, or `blend_per_split`."""
 
     random_seed: int
-    """Of every shuffle."""
+    """The seed of every shuffle."""
     sequence_length: int
     """Tokens per sample."""
     tokenizer: MegatronTokenizer
-    """Of which the datasets need `eod` and its name for the cache."""
+    """The datasets need its `eod`, and what names it in the cache."""
     blend: Blend | None = None
     blend_per_split: Sequence[Blend | None] | None = None
     """Train, validation and test data of their own."""

@@ -96,7 +96,7 @@ def get_bin_path(path_prefix: str | Path) -> str:
 
 
 class _Mapped:
-    """A file mapped read-only, of which about 24 MiB, and what is being read, are resident."""
+    """A file mapped read-only. About 24 MiB of it, and what is being read, are resident."""
 
     def __init__(self, path: str):
         self.path = path

@@ -36,7 +36,7 @@ from minimegatron.core.datasets.raw_text import (
 )
 
 Progress = Callable[[int], object]
-"""Told of each number of input bytes finished."""
+"""Called with how many more input bytes are finished."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Called by: `serialization` and `storage`, and `training.argument_checks` before 
 exists. Calls: `json_text`. Torch-free. Counterpart: `megatron.core.dist_checkpointing.core`.
 
     metadata.json               every tensor: dtype, global shape, which file holds which box of it
-    common.json                 everything that is no tensor: iteration, schedule, arguments
+    common.json                 everything but the tensors: iteration, schedule, arguments
     rank_00000.safetensors ...  one file per rank that had something to write, in the format of
                                 https://github.com/huggingface/safetensors: a length, JSON, raw bytes
 
@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """Everything in the checkpoint that is no tensor. Raises CheckpointingException."""
+    """Everything in the checkpoint but its tensors. Raises CheckpointingException."""
     return read_json(Path(checkpoint_dir) / COMMON)
 
 

@@ -1,4 +1,4 @@
-"""How `torch.distributed.checkpoint` is told what to write and what to read.
+"""Tells `torch.distributed.checkpoint` what to write and what to read.
 
 Called by: `serialization`. Calls: torch's planners, which share the writing of what several ranks
 hold alike, check that boxes cover tensors without overlap, and find which saved boxes overlap which
@@ -83,7 +83,7 @@ class MCoreLoadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Told by torch what the checkpoint holds."""
+        """Called by torch, with what the checkpoint holds."""
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:

@@ -48,7 +48,7 @@ def save(
 
     Args:
         sharded_tensors: this rank's boxes.
-        common: everything that is no tensor, as JSON; the first rank's is written.
+        common: everything but the tensors, as JSON; the first rank's is written.
 
     Raises CheckpointingException, on all ranks, if any rank cannot write; nothing is left behind.
     """

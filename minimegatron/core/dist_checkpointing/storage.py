@@ -87,7 +87,7 @@ class SafetensorsWriter(StorageWriter):
     Args:
         aside: a folder for it; the same on every rank, and every rank's to write to.
         target: the name it gets; what bears it is replaced.
-        common: everything that is no tensor; JSON. The first rank's is written.
+        common: everything but the tensors; JSON. The first rank's is written.
     """
 
     def __init__(self, aside: Path, target: Path, common: dict[str, Any]):

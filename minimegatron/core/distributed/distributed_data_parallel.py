@@ -220,7 +220,7 @@ class DistributedDataParallel(_BaseDataParallel):
         return super().state_dict(*args, **kwargs)
 
     def params_were_updated(self) -> None:
-        """Told by the distributed optimizer that this rank's shard of every bucket is new.
+        """Called by the distributed optimizer: this rank's shard of every bucket is new.
 
         Gathers them all, or with overlap launches only the bucket that forward needs first: each
         bucket's first use launches the next.

@@ -92,7 +92,7 @@ def lay_out_buffer(
         numels: elements of each parameter, in module order.
         alone: which parameters must have a bucket of their own.
         bucket_size: close a bucket at this many elements; None for a single one.
-        num_shards: with a distributed optimizer, the ranks among whom every bucket is divided.
+        num_shards: with a distributed optimizer, how many ranks share every bucket.
     """
     param_alignment = PARAM_ALIGNMENT if num_shards else 1
     bucket_alignment = math.lcm(num_shards, BUCKET_ALIGNMENT) if num_shards else 1
@@ -157,7 +157,7 @@ class _ParamAndGradBucketGroup:
 
     Megatron counts, in the first iteration, how often each gradient becomes ready, and overlaps
     from the second on. Here every parameter counts as ready once per backward, so the first
-    iteration overlaps too, and whoever breaks that rule is told.
+    iteration overlaps too. A second gradient, or a missing one, raises an error.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class _ParamAndGradBucketGroup:
         self.is_requested = False
 
     def register_grad_ready(self, param: torch.nn.Parameter) -> None:
-        """Notes that `param.main_grad` is complete; launches the groups that are due by that."""
+        """Notes that `param.main_grad` is complete; launches the groups that are now due."""
         if self.grad_reduce_handles is not None:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: another gradient of {self.params[param]} came after its "
@@ -347,7 +347,7 @@ class _ParamAndGradBuffer:
     Args:
         param_dtype, grad_dtype: of `param_data` and `grad_data`.
         params: in module order; all of `param_dtype`.
-        data_parallel_group: over whom gradients are summed.
+        data_parallel_group: the ranks over which gradients are summed.
         bucket_size: elements per bucket, None for one bucket.
         param_to_name: for messages.
         gradient_scaling_factor: applied to every gradient before summation.

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def _is_bias_or_norm(name: str, param: torch.nn.Parameter) -> bool:
-    """Weight decay pulls towards 0, which for a norm's weight or a bias means nothing good."""
+    """True for biases and norm weights, which are not decayed."""
     return name.endswith(".bias") or param.dim() == 1
 
 

@@ -25,11 +25,11 @@ def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
     """A float64 scalar.
 
     Squares of float32 are exact in float64, so the sum hardly depends on how a tensor is cut into
-    shards, and the clipped gradients of a sharded and an unsharded run agree to the last bit.
+    shards. The tests find the same bits in the clipped gradients of sharded and unsharded runs.
     """
     if tensor.device.type != "cpu":
         return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-    # The same call on a CPU converts element by element, eight times slower than this.
+    # The same call on a CPU converts element by element, which is much slower than this.
     total = torch.zeros((), dtype=torch.float64)
     for block in tensor.reshape(-1).split(NORM_BLOCK):
         block = block.double()

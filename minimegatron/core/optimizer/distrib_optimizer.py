@@ -14,7 +14,7 @@ keep them d times. Here rank r keeps the r-th part of every bucket:
     update      local            each rank's shard, whatever parameters it cuts through
     parameters  all-gather       at once, or before the next forward needs them
 
-The bytes sent are those of one all-reduce, which is a reduce-scatter and an all-gather.
+With gradients and parameters of one dtype, the bytes sent are those of one all-reduce.
 """
 
 from collections.abc import Sequence

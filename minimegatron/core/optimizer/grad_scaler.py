@@ -39,7 +39,7 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool) -> None:
-        """Told after every attempted step, on all ranks alike, whether a gradient overflowed."""
+        """Called after every attempted step, on all ranks alike: whether a gradient overflowed."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class ConstantGradScaler(MegatronGradScaler):
 
 
 class DynamicGradScaler(MegatronGradScaler):
-    """Halves the scale on overflow, doubles it after a long run without.
+    """Lowers the scale on overflow, raises it after a long run without.
 
     Args:
         initial_scale, min_scale: where it begins, and never below.
@@ -106,7 +106,7 @@ class DynamicGradScaler(MegatronGradScaler):
         """Counts, and moves the scale where the counts say so.
 
         The hysteresis count is only restored by a growth: once it is used up, every further
-        overflow halves the scale at once, so that it falls fast from a far too large beginning.
+        overflow lowers the scale at once, so that it falls fast from a far too large beginning.
         """
         if found_inf:
             self._growth_tracker = 0

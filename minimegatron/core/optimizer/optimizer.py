@@ -183,7 +183,7 @@ class MegatronOptimizer(ABC):
         return update_successful, grad_norm, num_zeros
 
     def prepare_grads(self) -> bool:
-        """Puts unscaled gradients where the update rule reads them; True if any rank found Inf."""
+        """Puts unscaled gradients where the update rule reads them; True if a rank found Inf or NaN."""
         self._copy_model_grads_to_main_grads()
         if self.grad_scaler is None:
             return False
@@ -415,8 +415,8 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
     def _main_copy_or_view(self, part: torch.Tensor) -> torch.Tensor:
         """What the update rule works on, for this part of a parameter's memory.
 
-        bf16 has 8 significant bits: an update below 1/256 of the weight would round to nothing, in
-        every step anew. In the fp32 copy such updates add up.
+        bf16 has 8 significant binary digits. An update below 1/512 of the weight always rounds to
+        nothing, one up to 1/256 may, in every step anew. In the fp32 copy such updates add up.
         """
         return part.float() if part.dtype in HALF_DTYPES else part
 

@@ -7,8 +7,8 @@ Called by: `get_forward_backward_func`'s callers, when virtual stages are config
 order and the same calls, with its nested helpers as methods.
 
 Why: with v chunks per stage a pipeline fills in p - 1 steps that are v times shorter, so the bubble
-shrinks from (p - 1)/M of the ideal time to (p - 1)/(v M). The price is v times as many messages.
-Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.2.
+shrinks from (p - 1)/M of the ideal time to (p - 1)/(v M). The price is (p v - 1)/(p - 1) times as many
+messages. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.2.
 """
 
 from collections import deque

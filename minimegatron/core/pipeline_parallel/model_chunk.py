@@ -38,7 +38,7 @@ class ModelChunk:
         config: the step's; None for the model's own. A stage's chunks share the first one's, because
             the hooks are filled in there.
         frame: the `StepFrame` around the step, called before and after each forward and backward;
-            None for whoever does without.
+            None for no frame.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ModelChunk:
         return None if num_partial is None else place % self._num_in_flight >= num_partial
 
     def free_output(self, output_tensor: Any) -> None:
-        """After sending: frees an output of which only the autograd graph is still needed.
+        """After sending: frees an output. Only its place in the autograd graph is still needed.
 
         The loss is not freed: it is one number, never sent, and readers may still want it.
         """

@@ -49,7 +49,7 @@ def is_single_shape(x: Any) -> bool:
 
 
 class Receive:
-    """A tensor that is on its way, and whom it comes from."""
+    """A tensor that is on its way, and which stage sends it."""
 
     def __init__(self, tensor: torch.Tensor, work: Work, stage: int, peer: int, payload: str):
         self.tensor, self._work = tensor, work

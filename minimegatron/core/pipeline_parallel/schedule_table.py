@@ -46,8 +46,8 @@ def count_rank_microbatches(
     """The arithmetic of Megatron's `get_pp_rank_microbatches`, with the stage as an argument.
 
     Interleaving warms up 2(p - r - 1) + (v - 1)G forwards; (v - 1)G of them fill earlier chunks.
-    The 2 is there because one message exchange moves activations and gradients together: a stage
-    further down needs one more step to get its first gradient back over each link.
+    Where one exchange moves activations and gradients together, the 2 is needed: with 1 all stages
+    wait for ever. With overlapped messages it hides the time of the messages there and back.
 
     >>> [count_rank_microbatches(4, rank, 8, 2, 4).num_warmup for rank in range(4)]
     [10, 8, 6, 4]

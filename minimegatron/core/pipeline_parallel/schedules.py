@@ -3,8 +3,8 @@
 Called by: `training.train_step` and `training.evaluate`, through `get_forward_backward_func`. Calls:
 `forward_step` and `backward_step` once per microbatch, `P2PCommunicator` between them, and around
 them `StepFrame`, which ends with `config.finalize_model_grads_func`. Counterpart:
-`megatron.core.pipeline_parallel.schedules`; what stands there in one file is here in five, and all
-of its names can be imported from this one:
+`megatron.core.pipeline_parallel.schedules`; what stands there in one file is here in several, and
+its names can be imported from this one (`get_tensor_shapes` and two more are in `utils`):
 
 * `steps`: one microbatch on one stage.
 * `step_frame`: what stands around all of them; the same for every schedule.

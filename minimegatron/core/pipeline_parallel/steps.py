@@ -3,7 +3,7 @@
 Called by: the three schedules (`schedules`, `interleaved`), once per action. Calls: the user's
 `forward_step_func` (and through it the model), the loss function that it returned, and autograd.
 Counterpart: the functions of the same names in `megatron.core.pipeline_parallel.schedules`, which
-re-exports them here as there.
+re-exports them here too.
 """
 
 import contextlib
@@ -170,8 +170,8 @@ def forward_step_calc_loss(
 def _scale_auxiliary_losses(
     config: ModelParallelConfig, output_tensor: torch.Tensor, num_microbatches: int
 ) -> None:
-    # Losses that join by the side (experts' balance, extra predicted tokens) are not in the sum
-    # that was just scaled. They are told the same scale, on every stage, before its backward.
+    # Auxiliary losses (experts' balance, extra predicted tokens) are not in the loss that was just
+    # scaled. Their functions get the same scale, on every stage, before its backward.
     if not config.aux_loss_scale_funcs:
         return
     scale = torch.ones(1, device=output_tensor.device)

@@ -1,6 +1,6 @@
 """What the three schedules share around their microbatches: where a stage is, and a step's edges.
 
-Called by: `schedules` and `interleaved`. Calls: the hooks in the config. Counterpart:
+Called by: `schedules`, `interleaved`, `step_frame`. Calls: the hooks in the config. Counterpart:
 `megatron.core.pipeline_parallel.utils` for the predicates; the rest stands in Megatron's
 `schedules`, as nested functions or repeated in each schedule.
 """
@@ -171,7 +171,7 @@ def finish_embedding_wgrad_compute(
 ) -> None:
     """After the last backward: computes the output layer's deferred weight gradients.
 
-    The last stage is the pipeline's busiest: it alone computes the vocabulary. What it puts off it
+    The last stage has the most to compute: it alone scores the vocabulary. What it puts off it
     does while the others drain. Without a pipeline nothing drains, and the result is the same.
     """
     if is_last_stage and config.defer_embedding_wgrad_compute:

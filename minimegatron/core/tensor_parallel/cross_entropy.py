@@ -74,7 +74,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output):
         softmax, local_target, elsewhere = ctx.saved_tensors
         grad_output = grad_output.unsqueeze(-1)
-        # One new tensor as large as the logits, and no more.
+        # One new tensor as large as the logits; for 16-bit logits a second one, at the end.
         grad = softmax * grad_output
         if ctx.spread:
             grad.sub_(grad_output * (ctx.spread / ctx.vocab_size))

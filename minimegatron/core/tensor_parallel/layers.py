@@ -295,11 +295,11 @@ class ColumnParallelLinear(torch.nn.Module):
         output_size: n, global; divisible by t.
         config: dtype, sequence parallelism, delay, deferral.
         init_method: draws the full [n, h] weight.
-        bias: have one (it starts at zero).
+        bias: add a bias, which starts at zero.
         gather_output: return [..., n] on every rank, not [..., n/t].
         stride: number of matrices stacked in W, each cut by itself (see `sharding`).
-        skip_bias_add: return the bias instead of adding it, for who can fuse it.
-        skip_weight_param_allocation: have no weight; `forward` is given one (tied output layer).
+        skip_bias_add: return the bias instead of adding it, for a caller that fuses it.
+        skip_weight_param_allocation: no weight of its own; `forward` gets one (tied output layer).
         embedding_activation_buffer, grad_output_buffer: where a deferred weight gradient's two
             factors are kept, if `config.defer_embedding_wgrad_compute`.
         disable_grad_reduce: leave the input's gradient unsummed.
@@ -410,7 +410,7 @@ class RowParallelLinear(torch.nn.Module):
         output_size: h.
         config: dtype, sequence parallelism, delay.
         init_method: draws the full [h, n] weight.
-        bias: have one; it is whole on every rank, and added once, after the sum.
+        bias: add a bias; it is whole on every rank, and added once, after the sum.
         input_is_parallel: the input is [..., n/t] already, as a column-parallel layer leaves it.
         skip_bias_add: return the bias instead of adding it.
         tp_group: None for `parallel_state`'s.

@@ -17,9 +17,9 @@ whether a tensor that lives on every rank is *one* value in t copies or t terms 
       (..., tensor_parallel_output_grad=False)  all-gather first dim     split first dim
     reduce_scatter_to_sequence_parallel_region  reduce-scatter first     all-gather first dim
 
-Without sequence parallelism a layer is copy, column-parallel, row-parallel, reduce: two all-reduces
-per layer and direction. With it, it is gather, column, row, reduce-scatter: the same bytes, because
-an all-reduce is a reduce-scatter and an all-gather, but what lies between layers is 1/t as large
+A layer has two blocks. Without sequence parallelism each is copy, column, row, reduce: two all-reduces
+per layer and direction. With it, each is gather, column, row, reduce-scatter: the same bytes, because
+an all-reduce is a reduce-scatter and an all-gather, but what lies between blocks is 1/t as large
 (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 
 The sequence is dimension 0 and features are the last: activations are [s, b, h].

@@ -5,8 +5,8 @@ Called by: `layers`, whose backward puts factors in; `backward_dw` of the layers
 send a gradient while a part of it is owed. Calls: `mappings`, to gather X. Megatron has no such
 module: Transformer Engine keeps a store of this kind inside each of its layers.
 
-The chain needs dX at once, because the stage before waits for it. Nobody waits for dW before the
-optimizer. So with a store backward is two pieces of work, B and W:
+The chain needs dX at once, because the stage before waits for it. No other stage waits for dW, only
+the sum over replicas. So with a store backward is two pieces of work, B and W:
 
     B   dX = dY W        in autograd; puts (X, dY) into the weight's store
     W   dW = dY^T X      later, by `backward_dw`; then the weight's hooks run

@@ -131,8 +131,8 @@ class SelfAttention(MegatronModule):
             hidden_states: [s, b, h]; [s/t, b, h] with sequence parallelism.
             attention_mask: see `DotProductAttention`.
             rotary_pos_emb: angles [s, 1, 1, d'], or None.
-            checkpoint_core_attention: recompute the core in backward (selective recompute): its
-                [b, a/t, s, s] probabilities cost much memory and little time.
+            checkpoint_core_attention: recompute the core in backward (selective recompute): without
+                a fused kernel its [b, a/t, s, s] probabilities cost much memory and little time.
 
         Returns:
             (as `hidden_states`, bias to add).

@@ -2,7 +2,7 @@
 
 Called by: `TransformerBlock` (how many), `TransformerLayer` (from which number on), the planner.
 Calls: `PipelineParallelLayerLayout`, where a layout is given. Megatron computes the two numbers
-separately, in `transformer_block` and `transformer_layer`, which re-export them here as there.
+separately, in `transformer_block` and `transformer_layer`, which re-export them here too.
 
 A model is cut into p x v virtual stages, in model order; chunk `vp_stage` of pipeline rank `pp_rank`
 is virtual stage vp_stage x p + pp_rank. A chunk's offset is by definition the number of layers that

@@ -28,7 +28,7 @@ SYMBOLS = {
 LETTERS = {layer_type: letter for letter, layer_type in SYMBOLS.items()}
 
 MAX_SYMBOLS = 100_000
-"""The longest layout after replication; beyond it, nested counts are a slip of the pen."""
+"""The longest layout after replication; a longer one comes from a mistake in nested counts."""
 
 # A symbol and where in the layout string it stands, so that any later fault can point at it.
 Placed = tuple[str, int]

@@ -3,7 +3,7 @@
 Called by: the layer (before attention, before the MLP), attention (queries and keys), the block (at
 the end). Calls: `torch.nn.functional`. Counterpart: `megatron.core.transformer.torch_norm`.
 
-Each normalises over the last dimension, to which every rank has whole access; only the gradients of
+Each normalises over the last dimension, which every rank holds whole; only the gradients of
 its weights need care. Under sequence parallelism a rank normalises its own tokens, so its gradients
 are one term of a sum over tensor-parallel ranks. `param.sequence_parallel = True` says so, and
 `finalize_model_grads` sums them.

@@ -79,7 +79,7 @@ class TransformerBlock(MegatronModule):
     Args:
         spec: a layer's `ModuleSpec`, used for every layer, or `TransformerBlockSubmodules`.
         post_layer_norm: have a final norm, on the last chunk.
-        pre_process: this is the first chunk: it is given its input, not sent it.
+        pre_process: this is the first chunk, whose input `forward` gets from the embedding.
         post_process: this is the last chunk.
         pg_collection: tp and pp; None for `parallel_state`'s.
         vp_stage: the chunk, with virtual stages.

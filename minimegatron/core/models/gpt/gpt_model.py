@@ -206,7 +206,7 @@ class GPTModel(LanguageModule):
         self.decoder.backward_dw()
 
     def _rotary_angles(self, decoder_input: torch.Tensor | None) -> torch.Tensor | None:
-        """[s, 1, 1, d'] for the whole sequence, of which activations may hold 1/t."""
+        """[s, 1, 1, d'] for the whole sequence; activations may hold 1/t of it."""
         activations = decoder_input if self.pre_process else self.decoder.input_tensor
         if self.rotary_pos_emb is None or activations is None:
             return None

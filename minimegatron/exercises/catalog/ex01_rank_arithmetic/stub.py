@@ -1,4 +1,4 @@
-"""Rank arithmetic: which rank sits where, and who is in a group with whom.
+"""Rank arithmetic: which rank sits where, and which ranks form a group.
 
 Two methods of `RankGenerator` are missing. The check puts yours in their place, and builds every
 process group of several jobs with them. Nothing here needs more than one process, or torch.

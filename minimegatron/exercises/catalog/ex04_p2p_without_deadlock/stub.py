@@ -8,9 +8,9 @@
 At the ends of the pipeline, and in some calls, only some of the four are there. With interleaving the
 stages form a ring: the last one's next stage is stage 0.
 
-`self.transport.start(message)` starts one message and returns a handle. As on NCCL it returns only
-when the other stage has started the other end, and messages between two stages have no names: the
-n-th send from one to the other meets the n-th receive.
+`self.transport.start(message)` starts one message and returns a handle. It returns only when the
+other stage has started the other end. (NCCL's call returns at once, and the GPU's stream waits.) As on
+NCCL, messages have no tags: the n-th send from one stage to another meets the n-th receive.
 
     self.curr_rank_in_pg   this stage's number       self.world_size   the number of stages
 """

@@ -16,8 +16,8 @@ that is otherwise the real one. Your tools:
     p2p.send_forward_recv_backward(output_tensor, send_shapes, is_last_stage)     both in one exchange
     p2p.send_backward_recv_forward(input_grad, recv_shapes, is_first_stage)       both in one exchange
 
-A send waits until the other stage takes it, as on NCCL. That is why the last two exist: two neighbours
-that both send first would wait for each other.
+A send waits until the other stage takes it. (On NCCL the GPU's stream waits.) That is why the last two
+exist: two neighbours that both send first would wait for each other.
 """
 
 from collections.abc import Callable, Iterator

@@ -8,7 +8,7 @@ unless `calculate_per_token_loss` is on: then it is a plain sum.
     all_reduce(tensor, group)              sum, in place
     chunk.scale_gradients(factor)          multiplies all gradients of a chunk
 
-Losses that join by the side (experts, multi-token prediction) are left out here.
+Auxiliary losses (experts' balance, multi-token prediction) are left out here.
 """
 
 from collections.abc import Callable

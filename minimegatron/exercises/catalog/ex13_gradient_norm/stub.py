@@ -50,7 +50,7 @@ def get_grad_norm_fp32(
     Args:
         grads_for_norm: this rank's part, as the function above selects it; may be empty.
         norm_type: p of the p-norm, (sum |x|^p)^(1/p); or inf, for the largest absolute value.
-        grad_stats_parallel_group: over whom; a sequence of groups means over one after the other
+        grad_stats_parallel_group: over which ranks; a sequence of groups means one after the other
             (with ZeRO-1: data-parallel ranks that hold shards, then model-parallel ranks). None for
             this rank alone.
     """

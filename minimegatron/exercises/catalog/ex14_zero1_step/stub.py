@@ -18,8 +18,8 @@ Useful here:
     buffer.buckets[bucket_id]       a bucket: .offset in the buffer, .grad_data, .param_data (vectors
                                     of the bucket's length), .gradient_scaling_factor
     group.rank(), group.size()      of a data-parallel group; self.data_parallel_group is one too
-    reduce_scatter(output, input, group, async_op=True)     the sum of all ranks' `input`, of which
-                                    slice number group.rank() goes to `output`; returns a handle
+    reduce_scatter(output, input, group, async_op=True)     adds up all ranks' `input`; slice number
+                                    group.rank() of the sum goes to `output`; returns a handle
     all_gather(output, input, group, async_op=True)         every rank's `input`, one after the other,
                                     in `output`; returns a handle
 """

@@ -3,7 +3,7 @@
 Started by: you, and `minimegatron exercises check`. With fp16 the loss is multiplied by a large scale
 before backward, so that small gradients do not become 0. Write what happens afterwards: two methods
 of the real optimizer and the real scaler. The check puts yours in place of ours and runs real
-training steps on 4 ranks, in some of which one rank's gradient overflows.
+training steps on 4 ranks. In some of them one rank's gradient overflows.
 
 Useful in the optimizer:
 

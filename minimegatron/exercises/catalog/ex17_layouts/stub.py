@@ -22,7 +22,7 @@ def choose_layout(
         num_layers: t's in the model.
         pipeline_model_parallel_size: p, the number of stages; the string has p - 1 bars.
         layer_times: {"embedding": 1, "decoder": 3, "loss": 7}: how long one microbatch's forward and
-            backward take together, in any unit. A stage takes as long as its layers together.
+            backward take together, in any unit. A stage takes the sum of its layers' times.
 
     Layers stay in model order. Where several layouts are equally good, any of them will do.
     """

@@ -44,7 +44,7 @@ class LanguageModule(MegatronModule):
         return make_viewless_tensor(loss.transpose(0, 1).contiguous())
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Marks the vocabulary's weights for who must treat them specially.
+        """Marks the vocabulary's weights for modules that treat them specially.
 
         With a pipeline, a tied weight lives twice: on the first stage as the embedding and on the
         last as the output layer. `shared_embedding` on both: they are one parameter, their
