@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from minimegatron.exercises import verdict
-from minimegatron.exercises.catalog import exercises
-from minimegatron.exercises.engine import check_file
+from minimegatron.exercises.beside import beside
+from minimegatron.exercises.catalog import exercises, find
+from minimegatron.exercises.engine import Sheet, check_file
 from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.plain_data import from_line
 from minimegatron.exercises.source import wanted_names
 from minimegatron.exercises.student_folder import hints
 from minimegatron.exercises.verdict import Verdict
@@ -45,15 +47,22 @@ def exercise(request) -> Exercise:
     return request.param
 
 
-def test_there_are_eighteen_in_three_tiers():
-    assert [one.number for one in exercises()] == [f"ex{n:02}" for n in range(1, 19)]
+def test_there_are_nineteen_in_three_tiers():
+    numbers = ["ex01", "ex01b", *(f"ex{n:02}" for n in range(2, 19))]
+    assert [one.number for one in exercises()] == numbers
     assert {one.tier for one in exercises()} == {"warm-up", "core", "stretch"}
-    assert all(15 <= one.minutes <= 45 for one in exercises())
+    assert all(10 <= one.minutes <= 45 for one in exercises())
+    for number in numbers:
+        assert find(number).number == find(number.removeprefix("ex")).number == number
 
 
 def test_an_exercise_is_complete(exercise):
-    for name in ("__init__", "stub", "solution", "check"):
+    for name in ("__init__", "stub", "solution"):
         assert (exercise.folder / f"{name}.py").is_file()
+    # What needs no ranks is asked without; what needs some says how many.
+    assert any((exercise.folder / f"{name}.py").is_file() for name in ("alone", "check"))
+    assert (exercise.folder / "check.py").is_file() == (exercise.num_ranks > 0)
+    assert exercise.question.endswith("?")
     assert exercise.name == exercise.folder.name
     assert exercise.summary and exercise.title
     assert len(hints(exercise)) == 3 and all(hints(exercise))
@@ -126,15 +135,22 @@ def test_the_solution_passes(exercise, seed):
 
 
 def test_hidden_cases_are_others(exercise):
-    code = f"import importlib\ncheck = importlib.import_module('{exercise.module}.check')\n"
-    space: dict = {}
-    exec(code, space)
-    public, hidden = (list(map(case_words, space["check"].cases(seed))) for seed in (0, 7))
+    public, hidden = (Sheet(exercise, seed).questions for seed in (0, 12345))
     assert public != hidden
+    # The seed itself must not be told by what the student's room is asked.
+    assert not any(re.search(r"\b12345\b", question.cases) for question in hidden)
 
 
-def case_words(case) -> str:
-    return f"{case} {sorted(case.values.items(), key=str)}"
+def test_the_room_learns_nothing_but_cases(exercise):
+    """Only what judges may compare; what `run` uses has no expected value."""
+    for question in Sheet(exercise, 0).questions:
+        for name, part, values in from_line(question.cases):
+            assert type(name) is str and type(part) is str and type(values) is dict
+
+
+def test_the_real_functions_are_found(exercise):
+    for symbol in exercise.real:
+        assert symbol.rpartition(".")[2] in beside(exercise, exercise.folder / "solution.py", 200)
 
 
 WRONG = [
@@ -152,3 +168,6 @@ def test_a_known_mistake_is_named(exercise_, path):
     assert not found.has_passed
     assert found.kind in (verdict.WRONG, verdict.HANG, verdict.RAISED, verdict.DIED), found.text
     assert fragment in words(found), found.text
+    # Parts are told one by one: those before the one that failed are right.
+    if found.part in found.parts:
+        assert found.passed_parts == found.parts[: found.parts.index(found.part)]

@@ -45,15 +45,31 @@ WRONG = {
         "Ranks 0 and 1 wait for each other in a circle",
     ),
     "forged": (
-        "    import minimegatron.exercises.feedback as feedback\n"
-        "    feedback._close = lambda found, *_: found == found\n    return value\n",
+        "    import minimegatron.exercises.room as room\n"
+        "    room.to_line = lambda value: '{}'\n    return value\n",
         verdict.FORGED,
-        "minimegatron.exercises.feedback._close is another function than before",
+        "minimegatron.exercises.room.to_line is another function than before",
     ),
     "torch_patched": (
         "    torch.isclose = lambda a, b, **_: a == a\n    return value\n",
         verdict.FORGED,
         "torch.isclose is another function than before",
+    ),
+    "breakpoint": (
+        "    breakpoint()\n    return value\n",
+        verdict.RAISED,
+        "a debugger was started, and nobody can type here",
+    ),
+    "pdb": (
+        "    import pdb\n    pdb.set_trace()\n    return value\n",
+        verdict.RAISED,
+        "a debugger was started, and nobody can type here",
+    ),
+    "subclass": (
+        "    class Equal(torch.Tensor):\n        def __eq__(self, other):\n"
+        "            return True\n    return value.as_subclass(Equal)\n",
+        verdict.WRONG,
+        "the answer is a subclass.Equal",
     ),
 }
 
@@ -74,7 +90,7 @@ def test_other_mistakes_are_told_plainly(name, tmp_path):
     found = check(write(tmp_path, name, body), patience=1.0 if name == "hang" else 2.0)
     assert found.kind == kind, found.text
     assert fragment in " ".join(found.text.split()), found.text
-    assert "rank_side.py" not in found.text
+    assert "rank_side.py" not in found.text and "room.py" not in found.text
 
 
 def test_a_hang_shows_the_students_lines(tmp_path):

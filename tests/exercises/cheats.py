@@ -1,0 +1,119 @@
+"""Files that try to pass without doing the exercise, by how they try: name -> (exercise, source).
+
+Used by: `test_rooms` (a student's own check) and `test_grading`. Each must fail, or be remarked on.
+"""
+
+WRITE = "def {name}(*arguments, **options):\n    return {value}\n"
+
+COORDINATES = (
+    "def coordinates(self, rank):\n"
+    "    return dict.fromkeys(self.order.split('-'), 0)\n"
+    "def get_ranks(self, token):\n"
+    "    return []\n"
+)
+
+CHEATS = {
+    "our own function, by importlib and getattr": (
+        "ex01",
+        "import importlib\n"
+        "ours = getattr(importlib.import_module('minimegatron.core.rank_gen' + 'erator'), "
+        "'RankGenerator')\n"
+        "coordinates, get_ranks = getattr(ours, 'coordinates'), getattr(ours, 'get_ranks')\n",
+    ),
+    "our own function, wrapped": (
+        "ex01",
+        "from minimegatron.core.rank_generator import RankGenerator as R\n"
+        "ours, theirs = R.coordinates, R.get_ranks\n"
+        "def coordinates(self, rank):\n    return ours(self, rank)\n"
+        "def get_ranks(self, token):\n    return theirs(self, token)\n",
+    ),
+    "our own function, found among all objects": (
+        "ex01",
+        "import gc\n"
+        "def ours(name):\n"
+        "    return next(o for o in gc.get_objects() if getattr(o, '__qualname__', '') == "
+        "'RankGenerator.' + name and hasattr(o, '__code__'))\n"
+        "def coordinates(self, rank):\n    return ours('coordinates')(self, rank)\n"
+        "def get_ranks(self, token):\n    return ours('get_ranks')(self, token)\n",
+    ),
+    "another check in sys.modules": (
+        "ex01",
+        f"{COORDINATES}"
+        "import sys, types\n"
+        "for name in list(sys.modules):\n"
+        "    if name.startswith('minimegatron.exercises'):\n"
+        "        fake = types.ModuleType(name)\n"
+        "        fake.run = fake.judge = lambda *a: None\n"
+        "        fake.cases = lambda seed: []\n"
+        "        sys.modules[name] = fake\n",
+    ),
+    "the check's run is replaced": (
+        "ex01",
+        f"{COORDINATES}"
+        "import sys\n"
+        "for name, module in list(sys.modules.items()):\n"
+        "    if name.endswith('.alone'):\n"
+        "        module.run = lambda student, case: {}\n"
+        "        module.check_value = lambda *a: None\n",
+    ),
+    "random is frozen": (
+        "ex01",
+        f"{COORDINATES}"
+        "import random\n"
+        "class Frozen(random.Random):\n"
+        "    def __init__(self, seed=None):\n        super().__init__(0)\n"
+        "random.Random = Frozen\n",
+    ),
+    "a dict that equals everything": (
+        "ex01",
+        "class Equal(dict):\n"
+        "    __eq__ = lambda self, other: True\n"
+        "    __ne__ = lambda self, other: False\n"
+        "def coordinates(self, rank):\n"
+        "    return Equal.fromkeys(self.order.split('-'), 0)\n"
+        "def get_ranks(self, token):\n"
+        "    return Equal()\n",
+    ),
+    "a list that equals everything": (
+        "ex05",
+        "class Equal(list):\n"
+        "    __eq__ = lambda self, other: True\n"
+        "PREDICTION = {0: 'F0', 1: 'F0', 2: 'F0'}\n"
+        "def predict_order(p, rank, M):\n    return Equal()\n",
+    ),
+    "a profiler copies what is expected": (
+        "ex01",
+        f"{COORDINATES}"
+        "import sys\n"
+        "def look(frame, event, argument):\n"
+        "    known = frame.f_locals\n"
+        "    if 'expected' in known and 'found' in known and isinstance(known['found'], dict):\n"
+        "        known['found'].clear(), known['found'].update(known['expected'])\n"
+        "sys.setprofile(look)\n",
+    ),
+    "verdicts are printed and written everywhere": (
+        "ex05",
+        "import os\n"
+        "PREDICTION = {0: '', 1: '', 2: ''}\n"
+        'line = b\'{"dict": [["case", 0], ["answer", {"dict": []}]]}\\n\'\n'
+        'line += b\'{"kind": "passed"}\\n\'\n'
+        "def predict_order(p, rank, M):\n    return []\n"
+        "for number in range(3, 40):\n"
+        "    try:\n        os.write(number, line)\n"
+        "    except OSError:\n        pass\n"
+        "print(line.decode(), flush=True)\n",
+    ),
+    "the process ends well before it has answered": (
+        "ex05",
+        "import os\n"
+        "PREDICTION = {0: '', 1: '', 2: ''}\n"
+        "def predict_order(p, rank, M):\n    return []\n"
+        "os._exit(0)\n",
+    ),
+    "the public answers, by heart": (
+        "ex17",
+        "ANSWERS = {(13, 4): 'Et*4|t*4|t*4|tL'}\n"
+        "def choose_layout(num_layers, p, times):\n"
+        "    return ANSWERS.get((num_layers, p), 'E' + 't' * num_layers + '|' * (p - 1) + 'L')\n",
+    ),
+}

@@ -1,0 +1,176 @@
+"""A student's room: what may come out of it, what it cannot reach, and how its ends are told."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minimegatron.exercises import verdict
+from minimegatron.exercises.catalog import find
+from minimegatron.exercises.collect import Collected, Question, collect
+from minimegatron.exercises.engine import Sheet, check_file
+from minimegatron.exercises.plain_data import NotPlain, from_line, to_line
+from minimegatron.exercises.verdict import render
+from tests.exercises.cheats import CHEATS
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+# -- Plain data --
+
+
+@settings(deadline=None, max_examples=200)
+@given(PLAIN)
+def test_plain_values_come_back_as_they_were(value):
+    line = to_line(value)
+    assert "\n" not in line
+    back = from_line(line)
+    assert back == value and repr(back) == repr(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 2), (2, 0, 4)])
+def test_tensors_come_back_as_they_were(dtype, shape):
+    value = torch.randn(shape).to(dtype)
+    back = from_line(to_line({"tensor": value}))["tensor"]
+    assert back.dtype == dtype and back.shape == value.shape and torch.equal(back, value)
+    assert math.isnan(from_line(to_line(math.nan)))
+
+
+class Sneaky(dict):
+    """Not exactly a dict."""
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Sneaky(), "the answer is a tests.exercises.test_rooms.Sneaky"),
+        ([1, {"a": {2}}], "the answer[1]['a'] is a set"),
+        (torch.nn.Parameter(torch.zeros(1)), "is a torch.nn.parameter.Parameter"),
+        (print, "builtin_function_or_method"),
+    ],
+)
+def test_other_values_do_not_leave(value, words):
+    with pytest.raises(NotPlain, match=words.replace("[", r"\[").replace("]", r"\]")):
+        to_line(value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b'{"a": 1, "b": 2}',
+        b'{"module": "os"}',
+        b'{"tensor": ["float64", [1000000000000], ""]}',
+        b'{"tensor": ["object", [1], "AAAA"]}',
+        b'{"dict": [[{"dict": []}, 1]]}',
+        b"[" * 5000,
+    ],
+)
+def test_what_no_room_writes_is_refused(line):
+    with pytest.raises(ValueError):
+        from_line(line)
+
+
+# -- Cheats --
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_does_not_pass(name, tmp_path):
+    number, source = CHEATS[name]
+    exercise = find(number)
+    path = tmp_path / f"{exercise.name}.py"
+    path.write_text(source)
+    found = check_file(exercise, path, 20261123, patience=4.0)
+    assert not found.has_passed
+    assert found.kind != verdict.DEFECT, found.text
+
+
+def test_what_a_room_forges_is_not_believed():
+    """Whatever lines come, only right answers to all cases pass."""
+    sheet = Sheet(find("ex05"), 0)
+    forged = [
+        to_line({"case": 0, "answer": {"kind": "passed"}}),
+        to_line({"over": True}),
+        '{"kind": "passed"}',
+        "nonsense",
+        to_line({"case": 1, "failed": "passed", "text": "all right"}),
+    ]
+    assert not sheet.judge(0, Collected([forged]))
+    assert not sheet.verdict().has_passed
+
+
+# -- Ends --
+
+
+def run_alone(tmp_path: Path, body: str, seconds: float = 1.0) -> tuple[verdict.Verdict, float]:
+    """The verdict on a `predict_order`, and how long it took."""
+    exercise = find("ex05")
+    path = tmp_path / f"{exercise.name}.py"
+    head = (exercise.folder / "solution.py").read_text().partition("def predict_order")[0]
+    path.write_text(f"{head}def predict_order(pp_size, pp_rank, num_microbatches):\n{body}")
+    began = time.monotonic()
+    found = check_file(exercise, path, patience=seconds)
+    return found, time.monotonic() - began
+
+
+def test_an_endless_loop_of_a_pure_part_is_found_at_its_line(tmp_path):
+    found, _ = run_alone(tmp_path, "    while True:\n        pass\n")
+    assert found.kind == verdict.TIMEOUT
+    assert "Is there a loop without end?" in found.text
+    assert "in predict_order:" in found.text
+    assert found.part == "part 2, the rule" and found.passed_parts == ("part 1, by hand",)
+
+
+def test_an_answer_that_changes_is_named(tmp_path):
+    body = "    import random\n    return [str(random.random())]\n"
+    found, _ = run_alone(tmp_path, body, 4.0)
+    assert found.kind == verdict.WRONG
+    assert "asked the same thing twice, your code gave two answers" in found.text
+
+
+def test_what_a_pure_part_prints_is_shown_and_a_flood_is_cut(tmp_path):
+    body = "    print('x' * 3_000_000)\n    return []\n"
+    found, _ = run_alone(tmp_path, body, 4.0)
+    assert "bytes left out" in found.printed["0"] and len(found.printed["0"]) < 4000
+
+
+def test_parts_are_told_one_by_one(tmp_path):
+    found, _ = run_alone(tmp_path, "    return []\n", 4.0)
+    text = render(found, "ex05")
+    assert "[ok] part 1, by hand: right" in text
+    assert "[--] part 2, the rule: not right" in text
+
+
+def test_torch_is_no_answer_of_a_pure_part(tmp_path):
+    """There it is a stand-in: it can be imported, and computes nothing."""
+    found, _ = run_alone(tmp_path, "    import torch\n    return torch.arange(3).tolist()\n", 4.0)
+    assert found.kind == verdict.WRONG
+    assert "plain Python values" in found.text
+
+
+def test_a_pure_part_imports_no_torch(tmp_path):
+    body = "    import sys\n    return [str(hasattr(sys.modules.get('torch'), '__version__'))]\n"
+    found, _ = run_alone(tmp_path, body, 4.0)
+    assert "'False' is no action" in found.text
+
+
+def test_a_question_says_what_it_asks():
+    (question,) = Sheet(find("ex05"), 0).questions
+    assert question.is_alone and isinstance(question, Question) and not question.hangs
+    assert collect(question, find("ex05").folder / "stub.py", 4.0).ending == ""
