@@ -20,7 +20,7 @@ from minimegatron.exercises.grading.submissions import find_submissions
 from minimegatron.exercises.labs import OUTCOMES, find_lab, outcome_of, run_lab, start_lab
 from minimegatron.exercises.runner import Runner
 from minimegatron.exercises.student_folder import StudentFolder, digest
-from minimegatron.exercises.verdict import render
+from minimegatron.exercises.verdict import DEFECT, Verdict, render
 from minimegatron.exercises.watching import ANSWER_SECONDS, watch
 
 SUBMISSION = "submission.zip"
@@ -122,8 +122,11 @@ def _check(args: argparse.Namespace, folder: StudentFolder) -> int:
     ranks = f" on {exercise.num_ranks} ranks" if exercise.num_ranks else ""
     print(f"checking {exercise.name}{ranks} ...", file=sys.stderr, flush=True)
     checked = digest(path)
-    with Runner() as runner:
-        found = runner.ask(exercise, path, ANSWER_SECONDS, replay=str(folder.replay(exercise)))
+    try:
+        with Runner() as runner:
+            found = runner.ask(exercise, path, ANSWER_SECONDS, replay=str(folder.replay(exercise)))
+    except (TimeoutError, RuntimeError) as error:
+        found = Verdict(DEFECT, str(error))
     if checked:
         folder.note(exercise, found, checked)
     print(render(found, exercise.name))

@@ -77,6 +77,11 @@ def _encode(value: Any, where: str, depth: int) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and kind is getattr(torch, "Tensor", None):
         return {"tensor": _tensor_data(value)}
+    if isinstance(value, type) and "stands_for" in vars(value):
+        name = vars(value)["stands_for"]
+        raise NotPlain(
+            f"{where} comes from {name}: this part is checked without it, so return plain Python values"
+        )
     raise NotPlain(f"{where} is {_a(kind)}; plain Python values and tensors are expected")
 
 
