@@ -58,9 +58,9 @@ def check_file(
             if not sheet.judge(number, collect(question, path, patience, control)):
                 break
         found = sheet.verdict(replay)
-        if found.kind == verdict.WRONG and not question.is_alone:
-            if time.monotonic() - began < AGAIN_SECONDS:
-                found = _asked_again(found, Sheet(exercise, seed), number, path, patience)
+        is_early = time.monotonic() - began < AGAIN_SECONDS
+        if found.kind == verdict.WRONG and not question.is_alone and is_early:
+            found = _asked_again(found, Sheet(exercise, seed), number, path, patience)
     return replace(found, seconds=time.monotonic() - began)
 
 
