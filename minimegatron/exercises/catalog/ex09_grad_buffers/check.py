@@ -92,11 +92,11 @@ def _run_layout(student: ModuleType, numels: list[int], bucket_size: int | None)
     if not isinstance(found, BufferLayout):
         words = f"lay_out_buffer(numels={numels}, bucket_size={bucket_size})"
         raise Wrong(f"{words} returned {type(found).__name__}; a BufferLayout is expected")
-    lists = (found.params, found.buckets, found.buckets_unpadded)
-    return [[tuple(int(number) for number in row) for row in rows] for rows in lists]
+    rows = [[tuple(map(int, row)) for row in rows] for rows in (found.params, found.buckets)]
+    return [*rows, list(map(int, found.buckets_unpadded))]
 
 
-def _judge_layout(numels: list[int], bucket_size: int | None, found: list[list[tuple]]) -> None:
+def _judge_layout(numels: list[int], bucket_size: int | None, found: list[list[Any]]) -> None:
     """Gaps, order, buckets: the first rule that is broken."""
     expected = LAY_OUT(numels, [False] * len(numels), bucket_size)
     params, buckets, unpadded = found
