@@ -60,7 +60,7 @@ WRONG = {
         verdict.RAISED,
         "a debugger was started, and nobody can type here",
     ),
-    "pdb": (
+    "debugger": (
         "    import pdb\n    pdb.set_trace()\n    return value\n",
         verdict.RAISED,
         "a debugger was started, and nobody can type here",
@@ -125,8 +125,8 @@ def test_what_is_printed_is_shown_and_a_flood_is_cut(tmp_path):
     body = f"    print('here', flush=True)\n    print('x' * 3_000_000)\n{RIGHT}"
     found = check(write(tmp_path, "flood", body))
     assert found.has_passed
-    assert found.printed[0].startswith("here\n")
-    assert "bytes left out" in found.printed[1] and len(found.printed[1]) < 4000
+    assert found.printed["0"].startswith("here\n")
+    assert "bytes left out" in found.printed["1"] and len(found.printed["1"]) < 4000
     assert all(len(line) < 200 for line in render(found, "ex00").splitlines())
 
 
