@@ -6,13 +6,15 @@ that the failed step left behind, a message, a gradient held back, may enter the
 """
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from minimegatron.core import parallel_state
+from minimegatron.core import collectives, parallel_state
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.utils import get_model_config, unwrap_model
@@ -31,8 +33,9 @@ from tests.parity import (
 from tests.ranks import has_shared_memory, run_ranks
 
 PLACES = ("arguments", "forward", "loss", "backward", "no_sync", "grad_scale", "finalize")
-"""`arguments`: refused, on one rank, before the step has begun there."""
-FORWARD_ONLY_PLACES = ("arguments", "forward", "loss")
+FORWARD_ONLY_PLACES = ("arguments", "interrupt", "model", "forward", "loss")
+BEFORE_THE_STEP = {"arguments": ValueError, "interrupt": KeyboardInterrupt, "model": RuntimeError}
+"""Places where a step fails, on one rank, before it has begun there; and what that rank raises."""
 CASES = [
     Case(pp=2, M=3),
     Case(pp=4, M=4),
@@ -49,6 +52,13 @@ class Planted(Exception):
 
 def _raise(*unused: Any, **unused_too: Any) -> None:
     raise Planted("planted")
+
+
+class Interrupted(list):
+    """Iterators, while whose number is counted somebody presses Ctrl-C."""
+
+    def __len__(self) -> int:
+        raise KeyboardInterrupt
 
 
 class FailingStep:
@@ -99,10 +109,14 @@ def fail(case: Case, groups: Any, chunks: list, place: str, rank: int, forward_o
     iterators = [iter(data) for _ in chunks]
     if is_failing and place == "arguments":
         iterators = [iter(data) for _ in range(len(chunks) + 1)]
+    elif is_failing and place == "interrupt":
+        iterators = Interrupted(iterators)
+    elif is_failing and place == "model":
+        chunks = [torch.nn.Linear(1, 1)]  # which has no config
     try:
         with torch.set_grad_enabled(not forward_only):
             run_step(case, groups, chunks, iterators, forward_only, step)
-    except (Planted, ConnectionError, ValueError) as error:
+    except (Planted, ConnectionError, *BEFORE_THE_STEP.values()) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         if is_failing:
@@ -113,7 +127,8 @@ def fail(case: Case, groups: Any, chunks: list, place: str, rank: int, forward_o
 def places_of(case: Case, rank: int, groups_of: Any) -> list[tuple[str, bool]]:
     """(place, forward only) of what can fail on a rank: only the last stage has a loss."""
     is_last = groups_of(rank) == case.pp - 1
-    found = [(place, False) for place in PLACES if is_last or place not in ("loss", "grad_scale")]
+    places = [*PLACES, "interrupt", "model"]
+    found = [(place, False) for place in places if is_last or place not in ("loss", "grad_scale")]
     return found + [(p, True) for p in FORWARD_ONLY_PLACES if is_last or p != "loss"]
 
 
@@ -127,7 +142,7 @@ def fail_and_recover(case: Case, path: str) -> tuple[int, list[str]]:
         for place, forward_only in places_of(case, rank, lambda r: r // (case.tp * case.dp)):
             chunks, _ = build(case, groups)
             raised = fail(case, groups, chunks, place, rank, forward_only)
-            kind = "ValueError" if place == "arguments" else "Planted"
+            kind = BEFORE_THE_STEP.get(place, Planted).__name__
             if torch.distributed.get_rank() == rank and kind not in raised:
                 problems.append(f"{place} on rank {rank}: raised {raised!r}")
             num_failures += 1
@@ -200,6 +215,70 @@ def test_parameters_whose_gathering_a_failed_step_began_are_right(case, tmp_path
     assert [problem for found in results for problem in found] == []
 
 
+# -- A loss that is averaged over copies of the model --
+
+
+class FailingAverage(FailingStep):
+    """As `FailingStep`, but each microbatch's report is summed over the copies of the model."""
+
+    def __init__(self, place: str, config: Any, group: Any):
+        super().__init__(place, config)
+        self.group = group
+
+    def __call__(self, data_iterator, model, *recompute):
+        output, loss_func = super().__call__(data_iterator, model, *recompute)
+        return output, partial(self.average, loss_func)
+
+    def average(self, loss_func: Any, output: torch.Tensor) -> tuple:
+        loss, num_tokens, report = loss_func(output)
+        total = report["loss"].clone().reshape(1)
+        collectives.all_reduce(total, self.group)
+        return loss, num_tokens, {"loss": total}
+
+
+def fail_while_averaging(case: Case) -> list[str]:
+    """Evaluations that fail on one rank, each followed by two good ones; what was not right."""
+    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp)
+    model_parallel_cuda_manual_seed(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    chunks, _ = build(case, groups)
+    config, rank, problems = get_model_config(chunks[0]), torch.distributed.get_rank(), []
+    good, other = (batches(2 * case.M)[i * case.M : (i + 1) * case.M] for i in range(2))
+
+    def evaluate(data: list, step: Any) -> list[float]:
+        with torch.no_grad():
+            reports = run_step(case, groups, chunks, [iter(data) for _ in chunks], True, step)
+        return [report["loss"].item() for report in reports]
+
+    # Every copy has the same data, and the first evaluation does without the other copies.
+    expected = [case.dp * loss for loss in evaluate(good, forward_step_func)]
+    for failing, place in product(range(case.world), ("layer", "forward", "loss")):
+        is_last_stage = failing // case.dp == case.pp - 1
+        if place == "loss" and not is_last_stage:
+            continue
+        where = f"{place} on rank {failing}"
+        step = FailingAverage(place if rank == failing else "", config, groups.dp)
+        try:
+            evaluate(other, step)
+            if rank == failing or rank // case.dp == case.pp - 1:
+                problems.append(f"{where}: rank {rank} raised nothing")
+        except (Planted, ConnectionError):
+            step.restore()
+        for number in range(2):
+            found = evaluate(good, FailingAverage("", config, groups.dp))
+            if not torch.allclose(torch.tensor(found), torch.tensor(expected)):
+                problems.append(f"after {where}, step {number}: {found}, expected {expected}")
+    return problems
+
+
+@tells
+@pytest.mark.parametrize("case", [Case(dp=2, M=3), Case(pp=2, dp=2, M=3)], ids=("dp", "pp-dp"))
+def test_an_evaluation_that_failed_leaves_nothing_to_other_copies(case):
+    """Was: a loss averaged over copies was averaged with the failed evaluation's."""
+    results = run_ranks(fail_while_averaging, case.world, case, timeout=120)
+    assert [problem for found in results for problem in found] == []
+
+
 def evaluate_unevenly(case: Case, path: str) -> list[str]:
     """Before a training step, the second copy of the model evaluates twice more than the first."""
     parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp)
@@ -210,6 +289,9 @@ def evaluate_unevenly(case: Case, path: str) -> list[str]:
         build(case, groups)  # and has models that are never trained
     for _ in range(2 * groups.dp.rank()):
         run_step(case, groups, chunks, [iter(batches(case.M)) for _ in chunks], True)
+    total = torch.ones(1)
+    collectives.all_reduce(total, groups.dp)  # between two steps, all meet
+    assert total.item() == case.dp
     return compare(case, load_reference(path), groups)[2]
 
 

@@ -29,6 +29,7 @@ LAYERS = [
         "core.enums",
         "core.json_text",
         "core.local_backlog",
+        "core.local_epochs",
         "core.local_handshake",
         "core.local_memory",
         "core.model_parallel_config",

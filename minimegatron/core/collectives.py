@@ -10,6 +10,7 @@ Every function takes its process group as an argument and is a no-op, or a copy,
 Asynchronous forms return an object with `wait()`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,14 +66,21 @@ def _wait_for(handle: Pending) -> None:
 # -- The edges of a step --
 
 
-def begin_step(groups: list[dist.ProcessGroup]) -> None:
+def begin_step(
+    groups: list[dist.ProcessGroup],
+    others: Sequence[dist.ProcessGroup] = (),
+    forward_only: bool = False,
+) -> None:
     """All ranks of `groups` begin a step: what a failed step left behind is not taken for it.
+
+    `others` are groups that the step may use too. In a forward-only step, ranks of theirs may belong to
+    copies of the model that begin it at another time, or never.
 
     That holds for what goes through shared memory. gloo and NCCL match collectives by their order
     alone: after a step that failed there, make new groups.
     """
     if get_device().type == "cpu":
-        local_collectives.begin_step(groups)
+        local_collectives.begin_step(groups, others, forward_only)
 
 
 def end_step(groups: list[dist.ProcessGroup]) -> None:

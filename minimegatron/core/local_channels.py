@@ -2,8 +2,8 @@
 
 Called by: `local_collectives` and `pipeline_parallel.local_transport`, which take gloo's place
 between ranks on one host. Calls: `local_handshake` (who is there), `local_memory` (what is shared),
-`local_backlog` (what a full socket does not take). Megatron needs no such module: NCCL does the same
-for GPUs of one host.
+`local_epochs` (what belongs to which step), `local_backlog` (what a full socket does not take).
+Megatron needs no such module: NCCL does the same for GPUs of one host.
 
 A gloo message between two processes of one host goes through the kernel's network code twice, and
 wakes two threads in turn. Here a message is a *slot* of memory that both processes have mapped:
@@ -16,12 +16,12 @@ wakes two threads in turn. Here a message is a *slot* of memory that both proces
 3. The receiver marks the slot, as lent while it is in use, then as free. The sender sees that
    without a message.
 
-What a failed step leaves behind must not be taken for the next step's. So time is cut into *epochs*:
-each step is one, and so is the time between two steps. Every header carries its epoch; a receiver
-takes a message only for what it expected in the same epoch, and drops older ones. And a rank whose
-step fails says so to everybody it is connected with (`abandon`), so that nobody waits for it until
-the time-out. When it begins its next step it says that too, for those that had ended the failed one
-well, and wait for this rank outside of any.
+What a failed step leaves behind must not be taken for the next step's. So time is cut into *epochs*
+(`local_epochs`): each step is one, and so is the time between two steps. Every header carries its
+epoch; a receiver takes a message only for what it expected in the same epoch, and drops older ones.
+And a rank whose step fails says so to everybody it is connected with (`abandon`), so that nobody waits
+for it until the time-out. When it begins its next step it says that too, for those that had ended the
+failed one well, and wait for this rank outside of any.
 
 Some messages belong to no step: each rank will send them, be it one step later. They have a *lane* of
 their own, a number from 1 on: there, the n-th message is taken for the n-th one expected, whatever
@@ -39,13 +39,14 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.local_backlog import Writer
+from minimegatron.core.local_epochs import belong_together, describe, is_in_step, next_step
 from minimegatron.core.local_handshake import Met, is_supported, meet
 from minimegatron.core.local_memory import Arena
 from minimegatron.core.local_slots import Slot, Slots, TheirSlot, TheirSlots
 
 # kind, lane, epoch, bytes of the message; offset and bytes of its slot, place of the slot's mark,
 # offset of a slot that exists no longer (0: none), when it was sent on the host's clock.
-_HEADER = struct.Struct("=BIIQQQQQd")
+_HEADER = struct.Struct("=BIQQQQQQd")
 _MESSAGE, _ABANDONED, _BEGUN, _COUNT = 1, 2, 3, 4
 STEPS = 0
 """The lane of all messages that belong to a step, or to the time between two."""
@@ -144,9 +145,9 @@ class Connection:
 
     # -- Steps --
 
-    def begin_step(self) -> None:
-        """From here on messages belong to the next step. Both ends count alike."""
-        self.epoch += 1
+    def begin_step(self, epoch: int | None = None) -> None:
+        """From here on messages belong to the next step, or to `epoch`. Both ends count alike."""
+        self.epoch = next_step(self.epoch) if epoch is None else epoch
         if self._has_abandoned:
             self._has_abandoned = False
             with contextlib.suppress(OSError):
@@ -165,7 +166,7 @@ class Connection:
 
         Between two steps there is nothing to end.
         """
-        if self.epoch % 2 == 0:
+        if not is_in_step(self.epoch):
             return
         self._give_up(self.epoch, self.epoch)
         text = reason.encode(errors="replace")[:_MAX_REASON]
@@ -299,11 +300,11 @@ class Connection:
             raise ConnectionError(self._nothing_came()) from error
 
     def _check_epoch(self, mine: int, theirs: int) -> None:
-        if mine != theirs:
+        if not belong_together(mine, theirs):
             self._incoming.check(mine)
             raise ConnectionError(
-                f"rank {self.peer} of the group has begun {(theirs + 1) // 2} steps, and this rank "
-                f"waits for a message of its step {(mine + 1) // 2}; every rank must begin every step"
+                f"rank {self.peer} of the group is in {describe(theirs)}, and this rank waits for a "
+                f"message of {describe(mine)}; every rank must begin every step"
             )
 
     def _nothing_came(self) -> str:
@@ -440,9 +441,13 @@ class _Incoming:
     def drop_before(self, epoch: int) -> None:
         """Gives back, unread, what is of earlier epochs. A peer's epochs come in order."""
         messages = self.messages[STEPS]
-        while messages and messages[0].epoch < epoch:
+        while messages and self._is_before(messages[0].epoch, epoch):
             self.num_dropped += 1
             self.slot_of(messages.popleft()).free()
+
+    @staticmethod
+    def _is_before(theirs: int, mine: int) -> bool:
+        return theirs < mine and not belong_together(theirs, mine)
 
     def drop_counts_before(self, epoch: int) -> None:
         """Forgets the numbers of earlier epochs, in which nobody has asked for them."""

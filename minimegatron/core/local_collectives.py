@@ -12,7 +12,7 @@ each rank is woken once, where gloo's threads wake each other several times.
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from minimegatron.core.local_channels import (
     connect,
     get_timeout,
 )
+from minimegatron.core.local_epochs import is_in_step, next_part, next_step
 
 MAX_BYTES = 1 << 20
 """Beyond, gloo: it works in threads of its own, behind a computation that goes on."""
@@ -45,6 +46,8 @@ _COMBINE: dict[dist.ReduceOp, Callable] = {
 }
 _meshes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _num_lanes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_epochs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""Of every group that has begun a step, also without a mesh: it may get one later (`local_epochs`)."""
 
 
 def get_mesh(
@@ -80,39 +83,60 @@ def new_lane(group: dist.ProcessGroup) -> int:
     return _num_lanes[group]
 
 
-def has_mesh(group: dist.ProcessGroup) -> bool:
-    """Whether collectives over `group` have been carried here."""
-    return _meshes.get(group) is not None
-
-
 def _mesh_of(group: dist.ProcessGroup) -> "LocalMesh | None":
     if group not in _meshes:
         _meshes[group] = _make_mesh(group)
     return _meshes[group]
 
 
-def begin_step(groups: Iterable[dist.ProcessGroup]) -> None:
-    """All ranks of these groups begin a step: what a failed one left behind is not taken for it.
+def begin_step(
+    groups: Iterable[dist.ProcessGroup],
+    others: Iterable[dist.ProcessGroup] = (),
+    forward_only: bool = False,
+) -> None:
+    """All ranks of `groups` begin a step: what a failed one left behind is not taken for it.
 
     Every rank must give its groups in one order, because the first call for a group is collective.
+    `others` are groups that a step may use too; of them nobody is waited for. In a forward-only step
+    their ranks may be those of several copies of the model.
     """
     for group in groups:
-        if (mesh := _mesh_of(group)) is not None:
-            mesh.begin_step(get_timeout(group))
+        _mesh_of(group)
+        _begin(group, next_step(_epochs.get(group, 0)))
+    count = next_part if forward_only else next_step
+    for group in others:
+        _begin(group, count(_epochs.get(group, 0)))
+
+
+def _begin(group: dist.ProcessGroup, epoch: int) -> None:
+    _epochs[group] = epoch
+    if (mesh := _meshes.get(group)) is not None:
+        mesh.begin_step(get_timeout(group), epoch)
 
 
 def end_step(groups: Iterable[dist.ProcessGroup]) -> None:
     """The step has ended on this rank."""
-    for group in groups:
-        if (mesh := _meshes.get(group)) is not None:
+    for group, mesh in _in_step(groups):
+        _epochs[group] += 1
+        if mesh is not None:
             mesh.end_step()
 
 
 def abandon(groups: Iterable[dist.ProcessGroup], reason: str) -> None:
     """Tells the other ranks of these groups that this rank does not end its step. Never waits."""
-    for group in groups:
-        if (mesh := _meshes.get(group)) is not None:
+    for group, mesh in _in_step(groups):
+        _epochs[group] += 1
+        if mesh is not None:
             mesh.abandon(reason)
+
+
+def _in_step(
+    groups: Iterable[dist.ProcessGroup],
+) -> "Iterator[tuple[dist.ProcessGroup, LocalMesh | None]]":
+    """Those of the groups that have begun a step, each with its mesh, if it has one by now."""
+    for group in groups:
+        if is_in_step(_epochs.get(group, 0)):
+            yield group, _meshes.get(group)
 
 
 def _make_mesh(group: dist.ProcessGroup) -> "LocalMesh | None":
@@ -120,14 +144,19 @@ def _make_mesh(group: dist.ProcessGroup) -> "LocalMesh | None":
     if not 1 < size <= MAX_RANKS or dist.get_backend(group) != "gloo":
         return None
     connections = connect(group, list(range(rank)), list(range(rank + 1, size)))
-    return None if connections is None else LocalMesh(rank, connections[0] | connections[1])
+    if connections is None:
+        return None
+    # A group's first collective may come in the middle of a step.
+    return LocalMesh(rank, connections[0] | connections[1], _epochs.get(group, 0))
 
 
 class LocalMesh:
     """This rank's connections to every other rank of a group."""
 
-    def __init__(self, rank: int, connections: dict[int, Connection]):
+    def __init__(self, rank: int, connections: dict[int, Connection], epoch: int):
         self._rank, self._peers, self._to = rank, sorted(connections), connections
+        for connection in connections.values():
+            connection.epoch = epoch
         self._broadcasts: deque[list[Sent]] = deque()
         # Of this group's collectives, how many gloo has carried since the mesh is there; whether a
         # step has failed here since the ranks have compared that number.
@@ -136,18 +165,18 @@ class LocalMesh:
     @property
     def is_in_step(self) -> bool:
         """Whether a step has begun here that has not ended or failed."""
-        return self._to[self._peers[0]].epoch % 2 == 1
+        return is_in_step(self._to[self._peers[0]].epoch)
 
     def set_timeout(self, seconds: float) -> None:
         """From now on, no collective waits longer."""
         for connection in self._to.values():
             connection.set_timeout(seconds)
 
-    def begin_step(self, timeout: float) -> None:
+    def begin_step(self, timeout: float, epoch: int) -> None:
         """See `local_collectives.begin_step`. No collective waits longer than `timeout` seconds."""
         self.set_timeout(timeout)
         for connection in self._to.values():
-            connection.begin_step()
+            connection.begin_step(epoch)
             connection.tell_count(self._num_over_gloo)
 
     def end_step(self) -> None:

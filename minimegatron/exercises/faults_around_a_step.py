@@ -37,9 +37,24 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "messages-of-a-failed-step",
         "core/local_channels.py",
-        "        while messages and messages[0].epoch < epoch:\n",
+        "        while messages and self._is_before(messages[0].epoch, epoch):\n",
         "        while False:\n",
         "What a failed step left unread is taken for a message of the next step.",
+    ),
+    Fault(
+        "evaluation-of-one-copy-alone",
+        "core/local_collectives.py",
+        "    for group in others:\n",
+        "    for group in ():\n",
+        "A loss that is averaged over the copies of the model is averaged with what a failed "
+        "evaluation of another copy has left.",
+    ),
+    Fault(
+        "hooks-that-keep-the-wrapper",
+        "core/distributed/distributed_data_parallel.py",
+        "        wrapper = weakref.ref(self)\n",
+        "        wrapper = lambda: self  # noqa: E731\n",
+        "A wrapper that nobody has any more is never freed, nor are its groups and their memory.",
     ),
     Fault(
         "failure-kept-secret",

@@ -209,7 +209,13 @@ def test_stepping_through_a_run(browser, folder) -> None:
         opened.keys("Home", ".", ".", ".")
         opened.sees(".mmp-details", "calls")
         expect(opened.page.locator(".mmp-current")).to_have_count(1)
-        opened.page.wait_for_function("location.hash.includes('call=')")
+        # The address is written a moment after the last key; until then it names an earlier call.
+        opened.page.wait_for_function(
+            """() => {
+              const { rank, event } = document.querySelector(".mm-replay").mmReplay.current;
+              return new URLSearchParams(location.hash.slice(1)).get("call") === `${rank}:${event.i}`;
+            }"""
+        )
         address = opened.page.evaluate("location.hash")
         words = opened.text(".mmp-details")
         opened.page.get_by_text("A recorded run").click()

@@ -10,6 +10,7 @@ gradient that backward leaves for later comes the same way, from `backward_dw`);
 `finish_grad_sync` (by `finalize_model_grads`); the optimizer reads `main_grad`.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,8 +130,15 @@ class DistributedDataParallel(_BaseDataParallel):
         ]
 
     def _register_hooks(self) -> None:
+        # Torch never frees what such a hook holds, and this wrapper holds the groups.
+        wrapper = weakref.ref(self)
+
+        def after_grad(param: torch.nn.Parameter) -> None:
+            if (ddp := wrapper()) is not None:
+                ddp._after_grad(param)
+
         for param in self.param_to_bucket_group:
-            param.register_post_accumulate_grad_hook(self._after_grad)
+            param.register_post_accumulate_grad_hook(after_grad)
         if not self.ddp_config.overlap_param_gather:
             return
         for submodule in self.module.modules():
@@ -241,7 +249,8 @@ class DistributedDataParallel(_BaseDataParallel):
         """Sets all gradients to zero, and forgets those that are owed; before each step."""
         forget_owed(self.param_to_bucket_group)
         for param in self.param_to_bucket_group:
-            param.grad_added_to_main_grad = False
+            # A step that failed in a hook may have left it here.
+            param.grad, param.grad_added_to_main_grad = None, False
         for buffer in self.buffers:
             buffer.reset()
         for group in self.bucket_groups:

@@ -22,7 +22,7 @@ A forward-only step launches and finalizes no gradients; everything else is the 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
-from minimegatron.core.local_collectives import has_mesh
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import fail_messages
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk, NoFrame
@@ -53,6 +52,7 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
 """What collectives inside a step run over; one order on all ranks."""
 GROUPS_OF_AN_EVALUATION = ("tp", "cp", "pp")
+"""Likewise of a forward-only step: the ranks of one copy of the model."""
 
 
 class StepFrame(NoFrame):
@@ -123,12 +123,12 @@ class StepFrame(NoFrame):
     # -- The step begins --
 
     def __enter__(self) -> "StepFrame":
-        StepFrame.num_begun += 1
-        self._groups = _groups_of_a_step(self.pg_collection, self.forward_only)
+        self._groups, self._others = _groups_of_a_step(self.pg_collection, self.forward_only)
+        self._has_begun_messages = False
         try:
-            collectives.begin_step(self._groups)
-            if self._knows_steps:
-                self.p2p.begin_step(self._sends)
+            StepFrame.num_begun += 1
+            collectives.begin_step(self._groups, self._others, self.forward_only)
+            self._begin_messages()
             self._embedding_module = clear_embedding_activation_buffer(
                 self.config, [chunk.model for chunk in self.chunks], self._ends_in_loss()
             )
@@ -138,6 +138,11 @@ class StepFrame(NoFrame):
             self._give_up(error)
             raise
         return self
+
+    def _begin_messages(self) -> None:
+        if self._knows_steps and not self._has_begun_messages:
+            self.p2p.begin_step(self._sends)
+        self._has_begun_messages = True
 
     def _ends_in_loss(self) -> bool:
         return self.chunks[-1].is_last_stage
@@ -217,15 +222,17 @@ class StepFrame(NoFrame):
         finish_step(self.config, self.chunks, self.forward_only, self.pg_collection)
         if self._knows_steps:
             self.p2p.end_step()
-        collectives.end_step(self._groups)
+        collectives.end_step(self._groups + self._others)
 
     def _give_up(self, error: BaseException) -> None:
         reason = _reason_of(error)
         if self._knows_steps:
-            self.p2p.abandon(reason)
-        collectives.abandon(self._groups, reason)
-        if hasattr(self, "grad_sync"):
             with suppress(Exception):  # the first error is the one to be seen
+                self._begin_messages()
+            self.p2p.abandon(reason)
+        collectives.abandon(self._groups + self._others, reason)
+        if hasattr(self, "grad_sync"):
+            with suppress(Exception):
                 self.grad_sync.enable()
 
 
@@ -272,20 +279,22 @@ def framed_schedule(function: Callable, name: str | None = None) -> Callable:
     and is marked with `schedule`.
     """
 
-    @functools.wraps(function)
-    def run(**arguments: Any) -> list:
+    link = schedule(function, name)
+
+    @functools.wraps(link)
+    def run(*unnamed: Any, **arguments: Any) -> list:
         num_begun = StepFrame.num_begun
         try:
-            return function(**arguments)
-        except Exception as error:
+            return link(*unnamed, **arguments)
+        except BaseException as error:
             if StepFrame.num_begun == num_begun:
                 _fail_before_begun(arguments, error)
             raise
 
-    return schedule(run, name)
+    return run
 
 
-def _fail_before_begun(arguments: dict[str, Any], error: Exception) -> None:
+def _fail_before_begun(arguments: dict[str, Any], error: BaseException) -> None:
     """Begins the step here and fails it, because other ranks have begun it.
 
     In the order of a step that does begin, because a group's first step connects its ranks.
@@ -294,12 +303,13 @@ def _fail_before_begun(arguments: dict[str, Any], error: Exception) -> None:
     with suppress(Exception):  # the first error is the one to be seen
         pg_collection = arguments.get("pg_collection")
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        groups = _groups_of_a_step(pg_collection, arguments.get("forward_only", False))
+        forward_only = arguments.get("forward_only", False)
+        groups, others = _groups_of_a_step(pg_collection, forward_only)
         p2p = arguments.get("p2p_communicator")
         if pg_collection.pp in groups and isinstance(p2p, P2PCommunicator | None):
             fail_messages(pg_collection.pp, _reason_of(error))
-        collectives.begin_step(groups)
-        collectives.abandon(groups, _reason_of(error))
+        collectives.begin_step(groups, others, forward_only)
+        collectives.abandon(groups + others, _reason_of(error))
 
 
 def _reason_of(error: BaseException) -> str:
@@ -312,17 +322,22 @@ def _reason_of(error: BaseException) -> str:
 
 def _groups_of_a_step(
     pg_collection: ProcessGroupCollection, forward_only: bool
-) -> list[dist.ProcessGroup]:
-    """The groups over which ranks may wait for each other in a step, each once.
+) -> tuple[list[dist.ProcessGroup], list[dist.ProcessGroup]]:
+    """The groups over which ranks wait for each other in a step; and those that it may use too.
 
-    Copies of the model may evaluate a different number of times.
+    A hook or a loss function may reduce over any group of the collection.
     """
     names = GROUPS_OF_AN_EVALUATION if forward_only else GROUPS_OF_A_STEP
-    found = [vars(pg_collection).get(name) for name in names]
-    real = [g for g in found if isinstance(g, dist.ProcessGroup) and g.size() > 1]
-    if not forward_only:  # a hook may reduce over any group
-        others = [g for g in vars(pg_collection).values() if isinstance(g, dist.ProcessGroup)]
-        if any(group.size() == dist.get_world_size() for group in real):
-            others.append(dist.group.WORLD)
-        real += [group for group in others if has_mesh(group)]
-    return list(dict.fromkeys(real))
+    known = vars(pg_collection)
+    groups = _real(known.get(name) for name in names)
+    others = _real(known.values())
+    if any(group.size() == dist.get_world_size() for group in groups):
+        others.append(dist.group.WORLD)
+    return groups, [group for group in dict.fromkeys(others) if group not in groups]
+
+
+def _real(groups: Iterable[Any]) -> list[dist.ProcessGroup]:
+    """Those that connect several ranks, each once; not what stands in for a group."""
+    return list(
+        dict.fromkeys(g for g in groups if isinstance(g, dist.ProcessGroup) and g.size() > 1)
+    )

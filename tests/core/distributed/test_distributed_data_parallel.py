@@ -1,5 +1,9 @@
 """Gradient buffers over real ranks: equal to one process, one collective per bucket, clear faults."""
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -179,6 +183,54 @@ def _storage_and_dtypes():
 
 def test_storage_and_dtypes():
     run_ranks(_storage_and_dtypes, 2)
+
+
+def _wrapper_that_goes():
+    """Whether a wrapper, and its module, are freed when nobody has them any more."""
+    module = Toy()
+    ddp = DistributedDataParallel(
+        make_config(), DistributedDataParallelConfig(), module, pg_collection=make_groups()
+    )
+    ddp.zero_grad_buffer()
+    run_microbatches(ddp, 0, 0, 1)
+    there = [weakref.ref(ddp), weakref.ref(module)]
+    del ddp, module
+    gc.collect()
+    return [one() is None for one in there]
+
+
+def test_a_wrapper_that_nobody_has_is_freed():
+    """Was: its hooks kept it, and with it the groups, their sockets and their memory."""
+    assert run_ranks(_wrapper_that_goes, 2) == [[True, True]] * 2
+
+
+def _gradient_left_by_a_hook():
+    """How far a step's gradients are from those after a step that failed in a hook."""
+    module, is_armed = Toy(), [False]
+
+    def hook(param):
+        if is_armed[0]:
+            raise ZeroDivisionError
+
+    for param in module.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    ddp = DistributedDataParallel(
+        make_config(), DistributedDataParallelConfig(), module, pg_collection=make_groups()
+    )
+    found = []
+    for fails in (False, True, False):
+        is_armed[0] = fails
+        ddp.zero_grad_buffer()
+        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+            run_microbatches(ddp, 0, 0, 1)
+        if not fails:
+            found.append(_main_grads(ddp))
+    return _largest_difference(*found)
+
+
+def test_a_step_that_fails_in_a_hook_leaves_no_gradient():
+    """Was: what the hook had not come to add was added to the next step's."""
+    assert run_ranks(_gradient_left_by_a_hook, 1) == [0.0]
 
 
 class _Fused(torch.autograd.Function):
