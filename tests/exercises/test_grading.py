@@ -3,6 +3,7 @@
 What hostile code tries is in `HOSTILE`. It runs in cells of the strongest kind this machine can make.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -19,19 +20,21 @@ import pytest
 
 from minimegatron.__main__ import main
 from minimegatron.exercises.catalog import find
+from minimegatron.exercises.engine import Sheet
 from minimegatron.exercises.grading import cell
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
+from minimegatron.exercises.grading.cells import Cell, CellEnded, Template
 from minimegatron.exercises.grading.grade import (
     FAILED,
     NOT_RUN,
     NOT_SUBMITTED,
     PASSED,
     Settings,
-    Template,
     grade,
 )
 from minimegatron.exercises.grading.reports import form_of, summary, to_csv, to_junit, write_report
 from minimegatron.exercises.grading.submissions import find_submissions
+from minimegatron.exercises.verdict import Verdict
 from tests.figures import figure, slowness
 
 ROOT = Path(__file__).parents[2]
@@ -59,8 +62,8 @@ HOSTILE = {
     "forge": "    import gc, json\n    for folder in range(3, 64):\n        try:\n"
     '            os.write(folder, b\'{"kind": "passed", "text": ""}\\n\')\n'
     "        except OSError:\n            pass\n"
-    "    import minimegatron.exercises.feedback as feedback\n"
-    "    feedback.Wrong.__init__ = lambda *_: os._exit(0)\n    return 1\n",
+    "    import minimegatron.exercises.room as room\n"
+    "    room.Wrong.__init__ = lambda *_: os._exit(0)\n    return 1\n",
 }
 # With 45 processes ready on two processors, an honest one was not over after 25 s.
 LIMITS = Limits(seconds=90, memory_bytes=2 << 30)
@@ -252,11 +255,18 @@ def template():
         yield running
 
 
-def ask(template, kind: str, source: str, limits: Limits = LIMITS) -> list[dict]:
-    room = {"kind": kind, "number": 900, "limits": vars(limits), "hidden": []}
-    runs = [{"seed": 0, "patience": 2.0}]
-    question = {"room": room, "exercise": FIRST.module, "source": source, "runs": runs}
-    return list(template.ask(question, LIMITS.seconds + 30))
+def open_cell(template, kind: str, source: str, number: int = 900) -> Cell:
+    room = {"kind": kind, "number": number, "limits": vars(LIMITS), "hidden": []}
+    return template.cell(room, f"{FIRST.name}.py", source, LIMITS.seconds)
+
+
+def ask(template, kind: str, source: str) -> Verdict:
+    """The public check's verdict on a file in a cell of its own."""
+    sheet = Sheet(FIRST, seed=0)
+    (question,) = sheet.questions
+    with open_cell(template, kind, source) as one:
+        sheet.judge(0, one.collect(question, patience=2.0))
+    return sheet.verdict()
 
 
 @pytest.mark.parametrize("kind", (NAMESPACES, OTHER_USER, SAME_USER))
@@ -265,10 +275,10 @@ def test_every_kind_of_cell_checks_and_ends(kind, template):
         pytest.skip("only root can make this kind everywhere")
     if kind == OTHER_USER and "root" in Path(sys.base_prefix).parts:
         pytest.skip("Python itself lies where no other user may look")
-    verdict, ended = ask(template, kind, SOLUTION)
-    assert verdict["kind"] == "passed" and ended == {"ended": "done"}
+    assert ask(template, kind, SOLUTION).has_passed
     daemon = HOSTILE["daemon"].replace("SLEEPER", SLEEPER).replace("FOLDERS0", "/tmp")
-    ask(template, kind, f"import os\n\n\ndef attack():\n{daemon}{BODY}")
+    with contextlib.suppress(CellEnded):
+        ask(template, kind, f"import os\n\n\ndef attack():\n{daemon}{BODY}")
     test_nothing_is_left_running(None)
 
 
@@ -286,8 +296,8 @@ def test_a_cell_sees_no_other_process_no_file_and_no_network(template, tmp_path)
             "    said.append(socket.socket().connect_ex(there) == 0)\n"
             "    raise RuntimeError(f'saw {said}')\n"
         )
-        answers = ask(template, NAMESPACES, f"import os\n\n\ndef attack():\n{look}{BODY}")
-    text = answers[0]["text"]
+        found = ask(template, NAMESPACES, f"import os\n\n\ndef attack():\n{look}{BODY}")
+    text = found.text
     seen = json.loads(text[text.index("saw [") + 4 : text.index("]") + 1].lower())
     num_processes, sees_file, uid, may_write, reaches = seen
     assert num_processes <= 4 and uid == cell.STRANGER + 900
@@ -295,14 +305,12 @@ def test_a_cell_sees_no_other_process_no_file_and_no_network(template, tmp_path)
 
 
 def test_closing_the_connection_ends_a_cell(template):
-    room = {"kind": SAME_USER, "number": 1, "limits": vars(LIMITS), "hidden": []}
     source = f"import os\n\n\ndef attack():\n{HOSTILE['sleep']}{BODY}"
-    runs = [{"seed": 0, "patience": 20.0}]
-    question = {"room": room, "exercise": FIRST.module, "source": source, "runs": runs}
-    answers = template.ask(question, timeout=2.0)
-    with pytest.raises(TimeoutError):
-        next(answers)
-    answers.close()
+    (question,) = Sheet(FIRST, seed=0).questions
+    with open_cell(template, SAME_USER, source, 1) as one:
+        one._connection.settimeout(2.0)
+        with pytest.raises(CellEnded, match="cannot be reached"):
+            one.collect(question, patience=20.0)
     deadline = time.monotonic() + 10
     while (left := children_of(template._process.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
