@@ -185,33 +185,51 @@ def _call_words(action: Action) -> str:
 
 
 def _judge_order(case: Case, done: list[list[str]], is_over: bool = True) -> None:
-    """Raises Wrong at the first phase in which a stage leaves the plan."""
+    """Raises Wrong at the first phase in which a stage leaves the plan.
+
+    Forwards and backwards of all stages first: where they are right, the calls between them.
+    """
     planned = plan("1f1b", case.p, case.M, forward_only=case.forward_only)
-    for phase, part in PHASES.items():
-        for stage, words in enumerate(done):
-            wanted = [_call_words(action) for action in planned.ranks[stage]]
-            end = _end_of(planned, stage, phase)
-            if phase == COOLDOWN:
-                end = max(len(wanted), len(words))
-            here, there = wanted[:end], words[:end]
-            if not is_over and len(words) <= end and words == wanted[: len(words)]:
-                continue  # it did not come further, and is not the one that left the plan
-            if here != there:
-                raise Wrong(_order_words(case, planned, stage, here, there), part)
+    for looks_at_calls in (False, True):
+        for phase, part in PHASES.items():
+            for stage, words in enumerate(done):
+                actions = _planned_words(planned, stage, looks_at_calls)
+                found = [word for word in words if looks_at_calls or word[0] in "FB"]
+                if (wrong := _left_plan(actions, found, phase, is_over)) is not None:
+                    raise Wrong(_order_words(case, planned, stage, *wrong), part)
 
 
-def _end_of(planned: Plan, stage: int, phase: str) -> int:
-    """The number of the stage's actions up to the phase's end."""
-    phases = (WARMUP, STEADY, COOLDOWN)
+def _planned_words(planned: Plan, stage: int, has_calls: bool) -> list[tuple[str, str]]:
+    """(word, phase) of each of a stage's actions."""
+    return [
+        (_call_words(action), action.phase)
+        for action in planned.ranks[stage]
+        if has_calls or action.kind != COMMUNICATE
+    ]
+
+
+def _left_plan(
+    planned: list[tuple[str, str]], found: list[str], phase: str, is_over: bool
+) -> tuple[list[str], list[str]] | None:
+    """Plan and run up to the phase's end, if they differ there; None if they do not."""
+    phases = list(PHASES)
     later = phases[phases.index(phase) + 1 :]
-    actions = planned.ranks[stage]
-    return next((i for i, a in enumerate(actions) if a.phase in later), len(actions))
+    wanted = [word for word, of in planned]
+    end = next((i for i, (_, of) in enumerate(planned) if of in later), len(planned))
+    if phase == phases[-1]:
+        end = max(end, len(found))
+    here, there = wanted[:end], found[:end]
+    # Of ranks that hang, one that did not come further is not the one that left the plan.
+    is_behind = not is_over and there == here[: len(there)]
+    return None if here == there or is_behind else (here, there)
 
 
 def _order_words(case: Case, planned: Plan, stage: int, wanted: list[str], found: list[str]) -> str:
     work, done = ([word for word in words if word[0] in "FB"] for words in (wanted, found))
     text = str(wrong_order(wanted, found, stage))
     text = text.replace(f"rank {stage}:", f"stage {stage} of {case.p}:", 1)
+    if case.forward_only:
+        return f"{text}\nThis is an evaluation (forward_only): there is nothing to go back for."
     if work == done:
         return (
             f"{text}\nForwards and backwards are in the right order up to here; the calls between "
@@ -221,9 +239,7 @@ def _order_words(case: Case, planned: Plan, stage: int, wanted: list[str], found
             "to receive from the previous stage."
         )
     held, peak = _peak(found), planned.peak_in_flight(stage)
-    if case.forward_only:
-        text += "\nThis was an evaluation (forward_only): there is nothing to go back for."
-    elif held > peak:
+    if held > peak:
         text += f"\nYours holds {held} microbatches at once; 1F1B needs no more than {peak}."
     elif len(done) < len(work):
         missing = len(work) - len(done)

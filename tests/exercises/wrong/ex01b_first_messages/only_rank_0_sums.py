@@ -1,6 +1,6 @@
 """Only rank 0 calls the collective.
 
-Expected: Rank 0
+Expected: All ranks of a group must enter the same collective
 """
 
 import torch
