@@ -49,7 +49,8 @@ def exercise(request) -> Exercise:
 
 def test_there_are_nineteen_in_three_tiers():
     numbers = ["ex01", "ex01b", *(f"ex{n:02}" for n in range(2, 19))]
-    assert [one.number for one in exercises()] == numbers
+    assert sorted(one.number for one in exercises()) == numbers
+    assert [one.number for one in exercises()][:4] == ["ex01", "ex01b", "ex05", "ex02"]
     assert {one.tier for one in exercises()} == {"warm-up", "core", "stretch"}
     assert all(10 <= one.minutes <= 45 for one in exercises())
     for number in numbers:

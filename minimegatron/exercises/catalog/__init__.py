@@ -5,17 +5,17 @@ import re
 from functools import cache
 from pathlib import Path
 
-from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.exercise import TIERS, Exercise
 
 
 @cache
 def exercises() -> tuple[Exercise, ...]:
-    """Every exercise that is there, by name."""
+    """Every exercise that is there, in the order in which they are to be done."""
     found = []
     for folder in sorted(Path(__file__).parent.glob("ex[0-9][0-9]*_*")):
         if (folder / "__init__.py").is_file():
             found.append(importlib.import_module(f"{__name__}.{folder.name}").EXERCISE)
-    return tuple(found)
+    return tuple(sorted(found, key=lambda one: (TIERS.index(one.tier), one.number)))
 
 
 def find(text: str) -> Exercise:
