@@ -28,7 +28,7 @@ from tests.exercises.handed_in import (
 
 
 def test_everything_that_a_folder_may_hold(tmp_path):
-    for name in "abcdefghij":
+    for name in "abcdefghijk":
         (tmp_path / name).mkdir()
     (tmp_path / "a" / FILE).mkdir()
     os.mkfifo(tmp_path / "b" / "ex01.py")
@@ -43,7 +43,9 @@ def test_everything_that_a_folder_may_hold(tmp_path):
     (tmp_path / "i" / os.fsdecode(b"ex01_\xff\x1b[31m.py")).write_text(SOURCE)
     (tmp_path / "i" / os.fsdecode(b"ex99_\xff\x1b[31m.py")).write_text(SOURCE)
     (tmp_path / "j" / "x.zip").symlink_to("/dev/zero")
+    (tmp_path / "k" / "linked").symlink_to(tmp_path / "d")
     found = read(tmp_path)
+    assert not found["k"].sources and found["k"].problems
     assert f"{FILE} is a folder, not a plain file" in found["a"].problems[0]
     assert "a device, a pipe or a socket" in found["b"].problems[0]
     assert f"{FILE} is a link, not a plain file" in found["c"].problems[0]

@@ -4,7 +4,7 @@ Called by: `minimegatron exercises grade`. Calls: `grade` for the data, `plain_t
 Torch-free. Megatron has no counterpart.
 
 CSV and JSON are the teacher's. JUnit and Gradescope are shown to students too: of hidden checks they
-say no more than the kind of failure, and neither how long they took.
+say only the kind of failure, and not how long they took.
 """
 
 import csv
