@@ -25,8 +25,7 @@ FAULTS = (
         _PP + "model_chunk.py",
         "next(iter(self._in_flight))",
         "next(reversed(self._in_flight))",
-        "Backwards take the newest microbatch, but the gradient that arrives belongs to the oldest: "
-        "weight gradients are wrong.",
+        "Backwards take the newest microbatch. The gradient that arrives belongs to the oldest.",
     ),
     Fault(
         "one-warm-up-too-many",
@@ -157,8 +156,7 @@ FAULTS = (
         _PP + "utils.py",
         "    if config.sequence_parallel:\n        length //= tp_group.size()\n",
         "",
-        "The receive buffer has the full sequence, but what is sent is a part of it: the receive "
-        "raises an error.",
+        "The buffer is for the whole sequence, but a part is sent: the receive raises an error.",
     ),
     Fault(
         "received-in-another-dtype",
@@ -172,8 +170,7 @@ FAULTS = (
         _PP + "transport.py",
         "return dist.isend(tensor, group=group, group_dst=message.peer, tag=tag)",
         "return dist.isend(tensor, dst=message.peer, group=group, tag=tag)",
-        "The next stage's number is taken for a rank of the world: right only where one pipeline is "
-        "the whole world.",
+        "A stage's number is taken for a rank: right only where the pipeline is the whole world.",
     ),
     # -- One microbatch --
     Fault(
@@ -209,8 +206,7 @@ FAULTS = (
         _PP + "steps.py",
         "if grad is None and config.grad_scale_func is not None:",
         "if config.grad_scale_func is not None:",
-        "Each stage scales once more before its backward: the gradients of stage r carry the scale "
-        "p - r times.",
+        "Each stage scales before its backward: gradients of stage r carry the scale p - r times.",
     ),
     Fault(
         "checked-backward-of-a-freed-output",
@@ -232,8 +228,7 @@ FAULTS = (
         _TP + "layers.py",
         "        if ctx.allreduce_dgrad:\n",
         "        if False:\n",
-        "Each rank passes back its own term of the input's gradient, not the sum: gradients of the "
-        "layers below are wrong.",
+        "Each rank passes back its own term of the input's gradient, not the sum.",
     ),
     Fault(
         "bias-on-every-rank",
@@ -270,8 +265,7 @@ FAULTS = (
         _TP + "initial_weights.py",
         "weight.copy_(shard_parameter(full, weight, tp_rank, tp_size))",
         "weight.copy_(shard_parameter(full, weight, 0, tp_size))",
-        "All ranks start from the first rank's piece: the model has repeated weights, and the loss is "
-        "wrong.",
+        "All ranks start from the first rank's piece. Weights repeat themselves: the loss is wrong.",
     ),
     # -- Placement --
     Fault(
@@ -279,8 +273,7 @@ FAULTS = (
         "core/transformer/layer_placement.py",
         "return (vp_stage or 0) * p + (pp_rank or 0)",
         "return (pp_rank or 0) * (v or 1) + (vp_stage or 0)",
-        "A rank's chunks are taken for neighbours: layers come in the wrong order, and the loss is "
-        "wrong.",
+        "A rank's chunks are taken for neighbours. Layers come in another order: the loss is wrong.",
     ),
     Fault(
         "remainder-of-layers-dropped",
@@ -317,8 +310,7 @@ FAULTS = (
         _DDP + "distributed_data_parallel.py",
         "return 1.0 if per_token or ddp_config.average_in_collective else 1.0 / num_ranks",
         "return 1.0",
-        "The sum over data-parallel ranks is not divided by their number: gradients are d times too "
-        "large.",
+        "The sum over d data-parallel ranks is not divided by d: gradients are d times too large.",
     ),
     Fault(
         "no-sync-forgotten",
@@ -404,8 +396,7 @@ FAULTS = (
         "core/optimizer/optimizer.py",
         'if getattr(param, "shared", False):',
         "if False:",
-        "The tied embedding's gradient is in the norm twice: the norm is too large, and gradients "
-        "are clipped too much.",
+        "The tied embedding's gradient is in the norm twice, so gradients are clipped too much.",
     ),
     Fault(
         "replicas-counted-often",

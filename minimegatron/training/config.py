@@ -3,7 +3,7 @@
 Filled in by: `arguments.parse_args`, once. Read by: everything in `training`; changed by nobody. Each
 field is also a command-line flag, under Megatron's name; `argument_utils` makes the one from the
 other, and the string below a field is that flag's help. Counterpart: the dataclasses of
-`megatron.training.config`, and the argument groups of `megatron.training.arguments`.
+`megatron.training.training_config`, and the argument groups of `megatron.training.arguments`.
 
 `derived()` marks what is no flag: it follows from the flags and the launcher's environment.
 """

@@ -164,6 +164,7 @@ def test_importing_nothing():
         "annotate",
         "architecture",
         "calculator",
+        "case_words",
         "cases",
         "excerpts",
         "in_browser",
