@@ -13,7 +13,7 @@ from typing import Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 from IPython.display import publish_display_data
 
-from minimegatron.notebook.wide_text import in_frame
+from minimegatron.notebook.wide_text import in_frame, show_either
 
 IN_CELL = re.compile(r'File ".*ipykernel_\d+.*", line (\d+) in <module>')
 CELL_LINE = re.compile(r"Cell In\[(\d+)\], line (\d+)")
@@ -47,7 +47,7 @@ def show_errors(errors: Mapping[int, Any]) -> None:
     for ranks, error in _group(errors):
         title, text = f"Traceback of {_list(ranks)}", ANSI.sub("", error.traceback)
         folded = f"<details><summary>{title}</summary>{in_frame(text)}</details>"
-        publish_display_data({"text/plain": f"--- {title} ---\n{text}", "text/html": folded})
+        show_either(f"--- {title} ---\n{text}", folded)
 
 
 def _in_a_line(ranks: list[int], error: Any) -> str:

@@ -1,10 +1,11 @@
 """Text of long lines, such as call trees, in a notebook: the lines are not wrapped.
 
-Called by: notebooks. Calls: IPython. Megatron has no counterpart.
+Called by: notebooks, `magics`. Calls: IPython. Megatron has no counterpart.
 """
 
 import html
 
+from IPython import get_ipython
 from IPython.display import publish_display_data
 
 FRAME = '<pre style="white-space: pre; overflow-x: auto">{}</pre>'
@@ -18,4 +19,12 @@ def in_frame(text: str) -> str:
 
 def show_wide(text: str) -> None:
     """Shows `text` as `print` does, but a line that is too long is not wrapped."""
-    publish_display_data({"text/plain": text, "text/html": in_frame(text)})
+    show_either(text, in_frame(text))
+
+
+def show_either(text: str, as_html: str) -> None:
+    """Shows HTML in a notebook, text elsewhere."""
+    if get_ipython() is None:
+        print(text)
+    else:
+        publish_display_data({"text/plain": text, "text/html": as_html})

@@ -16,6 +16,7 @@ from ipyparallel.engine.app import IPEngine
 from jupyter_client.manager import start_new_kernel
 
 from minimegatron.notebook import LiveRanks, engines
+from minimegatron.notebook.magics import CellError
 from tests.test_launcher import wait_until_gone
 
 START = "from minimegatron.notebook import live_ranks; ranks = live_ranks({})"
@@ -301,6 +302,17 @@ def test_a_rank_that_is_slow_to_start_is_there_in_the_end(monkeypatch):
         assert ranks["rank + 7"] == [7]
     finally:
         ranks.stop()
+
+
+def test_outside_of_a_notebook_an_errors_traceback_is_text(capsys):
+    ranks = LiveRanks(1)
+    try:
+        with pytest.raises(CellError, match=r"^rank 0, In \[\d+\], line 2: KeyError: 'trouble'$"):
+            ranks.run("x = 1\nraise KeyError('trouble')")
+    finally:
+        ranks.stop()
+    shown = capsys.readouterr().out
+    assert "--- Traceback of rank 0 ---\n" in shown and "raise KeyError('trouble')" in shown
 
 
 def test_functions_of_a_cell_can_be_launched(notebook):
