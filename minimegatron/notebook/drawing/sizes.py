@@ -44,7 +44,8 @@ def draw_lengths(
         style = "--" if is_overlapped else "-"
         axes.plot(latencies, lengths, color=colours[chunks], ls=style, label=label)
     axes.axhline(shortest, color=GREY, lw=1)
-    axes.text(latencies[-1], shortest, "no bubble at all", ha="right", va="top", color="#666666")
+    below = {"xytext": (0, -3), "textcoords": "offset points", "ha": "right", "va": "top"}
+    axes.annotate("no bubble at all", (latencies[-1], shortest), color="#666666", **below)
     axes.set_xlabel("time of one message / time of a stage's forward")
     axes.set(ylabel="length of the step", title=title)
     axes.set_ylim(shortest - 0.1 * (max(map(max, curves.values())) - shortest), None)
