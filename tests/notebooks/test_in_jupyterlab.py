@@ -222,10 +222,16 @@ def test_the_list_has_one_file_per_notebook_and_no_question_is_asked(page):
     assert page.get_by_text("official Jupyter news").count() == 0
 
 
+@pytest.fixture
+def notebook(name: str, page: Page) -> Iterator[Open]:
+    opened = Open(page, name)
+    opened.open()
+    yield opened
+    opened.close()
+
+
 @pytest.mark.parametrize("name", [path.stem for path in sources()])
-def test_a_notebook_runs_breaks_and_leaves_nothing(name, lab, page, folder):
-    notebook = Open(page, name)
-    notebook.open()
+def test_a_notebook_runs_breaks_and_leaves_nothing(name, notebook, lab, page, folder):
     seconds = notebook.run_all()
     figure(f"{name}: {seconds:.1f} s in JupyterLab")
     cells = notebook.cells()
@@ -266,4 +272,3 @@ def test_a_notebook_runs_breaks_and_leaves_nothing(name, lab, page, folder):
     notebook.restart()
     assert not wait_until_gone(begun)
     assert not list((folder.parent / "temporary").glob("minimegatron-*"))
-    notebook.close()
