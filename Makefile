@@ -108,9 +108,11 @@ docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
 
 # JupyterLab on this machine alone. It prints its address, with a password in it, and opens a browser
-# where there is one; with PORT=9999 elsewhere. Ctrl-C ends it, and with it every rank.
+# where there is one; with PORT=9999 elsewhere. Ctrl-C ends it, and with it every rank. Its settings in
+# docs/tools/jupyter: no question about news, and of a notebook's two files only the .ipynb is listed.
 PORT ?= 8888
-LAB  := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter lab --log-level=CRITICAL -y --port=$(PORT) \
+LAB  := PATH="$(CURDIR)/$(BIN):$$PATH" JUPYTER_CONFIG_PATH="$(CURDIR)/docs/tools/jupyter" \
+  $(BIN)/jupyter lab --log-level=CRITICAL -y --port=$(PORT) \
   --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/01_ranks_and_groups.ipynb \
   $(if $(filter 0,$(shell id -u)),--allow-root)
 

@@ -18,6 +18,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -37,7 +38,8 @@ from minimegatron.doctor.observer import start_recording
 from minimegatron.doctor.processes import STACK_SIGNAL, offer_stacks, read_stacks
 from minimegatron.doctor.records import RAISED, RETURNED, RUNNING
 from minimegatron.doctor.shared_record import RecordWriter
-from minimegatron.doctor.verdict import MISMATCH, Diagnosis
+from minimegatron.doctor.situation import HIDDEN, OVER, WAITING
+from minimegatron.doctor.verdict import MISMATCH, NOBODY, STUCK, UNKNOWN, Diagnosis
 from minimegatron.doctor.watch import Watch, record_path, stack_path
 from minimegatron.doctor.words import headline, render_stacks
 from minimegatron.packing import Job, pack
@@ -52,6 +54,13 @@ from consequences: when a rank dies, its peers fail too, with a lost connection.
 
 CAUSE_SECONDS = 3.0
 """The same where all that is known are consequences: ranks that say another one has given up."""
+
+
+NOTEBOOK_HANG_SECONDS = 10.0
+"""In a notebook, `hang_timeout` where the caller gives none. Nobody else watches there."""
+
+MAY_GO_ON = (STUCK, NOBODY, UNKNOWN)
+"""What the doctor says of ranks that may only be slow."""
 
 
 class RankError(RuntimeError):
@@ -107,11 +116,15 @@ def launch(
     With `hang_timeout`, in seconds, every rank keeps a record of its calls, and when no rank has
     begun or ended a call for so long, the launch ends with a diagnosis (`minimegatron.doctor`). It
     must be longer than any single call: a slow rank and a stuck one look the same from outside.
+    In a notebook, None means 10 s, and then the launch ends only if every rank waits in a call, and
+    no debugger is attached; ranks that compute may take as long as they like.
 
     Raises RankError if a rank raises or dies, RankTimeout if one is not done in time, HangError if
     none moves, ValueError if `nprocs` is below 1 or `fn` cannot be sent.
     """
     options = {"backend": backend, "device": device, "hang_timeout": hang_timeout}
+    if hang_timeout is None and is_in_notebook():
+        options |= {"hang_timeout": NOTEBOOK_HANG_SECONDS, "only_if_all_wait": True}
     with RankProcesses(fn, nprocs, *args, **options) as ranks:
         return ranks.wait(timeout)
 
@@ -120,7 +133,7 @@ class RankProcesses:
     """The processes behind one `launch`: started by `with`, and stopped by its end.
 
     `folder` is for files that ranks share with the caller: made if None, removed at the end, also if
-    the caller is killed.
+    the caller is killed. With `only_if_all_wait`, ranks of which one may go on are no hang.
     """
 
     start_method = "forkserver"
@@ -134,6 +147,7 @@ class RankProcesses:
         backend: str | None = None,
         device: str = "auto",
         hang_timeout: float | None = None,
+        only_if_all_wait: bool = False,
         folder: Path | None = None,
     ):
         if nprocs < 1:
@@ -143,6 +157,7 @@ class RankProcesses:
         self.nprocs = nprocs
         self._job = pack(fn, args)
         self._backend, self._device, self._hang_timeout = backend, device, hang_timeout
+        self._only_if_all_wait = only_if_all_wait
         self._folder = folder
         self._watch: Watch | None = None
         self._values: dict[int, Any] = {}
@@ -250,7 +265,10 @@ class RankProcesses:
                 return True
             self._watch.look()
             if self._watch.is_hung():
-                raise HangError(self._watch.diagnose())
+                found = self._watch.diagnose()
+                if not self._only_if_all_wait or _can_nobody_go_on(found):
+                    raise HangError(found)
+                self._watch.quiet = 0.0
         return self._hear(ranks, deadline)
 
     def _hear(self, ranks: list[int], deadline: float | None) -> bool:
@@ -454,6 +472,32 @@ def _die_with_parent(
         connection.wait([sentinel])
     remove_folder(folder)
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+# -- In a notebook --
+
+
+def is_in_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    if "IPython" not in sys.modules:
+        return False
+    return getattr(sys.modules["IPython"].get_ipython(), "kernel", None) is not None
+
+
+def _can_nobody_go_on(found: Diagnosis) -> bool:
+    """Whether every rank that has not ended waits in a call, and for one that will not come."""
+    kinds = {seen.kind for seen in found.situations.values()}
+    is_sure = found.kind not in MAY_GO_ON and kinds <= {*WAITING, HIDDEN, OVER}
+    return is_sure and not _is_debugged()
+
+
+def _is_debugged() -> bool:
+    """Whether a debugger may have stopped this process, or a rank, for somebody to look."""
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12's place for debuggers
+    has_tool = monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    debugpy = sys.modules.get("debugpy")
+    is_connected = debugpy is not None and debugpy.is_client_connected()
+    return sys.gettrace() is not None or has_tool or is_connected
 
 
 # -- Small helpers --

@@ -23,13 +23,9 @@
 
 # %%
 # %matplotlib inline
-from itertools import pairwise
-
-import matplotlib.pyplot as plt
-from matplotlib.patches import FancyArrowPatch
-
 from minimegatron.core.rank_generator import RankGenerator
-from minimegatron.notebook import live_ranks
+from minimegatron.notebook import compare, live_ranks, predict
+from minimegatron.notebook.drawing import draw_groups
 
 # %% [markdown]
 # ## Predict
@@ -47,11 +43,26 @@ from minimegatron.notebook import live_ranks
 # 2. Which rank has the other half of its layers?
 # 3. Which ranks have the same weights as rank 6, so that their gradients must be averaged?
 # 4. Where does rank 6 send its activations?
-#
-# ## The arithmetic
 
 # %%
-grid = RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order="tp-dp-pp")
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    stage_of_rank_6=None,
+    has_the_other_half=None,  # a rank
+    have_the_same_weights=None,  # a list of the other ranks
+    receives_from_rank_6=None,  # a rank
+)
+
+# %% [markdown]
+# ## The arithmetic
+
+
+# %%
+def layout(order):
+    return RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order=order)
+
+
+grid = layout("tp-dp-pp")
 
 
 def coordinates(rank):
@@ -84,6 +95,15 @@ for axis in ("tp", "dp", "pp"):
     (mine,) = [group for group in groups(axis) if 6 in group]
     print(f"{axis}: {len(groups(axis))} groups of {len(mine)}; rank 6 is in {mine}")
 
+# %%
+tp, dp, pp = (next(group for group in groups(axis) if 6 in group) for axis in ("tp", "dp", "pp"))
+compare(
+    stage_of_rank_6=pp.index(6),
+    has_the_other_half=tp[1 - tp.index(6)],
+    have_the_same_weights=[rank for rank in dp if rank != 6],
+    receives_from_rank_6=pp[pp.index(6) + 1],
+)
+
 # %% [markdown]
 # So rank 6 is on stage 1 (counted from 0), shares its layers with rank 7, averages gradients with
 # rank 4, and its pipeline runs 2, 6, 10, 14: it receives from 2 and sends to 10.
@@ -93,48 +113,7 @@ for axis in ("tp", "dp", "pp"):
 # Sixteen ranks in two machines of eight. Ranks of one group are joined by a line.
 
 # %%
-COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#b8a900"]
-WORDS = {
-    "tp": "tensor: every layer, many times",
-    "dp": "data: gradients, once a step",
-    "pp": "pipeline: one message per microbatch",
-}
-
-
-def place(rank):
-    """Where a rank is drawn: a row per machine's half."""
-    return rank % 4 + (0.0 if rank < 8 else 5.0), -(rank % 8 // 4)
-
-
-def draw(order):
-    ordered = RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order=order)
-    figure, panels = plt.subplots(3, 1, figsize=(7.5, 5.6), layout="constrained")
-    for panel, (axis, words) in zip(panels, WORDS.items(), strict=True):
-        for left in (-0.45, 4.55):
-            panel.add_patch(plt.Rectangle((left, -1.45), 3.9, 1.9, fc="#f1f4f7", ec="#aab4be"))
-        for number, group in enumerate(ordered.get_ranks(axis)):
-            colour = COLOURS[number % len(COLOURS)]
-            xs, ys = zip(*map(place, group), strict=True)
-            for one, next_one in pairwise(group):
-                (x, y), (next_x, next_y) = place(one), place(next_one)
-                # Past a rank that is not in the group, the line goes round it.
-                bend = (-0.4, 0.4)[one % 2] if y == next_y and next_x - x > 1 else 0
-                line = FancyArrowPatch(
-                    (x, y), (next_x, next_y), connectionstyle=f"arc3,rad={bend}", arrowstyle="-"
-                )
-                line.set(color=colour, lw=3, alpha=0.6)
-                panel.add_patch(line)
-            panel.scatter(xs, ys, s=330, color=colour, zorder=3)
-            for rank in group:
-                panel.annotate(
-                    rank, place(rank), color="white", ha="center", va="center", weight="bold"
-                )
-        panel.set(title=f"{axis}, {words}", xlim=(-0.7, 8.7), ylim=(-1.6, 0.6), aspect="equal")
-        panel.axis("off")
-    plt.show()
-
-
-draw("tp-dp-pp")
+draw_groups(layout("tp-dp-pp"))
 
 # %% [markdown]
 # ## Why this order
@@ -143,20 +122,25 @@ draw("tp-dp-pp")
 # that talk most should not cross. Count the groups that do, for two orders of the same sizes.
 # Predict first: which kind of group crosses when pp changes fastest?
 
+# %%
+predict(crosses_when_pp_is_fastest=None)  # "tp", "dp" or "pp"
+
 
 # %%
 def crossing(order):
     """How many groups of each kind have ranks in both machines."""
-    ordered = RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order=order)
     return {
-        axis: sum(group[0] // 8 != group[-1] // 8 for group in ordered.get_ranks(axis))
+        axis: sum(group[0] // 8 != group[-1] // 8 for group in layout(order).get_ranks(axis))
         for axis in ("tp", "dp", "pp")
     }
 
 
 for order in ("tp-dp-pp", "pp-dp-tp"):
     print(f"{order}: groups that cross: {crossing(order)}")
+(crossed,) = (axis for axis, number in crossing("pp-dp-tp").items() if number)
+compare(crosses_when_pp_is_fastest=crossed)
 
+# %%
 assert crossing("tp-dp-pp") == {"tp": 0, "dp": 0, "pp": 4}
 assert crossing("pp-dp-tp") == {"tp": 8, "dp": 0, "pp": 0}
 
@@ -198,6 +182,9 @@ members
 # Predict rank 2's two sums.
 
 # %%
+predict(sum_over_tp=None, sum_over_pp=None)
+
+# %%
 # %%px
 sums = {}
 for kind in ("tp", "pp"):
@@ -205,6 +192,9 @@ for kind in ("tp", "pp"):
     dist.all_reduce(x, group=parallel_state.get_group(kind))
     sums[kind] = int(x)
 sums
+
+# %%
+compare(sum_over_tp=ranks["sums"][2]["tp"], sum_over_pp=ranks["sums"][2]["pp"])
 
 # %%
 assert ranks["members"][2] == {"tp": [2, 3], "dp": [2], "pp": [0, 2]}
@@ -237,49 +227,43 @@ assert (dist.get_rank(), group.rank(), before) == (3, 1, 1)
 # gradients are there in a step? Are there more or fewer all-reduces for tensor parallelism?
 
 # %%
+predict(
+    messages_sent=None,
+    all_reduces_of_gradients=None,
+    all_reduces_for_tp=None,  # "more" or "fewer" than of gradients
+)
+
+# %%
 # %%px
-from collections import Counter
-
 from minimegatron.core import tracing
+from minimegatron.notebook.counting import CallCounter
 from minimegatron.tiny_gpt import TinyGPT
-
-
-class CountCalls:
-    def __init__(self, groups):
-        self.kinds = {id(groups.tp): "tp", id(groups.dp): "dp"}
-        self.calls, self.bytes = Counter(), Counter()
-
-    def start(self, call):
-        if call.name == "p2p-start":
-            kind, size = f"pp, {call.attributes['doing']}", call.attributes["bytes"]
-        elif call.attributes.get("group_size", 1) > 1:
-            kind = self.kinds.get(id(call.arguments["group"]), "embedding") + f", {call.name}"
-            size = call.attributes["bytes"]
-        else:
-            return
-        self.calls[kind] += 1
-        self.bytes[kind] += size
-
-    def stop(self, call):
-        pass
 
 
 def count(**layout):
     gpt = TinyGPT(**layout, num_layers=4)
-    counter = CountCalls(gpt.groups)
-    tracing.add_observer(counter)
-    gpt.step(num_microbatches=4)
-    tracing.remove_observer(counter)
-    return {kind: (counter.calls[kind], counter.bytes[kind]) for kind in sorted(counter.calls)}
+    counter = CallCounter(gpt.groups)
+    with tracing.observed_by(counter):
+        gpt.step(num_microbatches=4)
+    return {kind: (calls, counter.bytes[kind]) for kind, calls in sorted(counter.calls.items())}
 
 
 counted = {"tp 2, pp 2": count(tp=2, pp=2), "tp 2, dp 2": count(tp=2)}
 
 # %%
 counted = ranks["counted"][0]  # rank 0's
-for layout, kinds in counted.items():
+for name, kinds in counted.items():
     for kind, (calls, num_bytes) in kinds.items():
-        print(f"{layout}:  {kind:22} {calls:3} calls, {num_bytes / 1024:6.1f} KiB")
+        print(f"{name}:  {kind:22} {calls:3} calls, {num_bytes / 1024:6.1f} KiB")
+
+# %%
+stages, copies = counted["tp 2, pp 2"], counted["tp 2, dp 2"]
+for_tp, of_gradients = copies["tp, all-reduce"][0], copies["dp, all-reduce"][0]
+compare(
+    messages_sent=stages["pp, sending"][0],
+    all_reduces_of_gradients=of_gradients,
+    all_reduces_for_tp="more" if for_tp > of_gradients else "fewer",
+)
 
 # %% [markdown]
 # Tensor parallelism talks inside every layer, forward and backward. The pipeline sends one message
@@ -289,7 +273,6 @@ for layout, kinds in counted.items():
 # ("embedding" is a fourth kind of group: the first and the last stage hold the same table.)
 
 # %%
-stages, copies = counted["tp 2, pp 2"], counted["tp 2, dp 2"]
 M, LAYERS = 4, 4
 assert stages["pp, sending"][0] == stages["pp, receiving"][0] == M
 assert copies["dp, all-reduce"][0] == 1
@@ -298,19 +281,24 @@ assert copies["dp, all-reduce"][0] == 1
 assert stages["tp, all-reduce"][0] == M * (4 * LAYERS // 2 + 1)
 assert copies["tp, all-reduce"][0] > 2 * stages["tp, all-reduce"][0]
 assert stages["pp, sending"][1] < copies["dp, all-reduce"][1] < copies["tp, all-reduce"][1]
-ranks.stop()
 
 # %% [markdown]
 # ## Change it
 #
-# * `draw("pp-dp-tp")`. Which lines now leave the machine, and what would that cost per step?
-# * Make the first layout tp = 4: `RankGenerator(tp=4, ep=1, dp=2, pp=2, cp=1, ...)`. Write down
+# The four ranks are still there.
+#
+# * `draw_groups(layout("pp-dp-tp"))`. Which lines now leave the machine, and what would that cost per step?
+# * Make `layout` one of tp = 4: `RankGenerator(tp=4, ep=1, dp=2, pp=2, cp=1, ...)`. Write down
 #   rank 6's groups before you look. Which sizes of tp keep its groups inside a machine?
-# * `%px count(tp=2, pp=2, sequence_parallel=True)`, before the ranks are stopped. What has taken the
-#   place of the all-reduces inside layers, and how large are the messages between stages now?
+# * `%px count(tp=2, pp=2, sequence_parallel=True)`. What has taken the place of the all-reduces
+#   inside layers, and how large are the messages between stages now?
 # * In the sums, let rank 3 leave its pipeline group's all-reduce out (`if (rank, kind) != (3, "pp")`).
 #   Who waits, and who says so?
-#
+
+# %%
+ranks.stop()
+
+# %% [markdown]
 # ## Where next
 #
 # * All kinds of groups, in Megatron's words: [process groups](../docs/tour/process-groups.md).

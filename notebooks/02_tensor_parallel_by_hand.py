@@ -21,11 +21,11 @@
 
 # %%
 # %matplotlib inline
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
-from minimegatron.notebook import live_ranks
+from minimegatron.notebook import compare, live_ranks, predict
+from minimegatron.notebook.drawing import draw_matrices
 
 RANKS, WIDTH = 2, 8
 ranks = live_ranks(RANKS)
@@ -37,7 +37,17 @@ ranks = live_ranks(RANKS)
 #    With which cut can each rank apply gelu to what it has, without asking the other?
 # 2. How must B be cut, so that it takes what A's cut leaves on each rank?
 # 3. How often must the two ranks exchange something in the forward? And in the backward: where?
-#
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    cut_of_A=None,  # "columns" or "rows"
+    cut_of_B=None,
+    exchanges_forward=None,  # how many
+    exchanges_backward=None,
+)
+
+# %% [markdown]
 # ## One rank, to compare with
 
 # %%
@@ -48,6 +58,7 @@ B = torch.randn(WIDTH, 4, dtype=torch.float64)
 dY = torch.randn(3, 4, dtype=torch.float64)  # what comes back from the layers behind
 
 
+# %%
 def on_one_rank():
     leaves = [matrix.clone().requires_grad_() for matrix in (X, A, B)]
     x, a, b = leaves
@@ -66,13 +77,17 @@ ranks.push(X=X, A=A, B=B, dY=dY)
 # gelu of a sum the sum of the gelus?
 
 # %%
+predict(gelu_of_sum_is_sum_of_gelus=None)  # True or False
+
+# %%
 terms = [X[:, :2] @ A[:2], X[:, 2:] @ A[2:]]
 assert torch.allclose(sum(terms), X @ A)
-print("off by up to", float((F.gelu(X @ A) - sum(map(F.gelu, terms))).abs().max()))
-assert not torch.allclose(F.gelu(X @ A), sum(map(F.gelu, terms)))
+whole, of_terms = F.gelu(X @ A), sum(map(F.gelu, terms))
+print("off by up to", float((whole - of_terms).abs().max()))
+compare(gelu_of_sum_is_sum_of_gelus=torch.allclose(whole, of_terms))
 
 # %% [markdown]
-# No: the ranks would have to add up before the gelu, and again after B. By columns, each rank has
+# By rows, the ranks would have to add up before the gelu, and again after B. By columns, each rank has
 # whole *columns* of X A, and gelu works on each number by itself. So A is cut by columns. Then a
 # rank has half of the columns of gelu(X A), and these meet half of B's rows: B is cut by rows.
 
@@ -94,6 +109,13 @@ print("first row of the result:", [round(v, 3) for v in term[0].tolist()])
 # %%
 print("first row of Y:         ", [round(v, 3) for v in Y[0].tolist()])
 assert torch.allclose(sum(ranks["term"]), Y)
+
+# %%
+shape_of_a, shape_of_b = ranks["tuple(a.shape), tuple(b.shape)"][0]
+compare(
+    cut_of_A="columns" if shape_of_a[0] == len(A) else "rows",
+    cut_of_B="rows" if shape_of_b[1] == B.shape[1] else "columns",
+)
 
 # %% [markdown]
 # Each rank has a term of Y, of full size. One sum at the very end is all the forward needs.
@@ -128,11 +150,14 @@ gradients = {"X": x.grad, "A": a.grad, "B": b.grad}
 # Three gradients. One of them is wrong. Which, and why? Predict, then look.
 
 # %%
+predict(wrong_gradient=None)  # "X", "A" or "B"
+
+# %%
 pieces = zip(dA.chunk(RANKS, dim=1), dB.chunk(RANKS, dim=0), strict=True)
 right = [{"X": dX, "A": dA_piece, "B": dB_piece} for dA_piece, dB_piece in pieces]
 
 
-def compare(gradients):
+def are_right(gradients):
     """Per rank: which of its gradients are right."""
     return [
         {name: torch.allclose(mine[name], wanted[name]) for name in wanted}
@@ -141,9 +166,13 @@ def compare(gradients):
 
 
 without_copy = ranks["gradients"]
-print(*compare(without_copy), sep="\n")
+print(*are_right(without_copy), sep="\n")
+wrong = [name for name, is_right in are_right(without_copy)[0].items() if not is_right]
+compare(wrong_gradient=" and ".join(wrong))
+
+# %%
 assert all(torch.allclose(y, Y) for y in ranks["y"])
-assert compare(without_copy) == RANKS * [{"X": False, "A": True, "B": True}]
+assert are_right(without_copy) == RANKS * [{"X": False, "A": True, "B": True}]
 
 # %% [markdown]
 # All ranks used X. Each knows only what X did through *its* piece of A. The whole gradient is the
@@ -153,14 +182,7 @@ assert compare(without_copy) == RANKS * [{"X": False, "A": True, "B": True}]
 pictures = {f"rank {rank} has": mine["X"] for rank, mine in enumerate(without_copy)}
 pictures["their sum"] = sum(pictures.values())
 pictures["one rank's dX"] = dX
-limit = float(max(picture.abs().max() for picture in pictures.values()))
-figure, panels = plt.subplots(1, len(pictures), figsize=(10, 2.4), layout="constrained")
-for panel, (title, picture) in zip(panels, pictures.items(), strict=True):
-    image = panel.imshow(picture, cmap="PuOr", vmin=-limit, vmax=limit)
-    panel.set(title=title, xlabel="feature", xticks=range(4), yticks=range(3))
-panels[0].set_ylabel("token")
-figure.colorbar(image, ax=panels, shrink=0.8)
-plt.show()
+draw_matrices(pictures)
 
 assert torch.allclose(pictures["their sum"], dX)
 
@@ -185,14 +207,16 @@ class Copy(torch.autograd.Function):
         return total
 
 
+# %%
+# %%px
 x, a, b = (leaf.detach().requires_grad_() for leaf in (x, a, b))
 y = Reduce.apply(F.gelu(Copy.apply(x) @ a) @ b)
 y.backward(dY)
 gradients = {"X": x.grad, "A": a.grad, "B": b.grad}
 
 # %%
-print(*compare(ranks["gradients"]), sep="\n")
-assert compare(ranks["gradients"]) == RANKS * [{"X": True, "A": True, "B": True}]
+print(*are_right(ranks["gradients"]), sep="\n")
+assert are_right(ranks["gradients"]) == RANKS * [{"X": True, "A": True, "B": True}]
 
 # %% [markdown]
 # ## The real layers
@@ -201,7 +225,8 @@ assert compare(ranks["gradients"]) == RANKS * [{"X": True, "A": True, "B": True}
 # by rows and a reduce. A Megatron MLP is one of each. They store weights transposed, as
 # `torch.nn.Linear` does, so "column" means the columns of A as written here.
 #
-# Predict how many collectives the two layers call, forward and backward. The observer counts.
+# Question 3 again: how many collectives do the two layers call, forward and backward? The observer
+# counts.
 
 # %%
 # %%px
@@ -216,31 +241,24 @@ column = ColumnParallelLinear(4, len(B), init_method=lambda w: w.copy_(A.T), **c
 common["input_is_parallel"] = True
 row = RowParallelLinear(len(B), 4, init_method=lambda w: w.copy_(B.T), **common)
 
+# %%
+# %%px
+from minimegatron.notebook.counting import CollectiveNames
 
-class Names:
-    def __init__(self):
-        self.seen = []
-
-    def start(self, call):
-        if "group_size" in call.attributes:
-            self.seen.append(call.name)
-
-    def stop(self, call):
-        pass
-
-
-forward, backward = Names(), Names()
+forward, backward = CollectiveNames(), CollectiveNames()
 x = X.clone().requires_grad_()
-tracing.add_observer(forward)
-hidden, _ = column(x)
-y, _ = row(F.gelu(hidden))
-tracing.remove_observer(forward)
-tracing.add_observer(backward)
-y.backward(dY)
-tracing.remove_observer(backward)
+with tracing.observed_by(forward):
+    hidden, _ = column(x)
+    y, _ = row(F.gelu(hidden))
+with tracing.observed_by(backward):
+    y.backward(dY)
 called = {"forward": forward.seen, "backward": backward.seen}
 layers = {"X": x.grad, "A": column.weight.grad.T, "B": row.weight.grad.T}
 called
+
+# %%
+called = {when: len(names) for when, names in ranks["called"][0].items()}
+compare(exchanges_forward=called["forward"], exchanges_backward=called["backward"])
 
 # %%
 assert ranks["called"] == RANKS * [{"forward": ["all-reduce"], "backward": ["all-reduce"]}]
@@ -249,7 +267,6 @@ assert all(torch.allclose(y, Y, atol=1e-5) for y in ranks["y"])
 for by_hand, by_layers in zip(ranks["gradients"], ranks["layers"], strict=True):
     assert all(torch.allclose(by_hand[name], by_layers[name], atol=1e-5) for name in by_hand)
 print("one all-reduce forward, one backward, and the same gradients")
-ranks.stop()
 
 # %% [markdown]
 # Each rank holds half of the weights and half of the hidden activations; X and Y are whole on
@@ -264,7 +281,11 @@ ranks.stop()
 #   hidden activations, and what does that cost?
 # * `RANKS = 4`, and run all cells. What grows with the number of ranks: the number of all-reduces,
 #   their size, or neither?
-#
+
+# %%
+ranks.stop()
+
+# %% [markdown]
 # ## Where next
 #
 # * The layers, line by line: [tensor-parallel layers](../docs/tour/tensor-parallel-layers.md).

@@ -21,12 +21,13 @@
 
 # %%
 # %matplotlib inline
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 
 from minimegatron import launch
-from minimegatron.launcher import HangError
+from minimegatron.launcher import HangError, RankError
+from minimegatron.notebook import compare, predict
+from minimegatron.notebook.drawing import draw_programs
 
 # %% [markdown]
 # ## Predict
@@ -39,7 +40,16 @@ from minimegatron.launcher import HangError
 # 1. both send first, then receive;
 # 2. both receive first, then send;
 # 3. rank 0 sends first, rank 1 receives first.
-#
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    both_send_first=None,  # "ends" or "hangs"
+    both_receive_first=None,
+    one_of_each=None,
+)
+
+# %% [markdown]
 # A program is written as data here, one list of calls per rank, so that it can be run *and* drawn.
 
 # %%
@@ -49,6 +59,7 @@ both_receive_first = [[(RECEIVE, 1), (SEND, 1)], [(RECEIVE, 0), (SEND, 0)]]
 one_of_each = [[(SEND, 1), (RECEIVE, 1)], [(RECEIVE, 0), (SEND, 0)]]
 
 
+# %%
 def play(programs):
     """In each rank: its calls, one after the other. Returns what it received."""
     rank, received = dist.get_rank(), []
@@ -109,37 +120,12 @@ def meet(programs):
             return met, stuck
 
 
-def draw(panel, title, programs):
-    """A column per rank, time downwards; an arrow per message, red where a rank waits for ever."""
-    met, stuck = meet(programs)
-    when = {}
-    for sender, sends, receiver, receives in met:  # a call comes after the one before it
-        before = [(sender, sends - 1), (receiver, receives - 1)]
-        when[sender, sends] = when[receiver, receives] = 1 + max(when.get(b, 0) for b in before)
-    for rank, program in enumerate(programs):
-        panel.plot([rank, rank], [0.4, 3.4], color="#aab4be", zorder=0)
-        panel.annotate(f"rank {rank}", (rank, 0.1), ha="center", weight="bold")
-        if rank in stuck:
-            what, peer = program[stuck[rank]]
-            time = 1 + max((when[rank, n] for n in range(stuck[rank])), default=0)
-            panel.plot([rank, rank], [time, 3.4], color="#d55e00", lw=4)
-            text = f"{what} {peer}\nfor ever"
-            panel.annotate(text, (rank, time + 0.9), ha="center", color="#d55e00", fontsize=9,
-                           bbox={"fc": "white", "ec": "none"})  # fmt: skip
-    for sender, sends, receiver, _ in met:
-        time = when[sender, sends]
-        panel.annotate(
-            "", (receiver, time + 0.12), (sender, time - 0.12),
-            arrowprops={"arrowstyle": "-|>", "color": "#0072b2", "lw": 2},
-        )  # fmt: skip
-    panel.set(xlim=(-0.6, len(programs) - 0.4), ylim=(3.6, -0.2))
-    panel.set_title(title, fontsize=11)
-    panel.axis("off")
-
-
 # %% [markdown]
 # The cure: ranks with even numbers send first, odd ones receive first. Does that also work in a
 # ring of three, where ranks 0 and 2 are neighbours and both even? Predict, then look.
+
+# %%
+predict(ring_of_three=None)  # "ends" or "hangs"
 
 
 # %%
@@ -152,18 +138,14 @@ def ring(n):
     return programs
 
 
+# %%
 programs = {
     "both send first": both_send_first,
     "both receive first": both_receive_first,
     "one of each": one_of_each,
     "a ring of 3, even and odd": ring(3),
 }
-figure, panels = plt.subplots(
-    1, 4, figsize=(11, 3.2), width_ratios=[2, 2, 2, 3], layout="constrained"
-)
-for panel, (title, program) in zip(panels, programs.items(), strict=True):
-    draw(panel, title, program)
-plt.show()
+draw_programs({title: (program, meet(program)) for title, program in programs.items()})
 
 # %% [markdown]
 # In the odd ring one message waits for a turn, but one rank that receives first is enough to get
@@ -171,6 +153,7 @@ plt.show()
 # and only those?
 
 # %%
+ends = []
 for title, program in programs.items():
     _, stuck = meet(program)
     try:
@@ -181,6 +164,15 @@ for title, program in programs.items():
     except HangError as hang:
         print(f"{title:26} hangs; in the circle: ranks {hang.diagnosis.cycle}")
         assert sorted(stuck) == sorted(hang.diagnosis.cycle)
+    ends.append("hangs" if stuck else "ends")
+
+# %%
+compare(
+    both_send_first=ends[0],
+    both_receive_first=ends[1],
+    one_of_each=ends[2],
+    ring_of_three=ends[3],
+)
 
 # %% [markdown]
 # ## The second cure: both at once
@@ -215,6 +207,9 @@ assert [received for received, _ in results] == [1, 0]
 # Suppose rank 0 sends an activation and then a gradient, of the same shape. Rank 1 wants
 # the gradient first, and receives into that buffer first. Predict: hang, error, or neither?
 
+# %%
+predict(crossed_messages=None)  # "hang", "error" or "neither"
+
 
 # %%
 def cross():
@@ -228,8 +223,16 @@ def cross():
     return {"activation": float(activation[0]), "gradient": float(gradient[0])}
 
 
-_, received = launch(cross, 2, hang_timeout=5, backend="gloo", device="cpu")
+# %%
+try:
+    _, received = launch(cross, 2, hang_timeout=5, backend="gloo", device="cpu")
+    happened = "neither"
+except RankError as error:
+    happened = "hang" if isinstance(error, HangError) else "error"
+compare(crossed_messages=happened)
 print(received)
+
+# %%
 assert received == {"activation": -1.0, "gradient": 1.0}
 
 # %% [markdown]

@@ -26,11 +26,11 @@
 
 # %%
 # %matplotlib inline
-import matplotlib.pyplot as plt
 import torch
 
 from minimegatron import launch
-from minimegatron.notebook import live_ranks
+from minimegatron.notebook import compare, live_ranks, predict
+from minimegatron.notebook.drawing import draw_snapshots
 from minimegatron.tiny_gpt import TinyGPT
 
 ranks = live_ranks(4)
@@ -64,7 +64,17 @@ print(f"stage {stage}: {len(gpt.gradients())} parameters, of {', '.join(parts)}"
 # 3. Stage 2 knows nothing of the loss. What exactly must it be told to go on?
 # 4. The embedding's table is used twice, on the first and on the last stage (they are *tied*). When
 #    all four backwards are done, is its gradient right?
-#
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    shape_of_message=None,  # [16, 2, ...]: 16 tokens, 2 sequences, and?
+    have_gradients_after_stage_3=None,  # a list of ranks
+    told_to_stage_2=None,  # "the loss", "gradient of its input" or "gradient of its output"
+    embeddings_gradient_is_right=None,  # True or False
+)
+
+# %% [markdown]
 # ## Forward, stage 0
 #
 # The first stage takes tokens. `forward_step` calls the user's function, which calls the model.
@@ -110,6 +120,9 @@ print("begins", output[0, 0, :4].detach())
 # tensor that rank 1 receives, does it have a `grad_fn`? Does it require a gradient?
 
 # %%
+predict(has_grad_fn=None, requires_gradient=None)  # True or False
+
+# %%
 # %%px 0,1
 if stage == 0:
     p2p.send_forward(output, is_last)
@@ -120,6 +133,16 @@ else:
 
 # %%
 snapshots["F 0"] = ranks["look()"]
+has_grad_fn, requires_gradient = ranks[
+    "input_tensor is not None and (input_tensor.grad_fn is not None, input_tensor.requires_grad)"
+][1]
+compare(
+    has_grad_fn=has_grad_fn,
+    requires_gradient=requires_gradient,
+    shape_of_message=list(ranks["input_tensor"][1].shape),
+)
+
+# %%
 assert torch.equal(ranks["output"][0], ranks["input_tensor"][1])
 assert ranks["input_tensor.is_leaf if stage == 1 else None"][1]
 
@@ -193,6 +216,10 @@ if stage == 3:
 
 # %%
 snapshots["B 3"] = ranks["look()"]
+norms = [now["gradient norm"] for now in snapshots["B 3"]]
+compare(have_gradients_after_stage_3=[rank for rank, norm in enumerate(norms) if norm > 0])
+
+# %%
 assert [now["gradient norm"] > 0 for now in snapshots["B 3"]] == [False, False, False, True]
 
 # %% [markdown]
@@ -211,7 +238,9 @@ else:
 
 # %%
 snapshots["B 2"] = ranks["look()"]
-assert torch.equal(ranks["output_grad"][2], ranks["input_grad"][3])
+is_the_same = torch.equal(ranks["output_grad"][2], ranks["input_grad"][3])
+compare(told_to_stage_2="gradient of its output" if is_the_same else "something else")
+assert is_the_same
 
 # %%
 # %%px
@@ -250,23 +279,7 @@ snapshots["B 0"] = ranks["look()"]
 # its parameters have gradients, of the norm that is written there.
 
 # %%
-figure, panel = plt.subplots(figsize=(9, 2.6), layout="constrained")
-for column, now in enumerate(snapshots.values()):
-    for rank, has in enumerate(now):
-        colour = "#f1f4f7"
-        if has["holds activations"]:
-            colour = "#0072b2"
-        elif has["gradient norm"] > 0:
-            colour = "#e69f00"
-        panel.add_patch(plt.Rectangle((column - 0.47, rank - 0.44), 0.94, 0.88, color=colour))
-        if has["gradient norm"] > 0:
-            panel.annotate(f"{has['gradient norm']:.2f}", (column, rank), ha="center", va="center")
-panel.set_xticks(range(len(snapshots)), snapshots)
-panel.set_yticks(range(4), [f"rank {rank}" for rank in range(4)])
-panel.set(xlim=(-0.6, len(snapshots) - 0.4), ylim=(3.6, -0.6))
-panel.spines[:].set_visible(False)
-panel.tick_params(length=0)
-plt.show()
+draw_snapshots(snapshots)
 
 # %% [markdown]
 # Down the stairs and up again. Stage 0 holds its activations longest, stage 3 for a moment. A
@@ -284,6 +297,9 @@ gpt.step(1, data=data)
 by_schedule = gpt.gradients()
 differ = [name for name in by_hand if not torch.equal(by_hand[name], by_schedule[name])]
 differ
+
+# %%
+compare(embeddings_gradient_is_right=not any("embedding" in name for name in ranks["differ"][0]))
 
 # %% [markdown]
 # Everything is the same to the last bit, but for the embedding's table. Rank 0 has the gradient of
@@ -317,10 +333,11 @@ pieces = {name: grad for of_rank in ranks["by_schedule"] for name, grad in of_ra
 assert pieces.keys() == whole.keys()
 assert all(torch.allclose(pieces[name], whole[name], rtol=1e-4, atol=1e-6) for name in whole)
 print(f"all {len(whole)} gradients of the four stages are those of one process")
-ranks.stop()
 
 # %% [markdown]
 # ## Change it
+#
+# The four ranks are still there, with all their variables.
 #
 # * Tamper with a message: on stage 1, send `output * 2` on. Which gradients change, and does anything
 #   notice?
@@ -330,7 +347,11 @@ ranks.stop()
 #   soon, and what is lost?
 # * Carry two microbatches through. What must each stage now keep two of, and in which order do the
 #   backwards take them?
-#
+
+# %%
+ranks.stop()
+
+# %% [markdown]
 # ## Where next
 #
 # * The three tools, line by line: [forward_step](../docs/tour/forward-step.md),

@@ -22,12 +22,13 @@
 
 # %%
 # %matplotlib inline
-import matplotlib.pyplot as plt
 import torch
 from IPython.display import SVG
 
 from minimegatron import launch, pace, trace
 from minimegatron.execution import get_planned_forward_backward_func
+from minimegatron.notebook import compare, predict
+from minimegatron.notebook.drawing import draw_held_bytes
 from minimegatron.planner.check import check
 from minimegatron.planner.plan import plan
 from minimegatron.planner.registry import register_schedule
@@ -47,6 +48,15 @@ STAGES, MICROBATCHES = 4, 8
 # 2. 1F1B alternates as soon as it can. How long is the step?
 # 3. A stage keeps what a forward made until that microbatch's backward. At its fullest, how many
 #    microbatches does stage 0 keep, in each? And stage 3?
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    length_of_gpipe=None,
+    length_of_1f1b=None,
+    kept_by_gpipe=None,  # [on stage 0, on stage 3]
+    kept_by_1f1b=None,
+)
 
 # %% [markdown]
 # ## An order is a function
@@ -77,6 +87,12 @@ def all_forwards_first(stage):
 # %%
 gpipe = simulate(plan("all_forwards_first", STAGES, MICROBATCHES), Costs(forward=1, backward=2))
 SVG(render(gpipe, "svg"))
+
+# %%
+compare(
+    length_of_gpipe=gpipe.makespan,
+    kept_by_gpipe=[gpipe.plan.peak_in_flight(stage) for stage in (0, STAGES - 1)],
+)
 
 # %% [markdown]
 # Look at stage 3. It could run the backward of microbatch 0 right after its forward: the loss is
@@ -113,10 +129,17 @@ def one_forward_one_backward(stage):
         yield stage.send_backward(i)
 
 
+# %%
 one_f_one_b = simulate(
     plan("one_forward_one_backward", STAGES, MICROBATCHES), Costs(forward=1, backward=2)
 )
 SVG(render(one_f_one_b, "svg"))
+
+# %%
+compare(
+    length_of_1f1b=one_f_one_b.makespan,
+    kept_by_1f1b=[one_f_one_b.plan.peak_in_flight(stage) for stage in (0, STAGES - 1)],
+)
 
 # %% [markdown]
 # ## The planner checks it first
@@ -174,6 +197,7 @@ def run(order):
     }
 
 
+# %%
 def run_both():
     return [run(order) for order in (all_forwards_first, one_forward_one_backward)]
 
@@ -197,20 +221,9 @@ figure
 # thin strips are the plan.) Now the memory, measured at the end of each forward and backward:
 
 # %%
-COLOURS = {"GPipe": "#e69f00", "1F1B": "#0072b2"}
-figure, panels = plt.subplots(1, STAGES, figsize=(11, 2.9), sharey=True, layout="constrained")
-for stage, panel in enumerate(panels):
-    for name, ranks in runs.items():
-        step = ranks[0]["trace"].step(0)
-        ends = [(step.events[stage][i].end - step.start) / 1e3 for i in step.work(stage)]
-        kib = [num_bytes / 1024 for num_bytes in ranks[stage]["bytes"]]
-        panel.step([0, *ends], [0, *kib], where="post", color=COLOURS[name], lw=1.8, label=name)
-        panel.fill_between([0, *ends], [0, *kib], step="post", color=COLOURS[name], alpha=0.15)
-    panel.set(title=f"stage {stage}", xlabel="ms")
-    panel.spines[["top", "right"]].set_visible(False)
-panels[0].set_ylabel("KiB kept for backward")
-panels[0].legend(frameon=False, loc="upper left", fontsize=9)
-plt.show()
+steps = {name: ranks[0]["trace"].step(0) for name, ranks in runs.items()}
+held = {name: [rank["bytes"] for rank in ranks] for name, ranks in runs.items()}
+draw_held_bytes({name: (steps[name], held[name]) for name in runs})
 
 # %% [markdown]
 # ## Check the claim
@@ -226,21 +239,26 @@ for name, ranks in runs.items():
     measured = [max(rank["bytes"]) / rank["bytes of one microbatch"] for rank in ranks]
     planned = [done.plan.peak_in_flight(stage) for stage in range(STAGES)]
     assert measured == planned, (measured, planned)
-    # After every single forward and backward, not only at the peak:
-    for stage, rank in enumerate(ranks):
-        one = rank["bytes of one microbatch"]
-        assert rank["bytes"] == [one * held for held in done.plan.in_flight(stage)]
-    print(
-        f"{name:5}  by the plan {done.makespan}, paced "
-        f"{ranks[0]['trace'].step(0).makespan / 1e3:.0f} ms; microbatches held at most: {planned}"
-    )
+    paced = ranks[0]["trace"].step(0).makespan / 1e3
+    print(f"{name:5}  by the plan {done.makespan}, paced {paced:.0f} ms; held at most: {planned}")
 
+# %% [markdown]
+# Not only the peak: after every single forward and backward, each stage holds what the plan says.
+
+# %%
+for name, ranks in runs.items():
+    for stage, rank in enumerate(ranks):
+        one, held = rank["bytes of one microbatch"], simulations[name].plan.in_flight(stage)
+        assert rank["bytes"] == [one * number for number in held]
+
+# %%
 # At 4 stages and 8 microbatches: 33 in both; 8, 8, 8, 8 microbatches held, and 4, 3, 2, 1.
 assert gpipe.makespan == one_f_one_b.makespan == (MICROBATCHES + STAGES - 1) * (1 + 2)
 for stage in range(STAGES):
     assert gpipe.plan.peak_in_flight(stage) == MICROBATCHES
     assert one_f_one_b.plan.peak_in_flight(stage) == min(MICROBATCHES, STAGES - stage)
 
+# %%
 # Nothing else changed: the same losses and gradients; on a CPU, whose sums have one order, every bit.
 for before, after in zip(runs["GPipe"], runs["1F1B"], strict=True):
     tolerance = 0 if "the CPU" in before["where"] else 1e-6

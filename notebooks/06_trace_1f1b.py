@@ -26,10 +26,11 @@
 import time
 from fractions import Fraction
 
-import matplotlib.pyplot as plt
 import torch.distributed as dist
 
 from minimegatron import launch, pace, trace
+from minimegatron.notebook import compare, predict, show_wide
+from minimegatron.notebook.drawing import draw_waiting
 from minimegatron.planner.plan import plan
 from minimegatron.planner.simulator import Costs, simulate
 from minimegatron.tiny_gpt import TinyGPT, where_it_runs
@@ -45,7 +46,17 @@ STAGES, MICROBATCHES = 4, 8
 # 2. Which stage is idle longest?
 # 3. Stage 0 is never short of input. Does it wait at all, and if so, for what?
 # 4. Suppose that stage 2 is twice as slow in its forwards as the others. Which stage is idle least?
-#
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    share_idle=None,  # such as "25%" or 1 / 4
+    idle_longest=None,  # a stage, or "all alike"
+    stage_0_waits_for=None,  # a stage, or "nobody"
+    idle_least_if_2_is_slow=None,  # a stage
+)
+
+# %% [markdown]
 # ## The run
 #
 # `trace()` records what runs inside. `pace(20, 40)` pads forwards to 20 ms and backwards to 40 ms,
@@ -68,6 +79,7 @@ def run(slow_stage=None):
     return (recorded, where_it_runs()) if dist.get_rank() == 0 else None
 
 
+# %%
 recorded, where = launch(run, STAGES)[0]
 print(where)
 recorded.plot(plan=True)
@@ -93,7 +105,7 @@ print(sum(len(step.actions(stage)) for stage in range(STAGES)), "actions, all as
 # source. `send_forward_recv_backward` is where Megatron's 1F1B spends its waiting.
 
 # %%
-print(recorded.tree(rank=0, step=0, microbatch=0, depth=3))
+show_wide(recorded.tree(rank=0, step=0, microbatch=0, depth=3))
 
 # %% [markdown]
 # ## Find the bubble
@@ -112,23 +124,25 @@ def idle(gaps, begin):
     return parts
 
 
+# %%
 planned = simulate(plan("1f1b", STAGES, MICROBATCHES), Costs(forward=1, backward=2))
 on_paper = [idle(planned.gaps(stage), 0) for stage in range(STAGES)]
-print("in forwards   planned: before, between, after      measured")
+print("in forwards   planned: before, between, after   measured")
 for stage in range(STAGES):
     measured = [length / 20_000 for length in idle(step.gaps(stage), step.start)]
-    print(
-        f"stage {stage}       ",
-        " ".join(f"{length:5}" for length in on_paper[stage]),
-        " " * 16,
-        " ".join(f"{length:5.1f}" for length in measured),
-    )
+    print(f"stage {stage}       ", *(f"{length:5}" for length in on_paper[stage]), end=" " * 14)
+    print(*(f"{length:5.1f}" for length in measured))
+share = planned.bubble_over_total
+print(f"bubble: {float(share):.1%} planned, {step.bubble_over_total:.1%} measured")
 
+# %%
+sums = [sum(parts) for parts in on_paper]
+are_alike = min(sums) == max(sums)
+compare(share_idle=share, idle_longest="all alike" if are_alike else sums.index(max(sums)))
+
+# %%
 assert on_paper == [[0, 9, 0], [1, 6, 2], [2, 3, 4], [3, 0, 6]]
-assert planned.bubble_over_total == Fraction(STAGES - 1, MICROBATCHES + STAGES - 1)
-print(
-    f"bubble: {float(planned.bubble_over_total):.1%} planned, {step.bubble_over_total:.1%} measured"
-)
+assert share == Fraction(STAGES - 1, MICROBATCHES + STAGES - 1)
 
 # %% [markdown]
 # Every stage is idle for the same time, (p − 1) forwards and as many backwards. They only have it at
@@ -150,13 +164,13 @@ def name(place):
     return f"{WORDS[event.name]}{event.action.microbatch} of stage {place[0]}"
 
 
+longest = {}
 for stage in range(STAGES):
     waits = [gap for gap in step.gaps(stage) if gap.before is not None and gap.waits_for]
-    gap = max(waits, key=lambda gap: gap.length)
-    print(
-        f"{gap.length / 1e3:5.0f} ms before {name((stage, gap.before))}: waited for "
-        f"{name(gap.waits_for)}"
-    )
+    longest[stage] = gap = max(waits, key=lambda gap: gap.length)
+    waited = f"{gap.length / 1e3:5.0f} ms before {name((stage, gap.before))}"
+    print(f"{waited}: waited for {name(gap.waits_for)}")
+compare(stage_0_waits_for=longest[0].waits_for[0])
 
 # %% [markdown]
 # Stage 0 waits for stage 1, but is stage 1 to blame? It waited itself. Follow the chain: an action
@@ -176,6 +190,7 @@ def waited_for(place):
     return max(earlier + needed, key=lambda one: step.event(one).end, default=None)
 
 
+# %%
 def chain(place):
     """From the beginning of the step up to `place`, each action the cause of the next."""
     causes = []
@@ -215,8 +230,11 @@ print(f"the chain that makes the step as long as it is has {len(path)} of its {4
 slow = simulate(plan("1f1b", STAGES, MICROBATCHES), Costs(forward=[1, 1, 2, 1], backward=2))
 total_idle = [sum(idle(slow.gaps(stage), 0)) for stage in range(STAGES)]
 print("idle, in forwards:", total_idle, "of", slow.makespan)
-assert min(range(STAGES), key=total_idle.__getitem__) == 2
+least = min(range(STAGES), key=total_idle.__getitem__)
+compare(idle_least_if_2_is_slow=least)
+assert least == 2
 
+# %%
 with_slow_stage = launch(run, STAGES, 2)[0][0]
 assert with_slow_stage.compare_with_plan() == []
 
@@ -232,23 +250,8 @@ def waiting(step):
     return table
 
 
-tables = {"all alike": waiting(step), "stage 2 slow": waiting(with_slow_stage.step(0))}
-limit = max(max(map(max, table)) for table in tables.values())
-figure, panels = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
-for panel, (title, table) in zip(panels, tables.items(), strict=True):
-    panel.imshow(table, cmap="Blues", vmin=0, vmax=limit)
-    for row, lengths in enumerate(table):
-        for column, length in enumerate(lengths):
-            colour = "white" if length > limit / 2 else "black"
-            if length:
-                panel.annotate(
-                    f"{length:.0f}", (column, row), ha="center", va="center", color=colour
-                )
-    panel.set(
-        title=f"{title}: ms of waiting", xlabel="for stage", ylabel="stage", xticks=range(STAGES)
-    )
-    panel.set_yticks(range(STAGES))
-plt.show()
+# %%
+draw_waiting({"all alike": waiting(step), "stage 2 slow": waiting(with_slow_stage.step(0))})
 
 # %% [markdown]
 # A stage only ever waits for its neighbours: it knows nobody else. But the column of the slow stage

@@ -21,13 +21,14 @@
 # %matplotlib inline
 from unittest.mock import patch
 
-import matplotlib.pyplot as plt
 import torch
 from IPython.display import SVG
 
 from minimegatron import launch, pace, trace
 from minimegatron.core.pipeline_parallel import schedule_table
 from minimegatron.core.utils import unwrap_model
+from minimegatron.notebook import compare, predict
+from minimegatron.notebook.drawing import draw_lengths
 from minimegatron.planner.check import check
 from minimegatron.planner.formulas import makespan_formula
 from minimegatron.planner.plan import plan
@@ -50,6 +51,10 @@ P, M, LAYERS = 4, 8, 8
 # 2. How many messages does it send, per message of 1F1B?
 # 3. Stage 0 of 1F1B holds at most 4 microbatches. What does it hold now, in whole stages' worth?
 
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(length=None, messages_per_message_of_1f1b=None, stage_0_holds=None)
+
 # %% [markdown]
 # ## The plan
 #
@@ -64,6 +69,7 @@ def step(v=None, M=M, latency=0, overlap=False, G=None):
     return simulate(planned, Costs.of_stages(1, 2, v or 1, latency=latency))
 
 
+# %%
 SVG(render(step(), "svg"))
 
 # %%
@@ -77,9 +83,21 @@ for v in (None, 2, 4):
     messages = sum(done.plan.message_counts().values())
     idle = float(done.bubble_over_total)
     print(f"{n:6}  {float(done.makespan):6}  {idle:5.1%}  {messages:8}  {held:6}")
+
+# %%
+num_messages = {v: sum(step(v).plan.message_counts().values()) for v in (None, 2)}
+compare(
+    length=float(step(2).makespan),
+    messages_per_message_of_1f1b=num_messages[2] / num_messages[None],
+    stage_0_holds=step(2).plan.peak_in_flight(0) / 2,
+)
+
+# %%
+for v in (None, 2, 4):
+    done, n = step(v), v or 1
     # Counted from the plan, and by the formulas:
     assert done.makespan == makespan_formula(done.plan.config, 1, 2).value == (M + (P - 1) / n) * 3
-    assert messages == 2 * (P * n - 1) * M
+    assert sum(done.plan.message_counts().values()) == 2 * (P * n - 1) * M
 
 # %% [markdown]
 # There are still p − 1 hops to fill the pipeline, but each is v times shorter. So the idle time
@@ -115,11 +133,14 @@ def with_single_warmup(p, r, M, v, G, **more):
     )
 
 
+# %%
 with patch.object(schedule_table, "count_rank_microbatches", with_single_warmup):
     exchanged = check(plan("interleaved", P, 8, vpp=2))
     overlapped = plan("interleaved", P, 8, vpp=2, overlap_p2p_comm=True)
 
 print(exchanged[0])
+
+# %%
 assert [problem.kind for problem in exchanged] == ["deadlock"]
 assert check(overlapped) == []
 assert simulate(overlapped, Costs.of_stages(1, 2, 2)).makespan == step(2, M=8).makespan
@@ -143,10 +164,16 @@ assert simulate(overlapped, Costs.of_stages(1, 2, 2)).makespan == step(2, M=8).m
 # help?
 
 # %%
+predict(larger_G_shortens_the_step=None)  # True or False
+
+# %%
 for G in (4, 8, 16):
     done = step(2, M=16, G=G)
     held = done.plan.peak_in_flight(0)
     print(f"G = {G:2}: length {float(done.makespan)}, stage 0 holds {held} half stages' worth")
+compare(larger_G_shortens_the_step=step(2, M=16, G=16).makespan < step(2, M=16, G=4).makespan)
+
+# %%
 assert {step(2, M=16, G=G).makespan for G in (4, 8, 16)} == {52.5}
 assert [step(2, M=16, G=G).plan.peak_in_flight(0) for G in (4, 8, 16)] == [11, 15, 23]
 
@@ -167,28 +194,7 @@ curves = {
     (v, overlap): [float(step(v, 16, x, overlap).makespan) for x in latencies]
     for v, overlap in [(None, False), (2, False), (4, False), (2, True), (4, True)]
 }
-STYLE = {None: ("#000000", "1F1B"), 2: ("#0072b2", "v = 2"), 4: ("#d55e00", "v = 4")}
-figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
-for (v, overlap), lengths in curves.items():
-    colour, label = STYLE[v]
-    axes.plot(
-        latencies,
-        lengths,
-        color=colour,
-        ls="--" if overlap else "-",
-        label=label + (", overlapped" if overlap else ""),
-    )
-axes.axhline(16 * 3, color="#999999", lw=1)
-axes.text(0.6, 44.8, "no bubble at all", ha="right", color="#666666")
-axes.set(
-    xlabel="time of one message / time of a stage's forward",
-    ylabel="length of the step",
-    ylim=(44, None),
-)
-axes.set_title(f"{P} stages, 16 microbatches (simulated)")
-axes.spines[["top", "right"]].set_visible(False)
-axes.legend(frameon=False)
-plt.show()
+draw_lengths(latencies, curves, 16 * 3, f"{P} stages, 16 microbatches (simulated)")
 
 
 # %%
@@ -222,6 +228,7 @@ def layers_of(chunk):
     return [layer.layer_number for layer in unwrap_model(chunk).decoder.layers]
 
 
+# %%
 def run(vp, forward_ms):
     gpt = TinyGPT(pp=P, vp=vp, num_layers=LAYERS)
     gpt.step(P)  # what is made on first use is made now
@@ -238,6 +245,7 @@ def run(vp, forward_ms):
     }
 
 
+# %%
 def run_all():
     return [run(None, 16), run(2, 16)]
 
@@ -274,6 +282,9 @@ for ranks, v in ((plain, None), (interleaved, 2)):
     for stage in (1, 2):  # with neither embedding nor loss, all chunks are alike
         held = ranks[stage]["bytes"]
         assert held == [held[0] * number for number in done.plan.in_flight(stage)]
+
+# %%
+for ranks, n in ((plain, 1), (interleaved, 2)):
     # Chunk c of stage r is virtual stage c * p + r, and those hold the layers in order.
     for stage, rank in enumerate(ranks):
         per_chunk = LAYERS // (P * n)
@@ -281,6 +292,7 @@ for ranks, v in ((plain, None), (interleaved, 2)):
             first = (chunk * P + stage) * per_chunk + 1
             assert layers == list(range(first, first + per_chunk))
 
+# %%
 # The same model was trained, whatever the cut.
 whole = {name: grad for rank in plain for name, grad in rank["gradients"].items()}
 for rank in interleaved:

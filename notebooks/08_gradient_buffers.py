@@ -20,20 +20,18 @@
 
 # %%
 # %matplotlib inline
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import Patch
 
 from minimegatron import launch, trace
 from minimegatron.core.utils import unwrap_model
 from minimegatron.launcher import RankError
-from minimegatron.planner.render_svg import text_colour
+from minimegatron.notebook import compare, predict
+from minimegatron.notebook.drawing import draw_buffer, draw_flights
 from minimegatron.tiny_gpt import TinyGPT, where_it_runs
 
 COPIES, M = 2, 4
 MODEL = {"num_layers": 4, "hidden_size": 128, "seq_length": 32}
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 200_000}
-COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
 
 # %% [markdown]
 # ## Predict
@@ -45,7 +43,16 @@ COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
 # 2. How many sums over the two ranks are there in one step: one per parameter, per bucket, per
 #    bucket and microbatch?
 # 3. During which microbatch does the first one leave?
-#
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    embedding_is_in_first_bucket=None,  # True or False
+    sums_in_one_step=None,  # "per parameter", "per bucket" or "per bucket and microbatch"
+    leaves_during=None,  # a microbatch, counted from 0
+)
+
+# %% [markdown]
 # ## One stretch of memory
 #
 # `DistributedDataParallel` allocates one buffer for all gradients, and makes `param.main_grad` of
@@ -68,33 +75,14 @@ def describe_buffer():
     return {"places": places, "numel": buffer.numel, "buckets": buffer.layout.buckets}
 
 
+# %%
 layout = launch(describe_buffer, COPIES)[0]
 num_params, num_buckets = len(layout["places"]), len(layout["buckets"])
 print(f"{num_params} parameters, {layout['numel']:,} gradients, {num_buckets} buckets")
 assert all(is_view for *_, is_view in layout["places"])
 
 # %%
-figure, axes = plt.subplots(figsize=(10, 1.9), layout="constrained")
-for name, start, end, bucket, _ in layout["places"]:
-    colour = COLOURS[bucket % len(COLOURS)]
-    axes.broken_barh([(start, end - start)], (0, 1), facecolor=colour, edgecolor="white", lw=0.6)
-    if end - start > 40_000:
-        _, _, layer, *words = name.removesuffix(".weight").split(".")
-        label = f"layer {layer}\n{words[-1].removeprefix('linear_')}"
-        where = ((start + end) / 2, 0.5)
-        axes.text(*where, label, ha="center", va="center", fontsize=7, color=text_colour(colour))
-axes.set(xlim=(0, layout["numel"]), yticks=[], xlabel="element of the buffer")
-axes.set_title("Where each gradient lies")
-axes.legend(
-    handles=[
-        Patch(color=COLOURS[b % len(COLOURS)], label=f"bucket {b}") for b in range(num_buckets)
-    ],
-    ncols=num_buckets,
-    frameon=False,
-    loc="upper center",
-    bbox_to_anchor=(0.5, -0.45),
-)
-plt.show()
+draw_buffer([place[:4] for place in layout["places"]], layout["numel"])
 
 # %% [markdown]
 # In reverse: backward makes the last layer's gradient first, so it lies first. A bucket is a
@@ -107,6 +95,8 @@ assert "layers.3" in in_buffer[1] or "final_layernorm" in in_buffer[0]
 assert "embedding" in in_buffer[-1]
 lengths = [end - start for start, end in layout["buckets"]]
 print("elements per bucket:", lengths)
+first_bucket = [name for name, _, _, bucket, _ in layout["places"] if bucket == 0]
+compare(embedding_is_in_first_bucket=any("embedding" in name for name in first_bucket))
 assert all(length >= BUCKETS["bucket_size"] for length in lengths[:-1])
 
 # %% [markdown]
@@ -131,6 +121,7 @@ def run(ddp):
     }
 
 
+# %%
 def run_all(configs):
     return [run(ddp) for ddp in configs]
 
@@ -146,40 +137,8 @@ def by_name(recorded, name, rank=0):
     return [(i, e) for i, e in enumerate(recorded.rank(rank).events) if e.name == name]
 
 
-def flights(recorded):
-    """(bucket, launched, known to be there) of every launch; times in ms of the step."""
-    launches = by_name(recorded, "bucket-launch")
-    waits = by_name(recorded, "collective-wait")
-    return [
-        (bucket, launched.start / 1e3, waited.end / 1e3)
-        for (_, launched), (_, waited) in zip(launches, waits, strict=False)
-        for bucket in launched.attributes["bucket"]
-    ]
-
-
-figure, panels = plt.subplots(2, 1, figsize=(10, 3.9), layout="constrained")
-for panel, (title, ranks) in zip(
-    panels, {"with overlap": overlapped, "without": plain}.items(), strict=True
-):
-    recorded = ranks[0]["trace"]
-    origin = by_name(recorded, "forward-compute")[-2][1].start / 1e3
-    for name, colour in (("forward-compute", "#56b4e9"), ("backward-compute", "#0072b2")):
-        for _, event in by_name(recorded, name)[-2:]:
-            start = event.start / 1e3 - origin
-            panel.broken_barh([(start, event.end / 1e3 - origin - start)], (0, 0.8), color=colour)
-            label = f" {name[0].upper()}{event.action.microbatch}"
-            panel.text(start, 0.4, label, color=text_colour(colour), va="center")
-    for row, (bucket, start, end) in enumerate(flights(recorded), 1):
-        panel.broken_barh(
-            [(start - origin, end - start)], (row, 0.7), color=COLOURS[bucket % len(COLOURS)]
-        )
-        panel.text(
-            start - origin, row + 0.35, f"bucket {bucket} ", ha="right", va="center", fontsize=8
-        )
-    panel.set(yticks=[], ylim=(num_buckets + 0.9, -0.2), title=title)
-    panel.spines[["top", "right", "left"]].set_visible(False)
-panels[1].set_xlabel("ms; a bucket's bar goes from its launch to the end of the wait for it")
-plt.show()
+runs = {"with overlap": overlapped, "without": plain}
+draw_flights({title: ranks[0]["trace"].rank(0) for title, ranks in runs.items()})
 
 # %% [markdown]
 # ## Check the claim
@@ -187,7 +146,14 @@ plt.show()
 # %%
 recorded = overlapped[0]["trace"]
 launches = by_name(recorded, "bucket-launch")
-last_backward, _ = by_name(recorded, "backward-compute")[-1]
+last_backward, backward = by_name(recorded, "backward-compute")[-1]
+per = {num_params: "parameter", num_buckets: "bucket", num_buckets * M: "bucket and microbatch"}
+compare(
+    sums_in_one_step=f"per {per[len(launches)]}",
+    leaves_during=recorded.rank(0).events[launches[0][1].parent].action.microbatch,
+)
+
+# %%
 assert (
     len(launches) == num_buckets
 )  # one per bucket and step: not per parameter, not per microbatch
@@ -196,6 +162,7 @@ assert in_order == [[bucket] for bucket in range(num_buckets)]
 assert all(launched.parent == last_backward for _, launched in launches)  # inside the last backward
 assert [launched.attributes["bytes"] for _, launched in launches] == [4 * n for n in lengths]
 
+# %%
 recorded = plain[0]["trace"]
 ((_, only_launch),) = by_name(recorded, "bucket-launch")
 ((finalize, _),) = by_name(recorded, "finalize-model-grads")
@@ -212,7 +179,11 @@ print(f"{num_params} gradients, {num_buckets} sums, all launched inside the last
 # ## `no_sync`, forgotten on purpose
 #
 # Gradients of M microbatches add up in the buffer. Only when the last one is in may a bucket
-# leave. So the schedule runs all but the last microbatch within `no_sync()`. Take that away:
+# leave. So the schedule runs all but the last microbatch within `no_sync()`. Take that away. What
+# happens?
+
+# %%
+predict(without_no_sync=None)  # "an error", "other gradients" or "nothing"
 
 
 # %%
@@ -226,7 +197,10 @@ try:
     launch(forgetful_step, COPIES)
 except RankError as error:
     message = next(line for line in str(error).splitlines() if "RuntimeError" in line)
+    compare(without_no_sync="an error")
     print(message)
+
+# %%
 assert "came after its bucket was launched" in message
 
 # %% [markdown]
@@ -250,13 +224,19 @@ def by_hand(gpt, data, sum_after):
     return gpt.gradients()
 
 
+# %%
 VARIANTS = {
     "after the last": [M - 1],
     "after every one": list(range(M)),
     "after the first": [0],
 }
+predict(
+    same_as_one_process=None,  # a list of names out of VARIANTS
+    most_megabytes=None,  # one of them
+)
 
 
+# %%
 def try_variants():
     gpt = TinyGPT(**MODEL)
     data = gpt.microbatches(M)
@@ -269,6 +249,7 @@ def try_variants():
     return results
 
 
+# %%
 def one_process():
     """The truth: the whole batch on one rank."""
     gpt = TinyGPT(**MODEL)
@@ -286,6 +267,7 @@ def distance(a, b):
     return float((difference / sum(b[name].square().sum() for name in b)).sqrt())
 
 
+# %%
 print("summed            MB sent  off the truth, rank 0 and 1   ranks apart")
 found = {}
 for name in VARIANTS:
@@ -295,6 +277,12 @@ for name in VARIANTS:
     num_bytes = ranks[0][name][1]
     found[name] = num_bytes, errors, apart
     print(f"{name:16} {num_bytes / 1e6:8.1f}  {errors[0]:12.1e} {errors[1]:12.1e}  {apart:14.1e}")
+
+# %%
+compare(
+    same_as_one_process=[name for name, (_, errors, _) in found.items() if max(errors) < 1e-4],
+    most_megabytes=max(found, key=lambda name: found[name][0]),
+)
 
 # %%
 num_bytes, errors, apart = found["after the last"]

@@ -24,9 +24,7 @@ import io
 import sys
 from functools import partial
 
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import Patch
 
 from minimegatron import launch, pretrain_gpt, trace
 from minimegatron.core import tracing
@@ -37,9 +35,10 @@ from minimegatron.core.pipeline_parallel.schedules import (
     get_forward_backward_func,
 )
 from minimegatron.core.utils import get_model_config
-from minimegatron.planner.render_svg import text_colour
+from minimegatron.notebook import compare, predict, show_wide
+from minimegatron.notebook.counting import Diary
+from minimegatron.notebook.drawing import draw_calls, draw_weights
 from minimegatron.tiny_gpt import TinyGPT, where_it_runs
-from minimegatron.tracing.words import function_name
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.training import (
     build_train_valid_test_data_iterators,
@@ -59,7 +58,17 @@ from minimegatron.training.training import (
 # 3. The two copies hold different gradients until... which call?
 # 4. Your loss function returns (sum of losses, number of tokens, report). One microbatch has 2
 #    tokens, another 16. Does every token pull equally on the weights?
-#
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    forward_steps_per_rank=None,
+    order=None,  # of ["clip", "sum over copies", "sum the embedding", "divide the loss"]
+    copies_differ_until=None,  # "backward-compute", "finalize-model-grads" or "optimizer"
+    tokens_pull_equally=None,  # True or False
+)
+
+# %% [markdown]
 # ## The program
 #
 # What `torchrun -m minimegatron.pretrain_gpt` does, up to its first steps. `train` would fill in
@@ -74,31 +83,9 @@ FLAGS = """
 """
 
 
-class Diary:
-    """An observer: at the ends of some links, how large the gradient is and whether weights moved."""
-
-    LINKS = ("backward-compute", "finalize-model-grads", "optimizer")
-
-    def __init__(self, chunk):
-        self.chunk, self.lines = chunk, []
-        self.weights = [param.detach().clone() for param in chunk.parameters()]
-
-    def note(self, what):
-        (buffer,) = self.chunk.buffers
-        params = zip(self.chunk.parameters(), self.weights, strict=True)
-        moved = sum(float((param.detach() - old).abs().sum()) for param, old in params)
-        self.lines.append((what, float(buffer.grad_data.norm()), moved))
-
-    def start(self, call):
-        if call.name in ("train-step", "forward-backward"):
-            self.note(f"{call.name} begins")
-
-    def stop(self, call):
-        if call.name in self.LINKS:
-            self.note(f"{call.name} has ended")
-
-
-def two_steps():
+# %%
+def set_up():
+    """Model, optimizer, scheduler and data from the flags, as `pretrain` has them."""
     sys.argv = ["notebook", *FLAGS.split()]
     with contextlib.redirect_stdout(io.StringIO()):  # what training prints of its set-up
         initialize_megatron()
@@ -108,20 +95,24 @@ def two_steps():
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    everything = (
-        pretrain_gpt.forward_step,
-        train_data,
-        model,
-        optimizer,
-        scheduler,
-        config,
-        get_forward_backward_func(),
-    )
-    train_step(*everything)  # what is made on first use is made now
+    in_order = (train_data, model, optimizer, scheduler, config, get_forward_backward_func())
+    return pretrain_gpt.forward_step, *in_order
+
+
+# %% [markdown]
+# In each rank three steps: one so that what is made on first use is made, one traced, and one with a
+# *diary*, an observer that notes how large the gradient is at the ends of some links, and whether
+# weights have moved.
+
+
+# %%
+def three_steps():
+    everything = set_up()
+    _, _, model, *_ = everything
+    train_step(*everything)
     with trace() as recorded:
-        losses, skipped, grad_norm, _ = train_step(*everything)
-    diary = Diary(model[0])
-    with tracing.observed_by(diary):
+        losses, _, grad_norm, _ = train_step(*everything)
+    with tracing.observed_by(diary := Diary(model[0])):
         train_step(*everything)
     return {
         "where": where_it_runs(),
@@ -132,7 +123,8 @@ def two_steps():
     }
 
 
-ranks = launch(two_steps, 4)
+# %%
+ranks = launch(three_steps, 4)
 print(ranks[0]["where"])
 recorded = ranks[0]["trace"]
 for number, rank in enumerate(ranks):
@@ -148,7 +140,7 @@ for number, rank in enumerate(ranks):
 # from the left: each function stands under the one that calls it, with its line in the source.
 
 # %%
-print(recorded.tree(2, step=0, microbatch=0))
+show_wide(recorded.tree(2, step=0, microbatch=0))
 
 # %% [markdown]
 # And of rank 0 the upper levels, from the last backward on:
@@ -156,62 +148,13 @@ print(recorded.tree(2, step=0, microbatch=0))
 # %%
 lines = recorded.tree(0, step=0, depth=3).splitlines()
 last_backward = max(i for i, line in enumerate(lines) if "backward_step" in line)
-print("\n".join(lines[:2] + ["   ..."] + lines[last_backward:]))
+show_wide("\n".join(lines[:2] + ["   ..."] + lines[last_backward:]))
 
 # %% [markdown]
 # The same as a picture. Time runs to the right, each row is called by the row above it.
 
 # %%
-KINDS = {
-    "forward": ("#0072b2", ("forward-compute",)),
-    "backward": ("#e69f00", ("backward-compute",)),
-    "gradients over ranks": ("#009e73", ("finalize-model-grads",)),
-    "optimizer": ("#cc79a7", ("optimizer",)),
-    "the rest": ("#c8ced4", ()),
-}
-colour_of = {name: colour for colour, names in KINDS.values() for name in names}
-
-
-def draw_calls(axes, rank):
-    depths, colours = {}, {}
-    origin = rank.events[0].start
-    total = rank.events[0].end - origin
-    for i, event in enumerate(rank.events):
-        depths[i] = 0 if event.parent is None else depths[event.parent] + 1
-        inherited = colours.get(event.parent, KINDS["the rest"][0])
-        colours[i] = colour_of.get(event.name, inherited)
-        start, length = event.start - origin, event.end - event.start
-        axes.broken_barh(
-            [(start / 1e3, length / 1e3)], (depths[i], 0.92), color=colours[i], ec="white", lw=0.4
-        )
-        name = function_name(event)
-        if length / total * 150 > len(name):
-            axes.text(
-                (start + length / 2) / 1e3,
-                depths[i] + 0.46,
-                name,
-                ha="center",
-                va="center",
-                fontsize=6.5,
-                color=text_colour(colours[i]),
-            )
-    axes.set(ylim=(max(depths.values()) + 1, 0), yticks=[], xlim=(0, total / 1e3))
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-figure, panels = plt.subplots(2, 1, figsize=(12, 6), layout="constrained")
-for panel, number in zip(panels, (0, 2), strict=True):
-    draw_calls(panel, recorded.rank(number))
-    panel.set_title(f"rank {number}: stage {recorded.rank(number).coordinates['pp']}", loc="left")
-panels[1].set_xlabel("ms since train_step was called (real times)")
-panels[0].legend(
-    handles=[Patch(color=colour, label=kind) for kind, (colour, _) in KINDS.items()],
-    ncols=len(KINDS),
-    frameon=False,
-    loc="lower right",
-    bbox_to_anchor=(1, 1),
-)
-plt.show()
+draw_calls(recorded, ranks=[0, 2])
 
 # %% [markdown]
 # ## Check the order
@@ -228,6 +171,7 @@ for rank in recorded.ranks:
     below = [event.name for event in calls if event.parent == schedule]
     assert below.count("forward-compute") == below.count("backward-compute") == 8 // 1 // 2
     assert below[-1] == "finalize-model-grads"  # after the last backward, before the optimizer
+compare(forward_steps_per_rank=below.count("forward-compute"))
 assert recorded.compare_with_plan(dp=0) == recorded.compare_with_plan(dp=1) == []
 
 # %% [markdown]
@@ -241,6 +185,18 @@ for (what, mine, moved), (_, other, _) in zip(ranks[0]["diary"], ranks[1]["diary
 # %%
 whats, norms, moved = zip(*ranks[0]["diary"], strict=True)
 of_other_copy = [norm for _, norm, _ in ranks[1]["diary"]]
+last = max(i for i, norm in enumerate(norms) if i > 1 and norm != of_other_copy[i])
+compare(copies_differ_until=whats[last + 1].split()[0])
+WORDS = {
+    "loss-compute": "divide the loss",
+    "bucket-launch": "sum over copies",
+    "embedding-grads-all-reduce": "sum the embedding",
+    "optimizer-clip-main-grad": "clip",
+}
+calls = [event.name for event in recorded.rank(2).events if event.name in WORDS]
+compare(order=[WORDS[name] for name in dict.fromkeys(calls)])
+
+# %%
 assert whats == (
     "train-step begins",
     "forward-backward begins",
@@ -279,14 +235,8 @@ assert not any(moved[:7]) and moved[7] > 0  # weights move in the optimizer, now
 
 # %%
 COPIES, M = 2, 3
-NUM_TOKENS = [
-    2 * 16,
-    2 * 2,
-    2 * 9,
-    2 * 4,
-    2 * 12,
-    2 * 1,
-]  # two sequences of up to 16 per microbatch
+# Two sequences of up to 16 tokens per microbatch.
+NUM_TOKENS = [2 * 16, 2 * 2, 2 * 9, 2 * 4, 2 * 12, 2 * 1]
 DOUBLE = {"num_layers": 2, "params_dtype": torch.float64}
 
 
@@ -300,6 +250,7 @@ def uneven_data(gpt, num):
     return data
 
 
+# %%
 def loss_of_three(mask, losses):
     total, num_tokens = (losses * mask).sum(), mask.sum().int()
     return total, num_tokens, {"loss": total.detach() / num_tokens}
@@ -310,6 +261,7 @@ def loss_of_two(mask, losses):
     return mean, {"loss": mean.detach()}
 
 
+# %%
 def flat(gradients):
     return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
@@ -326,6 +278,7 @@ def each_alone():
     return torch.stack(found)
 
 
+# %%
 ROWS = [(loss_of_three, False), (loss_of_three, True), (loss_of_two, False), (loss_of_two, True)]
 
 
@@ -339,6 +292,7 @@ def each_row():
     return found
 
 
+# %%
 (alone,) = launch(each_alone, 1)
 of_rows = launch(each_row, COPIES)[0]
 
@@ -347,25 +301,19 @@ weights = []
 for gradient in of_rows:
     # The weights w for which w @ alone comes closest to the gradient.
     found = torch.linalg.lstsq(alone.T, gradient.unsqueeze(1)).solution.squeeze(1)
-    torch.testing.assert_close(
-        found @ alone, gradient, rtol=1e-8, atol=1e-12
-    )  # and it fits exactly
+    # And it fits exactly.
+    torch.testing.assert_close(found @ alone, gradient, rtol=1e-8, atol=1e-12)
     weights.append(found)
 
+# %%
 all_tokens = sum(NUM_TOKENS)
 names = [
     f"{len(loss_func(torch.ones(1), torch.ones(1)))} values, flag {'on' if per_token else 'off'}"
     for loss_func, per_token in ROWS
 ]
-figure, panels = plt.subplots(1, 4, figsize=(12, 2.9), sharey=True, layout="constrained")
-for panel, name, found in zip(panels, names, weights, strict=True):
-    panel.bar(range(len(found)), [float(w) * all_tokens for w in found], color="#0072b2")
-    panel.axhline(1, color="#d55e00", lw=1.5)
-    panel.set(title=name, xlabel="tokens in the microbatch", yscale="log")
-    panel.set_xticks(range(len(found)), NUM_TOKENS)
-    panel.spines[["top", "right"]].set_visible(False)
-panels[0].set_ylabel("weight of one token\n(1: as it should be)")
-plt.show()
+of_a_mean = {name: (all_tokens * w).tolist() for name, w in zip(names, weights, strict=True)}
+draw_weights(of_a_mean, NUM_TOKENS)
+compare(tokens_pull_equally=max(of_a_mean[names[0]]) / min(of_a_mean[names[0]]) < 1.01)
 
 # %% [markdown]
 # Orange is a plain mean over all tokens. Only one of the four combinations gives it.
@@ -392,8 +340,9 @@ for name, found, wanted in zip(names, weights, expected, strict=True):
 # rank takes over its own tokens only comes out c times too large. Where does that c stand? The
 # function can be asked directly:
 
+
 # %%
-for context_ranks in (1, 4):
+def backward_starts_from(context_ranks):
     loss, _ = forward_step_calc_loss(
         model=None,
         output_tensor=torch.tensor(6.0),
@@ -406,10 +355,14 @@ for context_ranks in (1, 4):
         cp_group_size=context_ranks,
         is_last_stage=True,
     )
-    print(
-        f"a mean of 6 with {context_ranks} context-parallel ranks: backward starts from {float(loss)}"
-    )
-    assert float(loss) == 6.0 * context_ranks / M
+    return float(loss)
+
+
+# %%
+for context_ranks in (1, 4):
+    loss = backward_starts_from(context_ranks)
+    print(f"a mean of 6 with {context_ranks} context-parallel ranks: backward starts from {loss}")
+    assert loss == 6.0 * context_ranks / M
 
 # %% [markdown]
 # The factor c undoes the division by d · c that follows for all ranks together. It is right for a

@@ -22,12 +22,13 @@
 
 # %%
 # %matplotlib inline
-import matplotlib.pyplot as plt
 import torch
 
 from minimegatron import launch
 from minimegatron.core.device import get_device
 from minimegatron.core.utils import unwrap_model
+from minimegatron.notebook import compare, predict
+from minimegatron.notebook.drawing import draw_stages
 from minimegatron.planner.memory import (
     activation_bytes_per_layer,
     model_state_bytes,
@@ -38,26 +39,14 @@ from minimegatron.planner.plan import plan
 from minimegatron.tiny_gpt import TinyGPT, where_it_runs
 from minimegatron.tracing.activation_meter import ActivationMeter
 
+# %%
 RANKS, M = 4, 8
-L, H, HEADS, S, B, V = (
-    8,
-    128,
-    4,
-    64,
-    2,
-    512,
-)  # layers, hidden, heads, sequence, micro-batch, vocabulary
+# Layers, hidden size, heads, sequence, micro-batch, vocabulary.
+L, H, HEADS, S, B, V = 8, 128, 4, 64, 2, 512
 SBH = S * B * H
-MODEL = {
-    "num_layers": L,
-    "hidden_size": H,
-    "num_attention_heads": HEADS,
-    "seq_length": S,
-    "micro_batch_size": B,
-    "vocab_size": V,
-    "bf16": True,
-    "params_dtype": torch.bfloat16,
-}
+SIZES = {"num_layers": L, "hidden_size": H, "num_attention_heads": HEADS, "vocab_size": V}
+SIZES |= {"seq_length": S, "micro_batch_size": B}
+MODEL = SIZES | {"bf16": True, "params_dtype": torch.bfloat16}
 IN_FP32 = {"grad_reduce_in_fp32": True}  # bf16 weights, fp32 gradients, fp32 optimizer
 
 # %% [markdown]
@@ -72,7 +61,18 @@ IN_FP32 = {"grad_reduce_in_fp32": True}  # bf16 weights, fp32 gradients, fp32 op
 #    backward. With h = 128, s = 64, b = 2, which is larger, the layer's bf16 weights or one
 #    microbatch's activations?
 # 3. Four stages run 1F1B. Which stage is the fullest, and with what?
-#
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    bytes_per_parameter=None,
+    bytes_with_zero_1=None,
+    larger_in_a_layer=None,  # "weights" or "activations"
+    fullest_stage=None,
+    mostly_filled_with=None,  # "weights", "gradients", "optimizer" or "activations"
+)
+
+# %% [markdown]
 # ## Weights, gradients, optimizer
 #
 # Four copies of the model on four ranks; one step, so that Adam's state exists. Then the bytes
@@ -85,21 +85,22 @@ def num_bytes(tensors):
     return sum(storages.values())
 
 
+# %%
 def state_bytes(gpt, optimizer):
     """Bytes that this rank holds of weights, gradients and optimizer."""
     params = [param for chunk in gpt.chunks for param in chunk.parameters()]
     weights = {param.untyped_storage().data_ptr() for param in params}
     kept = [t for shard in optimizer.shards for t in optimizer.parameter_state(shard).values()]
+    buffers = [buffer for chunk in gpt.chunks for buffer in chunk.buffers]
     return {
         "parameters": sum(param.numel() for param in params),
         "weights": num_bytes(params),
-        "gradients": num_bytes(
-            buffer.grad_data for chunk in gpt.chunks for buffer in chunk.buffers
-        ),
+        "gradients": num_bytes(buffer.grad_data for buffer in buffers),
         "optimizer": num_bytes(t for t in kept if t.untyped_storage().data_ptr() not in weights),
     }
 
 
+# %%
 MODES = {
     "fp32": (dict(MODEL, bf16=False, params_dtype=torch.float32), {}),
     "bf16": (MODEL, IN_FP32),
@@ -107,6 +108,7 @@ MODES = {
 }
 
 
+# %%
 def measure_states():
     found = {}
     for mode, (config, ddp) in MODES.items():
@@ -126,11 +128,8 @@ def measure_states():
 # full recompute.
 
 # %%
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+FULL["recompute_num_layers"] = 1
 LAYERS = {
     "alone": {},
     "t = 2": {"tp": 2},
@@ -139,6 +138,7 @@ LAYERS = {
 }
 
 
+# %%
 def measure_layers():
     found = {}
     for name, config in LAYERS.items():
@@ -172,6 +172,7 @@ def measure_steps():
     return found
 
 
+# %%
 def measure_everything():
     return measure_states(), measure_layers(), measure_steps(), where_it_runs(), get_device().type
 
@@ -184,22 +185,36 @@ print(where)
 # %% [markdown]
 # ## Measured against the model: what does not depend on the schedule
 
+
 # %%
-print("bytes per parameter   weights  gradients  optimizer     sum   model")
-for mode, found in states.items():
+def model_of(mode):
+    """What the planner's model says of this way to train."""
     config, ddp = MODES[mode]
-    model = model_state_bytes(
-        found["parameters"],
+    return model_state_bytes(
+        states[mode]["parameters"],
         params_bytes=2 if config["bf16"] else 4,
         gradient_bytes=4,
         data_parallel_size=RANKS,
         use_distributed_optimizer="use_distributed_optimizer" in ddp,
     )
-    parts = [found[part] for part in ("weights", "gradients", "optimizer")]
-    per_parameter = [part / found["parameters"] for part in [*parts, sum(parts), model.total]]
-    print(f"{mode:20}" + "".join(f"{number:10.2f}" for number in per_parameter))
+
+
+# %%
+per_parameter = {}
+print("bytes per parameter   weights  gradients  optimizer     sum   model")
+for mode, found in states.items():
+    model, parts = model_of(mode), [found[part] for part in ("weights", "gradients", "optimizer")]
+    sums = [part / found["parameters"] for part in [*parts, sum(parts), model.total]]
+    print(f"{mode:20}" + "".join(f"{number:10.2f}" for number in sums))
+    per_parameter[mode] = sums[3]
     for part, wanted in zip(parts, (model.weights, model.gradients, model.optimizer), strict=True):
         assert abs(part / wanted - 1) < 0.01, (mode, part, wanted)
+
+# %%
+compare(
+    bytes_per_parameter=per_parameter["bf16"],
+    bytes_with_zero_1=per_parameter["bf16, ZeRO-1"],
+)
 
 # %% [markdown]
 # 18 bytes for a parameter of 2: the weight itself is the smallest part. ZeRO-1 leaves weights and
@@ -228,6 +243,7 @@ print(f"{sum(kept.num_bytes for kept in one_layer) / SBH:6.3f}  in all")
 of_weights = 2 * num_layer_parameters(H)
 of_activations = sum(kept.num_bytes for kept in one_layer)
 print(f"\nbytes of the layer's weights {of_weights:,}, of these activations {of_activations:,}")
+compare(larger_in_a_layer="activations" if of_activations > of_weights else "weights")
 assert of_activations > of_weights
 
 # %% [markdown]
@@ -245,15 +261,13 @@ MASKS = 2  # of dropout, one byte each; not divided by t, but by sequence parall
 CASES = {
     "alone": ({}, MASKS),
     "t = 2": ({"tensor_parallel_size": 2}, MASKS),
-    "t = 2, sequence parallel": (
-        {"tensor_parallel_size": 2, "sequence_parallel": True},
-        MASKS / 2,
-    ),
+    "t = 2, sequence parallel": ({"tensor_parallel_size": 2, "sequence_parallel": True}, MASKS / 2),
     "full recompute": ({"recompute": "full"}, 0),
 }
-TOLERANCE = (
-    0.02 if device == "cpu" else 0.1
-)  # a GPU's kernels keep some tensors in a layout of their own
+# A GPU's kernels keep some tensors in a layout of their own.
+TOLERANCE = 0.02 if device == "cpu" else 0.1
+
+# %%
 print(f"{'in units of sbh':26}  measured   model")
 for name, (options, masks) in CASES.items():
     measured = sum(kept.num_bytes for kept in layers[name]) / L / SBH
@@ -272,15 +286,8 @@ for name, (options, masks) in CASES.items():
 # microbatches a stage holds, which the planner counts, and on the last stage the final norm and
 # the logits, 4 s b h + 4 s b V.
 
+
 # %%
-PARTS = {
-    "weights": "#0072b2",
-    "gradients": "#56b4e9",
-    "optimizer": "#009e73",
-    "activations": "#e69f00",
-}
-
-
 def model_of_stage(stage, recompute="selective"):
     layer = activation_bytes_per_layer(S, B, H, HEADS, recompute=recompute)
     layer -= 0 if recompute == "full" else MASKS * SBH
@@ -301,48 +308,43 @@ def model_of_stage(stage, recompute="selective"):
     }
 
 
-figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
-for panel, (name, recompute) in zip(
-    panels, {"kept": "selective", "recomputed": "full"}.items(), strict=True
-):
-    for stage in range(RANKS):
-        model, bottom, top = model_of_stage(stage, recompute), 0, 0
-        for part, colour in PARTS.items():
-            height = stages[stage][name][part] / 2**20
-            label = part if stage == 0 else None
-            panel.bar(stage, height, bottom=bottom, color=colour, width=0.7, label=label)
-            bottom, top = bottom + height, top + float(model[part]) / 2**20
-            label = "the model" if stage == 0 and part == "activations" else None
-            panel.plot([stage - 0.42, stage + 0.42], [top, top], color="black", lw=1.3, label=label)
-    panel.set(title=f"activations {name}", xticks=range(RANKS))
-    panel.set_xticklabels([f"stage {stage}" for stage in range(RANKS)])
-    panel.spines[["top", "right"]].set_visible(False)
-panels[0].set_ylabel("MiB, measured")
-panels[1].legend(frameon=False)
-plt.show()
+# %%
+measured = {way: [of_rank[way] for of_rank in stages] for way in ("kept", "recomputed")}
+modelled = {
+    way: [model_of_stage(stage, recompute) for stage in range(RANKS)]
+    for way, recompute in (("kept", "selective"), ("recomputed", "full"))
+}
+draw_stages(measured, modelled)
 
 # %%
-for name, recompute in (("kept", "selective"), ("recomputed", "full")):
-    for stage in range(RANKS):
-        measured, model = stages[stage][name], model_of_stage(stage, recompute)
-        for part in ("weights", "gradients", "optimizer"):
-            assert measured[part] == model[part], (name, stage, part)
+PARTS = ("weights", "gradients", "optimizer", "activations")
+sums = [sum(of_stage[part] for part in PARTS) for of_stage in measured["kept"]]
+fullest = max(range(RANKS), key=sums.__getitem__)
+compare(
+    fullest_stage=fullest,
+    mostly_filled_with=max(PARTS, key=measured["kept"][fullest].__getitem__),
+)
+
+# %%
+for way, of_stages in measured.items():
+    for stage, found in enumerate(of_stages):
+        model = modelled[way][stage]
+        assert all(found[part] == model[part] for part in PARTS[:3]), (way, stage)
         # At the pipeline's ends a microbatch also keeps its token numbers, up to 24 bytes each.
         numbers = 24 * S * B * plan("1f1b", RANKS, M).peak_in_flight(stage)
-        off = abs(measured["activations"] - model["activations"])
-        assert off < TOLERANCE * model["activations"] + numbers, (name, stage)
-    sums = [sum(stages[stage][name][part] for part in PARTS) / 2**20 for stage in range(RANKS)]
-    print(f"{name:10}: MiB per stage", [round(size, 1) for size in sums])
+        off = abs(found["activations"] - model["activations"])
+        assert off < TOLERANCE * model["activations"] + numbers, (way, stage)
+    sums = [sum(found[part] for part in PARTS) / 2**20 for found in of_stages]
+    print(f"{way:10}: MiB per stage", [round(size, 1) for size in sums])
+    assert way != "kept" or M < RANKS or max(sums) == sums[0]
 
-    assert name != "kept" or M < RANKS or max(sums) == sums[0]
-
-held = [stages[stage]["kept"]["activations"] for stage in range(RANKS)]
+# %%
+held = [found["activations"] for found in measured["kept"]]
 for stage in range(RANKS - 1):  # 4, 3, 2 microbatches; the last stage's are larger, with the logits
     wanted = plan("1f1b", RANKS, M).peak_in_flight(stage) * held[1]
     assert abs(held[stage] * plan("1f1b", RANKS, M).peak_in_flight(1) / wanted - 1) < 0.01
-print("\nAt the very peak, recompute also holds the layer that it is just making anew:")
-for stage in range(RANKS):
-    found = stages[stage]["recomputed"]
+print("At the very peak, recompute also holds the layer that it is just making anew:")
+for stage, found in enumerate(measured["recomputed"]):
     extra = (found["peak"] - found["activations"]) / SBH
     print(f"  stage {stage}: {extra:5.1f} sbh more")
     assert 0 < extra < 32 * (1 + TOLERANCE) + (4 + 4 * V / H if stage == RANKS - 1 else 0)

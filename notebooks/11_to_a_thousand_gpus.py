@@ -24,12 +24,13 @@
 # %matplotlib inline
 from collections import namedtuple
 
-import matplotlib.pyplot as plt
 from IPython.display import Markdown
 
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
+from minimegatron.notebook import compare, predict
+from minimegatron.notebook.drawing import draw_configurations, draw_shares
 from minimegatron.planner.formulas import makespan_formula
 from minimegatron.planner.memory import (
     activation_bytes_per_layer,
@@ -49,7 +50,17 @@ from minimegatron.planner.simulator import Costs, simulate
 # 1. Tensor parallelism t, pipeline stages p, copies d: t · p · d = 1,536. Which t, which p?
 # 2. Which cost grows with t, which with p, which with d?
 # 3. From one billion parameters to a trillion: does the same thing stay the bottleneck?
-#
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    with_t_of_16=None,  # the step then: "about as fast", "much slower" or "does not fit"
+    # Of "bubble (p)", "tensor-parallel sums (t)", "messages between stages (p)", "gradient sum (d)":
+    largest_price_at_a_billion=None,
+    largest_price_at_a_trillion=None,
+)
+
+# %% [markdown]
 # ## Ten published configurations
 #
 # From Narayanan et al. (2021, [arXiv:2104.04473](https://arxiv.org/abs/2104.04473)), table 1:
@@ -58,6 +69,8 @@ from minimegatron.planner.simulator import Costs, simulate
 
 # %%
 Row = namedtuple("Row", "billions heads h layers t p gpus batch teraflops percent petaflops")
+
+# %%
 TABLE = [
     Row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 44, 4.4),
     Row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 44, 8.8),
@@ -70,6 +83,8 @@ TABLE = [
     Row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 52, 410.2),
     Row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 52, 502.0),
 ]
+
+# %%
 S, V, PEAK = 2048, 51200, 312e12
 NVLINK, NETWORK = 300e9, 25e9  # bytes per second and GPU, within a machine and between machines
 
@@ -84,6 +99,7 @@ def num_operations(row):
     return layers * (1 + S / (6 * row.h) + V / (16 * row.layers * row.h))
 
 
+# %%
 for row in TABLE:
     # The columns of the table depend on each other; so we know that it was copied right.
     assert abs(num_parameters(row) / 1e9 - row.billions) < 0.06, row
@@ -114,6 +130,7 @@ def state_bytes(row):
     return float(model_state_bytes(num_parameters(row)).total) / (row.t * row.p)
 
 
+# %%
 def activation_bytes(row, recompute, sequence_parallel=False):
     def of_layer(recompute):
         options = {"sequence_parallel": sequence_parallel, "recompute": recompute}
@@ -124,6 +141,7 @@ def activation_bytes(row, recompute, sequence_parallel=False):
     return total + (of_layer("none") if recompute == "full" else 0)
 
 
+# %%
 # What the planner counts from the list of all actions, for the deepest pipeline of all:
 deepest = plan("1f1b", TABLE[-1].p, num_microbatches(TABLE[-1]))
 print(f"{sum(len(actions) for actions in deepest.ranks):,} actions on {TABLE[-1].p} stages")
@@ -131,26 +149,16 @@ assert deepest.peak_in_flight(0) == TABLE[-1].p == 64
 
 # %%
 WAYS = {
-    "everything kept": ("none", False, "#d55e00"),
-    "sequence parallel, selective": ("selective", True, "#0072b2"),
-    "full recompute (as published)": ("full", False, "#009e73"),
+    "everything kept": ("none", False),
+    "sequence parallel, selective": ("selective", True),
+    "full recompute (as published)": ("full", False),
 }
-figure, axes = plt.subplots(figsize=(10, 3.8), layout="constrained")
 names = [f"{row.billions:g}" for row in TABLE]
 states = [state_bytes(row) / GIB for row in TABLE]
-axes.bar(names, states, color="#c8ced4", width=0.75, label="weights, gradients, optimizer")
-for i, (way, (recompute, sp, colour)) in enumerate(WAYS.items()):
-    heights = [activation_bytes(row, recompute, sp) / GIB for row in TABLE]
-    places = [number + (i - 1) * 0.24 for number in range(len(TABLE))]
-    axes.bar(
-        places, heights, bottom=states, color=colour, width=0.22, label=f"+ activations: {way}"
-    )
-axes.axhline(80e9 / GIB, color="black", lw=1)
-axes.text(-0.4, 80e9 / GIB + 2, "80 GB", fontsize=9)
-axes.set(xlabel="billion parameters", ylabel="GiB per GPU, first stage")
-axes.spines[["top", "right"]].set_visible(False)
-axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0.08, 1.0))
-plt.show()
+activations = {
+    way: [activation_bytes(row, *options) / GIB for row in TABLE] for way, options in WAYS.items()
+}
+draw_configurations(names, states, activations, limit=80e9 / GIB)
 
 # %%
 for row in TABLE:
@@ -182,16 +190,8 @@ assert all(state_bytes(r) + activation_bytes(r, "selective", True) < 80e9 for r 
 # None of it is hidden here, so these are upper bounds; and the bubble is that of plain 1F1B.
 # Kernels that do not reach the peak get what is left.
 
+
 # %%
-COLOURS = {
-    "computing at peak speed": "#0072b2",
-    "bubble (p)": "#e69f00",
-    "tensor-parallel sums (t)": "#d55e00",
-    "messages between stages (p)": "#000000",
-    "gradient sum (d)": "#009e73",
-}
-
-
 def costs(row, computing):
     """Seconds per step beside computing. `computing`: what computing takes in reality."""
     d, M, share = copies(row), num_microbatches(row), row.layers / row.p
@@ -207,6 +207,7 @@ def costs(row, computing):
     }
 
 
+# %%
 shares = []
 for row in TABLE:
     published = num_operations(row) / (row.gpus * row.teraflops * 1e12)
@@ -216,33 +217,23 @@ for row in TABLE:
     parts |= costs(row, without_bubble)
     shares.append({name: seconds / published for name, seconds in parts.items()})
 
-figure, axes = plt.subplots(figsize=(10, 3.8), layout="constrained")
-bottom = [0.0] * len(TABLE)
-for name, colour in COLOURS.items():
-    heights = [share[name] for share in shares]
-    axes.bar(names, heights, bottom=bottom, color=colour, width=0.7, label=name)
-    bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-rest = [1 - below for below in bottom]
-axes.bar(
-    names, rest, bottom=bottom, color="#eef1f4", width=0.7, label="kernels below peak, and the rest"
-)
-axes.set(xlabel="billion parameters", ylabel="share of the published step")
-axes.spines[["top", "right"]].set_visible(False)
-axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1, 0.5))
-plt.show()
+draw_shares(names, shares, rest="kernels below peak, and the rest")
 
 # %%
 print("billions    t   p   d     M   largest price         of the step")
 bounds = []
 for row, share in zip(TABLE, shares, strict=True):
-    prices = {name: value for name, value in share.items() if name in list(COLOURS)[1:]}
+    prices = {name: value for name, value in share.items() if not name.startswith("computing")}
     largest = max(prices, key=prices.get)
     bounds.append(largest)
-    print(
-        f"{row.billions:8} {row.t:4} {row.p:3} {copies(row):3} {num_microbatches(row):5}   "
-        f"{largest:26} {prices[largest]:6.1%}"
-    )
-assert all(part > 0 for part in rest)  # nothing is counted twice
+    cut = f"{row.billions:8} {row.t:4} {row.p:3} {copies(row):3} {num_microbatches(row):5}"
+    print(f"{cut}   {largest:26} {prices[largest]:6.1%}")
+
+# %%
+compare(largest_price_at_a_billion=bounds[0], largest_price_at_a_trillion=bounds[-1])
+
+# %%
+assert all(sum(share.values()) < 1 for share in shares)  # nothing is counted twice
 assert bounds[:3] == ["gradient sum (d)"] * 3
 assert bounds[3:6] == ["tensor-parallel sums (t)"] * 3
 assert bounds[7:] == ["bubble (p)"] * 3
@@ -282,18 +273,23 @@ for t in (1, 2, 4, 8, 16):
         memory = (state_bytes(cut) + activation_bytes(cut, "full")) / 1e9
         cuts[t, p] = memory, sum(costs(cut, computing).values())
 
+# %%
 lines = ["| t | p | d | GB per GPU | seconds beside computing | |", "|---|---|---|---|---|---|"]
 for (t, p), (memory, seconds) in sorted(cuts.items(), key=lambda item: item[1][1]):
     verdict = "" if memory < 80 else "does not fit"
     verdict = "**published**" if (t, p) == (row.t, row.p) else verdict
-    lines.append(
-        f"| {t} | {p} | {row.gpus // (t * p)} | {memory:,.0f} | {seconds:.1f} | {verdict} |"
-    )
+    d = row.gpus // (t * p)
+    lines.append(f"| {t} | {p} | {d} | {memory:,.0f} | {seconds:.1f} | {verdict} |")
 Markdown("\n".join(lines))
 
 # %%
 fitting = {cut: seconds for cut, (memory, seconds) in cuts.items() if memory < 80}
 best = min(fitting.values())
+of_16 = min((seconds for (t, _), seconds in fitting.items() if t == 16), default=None)
+words = {True: "much slower", False: "about as fast"}
+compare(with_t_of_16="does not fit" if of_16 is None else words[of_16 > 2 * best])
+
+# %%
 assert (8, 8) in fitting and fitting[8, 8] < 1.1 * best
 assert min(p for t, p in fitting if t == 8) == 8  # the shallowest pipeline that fits, at t = 8
 assert all(seconds > 5 * best for (t, _), seconds in fitting.items() if t == 16)
@@ -325,17 +321,15 @@ queries = h * 1536 + 1536 * 128 * (128 + 64)
 keys_and_values = h * (512 + 64) + 512 * 128 * (128 + 128)
 attention = queries + keys_and_values + 128 * 128 * h
 dense = attention + 3 * h * ffn
-sparse = (
-    attention + h * 256 + (8 + 1) * 3 * h * expert
-)  # per token: 8 experts of 256, and a shared one
+sparse = attention + h * 256 + (8 + 1) * 3 * h * expert  # a token: 8 of 256 experts, a shared one
 logits = h * vocabulary
+
+# %%
 total = 3 * dense + 58 * (sparse + (256 - 8) * 3 * h * expert) + 2 * logits
 active = 3 * dense + 58 * sparse + 2 * logits
 print(f"{total / 1e9:.0f} billion parameters, {active / 1e9:.1f} of them used for a token")
 assert round(total / 1e9) == 671 and abs(active / 1e9 - 37) < 1
-print(
-    f"a layer multiplies with {sparse / 1e6:.0f} million, the logits with {logits / 1e6:.0f} million"
-)
+print(f"millions multiplied with: a layer {sparse / 1e6:.0f}, the logits {logits / 1e6:.0f}")
 
 # %% [markdown]
 # The logits are as much work as one layer and a half, and they are computed twice: for the next
@@ -346,10 +340,8 @@ print(
 TIMES = {
     "embedding": (0, 0),
     "decoder": (1, 2),
-    "mtp": (
-        1 + 2 * h * h / sparse,
-        2 + 4 * h * h / sparse,
-    ),  # a layer, and the projection before it
+    # A layer, and the projection before it.
+    "mtp": (1 + 2 * h * h / sparse, 2 + 4 * h * h / sparse),
     "loss": (2 * logits / sparse, 4 * logits / sparse),
 }
 LAYOUTS = {
@@ -357,6 +349,8 @@ LAYOUTS = {
     "as even as layers go": "Et|(tt|)*30,mL",
     "MTP beside the loss": "Et*2|(tt|)*29,t|mL",
 }
+
+# %%
 M = 64
 lengths = {}
 for name, text in LAYOUTS.items():
@@ -365,10 +359,11 @@ for name, text in LAYOUTS.items():
     layer_times = Costs.from_layout(layout, TIMES)
     done = simulate(plan("interleaved", 16, M, vpp=2), layer_times)
     lengths[name] = done.makespan
-    print(
-        f"{name:22} {text:22} slowest chunk {max(layer_times.forward):.2f}, "
-        f"length {float(done.makespan):6.0f}, idle {float(done.bubble_over_total):.0%}"
-    )
+    slowest, length = max(layer_times.forward), float(done.makespan)
+    idle = float(done.bubble_over_total)
+    print(f"{name:22} {text:22} slowest chunk {slowest:.2f}, length {length:6.0f}, idle {idle:.0%}")
+
+# %%
 assert min(lengths, key=lengths.get) == "documented"
 assert TIMES["loss"][0] > 3  # more than any pair of layers
 

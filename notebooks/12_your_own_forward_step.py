@@ -25,12 +25,13 @@
 # %matplotlib inline
 from functools import partial
 
-import matplotlib.pyplot as plt
 import torch
 
 from minimegatron import launch
 from minimegatron.core.device import get_device
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.notebook import compare, predict
+from minimegatron.notebook.drawing import draw_changes
 from minimegatron.tiny_gpt import TinyGPT, where_it_runs
 
 PROMPTS, ANSWERS = 4, 4  # four answers to each of four prompts
@@ -48,7 +49,16 @@ MODEL = {"seq_length": S, "vocab_size": V, "params_dtype": torch.float64, "init_
 # 3. In the first update the policy is still the one that gave the old log-probabilities. What is
 #    the ratio of new to old probability? Does clipping it do anything?
 # 4. The same samples in 8 microbatches of 2 or 16 of 1: is the gradient the same?
-#
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    have_log_probabilities=None,  # a list of ranks
+    ratio_in_first_update=None,
+    same_gradient=None,  # "always", "never" or "it depends on the loss function"
+)
+
+# %% [markdown]
 # ## Samples
 #
 # A sample is a prompt and an answer. The answers here are drawn at random, which is what this
@@ -80,6 +90,7 @@ def make_samples():
     }
 
 
+# %%
 SAMPLES = make_samples()
 print("tokens per answer:", [int(n) for n in SAMPLES["mask"].sum(1)])
 print("advantages:       ", [round(float(a), 1) for a in SAMPLES["advantages"]])
@@ -119,6 +130,7 @@ def log_probabilities(batch, output, non_loss_data=True):
     return -output
 
 
+# %%
 def policy_loss(batch, output, clip=0.2):
     """GRPO's advantages and clipping, normalised per token as DAPO does: (sum, tokens, report)."""
     ratio = torch.exp(-output - batch["old"])
@@ -149,6 +161,7 @@ def run_schedule(gpt, loss_func, batches, **more):
     )
 
 
+# %%
 def compute_log_probabilities(gpt, batches):
     with torch.no_grad():
         return run_schedule(
@@ -156,6 +169,7 @@ def compute_log_probabilities(gpt, batches):
         )
 
 
+# %%
 def one_update(cut, size):
     """On every rank: old log-probabilities, one update, new log-probabilities."""
     gpt = TinyGPT(**cut, calculate_per_token_loss=True, **MODEL)
@@ -186,6 +200,7 @@ def one_update(cut, size):
     }
 
 
+# %%
 ranks = launch(one_update, 4, {"tp": 2, "pp": 2}, 2)
 (alone,) = launch(one_update, 1, {}, 2)
 print(ranks[0]["where"])
@@ -194,6 +209,12 @@ for number, rank in enumerate(ranks):
     print(
         f"rank {number}: stage {rank['stage']}, log-probabilities {shape}, norm {rank['norm']:.6f}"
     )
+
+# %%
+compare(
+    have_log_probabilities=[r for r, rank in enumerate(ranks) if rank["old"] is not None],
+    ratio_in_first_update=1 + max(ranks[-1]["ratios"]),
+)
 
 # %% [markdown]
 # ## The picture
@@ -205,24 +226,7 @@ mask, advantages = SAMPLES["mask"], SAMPLES["advantages"]
 last = ranks[-1]
 change = ((last["new"] - last["old"]) * mask).sum(1)
 
-figure, axes = plt.subplots(figsize=(6.5, 3.8), layout="constrained")
-markers = ["o", "s", "^", "D"]
-for prompt, marker in enumerate(markers):
-    mine = slice(prompt * ANSWERS, (prompt + 1) * ANSWERS)
-    axes.scatter(
-        advantages[mine],
-        change[mine],
-        marker=marker,
-        s=45,
-        color=["#0072b2", "#e69f00", "#009e73", "#cc79a7"][prompt],
-        label=f"prompt {prompt}",
-    )
-axes.axhline(0, color="#999999", lw=0.8)
-axes.axvline(0, color="#999999", lw=0.8)
-axes.set(xlabel="advantage of the answer", ylabel="change of its log-probability")
-axes.spines[["top", "right"]].set_visible(False)
-axes.legend(frameon=False, fontsize=9)
-plt.show()
+draw_changes(advantages, change, per_prompt=ANSWERS)
 
 # %% [markdown]
 # ## Check the claim
@@ -234,6 +238,7 @@ assert all(torch.equal(rank["old"], last["old"]) for rank in ranks if rank["old"
 for which in ("old", "new"):  # cut over four ranks or not: the same before the update, and after
     torch.testing.assert_close(last[which], alone[which], rtol=1e-7, atol=1e-9)
 
+# %%
 # They are log-probabilities: of 64 tokens, and a fresh model hardly prefers any.
 assert (last["old"] < 0).all() and abs(float(last["old"].exp().mean()) * V - 1) < 0.1
 
@@ -243,6 +248,7 @@ for report, batch in zip(last["loss"], microbatches(SAMPLES, 2), strict=True):
     weighted = (batch["advantages"].unsqueeze(1) * batch["mask"]).sum() / batch["mask"].sum()
     assert abs(report + float(weighted)) < 1e-9
 
+# %%
 # Better answers became more likely, worse ones less.
 correlation = float(torch.corrcoef(torch.stack([advantages, change]))[0, 1])
 print(f"correlation of advantage and change: {correlation:.2f}")
@@ -263,12 +269,14 @@ def mean_of_microbatch(batch, output):
     return total / num_tokens, report
 
 
+# %%
 def mean_of_all_by_hand(num_tokens, num_microbatches, batch, output):
     # The schedule will divide by the number of microbatches (and data parallelism by that of copies).
     total, _, report = policy_loss(batch, output)
     return total / num_tokens * num_microbatches, report
 
 
+# %%
 def gradient_of(contract, size):
     per_token = contract == "sum and number, flag on"
     gpt = TinyGPT(tp=2, pp=2, calculate_per_token_loss=per_token, **MODEL)
@@ -288,6 +296,7 @@ def gradient_of(contract, size):
     return torch.cat([gradient.flatten() for gradient in gpt.gradients().values()])
 
 
+# %%
 CONTRACTS = ["sum and number, flag on", "mean of the microbatch", "mean of all, times M"]
 
 
@@ -303,6 +312,11 @@ errors = {key: float((g - right).norm() / right.norm()) for key, g in found.item
 print(f"{'off the first':26} size 2     size 1")
 for name in CONTRACTS:
     print(f"{name:26} {errors[name, 2]:.1e}    {errors[name, 1]:.1e}")
+are_same = {errors[name, 1] < 1e-10 and errors[name, 2] < 1e-10 for name in CONTRACTS}
+words = {(True,): "always", (False,): "never"}
+compare(same_gradient=words.get(tuple(are_same), "it depends on the loss function"))
+
+# %%
 for name in ("sum and number, flag on", "mean of all, times M"):
     assert errors[name, 2] < 1e-10 and errors[name, 1] < 1e-10
 assert errors["mean of the microbatch", 2] > 0.05 and errors["mean of the microbatch", 1] > 0.05
@@ -319,8 +333,8 @@ assert errors["mean of the microbatch", 2] > 0.05 and errors["mean of the microb
 #   `one_update`). From which on do the ratios leave 1? When does clipping begin to act?
 # * Cut the model otherwise: `{"pp": 4}`, `{"tp": 4}`, `{"pp": 2, "vp": 2}` on two ranks (then
 #   `data_iterator` is a list, one per chunk). What has to change in `inner_forward_step`?
-# * Forget `forward_only=True` for the log-probabilities, and give `launch` `hang_timeout=10`. Who
-#   waits for which rank, and why does no gradient come?
+# * Forget `forward_only=True` for the log-probabilities. `launch` ends after ten seconds in which
+#   nobody moves. Who waits for which rank, and why does no gradient come?
 #
 # ## Where next
 #

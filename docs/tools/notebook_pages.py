@@ -104,7 +104,8 @@ def to_markdown(notebook: nbformat.NotebookNode, stem: str) -> tuple[str, dict[s
     return re.sub(r"\]\((\d\d_\w+)\.(?:ipynb|py)\)", r"](\1.md)", text), figures
 
 
-PRIORITY = ["image/svg+xml", "image/png", "text/html", "text/markdown", "text/plain"]
+PRIORITY = ["image/svg+xml", "image/png", "text/markdown", "text/plain", "text/html"]
+"""HTML comes last: a notebook folds errors with it and keeps lines whole, which a page does anyway."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

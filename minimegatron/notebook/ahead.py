@@ -8,6 +8,7 @@ program may want another server, or none.
 """
 
 import multiprocessing
+import os
 from multiprocessing import forkserver
 
 from minimegatron.doctor.folders import keep_sockets
@@ -25,6 +26,10 @@ PRELOADED = [
     "minimegatron.notebook.engines",
 ]
 """The launcher's list and the engines; it is written here again, for to import it takes seconds."""
+
+# The engines import ipykernel's debugger, which warns of this Python's frozen modules; a notebook would
+# show that, in red, as its first output.
+os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
 
 if get_ipython is not None and get_ipython() is not None:
     keep_sockets()

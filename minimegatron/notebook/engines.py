@@ -149,6 +149,11 @@ class _Interrupts:
         self._is_in_cell, self._before = False, None
 
 
+def take_cell_number(number: int) -> None:
+    """The next cell is the notebook's `In [number]`, and is called so in tracebacks."""
+    get_ipython().execution_count = number
+
+
 # -- Values that travel between a rank and the notebook --
 
 

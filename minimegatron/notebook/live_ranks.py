@@ -18,7 +18,7 @@ import torch
 from minimegatron import launcher
 from minimegatron.core.device import choose_backend
 from minimegatron.doctor.folders import make_folder, remove_folder
-from minimegatron.doctor.verdict import NOBODY, STUCK, UNKNOWN, Diagnosis
+from minimegatron.doctor.verdict import Diagnosis
 from minimegatron.doctor.watch import Watch
 
 try:
@@ -32,8 +32,9 @@ try:
         on_the_host,
         serve_controller,
         serve_rank,
+        take_cell_number,
     )
-    from minimegatron.notebook.magics import CellError, RankMagics, places, show
+    from minimegatron.notebook.magics import CellError, RankMagics, places, show, show_errors
 except ImportError as error:
     raise ImportError(
         f"live ranks need ipyparallel ({error}); pip install 'minimegatron[notebooks]'"
@@ -50,8 +51,6 @@ LONGEST_INTERRUPT_SECONDS = 20.0
 AFTER_ERROR_SECONDS = 1.0
 """When a rank has raised, how long the others may stand still before the doctor is asked."""
 LOOK_SECONDS = 0.05
-MAY_GO_ON = (STUCK, NOBODY, UNKNOWN)
-"""What the doctor says of ranks that may only be slow."""
 
 FRESH = "Fresh ranks have taken their place, without variables: run the cells above once more."
 
@@ -161,12 +160,17 @@ class LiveRanks:
     def run(self, cell: str, ranks: Iterable[int] | None = None) -> None:
         """Runs `cell` on `ranks` (None: all) and shows what they print, ordered by rank.
 
-        Raises CellError, with each failing rank's traceback, if a rank raises.
+        Raises CellError if a rank raises, after showing each failing rank's traceback.
         """
         chosen = list(range(self.num_ranks)) if ranks is None else sorted(set(ranks))
         if absent := [rank for rank in chosen if not 0 <= rank < self.num_ranks]:
             raise ValueError(f"there is no rank {absent[0]}; ranks are 0 to {self.num_ranks - 1}")
         self._check_alive()
+        if (shell := get_ipython()) is not None:
+            # `execution_count` may be the next cell's already.
+            number = len(shell.history_manager.input_hist_parsed) - 1
+            for rank in chosen:
+                self._client[rank].apply_async(take_cell_number, number)
         replies = {
             rank: self._client[rank].execute(cell, silent=False, block=False) for rank in chosen
         }
@@ -186,6 +190,7 @@ class LiveRanks:
         if len(done) < len(replies):
             notes += [diagnosis.text, places(diagnosis.stacks, cell), FRESH]
             self.restart()
+        show_errors(errors)
         if errors or notes:
             raise CellError(errors, notes)
 
@@ -218,7 +223,7 @@ class LiveRanks:
             watch.look()
             if waiting and watch.is_hung():
                 diagnosis = watch.diagnose()
-                if diagnosis.kind not in MAY_GO_ON:
+                if diagnosis.kind not in launcher.MAY_GO_ON:
                     return diagnosis
                 watch.quiet = 0.0
         return None
@@ -245,7 +250,7 @@ class LiveRanks:
             watch.look()
             if now > ask_at:
                 diagnosis = watch.diagnose()
-                if diagnosis.kind not in MAY_GO_ON or now > give_up:
+                if diagnosis.kind not in launcher.MAY_GO_ON or now > give_up:
                     return diagnosis
                 ask_at = time.monotonic() + INTERRUPT_SECONDS
             time.sleep(LOOK_SECONDS)

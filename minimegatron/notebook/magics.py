@@ -1,7 +1,8 @@
 """`%%px`: a cell that runs on live ranks, its output labelled and in the order of ranks.
 
-Called by: IPython, for cells that begin with `%%px`; `live_ranks` shows replies with `show`. Calls:
-IPython. Megatron has no counterpart. ipyparallel's own `%%px` shows what comes first first.
+Called by: IPython, for cells that begin with `%%px`; `live_ranks` shows replies with `show`, errors
+with `show_errors`. Calls: `wide_text`, IPython. Megatron has no counterpart. ipyparallel's own `%%px`
+shows what comes first first.
 """
 
 import re
@@ -12,27 +13,49 @@ from typing import Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 from IPython.display import publish_display_data
 
+from minimegatron.notebook.wide_text import in_frame, show_either
+
 IN_CELL = re.compile(r'File ".*ipykernel_\d+.*", line (\d+) in <module>')
+CELL_LINE = re.compile(r"Cell In\[(\d+)\], line (\d+)")
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 HIGHLIGHT, PLAIN = "\x1b[31m", "\x1b[39m"
 
 
 class CellError(RuntimeError):
-    """A cell failed on some ranks. `errors` has (name, value, traceback) by rank."""
+    """A cell failed on some ranks. `errors` has (name, value, traceback) by rank.
+
+    A notebook shows a line for each error. Their tracebacks stand above, folded: `show_errors`.
+    """
 
     def __init__(self, errors: Mapping[int, Any], notes: Sequence[str] = ()):
         self.errors, self.notes = dict(errors), [note for note in notes if note]
-        said = [f"rank {rank}: {error.ename}: {error.evalue}" for rank, error in errors.items()]
+        said = [_in_a_line(ranks, error) for ranks, error in _group(errors)]
         super().__init__("\n".join(said + self.notes))
 
     def _render_traceback_(self) -> list[str]:
         # IPython shows this in place of the frames of this package, which say nothing here.
-        lines = []
-        for ranks, error in _group(self.errors):
-            lines.append(f"{HIGHLIGHT}--- {_list(ranks)} ---{PLAIN}")
-            lines += error.traceback.splitlines()
+        lines = [
+            f"{HIGHLIGHT}{_in_a_line(ranks, error)}{PLAIN}" for ranks, error in _group(self.errors)
+        ]
         for note in self.notes:
             lines += ["", *note.splitlines()]
         return lines
+
+
+def show_errors(errors: Mapping[int, Any]) -> None:
+    """Shows every error's traceback, folded in a notebook, unfolded where there is only text."""
+    for ranks, error in _group(errors):
+        title, text = f"Traceback of {_list(ranks)}", ANSI.sub("", error.traceback)
+        folded = f"<details><summary>{title}</summary>{in_frame(text)}</details>"
+        show_either(f"--- {title} ---\n{text}", folded)
+
+
+def _in_a_line(ranks: list[int], error: Any) -> str:
+    """Who, where, what: `rank 2, In [5], line 3: KeyError: 'trouble'`."""
+    places = CELL_LINE.findall(ANSI.sub("", error.traceback))
+    # The frames are written outermost first: the last in a cell is where the reader's code stands.
+    where = f", In [{places[-1][0]}], line {places[-1][1]}" if places else ""
+    return f"{_list(ranks)}{where}: {error.ename}: {error.evalue}"
 
 
 def _group(errors: Mapping[int, Any]) -> list[tuple[list[int], Any]]:

@@ -31,12 +31,13 @@ def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunctio
     True
     >>> unregister_schedule("one-at-a-time")
 
-    Raises ValueError when another function has the name.
+    A function that is defined again, as when a notebook's cell runs twice, takes its own place. Raises
+    ValueError when another function has the name.
     """
 
     def register(function: ScheduleFunction) -> ScheduleFunction:
         known = _SCHEDULES.get(name)
-        if known is not None and known is not function:
+        if known not in (None, function) and _place(known) != _place(function):
             raise ValueError(
                 f"the schedule name {name!r} is taken by {known.__module__}.{known.__qualname__}; "
                 "choose another"
@@ -45,6 +46,10 @@ def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunctio
         return function
 
     return register
+
+
+def _place(function: ScheduleFunction) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
 
 
 def unregister_schedule(name: str) -> None:

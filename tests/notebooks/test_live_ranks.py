@@ -1,5 +1,6 @@
 """Live ranks in a real kernel: what is shown, and that no process outlives its cell, or the kernel."""
 
+import html
 import importlib
 import os
 import re
@@ -15,6 +16,7 @@ from ipyparallel.engine.app import IPEngine
 from jupyter_client.manager import start_new_kernel
 
 from minimegatron.notebook import LiveRanks, engines
+from minimegatron.notebook.magics import CellError
 from tests.test_launcher import wait_until_gone
 
 START = "from minimegatron.notebook import live_ranks; ranks = live_ranks({})"
@@ -27,7 +29,10 @@ class Notebook:
         self.manager, self.client = start_new_kernel()
 
     def run(self, code: str) -> str:
-        """Everything that a cell shows, an error's traceback included, without colours."""
+        """Everything that a cell shows, an error's traceback included, without colours.
+
+        Where there is HTML, as in JupyterLab, it is that.
+        """
         shown: list[str] = []
 
         def note(message: dict) -> None:
@@ -40,7 +45,7 @@ class Notebook:
                 shown.append(content["data"].get("text/html", content["data"]["text/plain"]) + "\n")
 
         self.client.execute_interactive(code, timeout=280, output_hook=note)
-        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(shown))
+        return html.unescape(re.sub(r"\x1b\[[0-9;]*m", "", "".join(shown)))
 
     def interrupted(self, code: str, begun: Path) -> str:
         """The same, interrupted as soon as the cell has made the file `begun`."""
@@ -106,6 +111,12 @@ def four(text: str) -> str:
     return "".join(f"rank {rank} | {text}\n" for rank in range(4))
 
 
+def test_the_first_output_is_no_warning(kernel):
+    """Was: in red, that frozen modules may let a debugger miss breakpoints."""
+    shown = kernel.run(START.format(4))
+    assert shown.startswith("4 live ranks, ") and shown.count("\n") == 1, shown
+
+
 def test_it_says_what_it_runs_on(notebook):
     shown = notebook.run("ranks.stop(); ranks = live_ranks(4)")
     assert re.fullmatch(r"4 live ranks, (gloo|nccl), on .*GPUs.*; started in [\d.]+ s\n", shown)
@@ -128,7 +139,8 @@ def test_ranks_communicate_and_keep_their_variables(notebook):
         notebook.run("ranks['dist.all_reduce(x) or float(x[0])']") == "[24.0, 24.0, 24.0, 24.0]\n"
     )
     shown = notebook.run("ranks['nonsense']")
-    assert "--- ranks 0, 1, 2, 3 ---" in shown and "NameError" in shown and "apply" not in shown
+    assert "Traceback of ranks 0, 1, 2, 3" in shown and "NameError" in shown
+    assert "apply" not in shown
     notebook.run("import torch; ranks.push(y={'a': torch.ones(1)})")
     assert notebook.run("%px y['a'].device == device") == four("True")
 
@@ -149,21 +161,32 @@ def test_a_failing_rank_shows_its_traceback_and_all_stay_usable(notebook):
     before = notebook.descendants()
     shown = notebook.run("%%px\nprint('before')\nif rank == 2:\n    raise KeyError('trouble')")
     assert shown.startswith(four("before"))
-    assert "--- rank 2 ---" in shown and "raise KeyError('trouble')" in shown
-    assert shown.count("Traceback") == 1 and "live_ranks.py" not in shown
+    assert "Traceback of rank 2" in shown and "raise KeyError('trouble')" in shown
+    assert shown.count("Traceback (most recent") == 1 and "live_ranks.py" not in shown
     assert notebook.run("%px kept") == four("5")
     assert notebook.descendants() == before
 
 
 def test_the_same_error_on_all_ranks_is_shown_once(notebook):
     shown = notebook.run("%px nonsense")
-    assert "--- ranks 0, 1, 2, 3 ---" in shown and shown.count("name 'nonsense'") == 1
+    folded, in_a_line = shown.split("</details>\n")
+    assert "Traceback of ranks 0, 1, 2, 3" in folded
+    assert folded.count("name 'nonsense'") == in_a_line.count("name 'nonsense'") == 1
+
+
+def test_an_error_is_folded_and_has_the_number_of_the_notebooks_cell(notebook):
+    defined = int(notebook.run("%px def fail(): raise KeyError('trouble')\nIn.__len__() - 1"))
+    shown = notebook.run("%%px 1,3\nx = 1\nfail()")
+    folded, in_a_line = shown.split("</details>\n")
+    assert folded.startswith("<details><summary>Traceback of ranks 1, 3</summary><pre")
+    assert f"Cell In[{defined + 1}], line 2" in folded  # who called it
+    assert in_a_line == f"ranks 1, 3, In [{defined}], line 1: KeyError: 'trouble'\n"
 
 
 def test_ranks_that_wait_for_a_failed_one_are_named_and_replaced(notebook):
     before = notebook.descendants()
     shown = notebook.run("%%px\n\n\nif rank == 1:\n    raise KeyError('trouble')\ndist.barrier()")
-    assert "--- rank 1 ---" in shown and "KeyError: 'trouble'" in shown
+    assert "Traceback of rank 1" in shown and "KeyError: 'trouble'" in shown
     assert "Rank 1 has raised an exception" in shown
     assert "rank 3 stands in line 3: dist.barrier()" in shown
     assert "Fresh ranks have taken their place" in shown
@@ -281,6 +304,17 @@ def test_a_rank_that_is_slow_to_start_is_there_in_the_end(monkeypatch):
         ranks.stop()
 
 
+def test_outside_of_a_notebook_an_errors_traceback_is_text(capsys):
+    ranks = LiveRanks(1)
+    try:
+        with pytest.raises(CellError, match=r"^rank 0, In \[\d+\], line 2: KeyError: 'trouble'$"):
+            ranks.run("x = 1\nraise KeyError('trouble')")
+    finally:
+        ranks.stop()
+    shown = capsys.readouterr().out
+    assert "--- Traceback of rank 0 ---\n" in shown and "raise KeyError('trouble')" in shown
+
+
 def test_functions_of_a_cell_can_be_launched(notebook):
     shown = notebook.run(
         "from minimegatron import launch\n"
@@ -296,6 +330,57 @@ def test_functions_of_a_cell_can_be_launched(notebook):
     shown = notebook.run("def fails():\n    raise KeyError('here')\nlaunch(fails, 1)")
     assert "rank 0 of 1 raised KeyError: 'here'" in shown
     assert shown.count("    raise KeyError('here')") >= 1
+
+
+# -- `launch` in a notebook --
+
+CIRCLE = (
+    "import torch, torch.distributed as dist, time\n"
+    "from minimegatron import launch, launcher\n"
+    "options = {'backend': 'gloo', 'device': 'cpu'}\n"
+    "def circle(): dist.recv(torch.empty(1), src=1 - dist.get_rank())\n"
+)
+
+
+def test_a_launch_that_hangs_is_ended_after_ten_seconds(kernel):
+    shown = kernel.run(
+        f"{CIRCLE}began = time.monotonic()\n"
+        "try: launch(circle, 2, timeout=100, **options)\n"
+        "except launcher.HangError as hang: found = hang\n"
+        "print(found.diagnosis.kind, time.monotonic() - began)"
+    )
+    kind, seconds = shown.split()
+    assert kind == "cycle" and float(seconds) >= 10
+
+
+def test_a_launch_in_which_a_rank_computes_is_left_alone(kernel):
+    shown = kernel.run(
+        f"{CIRCLE}launcher.NOTEBOOK_HANG_SECONDS = 0.5\n"
+        "def slow():\n"
+        "    until = time.monotonic() + 4\n"
+        "    while dist.get_rank() == 0 and time.monotonic() < until: sum(range(1000))\n"
+        "    dist.barrier()\n    return dist.get_rank()\n"
+        "launch(slow, 3, **options)"
+    )
+    assert shown == "[0, 1, 2]\n"
+
+
+DEBUGGERS = {
+    "traced": ("sys.settrace(lambda *_: None)", "sys.settrace(None)"),
+    # JupyterLab's debugger is connected to debugpy; here nobody is.
+    "debugpy": ("debugpy.is_client_connected = lambda: True", "importlib.reload(debugpy)"),
+}
+
+
+@pytest.mark.parametrize("begin, end", DEBUGGERS.values(), ids=list(DEBUGGERS))
+def test_under_a_debugger_no_launch_counts_as_hung(kernel, begin, end):
+    attempt = (
+        "try: launch(circle, 2, timeout=6, **options)\n"
+        "except Exception as error: kind = type(error).__name__\n"
+    )
+    kernel.run(f"{CIRCLE}import debugpy, importlib, sys\nlauncher.NOTEBOOK_HANG_SECONDS = 0.5")
+    assert kernel.run(f"{begin}\n{attempt}{end}\nkind") == "'RankTimeout'\n"
+    assert kernel.run(f"{attempt}\nkind") == "'HangError'\n"
 
 
 def test_stopping_leaves_nothing(notebook):

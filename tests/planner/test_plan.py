@@ -234,6 +234,22 @@ def test_register_and_unregister():
         get_schedule("test-only")
 
 
+def test_a_schedule_that_is_defined_again_takes_its_own_place():
+    """Was: a notebook's cell that registers one could not run a second time, changed or not."""
+
+    def run_the_cell(schedule):
+        @register_schedule("test-only")
+        def mine(stage):
+            yield from get_schedule(schedule)(stage)
+
+    try:
+        run_the_cell("gpipe")
+        run_the_cell("1f1b")
+        assert plan("test-only", 2, 3).ranks == plan("1f1b", 2, 3).ranks
+    finally:
+        unregister_schedule("test-only")
+
+
 # -- JSON --
 
 

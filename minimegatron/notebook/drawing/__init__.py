@@ -1,0 +1,47 @@
+"""The pictures of the notebooks, so that their cells hold only what is drawn.
+
+    from minimegatron.notebook.drawing import draw_groups
+
+Each function draws and shows one figure. `ranks`: what ranks are and exchange; `runs`: what a run
+did; `sizes`: numbers side by side.
+"""
+
+from minimegatron.notebook.drawing.ranks import (
+    draw_groups,
+    draw_matrices,
+    draw_programs,
+    draw_snapshots,
+)
+from minimegatron.notebook.drawing.runs import (
+    draw_buffer,
+    draw_calls,
+    draw_flights,
+    draw_held_bytes,
+    draw_waiting,
+)
+from minimegatron.notebook.drawing.sizes import (
+    draw_changes,
+    draw_configurations,
+    draw_lengths,
+    draw_shares,
+    draw_stages,
+    draw_weights,
+)
+
+__all__ = [
+    "draw_buffer",
+    "draw_calls",
+    "draw_changes",
+    "draw_configurations",
+    "draw_flights",
+    "draw_groups",
+    "draw_held_bytes",
+    "draw_lengths",
+    "draw_matrices",
+    "draw_programs",
+    "draw_shares",
+    "draw_snapshots",
+    "draw_stages",
+    "draw_waiting",
+    "draw_weights",
+]
