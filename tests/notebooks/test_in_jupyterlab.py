@@ -74,6 +74,8 @@ def lab(folder: Path) -> Iterator[tuple[str, int]]:
         "PYTHONPATH": str(ROOT),
         "BROWSER": "true",
     }
+    # With this set, a kernel does not show what its processes write.
+    environment.pop("PYTEST_CURRENT_TEST", None)
     log = folder.parent / "log"
     with open(log, "w") as opened:
         options = {"stdout": opened, "stderr": opened, "start_new_session": True}
