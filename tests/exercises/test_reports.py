@@ -1,10 +1,12 @@
 """Reports of hostile texts: safe wherever they are opened, always written, silent on hidden runs."""
 
+import contextlib
 import csv
 import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import unicodedata
@@ -17,9 +19,11 @@ import pytest
 from minimegatron.commands import exercises as command
 from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import find
+from minimegatron.exercises.engine import Sheet
 from minimegatron.exercises.grading import grade as grading
 from minimegatron.exercises.grading import plain_text
 from minimegatron.exercises.grading.cell import SAME_USER
+from minimegatron.exercises.grading.cells import Cell, CellEnded
 from minimegatron.exercises.grading.grade import (
     FAILED,
     NOT_RUN,
@@ -40,6 +44,7 @@ from minimegatron.exercises.grading.reports import (
     write_report,
 )
 from minimegatron.exercises.grading.submissions import Submission
+from minimegatron.exercises.plain_data import to_line
 from minimegatron.exercises.verdict import Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -101,48 +106,78 @@ def test_of_public_runs_students_see_the_message(tmp_path):
     assert "rank 3: it is 4217.5" in texts["results.json"]
 
 
-class Cell:
-    """Answers as a cell would."""
+class Graded(grading._Grader):
+    """Its cells answer so that the checks end as given."""
 
-    def __init__(self, *answers: object):
-        self.answers = answers
+    def __init__(self, *endings: Verdict | CellEnded):
+        super().__init__(SimpleNamespace(cell=nullcell), SAME_USER, 987654321, Settings())
+        self.endings = iter(endings)
 
-    def ask(self, question: dict, timeout: float):
-        for answer in self.answers:
-            yield json.loads(answer.to_json()) if isinstance(answer, Verdict) else answer
-
-
-def graded(*answers: object) -> Grade:
-    grader = grading._Grader(Cell(*answers), SAME_USER, 987654321, Settings())
-    return grading._contained(grader, Submission("ada", {NAME: "x = 1\n"}), find("ex01"))
+    def _check(self, *_: object) -> Verdict:
+        if isinstance(ending := next(self.endings), CellEnded):
+            raise ending
+        return ending
 
 
+def nullcell(*_: object) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
+
+
+def graded(*endings: Verdict | CellEnded) -> Grade:
+    return grading._contained(Graded(*endings), ADA, find("ex01"))
+
+
+ADA = Submission("ada", {NAME: "x = 1\n"})
 RIGHT = Verdict(verdict.PASSED, num_passed=1, num_cases=1, seconds=1.5)
 
 
 def test_what_a_grade_tells_the_student():
     wrong = Verdict(verdict.WRONG, "4217.5", case="dp=7", rank=3, seconds=80.0)
-    done = {"ended": "done"}
-    assert "4217.5" in graded(wrong, done).told
-    hidden = graded(RIGHT, wrong, done)
+    assert "4217.5" in graded(wrong).told
+    hidden = graded(RIGHT, wrong)
     assert hidden.told == "Of the hidden checks: Not right yet."
     assert "4217.5" in hidden.message and hidden.public_seconds == 1.5 and hidden.seconds == 81.5
-    cheat = graded(RIGHT, RIGHT, RIGHT, done)
+    cheat = graded(RIGHT, RIGHT, RIGHT)
     assert "without the functions" in cheat.told and cheat.points == 0
-    dead = graded(RIGHT, {"ended": "it used 4217 MiB of memory"})
+    dead = graded(RIGHT, CellEnded("it used 4217 MiB of memory"))
     assert dead.told == "Of the hidden checks: no answer." and "4217" in dead.incidents[0]
-    assert graded(RIGHT, RIGHT, Verdict(verdict.UNWRITTEN), done).told == ""
+    assert graded(RIGHT, RIGHT, Verdict(verdict.UNWRITTEN)).told == ""
 
 
 @pytest.mark.parametrize(
     "answer",
-    [{"kind": "never heard of"}, {"kind": []}, {"kind": "wrong", "text": 7}, [], 7, {"ended": {}}],
+    ["{}", "[]", "7", "no JSON", "", '{"ended": {}}', '{"ended": "it used 9 MiB"}']
+    + [json.dumps({"collected": said}) for said in (7, "7", '{"dict": []}', [], {})]
+    + [json.dumps({"collected": to_line({"lines": [[7]]})})]
+    + [json.dumps({"collected": to_line({"lines": [["{}"]], "ending": "passed"})})],
 )
-def test_a_failure_while_grading_one_student_is_this_students_row(answer):
-    found = graded(answer)
+def test_a_failure_while_grading_one_student_is_this_students_row(answer, monkeypatch):
+    class OneAnswer:
+        def cell(self, room: dict, file: str, source: str, seconds: float) -> Cell:
+            ours, theirs = socket.socketpair()
+            theirs.sendall(f"{answer}\n".encode())
+            return Cell(ours, {"room": room}, seconds)
+
+    grader = grading._Grader(OneAnswer(), SAME_USER, 987654321, Settings())
+    monkeypatch.setattr(grader, "_judge", JudgeHere)
+    found = grading._contained(grader, ADA, find("ex01"))
     assert found.student == "ada" and found.points == 0
-    assert found.message and found.incidents
+    assert found.message and (found.incidents or found.kind)
     assert "Traceback" not in found.told and str(ROOT) not in found.told
+
+
+class JudgeHere:
+    """A judge without a process."""
+
+    def open(self, exercise, seed: int) -> list:
+        self.sheet = Sheet(exercise, seed)
+        return self.sheet.questions
+
+    def judge(self, number: int, collected) -> bool:
+        return self.sheet.judge(number, collected)
+
+    def verdict(self) -> Verdict:
+        return self.sheet.verdict()
 
 
 def test_one_failure_ends_nothing(monkeypatch):

@@ -136,7 +136,7 @@ def test_the_list_shows_progress_and_what_is_next(folder):
     assert f"[-] {FIRST.name}" in pages.overview(folder)
     folder.note(FIRST, Verdict(PASSED), "x")
     assert f"[x] {FIRST.name}" in pages.overview(folder)
-    assert "start ex02" in pages.overview(folder)
+    assert "start ex01b" in pages.overview(folder)
 
 
 def test_the_end_says_something_good(folder):

@@ -1,5 +1,6 @@
 """A student's file under plain torchrun: how its processes end, and what they leave."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_wrong_file_leaves_no_folder(tmp_path):
 
 
 def leave_the_board() -> list[bool]:
-    board = torchrun._Board(EXERCISE.name)
+    board = torchrun._Board(EXERCISE, Path(__file__), time.monotonic())
     try:
         with board:
             begun = board.listener.is_alive()

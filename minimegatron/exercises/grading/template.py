@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from minimegatron.exercises.collect import Question, collect
 from minimegatron.exercises.grading.cell import Limits, Order, run_cell
@@ -47,35 +48,26 @@ def serve(file: int) -> None:
 
 
 def _serve_cell(connection: socket.socket) -> None:
-    asked = json.loads(_read_line(connection))
+    lines = connection.makefile("rb")
+    asked = json.loads(lines.readline())
     room = asked["room"] | {"limits": Limits(**asked["room"]["limits"])}
     try:
-        run_cell(connection, Order(**room), lambda work: _answers(connection, asked, work))
+        run_cell(connection, Order(**room), lambda work: _answers(lines, asked, work))
     except Exception as error:
         words = f"no room of kind {room['kind']!r}: {error}"
         connection.sendall(json.dumps({"defect": words}).encode() + b"\n")
         raise
 
 
-def _answers(connection: socket.socket, asked: dict, work: Path) -> Iterator[str]:
+def _answers(lines: BinaryIO, asked: dict, work: Path) -> Iterator[str]:
     """What the room says to each question, until no more comes."""
     hide_memory()
     path = work / asked["file"]
     path.write_text(asked["source"], encoding="utf-8", newline="")
-    while line := _read_line(connection):
+    for line in lines:
         options = json.loads(line)
         found = collect(Question(**options.pop("question")), path, **options)
         yield json.dumps({"collected": found.to_line()})
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    """The next line. The grader sends one at a time, and waits for its answer."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (data := connection.recv(1 << 16)):
-            return b""
-        line += data
-    return line
 
 
 if __name__ == "__main__":
