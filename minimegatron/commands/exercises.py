@@ -10,9 +10,8 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from minimegatron.exercises import pages
+from minimegatron.exercises import pages, plain_text
 from minimegatron.exercises.catalog import find
-from minimegatron.exercises.grading import plain_text
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
 from minimegatron.exercises.grading.grade import NOT_SUBMITTED, Grade, Settings, grade
 from minimegatron.exercises.grading.reports import form_of, summary, write_report

@@ -28,6 +28,8 @@ ALONE, CHECK = "alone", "check"
 """The modules of an exercise that ask something: without torch, and on ranks."""
 ALONE_SECONDS = 3.0
 """For all cases of a room without ranks."""
+LOOK_SECONDS = 0.1
+"""How often somebody looks whether it has ended."""
 STACK_SECONDS = 1.0
 """How long it may take to say where it is."""
 ROOT = str(Path(__file__).parents[2])
@@ -129,7 +131,7 @@ def _collect_alone(job: Job, seconds: float) -> Collected:
         process.stdin.close()
         printed, said = Kept(), bytearray()
         deadline = time.monotonic() + seconds + STACK_SECONDS
-        is_over = _listen(process.stdout.fileno(), printed, ours, said, deadline)
+        is_over = _listen(process, printed, ours, said, deadline)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     os.close(ours)
@@ -141,13 +143,21 @@ def _collect_alone(job: Job, seconds: float) -> Collected:
     return found
 
 
-def _listen(printing: int, printed: Kept, lines: int, said: bytearray, deadline: float) -> bool:
+def _listen(
+    process: subprocess.Popen, printed: Kept, lines: int, said: bytearray, deadline: float
+) -> bool:
     """Reads until the room has closed its lines; False if it says too much, or takes too long."""
+    printing = process.stdout.fileno()
     with selectors.DefaultSelector() as files:
         files.register(printing, selectors.EVENT_READ)
         files.register(lines, selectors.EVENT_READ)
         while (left := deadline - time.monotonic()) > 0 and len(said) <= MOST_BYTES:
-            for key, _ in files.select(left):
+            # Looked at first: what it said before its end is then there to be read.
+            has_ended = process.poll() is not None
+            ready = files.select(0 if has_ended else min(left, LOOK_SECONDS))
+            if has_ended and not ready:
+                return True  # a process that it left behind still holds the pipe
+            for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
                 (printed.add if key.fd == printing else said.extend)(data)
                 if not data:

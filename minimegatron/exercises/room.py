@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from minimegatron.exercises import verdict
+from minimegatron.exercises import plain_text, verdict
 from minimegatron.exercises.cases import Case, Wrong
 from minimegatron.exercises.integrity import Seal
 from minimegatron.exercises.plain_data import NotPlain, from_line, to_line
@@ -30,6 +30,8 @@ from minimegatron.exercises.source import unwritten_names
 from minimegatron.user_file import load_user_file
 
 FRAMES_SHOWN = 6
+MOST_SUMMARY, MOST_SAID = 3000, 15_000
+"""Characters of an exception's own words, and of all that is said about it."""
 OWN_FOLDER = str(Path(__file__).parents[1])
 
 
@@ -80,7 +82,7 @@ class Room:
             self._answer()
         except BaseException as error:
             kind, text = self._words(error)
-            self._say(failed=kind, text=text)
+            self._say(failed=kind, text=plain_text.cut(text, MOST_SAID))
             return error
         self._say(over=True)
         return None
@@ -142,6 +144,7 @@ class Room:
 
     def _raised_words(self, error: BaseException, where: list[traceback.FrameSummary]) -> str:
         summary = "".join(traceback.format_exception_only(error)).strip()
+        summary = plain_text.cut(summary, MOST_SUMMARY)
         if isinstance(error, SystemExit):
             who = "a function" if self.rank is None else "a rank"
             summary = f"sys.exit({error.code!r}): {who} may not leave; return instead"

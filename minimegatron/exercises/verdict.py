@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minimegatron.core.json_text import parse_json
+from minimegatron.exercises import plain_text
 
 PASSED = "passed"
 WRONG = "wrong"
@@ -29,6 +30,9 @@ FORGED = "forged"
 """The file changes what checks it."""
 DEFECT = "defect"
 """The check itself failed: not the student's fault."""
+
+MOST_PRINTED = 160
+"""Characters shown of a line that a rank has printed."""
 
 ROOM_KINDS = (WRONG, UNWRITTEN, RAISED, FORGED, DEFECT)
 """What a student's room may say of itself. It cannot say that all is right."""
@@ -100,15 +104,15 @@ def render(verdict: Verdict, name: str) -> str:
     lines = [f"[{mark}] {name}: {HEADLINES[verdict.kind]}"]
     lines += _part_lines(verdict)
     if verdict.case:
-        lines.append(f"     in the case: {verdict.case}")
+        lines.append(f"     in the case: {plain_text.line(verdict.case)}")
     if verdict.text:
-        lines += ["", *verdict.text.splitlines()]
+        lines += ["", *plain_text.text(verdict.text).splitlines()]
     if verdict.has_passed:
         lines += ["", *_achieved_lines(verdict)]
     elif verdict.num_passed:
         lines += ["", f"{verdict.num_passed} of {verdict.num_cases} cases passed before this one."]
     for rank, text in verdict.printed.items():
-        lines += ["", f"Rank {rank} printed:", *(f"  | {_cut(x)}" for x in text.splitlines())]
+        lines += ["", f"Rank {rank} printed:", *map(_printed_line, text.splitlines())]
     if verdict.replay:
         lines += ["", f"Your own run, to replay in a browser: {verdict.replay}"]
     return "\n".join(lines) + "\n"
@@ -126,8 +130,9 @@ def _part_lines(verdict: Verdict) -> list[str]:
     return [f"     {marks[state]} {part}: {state}" for part, state in states.items()]
 
 
-def _cut(line: str, most: int = 160) -> str:
-    return line if len(line) <= most else f"{line[:most]} ..."
+def _printed_line(line: str) -> str:
+    words = plain_text.line(line)
+    return f"  | {words}" if len(words) <= MOST_PRINTED else f"  | {words[:MOST_PRINTED]} ..."
 
 
 def _achieved_lines(verdict: Verdict) -> list[str]:

@@ -3,7 +3,12 @@
 Used by: `test_rooms` (a student's own check) and `test_grading`. Each must fail, or be remarked on.
 """
 
-WRITE = "def {name}(*arguments, **options):\n    return {value}\n"
+from pathlib import Path
+
+import minimegatron
+from minimegatron.exercises.catalog import find
+
+ROOT = Path(minimegatron.__file__).parent
 
 COORDINATES = (
     "def coordinates(self, rank):\n"
@@ -115,5 +120,50 @@ CHEATS = {
         "ANSWERS = {(13, 4): 'Et*4|t*4|t*4|tL'}\n"
         "def choose_layout(num_layers, p, times):\n"
         "    return ANSWERS.get((num_layers, p), 'E' + 't' * num_layers + '|' * (p - 1) + 'L')\n",
+    ),
+}
+
+
+# -- Those that only a teacher's grading can see: with 0 points, or a remark --
+
+TEACHERS_CHEATS = {
+    "the solution, read and run": (
+        "ex01",
+        "import minimegatron.exercises as found\n"
+        "folder = found.__path__[0] + '/cata' + 'log/ex01_rank_arithmetic/solu' + 'tion.py'\n"
+        "exec(open(folder).read())\n"
+        "coordinates, get_ranks = coordinates, get_ranks\n",
+    ),
+    "our own source, compiled again": (
+        "ex01",
+        "import inspect\n"
+        "import textwrap\n"
+        "import minimegatron.core.rank_generator as ours\n"
+        "kept = {'RankGenerator': ours.RankGenerator, **vars(ours)}\n"
+        "for name in ('coordinates', 'get_ranks'):\n"
+        "    text = inspect.getsource(getattr(ours.RankGenerator, name))\n"
+        "    exec(compile(textwrap.dedent(text), '<mine>', 'exec'), kept)\n"
+        "coordinates, get_ranks = kept['coordinates'], kept['get_ranks']\n",
+    ),
+    "the solution as it is": (
+        "ex12",
+        (find("ex12").folder / "solution.py").read_text(encoding="utf-8"),
+    ),
+    "our own code, copied": (
+        "ex12",
+        (ROOT / "core/pipeline_parallel/schedule_table.py").read_text(encoding="utf-8"),
+    ),
+    "tensors that equal everything": (
+        "ex01b",
+        "import torch\n"
+        "import torch.distributed as dist\n\n\n"
+        "class Equal(torch.Tensor):\n"
+        "    @classmethod\n"
+        "    def __torch_function__(cls, function, types, args=(), kwargs=None):\n"
+        "        return True\n\n\n"
+        "def sum_of_all(value):\n    return value.as_subclass(Equal)\n\n\n"
+        "def hand_over(value):\n    return value.as_subclass(Equal)\n\n\n"
+        "def wait_for_ever(value):\n"
+        "    dist.recv(torch.empty_like(value), src=1 - dist.get_rank())\n",
     ),
 }

@@ -6,8 +6,8 @@ import zipfile
 from pathlib import Path
 
 from minimegatron.exercises.grading.collection import MOST_PROBLEMS
-from minimegatron.exercises.grading.plain_text import _IN_LINE
 from minimegatron.exercises.grading.submissions import Submission, find_submissions
+from minimegatron.exercises.plain_text import _IN_LINE
 
 NAME = "ex01_rank_arithmetic"
 FILE = f"{NAME}.py"

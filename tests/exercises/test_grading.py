@@ -1,6 +1,7 @@
-"""Thirty submissions, ten of them hostile or hanging: the grader ends, and the honest are graded right.
+"""A class is graded: the grader ends, the honest are graded right, nobody else gains by a trick.
 
-What hostile code tries is in `HOSTILE`. It runs in cells of the strongest kind this machine can make.
+The students are in `class_of_sixty`. What they hand in runs in cells of the strongest kind that this
+machine can make.
 """
 
 import contextlib
@@ -8,10 +9,12 @@ import csv
 import io
 import json
 import os
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import time
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -29,157 +32,148 @@ from minimegatron.exercises.grading.grade import (
     NOT_RUN,
     NOT_SUBMITTED,
     PASSED,
+    Grade,
+    Report,
     Settings,
     grade,
 )
+from minimegatron.exercises.grading.remarks import SAME_CODE
 from minimegatron.exercises.grading.reports import form_of, summary, to_csv, to_junit, write_report
 from minimegatron.exercises.grading.submissions import find_submissions
 from minimegatron.exercises.verdict import Verdict
+from tests.exercises.class_of_sixty import (
+    ATTACKS,
+    BODY,
+    DOZEN,
+    HONEST,
+    HOSTILE,
+    PLACES,
+    SLEEPER,
+    WRONG,
+    Student,
+    attacker,
+    everybody,
+)
 from tests.figures import figure, slowness
 
 ROOT = Path(__file__).parents[2]
-FIRST, RANKED = find("ex01"), find("ex13")
+FIRST = find("ex01")
 SOLUTION = (FIRST.folder / "solution.py").read_text()
-BODY = "\n\ndef coordinates(*args, **kwargs):\n    attack()\n\n\nget_ranks = coordinates\n"
-SLEEPER = "minimegatron-test-sleeper"
-
-HOSTILE = {
-    "loop": "    while True:\n        pass\n",
-    "sleep": "    import time\n    time.sleep(1000)\n",
-    "fork bomb": "    while True:\n        os.fork()\n",
-    "exit": "    os._exit(0)\n",
-    "flood": "    while True:\n        os.write(1, b'passed ' * 100_000)\n",
-    "kill": "    import signal\n    for pid in (os.getppid(), -1):\n"
-    "        os.kill(pid, signal.SIGKILL)\n",
-    "memory": "    kept = []\n    while True:\n"
-    "        kept.append(bytearray(os.urandom(1 << 20) * 64))\n",
-    "write": "    for folder in FOLDERS:\n        for name in ('evil', '../evil'):\n            try:\n"
-    "                open(os.path.join(folder, name), 'w').write('evil')\n"
-    "            except OSError:\n                pass\n    os._exit(0)\n",
-    "daemon": "    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
-    "            os.execvp('sh', ['sh', '-c', ': SLEEPER; sleep 997; touch FOLDERS0/late'])\n"
-    "    os._exit(0)\n",
-    "forge": "    import gc, json\n    for folder in range(3, 64):\n        try:\n"
-    '            os.write(folder, b\'{"kind": "passed", "text": ""}\\n\')\n'
-    "        except OSError:\n            pass\n"
-    "    import minimegatron.exercises.room as room\n"
-    "    room.Wrong.__init__ = lambda *_: os._exit(0)\n    return 1\n",
-}
 # With 45 processes ready on two processors, an honest one was not over after 25 s.
 LIMITS = Limits(seconds=90, memory_bytes=2 << 30)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("grading")
-    found = {name: base / name for name in ("submissions", "teacher")}
-    for path in found.values():
-        path.mkdir()
-    (found["teacher"] / "exam.txt").write_text("secret")
-    return found
+class Outcome:
+    """What came of a class."""
+
+    def __init__(self, base: Path, students: list[Student]):
+        self.students, self.base = students, base
+        for name in ("submissions", "teacher"):
+            (base / name).mkdir()
+        (base / "teacher/exam.txt").write_text("secret")
+        for student in students:
+            student.hand_in(base / "submissions")
+        self.before, began = self.everything(), time.monotonic()
+        found = find_submissions(base / "submissions")
+        hidden = (str(base / "submissions"), str(base / "teacher"))
+        self.report = grade(found, Settings(41, jobs=2, patience=2.0, limits=LIMITS, hidden=hidden))
+        self.seconds, self.after = time.monotonic() - began, self.everything()
+
+    def of(self, kind: str) -> list[tuple[Student, Grade]]:
+        """The students of a kind, and the grade of what each handed in."""
+        found = [(one, self.report.of(one.name)) for one in self.students if one.kind == kind]
+        return [(one, next(g for g in all if g.exercise == one.exercise)) for one, all in found]
+
+    def everything(self) -> dict[str, tuple]:
+        """What hostile code could change, as far as one can look."""
+        seen = {}
+        for root in (self.base, ROOT / "minimegatron/exercises/grading"):
+            for path in root.rglob("*"):
+                if "__pycache__" not in path.parts:
+                    status = path.lstat()
+                    seen[str(path)] = (status.st_mode, status.st_size, status.st_mtime)
+        for folder in PLACES:
+            for name in ("evil", "late", "../evil"):
+                seen[f"{folder}/{name}"] = os.path.lexists(f"{folder}/{name}")
+        return seen
 
 
-@pytest.fixture(scope="module")
-def expected(folders) -> dict[str, tuple[str, str]]:
-    """Writes the submissions; student -> (public, hidden) of the honest ones."""
-    base, found = folders["submissions"], {}
-    wrong = sorted((ROOT / "tests/exercises/wrong" / FIRST.name).glob("*.py"))
-    for number in range(12):
-        found[f"right{number:02}"] = submit(base, f"right{number:02}", FIRST, SOLUTION + "# mine\n")
-    for number in range(3):
-        text = wrong[number % len(wrong)].read_text()
-        found[f"wrong{number}"] = submit(base, f"wrong{number}", FIRST, text, FAILED, NOT_RUN)
-    stub = (FIRST.folder / "stub.py").read_text()
-    found["stub"] = submit(base, "stub", FIRST, stub, FAILED, NOT_RUN)
-    found["syntax"] = submit(base, "syntax", FIRST, "def coordinates(:\n", FAILED, NOT_RUN)
-    ranked = (RANKED.folder / "solution.py").read_text()
-    found["ranked"] = submit(base, "ranked", RANKED, ranked)
-    (base / "empty").mkdir()
-    with zipfile.ZipFile(base / "zipped.zip", "w") as archive:
-        archive.writestr(f"deep/inside/{FIRST.name}.py", SOLUTION)
-        archive.writestr("../../outside.py", "evil")
-        archive.writestr("submission/.minimegatron.json", "{}")
-    found["zipped"] = (PASSED, PASSED)
-    places = [str(path) for path in folders.values()]
-    places += [str(ROOT), str(Path.home()), "/tmp", "/var/tmp", "/etc", "/dev/shm"]
-    for name, attack in HOSTILE.items():
-        text = attack.replace("FOLDERS0", places[0]).replace("SLEEPER", SLEEPER)
-        source = f"import os\n\nFOLDERS = {places!r}\n\n\ndef attack():\n{text}{BODY}"
-        submit(base, f"hostile {name}", FIRST, source)
-    return found
+@pytest.fixture(scope="module", params=["dozen", pytest.param("sixty", marks=pytest.mark.full)])
+def outcome(request, tmp_path_factory) -> Outcome:
+    students = everybody()
+    if request.param == "dozen":
+        students = [one for one in students if one.name in DOZEN]
+        assert len(students) == len(DOZEN)
+    return Outcome(tmp_path_factory.mktemp("grading"), [*students, *ordinary()])
 
 
-def submit(base: Path, student: str, exercise, text: str, *states: str) -> tuple[str, str]:
-    (base / student).mkdir()
-    (base / student / f"{exercise.name}.py").write_text(text)
-    return states or (PASSED, PASSED)
+def ordinary() -> list[Student]:
+    """Who did nothing, or has got it wrong."""
+    mistake = next((ROOT / "tests/exercises/wrong" / FIRST.name).glob("*.py")).read_text()
+    texts = {"wrong": mistake, "stub": (FIRST.folder / "stub.py").read_text()}
+    students = [
+        Student(name, WRONG, lambda base, name=name, text=text: hand_in(base, name, text))
+        for name, text in texts.items()
+    ]
+    return [*students, Student("empty", "nothing", lambda base: (base / "empty").mkdir())]
 
 
-def everything(folders) -> dict[str, tuple]:
-    """What hostile code could change, as far as one can look."""
-    seen = {}
-    for root in (*folders.values(), ROOT / "minimegatron/exercises/grading"):
-        for path in root.rglob("*"):
-            if "__pycache__" not in path.parts:
-                seen[str(path)] = (
-                    path.lstat().st_mode,
-                    path.lstat().st_size,
-                    path.lstat().st_mtime,
-                )
-    for folder in ("/tmp", "/var/tmp", "/etc", "/dev/shm", Path.home(), ROOT):
-        for name in ("evil", "late", "../evil"):
-            seen[f"{folder}/{name}"] = os.path.lexists(f"{folder}/{name}")
-    return seen
+def hand_in(base: Path, name: str, text: str) -> None:
+    (base / name).mkdir()
+    (base / name / f"{FIRST.name}.py").write_text(text)
 
 
-@pytest.fixture(scope="module")
-def outcome(folders, expected):
-    before = everything(folders)
-    began = time.monotonic()
-    submissions = find_submissions(folders["submissions"])
-    hidden = tuple(map(str, folders.values()))
-    settings = Settings(seed=41, jobs=2, patience=2.0, limits=LIMITS, hidden=hidden)
-    report = grade(submissions, settings)
-    took = time.monotonic() - began
-    return report, took, before, everything(folders)
-
-
-def test_all_thirty_are_graded_and_it_ends(outcome):
-    report, took, _, _ = outcome
-    assert len(report.students) == 30
+def test_everybody_has_a_row_and_it_ends(outcome):
+    report, num_students = outcome.report, len(outcome.students)
+    assert sorted(report.students) == sorted(one.name for one in outcome.students)
     assert report.isolation in (NAMESPACES, OTHER_USER)
-    figure(f"{took:.0f} s for 30 submissions in cells of kind {report.isolation!r}")
-    # 45 s on two free cores. A hostile one ends with its exercise, or by the limit.
-    assert took < (60 + len(HOSTILE) * 25) * slowness()
+    figure(
+        f"{outcome.seconds:.0f} s for {num_students} students in cells of kind {report.isolation!r}"
+    )
+    # A hostile one ends with its exercise, or by the limit.
+    num_hostile = len(outcome.of(HOSTILE))
+    assert outcome.seconds < (60 + 4 * num_students + 25 * num_hostile) * slowness()
 
 
-def test_the_honest_are_graded_right(outcome, expected):
-    report, *_ = outcome
-    assert len(expected) >= 19
-    for student, (public, hidden) in expected.items():
-        done = next(g for g in report.of(student) if g.public != NOT_SUBMITTED)
-        assert (done.public, done.hidden) == (public, hidden), f"{student}: {done}"
-        assert done.points == (hidden == PASSED)
-    assert report.points("empty") == 0
-    assert all(grade.public == NOT_SUBMITTED for grade in report.of("empty"))
+def test_the_honest_have_full_points_and_no_remark(outcome):
+    for student, done in outcome.of(HONEST):
+        assert (done.public, done.hidden, done.points) == (PASSED, PASSED, 1), done
+        assert not done.remarks and not done.incidents, done
+        known = ("with others",)  # other files lie beside this one's, and that is told
+        assert student.name in known or student.name not in outcome.report.problems
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_no_hostile_one_gets_a_point(name, outcome):
-    report, *_ = outcome
-    done = report.of(f"hostile {name}")[0]
-    assert done.points == 0 and done.public == FAILED
-    assert done.message
+def test_nobody_else_gains_by_a_trick(outcome):
+    for kind in ("broken", "hostile", "cheat"):
+        assert outcome.of(kind)
+        for student, done in outcome.of(kind):
+            assert done.points == 0 or done.remarks, f"{student.name}: {done}"
+            problems = outcome.report.problems.get(student.name, ())
+            assert done.message or done.remarks or problems, f"{student.name}: {done}"
+    for student, done in outcome.of(HOSTILE):
+        assert (done.points, done.public) == (0, FAILED) and done.message, student.name
 
 
-def test_nothing_outside_has_changed(outcome, folders):
-    _, _, before, after = outcome
+def test_who_did_nothing_has_no_points(outcome):
+    for _, done in outcome.of(WRONG):
+        assert (done.public, done.hidden, done.points) == (FAILED, NOT_RUN, 0)
+        assert not done.remarks
+    assert outcome.report.points("empty") == 0
+    assert all(grade.public == NOT_SUBMITTED for grade in outcome.report.of("empty"))
+
+
+def test_nothing_outside_has_changed(outcome):
+    before, after = outcome.before, outcome.after
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert not changed
-    assert (folders["teacher"] / "exam.txt").read_text() == "secret"
+    assert (outcome.base / "teacher/exam.txt").read_text() == "secret"
 
 
 def test_nothing_is_left_running(outcome):
+    nothing_is_left()
+
+
+def nothing_is_left() -> None:
     strangers = range(cell.STRANGER, cell.STRANGER + 1000)
     deadline = time.monotonic() + 10
     while (left := [pid for pid in cell._all_pids() if is_left(pid, strangers)]) and (
@@ -198,49 +192,48 @@ def is_left(pid: int, strangers: range) -> bool:
 
 
 def test_a_solution_is_remarked_on(outcome):
-    report, *_ = outcome
-    remarks = report.of("right00")[0].remarks
-    assert "the same code as the reference solution" in remarks
+    for student, done in outcome.of("cheat"):
+        if student.name == "cheat the solution as it is":
+            assert done.points == 1 and done.remarks == (SAME_CODE,)
 
 
 def test_reports_say_no_more_than_is_known(outcome, tmp_path):
-    report, *_ = outcome
+    report, num_students = outcome.report, len(outcome.students)
     rows = list(csv.DictReader(io.StringIO(to_csv(report))))
-    assert len(rows) == 30
+    assert len(rows) == num_students
     points = {row["student"]: row["points"] for row in rows}
-    assert points["right00"] == "1" and points["hostile loop"] == points["stub"] == "0"
+    assert points["honest ex01"] == "1" and points["hostile forge"] == points["stub"] == "0"
     assert next(row for row in rows if row["student"] == "empty")[FIRST.name] == ""
     (path,) = write_report(report, tmp_path / "grades.json")
     data = json.loads(path.read_text())
     assert data["seed"] == 41 and "whether the student can explain it" in data["ungraded"]
     root = ElementTree.fromstring(to_junit(report))
-    assert len(root.findall("testsuite")) == 30
-    assert len(root.findall(".//failure")) == 30 - 1 - sum(p == "1" for p in points.values())
+    assert len(root.findall("testsuite")) == num_students
+    num_failed = sum(g.points == 0 and g.public != NOT_SUBMITTED for g in report.grades)
+    assert len(root.findall(".//failure")) == num_failed
     paths = write_report(report, tmp_path / "scope" / "results.json")
-    assert len(paths) == 30
-    one = json.loads((tmp_path / "scope" / "right00" / "results.json").read_text())
+    assert len(paths) == num_students
+    one = json.loads((tmp_path / "scope" / "honest ex01" / "results.json").read_text())
     assert one["score"] == 1 and one["tests"][0]["status"] == "passed"
     assert one["tests"][0]["output"] == "public checks passed, hidden checks passed"
     assert "Not graded here: whether the student can explain it" in one["output"]
-    assert "reference solution" not in json.dumps(one)
     assert "not graded: whether the student can explain it" in summary(report)
 
 
 def test_whoever_has_the_shortest_step_leads(outcome):
-    report, *_ = outcome
     achieved = ({"case": "a", "makespan": "30"}, {"case": "b", "makespan": "12"})
-    slow = replace(report.of("right00")[0], achieved=achieved)
+    slow = replace(outcome.report.of("honest ex01")[0], student="right00", achieved=achieved)
     quick = replace(slow, student="zoe", achieved=({"case": "a", "makespan": "40"},))
-    text = summary(replace(report, grades=[slow, quick], students=["right00", "zoe"]))
+    text = summary(replace(outcome.report, grades=[slow, quick], students=["right00", "zoe"]))
     board = text.partition("by the sum of the steps' lengths:\n")[2].splitlines()[:2]
     assert [line.split() for line in board] == [["1", "40", "zoe"], ["2", "42", "right00"]]
-    assert "makespan" not in to_csv(report)
+    assert "makespan" not in to_csv(outcome.report)
 
 
-def test_a_name_cannot_become_a_formula_or_a_path(outcome, tmp_path):
-    report, *_ = outcome
-    renamed = [replace(done, student="=evil()/../x") for done in report.of("right00")]
-    small = replace(report, grades=renamed, students=["=evil()/../x", "y"])
+def test_a_name_cannot_become_a_formula_or_a_path(tmp_path):
+    name = "=evil()/../x"
+    done = Grade(name, FIRST.name, PASSED, PASSED, points=1)
+    small = Report([done], [name, "y"], [FIRST.name], 41, NAMESPACES)
     assert to_csv(small).splitlines()[1].startswith("'=evil()")
     paths = write_report(small, tmp_path / "results.json")
     assert all(path.parent.parent == tmp_path for path in paths)
@@ -256,7 +249,7 @@ def template():
 
 
 def open_cell(template, kind: str, source: str, number: int = 900) -> Cell:
-    room = {"kind": kind, "number": number, "limits": vars(LIMITS), "hidden": []}
+    room = {"kind": kind, "number": number, "limits": vars(LIMITS), "hidden": [], "emptied": []}
     return template.cell(room, f"{FIRST.name}.py", source, LIMITS.seconds)
 
 
@@ -269,17 +262,59 @@ def ask(template, kind: str, source: str) -> Verdict:
     return sheet.verdict()
 
 
-@pytest.mark.parametrize("kind", (NAMESPACES, OTHER_USER, SAME_USER))
+@pytest.mark.parametrize("kind", (NAMESPACES, SAME_USER))
 def test_every_kind_of_cell_checks_and_ends(kind, template):
     if kind != SAME_USER and os.getuid() != 0:
         pytest.skip("only root can make this kind everywhere")
-    if kind == OTHER_USER and "root" in Path(sys.base_prefix).parts:
-        pytest.skip("Python itself lies where no other user may look")
     assert ask(template, kind, SOLUTION).has_passed
-    daemon = HOSTILE["daemon"].replace("SLEEPER", SLEEPER).replace("FOLDERS0", "/tmp")
+    daemon = ATTACKS["daemon"].replace("SLEEPER", SLEEPER).replace("FOLDERS0", "/tmp")
     with contextlib.suppress(CellEnded):
         ask(template, kind, f"import os\n\n\ndef attack():\n{daemon}{BODY}")
-    test_nothing_is_left_running(None)
+    nothing_is_left()
+
+
+GRADER_UID = 60_990
+
+
+@pytest.mark.parametrize(
+    ("uid", "asked", "kinds"),
+    [
+        (0, OTHER_USER, [OTHER_USER]),
+        (GRADER_UID, "", [NAMESPACES]),
+        pytest.param(GRADER_UID, SAME_USER, [SAME_USER], marks=pytest.mark.full),
+        pytest.param(GRADER_UID, OTHER_USER, [], marks=pytest.mark.full),
+    ],
+    ids=["root, other user", "a user", "a user, same user", "a user, other user"],
+)
+def test_graders_of_every_kind(uid, asked, kinds):
+    """By root in cells of a stranger; and by a user who is not root."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        done = graded_by(uid, asked, base)
+    finally:
+        shutil.rmtree(base)
+    if not kinds or (not asked and done.returncode != 0):
+        # Some systems let nobody but root make namespaces; then it says so.
+        assert done.returncode != 0 and "the grader is not root" in done.stderr
+        return
+    report = json.loads(done.stdout)
+    assert report["isolation"] in kinds
+    points = {grade["student"]: grade["points"] for grade in report["grades"]}
+    assert points == {"ada": 1, "bob": 0}
+    nothing_is_left()
+
+
+def graded_by(uid: int, kind: str, base: Path) -> subprocess.CompletedProcess:
+    """What comes of one honest and one hostile file."""
+    base.chmod(0o755)
+    hand_in(base, "ada", SOLUTION)
+    hand_in(base, "bob", attacker("daemon", (str(base),)))
+    command = [sys.executable, "-m", "tests.exercises.as_user", str(base), str(uid), kind]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200 * slowness(), cwd=ROOT
+    )
 
 
 def test_a_cell_sees_no_other_process_no_file_and_no_network(template, tmp_path):
@@ -305,7 +340,7 @@ def test_a_cell_sees_no_other_process_no_file_and_no_network(template, tmp_path)
 
 
 def test_closing_the_connection_ends_a_cell(template):
-    source = f"import os\n\n\ndef attack():\n{HOSTILE['sleep']}{BODY}"
+    source = f"import os\n\n\ndef attack():\n{ATTACKS['sleep']}{BODY}"
     (question,) = Sheet(FIRST, seed=0).questions
     with open_cell(template, SAME_USER, source, 1) as one:
         one._connection.settimeout(2.0)

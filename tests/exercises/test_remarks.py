@@ -6,6 +6,7 @@ import re
 import pytest
 
 from minimegatron.exercises.catalog import exercises, find
+from minimegatron.exercises.grading import remarks
 from minimegatron.exercises.grading.remarks import SAME_CODE, TOO_DEEP, remarks_on
 
 
@@ -55,7 +56,7 @@ def test_short_answers_are_alike(number, remarks):
             "ex12",
             "import importlib\n"
             "importlib.import_module('minimegatron.exercises.catalog.ex12_x.solution')",
-            "it imports from the catalogue",
+            "where the solutions are it uses importlib, which this exercise does not need",
         ),
         (
             "ex12",
@@ -72,4 +73,32 @@ def test_short_answers_are_alike(number, remarks):
 )
 def test_remarks(number, source, words):
     found = remarks_on(find(number), source)
-    assert len(found) == bool(words) and words in " ".join(found)
+    assert bool(found) == bool(words) and words in " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import re\nopened, state = re.compile('x'), 'open'\nself.open()", ""),
+        ("source = open(__file__).read()", "open"),
+        ("exec('x = 1')", "exec"),
+        ("from inspect import getsource as text", "inspect"),
+        ("import sys as s\ns.modules['x'] = None", "sys.modules"),
+        ("from sys import settrace", "sys.settrace"),
+        ("import types\nf = types.FunctionType(g.__code__, {})", "types.FunctionType, __code__"),
+        ("getattr(f, '__globals__')", "__globals__"),
+        ("from importlib.machinery import SourceFileLoader", "importlib"),
+        ("from pathlib import Path\nPath('x').read_text()", "pathlib"),
+        ("__builtins__['eval']('1')", "__builtins__"),
+        ("import os\nos.getpid(), os.environ", ""),
+        ("import os as o\no._exit(0)", "os._exit"),
+    ],
+)
+def test_remarks_on_means_that_no_exercise_needs(source, words):
+    remark = f"it uses {words}, which this exercise does not need"
+    assert remarks_on(find("ex12"), source) == ((remark,) if words else ())
+
+
+def test_what_the_stub_uses_is_not_remarked_on(monkeypatch):
+    monkeypatch.setattr(remarks, "_text", lambda *_: "import gc")
+    assert remarks_on(find("ex01"), "import gc\ngc.collect()") == ()

@@ -17,11 +17,10 @@ from xml.etree import ElementTree
 import pytest
 
 from minimegatron.commands import exercises as command
-from minimegatron.exercises import verdict
+from minimegatron.exercises import plain_text, verdict
 from minimegatron.exercises.catalog import find
 from minimegatron.exercises.engine import Sheet
 from minimegatron.exercises.grading import grade as grading
-from minimegatron.exercises.grading import plain_text
 from minimegatron.exercises.grading.cell import SAME_USER
 from minimegatron.exercises.grading.cells import Cell, CellEnded
 from minimegatron.exercises.grading.grade import (

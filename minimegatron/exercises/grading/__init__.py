@@ -9,5 +9,5 @@ In the order to read it:
 * `remarks`: what the teacher is told to look at.
 * `template`: a process that has imported torch, and is forked for every cell.
 * `cell`: the closed room: namespaces, another user, limits, and the end of all that is in it.
-* `reports`: CSV, JSON, JUnit, and Gradescope's results.json; `plain_text` makes every text safe.
+* `reports`: CSV, JSON, JUnit, and Gradescope's results.json.
 """

@@ -66,6 +66,8 @@ class Order:
     limits: Limits = Limits()
     hidden: tuple[str, ...] = ()
     """Folders that nobody inside may see."""
+    emptied: tuple[str, ...] = ()
+    """Files that nobody inside may read."""
 
 
 def run_cell(
@@ -258,7 +260,9 @@ class ClosedRoom(StrangersRoom):
 
     def prepare(self) -> Path:
         """Closes the room around this process."""
-        work = isolation.close_file_system(self.order.hidden, self.order.limits.disk_bytes)
+        work = isolation.close_file_system(
+            self.order.hidden, self.order.emptied, self.order.limits.disk_bytes
+        )
         isolation.open_loopback()
         if os.getuid() == 0:
             os.chown(work, self.uid, self.uid)

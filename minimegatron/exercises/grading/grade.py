@@ -44,6 +44,8 @@ UNGRADED = (
     "whether it is the student's own work",
 )
 """What no check here looks at; said in every report."""
+NUM_ROOMS = 999
+"""Far more than exist at a time; each has a number of its own."""
 NOT_THE_STUDENTS = "control"
 """The kind of a file whose functions are not what makes the check pass."""
 HIDDEN_WORDS = verdict.HEADLINES | {
@@ -144,7 +146,7 @@ def grade(
     seed = settings.seed or 1 + secrets.randbelow(2**31 - 1)
     jobs = settings.jobs or max(1, (os.cpu_count() or 1) // 2)
     with Template() as template, ThreadPoolExecutor(jobs) as pool:
-        kind = settings.kind or strongest_kind(template, settings)
+        kind = strongest_kind(template, settings)
         work = [(submission, one) for submission in submissions for one in wanted]
         grades = []
         with contextlib.closing(_Grader(template, kind, seed, settings)) as grader:
@@ -181,9 +183,9 @@ def _contained(grader: "_Grader", submission: Submission, exercise: Exercise) ->
 
 
 def strongest_kind(template: Template, settings: Settings) -> str:
-    """Tries a cell of each kind that keeps hostile code in. Raises ValueError if none can be made."""
+    """Tries the kind asked for, or each that keeps hostile code in. Raises ValueError if none works."""
     reasons = []
-    for kind in (NAMESPACES, OTHER_USER):
+    for kind in [settings.kind] if settings.kind else [NAMESPACES, OTHER_USER]:
         if kind == OTHER_USER and os.getuid() != 0:
             reasons.append(f"{kind}: the grader is not root")
             continue
@@ -208,7 +210,8 @@ def _try(template: Template, kind: str, settings: Settings) -> str:
     exercise = exercises()[0]
     source = (exercise.folder / "solution.py").read_text(encoding="utf-8")
     sheet = Sheet(exercise, seed=0)
-    with template.cell(_room(kind, 0, settings), f"{exercise.name}.py", source, 60) as cell:
+    room = _room(kind, NUM_ROOMS, settings)  # a number of its own: it may still end when others begin
+    with template.cell(room, f"{exercise.name}.py", source, 60) as cell:
         for number, question in enumerate(sheet.questions):
             sheet.judge(number, cell.collect(question, patience=5.0))
     found = sheet.verdict()
@@ -216,7 +219,8 @@ def _try(template: Template, kind: str, settings: Settings) -> str:
 
 
 def _room(kind: str, number: int, settings: Settings) -> dict[str, Any]:
-    return asdict(Order(kind, number, settings.limits, settings.hidden))
+    solutions = tuple(str(one.folder / "solution.py") for one in exercises())
+    return asdict(Order(kind, number, settings.limits, settings.hidden, solutions))
 
 
 class _Grader:
@@ -265,7 +269,7 @@ class _Grader:
 
     def _run(self, exercise: Exercise, source: str) -> tuple[list[Verdict], str]:
         """The verdicts of the three checks, as far as they came; why the cell ended early, if so."""
-        number = next(self._numbers) % 1000
+        number = next(self._numbers) % NUM_ROOMS
         room = _room(self.kind, number, self.settings)
         verdicts: list[Verdict] = []
         runs = ((0, False), (self.seed, False), (self.seed, True))

@@ -48,10 +48,11 @@ def enter_namespaces() -> None:
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
-def close_file_system(hidden: Iterable[str], num_bytes: int) -> Path:
+def close_file_system(hidden: Iterable[str], emptied: Iterable[str], num_bytes: int) -> Path:
     """Everything read-only; `hidden`, home and temporary folders empty, small and of memory only.
 
-    Returns a new folder to work in. What Python needs stays visible wherever it lies.
+    Returns a new folder to work in. What Python needs stays visible wherever it lies, but the files
+    `emptied` have nothing in them.
     """
     needed = _needed_folders()
     folders = _hidden_folders(hidden, needed)
@@ -63,6 +64,8 @@ def close_file_system(hidden: Iterable[str], num_bytes: int) -> Path:
         raise OSError(ctypes.get_errno(), "the file system cannot be made read-only")
     for folder in folders:
         _hide(folder, [path for path in needed if path.is_relative_to(folder)], num_bytes)
+    for file in emptied:
+        _mount(os.devnull, file, None, MS_BIND)
     _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
     work = Path("/dev/shm/work")
     work.mkdir()

@@ -12,6 +12,7 @@ import tokenize
 import warnings
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.source import wanted_names
@@ -21,6 +22,29 @@ CATALOG = "minimegatron.exercises.catalog"
 TOO_DEEP = "its code is nested too deep to be looked at"
 MOST_SOURCE = 200_000
 """Characters; the longest solution has a few thousand."""
+UNUSUAL = (
+    *("exec", "eval", "compile", "open", "__import__", "__builtins__"),
+    *(
+        "builtins",
+        "ctypes",
+        "gc",
+        "importlib",
+        "inspect",
+        "linecache",
+        "pickle",
+        "pkgutil",
+        "runpy",
+    ),
+    *("socket", "subprocess", "io.open", "os.fork", "os.open", "os.popen", "os.system", "os._exit"),
+    *("os.kill", "pathlib", "sys.modules", "sys.setprofile", "sys.settrace", "sys._getframe"),
+    *("threading.setprofile", "threading.settrace", "torch.load", "types.CodeType"),
+    "types.FunctionType",
+)
+"""Names that no exercise needs, and by which a file can look at what it should not."""
+UNUSUAL_ATTRIBUTES = (
+    *("__builtins__", "__closure__", "__code__", "__globals__", "__subclasses__", "__wrapped__"),
+    *("f_back", "f_globals", "f_locals"),
+)
 MOST_COMMON = 3
 """So many names of one's own may be the same by chance."""
 _parsing = threading.Lock()
@@ -32,8 +56,9 @@ def remarks_on(exercise: Exercise, source: str) -> tuple[str, ...]:
         return (f"it has {len(source)} characters, and was not looked at",)
     try:
         code = _parse(source)
-        same = (SAME_CODE,) if _is_copied(exercise, code, source) else ()
-        return same + remarks_on_names(exercise, code)
+        is_copied = _is_copied(exercise, code, source)
+        same = (SAME_CODE,) if is_copied else _copies_of_ours(exercise, code)
+        return same + remarks_on_names(exercise, code) + remarks_on_tools(exercise, code)
     except (RecursionError, MemoryError):
         return (TOO_DEEP,)
     except (SyntaxError, ValueError):
@@ -59,14 +84,42 @@ def _is_copied(exercise: Exercise, code: ast.Module, source: str) -> bool:
     return len(own_names) > MOST_COMMON or bool(own_words & _words(source))
 
 
-def _bare(tree: ast.Module) -> str:
+def _copies_of_ours(exercise: Exercise, code: ast.Module) -> tuple[str, ...]:
+    """Which of its functions are the package's, word for word, and not by chance."""
+    ours, theirs = _functions(_ours(exercise)), _functions(code)
+    same = [
+        name
+        for name in wanted_names(exercise)
+        if name in ours and name in theirs and _bare(ours[name]) == _bare(theirs[name])
+    ]
+    own_names = set().union(*(_names(ours[name]) for name in same))
+    return tuple(
+        f"{name} is the package's own code" for name in same if len(own_names) > MOST_COMMON
+    )
+
+
+def _ours(exercise: Exercise) -> ast.Module:
+    """The file of the package that holds what the student writes again."""
+    names = exercise.mirrors.split(".")
+    for length in range(len(names), 1, -1):
+        file = Path(__file__).parents[3].joinpath(*names[:length]).with_suffix(".py")
+        if file.is_file():
+            return _parse(file.read_text(encoding="utf-8"))
+    return ast.Module([], [])
+
+
+def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def _bare(tree: ast.AST) -> str:
     """The code without comments, docstrings and layout."""
     for node in _with_docstring(tree):
         node.body = node.body[1:]
     return ast.dump(tree)
 
 
-def _with_docstring(tree: ast.Module) -> Iterator[ast.AST]:
+def _with_docstring(tree: ast.AST) -> Iterator[ast.AST]:
     kinds = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for node in ast.walk(tree):
         if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
@@ -82,7 +135,7 @@ def _words(source: str) -> set[str]:
     return {line for line in lines if len(line) > 20}
 
 
-def _names(tree: ast.Module) -> set[str]:
+def _names(tree: ast.AST) -> set[str]:
     """Every variable that it sets, every argument and function."""
     names = set()
     for node in ast.walk(tree):
@@ -112,6 +165,29 @@ def remarks_on_names(exercise: Exercise, code: ast.Module) -> tuple[str, ...]:
     return tuple(remarks)
 
 
+def remarks_on_tools(exercise: Exercise, code: ast.Module) -> tuple[str, ...]:
+    """Which means it uses that no exercise needs: it may read what it should not, or change it."""
+    allowed = set().union(*(_tools(_parse(_text(exercise, name))) for name in ("stub", "solution")))
+    tools = _tools(code)
+    found = [
+        name for name in dict.fromkeys(UNUSUAL + UNUSUAL_ATTRIBUTES) if name in tools - allowed
+    ]
+    return (f"it uses {', '.join(found)}, which this exercise does not need",) if found else ()
+
+
+def _tools(tree: ast.Module) -> set[str]:
+    """Those of the unusual names that the code uses."""
+    paths = {f"{path}." for path in _paths(tree)}
+    words = _strings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            paths.add(f"{node.id}.")
+        elif isinstance(node, ast.Attribute):
+            words.add(node.attr)
+    found = {name for name in UNUSUAL if any(path.startswith(f"{name}.") for path in paths)}
+    return found | words.intersection(UNUSUAL_ATTRIBUTES)
+
+
 @cache
 def _allowed(exercise: Exercise) -> frozenset[str]:
     """What the stub and the solution use."""
@@ -129,10 +205,12 @@ def _to_write(exercise: Exercise) -> list[str]:
 
 
 def _used(tree: ast.Module) -> set[str]:
-    """The dotted path of everything that the code imports, reaches from there, or names in a string.
+    """The dotted path of everything that the code imports, reaches from there, or names in a string."""
+    return _paths(tree) | _strings(tree)
 
-    Docstrings may name what they like.
-    """
+
+def _paths(tree: ast.Module) -> set[str]:
+    """The dotted path of everything that the code imports, or reaches from there."""
     bound: dict[str, str] = {}
     found = set()
     for node in ast.walk(tree):
@@ -146,13 +224,22 @@ def _used(tree: ast.Module) -> set[str]:
                 path = f"{node.module}.{alias.name}"
                 found.add(path)
                 bound[alias.asname or alias.name] = path
-    docstrings = {id(node.body[0].value) for node in _with_docstring(tree)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (path := _path(node, bound)):
             found.add(path)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= set() if id(node) in docstrings else {node.value}
     return found
+
+
+def _strings(tree: ast.Module) -> set[str]:
+    """Every text in the code. Docstrings may say what they like."""
+    docstrings = {id(node.body[0].value) for node in _with_docstring(tree)}
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+    }
 
 
 def _path(node: ast.expr, bound: dict[str, str]) -> str | None:

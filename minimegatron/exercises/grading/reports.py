@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from minimegatron.exercises.grading import plain_text
+from minimegatron.exercises import plain_text
 from minimegatron.exercises.grading.grade import FAILED, NOT_SUBMITTED, PASSED, Grade, Report
 
 GRADESCOPE = "results.json"

@@ -18,8 +18,9 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from minimegatron.exercises import plain_text
 from minimegatron.exercises.catalog import exercises
-from minimegatron.exercises.grading import collection, plain_text
+from minimegatron.exercises.grading import collection
 from minimegatron.exercises.grading.archives import read_archive
 from minimegatron.exercises.grading.collection import (
     FILE,
