@@ -100,7 +100,7 @@ MAY_ASK_PARALLEL_STATE = re.compile(
 
 MAY_READ_ENVIRONMENT = re.compile(
     r"minimegatron\.(launcher|training\.(arguments|initialize|failures|rendezvous)"
-    r"|exercises\.(torchrun|grading\.grade))"
+    r"|exercises\.(check|torchrun|grading\.cells))"
 )
 """Before arguments are parsed, or instead of parsing them."""
 

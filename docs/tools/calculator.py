@@ -8,7 +8,7 @@ import ast
 import inspect
 from collections.abc import Callable
 
-import cases
+import memory_cases
 
 from minimegatron.planner import formulas, memory, schedules
 
@@ -24,8 +24,8 @@ FUNCTIONS = [
     memory.model_state_bytes,
     formulas.bubble_formulas,
     formulas.message_formula,
-    cases.layer_flops_per_token,
-    cases.model_flops_per_token,
+    memory_cases.layer_flops_per_token,
+    memory_cases.model_flops_per_token,
 ]
 
 

@@ -66,6 +66,7 @@ Try it: `python -m minimegatron.exercises.engine FILE [--seed N]` with a stub, a
 one; FILE's exercise is told from its folder's or its own name (ex06...).
 """
 
+import importlib
 import os
 from pathlib import Path
 
@@ -95,10 +96,9 @@ __all__ = [
 def main(file: str) -> None:
     """Checks the student's file, as part of torchrun or on its own; ends the process."""
     path = Path(file).resolve()
+    # Imported here: every `alone` and `check` imports this module, and a room needs neither.
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from minimegatron.exercises.torchrun import check_in_torchrun
-
-        raise SystemExit(check_in_torchrun(path))
-    from minimegatron.exercises.engine import check_with_command
-
-    raise SystemExit(check_with_command(path))
+        torchrun = importlib.import_module("minimegatron.exercises.torchrun")
+        raise SystemExit(torchrun.check_in_torchrun(path))
+    engine = importlib.import_module("minimegatron.exercises.engine")
+    raise SystemExit(engine.check_with_command(path))

@@ -210,7 +210,8 @@ def _try(template: Template, kind: str, settings: Settings) -> str:
     exercise = exercises()[0]
     source = (exercise.folder / "solution.py").read_text(encoding="utf-8")
     sheet = Sheet(exercise, seed=0)
-    room = _room(kind, NUM_ROOMS, settings)  # a number of its own: it may still end when others begin
+    # A number of its own: this room may still be ending when the first others begin.
+    room = _room(kind, NUM_ROOMS, settings)
     with template.cell(room, f"{exercise.name}.py", source, 60) as cell:
         for number, question in enumerate(sheet.questions):
             sheet.judge(number, cell.collect(question, patience=5.0))
