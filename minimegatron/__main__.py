@@ -22,6 +22,7 @@ COMMANDS = {
     "exercises": ("minimegatron.commands.exercises", "write pieces of the chain; checked on ranks"),
     "groups": ("minimegatron.commands.groups", "print every process group of a parallel layout"),
     "layout": ("minimegatron.commands.layout", "print which rank holds which layers"),
+    "notebooks": ("minimegatron.commands.notebooks", "put the notebooks into a folder of yours"),
     "plan": ("minimegatron.commands.plan", "show what every stage does when in a step"),
     "preprocess": ("minimegatron.commands.preprocess", "turn text into a dataset to train on"),
     "trace": ("minimegatron.commands.trace", "show what a recorded run did, beside its plan"),
