@@ -1,4 +1,4 @@
-"""From nothing to everything once, as a new user without a clone: `python -m tests.exercises.first_use`.
+"""From nothing to all of it, as a new user, no clone: `python -m tests.exercises.first_use`.
 
 Makes a wheel, a fresh virtual environment and a folder, then types what docs/teachers.md says, and
 prints after how many seconds each command had ended: the first green check, the first replay, a graded

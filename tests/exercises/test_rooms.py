@@ -1,6 +1,7 @@
 """A student's room: what may come out of it, what it cannot reach, and how its ends are told."""
 
 import math
+import re
 import time
 from pathlib import Path
 
@@ -148,6 +149,21 @@ def test_what_a_pure_part_prints_is_shown_and_a_flood_is_cut(tmp_path):
     body = "    print('x' * 3_000_000)\n    return []\n"
     found, _ = run_alone(tmp_path, body, 4.0)
     assert "bytes left out" in found.printed["0"] and len(found.printed["0"]) < 4000
+
+
+def test_a_message_is_cut_and_a_terminal_obeys_nothing(tmp_path):
+    body = "    print('\\x1b[2Jprinted')\n    raise ValueError('\\x1b[31m' * 10_000_000)\n"
+    found, _ = run_alone(tmp_path, body, 4.0)
+    text = render(found, "ex05")
+    assert re.search(r"cut here: 49,997,\d+ of 50,000,\d+ characters are left out", text)
+    assert "in predict_order:" in text and "| \\x1b[2Jprinted" in text
+    assert "\x1b" not in text and len(text) < 20_000
+
+
+def test_a_process_left_behind_does_not_hold_the_check(tmp_path):
+    body = "    import os, time\n    if os.fork() == 0:\n        time.sleep(60)\n    os._exit(0)\n"
+    found, seconds = run_alone(tmp_path, body, 20.0)
+    assert found.kind == verdict.DIED and seconds < 30
 
 
 def test_parts_are_told_one_by_one(tmp_path):
