@@ -43,8 +43,10 @@ from minimegatron.exercises.catalog import exercises
 from minimegatron.exercises.grading import archives, collection
 from minimegatron.planner import formulas, memory
 from minimegatron.planner.actions import Action
-from minimegatron.planner.memory import (
+from minimegatron.planner.memory import (  # noqa: F401  for pages
+    activation_bytes_per_layer,
     message_bytes,
+    num_layer_parameters,
 )
 from minimegatron.planner.plan import plan
 from minimegatron.planner.registry import ScheduleFunction

@@ -1,7 +1,7 @@
 """What MkDocs is asked to do for us: finished HTML where its comment stands; what the navigation cannot
 know before the build, which notebooks and exercises there are; a smaller stylesheet of the theme.
 
-Called by: MkDocs. Calls: `stash`, `trim_css`.
+Called by: MkDocs. Calls: `stash`, `trim_css`; the catalogue, for the order of its exercises.
 """
 
 import sys
@@ -12,12 +12,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from stash import fill
 from trim_css import trim_site
 
+from minimegatron.exercises.catalog import exercises
+
+ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
+"""As in the list that the command prints: what is quick comes first."""
+
 
 def on_config(config):
     for place, folder in ((2, "notebooks"), (3, "exercises")):
         names = sorted(path.name for path in Path(config["docs_dir"], folder).glob("*.md"))
         if names:
-            names.sort(key=lambda name: name != "index.md")
+            names.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
             pages = [f"{folder}/{name}" for name in names]
             config["nav"].insert(place, {folder.capitalize(): pages})
     return config
