@@ -213,7 +213,7 @@ def test_reports_say_no_more_than_is_known(outcome, tmp_path):
     assert len(root.findall(".//failure")) == num_failed
     paths = write_report(report, tmp_path / "scope" / "results.json")
     assert len(paths) == num_students
-    own = next(path for path in paths if path.parent.name in ("honest ex01", "honest_ex01"))
+    own = next(path for path in paths if path.parent.name.startswith("honest_ex01-"))
     one = json.loads(own.read_text())
     assert one["score"] == 1 and one["tests"][0]["status"] == "passed"
     assert one["tests"][0]["output"] == "public checks passed, hidden checks passed"
