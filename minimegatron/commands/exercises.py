@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checking.add_argument("--open", action="store_true", help="open the replay of your run")
     actions.add_parser("watch", help="check again whenever you save, until all has passed")
     _add_named(actions, "page", "the exercise's page, as in the documentation")
-    _add_named(actions, "hint", "the next of three hints")
+    _add_named(actions, "hint", "the next hint")
     _add_named(actions, "reset", "bring the stub back; your file is kept beside it")
     submitting = actions.add_parser("submit", help="pack your files to hand in")
     submitting.add_argument("--output", default=SUBMISSION, metavar="FILE", type=Path)

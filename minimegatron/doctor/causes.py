@@ -315,8 +315,8 @@ def _absent_one(case: Case) -> Diagnosis | None:
         cause = (
             f"Rank {absent} is missing from {collective_text(seen.call, seen.group)}, where "
             f"{ranks_in_words(there)} are. It has gone on without it, and "
-            f"{case.situations[absent].text}. It has left a collective out, or enters them in "
-            "another order than the others."
+            f"{case.situations[absent].text}. Either it has left a collective out, or it is in one "
+            "that the others do not enter, or it enters them in another order."
         )
         details = tuple(_first_difference(case, [absent]))
         return case.verdict(MISSING, cause, [absent], cycle=case.circle, details=details)

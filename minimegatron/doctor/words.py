@@ -28,8 +28,9 @@ ADVICE = {
     ),
     verdict.MISSING: (
         "Every send needs one receive on its peer, every receive one send, and a collective needs "
-        "every rank of its group. Look for the call that one rank leaves out: in a loop that ends "
-        "one turn early, or behind an `if` that asks for the rank."
+        "every rank of its group. One rank makes a call too many, or another one too few: look at a "
+        "loop that ends a turn early or late, at an early return, and at an `if` that asks for the "
+        "rank."
     ),
     verdict.MISMATCH: (
         "All ranks of a group must enter the same collective, with tensors of the same size and "

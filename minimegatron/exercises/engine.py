@@ -70,7 +70,7 @@ def _asked_again(
     """The verdict, and whether the same question is answered otherwise a second time."""
     sheet.judge(number, collect(sheet.questions[number], path, patience))
     second = sheet.failure
-    if second is not None and (second.kind, second.text) == (found.kind, found.text):
+    if second is not None and _without_ranks(second) == _without_ranks(found):
         return found
     words = "right" if second is None else second.text.splitlines()[0]
     text = (
@@ -78,6 +78,11 @@ def _asked_again(
         "Something in it depends on chance, on time, or on which rank comes first."
     )
     return replace(found, text=text)
+
+
+def _without_ranks(found: Verdict) -> tuple[str, str]:
+    """What was said, whichever rank was the first to say it."""
+    return found.kind, re.sub(r"\brank \d+\b", "rank", found.text)
 
 
 @dataclass

@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from minimegatron.doctor.folders import shared_folder
+from minimegatron.doctor.records import ranks_in_words
+from minimegatron.doctor.verdict import NOBODY, STUCK, Diagnosis
 from minimegatron.exercises import verdict
 from minimegatron.exercises.collect import Collected, crowding, students_lines
 from minimegatron.exercises.pipes import Pipes
 from minimegatron.exercises.plain_data import MOST_BYTES
 from minimegatron.exercises.rank_side import work_on_rank
-from minimegatron.exercises.room import Job
+from minimegatron.exercises.room import OWN_FOLDER, Job
 from minimegatron.launcher import HangError, RankError, RankProcesses, RankTimeout
 
+EXERCISES = Path(__file__).parent
+BUSY = "All ranks are busy in your code"
+LOOP = "Is there a loop that does not end?"
 HANG_SECONDS = 2.5
 """Nobody begins or ends a call for so long: a hang. A check's own calls are far shorter."""
 MOST_SECONDS = 6.0
@@ -114,9 +119,42 @@ def _died_words(error: RankError, rank: int) -> str:
 
 
 def _hang_words(error: HangError, path: str) -> str:
-    text = error.diagnosis.text
-    found = students_lines(error.diagnosis.stacks, path)
-    return "\n".join([str(error).splitlines()[0], "", text, *found])
+    found = error.diagnosis
+    done = [rank for rank, stack in found.stacks.items() if _is_in_the_check(stack, path)]
+    inside = [rank for rank in found.stacks if rank not in done]
+    if done and inside:
+        text = _finished_words(found, done, inside)
+    elif found.kind == NOBODY:
+        text = f"{BUSY}, and no rank waits for another. {LOOP}"
+    elif found.kind == STUCK:
+        text = f"{found.cause} {LOOP}"
+    else:
+        text = found.text
+    first = str(error).splitlines()[0]
+    return "\n".join([first, "", text, *students_lines(found.stacks, path)])
+
+
+def _is_in_the_check(stack: str, path: str) -> bool:
+    """Whether a rank waits in a call that the check makes, after the student's code or around it."""
+    for file in re.findall(r'File "([^"]+)", line', stack):
+        if file == path or file.startswith(OWN_FOLDER):
+            return file != path and Path(file).is_relative_to(EXERCISES)
+    return False
+
+
+def _finished_words(found: Diagnosis, done: list[int], inside: list[int]) -> str:
+    """Some ranks have come out of the student's code, and others have not."""
+    have, wait = ("has", "waits") if len(done) == 1 else ("have", "wait")
+    lines = [
+        f"R{ranks_in_words(done)[1:]} {have} come out of your code, and {wait} for the others in the "
+        "check. Still in there:",
+        *(f"  rank {rank} {found.situations[rank].text}" for rank in inside),
+        "",
+        "Every rank of a group must make the same calls. Those that are still in there make one too "
+        "many, or those that came out have left one out: look at an early return, and at an `if` or a "
+        "loop that depends on the rank or on its data.",
+    ]
+    return "\n".join(lines)
 
 
 def _timeout_words(error: RankTimeout, path: str) -> str:

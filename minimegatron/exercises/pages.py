@@ -75,7 +75,7 @@ def start_words(folder: StudentFolder, exercise: Exercise) -> str:
         f"read    `{PREFIX} page {exercise.number}`, or the page of the documentation",
         f"edit    {folder.file(exercise)}",
         f"check   `{PREFIX} check`, or leave `{PREFIX} watch` running beside your editor",
-        f"stuck?  `{PREFIX} hint`, {len(folder.hints(exercise))} steps",
+        f"stuck?  `{PREFIX} hint`: each time you ask, it says more",
     ]
     return "\n".join(lines)
 

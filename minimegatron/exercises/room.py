@@ -29,7 +29,7 @@ from minimegatron.exercises.replacing import functions_of, withhold
 from minimegatron.exercises.source import unwritten_names
 from minimegatron.user_file import load_user_file
 
-FRAMES_SHOWN = 6
+FRAMES_SHOWN, LATER_FRAMES = 6, 2
 MOST_SUMMARY, MOST_SAID = 3000, 15_000
 """Characters of an exception's own words, and of all that is said about it."""
 OWN_FOLDER = str(Path(__file__).parents[1])
@@ -75,6 +75,8 @@ class Room:
         # Whatever the student's file does to the module: what is said is said in these words.
         self._to_line = to_line
         self._number = 0
+        self._is_asking = False
+        """Whether the student's functions are called, and what they gave is used."""
 
     def work(self) -> BaseException | None:
         """Answers every case. Returns what ended it early, which was told."""
@@ -103,13 +105,19 @@ class Room:
             self._number = number
             self._say(begun=True)
             case = Case(name, part=part, **values)
-            given = [check.run(student, case) for _ in range(self._times)]
+            given = [self._run(check, student, case) for _ in range(self._times)]
             if (changed := seal.broken()) is not None:
                 raise Refused(verdict.FORGED, _changed_words(changed))
             if len({self._to_line(one) for one in given}) > 1:
                 raise Wrong(_two_answers(*given[:2]))
             self._say(answer=given[0])
             self._between()
+
+    def _run(self, check: ModuleType, student: ModuleType, case: Case) -> Any:
+        self._is_asking = True
+        given = check.run(student, case)
+        self._is_asking = False
+        return given
 
     def _student(self) -> ModuleType:
         path = Path(self.job.path)
@@ -140,6 +148,8 @@ class Room:
             return verdict.RAISED, self._raised_words(error, where)
         if isinstance(error, SystemExit):
             return verdict.RAISED, f"{self._on()}sys.exit() was called; return instead"
+        if self._is_asking and isinstance(error, Exception):
+            return verdict.RAISED, self._later_words(error)
         return verdict.DEFECT, "".join(traceback.format_exception(error))
 
     def _raised_words(self, error: BaseException, where: list[traceback.FrameSummary]) -> str:
@@ -154,6 +164,25 @@ class Room:
         if inner != where[-1]:
             lines.append(f"  from there, in {inner.filename}:{inner.lineno}, in {inner.name}")
         return "\n".join(lines)
+
+    def _later_words(self, error: BaseException) -> str:
+        """For what a student's function has returned, started or left behind, and failed later."""
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename).parent != Path(__file__).parent
+        ]
+        ours = [frame for frame in frames if frame.filename.startswith(OWN_FOLDER)]
+        return "\n".join(
+            [
+                f"{self._on()}{plain_text.cut(summary, MOST_SUMMARY)}",
+                "",
+                "It failed outside your file, with something that your code returned, started or left "
+                "behind:",
+                *(_place(frame) for frame in (ours or frames)[-LATER_FRAMES:]),
+            ]
+        )
 
     def _on(self) -> str:
         return "" if self.rank is None else f"rank {self.rank}: "
@@ -198,7 +227,7 @@ def _breakpoint_words(where: list[traceback.FrameSummary]) -> str:
     lines = [
         "a debugger was started, and nobody can type here: the check runs your code in other "
         "processes",
-        "Take it out, or run your file by itself, where it can stop.",
+        "Take it out. What your code prints is shown below the verdict.",
     ]
     return "\n".join([*lines, "", *(_place(frame) for frame in where[-1:])])
 
@@ -207,13 +236,17 @@ def _two_answers(one: Any, other: Any) -> str:
     return (
         "asked the same thing twice, your code gave two answers: something in it depends on chance, "
         "on time, or on what it did before\n"
-        f"  first:  {_short(one)}\n  second: {_short(other)}"
+        f"  first:  {_around(one, other)}\n  second: {_around(other, one)}"
     )
 
 
-def _short(value: Any, most: int = 300) -> str:
-    text = repr(value)
-    return text if len(text) <= most else f"{text[:most]} ..."
+def _around(value: Any, other: Any, before: int = 100, most: int = 300) -> str:
+    """The value in words; of a long one, where it begins to differ from the other."""
+    text, theirs = repr(value), repr(other)
+    place = next((i for i, (a, b) in enumerate(zip(text, theirs, strict=False)) if a != b), 0)
+    begin = max(0, place - before) if len(text) > most else 0
+    shown = text[begin : begin + most]
+    return "... " * (begin > 0) + shown + " ..." * (begin + most < len(text))
 
 
 # -- Exceptions in the student's own lines --

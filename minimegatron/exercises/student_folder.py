@@ -23,7 +23,7 @@ from minimegatron.core.json_text import parse_json
 from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.faults import FORMER_NAMES
-from minimegatron.exercises.verdict import Verdict
+from minimegatron.exercises.verdict import HANG, Verdict
 
 STATE = ".minimegatron.json"
 VERSION = 1
@@ -233,7 +233,10 @@ def failure_words(verdict: Verdict) -> str:
     lines = [
         f"{word}: {text}" for word, text in (("part", verdict.part), ("case", verdict.case)) if text
     ]
-    return "\n".join([*lines, *verdict.text.splitlines()[:1]])[:1000]
+    paragraphs = verdict.text.split("\n\n")
+    # Of a hang the first line says how long it took, and the second paragraph why.
+    chosen = paragraphs[1:2] if verdict.kind == HANG else paragraphs[0].splitlines()[:1]
+    return "\n".join([*lines, *chosen])[:1000]
 
 
 def digest(path: Path) -> str:

@@ -44,6 +44,18 @@ WRONG = {
         verdict.HANG,
         "Ranks 0 and 1 wait for each other in a circle",
     ),
+    "early": (
+        "    if dist.get_rank() == 1:\n        return value\n"
+        "    dist.all_reduce(value)\n    return value\n",
+        verdict.HANG,
+        "Rank 1 has come out of your code, and waits for the others in the check. Still in there: "
+        "rank 0 waits in torch.distributed.all_reduce",
+    ),
+    "text": (
+        "    return 'three'\n",
+        verdict.RAISED,
+        "It failed outside your file, with something that your code returned",
+    ),
     "forged": (
         "    import minimegatron.exercises.room as room\n"
         "    room.to_line = lambda value: '{}'\n    return value\n",

@@ -31,21 +31,8 @@ from minimegatron.tracing.step import Step
 OURS = (
     "minimegatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving"
 )
-FREE = "minimegatron.core.pipeline_parallel.model_chunk.ModelChunk.free_output"
 REPLACES = (OURS,)
-PARTS = ("warm-up", "steady", "cool-down", "memory, losses and gradients")
 PHASES = dict(zip((WARMUP, STEADY, COOLDOWN), PARTS, strict=False))
-CALLS = {
-    "forward-compute": "F",
-    "backward-compute": "B",
-    "forward-recv": "recv_forward",
-    "backward-recv": "recv_backward",
-    "forward-send": "send_forward",
-    "backward-send": "send_backward",
-    "forward-send-backward-recv": "send_forward_recv_backward",
-    "backward-send-forward-recv": "send_backward_recv_forward",
-}
-"""What is noted while a step runs: a link's name, and what the student calls it."""
 WORLD = 4
 
 
@@ -72,37 +59,36 @@ def cases(seed: int) -> list[Case]:
 def run(student: ModuleType, case: Case) -> dict[str, Any]:
     """One step of a GPT with the student's loop."""
     step = on_these_ranks(case.step)
-    loop = student.forward_backward_pipelining_without_interleaving
-    freed: list[Any] = []
-
-    def free_output(chunk: ModelChunk, output_tensor: Any) -> None:
-        freed.append(output_tensor)
-        original(chunk, output_tensor)
-
-    original = ModelChunk.free_output
+    stage = step.groups.pp.rank()
+    watch = Watch(student, stage, case.p, case.M, case.forward_only)
     with (
         installed(RendezvousTransport, GET_TRANSPORT),
-        installed(loop, OURS),
-        installed(free_output, FREE),
-        noted(CALLS),
+        installed(student.forward_backward_pipelining_without_interleaving, OURS),
+        watch.watching(),
     ):
         try:
             with recorded() as recording:
-                reports = _evaluate(step) if case.forward_only else step.forward_backward()
+                reports = _one_step(step, case.forward_only)
         except StopIteration as error:
-            raise Wrong(_too_many_words(error, student, case)) from None
+            words = _too_many_words(error, case, student.__file__, stage)
+            raise Wrong(words, watch.phase()) from None
     return {
         "recording": recording(),
         "reports": reports,
-        "num_freed": len(freed),
+        "num_freed": watch.num_freed,
+        "complaints": watch.complaints,
         "gradients": {} if case.forward_only else step.gradients(),
     }
 
 
-def _evaluate(step: GptStep) -> list:
-    """Forwards only, as `training.evaluate` calls the schedule."""
+def _one_step(step: GptStep, forward_only: bool) -> list:
+    """One training step; or forwards only, as `training.evaluate` calls the schedule."""
+    function = get_forward_backward_func()
+    function = partial(function, adjust_tensor_shapes_fn=named_shapes)
+    if not forward_only:
+        return step.forward_backward(function)
     with torch.no_grad():
-        return get_forward_backward_func()(
+        return function(
             forward_step_func=forward_step_func,
             data_iterator=[iter(step.data)],
             model=step.chunks,
@@ -114,13 +100,13 @@ def _evaluate(step: GptStep) -> list:
         )
 
 
-def _too_many_words(error: StopIteration, student: ModuleType, case: Case) -> str:
+def _too_many_words(error: StopIteration, case: Case, file: str, stage: int) -> str:
     """More forwards than microbatches, or more backwards than forwards: which, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     line = next(
-        (f"line {f.lineno}" for f in reversed(frames) if f.filename == student.__file__), ""
+        (f"line {f.lineno}" for f in reversed(frames) if f.filename == file), ""
     )
-    where = f"rank {dist.get_rank()}: {line} of your file"
+    where = f"stage {stage} of {case.p}: {line} of your file"
     if any(frame.name == "forward_step_func" for frame in frames):
         return (
             f"{where} does a forward of a microbatch that does not exist: the data iterator is "

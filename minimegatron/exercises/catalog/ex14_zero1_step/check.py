@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.core import collectives
 from minimegatron.core.distributed.param_and_grad_buffer import lay_out_buffer
 from minimegatron.core.optimizer.distrib_optimizer import local_ranges
 from minimegatron.exercises.bench_gpt import GptStep, Seat, StepCase, on_these_ranks
@@ -28,11 +29,14 @@ OURS = {"local_ranges": local_ranges}
 
 
 def cases(seed: int) -> list[Case]:
-    """Buffers of drawn sizes, then trainings with several replicas."""
+    """Buffers of drawn sizes, then trainings with several replicas.
+
+    In the second buffer a parameter ends where a shard ends, so that an empty range is seen.
+    """
     draw, data = random.Random(seed), data_seed(seed)
     buffers = [
         {"numels": [300, 20, 100], "bucket_size": None, "d": 2},
-        {"numels": [700, 64, 5, 400, 64], "bucket_size": 300, "d": 3},
+        {"numels": [700, 64, 5, 448, 64], "bucket_size": 300, "d": 3},
         {"numels": draw.sample(range(1, 900), 6), "bucket_size": 500, "d": draw.choice([4, 5])},
     ]
     found = [
@@ -57,17 +61,18 @@ def run(student: ModuleType, case: Case) -> Any:
     """Ranges, or a training."""
     if case.part == ALONE:
         return _run_ranges(student, case)
-    seen = []
-    with _theirs(student):
+    seen, given = [], []
+    with _theirs(student, given):
         step = on_these_ranks(case.step)
         for _ in range(NUM_STEPS):
+            given.clear()
             step.forward_backward()
             step.meet()
-            gradients = step.gradients()
+            gradients, unchanged = step.gradients(), _is_unchanged(given)
             step.optimizer.step()
             step.meet()
             weights = {name: param.detach().clone() for name, param in step.parameters()}
-            seen.append({"gradients": gradients, "weights": weights})
+            seen.append({"gradients": gradients, "unchanged": unchanged, "weights": weights})
     return {"steps": seen, "kept": _num_kept(step)}
 
 
@@ -79,13 +84,19 @@ def judge(case: Case, answers: Sequence[Any]) -> Result:
 
 
 @contextlib.contextmanager
-def _theirs(student: ModuleType) -> Iterator[None]:
+def _theirs(student: ModuleType, given: list[tuple]) -> Iterator[None]:
+    """Their functions in the place of ours; `given` takes what each `_reduce` began with."""
+
+    def reduce(group: Any, bucket: Any, *others: Any) -> Any:
+        given.append((group.data_parallel_group, bucket, bucket.grad_data.clone()))
+        return student._reduce(group, bucket, *others)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_sizes_checked(student))
         stack.enter_context(installed(student.local_ranges, RANGES))
         stack.enter_context(installed(student.shard_buffer, BUFFER + "shard_buffer"))
-        for name in ("_reduce", "_gather"):
-            function = _with_handle(getattr(student, name), name)
-            stack.enter_context(installed(function, f"{GROUP}{name}"))
+        for name, function in (("_reduce", reduce), ("_gather", student._gather)):
+            stack.enter_context(installed(_with_handle(function, name), f"{GROUP}{name}"))
         yield
 
 
@@ -102,6 +113,65 @@ def _with_handle(function: Callable, name: str) -> Callable:
         return handle
 
     return checked
+
+
+@contextlib.contextmanager
+def _sizes_checked(student: ModuleType) -> Iterator[None]:
+    """The student's file calls the two collectives through a look at their arguments' sizes."""
+    names = {collectives.reduce_scatter: "reduce_scatter", collectives.all_gather: "all_gather"}
+    found = [
+        (key, value)
+        for key, value in vars(student).items()
+        if callable(value) and any(value is one for one in names)
+    ]
+    for key, value in found:
+        setattr(student, key, _with_sizes(value, names[value]))
+    try:
+        yield
+    finally:
+        for key, value in found:
+            setattr(student, key, value)
+
+
+def _with_sizes(collective: Callable, name: str) -> Callable:
+    """`collective`, whose larger tensor must have one slice for each rank of the group."""
+
+    def checked(output: Any, input: Any, group: Any, *others: Any, **options: Any) -> Any:
+        if isinstance(output, torch.Tensor) and isinstance(input, torch.Tensor):
+            _check_sizes(name, output.numel(), input.numel(), group.size())
+        return collective(output, input, group, *others, **options)
+
+    return checked
+
+
+def _check_sizes(name: str, output: int, input: int, size: int) -> None:
+    is_gather = name == "all_gather"
+    small, large = (input, output) if is_gather else (output, input)
+    if large == size * small:
+        return
+    wanted = (
+        f"{size} x as many elements as the input: {size * input}"
+        if is_gather
+        else f"1/{size} of the input's elements: {input // size}"
+    )
+    advice = f"The group has {size} ranks, so the output must have {wanted}."
+    if small == size * large:
+        advice = f"You have exchanged the two: {name}(output, input, group)."
+    raise Wrong(
+        f"{name} got an output of {output} elements and an input of {input} elements\n{advice}"
+    )
+
+
+def _is_unchanged(given: list[tuple]) -> bool:
+    """Whether this rank's shards hold its own gradients still, scaled or not."""
+    for group, bucket, before in given:
+        numel = before.numel() // group.size()
+        mine = slice(group.rank() * numel, (group.rank() + 1) * numel)
+        now, own = bucket.grad_data[mine], before[mine]
+        scaled = own * bucket.gradient_scaling_factor
+        if not (torch.allclose(now, own) or torch.allclose(now, scaled)):
+            return False
+    return bool(given)
 
 
 # -- The ranges alone --
@@ -143,18 +213,40 @@ def _judge_ranges(case: Case, found: list[dict[str, Any]]) -> Result:
         for name, place in buffer.param_index_map.items():
             if got.get(name) != expected.get(name):
                 raise Wrong(_range_words(buffer, rank, name, place, got, expected))
-        bucket = buffer.buckets[-1].grad_data
-        size = bucket.numel() // case.d
-        wanted = bucket[rank * size : (rank + 1) * size]
-        check_numbers(f"shard_buffer on rank {rank} of {case.d}, of a bucket", one["shard"], wanted)
-        if one["at"] != rank * size:
-            raise Wrong(
-                f"shard_buffer on rank {rank} of {case.d} returns a copy; the reduce-scatter must "
-                "write into the buffer itself: return a slice"
-            )
+        _judge_shard(rank, case.d, buffer.buckets[-1].grad_data, one)
     layout = buffer.layout
     shard = f"{layout.numel // case.d} elements"
     return Result({"buckets": len(layout.buckets), "shard": shard})
+
+
+def _judge_shard(rank: int, d: int, bucket: torch.Tensor, found: dict[str, Any]) -> None:
+    """`bucket` counts its elements up from one number, so a value tells its place."""
+    who, shard, size = f"shard_buffer on rank {rank} of {d}", found["shard"], len(bucket) // d
+    if not isinstance(shard, torch.Tensor):
+        raise Wrong(f"{who} returned {shard!r}; return a slice of `buffer`")
+    places = [int(value) - int(bucket[0]) for value in shard.reshape(-1).tolist()]
+    first, end = rank * size, (rank + 1) * size
+    if places != list(range(first, end)) or shard.dim() != 1:
+        is_run = bool(places) and places == list(range(places[0], places[0] + len(places)))
+        words = f"[{places[0]}, {places[-1] + 1})" if is_run else f"{_first_few(places)}"
+        lines = [f"{who} returns elements {words} of {d * size}, expected [{first}, {end})"]
+        if is_run and len(places) == size and places[0] % size == 0:
+            lines.append(f"That is the slice of rank {places[0] // size}.")
+        elif is_run and places[0] != first:
+            lines.append(f"Rank r's slice begins at r * (length // {d}).")
+        elif len(places) != size:
+            lines.append(f"A slice has length // {d} = {size} elements, yours has {len(places)}.")
+        raise Wrong("\n".join(lines))
+    if found["at"] != first:
+        raise Wrong(
+            f"{who} returns a copy; the reduce-scatter must write into the buffer itself: return a "
+            "slice"
+        )
+
+
+def _first_few(places: list[int], most: int = 4) -> str:
+    few = ", ".join(map(str, places[:most]))
+    return f"{few}, ..." if len(places) > most else few or "(none)"
 
 
 def _range_words(
@@ -225,8 +317,9 @@ def _judge_training(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     for number in range(NUM_STEPS):
         gradients = reference.run().gradients
         for rank, answer in enumerate(answers):
-            found = answer["steps"][number]["gradients"]
-            _judge_gradients(reference, rank, number, found, gradients, shards[rank])
+            _judge_gradients(
+                reference, rank, number, answer["steps"][number], gradients, shards[rank]
+            )
         reference.step.optimizer.step()
         weights = {name: param.detach() for name, param in reference.step.parameters()}
         for rank, answer in enumerate(answers):
@@ -239,18 +332,29 @@ def _judge_gradients(
     reference: Reference,
     rank: int,
     number: int,
-    found: dict[str, torch.Tensor],
+    found: dict[str, Any],
     full: dict[str, torch.Tensor],
     shards: dict[str, tuple[int, int]],
 ) -> None:
     """Only this rank's shards: the rest of a bucket is left undefined."""
     pieces = reference.pieces(rank, full)
     for name, (start, end) in shards.items():
-        got, wanted = (each[name].reshape(-1)[start:end] for each in (found, pieces))
+        got, wanted = (each[name].reshape(-1)[start:end] for each in (found["gradients"], pieces))
         if not is_close(got, wanted, 1e-8):
+            if found["unchanged"]:
+                raise Wrong(_unchanged_words(reference, rank, number))
             error = reference.wrong_gradient(rank, name, got, wanted)
             where = f"Seen in step {number}, in elements {start} to {end}, this rank's shard."
             raise Wrong(f"{error}\n{where} Look at _reduce: it made these sums.")
+
+
+def _unchanged_words(reference: Reference, rank: int, number: int) -> str:
+    return (
+        f"rank {reference.who(rank)}: after _reduce in step {number}, this rank's shard of "
+        "bucket.grad_data still holds the gradients of this rank alone\n"
+        "Look at _reduce: the sum went elsewhere. The output of reduce_scatter must be a slice of "
+        "bucket.grad_data, a view, and not a new tensor or a copy."
+    )
 
 
 def _judge_weights(

@@ -19,7 +19,8 @@ def cases(seed: int) -> list[Case]:
 
 def run(student: ModuleType, case: Case) -> Any:
     """What the student's function returns on this rank."""
-    return student.ring_sum(_values(case)[dist.get_rank()].clone())
+    given = student.ring_sum(_values(case)[dist.get_rank()].clone())
+    return given if given is None else given + 0
 
 
 def judge(case: Case, answers: list[Any]) -> Result:

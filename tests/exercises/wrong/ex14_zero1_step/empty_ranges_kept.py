@@ -1,6 +1,7 @@
-"""Parameters of other ranks are kept, with ranges that end before they begin.
+"""A parameter that ends where the shard begins is kept, with an empty range.
 
-Expected: do not overlap: leave the parameter out
+Expected: local_ranges has (448, 448) for p3, expected nothing p3 is [64, 512) of the buffer, in bucket 0
+this rank's shard of bucket 0 is [512, 768) of the buffer The two do not overlap: leave the parameter out
 """
 
 from minimegatron.core.collectives import all_gather, reduce_scatter
@@ -19,7 +20,8 @@ def local_ranges(buffer):
         numel = bucket.grad_data.numel() // group.size()
         shard_start = bucket.offset + group.rank() * numel
         start, end = max(param_start, shard_start), min(param_end, shard_start + numel)
-        ranges[param] = (start - param_start, end - param_start)
+        if start <= end:
+            ranges[param] = (start - param_start, end - param_start)
     return ranges
 
 

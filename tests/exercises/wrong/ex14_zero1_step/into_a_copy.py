@@ -1,6 +1,6 @@
 """The sum lands in a copy of the shard, and the buffer keeps this rank's own gradients.
 
-Expected: Look at _reduce
+Expected: still holds the gradients of this rank alone Look at _reduce
 """
 
 from minimegatron.core.collectives import all_gather, reduce_scatter

@@ -1,0 +1,36 @@
+"""The whole bucket is the output of the reduce-scatter.
+
+Expected: so the output must have 1/4 of the input's elements: 576.
+"""
+
+from minimegatron.core.collectives import all_gather, reduce_scatter
+
+
+def shard_buffer(buffer, data_parallel_group):
+    numel = buffer.numel() // data_parallel_group.size()
+    return buffer[data_parallel_group.rank() * numel :][:numel]
+
+
+def local_ranges(buffer):
+    group = buffer.data_parallel_group
+    ranges = {}
+    for param, (param_start, param_end, bucket_id) in buffer.param_index_map.items():
+        bucket = buffer.buckets[bucket_id]
+        numel = bucket.grad_data.numel() // group.size()
+        shard_start = bucket.offset + group.rank() * numel
+        start, end = max(param_start, shard_start), min(param_end, shard_start + numel)
+        if start < end:
+            ranges[param] = (start - param_start, end - param_start)
+    return ranges
+
+
+def _reduce(self, bucket, force_all_reduce):
+    bucket.grad_data.mul_(bucket.gradient_scaling_factor)
+    return reduce_scatter(
+        bucket.grad_data, bucket.grad_data, self.data_parallel_group, async_op=True
+    )
+
+
+def _gather(self, bucket):
+    shard = shard_buffer(bucket.param_data, self.data_parallel_group)
+    return all_gather(bucket.param_data, shard, self.data_parallel_group, async_op=True)
