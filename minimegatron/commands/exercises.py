@@ -150,8 +150,11 @@ def _page(args: argparse.Namespace, folder: StudentFolder) -> int:
 
 
 def _hint(args: argparse.Namespace, folder: StudentFolder) -> int:
-    number, text = folder.hint(folder.choose(args.name))
+    exercise = folder.choose(args.name)
+    number, text = folder.hint(exercise)
     print(f"Hint {number}\n\n{text}")
+    if number == len(folder.hints(exercise)):
+        print("\n(That is the last one.)")
     return 0
 
 

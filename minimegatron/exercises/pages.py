@@ -93,6 +93,8 @@ def after_check(folder: StudentFolder, exercise: Exercise, found: verdict.Verdic
         return "\n".join(
             [*([compared, ""] if compared else []), progress_bar(folder), what_next(folder)]
         )
+    if found.kind in (verdict.MISSING, verdict.SYNTAX):
+        return ""
     seen, total = folder.of(exercise).hints, len(folder.hints(exercise))
     if seen < total:
         return f"stuck? `{PREFIX} hint` ({total - seen} left)"

@@ -31,8 +31,8 @@ FORGED = "forged"
 DEFECT = "defect"
 """The check itself failed: not the student's fault."""
 
-MOST_PRINTED = 160
-"""Characters shown of a line that a rank has printed."""
+MOST_PRINTED, MOST_LINES = 160, 10
+"""Of what a rank has printed: characters of a line, and lines of the beginning and of the end."""
 
 ROOM_KINDS = (WRONG, UNWRITTEN, RAISED, FORGED, DEFECT)
 """What a student's room may say of itself. It cannot say that all is right."""
@@ -112,7 +112,7 @@ def render(verdict: Verdict, name: str) -> str:
     elif verdict.num_passed:
         lines += ["", f"{verdict.num_passed} of {verdict.num_cases} cases passed before this one."]
     for rank, text in verdict.printed.items():
-        lines += ["", f"Rank {rank} printed:", *map(_printed_line, text.splitlines())]
+        lines += ["", f"Rank {rank} printed:", *_printed_lines(text)]
     if verdict.replay:
         lines += ["", f"Your own run, to replay in a browser: {verdict.replay}"]
     return "\n".join(lines) + "\n"
@@ -128,6 +128,14 @@ def _part_lines(verdict: Verdict) -> list[str]:
         states[verdict.part] = "not right"
     marks = {"right": "[ok]", "not right": "[--]", "not reached": "[  ]"}
     return [f"     {marks[state]} {part}: {state}" for part, state in states.items()]
+
+
+def _printed_lines(text: str) -> list[str]:
+    """What a rank has printed: the beginning and the end of it."""
+    lines = text.splitlines()
+    if (left_out := len(lines) - 2 * MOST_LINES) > 0:
+        lines[MOST_LINES:-MOST_LINES] = [f"... {left_out} lines left out ..."]
+    return [_printed_line(line) for line in lines]
 
 
 def _printed_line(line: str) -> str:

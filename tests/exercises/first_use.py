@@ -9,6 +9,7 @@ writes the answer, the reference solution is copied.
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -96,7 +97,7 @@ class FirstUse:
         )
         now = time.monotonic()
         shown = " ".join([Path(words[0]).name, *words[1:]]).replace(f"{self.folder}/", "")
-        shown = shown.replace(f"file://{self.folder}/", "")
+        shown = re.sub(r" @ file:\S+", "", shown)
         answer = f"   -> {what}" * bool(what)
         print(f"{now - self.began:6.1f} s {shown} ({now - start:.1f} s){answer}", flush=True)
         if done.returncode != code:
