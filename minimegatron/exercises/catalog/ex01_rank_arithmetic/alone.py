@@ -38,16 +38,37 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
     grid = _grid(case)
     ranks = range(grid.rank_offset, grid.rank_offset + grid.world_size)
     found = {
-        "positions": [student.coordinates(grid, rank) for rank in ranks],
-        "groups": {token: student.get_ranks(grid, token) for token in ALSO},
+        "positions": [
+            _plain("coordinates(...)", student.coordinates(grid, rank)) for rank in ranks
+        ],
+        "groups": {t: _plain(f'get_ranks("{t}")', student.get_ranks(grid, t)) for t in ALSO},
     }
-    if (sizes := _sizes_of_job(grid)) is not None:
+    # With a value of another kind all_groups would fail; `judge` says what is wrong with it.
+    is_groups = all(map(_is_lists, found["groups"].values()))
+    is_positions = all(isinstance(position, dict) for position in found["positions"])
+    if is_groups and is_positions and (sizes := _sizes_of_job(grid)) is not None:
         with (
             installed(student.coordinates, GENERATOR + "coordinates"),
             installed(student.get_ranks, GENERATOR + "get_ranks"),
         ):
             found["all groups"] = all_groups(grid.world_size, **sizes)
     return found
+
+
+def _plain(call: str, value: Any) -> Any:
+    """A value that can be told to the judge. Raises Wrong for a generator, a dict's values, ..."""
+    kind = "dict" if call.startswith("coordinates") else "list of lists"
+    if value is None and kind == "dict":  # get_ranks would fail, and be blamed for it
+        raise Wrong(f"{call} returned None (was `return` forgotten?); a {kind} is expected")
+    if value is None or isinstance(value, bool | int | float | str | list | tuple | dict):
+        return value
+    of_torch = type(value).__module__.endswith("stand_ins")
+    name = "tensor, or something else of torch" if of_torch else type(value).__name__
+    raise Wrong(f"{call} returned a {name}; a {kind} is expected")
+
+
+def _is_lists(groups: Any) -> bool:
+    return isinstance(groups, list) and all(isinstance(group, list) for group in groups)
 
 
 def judge(case: Case, found: dict[str, Any]) -> Result:
@@ -60,13 +81,13 @@ def judge(case: Case, found: dict[str, Any]) -> Result:
     for token in ALSO:
         check_groups(grid, token, found["groups"][token])
     if (sizes := _sizes_of_job(grid)) is None:
-        return Result({"groups": f"every kind of group of {grid.world_size} ranks"})
+        return Result({"groups": f"every kind is right ({grid.world_size} ranks)"})
     expected = all_groups(grid.world_size, **sizes)
     groups = found["all groups"]
     for kind in expected:
         check_value(f"kind {kind!r} of all_groups(...) {_of(grid)}", groups[kind], expected[kind])
     distinct = {tuple(group) for kind in groups.values() for group in kind}
-    return Result({"groups": f"{len(distinct)} process groups for {grid.world_size} ranks"})
+    return Result({"process groups": f"{len(distinct)} ({grid.world_size} ranks)"})
 
 
 def _grid(case: Case) -> RankGenerator:
@@ -96,11 +117,22 @@ def check_coordinates(grid: RankGenerator, rank: int, found: Any) -> None:
 
 def _why_coordinates(grid: RankGenerator, rank: int, found: Any) -> str:
     words = grid.order.split("-")
+    if found is None:
+        return ""
+    if not isinstance(found, dict):
+        return f"A dict is expected: the place by the name of each coordinate, {', '.join(words)}."
+    if left_out := [word for word in words if word not in found]:
+        several = len(left_out) > 1
+        short = [word for word in left_out if grid.name_to_size[word] == 1]
+        text = f"{' and '.join(left_out)} {'are' if several else 'is'} left out."
+        if short == left_out:
+            text += " self.order also names coordinates of size 1; there the place is always 0."
+        return text
     if found == _digits(grid, rank - grid.rank_offset, words[::-1]):
         return (
-            f"That is right for the order {'-'.join(reversed(_long(grid)))!r}. In "
-            f"{'-'.join(_long(grid))!r} the first word changes fastest: ranks {grid.rank_offset} "
-            f"and {grid.rank_offset + 1} differ in {_long(grid)[0]}."
+            f"That is right for the order {'-'.join(reversed(words))!r}. In {grid.order!r} the "
+            f"first word changes fastest: ranks {grid.rank_offset} and {grid.rank_offset + 1} "
+            f"differ in {_long(grid)[0]}."
         )
     if grid.rank_offset and found == _digits(grid, rank, words):
         return (
@@ -135,11 +167,17 @@ def check_groups(grid: RankGenerator, token: str, groups: Any) -> None:
     """Raises Wrong unless `groups` is `get_ranks(token)`: first the invariants, then the order."""
     expected = GET_RANKS(grid, token)
     what = f'get_ranks("{token}") {_of(grid)}'
-    is_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if groups == expected:
         return
-    if not is_lists:
-        raise wrong_value(what, groups, expected)
+    if not _is_lists(groups):
+        why = ""
+        if isinstance(groups, list) and all(isinstance(group, tuple) for group in groups):
+            why = "A list of lists is expected; these are tuples."
+        elif groups is not None:
+            why = "A list of lists is expected: one list of ranks for each group."
+        raise wrong_value(what, groups, expected, why)
+    if others := [rank for group in groups for rank in group if not isinstance(rank, int)]:
+        raise wrong_value(what, groups, expected, f"Ranks are numbers (int); {others[0]!r} is not.")
     _check_partition(grid, what, groups)
     _check_members(grid, token, what, groups)
     why = (
@@ -200,7 +238,7 @@ def _position(grid: RankGenerator, rank: int) -> str:
 def _of(grid: RankGenerator) -> str:
     sizes = " ".join(f"{word}={grid.name_to_size[word]}" for word in _long(grid))
     offset = f", first rank {grid.rank_offset}" if grid.rank_offset else ""
-    return f"of the grid {sizes} (order {'-'.join(_long(grid))!r}{offset})"
+    return f"of the grid {sizes} (order {grid.order!r}{offset})"
 
 
 def _long(grid: RankGenerator) -> list[str]:
@@ -211,4 +249,5 @@ def _long(grid: RankGenerator) -> list[str]:
 def _words(job: dict[str, Any]) -> str:
     sizes = " ".join(f"{name}={job[name]}" for name in NAMES if job.get(name, 1) > 1)
     offset = f", ranks from {job['rank_offset']}" if job.get("rank_offset") else ""
-    return f"{sizes or 'one rank'}, order {job['order']}{offset}"
+    order = _grid(Case("", **job)).order
+    return f"{sizes or 'one rank'}, order {order}{offset}"

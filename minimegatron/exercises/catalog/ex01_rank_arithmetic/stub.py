@@ -3,14 +3,14 @@
 Two methods of `RankGenerator` are missing. The check puts yours in their place, and builds every
 process group of several jobs with them. Nothing here needs more than one process, or torch.
 
-Useful attributes of `self` (example: tp=2, dp=2, pp=4, order "tp-dp-pp"):
+Useful attributes of `self` (example: tp=2, dp=2, pp=4, and no ep or cp):
 
-    self.order            "tp-dp-pp"; the first word changes fastest from rank to rank
+    self.order            "tp-dp-pp-ep-cp"; the first word changes fastest from rank to rank
     self.name_to_size     {"tp": 2, "dp": 2, "pp": 4, "ep": 1, "cp": 1}
     self.world_size       16
     self.rank_offset      0; the number of the grid's first rank
 
-`self.order` names every coordinate once, also those of size 1.
+`self.order` names every coordinate once, also those of size 1 (here ep and cp).
 """
 
 from minimegatron.core.rank_generator import RankGenerator

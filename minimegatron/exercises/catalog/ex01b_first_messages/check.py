@@ -1,6 +1,10 @@
 """Checks a sum and a message on two ranks, and that the third function hangs as it should."""
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import inspect
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +16,11 @@ from minimegatron.exercises.feedback_numbers import check_numbers
 
 WORLD = 2
 SUM, MESSAGE, HANG = "the sum", "the message", "the hang"
+RECEIVES = {"recv": "src", "irecv": "src"}
+SENDS = {"send": "dst", "isend": "dst"}
+OTHERS = ("all_reduce", "barrier", "broadcast", "reduce", "all_gather")
+LOOP_SECONDS = 0.7
+"""A rank that has not begun to wait after so long does something else; to begin takes no time."""
 
 
 def cases(seed: int) -> list[Case]:
@@ -30,19 +39,18 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
     value = _values(case)[dist.get_rank()]
     given = value.clone()
     if case.part == HANG:
-        student.wait_for_ever(given)
-        return None
+        _wait_for_ever(student, given)
+        raise Wrong(
+            "wait_for_ever returned\nEach rank must wait for a message that the other one sends only "
+            "afterwards: on both ranks, dist.recv comes before dist.send."
+        )
     function = student.sum_of_all if case.part == SUM else student.hand_over
-    return {"returned": function(given), "given": given}
+    with _looked_at(student, lambda name, peer, tensor: _check_message(name, peer, tensor, value)):
+        return {"returned": function(given), "given": given}
 
 
 def judge(case: Case, answers: Sequence[Any]) -> Result | None:
     """What both ranks returned."""
-    if case.part == HANG:
-        raise Wrong(
-            "wait_for_ever returned on both ranks\nEach rank must wait for a message that the other "
-            "one sends only afterwards: on both ranks, dist.recv comes before dist.send."
-        )
     values = _values(case)
     for rank, answer in enumerate(answers):
         if case.part == SUM:
@@ -62,3 +70,100 @@ def judge(case: Case, answers: Sequence[Any]) -> Result | None:
 def _values(case: Case) -> torch.Tensor:
     generator = torch.Generator().manual_seed(case.seed + 5)
     return torch.randn(WORLD, case.n, dtype=torch.float64, generator=generator)
+
+
+# -- The hang --
+
+
+def _wait_for_ever(student: ModuleType, value: torch.Tensor) -> None:
+    """Lets the student's ranks hang. Raises Wrong where it is not the hang that is wanted."""
+
+    def look(name: str, peer: int, tensor: Any) -> None:
+        if name in RECEIVES:
+            _check_message(name, peer, None, value)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        elif signal.getitimer(signal.ITIMER_REAL)[0]:
+            raise Wrong(
+                f"wait_for_ever calls dist.{name} before dist.recv\nThat is another hang, or none. "
+                "On both ranks the first call must be dist.recv: each waits, and so nobody ever "
+                "comes to its dist.send."
+            )
+
+    before = signal.signal(signal.SIGALRM, _is_not_waiting)
+    signal.setitimer(signal.ITIMER_REAL, LOOP_SECONDS)
+    try:
+        with _looked_at(student, look):
+            student.wait_for_ever(value)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _is_not_waiting(*_: Any) -> None:
+    raise Wrong(
+        "wait_for_ever does not wait for a message: it is busy with something else\nCall dist.recv "
+        "first on both ranks, and dist.send after it. No loop is needed."
+    )
+
+
+# -- What is called --
+
+
+@contextlib.contextmanager
+def _looked_at(student: ModuleType, look: Callable[[str, int, Any], None]) -> Iterator[None]:
+    """Calls `look(name, peer, tensor)` before each call of torch.distributed by the student."""
+    places = []
+    for name in (*RECEIVES, *SENDS, *OTHERS):
+        original = getattr(dist, name)
+        wrapper = _looking(name, original, look)
+        holders = [(dist, name)]
+        holders += [(student, key) for key, value in vars(student).items() if value is original]
+        for holder, key in holders:
+            setattr(holder, key, wrapper)
+            places.append((holder, key, original))
+    try:
+        yield
+    finally:
+        for holder, key, original in places:
+            setattr(holder, key, original)
+
+
+def _looking(name: str, function: Callable, look: Callable[[str, int, Any], None]) -> Callable:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # which says what is wrong
+        peer = given.get({**RECEIVES, **SENDS}.get(name, ""))
+        look(name, -1 if peer is None else peer, given.get("tensor"))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check_message(name: str, peer: int, tensor: Any, value: torch.Tensor) -> None:
+    """Raises Wrong for a message to oneself, and for a tensor into which it does not fit."""
+    rank = dist.get_rank()
+    if name in (*RECEIVES, *SENDS) and peer == rank:
+        doing, what = ("waits for", "src") if name in RECEIVES else ("sends", "dst")
+        raise Wrong(
+            f"rank {rank}: dist.{name} {doing} a message of this rank to itself\n"
+            f"`{what}` is the other rank's number: 1 - dist.get_rank()."
+        )
+    if name not in RECEIVES or not isinstance(tensor, torch.Tensor):
+        return
+    if tensor.nbytes != value.nbytes:
+        raise Wrong(
+            f"rank {rank}: the message has {value.nbytes} bytes, but the tensor that receives it has "
+            f"{tensor.nbytes}\n"
+            f"It is {_kind(value)}, your tensor {_kind(tensor)}. A message carries neither a shape nor "
+            "a type, so the receiver must have the right tensor ready, such as "
+            "torch.empty_like(value)."
+        )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel()} numbers of {str(tensor.dtype).removeprefix('torch.')}"

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -21,6 +22,7 @@ from minimegatron.exercises.feedback_numbers import check_numbers
 FORWARD = "minimegatron.core.transformer.mlp.MLP.forward"
 REPLACES = (FORWARD,)
 SEQ, BATCH, HIDDEN = 3, 2, 4
+ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh}
 WORLD = 4
 
 
@@ -28,11 +30,12 @@ def cases(seed: int) -> list[Case]:
     """A group of all ranks, and two groups of two, whose sums must not be mixed up."""
     draw, data = random.Random(seed), data_seed(seed)
     sizes = [(4, draw.choice([4, 8, 12]), data), (2, draw.choice([4, 6]), data + 1)]
+    acts = draw.sample(sorted(ACTIVATIONS), 2) if seed else ["gelu", "silu"]
     found = []
     for part in ("copy and reduce", "the MLP"):
         found += [
-            Case(f"tp={tp}, dp={WORLD // tp}", part=part, tp=tp, wide=wide, seed=number)
-            for tp, wide, number in sizes
+            Case(f"tp={tp}, dp={WORLD // tp}", part=part, tp=tp, wide=wide, seed=number, act=act)
+            for (tp, wide, number), act in zip(sizes, acts, strict=True)
         ]
     gpt = StepCase(tp=2, num_microbatches=2, seed=data).values
     return [*found, Case("a GPT, tp=2, dp=2", part="the MLP in a GPT", step=gpt)]
@@ -105,7 +108,7 @@ def _pass_through(
     entered = value.clone().requires_grad_()
     output = function(entered, group)
     if not isinstance(output, torch.Tensor):
-        raise Wrong(f"{where} returned {output!r}; a tensor is expected (was `return` forgotten?)")
+        raise Wrong(f"{where} returned {_kind(output)}; a tensor is expected")
     result = output.detach().clone()
     if not torch.equal(entered.detach(), value):
         raise Wrong(
@@ -123,6 +126,10 @@ def _pass_through(
     if entered.grad is None:
         raise Wrong(f"{where}: its backward returned no gradient for the input")
     return result, entered.grad
+
+
+def _kind(value: Any) -> str:
+    return "None (was `return` forgotten?)" if value is None else f"a {type(value).__name__}"
 
 
 def _judge_copy(case: Case, me: Place, output: torch.Tensor, found: torch.Tensor) -> None:
@@ -205,6 +212,7 @@ def _config(case: Case, tp: int) -> TransformerConfig:
         hidden_size=HIDDEN,
         num_attention_heads=4,
         ffn_hidden_size=case.wide,
+        activation_func=ACTIVATIONS[case.act],
         params_dtype=torch.float64,
         tensor_model_parallel_size=tp,
     )
@@ -215,10 +223,9 @@ def _run_mlp(student: ModuleType, case: Case, groups: ProcessGroupCollection) ->
     layer = Layer(case, rank)
     mlp = layer.cut(case, groups.tp)
     with counted() as counter:
-        output, entered_grad = _through(student.forward, mlp, layer.entered, layer.grad, rank)
+        passed = _through(student.forward, mlp, layer.entered, layer.grad, rank)
     return {
-        "output": output,
-        "input": entered_grad,
+        **passed,
         "weights": {name: param.grad for name, param in mlp.named_parameters()},
         "collectives": counter.words(),
     }
@@ -226,40 +233,49 @@ def _run_mlp(student: ModuleType, case: Case, groups: ProcessGroupCollection) ->
 
 def _through(
     forward: Any, mlp: MLP, value: torch.Tensor, grad: torch.Tensor, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> dict[str, Any]:
+    """Forward and backward: the output, the bias that is returned beside it, the input's gradient."""
     entered = value.clone().requires_grad_()
     returned = forward(mlp, entered)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise Wrong(
-            f"rank {rank}: forward returned {type(returned).__name__}, but the layer "
-            "expects two values: the output, and the bias that it adds itself (or None)"
+            f"rank {rank}: forward returned {_kind(returned)}; a tuple of two is expected: the output, "
+            "and the second bias, which the transformer layer adds"
         )
     output, bias = returned
-    output = output if bias is None else output + bias
-    output.backward(grad)
-    return output.detach(), entered.grad
+    for what, one in (("the output", output), ("the second bias", bias)):
+        if not isinstance(one, torch.Tensor) and (one is output or one is not None):
+            raise Wrong(f"rank {rank}: {what} that forward returned is {_kind(one)}, not a tensor")
+    (output if bias is None else output + bias).backward(grad)
+    told = None if bias is None else bias.detach()
+    return {"output": output.detach(), "bias": told, "input": entered.grad}
 
 
 def _judge_mlp(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     for rank, answer in enumerate(answers):
         members = range(rank // case.tp * case.tp, (rank // case.tp + 1) * case.tp)
-        terms = [answers[other]["input"] for other in members]
-        _judge_mlp_on(case, rank, answer, terms)
+        _judge_mlp_on(case, rank, answer, [answers[other] for other in members])
     return Result({"collectives": f"{answers[0]['collectives']}, forward and backward of one MLP"})
 
 
-def _judge_mlp_on(case: Case, rank: int, answer: dict[str, Any], terms: list[Any]) -> None:
+def _judge_mlp_on(case: Case, rank: int, answer: dict[str, Any], group: list[Any]) -> None:
     layer, sizes = Layer(case, rank), {"tp": case.tp}
     whole, cut = layer.whole, layer.cut(case, Seat(rank % case.tp, case.tp))
-    expected, expected_grad = _through(MLP.forward, whole, layer.entered, layer.grad, rank)
-    found, found_grad, bias = answer["output"], answer["input"], whole.linear_fc2.bias.detach()
-    if found.shape == expected.shape and torch.allclose(found - expected, (case.tp - 1) * bias):
+    expected = _through(MLP.forward, whole, layer.entered, layer.grad, rank)
+    _judge_output(case, rank, answer["output"], expected["output"], layer)
+    _judge_no_guess(case, rank, answer["output"], expected["output"], layer, group)
+    check_numbers("the MLP's output", answer["output"], expected["output"], rank, sizes)
+    if answer["bias"] is None:
         raise Wrong(
-            f"rank {rank}: the MLP's output is too large by {case.tp - 1} times the second bias\n"
-            f"Every rank has the whole bias. Added before the sum over {case.tp} ranks, it counts "
-            f"{case.tp} times: return it beside the sum."
+            f"rank {rank}: forward returned None beside the output\nReturn the second bias there: "
+            "the transformer layer adds it."
         )
-    check_numbers("the MLP's output", found, expected, rank, sizes)
+    name = "the second bias that forward returned"
+    check_numbers(name, answer["bias"], whole.linear_fc2.bias, rank, sizes)
+    found_grad, expected_grad = answer["input"], expected["input"]
+    terms = [other["input"] for other in group]
+    if found_grad is None:
+        raise Wrong(f"rank {rank}: the MLP's input got no gradient; does forward detach it?")
     if _is(sum(terms), expected_grad) and not _is(found_grad, expected_grad):
         raise Wrong(
             f"rank {rank}: gradient of the MLP's input is one rank's term only: summed over the "
@@ -274,3 +290,54 @@ def _judge_mlp_on(case: Case, rank: int, answer: dict[str, Any], terms: list[Any
             raise Wrong(f"rank {rank}: {name} of the MLP got no gradient; does forward use it?")
         got = answer["weights"][name]
         check_numbers(f"the MLP's gradient of {name}", got, wanted, rank, sizes)
+
+
+def _judge_output(
+    case: Case, rank: int, found: torch.Tensor, expected: torch.Tensor, layer: Layer
+) -> None:
+    """Raises Wrong where the second bias was added, once or on every rank."""
+    bias = layer.whole.linear_fc2.bias.detach()
+    if _is(found, expected + bias):
+        raise Wrong(
+            f"rank {rank}: the second bias is in the MLP's output already\nReturn it beside the "
+            "sum, not in it: the transformer layer adds it together with the residual."
+        )
+    if _is(found, expected + case.tp * bias):
+        raise Wrong(
+            f"rank {rank}: the MLP's output is too large by {case.tp} times the second bias\n"
+            f"Every rank has the whole bias. Added before the sum over {case.tp} ranks, it counts "
+            f"{case.tp} times. It is not to be added at all: return it beside the sum."
+        )
+
+
+def _judge_no_guess(
+    case: Case,
+    rank: int,
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    layer: Layer,
+    group: list[Any],
+) -> None:
+    """Raises Wrong where the output is what a known mistake gives."""
+    if _is(found, expected):
+        return
+    what = f"rank {rank}: the MLP's output is wrong: "
+    outputs = [other["output"] for other in group]
+    if all(one.shape == expected.shape for one in outputs) and _is(sum(outputs), expected):
+        raise Wrong(
+            f"{what}it is this rank's term only\nSummed over the {case.tp} ranks it would be right: "
+            "let the second product leave through reduce."
+        )
+    weights = [param.detach() for param in layer.whole.parameters()]
+    first, first_bias, second, _ = weights
+    inner = F.linear(layer.entered, first, first_bias)
+    if _is(found, F.linear(ACTIVATIONS[case.act](F.linear(layer.entered, first)), second)):
+        raise Wrong(f"{what}the first bias, self.linear_fc1.bias, was not added")
+    if _is(found, F.linear(inner, second)):
+        raise Wrong(f"{what}there is no activation between the two products")
+    for name, function in {**ACTIVATIONS, "relu": F.relu}.items():
+        if _is(found, F.linear(function(inner), second)):
+            raise Wrong(
+                f"{what}its activation is {name}, but this model's is {case.act}\n"
+                "Call self.config.activation_func; models differ in it."
+            )

@@ -3,7 +3,8 @@
 Write the two autograd functions, then the MLP between them. The check tries them alone, and then puts
 `forward` in place of `MLP.forward` and trains a small GPT with it.
 
-    collectives.all_reduce(tensor, group)    sums `tensor` over the group, in place
+    collectives.all_reduce(tensor, group)    sums `tensor` over the group, in place; `tensor` must be
+                                             contiguous (`.contiguous()` copies one that is not)
     group.size(), group.rank()               the tensor-parallel group is not always the whole job
 """
 
@@ -55,8 +56,8 @@ def forward(self: MLP, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
         self.linear_fc1.weight [f/t, h]    self.linear_fc1.bias [f/t]
         self.linear_fc2.weight [h, f/t]    self.linear_fc2.bias [h], the same on every rank
 
-    `self.config.activation_func` is the activation. The second bias is returned, not added: the
-    layer adds it together with the residual.
+    `self.config.activation_func` is the activation; it is not gated here. Both biases are always
+    there. The second one is returned, not added: the layer adds it together with the residual.
     """
     raise NotImplementedError("Write forward: copy, first product, activation, second one, reduce")
 

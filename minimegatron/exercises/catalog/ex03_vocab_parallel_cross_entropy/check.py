@@ -1,15 +1,20 @@
 """Checks the loss and its gradient against torch's cross-entropy, then inside a GPT's training step."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from minimegatron.exercises.bench_counting import counted
+from minimegatron.core.tracing import Call, observed_by
+from minimegatron.exercises.bench_counting import COLLECTIVES, Collective, Counter
 from minimegatron.exercises.bench_gpt import StepCase, make_groups, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
@@ -19,6 +24,10 @@ OURS = "minimegatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntrop
 REPLACES = (OURS,)
 KINDS = ("small logits", "logits in the hundreds", "all targets on rank 0's slice")
 WORLD = 4
+NO_OFFSET = (
+    "the offset of the slice is not subtracted from the target\nA target is an id of the whole "
+    "vocabulary. In this rank's slice its place is target - group.rank() * n."
+)
 
 
 def cases(seed: int) -> list[Case]:
@@ -76,7 +85,7 @@ class Trial:
         self.weights[1, 1] = 0.0  # a token that is masked out
         self.first = self.tp_rank * case.n
         self.whole_bytes = self.logits.numel() * self.logits.element_size()
-        self.where = f"rank {rank} ({case.kind})"
+        self.where = f"rank {rank}"
 
     def mine(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the last dimension."""
@@ -85,7 +94,7 @@ class Trial:
     def run(self, group: Any) -> dict[str, Any]:
         """In the room: one forward and backward."""
         given = self.mine(self.logits).requires_grad_()
-        with counted() as counter:
+        with _all_counted() as counter:
             found = vocab_parallel_cross_entropy(given, self.target, tp_group=group)
         if not torch.equal(given.detach(), self.mine(self.logits)):
             raise Wrong(
@@ -93,7 +102,8 @@ class Trial:
             )
         result = found.detach().clone() if isinstance(found, torch.Tensor) else found
         if isinstance(found, torch.Tensor):
-            found.backward(self.weights)
+            with _all_counted(counter):
+                found.backward(self.weights)
         return {
             "loss": result,
             "gradient": given.grad,
@@ -122,19 +132,17 @@ class Trial:
     def _check_loss(self, where: str, found: Any, expected: torch.Tensor) -> None:
         if isinstance(found, torch.Tensor) and found.shape == expected.shape:
             if not torch.isfinite(found).all():
-                place = [int(i) for i in (~torch.isfinite(found)).nonzero()[0]]
+                place = tuple(int(i) for i in (~torch.isfinite(found)).nonzero()[0])
                 raise Wrong(
-                    f"{where}: the loss of token {place} is {found[tuple(place)].item()}, expected "
-                    f"{expected[tuple(place)].item():.6g}\nexp(x) overflows above 709. Subtract the "
-                    "largest logit of all ranks first: log(sum exp(x - m)) - (x_y - m) is the same "
-                    "for every m."
+                    f"{where}: the loss of token {list(place)} is {found[place].item()}, expected "
+                    f"{expected[place].item():.6g}\n{_infinite_words(found[place].item())}"
                 )
             if not torch.allclose(found, expected):
                 for guess, words in self._guesses():
                     if torch.allclose(found, guess):
                         raise Wrong(f"{where}: the loss is wrong: {words}")
         sizes = {"tp": self.tp}
-        check_numbers(f"{self.kind}: the loss of a token", found, expected, self.rank, sizes)
+        check_numbers("the loss of a token", found, expected, self.rank, sizes)
 
     def _guesses(self) -> list[tuple[torch.Tensor, str]]:
         """Losses that known mistakes give, and what to say about each."""
@@ -151,8 +159,18 @@ class Trial:
         own_peak = peaks.gather(-1, owner.unsqueeze(-1)).squeeze(-1)
         mixed = (slices - peaks.unsqueeze(-1)).exp().sum((-1, -2)).log()
         only_here = torch.where(is_here, right - maximum, 0.0)
+        # Without the offset, ids below n look up an entry on every rank, the others on none.
+        not_shifted = slices.gather(-1, self._entries_of_all_ranks()).squeeze(-1).sum(-1)
+        is_low = self.target < self.n
         unmasked = here.gather(-1, entry.unsqueeze(-1)).squeeze(-1)
         return [
+            (
+                log_sum - torch.where(is_low, not_shifted - (self.tp - 1) * maximum, maximum),
+                NO_OFFSET,
+            ),
+            (log_sum - torch.where(is_low, not_shifted, 0.0), NO_OFFSET),
+            (log_sum - maximum, self._nothing_found()),
+            (log_sum, self._nothing_found()),
             (
                 own_sum - right,
                 "each rank normalised over its own slice of the vocabulary\nThe sum of exponentials "
@@ -187,7 +205,27 @@ class Trial:
         owner = (self.target // self.n).unsqueeze(-1)
         return first.sum(-1) - first.gather(-1, owner).squeeze(-1)
 
+    def _nothing_found(self) -> str:
+        text = "the target's logit, x_y - m, counts as 0 here\n"
+        if self.rank != self.tp_rank:
+            return (
+                f"{text}No rank of the group found the target in its slice. A slice begins at "
+                f"group.rank() * n; this is rank {self.rank} of all, but {self.tp_rank} in its group."
+            )
+        return f"{text}The rank that holds the target has it: sum it over the ranks."
+
+    def _entries_of_all_ranks(self) -> torch.Tensor:
+        """Each target below n as a place in every slice; 0 for the others."""
+        entry = self.target.masked_fill(self.target >= self.n, 0)
+        return entry[..., None, None].expand(*entry.shape, self.tp, 1)
+
     # -- Gradients --
+
+    def _summed_gradient(self) -> torch.Tensor:
+        """All slices of the logits' gradient, added up."""
+        whole = self.logits.softmax(-1)
+        whole.scatter_add_(-1, self.target.unsqueeze(-1), -torch.ones_like(whole[..., :1]))
+        return (whole * self.weights.unsqueeze(-1)).unflatten(-1, (self.tp, self.n)).sum(-2)
 
     def _check_gradient(self, where: str, found: Any, expected: torch.Tensor) -> None:
         if found is None:
@@ -199,6 +237,11 @@ class Trial:
         entry = entry.masked_fill(~is_here, 0)
         everywhere = softmax.scatter_add(-1, entry, -torch.ones_like(weights)) * weights
         guesses = [
+            (
+                self._summed_gradient(),
+                "it was summed over the ranks\nEach rank has the gradient of its own logits, and "
+                "holds all that it needs for it: backward sends nothing.",
+            ),
             (softmax * weights, "the 1 at the target is not subtracted"),
             (
                 everywhere,
@@ -216,5 +259,63 @@ class Trial:
                 near = torch.isclose(found, guess) | (weights == 0)
                 if near.all() and not torch.allclose(guess, expected):
                     raise Wrong(f"{where}: the gradient of the logits is wrong: {words}")
-        what = f"{self.kind}: the gradient of the logits"
+        what = "the gradient of the logits"
         check_numbers(what, found, expected, self.rank, {"tp": self.tp})
+
+
+def _infinite_words(loss: float) -> str:
+    """What a loss that is no number says of m."""
+    if loss == float("-inf"):
+        return (
+            "This is log(0): every exp(x - m) is 0, so m is far above the largest logit. Is m the "
+            "maximum over the ranks? all_reduce adds, unless it is given op=ReduceOp.MAX."
+        )
+    return (
+        "exp(x) overflows above 709. Subtract the largest logit of all ranks first: "
+        "log(sum exp(x - m)) - (x_y - m) is the same for every m."
+    )
+
+
+# -- What is sent --
+
+
+class _Sent(Counter):
+    """Counts collectives of `core.collectives`, and also calls of torch.distributed beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+
+    def start(self, call: Call) -> None:
+        self.depth += call.name in COLLECTIVES
+        super().start(call)
+
+    def stop(self, call: Call) -> None:
+        self.depth -= call.name in COLLECTIVES
+
+
+class _Noticing(TorchDispatchMode):
+    """Notices what is given to torch.distributed, by whichever of its functions."""
+
+    def __init__(self, sent: _Sent):
+        super().__init__()
+        self.sent = sent
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function.namespace.startswith("c10d") and not self.sent.depth:
+            given = dict(zip((one.name for one in function._schema.arguments), args, strict=False))
+            inputs = [one for name, one in given.items() if name.startswith("input")]
+            tensors = [one for one in tree_leaves(inputs or args) if isinstance(one, torch.Tensor)]
+            size = sum(one.nbytes for one in tensors)
+            if size:
+                name = function._opname.strip("_").replace("_", " ").replace("all", "all-")
+                name = f"torch.distributed {name}"
+                self.sent.calls.append(Collective(name, size, ()))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _all_counted(sent: _Sent | None = None) -> Iterator[_Sent]:
+    sent = sent or _Sent()
+    with observed_by(sent), _Noticing(sent):
+        yield sent

@@ -1,17 +1,18 @@
-"""Checks `_start` on messages that wait for each other: rings of several sizes, then real steps."""
+"""Checks `_start`: its orders alone, then rings whose messages wait for each other, then real steps."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from minimegatron.core.collectives import Done
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import Message, Work
-from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
+from minimegatron.core.pipeline_parallel.transport import ACTIVATION, Message, Work
+from minimegatron.exercises.bench_gpt import Seat, StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
 from minimegatron.exercises.bench_rendezvous import GET_TRANSPORT, RendezvousTransport
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
@@ -19,14 +20,21 @@ from minimegatron.exercises.check import Case, Result, Wrong, data_seed, install
 OURS = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._start"
 REPLACES = (OURS,)
 WORLD = 4
+RINGS = (4, 3, 2)
+OTHER_END = {
+    "send_next": (1, "recv_prev"),
+    "recv_prev": (-1, "send_next"),
+    "send_prev": (-1, "recv_next"),
+    "recv_next": (1, "send_prev"),
+}
+"""Of each message: how far its other end is, and what it is called there."""
 
 
 def cases(seed: int) -> list[Case]:
-    """Three rings, and three training steps: M < p, an odd M, and a ring of two."""
+    """Orders, three rings, and three training steps: M < p, an odd M, and a ring of two."""
     draw, data = random.Random(seed), data_seed(seed)
-    found = [
-        Case(f"a ring of {p} stages, all four messages", part="rings", ring=p) for p in (4, 3, 2)
-    ]
+    found = [Case("every stage's order, nothing sent yet", part="the order")]
+    found += [Case(f"a ring of {p} stages, all four messages", part="rings", ring=p) for p in RINGS]
     steps = [(4, None, draw.choice([1, 2, 3])), (4, 2, 4), (2, 2, draw.choice([2, 4]))]
     for p, v, M in steps:
         step = StepCase(pp=p, vp=v, num_microbatches=M, seed=data)
@@ -44,24 +52,31 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
         return handles
 
     with installed(start, OURS):
+        if case.part == "the order":
+            return _orders(dist.get_rank())
         return _run_ring(case.ring) if case.part == "rings" else _run_step(case)
 
 
 def judge(case: Case, answers: list[Any]) -> Result:
     """What arrived, and how long it took; or a step's gradients."""
+    if case.part == "the order":
+        return Result({"message times": _judge_orders(answers)})
     if case.part == "rings":
-        return Result({"time": _judge_ring(case.ring, answers)})
+        return Result({"ring": _judge_ring(case.ring, answers)})
     reference = Reference(case.step, WORLD).run()
     reference.check_gradients([answer["gradients"] for answer in answers])
     first = answers[0]
-    words = f"{first['num_messages']} sent by rank 0, in the time of {first['clock']}"
-    return Result({"messages": words})
+    words = f"{first['clock']} message times; rank 0 sent {first['num_messages']} messages"
+    return Result({"step": words})
 
 
 def _check_handles(handles: Any, parts: dict[str, Message]) -> None:
     where = f"rank {dist.get_rank()}: _start"
     if not isinstance(handles, dict):
-        raise Wrong(f"{where} returned {handles!r}; a dict of handles by name is expected")
+        what = (
+            "None (was `return` forgotten?)" if handles is None else f"a {type(handles).__name__}"
+        )
+        raise Wrong(f"{where} returned {what}; a dict of handles by name is expected")
     if missing := [name for name in parts if name not in handles]:
         raise Wrong(
             f"{where} was given {', '.join(parts)}, but returned no handle for "
@@ -70,6 +85,178 @@ def _check_handles(handles: Any, parts: dict[str, Message]) -> None:
         )
     if extra := [name for name in handles if name not in parts]:
         raise Wrong(f"{where} returned a handle for {extra[0]}, which is not in `parts`")
+    for name, handle in handles.items():
+        if not hasattr(handle, "wait"):
+            raise Wrong(
+                f"{where} returned a {type(handle).__name__} as the handle of {name}\n"
+                "A handle is what self.transport.start(parts[name]) returns."
+            )
+
+
+# -- The order alone --
+
+
+class _Listing:
+    """A transport that sends nothing: it lists what is started."""
+
+    matches_by_tag = False
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start(self, message: Message) -> Done:
+        """Each message is through at once."""
+        onwards = (message.payload == ACTIVATION) == message.is_send
+        direction = "next" if onwards else "prev"
+        self.started.append(f"{'send' if message.is_send else 'recv'}_{direction}")
+        return Done()
+
+    def start_batch(self, messages: list[Message]) -> list[Done]:
+        """Where there is no order."""
+        self.started = [*OTHER_END, "batch"]
+        return [Done() for _ in messages]
+
+    def names(self, *given: str) -> list[str]:
+        """What was started; Wrong unless it is each of `given`, once."""
+        for name in given:
+            if (times := self.started.count(name)) != 1:
+                how = f"starts {name} {times} times" if times else f"never starts {name}"
+                raise Wrong(
+                    f"rank {dist.get_rank()}: _start {how}\n"
+                    "self.transport.start is called once for each message of `parts`."
+                )
+        return self.started
+
+
+def _orders(rank: int) -> dict[str, list[str]]:
+    """What this rank starts as a stage of each ring, and in exchanges with one neighbour.
+
+    In a ring of two it is asked twice: as of the ranks 0, 1, and as of the ranks 0, 2.
+    """
+    number = torch.zeros((1, 1, 1), dtype=torch.float64)
+    shape, found = (1, 1, 1), {}
+    rings = {f"ring {p}": (rank % p, p) for p in RINGS if rank < WORLD // p * p}
+    for ring, (stage, p) in {**rings, "ring apart": (rank // 2, 2)}.items():
+        listing, communicator = _listing(stage, p)
+        communicator.send_forward_backward_recv_forward_backward(number, number, True, True, shape)
+        found[ring] = listing.names(*OTHER_END)
+    listing, communicator = _listing(rank, WORLD)
+    communicator.send_forward_recv_backward(number, shape, False)
+    found["next"] = listing.names("send_next", "recv_next")
+    listing, communicator = _listing(rank, WORLD)
+    communicator.send_backward_recv_forward(number, shape, False)
+    found["prev"] = listing.names("send_prev", "recv_prev")
+    return found
+
+
+def _listing(stage: int, p: int) -> tuple[_Listing, P2PCommunicator]:
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=p, batch_p2p_comm=False, pipeline_dtype=torch.float64
+    )
+    listing = _Listing()
+    return listing, P2PCommunicator(Seat(stage, p), config, listing)
+
+
+def _judge_orders(answers: Sequence[dict[str, list[str]]]) -> str:
+    """Raises Wrong for orders that hang, that mix two messages up, or that are slow."""
+    times = []
+    for p in RINGS:
+        where = f"a ring of {p} stages"
+        orders = {stage: answers[stage][f"ring {p}"] for stage in range(p)}
+        time = _time_of(orders, p, where)
+        _check_time(p, time)
+        times.append(f"{time} in {where}")
+    for rank, answer in enumerate(answers):
+        mine, other = answer["ring apart"], answers[rank // 2]["ring 2"]
+        if mine != other:
+            raise Wrong(
+                f"stage {rank // 2} of 2 stages starts {', '.join(other)} if it is rank {rank // 2}, "
+                f"but {', '.join(mine)} if it is rank {rank}\n"
+                "The order may depend on the stage, self.curr_rank_in_pg. The number of the rank "
+                "(dist.get_rank()) is another one as soon as there are several pipelines."
+            )
+    for stage in range(WORLD):
+        after = (stage + 1) % WORLD
+        pair = {stage: answers[stage]["next"], after: answers[after]["prev"]}
+        where = f"stages {stage} and {after} exchange an activation and a gradient"
+        _time_of(pair, WORLD, where)
+    return ", ".join(times)
+
+
+def _time_of(orders: Mapping[int, list[str]], p: int, where: str) -> int:
+    """Runs the stages' orders against each other; how many message times they take."""
+    if any("batch" in order for order in orders.values()):
+        return 0  # whose messages do not wait for each other
+    places, clocks = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
+
+    def at(stage: int) -> str | None:
+        return orders[stage][places[stage]] if places[stage] < len(orders[stage]) else None
+
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for stage in orders:
+            name = at(stage)
+            if name is None or not name.startswith("send"):
+                continue
+            offset, wanted = OTHER_END[name]
+            peer = (stage + offset) % p
+            found = at(peer)
+            if found is None or found.startswith("send"):
+                continue
+            if (peer + OTHER_END[found][0]) % p != stage:
+                continue
+            if found != wanted:
+                raise Wrong(_crossed_words(where, stage, name, peer, found))
+            clocks[stage] = clocks[peer] = max(clocks[stage], clocks[peer]) + 1
+            places[stage] += 1
+            places[peer] += 1
+            has_moved = True
+    stuck = {stage: name for stage in orders if (name := at(stage)) is not None}
+    if stuck:
+        raise Wrong(_stuck_words(where, stuck, orders, places, p))
+    return max(clocks.values())
+
+
+def _crossed_words(where: str, stage: int, name: str, peer: int, found: str) -> str:
+    sent, taken = (
+        "activation" if one in ("send_next", "recv_prev") else "gradient" for one in (name, found)
+    )
+    return (
+        f"{where}: stage {peer} is at {found} and waits for a {taken}, but stage {stage} is at {name} "
+        f"and sends a{'n' * (sent[0] == 'a')} {sent}: stage {peer} takes the one for the other\n"
+        "On NCCL, messages between two ranks have no names: send number n meets receive number n. "
+        "Both ranks must have the same order of what travels between them."
+    )
+
+
+def _stuck_words(
+    where: str,
+    stuck: Mapping[int, str],
+    orders: Mapping[int, list[str]],
+    places: Mapping[int, int],
+    p: int,
+) -> str:
+    lines = [f"{where}: these orders hang"]
+    for stage, name in stuck.items():
+        offset, wanted = OTHER_END[name]
+        before = ", ".join(orders[stage][: places[stage]])
+        done = f"has done {before} and " if before else ""
+        lines.append(
+            f"  stage {stage} {done}starts {name}: it waits until stage {(stage + offset) % p} "
+            f"starts {wanted}"
+        )
+    return "\n".join([*lines, "Each waits for another. Who could begin with another message?"])
+
+
+def _check_time(p: int, time: int) -> None:
+    if p % 2 == 0 and time > 4:
+        raise Wrong(
+            f"right, but slow: all four messages over {p} stages took {time} message times, one "
+            "after the other; 4 are enough for any even number of stages\n"
+            "Some stages wait for a chain of others: stage 1 can send only when it has received, "
+            "and so on. How many of the messages could travel at the same time?"
+        )
 
 
 # -- A ring --
@@ -113,15 +300,8 @@ def _judge_ring(p: int, answers: Sequence[Any]) -> str:
                     f"{expected:g} was sent"
                 )
     time = max(answer["clock"] for answer in found)
-    if p % 2 == 0 and time > 4:
-        raise Wrong(
-            f"right, but slow: all four messages over {p} stages took {time} message times, one "
-            "after the other; 4 are enough for any even number of stages\n"
-            "Some stages wait for a chain of others: stage 1 can send only when it has received, "
-            "and so on. Let every second stage begin with a send, so that half of all messages "
-            "travel at the same time."
-        )
-    return f"{4 * p} messages in the time of {time}"
+    _check_time(p, time)
+    return f"{4 * p} messages took {time} message times"
 
 
 # -- A training step --

@@ -44,7 +44,15 @@ def run(student: ModuleType, case: Case) -> list[Any]:
     if case.by_hand:
         prediction = getattr(student, "PREDICTION", None)
         return [prediction.get(rank) if isinstance(prediction, dict) else None for rank in range(3)]
-    return [student.predict_order(case.p, rank, case.M) for rank in range(case.p)]
+    return [_list(student.predict_order(case.p, rank, case.M)) for rank in range(case.p)]
+
+
+def _list(order: Any) -> Any:
+    if order is None or isinstance(order, str | Sequence):
+        return order
+    raise Wrong(
+        f"predict_order returned a {type(order).__name__}; a list is expected, as the stub says"
+    )
 
 
 def judge(case: Case, orders: list[Any]) -> Result:
@@ -84,7 +92,10 @@ def _parse(order: Any, rank: int, case: Case) -> list[Unit]:
     for word in order:
         match = re.fullmatch(r"([FB])(\d+)", str(word))
         if match is None:
-            raise Wrong(f"{what}: {word!r} is no action; write F or B and a number, as in F0, B12")
+            idle = " Leave out the units in which the stage is idle." if str(word) == "." else ""
+            raise Wrong(
+                f"{what}: {word!r} is no action; write F or B and a number, as in F0, B12.{idle}"
+            )
         units.append(Unit(match[1], int(match[2])))
     return units
 
@@ -213,13 +224,30 @@ def _check_plan(
         )
     if makespan > best:
         cost.append(
-            f"all stages together take {makespan} where 1F1B takes {best} (a forward takes "
+            f"the whole step takes {makespan} units of time where 1F1B takes {best} (a forward takes "
             f"{FORWARD_TIME}, a backward {BACKWARD_TIME})"
         )
-    shown = wrong_order(list(map(str, planned)), list(map(str, units)), rank)
-    text = str(shown).replace(f"rank {rank}:", f"stage {rank} of {case.p}, M={case.M}:", 1)
     cost = cost or ["it takes neither longer nor more memory, but it is another schedule"]
+    words = _up_to_difference if case.by_hand else _beside_plan
+    text = words(planned, units, f"stage {rank} of {case.p}, M={case.M}")
     raise Wrong("\n".join([text, "Your order runs, but: " + "; ".join(cost) + "."]))
+
+
+def _beside_plan(planned: list[Unit], units: list[Unit], stage: str) -> str:
+    shown = str(wrong_order(list(map(str, planned)), list(map(str, units)), 0))
+    return shown.replace("rank 0:", f"{stage}:", 1)
+
+
+def _up_to_difference(planned: list[Unit], units: list[Unit], stage: str) -> str:
+    """Where the order is wrong, and not what is right there: that is the exercise."""
+    first = next(
+        i for i, (mine, theirs) in enumerate(zip(units, planned, strict=True)) if mine != theirs
+    )
+    before = " ".join(map(str, units[:first])) or "nothing"
+    return (
+        f"{stage}: the order is not that of 1F1B from action {first} on: you wrote {units[first]}\n"
+        f"  right so far: {before}"
+    )
 
 
 def _achieved(ranks: list[list[Unit]], makespan: int, M: int) -> dict[str, str]:

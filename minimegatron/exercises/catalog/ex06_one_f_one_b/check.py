@@ -3,13 +3,14 @@
 import random
 import traceback
 from collections.abc import Sequence
+from functools import partial
+from itertools import zip_longest
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.exercises.bench_gpt import (
     MICRO_BATCH,
@@ -21,8 +22,16 @@ from minimegatron.exercises.bench_gpt import (
 )
 from minimegatron.exercises.bench_gpt_judge import Reference
 from minimegatron.exercises.bench_rendezvous import GET_TRANSPORT, RendezvousTransport
+from minimegatron.exercises.catalog.ex06_one_f_one_b.watch import (
+    COMPLAINT,
+    END,
+    OUTCOME,
+    PARTS,
+    Watch,
+    named_shapes,
+)
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed, wrong_order
-from minimegatron.exercises.noting import noted
+from minimegatron.exercises.noting import note
 from minimegatron.exercises.recording import recorded, run_of
 from minimegatron.planner.actions import COMMUNICATE, COOLDOWN, STEADY, WARMUP, Action
 from minimegatron.planner.plan import Plan, plan
@@ -59,8 +68,7 @@ def cases(seed: int) -> list[Case]:
 def run(student: ModuleType, case: Case) -> dict[str, Any]:
     """One step of a GPT with the student's loop."""
     step = on_these_ranks(case.step)
-    stage = step.groups.pp.rank()
-    watch = Watch(student, stage, case.p, case.M, case.forward_only)
+    watch = Watch(student, step.groups.pp.rank(), case.p, case.M, case.forward_only)
     with (
         installed(RendezvousTransport, GET_TRANSPORT),
         installed(student.forward_backward_pipelining_without_interleaving, OURS),
@@ -69,9 +77,14 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
         try:
             with recorded() as recording:
                 reports = _one_step(step, case.forward_only)
-        except StopIteration as error:
-            words = _too_many_words(error, case, student.__file__, stage)
-            raise Wrong(words, watch.phase()) from None
+                note([END, None])
+        except (StopIteration, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if (cause := watch.cause()) is not None:
+                raise cause from None
+            if not isinstance(error, StopIteration):
+                raise
+            words, what = _too_many_words(error, case, student.__file__)
+            raise Wrong(words, watch.phase(what)) from None
     return {
         "recording": recording(),
         "reports": reports,
@@ -100,25 +113,21 @@ def _one_step(step: GptStep, forward_only: bool) -> list:
         )
 
 
-def _too_many_words(error: StopIteration, case: Case, file: str, stage: int) -> str:
-    """More forwards than microbatches, or more backwards than forwards: which, and where."""
+def _too_many_words(error: StopIteration, case: Case, file: str) -> tuple[str, str]:
+    """More forwards than microbatches, or more backwards than forwards: where; and "F" or "B"."""
     frames = traceback.extract_tb(error.__traceback__)
-    line = next(
-        (f"line {f.lineno}" for f in reversed(frames) if f.filename == file), ""
-    )
-    where = f"stage {stage} of {case.p}: {line} of your file"
+    line = next((f"line {f.lineno}" for f in reversed(frames) if f.filename == file), "")
+    where = f"rank {dist.get_rank()}, {line} of your file:"
     if any(frame.name == "forward_step_func" for frame in frames):
         return (
             f"{where} does a forward of a microbatch that does not exist: the data iterator is "
             f"empty after {case.M}\nAll phases together do {case.M} forwards, numbers 0 to "
             f"{case.M - 1}."
-        )
-    text = f"{where} does a backward, but no microbatch is in flight"
+        ), "F"
+    why = f"Every microbatch has one forward and one backward: {case.M} of each."
     if case.forward_only:
-        return (
-            text + "\nThis is an evaluation (forward_only): nothing is kept, and nobody goes back."
-        )
-    return text + f"\nEvery microbatch has one forward and one backward: {case.M} of each."
+        why = "This is an evaluation (forward_only): nothing is kept, and nobody goes back."
+    return f"{where} does a backward, but no microbatch is in flight\n{why}", "B"
 
 
 # -- Judged --
@@ -129,20 +138,32 @@ def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     run, dp = run_of(answers), WORLD // case.p
     steps = [run.step(0, dp=replica) for replica in range(dp)]
     for step in steps:
-        _judge_order(case, _done_in(step, case))
+        _judge_order(case, _done_in(step, case), [True] * case.p)
+    _judge_complaints([answer["complaints"] for answer in answers])
     try:
         _judge_outcome(case, answers)
     except Wrong as wrong:
-        raise Wrong(str(wrong), PARTS[-1]) from None
+        raise Wrong(str(wrong), OUTCOME) from None
     return Result(_achieved(steps[0], case), run)
 
 
 def judge_hang(case: Case, notes: Sequence[list[Any]]) -> None:
     """What the ranks did until they hung, against the plan. A hang's cause is often earlier."""
     done = [_numbered(words) for words in notes]
+    is_over = [any(name == END for name, _ in words) for words in notes]
     # Ranks of one pipeline are dp apart.
-    for replica in range(WORLD // case.p):
-        _judge_order(case, done[replica :: WORLD // case.p], is_over=False)
+    dp = WORLD // case.p
+    for replica in range(dp):
+        _judge_order(case, done[replica::dp], is_over[replica::dp])
+    _judge_complaints([[it for name, it in words if name == COMPLAINT] for words in notes])
+
+
+def _judge_complaints(complaints: Sequence[list[list[str]]]) -> None:
+    """Raises Wrong for the first rank's complaint about the first part."""
+    for part in PARTS:
+        for of, text in (one for mine in complaints for one in mine):
+            if of == part:
+                raise Wrong(text, part)
 
 
 def _done_in(step: Step, case: Case) -> list[list[str]]:
@@ -158,7 +179,7 @@ def _numbered(notes: Sequence[Any]) -> list[str]:
         elif name == "B":
             words.append(f"B{num_backwards}")
             num_backwards += 1
-        else:
+        elif name not in (COMPLAINT, END):
             words.append(str(name))
     return words
 
@@ -170,7 +191,7 @@ def _call_words(action: Action) -> str:
     return f"{action.kind[0].upper()}{action.microbatch}"
 
 
-def _judge_order(case: Case, done: list[list[str]], is_over: bool = True) -> None:
+def _judge_order(case: Case, done: list[list[str]], is_over: list[bool]) -> None:
     """Raises Wrong at the first phase in which a stage leaves the plan.
 
     Forwards and backwards of all stages first: where they are right, the calls between them.
@@ -181,8 +202,8 @@ def _judge_order(case: Case, done: list[list[str]], is_over: bool = True) -> Non
             for stage, words in enumerate(done):
                 actions = _planned_words(planned, stage, looks_at_calls)
                 found = [word for word in words if looks_at_calls or word[0] in "FB"]
-                if (wrong := _left_plan(actions, found, phase, is_over)) is not None:
-                    raise Wrong(_order_words(case, planned, stage, *wrong), part)
+                if (wrong := _left_plan(actions, found, phase, is_over[stage])) is not None:
+                    raise Wrong(_order_words(case, planned, stage, looks_at_calls, *wrong), part)
 
 
 def _planned_words(planned: Plan, stage: int, has_calls: bool) -> list[tuple[str, str]]:
@@ -205,32 +226,62 @@ def _left_plan(
     if phase == phases[-1]:
         end = max(end, len(found))
     here, there = wanted[:end], found[:end]
-    # Of ranks that hang, one that did not come further is not the one that left the plan.
+    # Of ranks that hang, one that is still in its loop is not the one that left the plan.
     is_behind = not is_over and there == here[: len(there)]
     return None if here == there or is_behind else (here, there)
 
 
-def _order_words(case: Case, planned: Plan, stage: int, wanted: list[str], found: list[str]) -> str:
-    work, done = ([word for word in words if word[0] in "FB"] for words in (wanted, found))
+def _order_words(
+    case: Case, planned: Plan, stage: int, has_calls: bool, wanted: list[str], found: list[str]
+) -> str:
     text = str(wrong_order(wanted, found, stage))
     text = text.replace(f"rank {stage}:", f"stage {stage} of {case.p}:", 1)
-    if case.forward_only:
+    if case.forward_only and any(word[0] == "B" or "backward" in word for word in found):
         return f"{text}\nThis is an evaluation (forward_only): there is nothing to go back for."
-    if work == done:
-        return (
-            f"{text}\nForwards and backwards are in the right order up to here; the calls between "
-            "stages are not. A send waits until the neighbour receives. Where both want to send to "
-            "each other, one fused call must do both, or they wait for each other for ever (perhaps "
-            "only with more microbatches than here). After the last forward there is nothing left "
-            "to receive from the previous stage."
-        )
+    if has_calls:
+        return f"{text}\n{_calls_words(wanted, found)}"
     held, peak = _peak(found), planned.peak_in_flight(stage)
     if held > peak:
         text += f"\nYours holds {held} microbatches at once; 1F1B needs no more than {peak}."
-    elif len(done) < len(work):
-        missing = len(work) - len(done)
-        text += f"\n{missing} of {len(work)} forwards and backwards were never done."
+    elif len(found) < len(wanted) and found == wanted[: len(found)]:
+        missing = len(wanted) - len(found)
+        text += f"\nYour loop ended: {missing} of {len(wanted)} forwards and backwards are missing."
+        if wanted[len(found)][0] == "B":
+            text += " Each microbatch that was forwarded needs its backward."
     return text
+
+
+def _calls_words(wanted: list[str], found: list[str]) -> str:
+    """What is wrong with the first call between stages that differs."""
+    pairs = zip_longest(wanted, found, fillvalue="")
+    first, (planned, called) = next((i, (a, b)) for i, (a, b) in enumerate(pairs) if a != b)
+    if not planned:
+        return f"The loop should be over here, but it calls {called}. No neighbour answers it."
+    if not called:
+        return f"{planned} was never called. The neighbour waits for it."
+    if planned.startswith(f"{called}_recv"):
+        return (
+            "Here both neighbours want to send to each other. A send waits until the neighbour "
+            "receives, so one fused call must do both, or they wait for each other for ever."
+        )
+    if called.startswith(f"{planned}_recv"):
+        return _nothing_left_words(planned, called)
+    if called == "recv_forward" and not any(word[0] == "F" for word in wanted[first:]):
+        return "After its last forward a stage receives no input any more."
+    if wanted[first + 1 : first + 2] == [called]:
+        return f"{planned} is left out before {called}. The neighbour waits for it."
+    if found[first + 1 : first + 2] == [planned]:
+        return f"{called} is one call too many before {planned}. No neighbour answers it."
+    return "Forwards and backwards are right up to here; the calls between stages are not."
+
+
+def _nothing_left_words(planned: str, called: str) -> str:
+    what = called.partition("_recv_")[2]
+    if what == "forward":
+        why = "After its last forward a stage receives no input any more"
+    else:
+        why = "In the warm-up no gradient comes back yet"
+    return f"{called} sends, then waits for one more {what} message. {why}: call {planned}."
 
 
 def _peak(words: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -60,7 +61,7 @@ def named_shapes(recv_shapes: list, send_shapes: list) -> tuple[Shapes, Shapes]:
 
 
 class Watch:
-    """One step on one stage. `num_warmup` is the student's own number, to name the phase."""
+    """What the loop does in one step on one stage, and the complaints about it: [part, words]."""
 
     def __init__(self, student: ModuleType, stage: int, p: int, M: int, forward_only: bool):
         self._file, self._stage, self._p, self._M = student.__file__, stage, p, M
@@ -86,7 +87,6 @@ class Watch:
             observed_by(self),
         ):
             yield
-        note([END, None])
 
     @staticmethod
     def _around(
@@ -100,54 +100,67 @@ class Watch:
     # -- Complaints --
 
     def where(self) -> str:
-        """Stage, and the line of the student's file that runs."""
+        """Rank, and the line of the student's file that runs."""
         frame = sys._getframe()
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
         line = "" if frame is None else f", line {frame.f_lineno} of your file"
-        return f"stage {self._stage} of {self._p}{line}"
+        return f"rank {dist.get_rank()}{line}"
 
-    def phase(self) -> str:
-        """Which phase the loop is in, by what it has done so far."""
-        num_warmup = min(self._p - self._stage - 1, self._M)
-        if self._forward_only or len(self._microbatches) <= num_warmup and not self._grads:
-            return WARMUP
-        return STEADY if len(self._input_grads) < self._M - num_warmup else COOLDOWN
+    def phase(self, name: str) -> str:
+        """The phase to which the call belongs, by the number of its microbatch's turn."""
+        is_after = name.startswith("send")
+        num_warmup = self._M if self._forward_only else min(self._p - self._stage - 1, self._M)
+        if name == "F" or name.startswith(("recv_forward", "send_forward")):
+            return WARMUP if len(self._microbatches) - is_after < num_warmup else STEADY
+        return STEADY if len(self._grads) - is_after < self._M - num_warmup else COOLDOWN
 
-    def complain(self, words: str, part: str = "") -> None:
-        """Notes what is wrong; the first of each part counts."""
-        part = part or self.phase()
+    def complain(self, name: str, words: str, part: str = "") -> None:
+        """Notes what is wrong with a call; the first of each part counts."""
+        part = part or self.phase(name)
         if part not in [known for known, _ in self.complaints]:
             self.complaints.append([part, f"{self.where()}: {words}"])
             note([COMPLAINT, self.complaints[-1]])
 
-    def refuse(self, words: str) -> NoReturn:
+    def cause(self) -> Wrong | None:
+        """What makes a crash a consequence: an earlier complaint about an argument, if any."""
+        found = ((part, text) for part, text in self.complaints if part != OUTCOME)
+        return next((Wrong(text, part) for part, text in found), None)
+
+    def refuse(self, name: str, words: str) -> NoReturn:
         """Ends the step, where the real call would crash. An earlier complaint is the cause."""
-        self.complain(words)
-        part, text = self.complaints[0]
-        raise Wrong(text, part)
+        self.complain(name, words)
+        raise self.cause()
 
     # -- Calls of the chunk --
 
-    def _forward(self, run: Callable, microbatch: Any = None, given: Any = None) -> Any:
+    def _forward(self, run: Callable, microbatch_id: Any = None, input_tensor: Any = None) -> Any:
+        microbatch, tensor = microbatch_id, _tensor(input_tensor)
         if not isinstance(microbatch, int):
             self.refuse(
+                "F",
                 f"forward_step got {_kind(microbatch)} as the number of the microbatch\nThe number "
-                "comes first, then the input: chunk.forward_step(i, input_tensor)."
+                "comes first, then the input: chunk.forward_step(i, input_tensor).",
             )
         if microbatch in self._microbatches:
-            self.refuse(self._again(microbatch))
-        tensor = _tensor(given)
+            self.refuse(
+                "F",
+                f"microbatch {microbatch} is forwarded a second time\nEach microbatch has one "
+                f"forward: numbers 0 to {self._M - 1}. The steady phase goes on with the number after "
+                "the warm-up's last one.",
+            )
         if tensor is None and self._stage > 0:
             self.refuse(
+                "F",
                 "forward_step got None as its input\nOnly the first stage has no input. Hand on "
-                "what recv_forward (or send_backward_recv_forward) returned."
+                "what recv_forward (or send_backward_recv_forward) returned.",
             )
         if tensor is not None and any(tensor is known for known in self._inputs):
             self.complain(
+                "F",
                 f"the forward of microbatch {microbatch} got the input of an earlier microbatch\n"
                 "Each receive returns a new input. Keep it: input_tensor = ..., also for "
-                "send_backward_recv_forward."
+                "send_backward_recv_forward.",
             )
         self._inputs.append(tensor)
         self._microbatches.append(microbatch)
@@ -155,35 +168,31 @@ class Watch:
         self._outputs.append(_tensor(output))
         return output
 
-    def _again(self, microbatch: int) -> str:
-        left = [i for i in range(self._M) if i not in self._microbatches]
-        then = f"the next one is {left[0]}" if left else f"all {self._M} are done"
-        return (
-            f"microbatch {microbatch} is forwarded a second time; {then}\nEach microbatch has one "
-            "forward. The steady phase goes on with the number after the warm-up's last one."
-        )
-
-    def _backward(self, run: Callable, given: Any = None, microbatch: Any = None) -> Any:
-        grad = _tensor(given)
+    def _backward(
+        self, run: Callable, output_tensor_grad: Any = None, microbatch_id: Any = None
+    ) -> Any:
+        grad = _tensor(output_tensor_grad)
         if grad is None and self._stage < self._p - 1:
             self.refuse(
+                "B",
                 "backward_step got None\nOnly the last stage has no gradient to begin from: it has "
-                "the loss. Hand on what recv_backward (or send_forward_recv_backward) returned."
+                "the loss. Hand on what recv_backward (or send_forward_recv_backward) returned.",
             )
         if grad is not None and any(grad is known for known in self._grads):
             self.complain(
+                "B",
                 "backward_step got the gradient of an earlier microbatch\nEach receive returns a "
-                "new gradient. Keep it: grad = ..., also for send_forward_recv_backward."
+                "new gradient. Keep it: grad = ..., also for send_forward_recv_backward.",
             )
         self._grads.append(grad)
         found = run()
         self._input_grads.append(_tensor(found))
         return found
 
-    def _free(self, run: Callable, given: Any = None) -> None:
+    def _free(self, run: Callable, output_tensor: Any = None) -> None:
         self.num_freed += 1
         if not self._forward_only and self._stage < self._p - 1:
-            self._look_at_freed(_tensor(given))
+            self._look_at_freed(_tensor(output_tensor))
         run()
 
     def _look_at_freed(self, tensor: Any) -> None:
@@ -192,6 +201,7 @@ class Watch:
             is_input = tensor is not None and any(tensor is known for known in self._inputs)
             what = "the input of a forward" if is_input else _kind(tensor)
             self.complain(
+                "free",
                 f"free_output got {what}; it takes what forward_step returned\nThe output is sent "
                 "and needed no more. The input is still needed: backward puts its gradient there.",
                 OUTCOME,
@@ -200,9 +210,10 @@ class Watch:
         name = f"microbatch {self._microbatches[number]}"
         if any(tensor is known for known in self._freed):
             words = f"the output of {name} is freed a second time; free each output once"
-            self.complain(words, OUTCOME)
+            self.complain("free", words, OUTCOME)
         elif not any(tensor is known for known in self._sent):
             self.complain(
+                "free",
                 f"the output of {name} is freed before it is sent\nIts memory is gone then, and the "
                 "next stage would get something else. Send first, then free.",
                 OUTCOME,
@@ -225,9 +236,10 @@ class Watch:
         wanted = "recv_shapes" if name.endswith("recv_forward") else "send_shapes"
         if isinstance(shapes, Shapes) and shapes.name != wanted:
             self.complain(
-                f"{name} got {shapes.name}; what it receives has {wanted}\nHere both are equal. "
-                "They are not where stages hand on tensors of different sizes. An input has the "
-                "shapes to receive; a gradient has the shapes of the output that was sent."
+                name,
+                f"{name} got {shapes.name}; it needs {wanted}\nA gradient has the shape of the "
+                "output that was sent. Here both shapes are equal; in a model whose stages hand on "
+                "tensors of different sizes they are not.",
             )
 
     def stop(self, call: Call) -> None:
@@ -241,19 +253,22 @@ class Watch:
     def _look_at_flag(self, name: str, arguments: dict[str, Any]) -> None:
         flag = next((key for key in ("is_first_stage", "is_last_stage") if key in arguments), None)
         if flag is not None and arguments[flag] is not self._is_edge(arguments):
-            got = arguments[flag] if isinstance(arguments[flag], bool) else _kind(arguments[flag])
             self.complain(
-                f"{name} got {got} as its {flag}; here that is {self._is_edge(arguments)}\n"
-                "Where the flag is True, the call sends nothing and receives nothing."
+                name,
+                f"{name} got {_kind(arguments[flag])} as its {flag}; here that is "
+                f"{self._is_edge(arguments)}\n"
+                "Where the flag is True, the call sends nothing and receives nothing.",
             )
 
     def _look_at_sent(self, name: str, tensor: Any, maker: str) -> None:
         made = (self._outputs if maker == "forward_step" else self._input_grads)[-1:]
         self._sent.append(tensor)
         if tensor is None:
-            self.complain(f"{name} got None, so nothing is sent; it takes what {maker} returned")
+            self.complain(
+                name, f"{name} got None, so nothing is sent; it takes what {maker} returned"
+            )
         elif not made or not _is_same(tensor, made[0]):
-            self.complain(f"{name} got another tensor than {maker} has just returned")
+            self.complain(name, f"{name} got another tensor than {maker} has just returned")
 
 
 def _tensor(value: Any) -> Any:
@@ -268,4 +283,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(_tensor(value)).__name__}"
+    value = _tensor(value)
+    if value is None or isinstance(value, bool | int):
+        return repr(value)
+    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

@@ -1,5 +1,6 @@
 """Checks what is freed and what is not, gradients from freed outputs, then a GPT on two stages."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -18,6 +19,11 @@ from minimegatron.exercises.feedback_numbers import check_numbers
 STEPS = "minimegatron.core.pipeline_parallel.steps."
 REPLACES = (STEPS + "deallocate_output_tensor", STEPS + "custom_backward")
 SHAPE = (3, 2, 4)
+EMPTIED = (
+    "freeing {} emptied the storage itself (resize_?)\nAn operation such as tanh saves its output "
+    "for backward, in that very storage: its numbers are lost too. Let the output point at other "
+    "memory, out.data = ...; then the old one stays exactly as long as the graph needs it."
+)
 WORLD = 2
 FREEING, BACKWARD, STEP = "freeing an output", "backward from it", "a training step"
 
@@ -63,9 +69,10 @@ def _run_freed(student: ModuleType, seed: int) -> dict[str, Any]:
         entered = _draw(seed, 1, dtype).requires_grad_()
         out = entered * 2
         node, memory = out.grad_fn, StorageWeakRef(out.untyped_storage())
-        num_bytes = out.untyped_storage().nbytes()
+        num_bytes, storage = out.untyped_storage().nbytes(), out.untyped_storage()._cdata
         student.deallocate_output_tensor(out, True)
         found[str(dtype)] = {
+            "is_elsewhere": out.untyped_storage()._cdata != storage,
             "dtype": str(out.dtype),
             "is_gone": memory.expired(),
             "numel": out.numel(),
@@ -84,11 +91,11 @@ def _judge_freed(where: str, found: dict[str, Any], seed: int) -> Result:
                 "the dtype (and device) of output and gradient: give the small tensor those of out."
             )
         if not one["is_gone"]:
-            words = "the caller's tensor is as it was" if one["numel"] > 1 else "somebody keeps it"
+            raise Wrong(f"{where}: {_kept_words(one)}")
+        if one["numel"] != 1:
             raise Wrong(
-                f"{where}: the memory of an output of shape {list(SHAPE)} is still there: {words}"
-                "\n`out = ...` gives only the local name another tensor, and clearing values frees "
-                "nothing. The tensor object must point at other memory: set its .data."
+                f"{where}: the freed output has {one['numel']} elements; it should have one\nSuch "
+                "an output is not the tensor that others expect. Let its .data be a single element."
             )
         if not one["is_in_graph"]:
             raise Wrong(
@@ -97,6 +104,28 @@ def _judge_freed(where: str, found: dict[str, Any], seed: int) -> Result:
     bf16 = found["torch.bfloat16"]
     words = f"{bf16['num_bytes']} bytes for each output of {list(SHAPE)} in bf16"
     return Result({"freed": f"{words}, down to {bf16['left']}"})
+
+
+def _kept_words(one: dict[str, Any]) -> str:
+    """Why the memory of an output is not free."""
+    if one["left"] < one["num_bytes"] and not one["is_elsewhere"]:
+        return EMPTIED.format("an output")
+    if one["left"] < one["num_bytes"]:
+        return (
+            f"the memory of an output of shape {list(SHAPE)} is still there: somebody keeps it\nThe "
+            "tensor object points at other memory. Which variable of yours still holds the old one?"
+        )
+    if one["numel"] < math.prod(SHAPE):
+        return (
+            f"the memory of an output of shape {list(SHAPE)} is still there: the new .data is a "
+            "view of the old memory\nA slice or a reshape keeps all the memory that it looks into. "
+            "Make a new tensor of one element: torch.empty or new_empty."
+        )
+    return (
+        f"the memory of an output of shape {list(SHAPE)} is still there: the caller's tensor is as "
+        "it was\n`out = ...` gives only the local name another tensor, and clearing values frees "
+        "nothing. The tensor object must point at other memory: set its .data."
+    )
 
 
 def _run_left_alone(student: ModuleType, seed: int) -> dict[str, Any]:
@@ -122,18 +151,35 @@ def _judge_left_alone(where: str, found: dict[str, Any], seed: int) -> None:
 def _run_view(student: ModuleType, seed: int) -> dict[str, Any]:
     """A view is refused: its base would keep the memory."""
     base = _draw(seed, 3).requires_grad_() * 2
+    view = base.transpose(0, 1)
+    kind = _refusal(student.deallocate_output_tensor, view, True)
+    return {"refusal": kind, "is_as_it_was": view.shape == base.transpose(0, 1).shape}
+
+
+def _refusal(function: Callable, *args: Any) -> str:
+    """The kind of error with which the function refuses; "" if it does not."""
     try:
-        student.deallocate_output_tensor(base.transpose(0, 1), True)
-    except (ValueError, AssertionError):
-        return {"is_refused": True}
-    return {"is_refused": False}
+        function(*args)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        return type(error).__name__
+    return ""
+
+
+def _judge_refusal(where: str, what: str, kind: str) -> None:
+    """Raises Wrong where another error than ValueError refuses."""
+    if kind not in ("", "ValueError"):
+        words = f"{where}: {what} is refused with {kind}; raise ValueError"
+        is_assert = kind == "AssertionError"
+        raise Wrong(words + ("\n`python -O` leaves every assert out." if is_assert else ""))
 
 
 def _judge_view(where: str, found: dict[str, Any], seed: int) -> None:
-    if not found["is_refused"]:
+    _judge_refusal(where, "a view", found["refusal"])
+    if not found["refusal"]:
         num_bytes = _draw(seed, 3).untyped_storage().nbytes()
+        what = "accepted and left as it was" if found["is_as_it_was"] else "freed without complaint"
         raise Wrong(
-            f"{where}: a view was freed without complaint\nIt looks into the memory of another "
+            f"{where}: a view was {what}\nIt looks into the memory of another "
             f"tensor ({num_bytes} bytes), which is all still there. Nothing is "
             "gained, and nobody notices: raise ValueError if out._base is not None."
         )
@@ -144,20 +190,36 @@ def _run_saved(student: ModuleType, seed: int) -> dict[str, Any]:
     entered = _draw(seed, 4).requires_grad_()
     out = torch.tanh(entered)
     student.deallocate_output_tensor(out, True)
-    if out.grad_fn._saved_result.untyped_storage().nbytes() == 0:
-        raise Wrong(
-            f"rank {dist.get_rank()}: freeing an output of tanh emptied what tanh had saved for its "
-            "backward\nThe storage itself was shrunk (resize_?), and autograd shares it. Let the "
-            "output point at other memory; then the old one stays exactly as long as the graph "
-            "needs it."
-        )
+    node = out.grad_fn
+    if node._saved_result.untyped_storage().nbytes() == 0:
+        raise Wrong(f"rank {dist.get_rank()}: {EMPTIED.format('an output of tanh')}")
     _backward(student, out, _draw(seed, 5))
-    return {"gradient": entered.grad}
+    return {"gradient": entered.grad, "is_kept": _is_saved(node)}
+
+
+def _is_saved(node: Any) -> bool:
+    """Whether a node of the graph still has what it saved."""
+    try:
+        return node._saved_result is not None
+    except RuntimeError:
+        return False
 
 
 def _judge_saved(where: str, found: dict[str, Any], seed: int) -> None:
     expected = _draw(seed, 5) * (1 - torch.tanh(_draw(seed, 4)) ** 2)
+    if found["gradient"] is None:
+        raise Wrong(
+            f"{where}: after custom_backward, the input of the graph has no .grad: backward did not "
+            "get there\nCall the engine as the stub shows it, with inputs=() and "
+            "accumulate_grad=True."
+        )
     check_numbers(f"{where}: gradient through a freed tanh", found["gradient"], expected)
+    if found["is_kept"]:
+        raise Wrong(
+            f"{where}: after custom_backward, the graph still has what tanh had saved\nNobody goes "
+            "back a second time, and each microbatch in turn would leave its activations behind. "
+            "Call the engine with keep_graph=False."
+        )
 
 
 # -- Backward --
@@ -187,7 +249,8 @@ def _run_backward(student: ModuleType, seed: int) -> dict[str, Any]:
     for i, out in enumerate(outputs):
         student.deallocate_output_tensor(out, True)
         _backward(student, out, _draw(seed, 9 + i))
-    return {"inputs": [entered.grad for entered in inputs], "weight": weight.grad}
+    left = max(out.untyped_storage().nbytes() // out.element_size() for out in outputs)
+    return {"left": left, "inputs": [entered.grad for entered in inputs], "weight": weight.grad}
 
 
 def _judge_backward(where: str, found: dict[str, Any], seed: int) -> None:
@@ -198,6 +261,11 @@ def _judge_backward(where: str, found: dict[str, Any], seed: int) -> None:
         what = f"{where}: gradient of a freed output's input"
         check_numbers(what, got, _draw(seed, 9 + i) * weight)
         total += _draw(seed, 7 + i) * _draw(seed, 9 + i)
+    if found["left"] > 1:
+        raise Wrong(
+            f"{where}: after custom_backward, the freed output has memory for {found['left']} "
+            "elements again\nThe engine does not look at the output's shape: leave it as it is."
+        )
     what = f"{where}: gradient of a weight after two backwards"
     check_numbers(what, found["weight"], total, None, {"num_microbatches": 2})
 
@@ -207,15 +275,13 @@ def _run_loss(student: ModuleType, seed: int) -> dict[str, Any]:
     entered = _draw(seed, 12).requires_grad_()
     _backward(student, (3 * entered).sum(), None)
     gradient = entered.grad
-    try:
-        student.custom_backward(3 * _draw(seed, 13).requires_grad_(), None)
-    except (ValueError, AssertionError, RuntimeError):
-        return {"gradient": gradient, "is_refused": True}
-    return {"gradient": gradient, "is_refused": False}
+    many = 3 * _draw(seed, 13).requires_grad_()
+    return {"gradient": gradient, "refusal": _refusal(student.custom_backward, many, None)}
 
 
 def _judge_loss(where: str, found: dict[str, Any], seed: int) -> None:
-    if not found["is_refused"]:
+    _judge_refusal(where, "backward without a gradient from many elements", found["refusal"])
+    if not found["refusal"]:
         raise Wrong(
             f"{where}: backward without a gradient began from a tensor of shape {list(SHAPE)}\nOnly "
             "a loss, one number, needs no gradient. Here the next stage's gradient is missing: that "
@@ -266,7 +332,7 @@ def _judge_step(case: Case, answers: Sequence[Any]) -> Result:
         return Result()
     return Result(
         {
-            "freed": f"{freed[0]} bytes of each of {len(freed)} outputs of stage 0",
-            "less memory": f"{held * freed[0]} bytes (outputs in flight there: {held})",
+            "freed": f"{freed[0]} bytes for each output of stage 0",
+            "memory saved": f"{held * freed[0]} bytes = {held} in flight x {freed[0]}",
         }
     )

@@ -2,24 +2,36 @@
 
 import random
 from collections.abc import Callable, Sequence
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
+from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference, is_close
+from minimegatron.exercises.catalog.ex08_loss_contract.table import judge_table, run_table
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
-from minimegatron.exercises.feedback_numbers import check_numbers
 
 CALC_LOSS = "minimegatron.core.pipeline_parallel.steps.forward_step_calc_loss"
 DIVIDE = "minimegatron.core.distributed.finalize_model_grads._divide_by_num_tokens"
 REPLACES = (CALC_LOSS, DIVIDE)
 TABLE, STEP = "the table, row by row", "a training step"
-NUM_TOKENS = 3
+SCALE = (
+    "minimegatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
+    ".scale_gradients"
+)
+COUNTS = (5, 0)
+"""Tokens of each replica, where `_divide_by_num_tokens` is asked alone."""
+TOLERANCE = 1e-6
+"""A factor that was computed with int or float32 tensors is rounded."""
 MASKED = 1
 """Of the global batch's microbatches, the one without a token that counts."""
 WORLD = 4
+NOT_SCALED = (
+    "_divide_by_num_tokens never called scale_gradients here. Gradients lie in the chunk's buffer "
+    "(param.main_grad), and param.grad is None: call chunk.scale_gradients(factor) for each chunk."
+)
 
 
 def cases(seed: int) -> list[Case]:
@@ -27,7 +39,9 @@ def cases(seed: int) -> list[Case]:
     draw, data = random.Random(seed), data_seed(seed)
     M, c = draw.choice([5, 7]), draw.choice([2, 4])
     found = [Case(TABLE, part=TABLE, M=M, c=c, total=10.0 + data % 5)]
-    some, few = draw.choice([2, 3, 4]), draw.choice([2, 3])
+    # No two of M, p and the number of replicas are equal where it can be avoided: a wrong factor
+    # must be told from the others.
+    some, few = draw.choice([3, 5]), draw.choice([2, 3])
     for p, M, on in [(2, some, False), (2, some, True), (1, few, True), (1, 1, False)]:
         step = StepCase(pp=p, num_microbatches=M, num_layers=2, per_token=on, seed=data).values
         words = f"GPT, pp={p}, dp={4 // p}, M={M}, calculate_per_token_loss {'on' if on else 'off'}"
@@ -38,19 +52,50 @@ def cases(seed: int) -> list[Case]:
 def run(student: ModuleType, case: Case) -> Any:
     """What each row gives, or one step."""
     if case.part == TABLE:
-        rows = [
-            _call(student, _three_or_two(row, case), case, **row.changes) for row in _rows(case)
-        ]
-        return {"rows": rows, **_run_exceptions(student, case)}
+        return run_table(student, case)
     step = on_these_ranks(case.step)
     if step.groups.dp.rank() == MASKED % step.groups.dp.size():
         step.data[MASKED // step.groups.dp.size()]["mask"].zero_()
+    factors: list[float] = []
+
+    def scale_gradients(self: DistributedDataParallel, scaling_factor: float) -> None:
+        factors.append(float(scaling_factor))
+        original(self, scaling_factor)
+
+    original = DistributedDataParallel.scale_gradients
     with (
         installed(student.forward_step_calc_loss, CALC_LOSS),
         installed(_watched(student._divide_by_num_tokens), DIVIDE),
+        installed(scale_gradients, SCALE),
     ):
         step.forward_backward()
-    return step.gradients()
+    found = {"gradients": step.gradients(), "num_scalings": len(factors)}
+    if step.case.per_token:
+        found |= {f"{n} tokens": _run_division(student, step, n) for n in COUNTS}
+    return found
+
+
+class _Chunk(torch.nn.Module):
+    """A chunk without gradients: it notes how they would be scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        self.factor *= float(scaling_factor)
+
+
+def _run_division(student: ModuleType, step: GptStep, num: int) -> list[float] | None:
+    """What two chunks are scaled by if each replica has `num` tokens; None for a division by 0."""
+    chunks, groups = [_Chunk(), _Chunk()], step.groups
+    is_last = groups.pp.rank() == groups.pp.size() - 1
+    mine = torch.tensor(num if is_last else 0, dtype=torch.int)
+    try:
+        student._divide_by_num_tokens(chunks, mine, groups.pp, groups.dp_cp)
+    except ZeroDivisionError:
+        return None
+    return [chunk.factor for chunk in chunks]
 
 
 def _watched(divide: Callable) -> Callable:
@@ -74,155 +119,8 @@ def judge(case: Case, answers: Sequence[Any]) -> Result | None:
     """Each row, or every gradient."""
     if case.part == STEP:
         return _judge_step(case, answers)
-    for row, (loss, tokens, store) in zip(_rows(case), answers[0]["rows"], strict=True):
-        _judge_row(case, row, loss, tokens, store)
-    _judge_exceptions(answers[0])
+    judge_table(case, answers[0])
     return None
-
-
-# -- The table --
-
-
-class Row:
-    """One row: what the loss function returns, under which options, and what comes of it."""
-
-    def __init__(
-        self, words: str, returns_tokens: bool, expected: float, tokens: int, **changes: Any
-    ):
-        self.words, self.returns_tokens = words, returns_tokens
-        self.expected, self.tokens, self.changes = expected, tokens, changes
-
-
-def _rows(case: Case) -> list[Row]:
-    total, n, M, c = case.total, NUM_TOKENS, case.M, case.c
-    return [
-        Row("(sum, n, report), option off: sum / n / M", True, total / n / M, n),
-        Row("(sum, n, report), option on: sum", True, total, n, per_token=True),
-        Row("(mean, report), c = 1: mean / M", False, total / M, 0),
-        Row(f"(mean, report), c = {c}: mean * c / M", False, total * c / M, 0, cp_group_size=c),
-        Row(
-            "(mean, report), cp_group_size None: mean / M", False, total / M, 0, cp_group_size=None
-        ),
-    ]
-
-
-def _three_or_two(row: Row, case: Case) -> Callable:
-    def three(output: torch.Tensor) -> tuple:
-        loss = output * case.total
-        return loss, torch.tensor(NUM_TOKENS, dtype=torch.int), {"loss": loss.detach()}
-
-    def two(output: torch.Tensor) -> tuple:
-        loss = output * case.total
-        return loss, {"loss": loss.detach()}
-
-    return three if row.returns_tokens else two
-
-
-def _call(student: ModuleType, returned: Callable, case: Case, **changes: Any) -> tuple:
-    """(loss, number of tokens, store) of one call on the last stage, unless `changes` say otherwise."""
-    store: list = []
-    arguments: dict[str, Any] = {
-        "model": None,
-        "output_tensor": torch.ones((), dtype=torch.float64),
-        "loss_func": returned,
-        "vp_stage": None,
-        "collect_non_loss_data": False,
-        "num_microbatches": case.M,
-        "forward_data_store": store,
-        "cp_group_size": 1,
-        "is_last_stage": True,
-    }
-    per_token = changes.pop("per_token", False)
-    config = SimpleNamespace(
-        calculate_per_token_loss=per_token, aux_loss_scale_funcs=(), grad_scale_func=None
-    )
-    found = student.forward_step_calc_loss(**(arguments | changes), config=config)
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise Wrong(
-            f"forward_step_calc_loss returned {type(found).__name__}; two values are expected: the "
-            "loss, and the number of tokens"
-        )
-    return *found, store
-
-
-def _run_exceptions(student: ModuleType, case: Case) -> dict[str, Any]:
-    """A microbatch without tokens, a stage without a loss, data that is no loss."""
-
-    def masked(output: torch.Tensor) -> tuple:
-        return output * 0.0, torch.tensor(0, dtype=torch.int), {"loss": 0.0}
-
-    def forbidden(output: torch.Tensor, non_loss_data: bool = False) -> Any:
-        if not non_loss_data:
-            raise Wrong(
-                "the loss function was called where there is no loss: only the last stage has one, "
-                "and with collect_non_loss_data it is called with non_loss_data=True"
-            )
-        return "anything"
-
-    output = torch.full((2,), 5.0, dtype=torch.float64)
-    elsewhere = {"output_tensor": output, "is_last_stage": False}
-    other = {"output_tensor": output, "collect_non_loss_data": True}
-    return {
-        "masked": _call(student, masked, case)[0],
-        "no loss": _call(student, forbidden, case, **elsewhere),
-        "other data": _call(student, forbidden, case, **other),
-    }
-
-
-# -- The table, judged --
-
-
-def _judge_row(case: Case, row: Row, loss: Any, tokens: Any, store: list) -> None:
-    where = f"M = {case.M}, n = {NUM_TOKENS}, row {row.words}"
-    per_token = row.changes.get("per_token", False)
-    if per_token and _number(loss) == case.total / NUM_TOKENS / case.M:
-        raise Wrong(
-            f"loss ({where}) is {_number(loss):g}, expected {row.expected:g}: it was divided as with "
-            "the option off\nWith calculate_per_token_loss the sums stay sums. They are divided "
-            "once, after the last backward, by the tokens of the whole global batch."
-        )
-    sizes = {"num_microbatches": case.M, "cp": row.changes.get("cp_group_size") or 1}
-    check_numbers(f"loss ({where})", loss, row.expected, None, sizes | {"tokens": NUM_TOKENS})
-    check_numbers(f"number of tokens ({where})", tokens, row.tokens, None)
-    if len(store) != 1:
-        raise Wrong(f"forward_data_store got {len(store)} reports for one microbatch ({where})")
-    found = store[0].get("loss") if isinstance(store[0], dict) else None
-    if found is None:
-        raise Wrong(f"forward_data_store got {store[0]!r}, not the report ({where})")
-    if _number(found) != case.total:
-        raise Wrong(
-            f"the report changed: it said {case.total:g}, and says {_number(found):g} afterwards "
-            f"({where})\n"
-            "It was made with loss.detach(), which shares the memory of the loss. Dividing in place "
-            "(/=, div_) changes both: make a new tensor, loss = loss / ..."
-        )
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float | torch.Tensor) else float("nan")
-
-
-def _judge_exceptions(found: dict[str, Any]) -> None:
-    loss = found["masked"]
-    if not torch.isfinite(torch.as_tensor(loss)).all():
-        raise Wrong(
-            f"the loss of a microbatch whose tokens are all masked is {float(loss)}: 0 / 0\nOne such "
-            "microbatch makes every gradient of the step nan. Divide by at least 1: the sum is 0."
-        )
-    check_numbers("the loss of a microbatch without tokens", loss, 0.0)
-    output = torch.full((2,), 5.0, dtype=torch.float64)
-    got, tokens, store = found["no loss"]
-    check_numbers("the output of a stage that is not the last", got, output)
-    check_numbers("number of tokens of a stage that is not the last", tokens, 0)
-    if store:
-        raise Wrong("a stage that is not the last put something into forward_data_store")
-    got, _, store = found["other data"]
-    check_numbers("the output with collect_non_loss_data", got, output)
-    if store != ["anything"]:
-        raise Wrong(
-            f"with collect_non_loss_data, forward_data_store is {store!r}; what "
-            "loss_func(output_tensor, non_loss_data=True) returned is expected there"
-        )
 
 
 # -- A training step, judged --
@@ -237,11 +135,37 @@ def _judge_step(case: Case, answers: Sequence[Any]) -> Result:
     for rank, found in enumerate(answers):
         mine = sum(counts[reference.places[rank]["dp"] :: reference.dp])
         for name, wanted in reference.pieces(rank, full).items():
-            if not is_close(found.get(name), wanted):
-                got = found.get(name)
-                raise _wrong_gradient(reference, rank, name, got, wanted, (mine, sum(counts)))
+            got = found["gradients"].get(name)
+            if is_close(got, wanted, TOLERANCE):
+                continue
+            wrong = _wrong_gradient(reference, rank, name, got, wanted, (mine, sum(counts)))
+            if reference.case.per_token and not found["num_scalings"]:
+                raise Wrong(f"{str(wrong).splitlines()[0]}\n{NOT_SCALED}")
+            raise wrong
+    if reference.case.per_token:
+        for num in COUNTS:
+            for rank, found in enumerate(answers):
+                _judge_division(reference.who(rank), found[f"{num} tokens"], num, reference.dp)
     how = f"the mean over {sum(counts)} tokens" if case.step["per_token"] else "a mean of means"
     return Result({"tokens": f"{counts} in the global batch's microbatches; gradients of {how}"})
+
+
+def _judge_division(who: str, factors: list[float] | None, num: int, dp: int) -> None:
+    """Two chunks, on each of `dp` replicas with `num` tokens."""
+    right = 1.0 / max(num * dp, 1)
+    if factors and is_close(torch.tensor(factors), torch.tensor([right, right]), TOLERANCE):
+        return
+    if num == 0:
+        what = "a division by 0" if factors is None else f"scale_gradients got {factors[0]:g}"
+        raise Wrong(
+            f"rank {who}: there are no tokens in the whole global batch: {what}\nThe gradients are "
+            "0 then. Divide by 1, so that they stay 0."
+        )
+    raise Wrong(
+        f"rank {who}: of two model chunks, the gradients were scaled by {factors}; expected "
+        f"1 / {num * dp} for both\n`model` is a list. With interleaving a stage has several chunks: "
+        "call scale_gradients of each, once."
+    )
 
 
 def _wrong_gradient(
@@ -258,8 +182,21 @@ def _wrong_gradient(
         return shown
     large = wanted.abs() > 1e-6 * wanted.abs().max()
     ratios = got[large] / wanted[large]
-    (mine, everyones), M, p = tokens, reference.case.num_microbatches, reference.case.pp
-    guesses = [
+    for factor, words in _guesses(reference, *tokens):
+        if factor != 1 and torch.allclose(ratios, torch.full_like(ratios, factor), rtol=1e-5):
+            first = str(shown).splitlines()[0]
+            return Wrong(f"{first}\nratio got / expected = {words}")
+    return shown
+
+
+def _guesses(reference: Reference, mine: int, everyones: int) -> list[tuple[float, str]]:
+    """A factor by which all gradients are wrong, and where it comes from."""
+    M, p, dp = reference.case.num_microbatches, reference.case.pp, reference.dp
+    by_stages = f"the tokens were added up over the {p} stages, but only the last stage knows them"
+    by_replicas = f"it was divided by the {dp} replicas too, but their gradients are a plain sum"
+    if p == dp:
+        by_stages = by_replicas = f"{by_replicas}; or {by_stages}"
+    return [
         (
             everyones,
             f"x {everyones}, the tokens of the global batch: on this stage nothing was divided by "
@@ -268,21 +205,14 @@ def _wrong_gradient(
         (
             everyones / max(mine, 1),
             f"x {everyones} / {mine}: divided by the {mine} tokens of this replica, but gradients "
-            f"were summed over {reference.dp} replicas, which have {everyones}. Sum the numbers too.",
+            f"were summed over {dp} replicas, which have {everyones}. Sum the numbers too.",
         ),
         (
             1 / M,
             f"1 / M (1/{M}): with the option on, sums are divided once, by all tokens, at the end; "
             "do not divide by the number of microbatches as well.",
         ),
-        (
-            1 / p,
-            f"1 / pp: the tokens were added up over the {p} stages, but they are "
-            "the same tokens: only the last stage's number counts.",
-        ),
+        (1 / p, f"1 / {p}: {by_stages}."),
+        (1 / dp, f"1 / {dp}: {by_replicas}."),
+        (everyones**2, f"{everyones} x {everyones}: multiplied by the tokens, not divided."),
     ]
-    for factor, words in guesses:
-        if factor != 1 and torch.allclose(ratios, torch.full_like(ratios, factor), rtol=1e-5):
-            first = str(shown).splitlines()[0]
-            return Wrong(f"{first}\nratio got / expected = {words}")
-    return shown

@@ -46,9 +46,11 @@ def forward_step_calc_loss(
     goes into `forward_data_store`, as it is: it may share memory with the loss.
 
     With `collect_non_loss_data`, what `loss_func(output_tensor, non_loss_data=True)` returns goes
-    into `forward_data_store`, and the output stays as it is. On other stages nothing happens at all.
+    into `forward_data_store`, and the output stays as it is. On other stages (`is_last_stage` is False
+    or None) nothing happens at all.
 
-    Returns (loss, or output where there is none; n, or an int tensor 0 where there is none).
+    Returns two values: the loss, or the output where there is no loss; and n, or an int tensor 0 where
+    the loss function gave no n.
     """
     raise NotImplementedError("Write forward_step_calc_loss: the table, row by row")
 

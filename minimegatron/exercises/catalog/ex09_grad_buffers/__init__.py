@@ -10,7 +10,12 @@ EXERCISE = Exercise(
     num_ranks=2,
     mirrors="minimegatron.core.distributed.param_and_grad_buffer.lay_out_buffer",
     summary="Lay out the gradients, accumulate them in a hook, and send buckets during backward.",
-    real=("minimegatron.core.distributed.param_and_grad_buffer.lay_out_buffer",),
+    real=(
+        "minimegatron.core.distributed.param_and_grad_buffer.lay_out_buffer",
+        "minimegatron.core.distributed.distributed_data_parallel.DistributedDataParallel._after_grad",
+        "minimegatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+        ".register_grad_ready",
+    ),
     question=(
         "With ZeRO-1 the real layout has padding. What must be a multiple of what there, and "
         "for whom?"

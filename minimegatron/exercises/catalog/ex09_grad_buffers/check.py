@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from minimegatron.core.distributed import param_and_grad_buffer
-from minimegatron.core.distributed.param_and_grad_buffer import (
-    BufferLayout,
-    _ParamAndGradBucketGroup,
-)
+from minimegatron.core.distributed.param_and_grad_buffer import BufferLayout
 from minimegatron.core.tracing import Call, observed_by
 from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.catalog.ex09_grad_buffers.launching import judge_launch, run_launch
 from minimegatron.exercises.check import Case, Result, Wrong, check_value, data_seed, installed
 from minimegatron.exercises.feedback_numbers import check_numbers
 
@@ -27,12 +25,6 @@ REPLACES = (BUFFER + "lay_out_buffer", DDP + "_after_grad", READY)
 LAY_OUT = param_and_grad_buffer.lay_out_buffer
 LAYOUT, HOOK, LAUNCH, STEP = "lay_out_buffer", "_after_grad", "register_grad_ready", "two steps"
 WORLD = 2
-ORDERS = [
-    ("in the order of the buckets", [0, 0, 1, 1, 2, 2], [0, 1, 1, 2, 2, 3]),
-    ("the last bucket's first", [2, 2, 1, 1, 0, 0], [0, 0, 0, 0, 0, 3]),
-    ("mixed", [0, 1, 1, 0, 2, 2], [0, 0, 0, 2, 2, 3]),
-]
-"""In words; whose gradient comes when, of three buckets of two; buckets launched after each."""
 
 
 def cases(seed: int) -> list[Case]:
@@ -66,7 +58,7 @@ def run(student: ModuleType, case: Case) -> Any:
     if case.part == HOOK:
         return _run_hook(student)
     if case.part == LAUNCH:
-        return _run_launch(student)
+        return run_launch(student)
     return _run_steps(student, case)
 
 
@@ -78,7 +70,7 @@ def judge(case: Case, answers: Sequence[Any]) -> Result | None:
     elif case.part == HOOK:
         _judge_hook(answers[0])
     elif case.part == LAUNCH:
-        _judge_launch(answers[0])
+        judge_launch(answers[0])
     else:
         return _judge_steps(case, answers)
     return None
@@ -92,8 +84,14 @@ def _run_layout(student: ModuleType, numels: list[int], bucket_size: int | None)
     if not isinstance(found, BufferLayout):
         words = f"lay_out_buffer(numels={numels}, bucket_size={bucket_size})"
         raise Wrong(f"{words} returned {type(found).__name__}; a BufferLayout is expected")
-    rows = [[tuple(map(int, row)) for row in rows] for rows in (found.params, found.buckets)]
-    return [*rows, list(map(int, found.buckets_unpadded))]
+    try:
+        rows = [[tuple(map(int, row)) for row in rows] for rows in (found.params, found.buckets)]
+        return [*rows, list(map(int, found.buckets_unpadded))]
+    except (TypeError, ValueError):
+        raise Wrong(
+            f"the BufferLayout that lay_out_buffer returned is not made of lists of numbers: {found}"
+            "\nSee the top of the stub: what is in params, buckets and buckets_unpadded?"
+        ) from None
 
 
 def _judge_layout(numels: list[int], bucket_size: int | None, found: list[list[Any]]) -> None:
@@ -101,6 +99,11 @@ def _judge_layout(numels: list[int], bucket_size: int | None, found: list[list[A
     expected = LAY_OUT(numels, [False] * len(numels), bucket_size)
     params, buckets, unpadded = found
     what = f"lay_out_buffer(numels={numels}, bucket_size={bucket_size})"
+    if any(len(row) != 3 for row in params) or any(len(row) != 2 for row in buckets):
+        raise Wrong(
+            f"{what}: params has (start, end, bucket number) for each parameter, buckets has "
+            f"(start, end) for each bucket; yours are {params} and {buckets}"
+        )
     if len(params) != len(numels):
         raise Wrong(f"{what}: params has {len(params)} entries for {len(numels)} parameters")
     _judge_places(what, numels, params)
@@ -139,12 +142,15 @@ def _judge_places(what: str, numels: list[int], params: list[tuple]) -> None:
 def _run_hook(student: ModuleType) -> list[dict[str, Any]]:
     """Three backwards of one parameter, one of a layer that adds by itself, one without overlap."""
     told: list = []
-    group = SimpleNamespace(register_grad_ready=told.append)
+    group, other = (_Told(told, name) for name in ("mine", "another"))
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
     param.main_grad = torch.zeros(4, dtype=torch.float64)
     memory = param.main_grad.data_ptr()
     config = SimpleNamespace(overlap_grad_reduce=True)
-    ddp = SimpleNamespace(ddp_config=config, param_to_bucket_group={param: group})
+    # The parameter's own bucket is neither the first nor the last.
+    first, last = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    groups = {first: other, param: group, last: other}
+    ddp = SimpleNamespace(ddp_config=config, param_to_bucket_group=groups)
     seen = []
     for number, is_added in enumerate((False, False, False, True, False)):
         config.overlap_grad_reduce = number < 4
@@ -158,9 +164,20 @@ def _run_hook(student: ModuleType) -> list[dict[str, Any]]:
                 "grad_is_none": param.grad is None,
                 "flag": bool(param.grad_added_to_main_grad),
                 "num_told": len(told),
+                "is_told_right": all(who == "mine" and what is param for who, what in told),
             }
         )
     return seen
+
+
+class _Told:
+    """A bucket group that notes what it is told."""
+
+    def __init__(self, told: list, name: str):
+        self._told, self._name = told, name
+
+    def register_grad_ready(self, param: torch.nn.Parameter) -> None:
+        self._told.append((self._name, param))
 
 
 def _judge_hook(seen: list[dict[str, Any]]) -> None:
@@ -205,86 +222,11 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
             f"after {number + 1} gradients the bucket was told {one['num_told']} times; with "
             "overlap_grad_reduce, call register_grad_ready(param) after each"
         )
-
-
-# -- Launching --
-
-
-class _Group(_ParamAndGradBucketGroup):
-    """A bucket that notes its launch and sends nothing."""
-
-    def __init__(self, number: int, log: list[int]):
-        self.number, self.log = number, log
-        self.params = {torch.nn.Parameter(torch.zeros(1)): f"{number}.{i}" for i in range(2)}
-        self.params_with_grad = set()
-        self.grad_reduce_handles = None
-        self.is_last_microbatch = True
-        self.previous_bucket_group = self.next_bucket_group = None
-
-    def start_grad_sync(self, force_all_reduce: bool = False) -> None:
-        if self.grad_reduce_handles is not None:
-            raise Wrong(f"bucket {self.number} was launched twice in one step")
-        self.grad_reduce_handles = []
-        self.log.append(self.number)
-
-
-def _three_buckets() -> tuple[list[_Group], list[int]]:
-    log: list[int] = []
-    groups = [_Group(number, log) for number in range(3)]
-    for earlier, later in pairwise(groups):
-        earlier.next_bucket_group, later.previous_bucket_group = later, earlier
-    return groups, log
-
-
-def _run_launch(student: ModuleType) -> dict[str, Any]:
-    """Three buckets of two parameters: while accumulating, in order, and out of order."""
-    groups, log = _three_buckets()
-    for group in groups:
-        group.is_last_microbatch = False
-        for param in group.params:
-            student.register_grad_ready(group, param)
-    found = {"early": list(log), "num_counted": len(groups[0].params_with_grad), "logs": []}
-    for _, order, _ in ORDERS:
-        groups, log = _three_buckets()
-        waiting, logs = [list(group.params) for group in groups], []
-        for number in order:
-            student.register_grad_ready(groups[number], waiting[number].pop(0))
-            logs.append(list(log))
-        found["logs"].append(logs)
-    return found
-
-
-def _judge_launch(found: dict[str, Any]) -> None:
-    if found["early"]:
+    if not one["is_told_right"]:
         raise Wrong(
-            f"bucket {found['early'][0]} was launched although this is not the last microbatch "
-            "(is_last_microbatch is False)\nWhat the later microbatches add would stay on this rank."
-        )
-    if found["num_counted"]:
-        raise Wrong(
-            "a gradient that came before the last microbatch was counted in params_with_grad\nIn the "
-            "last one the bucket would then seem complete too early."
-        )
-    for (words, order, wanted), logs in zip(ORDERS, found["logs"], strict=True):
-        for number, (log, num) in enumerate(zip(logs, wanted, strict=True)):
-            _judge_log(words, order[: number + 1], log, num)
-
-
-def _judge_log(words: str, come: list[int], log: list[int], wanted: int) -> None:
-    what = f"gradients of buckets {come} have come ({words}; each bucket has two)"
-    if log != list(range(len(log))):
-        raise Wrong(
-            f"{what}: buckets were launched in the order {log}\nCollectives are told apart only "
-            "by their order. A rank on which another bucket is complete first would add its "
-            "bucket to a different one of its peers: launch bucket b only after bucket b - 1."
-        )
-    if len(log) > wanted:
-        raise Wrong(f"{what}: bucket {log[-1]} was launched, but it does not have all of its own")
-    if len(log) < wanted:
-        raise Wrong(
-            f"{what}: bucket {len(log)} is complete and it is its turn, but it was not launched\n"
-            "Launch a bucket at its last gradient. After that look at the next one, which may "
-            "have been complete for a while, and so on."
+            "_after_grad told another bucket, or told it of another parameter\nCall "
+            "register_grad_ready(param) of the parameter's own bucket, "
+            "self.param_to_bucket_group[param]."
         )
 
 

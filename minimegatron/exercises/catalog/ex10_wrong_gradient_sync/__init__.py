@@ -8,10 +8,7 @@ EXERCISE = Exercise(
     tier="core",
     minutes=20,
     num_ranks=4,
-    mirrors=(
-        "minimegatron.core.pipeline_parallel.schedules."
-        "forward_backward_pipelining_without_interleaving"
-    ),
+    mirrors="minimegatron.core.pipeline_parallel.step_frame.StepFrame.before_backward",
     summary="Of three versions of 1F1B's gradient sync, find the right one, and predict the others.",
     real=("minimegatron.core.pipeline_parallel.step_frame.StepFrame.before_backward",),
     question=(

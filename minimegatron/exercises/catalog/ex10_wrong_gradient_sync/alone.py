@@ -9,41 +9,46 @@ from minimegatron.core.pipeline_parallel.schedule_table import get_num_warmup_mi
 from minimegatron.exercises.catalog.ex10_wrong_gradient_sync import stub
 from minimegatron.exercises.check import Case, Result, Wrong
 
+PREDICTIONS, CHOICE = "predictions", "RIGHT, in real steps"
+"""The exercise's parts: `check` goes on with the second."""
 VERSIONS = {"A": stub.version_a, "B": stub.version_b, "C": stub.version_c}
 """As they were handed out."""
 
 
 def cases(seed: int) -> list[Case]:
-    """Drawn sizes, edge cases among them."""
+    """Drawn sizes, edge cases among them; then whether a version is named at all."""
     draw = random.Random(seed)
     sizes = [(2, 3), (4, 8), (4, 2), (4, 1), (3, 3), (1, 4)]
     sizes += [(draw.randint(2, 6), draw.randint(1, 9)) for _ in range(4)]
-    words = ", ".join(f"p={p} M={M}" for p, M in sizes)
-    return [Case(words, part="predictions", sizes=sizes)]
+    predictions = Case(f"{len(sizes)} pairs of p and M", part=PREDICTIONS, sizes=sizes)
+    return [predictions, Case("your choice", part=CHOICE)]
 
 
-def run(student: ModuleType, case: Case) -> dict[str, Any]:
-    """The prediction for every version, size and stage, and the choice."""
+def run(student: ModuleType, case: Case) -> Any:
+    """The prediction for every version, size and stage; or the choice."""
+    if case.part == CHOICE:
+        return getattr(student, "RIGHT", "")
     predict = student.num_backwards_that_send
-    counts = [
+    return [
         [[predict(version, p, r, M) for r in range(p)] for version in VERSIONS]
         for p, M in case.sizes
     ]
-    return {"counts": counts, "right": student.RIGHT}
 
 
-def judge(case: Case, found: dict[str, Any]) -> Result:
-    """Against what the versions do."""
-    for (p, M), of_size in zip(case.sizes, found["counts"], strict=True):
+def judge(case: Case, found: Any) -> Result:
+    """Against what the versions do. Ranks find out whether the choice is right."""
+    if case.part == CHOICE:
+        if type(found) is not str or found not in VERSIONS:
+            raise Wrong(f'RIGHT is {found!r}; set it to "A", "B" or "C", the version that is right')
+        return Result({"RIGHT": found})
+    for (p, M), of_size in zip(case.sizes, found, strict=True):
         for (name, version), counts in zip(VERSIONS.items(), of_size, strict=True):
             for r, count in enumerate(counts):
                 expected = _count(version, p, r, M)
-                if type(count) is not int or count != expected:
+                if type(count) is not int:
+                    raise Wrong(_not_a_count(name, p, r, M, count))
+                if count != expected:
                     raise Wrong(_words(name, p, r, M, count, expected))
-    if found["right"] not in VERSIONS:
-        raise Wrong(
-            f'RIGHT is {found["right"]!r}; set it to "A", "B" or "C", the version that is right'
-        )
     return Result({"predicted": f"{3 * len(case.sizes)} timelines, right on every stage"})
 
 
@@ -67,11 +72,23 @@ def _count(version: Callable, p: int, r: int, M: int) -> int:
     return counter.num_backwards
 
 
-def _words(version: str, p: int, r: int, M: int, found: Any, expected: int) -> str:
+def _not_a_count(version: str, p: int, r: int, M: int, found: Any) -> str:
+    what = f"{found!r}, a {type(found).__name__}"
+    if found is None:
+        what = "None (was `return` forgotten?)"
+    return f'num_backwards_that_send("{version}", {p}, {r}, {M}) returned {what}; return an int'
+
+
+def _words(version: str, p: int, r: int, M: int, found: int, expected: int) -> str:
     num_warmup = get_num_warmup_microbatches(p, r, M)
     return (
-        f"version {version}, p={p}, M={M}, stage {r}: you predict {found!r}, but gradients are let "
+        f"version {version}, p={p}, M={M}, stage {r}: you predict {found}, but gradients are let "
         f"go during {expected} of its backwards\n"
-        f"This stage has {num_warmup} warm-up microbatches, so its steady loop runs "
-        f"{M - num_warmup} times and its cool-down loop {num_warmup} times."
+        f"This stage has {_counted(num_warmup, 'warm-up microbatch', 'es')}, so its steady loop "
+        f"runs {_counted(M - num_warmup, 'time')} and its cool-down loop "
+        f"{_counted(num_warmup, 'time')}."
     )
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

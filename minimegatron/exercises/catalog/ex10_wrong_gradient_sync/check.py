@@ -13,6 +13,7 @@ from minimegatron.core.pipeline_parallel.schedule_table import get_num_warmup_mi
 from minimegatron.core.pipeline_parallel.utils import GradSync
 from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.catalog.ex10_wrong_gradient_sync.alone import CHOICE
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 CHUNK = "minimegatron.core.pipeline_parallel.model_chunk.ModelChunk."
@@ -31,9 +32,7 @@ def cases(seed: int) -> list[Case]:
     both = {"pp": 2, "seed": data_seed(seed), "overlap_grad_reduce": True}
     steps = [StepCase(num_microbatches=M, **both) for M in counts]
     return [
-        Case(
-            f"2 stages, 2 replicas, M={step.num_microbatches}", part="real steps", step=step.values
-        )
+        Case(f"2 stages, 2 replicas, M={step.num_microbatches}", part=CHOICE, step=step.values)
         for step in steps
     ]
 

@@ -1,5 +1,6 @@
 """Checks the sum of a tied embedding's gradients, inside the real step of a small GPT."""
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference, is_close
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
+from minimegatron.exercises.room import student_frames
 
 OURS = "minimegatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads"
 REPLACES = (OURS,)
-COPIES = {"copies of the embedding": 2}
 EMBEDDING = "embedding.word_embeddings.weight"
 WORLD = 4
 
@@ -40,37 +41,71 @@ def cases(seed: int) -> list[Case]:
 
 
 def run(student: ModuleType, case: Case) -> dict[str, Any]:
-    """One step with the student's function; gradients before it and after."""
+    """One step with the student's function; gradients before it and after, and what else changed."""
     step = on_these_ranks(case.step)
     before: dict[str, torch.Tensor] = {}
+    also_changed: list[tuple[str, str]] = []
 
     def watched(model: Any, embd_group: Any, pp_group: Any) -> None:
         before.update(step.gradients())
+        watch = _Watch(step)
         try:
             student._allreduce_word_embedding_grads(model, embd_group, pp_group)
         except AttributeError as error:
             if case.step["vp"] is None or "NoneType" not in str(error):
                 raise
-            raise Wrong(_wrong_chunk(error)) from error
+            raise Wrong(_wrong_chunk(error, student.__file__)) from error
+        also_changed.extend(watch.changes())
 
     with installed(watched, OURS):
         step.forward_backward()
     step.meet()
-    return {"gradients": step.gradients(), "before": before.get(EMBEDDING)}
+    return {
+        "gradients": step.gradients(),
+        "before": before.get(EMBEDDING),
+        "also changed": also_changed,
+    }
 
 
 def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     """Every gradient against one process."""
     reference = Reference(case.step, WORLD).run()
+    for rank, answer in enumerate(answers):
+        for name, what in answer["also changed"]:
+            raise Wrong(_misplaced(reference.who(rank), name, what))
     if reference.case.tied:
         _check_embedding(reference, answers)
     reference.check_gradients([answer["gradients"] for answer in answers])
     return Result(_achieved(reference, answers[0]["gradients"]))
 
 
-def _wrong_chunk(error: AttributeError) -> str:
+class _Watch:
+    """Notices what the function must leave alone: the weights, and where the gradients lie."""
+
+    def __init__(self, step: GptStep):
+        self._before = [
+            (name, param, param.detach().clone(), param.main_grad)
+            for name, param in step.parameters()
+        ]
+
+    def changes(self) -> list[tuple[str, str]]:
+        """[(name, "weight" or "place"), ...]. Puts the views back, for whoever reads on."""
+        found = []
+        for name, param, weight, view in self._before:
+            if not torch.equal(param.detach(), weight):
+                found.append((name, "weight"))
+            now = param.main_grad
+            if not isinstance(now, torch.Tensor) or now.data_ptr() != view.data_ptr():
+                found.append((name, "place"))
+                param.main_grad = view
+        return found
+
+
+def _wrong_chunk(error: AttributeError, path: str) -> str:
+    frame = student_frames(error, path)[-1]
+    place = f"{os.path.basename(path)}:{frame.lineno}, in {frame.name}:  {frame.line}"
     return (
-        f"rank {dist.get_rank()}: {error}\n"
+        f"rank {dist.get_rank()}: {error}\n  {place}\n"
         "This stage has two chunks. The embedding is in the first chunk of the first stage, the "
         "output layer in the last chunk of the last; for any other chunk "
         "shared_embedding_or_output_weight() is None."
@@ -78,6 +113,21 @@ def _wrong_chunk(error: AttributeError) -> str:
 
 
 # -- Judged --
+
+
+def _misplaced(who: str, name: str, what: str) -> str:
+    if what == "weight":
+        return (
+            f"rank {who}: your function changed the weight {name} itself\nThe sum is over its "
+            "gradient, get_main_grad(weight). The optimizer changes weights, later."
+        )
+    return (
+        f"rank {who}: main_grad of {name} is another tensor than before: no longer a view into the "
+        "gradient buffer\n"
+        "The next step clears the buffer, and sums the buffer over data-parallel ranks. Your tensor "
+        "gets neither, so this gradient is wrong from the second step on. Write the sum into the "
+        "tensor that is there."
+    )
 
 
 def _check_embedding(reference: Reference, answers: Sequence[dict[str, Any]]) -> None:
@@ -90,7 +140,10 @@ def _check_embedding(reference: Reference, answers: Sequence[dict[str, Any]]) ->
         got, wanted = answer["gradients"].get(EMBEDDING), pieces[EMBEDDING]
         if is_close(got, wanted):
             continue
-        error = str(reference.wrong_gradient(rank, EMBEDDING, got, wanted, COPIES))
+        copies = (
+            "copies of the embedding, or dp" if reference.dp == 2 else "copies of the embedding"
+        )
+        error = str(reference.wrong_gradient(rank, EMBEDDING, got, wanted, {copies: 2}))
         if last == 0:
             raise Wrong(
                 f"{error}\nThere is one stage, so both uses of the weight added into one gradient "
@@ -103,7 +156,10 @@ def _check_embedding(reference: Reference, answers: Sequence[dict[str, Any]]) ->
             if there == place | {"pp": last - place["pp"]}
         )
         parts = answer["before"], answers[twin]["before"]
-        raise Wrong(f"{error}\n{_what_was_done(place['pp'], last, got, *parts)}")
+        done = _what_was_done(place["pp"], last, got, *parts)
+        if is_close(got, 2 * wanted):
+            done = _twice(reference.dp)
+        raise Wrong(f"{error}\n{done}")
 
 
 def _what_was_done(stage: int, last: int, got: Any, own_part: Any, other_part: Any) -> str:
@@ -111,9 +167,9 @@ def _what_was_done(stage: int, last: int, got: Any, own_part: Any, other_part: A
     there = last - stage
     if is_close(got, own_part):
         return (
-            f"Your function changed nothing on this rank: it still holds only the gradient of the "
-            f"weight as {own}. The part as {other} is on stage {there}. Training goes on without an "
-            "error, and the two copies of one weight drift apart."
+            f"Your function left this gradient as it was: it is still only the part as {own}. The "
+            f"part as {other} is on stage {there}. Training goes on without an error, and the two "
+            "copies of one weight drift apart."
         )
     if is_close(got, (own_part + other_part) / 2):
         return (
@@ -126,6 +182,16 @@ def _what_was_done(stage: int, last: int, got: Any, own_part: Any, other_part: A
         f"Expected is the part as {own} (made here) plus the part as {other} (made on stage "
         f"{there}): one sum over embd_group, in place in main_grad."
     )
+
+
+def _twice(dp: int) -> str:
+    often = "The sum was made twice."
+    if dp > 1:
+        often = (
+            f"Either the sum also ran over the {dp} data-parallel ranks, which hold the same numbers "
+            "already; or it was made twice."
+        )
+    return f"That is the whole gradient, two times. {often} One sum over embd_group is needed."
 
 
 def _achieved(reference: Reference, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:

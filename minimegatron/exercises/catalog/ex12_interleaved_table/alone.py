@@ -1,20 +1,17 @@
 """Checks the interleaved schedule's table and counts: alone, and in plans."""
 
-import contextlib
 import random
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from minimegatron.core.pipeline_parallel import schedule_table
 from minimegatron.core.pipeline_parallel.schedule_table import RankMicrobatches
+from minimegatron.exercises.catalog.ex12_interleaved_table.tables import check_table
 from minimegatron.exercises.check import (
     Case,
     Result,
     Wrong,
-    check_value,
     installed,
-    wrong_value,
 )
 from minimegatron.planner.check import check
 from minimegatron.planner.plan import Plan, plan
@@ -27,6 +24,7 @@ REPLACES = tuple(TABLE + name for name in NAMES)
 OURS = {name: getattr(schedule_table, name) for name in NAMES}
 """In a dict, where `installed` does not replace them."""
 TABLES, PLANS, OTHERS = "the table", "the counts, in plans", "other steps"
+FIELDS = f"RankMicrobatches({', '.join(RankMicrobatches._fields)})"
 OTHER_CALLS = [
     ((4, 1, 8, 2, 4), {"forward_only": True}, "forward_only"),
     ((1, 0, 8, 2, 4), {}, "one stage"),
@@ -45,6 +43,7 @@ def cases(seed: int) -> list[Case]:
         p = draw.randint(2, 5)
         G = draw.randint(p, p + 2)
         plans.append((p, draw.choice([1, 2, 3]) * G, draw.randint(2, 3), G))
+    tables += [(M, v, G) for _, M, v, G in plans]
     found = [Case("tables of some sizes", part=TABLES, tables=tables)]
     found += [
         Case(f"a plan: p={p}, M={M}, v={v}, G={G}", part=PLANS, plan=(p, M, v, G))
@@ -53,134 +52,142 @@ def cases(seed: int) -> list[Case]:
     return [*found, Case("forward-only, 1 stage, plain 1F1B", part=OTHERS)]
 
 
-def run(student: ModuleType, case: Case) -> list[Any]:
+def run(student: ModuleType, case: Case) -> Any:
     """What the student's functions return."""
     if case.part == TABLES:
-        return [student.get_schedule_table(*sizes) for sizes in case.tables]
+        return [_plain_table(student.get_schedule_table(*sizes)) for sizes in case.tables]
     if case.part == PLANS:
         p, M, v, G = case.plan
         counts = [student.count_rank_microbatches(p, r, M, v, G) for r in range(p)]
-        return [[_plain(one) for one in counts], student.get_schedule_table(M, v, G)]
+        return [_plain_counts(one) for one in counts]
     return [
-        _plain(student.count_rank_microbatches(*arguments, **options))
+        _plain_counts(student.count_rank_microbatches(*arguments, **options))
         for arguments, options, _ in OTHER_CALLS
     ]
 
 
-def _plain(counts: Any) -> Any:
-    """`RankMicrobatches` travels as a list, anything else as it is."""
-    return list(counts) if isinstance(counts, RankMicrobatches) else counts
+def _plain_table(table: Any) -> Any:
+    """A list travels as it is; of anything else its type."""
+    return table if type(table) is list else {"type": type(table).__name__}
 
 
-def judge(case: Case, found: list[Any]) -> Result:
-    """What the case asks for."""
+def _plain_counts(counts: Any) -> dict[str, Any]:
+    """`RankMicrobatches` travels with the names of its fields; of anything else its type."""
+    if isinstance(counts, RankMicrobatches):
+        return counts._asdict()
+    return {"type": type(counts).__name__}
+
+
+def judge(case: Case, found: Any) -> Result:
+    """What the case asks for. No message holds a right table or count: it could be copied."""
     if case.part == TABLES:
-        return _judge_tables(case, found)
+        for sizes, table in zip(case.tables, found, strict=True):
+            check_table(table, *sizes)
+        return Result({"tables": len(case.tables)})
     if case.part == PLANS:
-        return _judge_plan(*case.plan, *found)
+        p, M, v, G = case.plan
+        counts = [
+            _counts(one, f"count_rank_microbatches({p}, {r}, {M}, {v}, {G})", M * v)
+            for r, one in enumerate(found)
+        ]
+        return _judge_plan(p, M, v, G, counts)
     return _judge_others(found)
 
 
-# -- The table --
+def _other_type(call: str, found: dict[str, Any], wanted: str) -> Wrong:
+    name = found["type"]
+    what = "None (was `return` forgotten?)" if name == "NoneType" else f"a {name}"
+    return Wrong(f"{call} returned {what}; return {wanted}")
 
 
-def _judge_tables(case: Case, tables: list[Any]) -> Result:
-    for (M, v, G), found in zip(case.tables, tables, strict=True):
-        expected = OURS["get_schedule_table"](M, v, G)
-        what = f"get_schedule_table({M}, {v}, {G}), {M} microbatches, {v} chunks, groups of {G},"
-        check_value(what, found, expected, _why_table(found, M, v, G))
-    return Result({"tables": len(case.tables)})
-
-
-def _why_table(found: Any, M: int, v: int, G: int) -> str:
-    rows = found if isinstance(found, list) else []
-    beyond = [row for row in rows if isinstance(row, tuple) and row and row[0] >= M]
-    if beyond:
-        return (
-            f"There is no microbatch {beyond[0][0]}: the last group has {M % G or G} microbatches."
+def _counts(found: dict[str, Any], call: str, total: int) -> RankMicrobatches:
+    """What a call returned, if it does not contradict itself."""
+    if "type" in found:
+        raise _other_type(call, found, FIELDS)
+    counts = RankMicrobatches(**found)
+    for name in ("total", "num_warmup", "num_remaining"):
+        if type(found[name]) is not int:
+            raise Wrong(f"{call}: {name} is {found[name]!r}; an int is expected")
+    if counts.total != total:
+        raise Wrong(f"{call}: total is {counts.total}, but M * v is {total}")
+    if not 0 <= counts.num_warmup <= total:
+        raise Wrong(
+            f"{call}: num_warmup is {counts.num_warmup}; it is at least 0, and at most total, {total}"
         )
-    if rows == [(chunk, microbatch) for microbatch, chunk in OURS["get_schedule_table"](M, v, G)]:
-        return "Rows are (microbatch, chunk), in this order."
-    if rows == [(m, c) for m in range(M) for c in range(v)]:
-        return (
-            "Here each microbatch visits all chunks before the next one starts: the stage would "
-            "wait for it to come round the ring each time. A whole group goes first."
+    if counts.num_remaining != total - counts.num_warmup:
+        raise Wrong(
+            f"{call}: num_remaining is {counts.num_remaining}, but {counts.num_warmup} of {total} "
+            "forwards are warm-up"
         )
-    if rows == [(m, c) for c in range(v) for m in range(M)]:
-        return (
-            "Here all microbatches visit chunk 0 before any visits chunk 1, as if there were one "
-            f"group: with M={M} in flight the memory of all is needed. Groups have {G} microbatches."
+    if bool(counts.are_all_in_warmup) != (counts.num_remaining == 0):
+        raise Wrong(
+            f"{call}: are_all_in_warmup is {counts.are_all_in_warmup!r}, but num_remaining is "
+            f"{counts.num_remaining}"
         )
-    if len(rows) < M * v:
-        return f"Each of {M} microbatches visits each of {v} chunks: {M * v} rows are needed."
-    return "Groups are outermost, then chunks, then the microbatches of the group."
+    return counts
 
 
 # -- Plans --
 
 
-def _judge_plan(p: int, M: int, v: int, G: int, found: list[Any], table: Any) -> Result:
-    right = [OURS["count_rank_microbatches"](p, r, M, v, G) for r in range(p)]
-    for r, (mine, wanted) in enumerate(zip(found, right, strict=True)):
-        if not isinstance(mine, list) or not all(isinstance(one, int) for one in mine):
-            raise wrong_value(f"stage {r}: what count_rank_microbatches returns", mine, wanted)
-        if mine[0] != M * v or mine[2] > M * v or mine[2] + mine[3] != M * v:
-            raise Wrong(
-                f"stage {r}: RankMicrobatches is {tuple(mine)}, but total must be M * v = {M * v}, "
-                "num_warmup at most that, and num_remaining what is left of it"
-            )
-        if bool(mine[1]) != (mine[2] == M * v):
-            check_value(f"stage {r}: RankMicrobatches", tuple(mine), tuple(wanted))
-    warmups = f"your warm-up on stages 0 to {p - 1} is {[counts[2] for counts in found]}"
-    with _theirs(found, table):
+def _judge_plan(p: int, M: int, v: int, G: int, counts: list[RankMicrobatches]) -> Result:
+    """The table is ours: the student's has been compared with it, for these sizes too."""
+    found = [one.num_warmup for one in counts]
+    warmups = f"your warm-up on stages 0 to {p - 1} is {found}"
+
+    def count(p: int, r: int, *_: Any, **__: Any) -> RankMicrobatches:
+        return counts[r]
+
+    with installed(count, TABLE + "count_rank_microbatches"):
         step = plan("interleaved", p, M, vpp=v, group_size=G)
         problems = check(step)
-    stuck = [problem for problem in problems if problem.kind == "deadlock"]
-    if problems:
-        raise Wrong(_stuck_words((stuck or problems)[0], warmups, p, v, G, found))
-    for r, (mine, wanted) in enumerate(zip(found, right, strict=True)):
-        if tuple(mine) != tuple(wanted):
+        one_by_one = plan("interleaved", p, M, vpp=v, group_size=G, batch_p2p_comm=False)
+        separate_problems = check(one_by_one)
+    if problems or separate_problems:
+        where = "" if problems else " if messages are sent one by one (batch_p2p_comm=False)"
+        problems = problems or separate_problems
+        stuck = [problem for problem in problems if problem.kind == "deadlock"]
+        raise Wrong(
+            f"planned with your functions, the step cannot work{where}: {warmups}\n"
+            f"  {(stuck or problems)[0]}\n{_why_stuck(found, M, v, G)}"
+        )
+    for r, mine in enumerate(found):
+        if mine > OURS["count_rank_microbatches"](p, r, M, v, G).num_warmup:
             raise Wrong(
-                f"stage {r} warms up with {mine[2]} forwards, {wanted[2]} are enough; {warmups}\n"
+                f"stage {r} warms up longer than it must; {warmups}\n"
                 f"The step works, but at its peak the stage holds {step.peak_in_flight(r)} "
-                f"microbatches' activations instead of {min(M * v, wanted[2] + 1)}."
+                "microbatches' activations, and fewer are enough."
             )
     return Result(figures(step))
 
 
-@contextlib.contextmanager
-def _theirs(counts: list[list[int]], table: Any) -> Iterator[None]:
-    """What the student's functions have returned stands where ours would be called."""
-
-    def count(p: int, r: int, *_: Any, **__: Any) -> RankMicrobatches:
-        return RankMicrobatches(*counts[r])
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(installed(lambda *_: table, TABLE + "get_schedule_table"))
-        stack.enter_context(installed(count, TABLE + "count_rank_microbatches"))
-        yield
-
-
-def _stuck_words(problem: Any, warmups: str, p: int, v: int, G: int, found: list) -> str:
-    lines = [
-        f"planned with your functions, the step cannot work: {warmups}",
-        f"  {problem}",
-    ]
-    falls = {a[2] - b[2] for a, b in zip(found, found[1:], strict=False)}
-    if falls == {1} and found[-1][2] == (v - 1) * G:
-        lines.append(
+def _why_stuck(warmups: list[int], M: int, v: int, G: int) -> str:
+    falls = [a - b for a, b in zip(warmups, warmups[1:], strict=False)]
+    if warmups[-1] < min((v - 1) * G, M * v):
+        return (
+            f"The last stage's first backward belongs to its last chunk: the first group of {G} must "
+            f"be through its {v - 1} earlier chunk{'s' * (v > 2)} by then."
+        )
+    for r, fall in enumerate(falls):
+        if fall < 0:
+            return (
+                f"The warm-up rises from stage {r} to stage {r + 1}. It must fall: the first gradient "
+                "is made on the last stage, and comes to stage 0 last."
+            )
+    if set(falls) == {0}:
+        return (
+            "All stages warm up alike. But a gradient comes later to a stage that is nearer to the "
+            "beginning: that stage must do more forwards before it."
+        )
+    if set(falls) == {1}:
+        return (
             "The warm-up falls by one from stage to stage, as in plain 1F1B. But here a stage does a "
             "forward and a backward before each exchange. Per link, one exchange takes the "
             "activation down and another brings the gradient up: that makes two."
         )
-    elif found[-1][2] != min((v - 1) * G, found[-1][0]):
-        lines.append(
-            f"The last stage's first backward belongs to its last chunk: the first group of {G} must "
-            f"be through its {v - 1} earlier chunk{'s' * (v > 2)} by then."
-        )
-    else:
-        lines.append(f"Count, for each of the {p - 1} links, the exchanges on the way down and up.")
-    return "\n".join(lines)
+    links = len(falls)
+    which = f"each of the {links} links" if links > 1 else "the link"
+    return f"Count, for {which} between stages, the exchanges on the way down and up."
 
 
 def figures(step: Plan) -> dict[str, str]:
@@ -202,7 +209,10 @@ def _judge_others(found: list[Any]) -> Result:
         "plain": "Plain 1F1B warms up with one forward per stage that follows, at most M.",
     }
     for (arguments, options, why), got in zip(OTHER_CALLS, found, strict=True):
-        expected = list(OURS["count_rank_microbatches"](*arguments, **options))
+        expected = OURS["count_rank_microbatches"](*arguments, **options)
         words = ", ".join([*map(str, arguments), *(f"{k}={x}" for k, x in options.items())])
-        check_value(f"count_rank_microbatches({words})", got, expected, whys[why])
+        call = f"count_rank_microbatches({words})"
+        num_warmup = _counts(got, call, expected.total).num_warmup
+        if num_warmup != expected.num_warmup:
+            raise Wrong(f"{call}: num_warmup is {num_warmup}\n{whys[why]}")
     return Result({"calls": len(OTHER_CALLS)})

@@ -2,22 +2,23 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
+from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.catalog.ex13_gradient_norm.differences import Squares
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 from minimegatron.exercises.feedback_numbers import check_numbers
 
 SELECTION = "minimegatron.core.optimizer.optimizer.MegatronOptimizer.get_main_grads_for_grad_norm"
 NORM = "minimegatron.core.optimizer.clip_grads.get_grad_norm_fp32"
 REPLACES = (SELECTION, NORM)
-EMBEDDING = "embedding.word_embeddings.weight"
+BIAS = "decoder.layers.{}.mlp.linear_fc2.bias"
 VECTORS, STEPS = "norms of vectors", "norms in a step"
 WORLD = 4
 
@@ -42,7 +43,10 @@ def cases(seed: int) -> list[Case]:
     }
     powers = (2.0, 1.0, 3.0, math.inf)
     vectors = [Case(f"{p:g}-norm of a vector", part=VECTORS, p=p, seed=data) for p in powers]
-    return vectors + [Case(name, part=STEPS, step=cut) for name, cut in cuts.items()]
+    steps = [Case(name, part=STEPS, step=cut, without="") for name, cut in cuts.items()]
+    no_gradient = BIAS.format(draw.randint(0, 1))
+    name = "2 stages, a parameter without a gradient"
+    return [*vectors, *steps, Case(name, part=STEPS, step=step(pp=2), without=no_gradient)]
 
 
 def run(student: ModuleType, case: Case) -> dict[str, Any]:
@@ -51,14 +55,14 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
         return _run_vector(student, case)
     step = on_these_ranks(case.step)
     step.forward_backward()
-    with (
-        installed(student.get_main_grads_for_grad_norm, SELECTION),
-        installed(student.get_grad_norm_fp32, NORM),
-    ):
+    _take_gradient(step, case.without)
+    faults: list[str] = []
+    select, take_norm = _watched(student, faults)
+    with installed(select, SELECTION), installed(take_norm, NORM):
         _, norm, _ = step.optimizer.step()
     step.meet()
     weights = {name: param.detach().clone() for name, param in step.parameters()}
-    return {"norm": norm, "weights": weights}
+    return {"norm": norm, "weights": weights, "faults": faults}
 
 
 def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
@@ -69,6 +73,8 @@ def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
 
 
 def _require_number(norm: Any, what: str, rank: int) -> None:
+    if norm is None:
+        raise Wrong(f"rank {rank}: the {what} is None (was `return` forgotten?)")
     if not isinstance(norm, int | float):
         raise Wrong(
             f"rank {rank}: the {what} is {norm!r}, a {type(norm).__name__}; return a "
@@ -91,6 +97,7 @@ def _run_vector(student: ModuleType, case: Case) -> dict[str, Any]:
     _, mine = _pieces(case, dist.get_rank())
     norm = student.get_grad_norm_fp32(iter(mine), case.p, dist.group.WORLD)
     dist.barrier()
+    _, mine = _pieces(case, dist.get_rank())
     return {"norm": norm, "alone": student.get_grad_norm_fp32(iter(mine), case.p, None)}
 
 
@@ -135,87 +142,83 @@ def _why_vector(norm: float, p: float, pieces: list[torch.Tensor], rank: int) ->
 # -- A step --
 
 
+def _take_gradient(step: GptStep, name: str) -> None:
+    """The named parameter has no gradient, as if it were frozen."""
+    for other, param in step.parameters():
+        if other == name:
+            param.main_grad = None
+
+
+def _watched(student: ModuleType, faults: list[str]) -> tuple[Callable, Callable]:
+    """The student's two functions; what the step could not go on with is noted, and put right."""
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def note_changes(name: str) -> None:
+        if any(not torch.equal(grad, copy) for grad, copy in before):
+            faults.append(f"{name} changed gradients in place; it may only read them")
+            before.clear()
+
+    def select(optimizer: Any) -> Any:
+        grads = [shard.main_param.grad for shard in optimizer.shards]
+        before.extend((grad, grad.clone()) for grad in grads if grad is not None)
+        selection = _gradients(student.get_main_grads_for_grad_norm(optimizer), faults)
+        note_changes("get_main_grads_for_grad_norm")
+        return selection
+
+    def take_norm(*arguments: Any, **options: Any) -> Any:
+        norm = student.get_grad_norm_fp32(*arguments, **options)
+        note_changes("get_grad_norm_fp32")
+        return norm
+
+    return select, take_norm
+
+
+def _gradients(selection: Any, faults: list[str]) -> Any:
+    """The selection without what is no tensor; that is noted."""
+    name = "get_main_grads_for_grad_norm"
+    if selection is None or not isinstance(selection, Iterable):
+        what = f"a {type(selection).__name__}"
+        if selection is None:
+            what = "None (was `return` forgotten?)"
+        faults.append(f"{name} returned {what}; return a list of tensors")
+        return []
+    if isinstance(selection, torch.Tensor):
+        return selection
+    found = list(selection)
+    for index, grad in enumerate(found):
+        if grad is None:
+            faults.append(
+                f"[{index}] of what {name} returned is None: the gradient of a parameter that has "
+                "none. Leave it out"
+            )
+        elif not isinstance(grad, torch.Tensor):
+            faults.append(
+                f"[{index}] of what {name} returned is a {type(grad).__name__}; return a list of "
+                "gradients, which are tensors"
+            )
+    return [grad for grad in found if isinstance(grad, torch.Tensor)]
+
+
 def _judge_step(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     reference = Reference(case.step, WORLD).run()
-    gradients = reference.gradients
-    squares = {name: grad.square().sum().item() for name, grad in gradients.items()}
-    parameters = reference.step.parameters()
-    whole = [name for name, param in parameters if not param.tensor_model_parallel]
-    _, expected, _ = reference.step.optimizer.step()
-    copies = {
-        "tied": squares[EMBEDDING] if reference.case.tied and reference.case.pp > 1 else 0.0,
-        "replicated": sum(squares[name] for name in whole),
-    }
     for rank, answer in enumerate(answers):
-        own = sum(grad.square().sum().item() for grad in reference.pieces(rank, gradients).values())
-        _judge_norm(reference, rank, answer["norm"], expected, own, copies)
+        for fault in answer["faults"]:
+            raise Wrong(f"rank {reference.who(rank)}: {fault}")
+    gradients = reference.gradients
+    if case.without:
+        gradients[case.without].zero_()
+        _take_gradient(reference.step, case.without)
+    parameters = reference.step.parameters()
+    _, expected, _ = reference.step.optimizer.step()
+    squares = Squares(reference, gradients)
+    for rank, answer in enumerate(answers):
+        norm = answer["norm"]
+        _require_number(norm, "gradient norm", rank)
+        if not math.isclose(norm, expected, rel_tol=1e-9):
+            raise Wrong(squares.words(rank, norm, expected))
     weights = {name: param.detach() for name, param in parameters}
     for rank, answer in enumerate(answers):
         for name, wanted in reference.pieces(rank, weights).items():
             what = f"{name} after clipping and the update"
             check_numbers(what, answer["weights"].get(name), wanted, reference.who(rank))
     return Result({"norm": f"{answers[0]['norm']:.6f}", "one process": f"{expected:.6f}"})
-
-
-def _judge_norm(
-    reference: Reference,
-    rank: int,
-    norm: Any,
-    expected: float,
-    own: float,
-    copies: dict[str, float],
-) -> None:
-    """`own` is the square of this rank's gradients, `copies` that of what several ranks hold."""
-    _require_number(norm, "gradient norm", rank)
-    if math.isclose(norm, expected, rel_tol=1e-9):
-        return
-    excess = norm**2 - expected**2
-    why = _why(reference.case, excess, copies)
-    if not reference.case.distributed_optimizer and math.isclose(norm**2, own, rel_tol=1e-6):
-        why = (
-            "That is the norm of this rank's own gradients. Every rank would clip by a factor of "
-            "its own, and their weights would drift apart: sum over grad_stats_parallel_group."
-        )
-    raise Wrong(
-        f"rank {reference.who(rank)}: the norm is {norm:.6g}, but one process finds {expected:.6g}\n"
-        f"squared: {norm**2:.6g}, expected {expected**2:.6g}, difference {excess:+.6g}\n{why}"
-    )
-
-
-def _why(case: StepCase, excess: float, copies: dict[str, float]) -> str:
-    """Compares the difference of the squares with what a known mistake would make of it."""
-    t, tied, replicated = case.tp, copies["tied"], copies["replicated"]
-    often = (t - 1) * replicated
-    known = [
-        (
-            tied,
-            f"{tied:.6g} is the square of the tied embedding's gradient: it lies on the first "
-            "stage and on the last, and both counted it. Leave out the copy that is marked "
-            "`shared`.",
-        ),
-        (
-            often,
-            f"{often:.6g} is {t - 1} x the squares of what the {t} tensor-parallel ranks hold "
-            "whole (layer norms, some biases, position embeddings): each of them counted it. "
-            "Only tensor rank 0 may.",
-        ),
-        (
-            often + tied,
-            "Both kinds of copies are counted too often: the tied embedding by two stages, and "
-            f"what tensor-parallel ranks hold whole by {t} ranks.",
-        ),
-        (-tied, "The tied embedding is not counted at all: the first stage's copy must be."),
-        (
-            -replicated,
-            "What all tensor-parallel ranks hold whole is not counted at all: tensor rank 0 must.",
-        ),
-    ]
-    for difference, words in known:
-        if difference and math.isclose(excess, difference, rel_tol=1e-6):
-            return words
-    if case.distributed_optimizer:
-        return (
-            "With ZeRO-1 grad_stats_parallel_group holds two groups: sum over the one (shards on "
-            "data-parallel ranks), then over the other (parts of the model)."
-        )
-    return "Each gradient of the model must be counted on exactly one rank of the group."

@@ -119,9 +119,17 @@ def _judge_path(case: Case, found: list[tuple[float, int]]) -> Result:
             raise Wrong(
                 f"after step {number} the scale is {scale:g}, expected {ours._scale:g}\n"
                 f"  window {case.window}, hysteresis {case.hysteresis}, least scale 128\n"
-                f"  so far: {', '.join(path[-10:])}\n{_why_path(ours, scale, left, found_inf)}"
+                f"  {_last_steps(path)}\n{_why_path(ours, scale, left, found_inf)}"
             )
     return Result({"last scale": f"{scale:g}"})
+
+
+def _last_steps(path: list[str], most: int = 10) -> str:
+    """The scale before step 0 and after each step; of a long path the last steps."""
+    if len(path) <= most:
+        return f"so far: {', '.join(path)}"
+    last = len(path) - 2
+    return f"steps {last - most + 1} to {last}: {', '.join(path[-most:])}"
 
 
 def _why_path(ours: DynamicGradScaler, scale: float, left: int, found_inf: bool) -> str:
@@ -131,6 +139,11 @@ def _why_path(ours: DynamicGradScaler, scale: float, left: int, found_inf: bool)
         return (
             "That overflow should not lower the scale yet: only when the hysteresis is used up "
             f"({ours._hysteresis_tracker} of {ours.hysteresis} are left)."
+        )
+    if found_inf and left == ours._hysteresis_tracker:
+        return (
+            f"That overflow should lower the scale: `_hysteresis_tracker` is {left} now, and at 0 or "
+            "below each overflow lowers it."
         )
     if found_inf:
         return (

@@ -12,6 +12,9 @@ Useful in the optimizer:
     self.grad_stats_parallel_groups         the groups that together reach every rank that holds
                                             another part of the gradient: one group, or two in turn
     all_reduce(tensor, group, ReduceOp.MAX)         in place, on every rank of the group
+
+In the scaler, `self._scale`, `self.min_scale` and the two factors are Python floats, not tensors;
+`self.growth_interval`, `self.hysteresis` and the two trackers are ints.
 """
 
 import torch

@@ -1,7 +1,9 @@
 """Checks the boxes: of single tensors, then of a whole run saved at one layout, loaded at another."""
 
+import contextlib
+import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,11 +86,15 @@ def _full(case: Case) -> torch.Tensor:
     return torch.arange(torch.Size(case.shape).numel()).view(case.shape)
 
 
+def _piece(case: Case, tp_rank: int, stride: int) -> torch.Tensor:
+    like = torch.empty(0)
+    set_tensor_model_parallel_attributes(like, case.dim >= 0, case.dim, stride)
+    return shard_parameter(_full(case), like, tp_rank, TP)
+
+
 def _pieces(case: Case, tp_rank: int) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]:
     """A rank's piece, and what of it is saved at a time: (start, data)."""
-    like = torch.empty(0)
-    set_tensor_model_parallel_attributes(like, case.dim >= 0, case.dim, case.stride)
-    piece = shard_parameter(_full(case), like, tp_rank, TP).clone()
+    piece = _piece(case, tp_rank, case.stride).clone()
     set_tensor_model_parallel_attributes(piece, case.dim >= 0, case.dim, case.stride)
     if case.parts == 1:
         return piece, [(0, piece)]
@@ -118,11 +124,12 @@ def _who(tp_rank: int, start: int, data: torch.Tensor) -> str:
 
 def _plain(boxes: Any, data: torch.Tensor, who: str) -> list[dict[str, Any]]:
     if not isinstance(boxes, list) or not all(isinstance(box, ShardedTensor) for box in boxes):
-        raise Wrong(f"{who}: it returned {boxes!r}; return a list of ShardedTensor")
+        raise Wrong(f"{who}: it returned {_kind(boxes)}; return a list of ShardedTensor")
     memory = data.untyped_storage().data_ptr()
     for box in boxes:
         if not isinstance(box.data, torch.Tensor):
-            raise Wrong(f"{who}: a box's data is {box.data!r}; make it a view into `data`")
+            kind = _kind(box.data)
+            raise Wrong(f"{who}: a box's data is {kind}; make it a view into `data`")
     return [
         {
             "key": str(box.key),
@@ -136,13 +143,22 @@ def _plain(boxes: Any, data: torch.Tensor, who: str) -> list[dict[str, Any]]:
     ]
 
 
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None (was `return` forgotten?)"
+    if isinstance(value, list):
+        odd = next(one for one in value if not isinstance(one, ShardedTensor))
+        return f"a list that holds {'None' if odd is None else f'a {type(odd).__name__}'}"
+    return f"a {type(value).__name__}"
+
+
 def _judge_tensor(case: Case, calls: list[list[dict[str, Any]]]) -> Result:
-    full, said = _full(case), iter(calls)
+    said = iter(calls)
     saved, num_boxes = torch.zeros(case.shape, dtype=torch.int64), 0
     for tp_rank in range(TP):
         for start, data in _pieces(case, tp_rank)[1]:
             boxes = next(said)
-            _judge_boxes(boxes, full, data, _who(tp_rank, start, data))
+            _judge_boxes(boxes, case, tp_rank, start, data)
             num_boxes += len(boxes)
             for box in boxes:
                 if box["replica_id"] == 0:
@@ -164,8 +180,9 @@ def _slices(box: dict[str, Any]) -> tuple[slice, ...]:
 
 
 def _judge_boxes(
-    boxes: list[dict[str, Any]], full: torch.Tensor, data: torch.Tensor, who: str
+    boxes: list[dict[str, Any]], case: Case, tp_rank: int, start: int, data: torch.Tensor
 ) -> None:
+    full, who = _full(case), _who(tp_rank, start, data)
     for box in boxes:
         offset, shape = tuple(box["global_offset"]), tuple(box["data"].shape)
         where = f"{who}: the box at {offset}, size {shape},"
@@ -180,7 +197,8 @@ def _judge_boxes(
         if there.shape != box["data"].shape:
             raise Wrong(f"{where} reaches beyond the full tensor, {tuple(full.shape)}")
         if not torch.equal(there, box["data"]):
-            raise Wrong(_misplaced(where, box, full))
+            cause = _cause(case, tp_rank, start, data, boxes)
+            raise Wrong(_misplaced(where, box, full, cause or _advice(start)))
         if not box["is_view"]:
             raise Wrong(f"{where} holds a copy: what is loaded into it is lost. Make it a view.")
     held = sum(box["data"].numel() for box in boxes)
@@ -188,20 +206,62 @@ def _judge_boxes(
         raise Wrong(f"{who}: its boxes hold {held} elements, but `data` has {data.numel()}")
 
 
-def _misplaced(where: str, box: dict[str, Any], full: torch.Tensor) -> str:
-    off = (full[_slices(box)] != box["data"]).nonzero()[0]
-    inside = tuple(int(i) for i in off)
-    here = int(box["data"][inside])
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(here), full.shape))
+def _misplaced(where: str, box: dict[str, Any], full: torch.Tensor, why: str) -> str:
+    inside = tuple(int(i) for i in (full[_slices(box)] != box["data"]).nonzero()[0])
+    here = torch.tensor(int(box["data"][inside]))
+    place = tuple(int(i) for i in torch.unravel_index(here, full.shape))
     claimed = tuple(begin + i for begin, i in zip(box["global_offset"], inside, strict=True))
     return (
-        f"{where} is at the wrong place: its element {inside} would be {claimed} of the full tensor, "
-        f"but it is {place}\n"
-        "Whoever loads that box gets another box's numbers, of the right shape. Look at dimension "
-        f"{next(i for i, (a, b) in enumerate(zip(claimed, place, strict=True)) if a != b)}: where "
-        "does this rank's piece (with a stride: each block of it) begin there? And which elements of "
-        "the piece are these: they begin at `start`."
+        f"{where} is at the wrong place: it holds element {place} of the full tensor, but puts it at "
+        f"{claimed}\nWhoever loads that box gets another box's numbers, of the right shape.\n{why}"
     )
+
+
+def _advice(start: int) -> str:
+    words = (
+        "Where does this rank's piece (with a stride: each block of it) begin in the full tensor?"
+    )
+    if start:
+        words += f" And `data` begins at element {start} of the piece, not at its first."
+    return words
+
+
+def _cause(
+    case: Case, tp_rank: int, start: int, data: torch.Tensor, boxes: list[dict[str, Any]]
+) -> str:
+    """What was not used, if the boxes are where they would be without it; or ""."""
+    full, claimed = _full(case), {}
+    for box in boxes:
+        if not len(box["global_offset"]) == box["data"].dim() == full.dim():
+            return ""
+        there = full[_slices(box)]
+        if there.shape != box["data"].shape:
+            return ""
+        values = (tensor.reshape(-1).tolist() for tensor in (box["data"], there))
+        claimed |= dict(zip(*values, strict=True))
+    ideas = [
+        (
+            (tp_rank, case.stride, 0),
+            f"Your boxes are those of elements 0 to {data.numel()} of the piece: you did not use "
+            f"`start`. `data` begins at element {start}.",
+        ),
+        (
+            (tp_rank, 1, start),
+            "Your boxes are those of one matrix (stride 1). This piece has partition_stride "
+            f"{case.stride}: its {case.stride} blocks lie apart in the full tensor, each in a matrix "
+            "of its own.",
+        ),
+        (
+            (0, case.stride, start),
+            f"Your boxes are those of tp_rank 0: you did not use `tp_rank`. It is {tp_rank} here.",
+        ),
+    ]
+    for (rank, stride, begin), words in ideas:
+        there = _piece(case, rank, stride).reshape(-1)[begin : begin + data.numel()]
+        places = dict(zip(data.reshape(-1).tolist(), there.tolist(), strict=True))
+        if claimed.items() <= places.items():
+            return words
+    return ""
 
 
 def _judge_saved_once(saved: torch.Tensor, case: Case) -> None:
@@ -227,13 +287,25 @@ def _run_move(student: ModuleType, case: Case) -> dict[str, Any]:
     folder = [str(make_folder("minimegatron-reshard-")) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     try:
-        with installed(student.make_sharded_tensors, OURS):
+        with installed(student.make_sharded_tensors, OURS), _quiet():
             return _move(case, folder[0])
     except CheckpointingException as error:
         raise Wrong(f"with your boxes the checkpoint does not work: {error}") from error
     finally:
         if dist.get_rank() == 0:
             remove_folder(Path(folder[0]))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Boxes that do not fill a tensor are judged here; torch's own warnings of them are not shown."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _move(case: Case, folder: str) -> dict[str, Any]:

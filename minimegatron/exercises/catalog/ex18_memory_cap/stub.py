@@ -15,6 +15,15 @@ messages are put in for you:
 The other way is to yield every action yourself: stage.recv_forward(i), stage.forward(i),
 stage.send_forward_recv_backward(i, receives=j), ... (see minimegatron/planner/stage.py).
 
+Your schedule may ask the planner first how long a step takes. This tries one order for each stage:
+
+    from minimegatron.planner.plan import plan
+    from minimegatron.planner.simulator import simulate
+
+    simulate(plan(lambda stage: with_messages(stage, orders[stage.pp_rank]), p, M)).makespan
+
+It raises ValueError for orders that never finish.
+
 `stage.pp_rank`, `stage.pp_size` and `stage.num_microbatches` say where you are.
 """
 

@@ -1,6 +1,6 @@
 """One rank sends first, so nobody waits.
 
-Expected: wait_for_ever returned on both ranks
+Expected: wait_for_ever calls dist.send before dist.recv
 """
 
 import torch

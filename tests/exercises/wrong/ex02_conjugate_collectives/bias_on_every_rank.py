@@ -1,6 +1,6 @@
 """The whole second bias is added before the sum, once per rank.
 
-Expected: the MLP's output is too large by 3 times the second bias
+Expected: the MLP's output is too large by 4 times the second bias
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Every stage receives first: nobody ever sends.
 
-Expected: waits for activation #0 from rank 3
+Expected: stage 0 starts recv_prev: it waits until stage 3 starts send_next
 """
 
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -1,6 +1,6 @@
 """Every stage sends first: around the ring, each waits for a receiver.
 
-Expected: to rank 1, and waits until rank 1 takes it
+Expected: stage 3 starts send_next: it waits until stage 0 starts recv_prev Each waits for another.
 """
 
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -1,6 +1,6 @@
 """Odd stages begin with gradients, even ones with activations.
 
-Expected: wait for each other in a circle
+Expected: stage 0 starts send_next: it waits until stage 1 starts recv_prev
 """
 
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

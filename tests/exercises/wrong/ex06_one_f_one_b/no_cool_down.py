@@ -1,6 +1,6 @@
 """The backwards of the warm-up are never done.
 
-Expected: Every send needs one receive on its peer
+Expected: Your loop ended: 3 of 6 forwards and backwards are missing
 """
 
 from collections.abc import Callable, Iterator

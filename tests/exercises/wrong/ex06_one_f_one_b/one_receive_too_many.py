@@ -1,6 +1,6 @@
 """After its last forward a stage still asks for an input, which nobody sends.
 
-Expected: waits for activation #3 from rank 0
+Expected: After its last forward a stage receives no input any more: call send_backward
 """
 
 from collections.abc import Callable, Iterator

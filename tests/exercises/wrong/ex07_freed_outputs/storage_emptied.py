@@ -1,6 +1,6 @@
 """The storage itself is emptied, which autograd shares.
 
-Expected: emptied what tanh had saved for its backward
+Expected: freeing an output of tanh emptied the storage itself
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The sum is made in a copy; the buffer that the optimizer reads is left as it was.
 
-Expected: changed nothing on this rank
+Expected: Your function left this gradient as it was
 """
 
 from minimegatron.core.collectives import all_reduce

@@ -1,6 +1,6 @@
 """Nothing is summed: the model trains, and its two copies drift apart.
 
-Expected: changed nothing on this rank
+Expected: Your function left this gradient as it was
 """
 
 

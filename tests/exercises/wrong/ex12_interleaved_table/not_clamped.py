@@ -1,6 +1,6 @@
 """A warm-up longer than the step is not cut.
 
-Expected: num_warmup at most that
+Expected: it is at least 0, and at most total
 """
 
 from minimegatron.core.pipeline_parallel.schedule_table import RankMicrobatches

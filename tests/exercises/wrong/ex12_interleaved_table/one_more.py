@@ -1,6 +1,6 @@
 """One warm-up forward more than needed: it works, and costs memory.
 
-Expected: are enough
+Expected: warms up longer than it must
 """
 
 from minimegatron.core.pipeline_parallel.schedule_table import RankMicrobatches

@@ -1,6 +1,6 @@
 """A rank that has no gradients returns at once; the others wait for it in the sum.
 
-Expected: by ranks 1, 2 and 3 with all-reduce
+Expected: Rank 0 has come out of your code
 """
 
 import math

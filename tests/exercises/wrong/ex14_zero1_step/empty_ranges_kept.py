@@ -1,7 +1,8 @@
 """A parameter that ends where the shard begins is kept, with an empty range.
 
-Expected: local_ranges has (448, 448) for p3, expected nothing p3 is [64, 512) of the buffer, in bucket 0
-this rank's shard of bucket 0 is [512, 768) of the buffer The two do not overlap: leave the parameter out
+Expected: local_ranges has (448, 448) for p3, expected nothing p3 is [64, 512) of the buffer, in
+bucket 0 this rank's shard of bucket 0 is [512, 768) of the buffer The two do not overlap: leave
+the parameter out
 """
 
 from minimegatron.core.collectives import all_gather, reduce_scatter

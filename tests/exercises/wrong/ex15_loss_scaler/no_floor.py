@@ -1,6 +1,8 @@
 """The scale falls below its least value.
 
-Expected: may not go below min_scale
+Expected: after step 14 the scale is 64, expected 128 window 3, hysteresis 1, least scale 128
+steps 5 to 14: overflow -> 256, ok -> 256, ok -> 256, ok -> 512, ok -> 512, overflow -> 256,
+ok -> 256, ok -> 256, overflow -> 128, overflow -> 64 The scale may not go below min_scale
 """
 
 import torch

@@ -1,6 +1,8 @@
 """`start` is ignored: every range is taken for the first.
 
-Expected: is at the wrong place
+Expected: it holds element (2, 0) of the full tensor, but puts it at (0, 0) Whoever loads that box gets
+another box's numbers, of the right shape. Your boxes are those of elements 0 to 6 of the piece: you
+did not use `start`. `data` begins at element 6.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """With a stride, the rank's offset is that of the whole piece.
 
-Expected: at the wrong place
+Expected: it holds element (2, 0) of the full tensor, but puts it at (1, 0)
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Stacked matrices are taken for one.
 
-Expected: where does this rank's piece (with a stride: each block of it) begin there?
+Expected: This piece has partition_stride 2: its 2 blocks lie apart in the full tensor
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Each stage gets num_layers // p layers; the rest is lost.
 
-Expected: t stands 12 times but --num-layers is 13
+Expected: your string is not a layout of this model: t stands 12 times but num_layers is 13; add 1
+Ettt|ttt|ttt|tttL ^
 """
 
 

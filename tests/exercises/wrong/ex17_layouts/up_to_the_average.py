@@ -1,6 +1,6 @@
 """Stages are filled up to the average; what is left goes to the last.
 
-Expected: a layout exists whose slowest stage takes
+Expected: is the slowest and takes 19, but a layout exists whose slowest stage is faster your layout:
 """
 
 

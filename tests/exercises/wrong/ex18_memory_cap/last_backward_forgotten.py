@@ -1,6 +1,6 @@
 """The cool-down is one backward too short.
 
-Expected: backward is never done
+Expected: rank 0, microbatch 7: backward is never done
 """
 
 from minimegatron.exercises.bench_schedule import with_messages

@@ -1,6 +1,7 @@
 """1F1B as it is, whatever the room.
 
-Expected: with the forward of microbatch 3 it holds 4 microbatches, but has room for 3
+Expected: rank 0: with the forward of microbatch 3 it holds 4 microbatches, but has room for 3 its
+order: FFFFBFBFBFBFBBBB ^ this forward
 """
 
 from minimegatron.exercises.bench_schedule import with_messages

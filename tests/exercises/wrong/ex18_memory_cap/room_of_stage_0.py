@@ -1,6 +1,6 @@
 """Stage 0 holds one, stages behind it want two before they begin with a backward.
 
-Expected: deadlock: rank
+Expected: deadlock: rank 0 does B0 before F1, and rank 1 does F1 before B0
 """
 
 from minimegatron.exercises.bench_schedule import with_messages

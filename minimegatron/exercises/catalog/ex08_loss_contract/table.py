@@ -1,0 +1,201 @@
+"""The contract's table, row by row: what the student's function makes of each kind of loss function.
+
+Used by: `check`, which asks in the student's room and judges elsewhere. Megatron has no counterpart.
+"""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from minimegatron.exercises.check import Case, Wrong
+from minimegatron.exercises.feedback_numbers import check_numbers
+
+NUM_TOKENS = 3
+
+
+def run_table(student: ModuleType, case: Case) -> dict[str, Any]:
+    """What each row gives, and what the cases outside the table give."""
+    rows = [_call(student, _three_or_two(row, case), case, **row.changes) for row in _rows(case)]
+    return {"rows": rows, **_run_exceptions(student, case)}
+
+
+def judge_table(case: Case, found: dict[str, Any]) -> None:
+    """Each row, then the rest."""
+    for row, one in zip(_rows(case), found["rows"], strict=True):
+        _judge_row(case, row, one)
+    _judge_exceptions(found)
+
+
+class Row:
+    """One row: what the loss function returns, under which options, and what comes of it."""
+
+    def __init__(
+        self, words: str, returns_tokens: bool, expected: float, tokens: int, **changes: Any
+    ):
+        self.words, self.returns_tokens = words, returns_tokens
+        self.expected, self.tokens, self.changes = expected, tokens, changes
+
+
+def _rows(case: Case) -> list[Row]:
+    total, n, M, c = case.total, NUM_TOKENS, case.M, case.c
+    return [
+        Row("(sum, n, report), option off: sum / n / M", True, total / n / M, n),
+        Row("(sum, n, report), option on: sum", True, total, n, per_token=True),
+        Row("(mean, report), c = 1: mean / M", False, total / M, 0),
+        Row(f"(mean, report), c = {c}: mean * c / M", False, total * c / M, 0, cp_group_size=c),
+        Row(
+            "(mean, report), cp_group_size None: mean / M", False, total / M, 0, cp_group_size=None
+        ),
+    ]
+
+
+def _three_or_two(row: Row, case: Case) -> Callable:
+    def three(output: torch.Tensor) -> tuple:
+        loss = output * case.total
+        return loss, torch.tensor(NUM_TOKENS, dtype=torch.int), {"loss": loss.detach()}
+
+    def two(output: torch.Tensor) -> tuple:
+        loss = output * case.total
+        return loss, {"loss": loss.detach()}
+
+    return three if row.returns_tokens else two
+
+
+def _call(student: ModuleType, returned: Callable, case: Case, **changes: Any) -> dict[str, Any]:
+    """What comes of one call on the last stage, unless `changes` say otherwise."""
+    store: list = []
+    arguments: dict[str, Any] = {
+        "model": None,
+        "output_tensor": torch.ones((), dtype=torch.float64, requires_grad=True),
+        "loss_func": returned,
+        "vp_stage": None,
+        "collect_non_loss_data": False,
+        "num_microbatches": case.M,
+        "forward_data_store": store,
+        "cp_group_size": 1,
+        "is_last_stage": True,
+    }
+    per_token = changes.pop("per_token", False)
+    config = SimpleNamespace(
+        calculate_per_token_loss=per_token, aux_loss_scale_funcs=(), grad_scale_func=None
+    )
+    found = student.forward_step_calc_loss(**(arguments | changes), config=config)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise Wrong(
+            f"forward_step_calc_loss returned {type(found).__name__}; two values are expected: the "
+            "loss, and the number of tokens"
+        )
+    loss, tokens = found
+    is_tensor = isinstance(loss, torch.Tensor)
+    return {
+        "loss": loss.detach() if is_tensor else loss,
+        "has_grad": is_tensor and loss.requires_grad,
+        "tokens": tokens,
+        "store": store,
+    }
+
+
+def _run_exceptions(student: ModuleType, case: Case) -> dict[str, Any]:
+    """A microbatch without tokens, a stage without a loss, data that is no loss."""
+
+    def masked(output: torch.Tensor) -> tuple:
+        return output * 0.0, torch.tensor(0, dtype=torch.int), {"loss": 0.0}
+
+    def forbidden(output: torch.Tensor, non_loss_data: bool = False) -> Any:
+        if not non_loss_data:
+            raise Wrong(
+                "the loss function was called where there is no loss: only the last stage has one, "
+                "and with collect_non_loss_data it is called with non_loss_data=True"
+            )
+        return "anything"
+
+    output = torch.full((2,), 5.0, dtype=torch.float64)
+    elsewhere = {"output_tensor": output, "is_last_stage": False}
+    other = {"output_tensor": output, "collect_non_loss_data": True}
+    return {
+        "masked": _call(student, masked, case),
+        "no loss": _call(student, forbidden, case, **elsewhere),
+        "other data": _call(student, forbidden, case, **other),
+    }
+
+
+# -- Judged --
+
+
+def _judge_row(case: Case, row: Row, found: dict[str, Any]) -> None:
+    loss, tokens, store = found["loss"], found["tokens"], found["store"]
+    where = f"M = {case.M}, n = {NUM_TOKENS}, row {row.words}"
+    per_token = row.changes.get("per_token", False)
+    if per_token and _number(loss) == case.total / NUM_TOKENS / case.M:
+        raise Wrong(
+            f"loss ({where}) is {_number(loss):g}, expected {row.expected:g}: it was divided as with "
+            "the option off\nWith calculate_per_token_loss the sums stay sums. They are divided "
+            "once, after the last backward, by the tokens of the whole global batch."
+        )
+    sizes = {"num_microbatches": case.M, "cp": row.changes.get("cp_group_size") or 1}
+    check_numbers(f"loss ({where})", loss, row.expected, None, sizes | {"tokens": NUM_TOKENS})
+    if not found["has_grad"]:
+        what = "a tensor without grad_fn" if isinstance(loss, torch.Tensor) else _type(loss)
+        raise Wrong(
+            f"loss ({where}) is {what}\nBackward begins from the loss: it must be a tensor that is "
+            "still in the graph. Leave out detach() and item(); they are for reports."
+        )
+    _judge_tokens(where, tokens, row.tokens)
+    if len(store) != 1:
+        raise Wrong(f"forward_data_store got {len(store)} reports for one microbatch ({where})")
+    said = store[0].get("loss") if isinstance(store[0], dict) else None
+    if said is None:
+        raise Wrong(f"forward_data_store got {store[0]!r}, not the report ({where})")
+    if _number(said) != case.total:
+        raise Wrong(
+            f"the report changed: it said {case.total:g}, and says {_number(said):g} afterwards "
+            f"({where})\n"
+            "It was made with loss.detach(), which shares the memory of the loss. Dividing in place "
+            "(/=, div_) changes both: make a new tensor, loss = loss / ..."
+        )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float | torch.Tensor) else float("nan")
+
+
+def _judge_tokens(where: str, got: Any, expected: int) -> None:
+    is_int = isinstance(got, torch.Tensor) and not got.dtype.is_floating_point
+    if not is_int or got.dtype == torch.bool:
+        what = f"a tensor of {got.dtype}" if isinstance(got, torch.Tensor) else _type(got)
+        raise Wrong(
+            f"number of tokens ({where}) is {what}; an int tensor is expected, also where the "
+            "number is 0\nThe schedule adds these numbers up, and later they are sent: stages and "
+            "replicas must all have the same kind of tensor."
+        )
+    check_numbers(f"number of tokens ({where})", got, expected)
+
+
+def _type(value: Any) -> str:
+    return "None (was `return` forgotten?)" if value is None else f"a Python {type(value).__name__}"
+
+
+def _judge_exceptions(found: dict[str, Any]) -> None:
+    loss = found["masked"]["loss"]
+    if not torch.isfinite(torch.as_tensor(loss)).all():
+        raise Wrong(
+            f"the loss of a microbatch whose tokens are all masked is {float(loss)}: 0 / 0\nOne such "
+            "microbatch makes every gradient of the step nan. Divide by at least 1: the sum is 0."
+        )
+    check_numbers("the loss of a microbatch without tokens", loss, 0.0)
+    output = torch.full((2,), 5.0, dtype=torch.float64)
+    elsewhere = found["no loss"]
+    check_numbers("the output of a stage that is not the last", elsewhere["loss"], output)
+    _judge_tokens("a stage that is not the last", elsewhere["tokens"], 0)
+    if elsewhere["store"]:
+        raise Wrong("a stage that is not the last put something into forward_data_store")
+    check_numbers("the output with collect_non_loss_data", found["other data"]["loss"], output)
+    _judge_tokens("with collect_non_loss_data", found["other data"]["tokens"], 0)
+    store = found["other data"]["store"]
+    if store != ["anything"]:
+        raise Wrong(
+            f"with collect_non_loss_data, forward_data_store is {store!r}; what "
+            "loss_func(output_tensor, non_loss_data=True) returned is expected there"
+        )

@@ -1,0 +1,162 @@
+"""Why a gradient norm is wrong: the difference of the squares, held against what known mistakes make.
+
+Called by: `check`, where answers are judged. Squares add up over parameters and ranks, so whatever was
+counted too often, or not at all, is a term of the difference.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from minimegatron.exercises.bench_gpt_judge import Reference
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class Squares:
+    """The squares of a step's gradients, by what ranks hold of them."""
+
+    def __init__(self, reference: Reference, gradients: Mapping[str, torch.Tensor]):
+        self.reference, self.case = reference, reference.case
+        self.of_name = {name: _square(grad) for name, grad in gradients.items()}
+        self.is_cut = {
+            name: bool(param.tensor_model_parallel) for name, param in reference.step.parameters()
+        }
+        self.of_pieces = [
+            {name: _square(grad) for name, grad in reference.pieces(rank, gradients).items()}
+            for rank in range(len(reference.places))
+        ]
+
+    def words(self, rank: int, norm: float, expected: float) -> str:
+        """What to say of a rank's norm that is not the expected one."""
+        found, wanted = norm * norm, expected * expected
+        return (
+            f"rank {self.reference.who(rank)}: the norm is {norm:.6g}, but one process finds "
+            f"{expected:.6g}\nsquared: {found:.6g}, expected {wanted:.6g}, difference "
+            f"{found - wanted:+.6g}\n{self._why(rank, found, wanted)}"
+        )
+
+    def _why(self, rank: int, found: float, wanted: float) -> str:
+        if not math.isfinite(found):
+            return "It is no finite number: 0 / 0, or memory that was never written."
+        is_sharded, dp = self.case.distributed_optimizer, self.reference.dp
+        own = sum(self.of_pieces[rank].values())
+        if not is_sharded and math.isclose(found, own, rel_tol=1e-6):
+            return (
+                "That is the norm of this rank's own gradients. Every rank would clip by a factor of "
+                "its own, and their weights would drift apart: sum over grad_stats_parallel_group."
+            )
+        if words := self._known(found - wanted):
+            return words
+        if not is_sharded and dp > 1:
+            over_replicas = (
+                f"The sum also ran over the {dp} data-parallel ranks, which hold the same gradients: "
+                f"that makes {dp} times the square. Sum over grad_stats_parallel_group only."
+            )
+            if math.isclose(found, dp * wanted, rel_tol=1e-6):
+                return over_replicas
+            if words := self._known(found / dp - wanted):
+                return f"{over_replicas}\nAnd in the square divided by {dp}: {words}"
+        return self._scaled(found / wanted) or self._else(found > wanted)
+
+    def _scaled(self, ratio: float) -> str:
+        for k in range(2, 17):
+            if math.isclose(ratio, k, rel_tol=1e-6):
+                return (
+                    f"The square is {k} times the right one: all gradients were counted too often. "
+                    "Was a group summed over twice, or another one than was given?"
+                )
+            if math.isclose(ratio, 1 / k, rel_tol=1e-6):
+                return (
+                    f"The square is 1/{k} of the right one. Squares are added, not averaged, and "
+                    "gradients are counted as they are, not scaled."
+                )
+        return ""
+
+    def _else(self, is_too_large: bool) -> str:
+        if self.case.distributed_optimizer and not is_too_large:
+            return (
+                "With ZeRO-1 grad_stats_parallel_group holds two groups: sum over the one (shards on "
+                "data-parallel ranks), then over the other (parts of the model)."
+            )
+        what = "Some are counted too often." if is_too_large else "Some are left out."
+        return (
+            f"Each gradient of the model must be counted on exactly one rank of the group. {what}"
+        )
+
+    def _known(self, difference: float) -> str:
+        for known, words in self._differences():
+            if known and math.isclose(difference, known, rel_tol=1e-6):
+                return words
+        return ""
+
+    def _differences(self) -> Iterator[tuple[float, str]]:
+        """What a mistake adds to the right square, and its words."""
+        case = self.case
+        t, is_tied = case.tp, case.tied and case.pp > 1
+        tied = self.of_name[EMBEDDING] if is_tied else 0.0
+        whole = sum(x for name, x in self.of_name.items() if not self.is_cut[name])
+        yield (
+            tied,
+            f"{tied:.6g} is the square of the tied embedding's gradient: it lies on the first stage "
+            "and on the last, and both counted it. Leave out the copy that is marked `shared`.",
+        )
+        often = (t - 1) * whole
+        yield (
+            often,
+            f"{often:.6g} is {t - 1} x the squares of what the {t} tensor-parallel ranks hold whole "
+            "(layer norms, some biases, position embeddings): each of them counted it. Only tensor "
+            "rank 0 may.",
+        )
+        yield (
+            often + tied,
+            "Both kinds of copies are counted too often: the tied embedding by two stages, and what "
+            f"tensor-parallel ranks hold whole by {t} ranks.",
+        )
+        yield -tied, "The tied embedding is not counted at all: the first stage's copy must be."
+        yield (
+            -whole,
+            "What all tensor-parallel ranks hold whole is not counted at all: tensor rank 0 must.",
+        )
+        yield from self._differences_of_pieces(is_tied)
+        for name, square in self.of_name.items():
+            yield square, f"{square:.6g} is the square of the gradient of {name}: counted twice."
+            yield (
+                -square,
+                f"{square:.6g} is the square of the gradient of {name}: not counted at all.",
+            )
+
+    def _differences_of_pieces(self, is_tied: bool) -> Iterator[tuple[float, str]]:
+        """Mistakes with what tensor-parallel ranks hold pieces of."""
+        cut = sum(x for name, x in self.of_name.items() if self.is_cut[name])
+        yield (
+            -cut,
+            "What is marked `tensor_model_parallel` is not counted at all: every rank must count its "
+            "piece of it.",
+        )
+        on_rank_0 = 0.0
+        for place, pieces in zip(self.reference.places, self.of_pieces, strict=True):
+            is_first_copy = is_tied and place["pp"] == 0
+            if is_first_copy and place["dp"] == 0 and self.case.tp > 1:
+                yield (
+                    pieces[EMBEDDING],
+                    f"{pieces[EMBEDDING]:.6g} is the square of tensor rank {place['tp']}'s piece of "
+                    "the tied embedding's gradient: both stages counted it. Leave out the copy that "
+                    "is marked `shared`, on every tensor-parallel rank.",
+                )
+            if place["tp"] == 0 and place["dp"] == 0:
+                on_rank_0 += sum(
+                    x
+                    for name, x in pieces.items()
+                    if self.is_cut[name] and not (is_tied and place["pp"] and name == EMBEDDING)
+                )
+        yield (
+            on_rank_0 - cut,
+            "Only tensor rank 0 counted its pieces of what is marked `tensor_model_parallel`: every "
+            "rank must.",
+        )
+
+
+def _square(grad: torch.Tensor) -> float:
+    return grad.square().sum().item()

@@ -1,0 +1,28 @@
+"""By hand: all forwards first.
+
+Expected: right so far: F0 F1 F2 Your order runs, but: stage 0 holds 4
+"""
+
+# Three stages, four microbatches.
+PREDICTION = {
+    0: "F0 F1 F2 F3 B0 B1 B2 B3",
+    1: "F0 F1 B0 F2 B1 F3 B2 B3",
+    2: "F0 B0 F1 B1 F2 B2 F3 B3",
+}
+
+
+def predict_order(pp_size: int, pp_rank: int, num_microbatches: int) -> list[str]:
+    """What stage `pp_rank` of `pp_size` does: ["F0", "F1", "B0", ...]."""
+    num_warmup = min(pp_size - pp_rank - 1, num_microbatches)
+    order = [f"F{i}" for i in range(num_warmup)]
+    for i in range(num_microbatches):
+        if num_warmup + i < num_microbatches:
+            order.append(f"F{num_warmup + i}")
+        order.append(f"B{i}")
+    return order
+
+
+if __name__ == "__main__":
+    from minimegatron.exercises.check import main
+
+    main(__file__)

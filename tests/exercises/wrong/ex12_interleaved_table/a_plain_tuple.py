@@ -1,0 +1,40 @@
+"""The counts are a plain tuple, and those of plain 1F1B's fall.
+
+Expected: returned a tuple; return RankMicrobatches(total, are_all_in_warmup, num_warmup, num_remaining)
+"""
+
+
+def get_schedule_table(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage):
+    M, v, G = num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage
+    return [
+        (microbatch, chunk)
+        for first in range(0, M, G)
+        for chunk in range(v)
+        for microbatch in range(first, min(first + G, M))
+    ]
+
+
+def count_rank_microbatches(
+    pp_size,
+    pp_rank,
+    num_microbatches,
+    num_model_chunks,
+    microbatch_group_size_per_vp_stage,
+    is_interleaved=True,
+    forward_only=False,
+    overlap_moe_expert_parallel_comm=False,
+):
+    total = num_microbatches * num_model_chunks
+    num_following = pp_size - pp_rank - 1
+    group_size = microbatch_group_size_per_vp_stage
+    if forward_only:
+        num_warmup = total
+    elif pp_size == 1:
+        num_warmup = 0
+    elif not is_interleaved:
+        num_warmup = num_following
+    else:
+        num_warmup = (num_model_chunks - 1) * group_size + num_following
+    are_all_in_warmup = num_warmup >= total
+    num_warmup = min(num_warmup, total)
+    return (total, are_all_in_warmup, num_warmup, total - num_warmup)
