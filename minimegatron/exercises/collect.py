@@ -169,7 +169,8 @@ def _listen(
 
 def _late_words(stack: str, path: str, seconds: float) -> str:
     lines = [
-        f"not done after {seconds:.0f} s; right code takes a moment. Is there a loop without end, or does it try too many combinations?"
+        f"not done after {seconds:.0f} s; right code takes a moment. Is there a loop without end, or "
+        "does it try too many combinations?"
     ]
     return "\n".join([*lines, *students_lines({0: stack}, path)])
 

@@ -82,7 +82,7 @@ def _asked_again(
 
 def _without_ranks(found: Verdict) -> tuple[str, str]:
     """What was said, whichever rank was the first to say it."""
-    return found.kind, re.sub(r"\brank \d+\b", "rank", found.text)
+    return found.kind, re.sub(r"\b(rank|stage) \d+\b", r"\1", found.text)
 
 
 @dataclass
@@ -207,13 +207,13 @@ class Sheet:
             text = failure["text"]
             if collected.text and failure["failed"] != verdict.WRONG:
                 text = f"{text}\n\n{collected.text}"
-            return Verdict(failure["failed"], text, rank=rank)
+            return Verdict(failure["failed"], text, part=failure["part"], rank=rank)
         if collected.ending == verdict.HANG and hasattr(module, "judge_hang"):
             # What was done until then, against the plan: the cause, where the hang is a symptom.
             try:
                 module.judge_hang(case, [one.notes.get(place, []) for one in said])
             except Wrong as wrong:
-                text = f"{wrong}\n\nThen the ranks hang. {collected.text}"
+                text = f"{wrong}\n\n(So your ranks wait for each other for ever.)"
                 return Verdict(verdict.WRONG, text, part=wrong.part, rank=collected.rank)
         if collected.ending:
             return Verdict(collected.ending, collected.text, rank=collected.rank)
@@ -272,9 +272,9 @@ class _Said:
         elif "note" in data:
             self.notes.setdefault(number, []).append(data["note"])
         elif "failed" in data and self.failure is None:
-            kind, text = data["failed"], data.get("text")
-            if kind in verdict.ROOM_KINDS and type(text) is str:
-                self.failure = {"failed": kind, "text": text}
+            kind, text, part = data["failed"], data.get("text"), data.get("part", "")
+            if kind in verdict.ROOM_KINDS and type(text) is type(part) is str:
+                self.failure = {"failed": kind, "text": text, "part": part}
 
 
 def _odd_words(error: Exception) -> str:

@@ -84,7 +84,8 @@ class Room:
             self._answer()
         except BaseException as error:
             kind, text = self._words(error)
-            self._say(failed=kind, text=plain_text.cut(text, MOST_SAID))
+            part = error.part if isinstance(error, Wrong) else ""
+            self._say(failed=kind, text=plain_text.cut(text, MOST_SAID), part=part)
             return error
         self._say(over=True)
         return None
