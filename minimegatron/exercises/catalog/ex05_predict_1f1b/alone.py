@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ def run(student: ModuleType, case: Case) -> list[Any]:
 
 
 def _list(order: Any) -> Any:
-    if order is None or isinstance(order, str | Sequence):
+    if not isinstance(order, Iterator):
         return order
     raise Wrong(
         f"predict_order returned a {type(order).__name__}; a list is expected, as the stub says"
