@@ -196,6 +196,7 @@ def test_one_failure_ends_nothing(monkeypatch):
         raise BrokenPipeError if grade.student == "ada" else UnicodeEncodeError("x", "y", 0, 1, "z")
 
     monkeypatch.setattr(grading, "Template", NoTemplate)
+    monkeypatch.setattr(grading, "strongest_kind", lambda template, settings: settings.kind)
     monkeypatch.setattr(grading._Grader, "grade", fail)
     students = [Submission(name, {NAME: ""}) for name in ("ada", "bob", "cid")]
     found = grading.grade(students, Settings(kind=SAME_USER), tell=tell)

@@ -1,12 +1,15 @@
 """A student's folder: what is written, what is kept, what is refused. No ranks."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
+import minimegatron
 from minimegatron.__main__ import main
 from minimegatron.exercises import pages
 from minimegatron.exercises.catalog import exercises, find
@@ -14,6 +17,9 @@ from minimegatron.exercises.student_folder import STATE, StudentFolder, digest, 
 from minimegatron.exercises.verdict import PASSED, WRONG, Verdict
 
 FIRST = exercises()[0]
+PACKAGE = Path(minimegatron.__file__).parent
+SAID_BY_ALL = ("feedback", "feedback_numbers", "on_ranks", "room", "collect", "engine")
+"""Modules of `exercises` whose messages any exercise may show."""
 
 
 @pytest.fixture
@@ -77,6 +83,26 @@ def test_hints_come_one_by_one_and_are_counted(tmp_path, capsys):
         out = capsys.readouterr().out
         assert out.startswith(f"Hint {number}\n") and hints(FIRST)[number - 1] in out
     assert StudentFolder.open(tmp_path).of(FIRST).hints == 3
+
+
+def read_messages(paths) -> str:
+    """The sources as one line, with strings put together that go on in the next line."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    return " ".join(re.sub(r'"\s*\n\s*f?"', "", text).split())
+
+
+@pytest.mark.parametrize("exercise", exercises(), ids=lambda exercise: exercise.name)
+def test_hints_on_failures_fit_what_checks_say(exercise):
+    text = (exercise.folder / "hints.md").read_text(encoding="utf-8")
+    fragments = re.findall(r'^## When "(.+)"$', text, re.MULTILINE)
+    assert len(fragments) >= 2
+    assert len(fragments) == len(set(fragments)) == text.count("## When")
+    assert text.rindex("## Hint") < text.index("## When")
+    own = [path for path in exercise.folder.glob("*.py") if path.stem not in ("stub", "solution")]
+    shared = [PACKAGE / "exercises" / f"{name}.py" for name in SAID_BY_ALL]
+    said = read_messages([*own, *shared, *(PACKAGE / "doctor").glob("*.py")])
+    for fragment in fragments:
+        assert fragment.removeprefix("part: ") in said, fragment
 
 
 def test_reset_keeps_the_students_file(folder, tmp_path, capsys):
