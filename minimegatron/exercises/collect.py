@@ -119,7 +119,7 @@ def crowding() -> float:
 def _collect_alone(job: Job, seconds: float) -> Collected:
     ours, theirs = os.pipe()
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", PROGRAM, str(theirs)],
+        [sys.executable, "-P", "-s", "-c", PROGRAM, str(theirs)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

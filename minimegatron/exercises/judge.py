@@ -4,8 +4,10 @@ Called by: the grader, and `torchrun`, whose ranks are students' rooms themselve
 `engine.Sheet`, in that process. Megatron has no counterpart.
 """
 
+import contextlib
 import importlib
 import json
+import resource
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,15 +23,17 @@ PROGRAM = (
     f"import sys; sys.path[:0] = [] if {ROOT!r} in sys.path else [{ROOT!r}]; "
     "from minimegatron.exercises.judge import serve; serve()"
 )
-SECONDS = 300.0
+SECONDS = 60.0
 """Far more than any judgement takes."""
+MEMORY = 8 << 30
+"""Bytes of addresses; torch alone takes some."""
 
 
 class Judge(LineProcess):
     """The process. One sheet at a time: `open`, then `judge` for each question, then `verdict`."""
 
     def __init__(self, environment: dict | None = None):
-        super().__init__([sys.executable, "-P", "-c", PROGRAM], environment)
+        super().__init__([sys.executable, "-P", "-s", "-c", PROGRAM], environment)
 
     def open(self, exercise: Exercise, seed: int) -> list[Question]:
         """Begins a sheet; what the student's room is to be asked."""
@@ -58,6 +62,9 @@ class Judge(LineProcess):
 def serve() -> None:
     """Answers until its input ends."""
     questions, answers = take_pipes()
+    # macOS has no limit on memory.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     desk = _Desk()
     with questions, answers:
         for line in questions:

@@ -16,8 +16,10 @@ from typing import Any
 
 from minimegatron.core.json_text import parse_json
 
-MOST_BYTES = 64 << 20
+MOST_BYTES = 16 << 20
 """Of one line."""
+MOST_KEYS = 10_000
+"""Of one dict: keys can be chosen so that looking them up takes longer and longer."""
 MOST_DEPTH = 30
 DTYPES = [
     "float64",
@@ -69,6 +71,8 @@ def _encode(value: Any, where: str, depth: int) -> Any:
         items = [_encode(one, f"{where}[{i}]", depth + 1) for i, one in enumerate(value)]
         return items if kind is list else {"tuple": items}
     if kind is dict:
+        if len(value) > MOST_KEYS:
+            raise NotPlain(f"{where} has {len(value)} keys; {MOST_KEYS} are allowed")
         pairs = [
             [_encode(key, f"a key of {where}", depth + 1), _encode(one, _at(where, key), depth + 1)]
             for key, one in value.items()
@@ -113,6 +117,8 @@ def _decode(value: Any) -> Any:
     if kind == "tuple":
         return tuple(_decode(one) for one in inner)
     if kind == "dict":
+        if len(inner) > MOST_KEYS:
+            raise ValueError(f"a dict has {len(inner)} keys; {MOST_KEYS} are allowed")
         return {_decode(key): _decode(one) for key, one in inner}
     if kind == "tensor":
         return _tensor(*inner)

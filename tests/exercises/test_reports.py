@@ -33,6 +33,8 @@ from minimegatron.exercises.grading.grade import (
     Report,
     Settings,
 )
+from minimegatron.exercises.grading.remarks import TOO_DEEP, remarks_on
+from minimegatron.exercises.grading.remarks_apart import UNREAD, remarks_apart
 from minimegatron.exercises.grading.reports import (
     student_folders,
     summary,
@@ -141,6 +143,10 @@ def test_what_a_grade_tells_the_student():
     dead = graded(RIGHT, CellEnded("it used 4217 MiB of memory"))
     assert dead.told == "Of the hidden checks: no answer." and "4217" in dead.incidents[0]
     assert graded(RIGHT, RIGHT, Verdict(verdict.UNWRITTEN)).told == ""
+    # No answer of the run that must not pass is no proof that the student cheats.
+    slowed = graded(RIGHT, RIGHT, CellEnded("it was not over after 40 s"))
+    assert (slowed.hidden, slowed.points) == (NOT_RUN, 0) and slowed.ran_out_of_time
+    assert slowed.told == "Of the hidden checks: no answer."
 
 
 @pytest.mark.parametrize(
@@ -163,6 +169,50 @@ def test_a_failure_while_grading_one_student_is_this_students_row(answer, monkey
     assert found.student == "ada" and found.points == 0
     assert found.message and (found.incidents or found.kind)
     assert "Traceback" not in found.told and str(ROOT) not in found.told
+
+
+@pytest.mark.parametrize("error", [TimeoutError("late"), RuntimeError("it ended")])
+def test_after_a_failed_judgement_comes_another_judge(error):
+    class Failing(JudgeHere):
+        def open(self, exercise, seed: int) -> list:
+            raise error
+
+        def __exit__(self, *_: object) -> None:
+            self.is_over = True
+
+    grader = grading._Grader(SimpleNamespace(cell=nullcell), SAME_USER, 987654321, Settings())
+    grader._mine.judge = first = Failing()
+    found = grading._contained(grader, ADA, find("ex01"))
+    assert found.points == 0 and "could not be judged" in found.incidents[0]
+    assert first.is_over and not hasattr(grader._mine, "judge")
+
+
+def test_who_ran_out_of_time_beside_others_is_graded_again_alone(monkeypatch):
+    class NoTemplate:
+        __enter__ = __exit__ = lambda self, *_: self
+
+    def grade(self, submission, exercise):
+        asked.append(submission.student)
+        late = submission.student == "bob" and asked.count("bob") == 1
+        incidents = ("the cell ended early: it was not over after 40 s",) * late
+        return Grade(submission.student, NAME, PASSED, PASSED, not late, incidents=incidents)
+
+    asked, told = [], []
+    monkeypatch.setattr(grading, "Template", NoTemplate)
+    monkeypatch.setattr(grading, "strongest_kind", lambda *_: SAME_USER)
+    monkeypatch.setattr(grading._Grader, "grade", grade)
+    students = [Submission(name, {NAME: ""}) for name in ("ada", "bob", "cid")]
+    found = grading.grade(students, Settings(jobs=2), tell=lambda one: told.append(one.student))
+    assert asked[-1] == "bob" and len(asked) == 4 and sorted(told) == ["ada", "bob", "cid"]
+    assert [found.points(name) for name in ("ada", "bob", "cid")] == [1, 1, 1]
+
+
+def test_a_file_that_takes_long_to_read_is_not_read_to_its_end():
+    slow = "def f():\n    import a" + ".b" * 60_000
+    assert remarks_apart(find("ex01"), slow, seconds=1) in ((UNREAD,), (TOO_DEEP,))
+    assert remarks_apart(find("ex01"), "import gc", seconds=10) == remarks_on(
+        find("ex01"), "import gc"
+    )
 
 
 class JudgeHere:

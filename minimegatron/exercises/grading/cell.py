@@ -307,8 +307,6 @@ def _num_threads(pid: int) -> int:
 
 
 def _private_bytes(pid: int) -> int:
-    try:
-        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
-    except (OSError, ValueError):
-        return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+    """Memory that no file backs, and what processes share: in `/proc/PID/status` in KiB."""
+    status = _status(pid)
+    return sum(int(status.get(name, "0").split()[0]) << 10 for name in ("RssAnon", "RssShmem"))

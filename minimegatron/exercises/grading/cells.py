@@ -41,7 +41,7 @@ class Template:
             )
         program = PROGRAM.format(root=ROOT, file=theirs.fileno())
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program],
+            [sys.executable, "-P", "-s", "-c", program],
             stdin=subprocess.DEVNULL,
             cwd="/",
             env=environment | {"OMP_NUM_THREADS": "1"},

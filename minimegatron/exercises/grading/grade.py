@@ -32,7 +32,7 @@ from minimegatron.exercises.engine import Sheet
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits, Order
 from minimegatron.exercises.grading.cells import Cell, CellEnded, Template
-from minimegatron.exercises.grading.remarks import remarks_on
+from minimegatron.exercises.grading.remarks_apart import remarks_apart
 from minimegatron.exercises.grading.submissions import Submission
 from minimegatron.exercises.judge import Judge
 from minimegatron.exercises.verdict import Verdict
@@ -74,6 +74,14 @@ class Grade:
     incidents: tuple[str, ...] = ()
     """For the teacher: of the runs, hidden ones too."""
     public_seconds: float = 0.0
+
+    @property
+    def ran_out_of_time(self) -> bool:
+        """Whether it might have ended otherwise on a machine without other work."""
+        late = ("was not over after", "cannot be reached", "could not be judged")
+        return self.kind == verdict.TIMEOUT or any(
+            words in incident for words in late for incident in self.incidents
+        )
 
     @property
     def words(self) -> str:
@@ -148,13 +156,20 @@ def grade(
     with Template() as template, ThreadPoolExecutor(jobs) as pool:
         kind = strongest_kind(template, settings)
         work = [(submission, one) for submission in submissions for one in wanted]
-        grades = []
+        grades, late = [], []
         with contextlib.closing(_Grader(template, kind, seed, settings)) as grader:
-            for done in pool.map(lambda pair: _contained(grader, *pair), work):
-                # Nobody may be listening any more; the reports are to be written all the same.
-                with contextlib.suppress(OSError, ValueError):
-                    tell(done)
+            for pair, done in zip(
+                work, pool.map(lambda pair: _contained(grader, *pair), work), strict=True
+            ):
                 grades.append(done)
+                if jobs > 1 and done.ran_out_of_time:
+                    late.append((len(grades) - 1, pair))
+                    continue
+                _tell(tell, done)
+            # Whoever ran out of time beside others gets a second chance, alone.
+            for place, pair in late:
+                grades[place] = _contained(grader, *pair)
+                _tell(tell, grades[place])
     return Report(
         grades,
         [submission.student for submission in submissions],
@@ -163,6 +178,12 @@ def grade(
         kind,
         {one.student: list(one.problems) for one in submissions if one.problems},
     )
+
+
+def _tell(tell: Callable[[Grade], None], done: Grade) -> None:
+    """Nobody may be listening any more; the reports are to be written all the same."""
+    with contextlib.suppress(OSError, ValueError):
+        tell(done)
 
 
 def _contained(grader: "_Grader", submission: Submission, exercise: Exercise) -> Grade:
@@ -246,10 +267,13 @@ class _Grader:
         failed = next((one for one in verdicts[:2] if not one.has_passed), None)
         message = "" if failed is None else verdict.render(failed, exercise.name)
         kind, incidents = "" if failed is None else failed.kind, ()
-        if hidden == PASSED and (problem := _control_problem(verdicts, ended)):
+        if len(verdicts) == 3 and verdicts[2].has_passed:
             hidden, kind = FAILED, NOT_THE_STUDENTS
-            incidents += (problem,)
+            incidents += ("the check passes with the stub once this file is loaded: look at it",)
             message = "The check passes without the functions that you were asked to write."
+        elif hidden == PASSED and len(verdicts) < 3:
+            # That is no proof of anything; whoever is graded beside it may have slowed it down.
+            hidden = NOT_RUN
         if ended:
             incidents += (f"the cell ended early: {ended}",)
             message = message or f"No answer: {ended}."
@@ -260,7 +284,7 @@ class _Grader:
             hidden,
             points=int(public == hidden == PASSED),
             message=message,
-            remarks=remarks_on(exercise, source),
+            remarks=remarks_apart(exercise, source),
             achieved=verdicts[1].achieved if hidden == PASSED else (),
             seconds=sum(one.seconds for one in verdicts),
             kind=kind,
@@ -270,28 +294,35 @@ class _Grader:
 
     def _run(self, exercise: Exercise, source: str) -> tuple[list[Verdict], str]:
         """The verdicts of the three checks, as far as they came; why the cell ended early, if so."""
-        number = next(self._numbers) % NUM_ROOMS
-        room = _room(self.kind, number, self.settings)
         verdicts: list[Verdict] = []
         runs = ((0, False), (self.seed, False), (self.seed, True))
         file, seconds = f"{exercise.name}.py", self.settings.limits.seconds
         try:
-            with self.template.cell(room, file, source, seconds) as cell:
-                for seed, control in runs:
+            for seed, control in runs:
+                # A new cell each time: what the file changes in one, the next does not see.
+                room = _room(self.kind, next(self._numbers) % NUM_ROOMS, self.settings)
+                with self.template.cell(room, file, source, seconds) as cell:
                     verdicts.append(self._check(cell, exercise, seed, control))
-                    if not verdicts[-1].has_passed:
-                        break
+                if not verdicts[-1].has_passed:
+                    break
         except CellEnded as ended:
             return verdicts, str(ended)
         return verdicts, ""
 
     def _check(self, cell: Cell, exercise: Exercise, seed: int, control: bool) -> Verdict:
-        """One run: the judge asks, the cell answers."""
+        """One run: the judge asks, the cell answers. Raises CellEnded."""
         began, judge = time.monotonic(), self._judge()
-        for number, question in enumerate(judge.open(exercise, seed)):
-            if not judge.judge(number, cell.collect(question, self.settings.patience, control)):
-                break
-        return replace(judge.verdict(), seconds=time.monotonic() - began)
+        try:
+            for number, question in enumerate(judge.open(exercise, seed)):
+                if not judge.judge(number, cell.collect(question, self.settings.patience, control)):
+                    break
+            found = judge.verdict()
+        except (TimeoutError, RuntimeError, ValueError) as error:
+            # Its answers may still come: the next student gets another judge.
+            judge.__exit__()
+            del self._mine.judge
+            raise CellEnded(f"what it answered could not be judged: {error}") from None
+        return replace(found, seconds=time.monotonic() - began)
 
     def _judge(self) -> Judge:
         """This thread's own."""
@@ -307,12 +338,3 @@ def _state(verdicts: Sequence[Verdict], number: int) -> str:
     # Where all was well so far, the next check was begun, and no answer is a failure.
     was_begun = number == len(verdicts) and all(one.has_passed for one in verdicts)
     return FAILED if was_begun else NOT_RUN
-
-
-def _control_problem(verdicts: Sequence[Verdict], ended: str) -> str:
-    """What is wrong with the run that must not pass, if anything."""
-    if len(verdicts) < 3:
-        return f"the control run gave no answer: {ended}"
-    if verdicts[2].has_passed:
-        return "the check passes with the stub once this file is loaded: look at it"
-    return ""

@@ -11,6 +11,7 @@ answered goes back; it is judged there, by a process that runs no student's code
 import importlib
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -62,10 +63,13 @@ def _serve_cell(connection: socket.socket) -> None:
 def _answers(lines: BinaryIO, asked: dict, work: Path) -> Iterator[str]:
     """What the room says to each question, until no more comes."""
     hide_memory()
-    path = work / asked["file"]
-    path.write_text(asked["source"], encoding="utf-8", newline="")
-    for line in lines:
+    for number, line in enumerate(lines):
         options = json.loads(line)
+        # Written anew for each question: a room may have changed what it was given.
+        folder = work / f"question-{number}-{secrets.token_hex(4)}"
+        folder.mkdir()
+        path = folder / asked["file"]
+        path.write_text(asked["source"], encoding="utf-8", newline="")
         found = collect(Question(**options.pop("question")), path, **options)
         yield json.dumps({"collected": found.to_line()})
 
