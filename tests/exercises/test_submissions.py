@@ -1,5 +1,6 @@
 """Reading what students hand in: whatever it is, a grade or a problem, and for that student only."""
 
+import ast
 import codecs
 import os
 from pathlib import Path
@@ -11,7 +12,11 @@ from minimegatron.exercises.grading import collection, submissions
 from minimegatron.exercises.grading.collection import MOST_PROBLEMS, MOST_TAKEN
 from minimegatron.exercises.grading.file_names import canvas_name, exercise_number
 from minimegatron.exercises.grading.source_text import decode
-from minimegatron.exercises.grading.submissions import Submission, find_submissions
+from minimegatron.exercises.grading.submissions import (
+    Submission,
+    find_submissions,
+    unread_names,
+)
 from tests.exercises.handed_in import (
     FILE,
     MINE,
@@ -241,6 +246,50 @@ def test_a_students_own_folder_is_not_taken_for_canvas(tmp_path):
     assert canvas_name("ex06_2024_12_notes.py") is None
 
 
+STRAY = "ex01_model_answer.py"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.touch, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("beside", ["", "ada.zip", "ada.rar", "ada_1_2_ex01.py"])
+def test_a_stray_file_does_not_make_the_class_one_student(make, beside, tmp_path):
+    make(tmp_path / STRAY)
+    (tmp_path / beside).touch() if beside else (tmp_path / "ada").mkdir()
+    found = {one.student: one for one in find_submissions(tmp_path)}
+    assert set(found) == {STRAY, "ada_1" if "_" in beside else "ada"}
+    assert not found[STRAY].sources and " not " in found[STRAY].problems[0]
+
+
+def test_a_stray_file_beside_a_linked_folder(tmp_path):
+    (tmp_path / "ada").symlink_to("/usr")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / STRAY).touch()
+    assert {one.student for one in find_submissions(tmp_path)} == {STRAY, "ada", "loop"}
+
+
+def test_what_the_commands_put_into_a_students_folder_leaves_it_one_students(tmp_path):
+    for name in ("replays", "labs", ".git", "__pycache__"):
+        (tmp_path / name).mkdir()
+    (tmp_path / FILE).write_text(SOURCE)
+    (tmp_path / "submission.zip").write_bytes(zip_bytes(MINE))
+    assert find_submissions(tmp_path) == [Submission(tmp_path.name, {NAME: SOURCE})]
+
+
+def test_entries_without_a_row_are_named(tmp_path):
+    unread = ["carol.ipynb", "dave.txt", "erin", "frank\x1b.docx", "iris"]
+    for name in unread[:-1]:
+        (tmp_path / name).touch()
+    os.mkfifo(tmp_path / "iris")
+    (tmp_path / "max").symlink_to("/etc/passwd")
+    for name in ("ada.zip", "pia.py", ".DS_Store", "ada_1_2_ex01.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "otto").mkdir()
+    assert unread_names(tmp_path) == [name.replace("\x1b", "\\x1b") for name in unread] + ["max"]
+    assert unread_names(tmp_path / "otto") == []
+    (tmp_path / "otto" / FILE).touch()
+    (tmp_path / "otto" / "notes.txt").touch()
+    assert unread_names(tmp_path / "otto") == []
+
+
 def test_every_file_that_start_makes_is_recognised():
     for exercise in exercises():
         assert exercise_number(f"{exercise.name}.py") == exercise.number
@@ -266,13 +315,23 @@ def test_no_submissions_at_all(tmp_path):
         (b"\xef\xbb\xbfx = 1\n", "x = 1\n"),
         (b"# -*- coding: latin-1 -*-\nx = '\xe9'\n", "# -*- coding: utf-8 -*-\nx = 'é'\n"),
         (b"\n# vim: set fileencoding=cp1252 :\n'\x80'", "\n# vim: set fileencoding=utf-8 :\n'€'"),
-        (b"#!/usr/bin/python\r\n# coding=koi8-r\r\n", "#!/usr/bin/python\r\n# coding=utf-8\r\n"),
+        (b"#!/usr/bin/python\r\n# coding=koi8-r\r\n", "#!/usr/bin/python\n# coding=utf-8\n"),
+        (b"\r# coding: latin-1\rx = '\xe9'", "\n# coding: utf-8\nx = 'é'"),
+        (b"# caf\xe9\r\n# coding: latin-1-unix\r\n", "# café\n# coding: utf-8\n"),
+        (b"x = 1\r# coding: utf-7\r", "x = 1\n# coding: utf-7\n"),
+        (b"#\v\x1c\n# coding: latin-1\n", "#\v\x1c\n# coding: utf-8\n"),
+        (b"\f\n# coding: cp1252 coding: utf-7\n", "\f\n# coding: utf-8 coding: utf-7\n"),
+        (b"# coding: utf8\n# coding: utf-7\n", "# coding: utf-8\n# coding: utf-7\n"),
+        (b"\xef\xbb\xbf" * 3 + b"x = 1\n", "x = 1\n"),
+        (b"\xef\xbb\xbf" * 2 + b"# coding: utf-7\n# +AAo-", "# coding: utf-8\n# +AAo-"),
         ("x = 'é'\n".encode(), "x = 'é'\n"),
         (b"", ""),
     ],
 )
 def test_texts_are_read_as_python_reads_them(data, text):
     assert decode(data) == text
+    as_bytes, as_text = (ast.dump(ast.parse(one)) for one in (text.encode(), text))
+    assert as_bytes == as_text
 
 
 @pytest.mark.parametrize(
@@ -287,7 +346,13 @@ def test_texts_are_read_as_python_reads_them(data, text):
         (b"# coding: zlib\n", "zlib"),
         (b"# coding: punycode\n", "punycode"),
         (b"# coding: unicode_escape\n'\\ud800'", "unicode_escape"),
+        (b"# coding: raw_unicode_escape\n'\\ud800'", "raw_unicode_escape"),
+        (b"# coding: idna\n", "idna"),
+        (b"# coding: " + b"x" * 5000 + b"\n", "unknown encoding"),
         (b"# coding: utf-7\n", "utf-7"),
+        (b"\r# coding: utf-7\rx = 1\r# +AAo-y = 1\r", "utf-7"),
+        (b"#\r\t# coding=utf_7\r", "utf_7"),
+        (b"x = 1\rx = '\xe9'\r", "line 2 has the byte 0xe9"),
         (b"# coding: utf-16\n", "utf-16"),
         (b"\xef\xbb\xbf# coding: latin-1\n", "utf-8"),
         (b"# coding: ascii\n'\xe9'", "not ASCII"),

@@ -4,14 +4,15 @@ Called by: the command. Calls: `archives`, `collection`, `source_text`. Torch-fr
 counterpart.
 
 Each folder or archive in it is one student's, and so are the files of one student in a folder that
-Canvas has exported; a folder that holds exercises itself is one submission. Nothing is unpacked to
-disk, links are not followed, and of all files only those named after an exercise are read. Whatever
-goes wrong with one student's files is a problem in this student's row.
+Canvas has exported; a folder that holds exercises, and nothing that may be another student's, is one
+submission. Nothing is unpacked to disk, links are not followed, and of all files only those named
+after an exercise are read. Whatever goes wrong with one student's files is a problem in this
+student's row.
 """
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,6 +48,8 @@ MOST_ARCHIVES = 3
 """In one student's folder."""
 GRADESCOPE = Path("/autograder/submission")
 """Where Gradescope puts one student's files. Whatever is there, the student is to have a report."""
+OURS = ("labs", "replays", "submission.zip")
+"""What our own commands put into a student's folder, beside the exercises."""
 MOST_NAME = 100
 """Characters of a student's name."""
 MOST_PROBLEM = 400
@@ -66,19 +69,12 @@ class Submission:
 
 def find_submissions(folder: Path) -> list[Submission]:
     """Every student's. Raises ValueError if there is none."""
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is not a folder; give one that holds a folder or archive per student"
-        )
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be read: {reason(error)}") from error
-    if folder.resolve() == GRADESCOPE or any(_is_exercise(entry) for entry in entries):
+    entries = _top_entries(folder)
+    if _is_one_students(folder, entries):
         name = folder.resolve().name or "submission"
         found = {name: _safely(name, partial(_read_folder, folder))}
     else:
-        found = _read_all(_jobs(entries))
+        found = _read_all(filter(None, map(_job, entries)))
     if not found:
         raise ValueError(
             f"{folder} holds neither folders nor zip files of students (nor tar archives, nor files "
@@ -88,11 +84,40 @@ def find_submissions(folder: Path) -> list[Submission]:
     return [_submission(labels[name], one) for name, one in found.items()]
 
 
-def _is_exercise(entry: os.DirEntry) -> bool:
-    """Whether the folder of this entry is one student's."""
-    if exercise_number(entry.name) is None or canvas_name(entry.name) is not None:
-        return False
-    return not entry.is_dir(follow_symlinks=False)
+def unread_names(folder: Path) -> list[str]:
+    """What lies beside the students' folders and is nobody's, safe to print."""
+    entries = _top_entries(folder)
+    if _is_one_students(folder, entries):
+        return []
+    nobodys = [one.name for one in entries if not is_hidden((one.name,)) and _job(one) is None]
+    return [plain_text.line(name, MOST_NAME) for name in nobodys]
+
+
+def _top_entries(folder: Path) -> list[os.DirEntry]:
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder; give one that holds a folder or archive per student"
+        )
+    try:
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {reason(error)}") from error
+
+
+def _is_one_students(folder: Path, entries: Iterable[os.DirEntry]) -> bool:
+    """Whether exercises lie in it, and nothing that may be another student's."""
+    if folder.resolve() == GRADESCOPE:
+        return True
+    has_exercise = False
+    for entry in entries:
+        name = entry.name
+        if is_hidden((name,)) or name in OURS:
+            continue
+        is_archive = without_archive_suffix(name) or without_unread_suffix(name)
+        if is_archive or os.path.isdir(entry.path) or canvas_name(name):
+            return False
+        has_exercise = has_exercise or exercise_number(name) is not None
+    return has_exercise
 
 
 def _labels(names: Iterable[str]) -> dict[str, str]:
@@ -113,26 +138,29 @@ def _labels(names: Iterable[str]) -> dict[str, str]:
 # -- Whose is what --
 
 
-def _jobs(entries: Iterable[os.DirEntry]) -> Iterator[tuple[str, Callable[[], Collection]]]:
-    """Student -> what reads the student's files; a student may have several."""
-    for entry in entries:
-        name, path = entry.name, Path(entry.path)
-        if is_hidden((name,)):
-            continue
-        kind = FOLDER if entry.is_dir(follow_symlinks=False) else _kind_of(path)
-        canvas = canvas_name(name) if kind != FOLDER else None
-        stem = without_archive_suffix(name)
-        if canvas is not None:
-            yield canvas.student, partial(_read_canvas, path, kind)
-        elif kind == FOLDER:
-            yield name, partial(_read_folder, path)
-        elif stem is not None:
-            yield stem, partial(_read_top_archive, path, kind)
-        elif kind == LINK and _leads_to_folder(path):
-            words = f"{short(name)} is a link; links are not followed"
-            yield name, partial(Collection, problems=[words])
-        elif (stem := without_unread_suffix(name)) or name.lower().endswith(".py"):
-            yield stem or name[:-3], partial(Collection, problems=[_unread_words(name)])
+def _job(entry: os.DirEntry) -> tuple[str, Callable[[], Collection]] | None:
+    """Whose it is, and what reads it; a student may have several. None if it is nobody's."""
+    name, path = entry.name, Path(entry.path)
+    if is_hidden((name,)):
+        return None
+    kind = FOLDER if entry.is_dir(follow_symlinks=False) else _kind_of(path)
+    canvas = canvas_name(name) if kind != FOLDER else None
+    stem = without_archive_suffix(name)
+    if canvas is not None:
+        return canvas.student, partial(_read_canvas, path, kind)
+    if kind == FOLDER:
+        return name, partial(_read_folder, path)
+    if stem is not None:
+        return stem, partial(_read_top_archive, path, kind)
+    if kind == LINK and _leads_to_folder(path):
+        return name, partial(Collection, problems=[_unread_words(name, kind)])
+    stem = without_unread_suffix(name)
+    if stem is None and name.lower().endswith(".py"):
+        # A row of its own for what may be the teacher's; whoever sent `ada.py` may be ada.
+        stem = name[:-3] if exercise_number(name) is None else name
+    if stem is None:
+        return None
+    return stem, partial(Collection, problems=[_unread_words(name, kind)])
 
 
 def _kind_of(path: Path) -> str:
@@ -144,12 +172,18 @@ def _kind_of(path: Path) -> str:
 
 def _leads_to_folder(path: Path) -> bool:
     """Whether a link does, or leads nowhere."""
-    return path.is_dir() or not path.exists()
+    return os.path.isdir(path) or not os.path.exists(path)
 
 
-def _unread_words(name: str) -> str:
+def _unread_words(name: str, kind: str) -> str:
     if without_unread_suffix(name):
         return f"{short(name)} is an archive of a kind that is not read; ask for .zip or .tar.gz"
+    if kind == LINK:
+        return f"{short(name)} is a link; links are not followed"
+    if kind != FILE:
+        return f"{short(name)} is {kind}, not {FILE}; it is not read"
+    if exercise_number(name):
+        return f"{short(name)} is not read: it lies beside the students' folders, in none of them"
     return f"{short(name)} is named neither after an exercise nor as Canvas names files"
 
 
