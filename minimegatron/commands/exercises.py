@@ -6,16 +6,36 @@ means that something is not right yet.
 """
 
 import argparse
+import contextlib
+import os
+import secrets
+import signal
 import sys
 import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from minimegatron.exercises import pages, plain_text
-from minimegatron.exercises.catalog import find
+from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
-from minimegatron.exercises.grading.grade import NOT_SUBMITTED, Grade, Settings, grade
-from minimegatron.exercises.grading.reports import form_of, summary, write_report
-from minimegatron.exercises.grading.submissions import find_submissions
+from minimegatron.exercises.grading.grade import (
+    NOT_RUN,
+    NOT_SUBMITTED,
+    Grade,
+    Report,
+    Settings,
+    grade,
+)
+from minimegatron.exercises.grading.reports import (
+    NotWritten,
+    form_of,
+    stopped_report,
+    summary,
+    try_report,
+    write_report,
+)
+from minimegatron.exercises.grading.submissions import find_submissions, unread_names
 from minimegatron.exercises.labs import OUTCOMES, find_lab, outcome_of, run_lab, start_lab
 from minimegatron.exercises.runner import Runner
 from minimegatron.exercises.student_folder import StudentFolder, digest
@@ -70,13 +90,31 @@ def _add_grade(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=("csv", "json", "junit", "gradescope"), help="default: by FILE's name")
     add("--exercises", metavar="NAMES", help="ex01,ex06,...: default, all that somebody handed in")
     add("--seed", type=int, default=0, metavar="N", help="hidden seed (default: drawn at random)")
-    add("--jobs", type=int, default=0, metavar="N", help="at a time (default: half the processors)")
-    add("--seconds", type=float, default=Limits.seconds, metavar="S", help="most for one file")
-    add("--memory-mib", type=int, default=Limits.memory_bytes >> 20, metavar="N", help="likewise")
+    jobs = partial(_number, int, 0, 500, "0 for half the processors")
+    seconds = partial(_number, float, 1, 86_400, "seconds")
+    memory = partial(_number, int, 64, 1 << 24, "MiB")
+    add(
+        "--jobs", type=jobs, default=0, metavar="N", help="at a time (default: half the processors)"
+    )
+    add("--seconds", type=seconds, default=Limits.seconds, metavar="S", help="most for one file")
+    add(
+        "--memory-mib", type=memory, default=Limits.memory_bytes >> 20, metavar="N", help="likewise"
+    )
     add(
         "--isolation",
         choices=(NAMESPACES, OTHER_USER, SAME_USER),
         help=f"default: the strongest there is; {SAME_USER!r} trusts the students",
+    )
+
+
+def _number(kind: type, least: float, most: float, what: str, text: str) -> float:
+    """What was typed, if it makes sense."""
+    with contextlib.suppress(ValueError):
+        if least <= (number := kind(text)) <= most:
+            return number
+    whole = "a whole number" if kind is int else "a number"
+    raise argparse.ArgumentTypeError(
+        f"{plain_text.line(text, 40)!r}: give {whole} from {least} to {most} ({what})"
     )
 
 
@@ -220,33 +258,86 @@ def _grade(args: argparse.Namespace, folder: StudentFolder) -> int:
         args.format or form_of(path)
     if args.seed < 0:
         raise ValueError(f"--seed is {args.seed}; give 1 or more, 0 is the public one")
-    limits = Limits(seconds=args.seconds, memory_bytes=args.memory_mib << 20)
+    names = [name.strip() for name in (args.exercises or "").split(",")]
+    wanted = list(dict.fromkeys(find(name) for name in names if name))
+    done: list[Grade] = []
+    try:
+        submissions, unread = find_submissions(args.submissions), unread_names(args.submissions)
+        for path in args.out:
+            try_report([one.student for one in submissions], path, args.format or "")
+        if not wanted:
+            handed_in = {name for one in submissions for name in one.sources}
+            wanted = [exercise for exercise in exercises() if exercise.name in handed_in]
+        settings = _settings(args)
+        with _on_interrupt(_stop):
+            report = grade(submissions, settings, wanted, tell=partial(_tell, done))
+    except KeyboardInterrupt:
+        if not done:
+            print("stopped by Ctrl-C; nothing was graded", file=sys.stderr)
+            return 130
+    else:
+        return _write(report, args, unread)
+    _write(stopped_report(done, submissions, wanted, settings), args, unread)
+    handed_in = sum(exercise.name in one.sources for one in submissions for exercise in wanted)
+    num_done = sum(one.public != NOT_SUBMITTED for one in done)
+    print(
+        f"stopped by Ctrl-C; {num_done} of {handed_in} files were graded, the reports say "
+        f"{NOT_RUN!r} of the others",
+        file=sys.stderr,
+    )
+    return 130
+
+
+def _settings(args: argparse.Namespace) -> Settings:
     hidden = [path.resolve() for path in (args.submissions, Path.cwd())]
-    settings = Settings(
-        seed=args.seed,
+    return Settings(
+        # Drawn here, so that it is known if grading is stopped.
+        seed=args.seed or 1 + secrets.randbelow(2**31 - 1),
         kind=args.isolation or "",
         jobs=args.jobs,
-        limits=limits,
+        limits=Limits(seconds=args.seconds, memory_bytes=args.memory_mib << 20),
         hidden=tuple(map(str, hidden)),
     )
-    wanted = [find(name) for name in (args.exercises or "").split(",") if name]
-    report = grade(find_submissions(args.submissions), settings, wanted, tell=_tell)
+
+
+def _write(report: Report, args: argparse.Namespace, unread: Sequence[str]) -> int:
+    """Writes all reports, then says where; the exit code."""
     written, failures = [], []
-    for path in args.out:
-        try:
-            written += write_report(report, path, args.format or "")
-        except OSError as error:
-            failures.append(f"{path} cannot be written: {error}")
+    # Nobody who presses Ctrl-C once more loses the reports.
+    with _on_interrupt(signal.SIG_IGN):
+        for path in args.out:
+            try:
+                written += write_report(report, path, args.format or "")
+            except NotWritten as error:
+                written += error.written
+                failures.append(str(error))
     # All reports are written before anything is printed: nobody may be reading any more.
     for path in written:
         _say(f"wrote {path}")
-    _say(summary(report))
+    _say(summary(report, unread))
     for words in failures:
         print(words, file=sys.stderr)
     return 1 if failures else 0
 
 
-def _tell(done: Grade) -> None:
+@contextlib.contextmanager
+def _on_interrupt(handler: Callable[..., object] | signal.Handlers) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _stop(*_: object) -> None:
+    # Not by `print`, which may be at work at this very moment.
+    os.write(2, b"stopping once the files at hand are done; press Ctrl-C again to stop at once\n")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise KeyboardInterrupt
+
+
+def _tell(kept: list[Grade], done: Grade) -> None:
+    kept.append(done)
     if done.public != NOT_SUBMITTED:
         student = plain_text.line(done.student)
         _say(f"  {student:24} {done.exercise:34} {done.words}")

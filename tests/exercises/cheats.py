@@ -145,6 +145,48 @@ TEACHERS_CHEATS = {
         "    exec(compile(textwrap.dedent(text), '<mine>', 'exec'), kept)\n"
         "coordinates, get_ranks = kept['coordinates'], kept['get_ranks']\n",
     ),
+    "the planner": (
+        "ex05",
+        "from minimegatron.planner.plan import plan\n\n\n"
+        "def predict_order(p, rank, M):\n"
+        "    actions = plan('1f1b', p, M).work(rank)\n"
+        "    return [f'{one.kind[0].upper()}{one.microbatch}' for one in actions]\n\n\n"
+        "PREDICTION = {rank: ' '.join(predict_order(3, rank, 4)) for rank in range(3)}\n",
+    ),
+    "our own file, by its folder": (
+        "ex12",
+        "import os\n"
+        "import sys\n\n"
+        "import minimegatron\n\n"
+        "folder = os.path.dirname(minimegatron.__file__)\n"
+        "sys.path.insert(0, os.path.join(folder, 'core', 'pipeline_parallel'))\n"
+        "import schedule_table as ours\n"
+        "from minimegatron.core.pipeline_parallel.schedule_table import RankMicrobatches\n\n\n"
+        "def get_schedule_table(*args):\n    return ours.get_schedule_table(*args)\n\n\n"
+        "def count_rank_microbatches(*args, **kwargs):\n"
+        "    return RankMicrobatches(*ours.count_rank_microbatches(*args, **kwargs))\n",
+    ),
+    "our own file, copied": (
+        "ex01",
+        "import os\n"
+        "import shutil\n"
+        "import sys\n\n"
+        "from minimegatron.core import rank_generator\n\n"
+        "shutil.copy(rank_generator.__file__, 'mine.py')\n"
+        "sys.path.insert(0, os.getcwd())\n"
+        "from mine import RankGenerator\n\n"
+        "coordinates, get_ranks = RankGenerator.coordinates, RankGenerator.get_ranks\n",
+    ),
+    "our own function, in another process": (
+        "ex01",
+        "from multiprocessing import get_context\n"
+        "from operator import methodcaller\n\n"
+        "pool = get_context('spawn').Pool(1)\n\n\n"
+        "def coordinates(self, rank):\n"
+        "    return pool.apply(methodcaller('coordinates', rank), (self,))\n\n\n"
+        "def get_ranks(self, token):\n"
+        "    return pool.apply(methodcaller('get_ranks', token), (self,))\n",
+    ),
     "the solution as it is": (
         "ex12",
         (find("ex12").folder / "solution.py").read_text(encoding="utf-8"),

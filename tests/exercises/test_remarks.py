@@ -2,6 +2,7 @@
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,14 @@ def test_no_remark_on_what_was_given(exercise):
     solution = (exercise.folder / "solution.py").read_text()
     assert remarks_on(exercise, stub) == ()
     assert remarks_on(exercise, solution + "\n# mine\n") == (SAME_CODE,)
+
+
+HONEST = sorted((Path(__file__).parent / "honest").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", HONEST, ids=lambda one: one.stem)
+def test_no_remark_on_who_is_honest(path):
+    assert remarks_on(find(path.stem.partition("_")[0]), path.read_text(encoding="utf-8")) == ()
 
 
 @pytest.mark.parametrize(
@@ -63,6 +72,12 @@ def test_short_answers_are_alike(number, remarks):
             "from minimegatron.exercises.catalog import find",
             "it imports from the catalogue",
         ),
+        (
+            "ex05",
+            "from minimegatron.planner.plan import plan",
+            "it uses minimegatron.planner.plan, which this exercise does not need",
+        ),
+        ("ex18", "from minimegatron.planner import plan", ""),
         ("ex12", "def f(:", ""),
         ("ex12", "x = 1" + " + 1" * 40_000, TOO_DEEP),
         ("ex12", "-" * 150_000 + "1", TOO_DEEP),
@@ -74,6 +89,9 @@ def test_short_answers_are_alike(number, remarks):
 def test_remarks(number, source, words):
     found = remarks_on(find(number), source)
     assert bool(found) == bool(words) and words in " ".join(found)
+
+
+PLANNER = "minimegatron.planner.plan, minimegatron.planner.memory"
 
 
 @pytest.mark.parametrize(
@@ -92,11 +110,64 @@ def test_remarks(number, source, words):
         ("__builtins__['eval']('1')", "__builtins__"),
         ("import os\nos.getpid(), os.environ", ""),
         ("import os as o\no._exit(0)", "os._exit"),
+        (
+            "import math, torch.nn.functional as F\nfrom torch import nn\nfrom os.path import join",
+            "",
+        ),
+        ("from minimegatron.planner.plan import plan", "minimegatron.planner.plan"),
+        ("from minimegatron.planner import plan as p, memory", PLANNER),
+        ("import minimegatron.planner.plan\nminimegatron.planner.memory.x", PLANNER),
+        ("import minimegatron", "minimegatron"),
+        ("from .schedule_table import x", "a relative import"),
+        ("import sys\nsys.path.insert(0, 'x')\nimport schedule_table", "schedule_table, sys.path"),
+        ("import shutil\nfrom math import pi\nshutil.copy(pi.__file__, 'x')", "shutil, __file__"),
+        ("import multiprocessing as m\nm.get_context('spawn').Pool", "multiprocessing"),
+        ("import torch\ntorch.multiprocessing.Pool, torch.hub", "torch.hub, torch.multiprocessing"),
+        ("from dataclasses import inspect", "inspect"),
+        ("import random\nrandom._os.system('x')", "os.system"),
+        ("from sys import *", "sys.*"),
+        ("from torch import *\ninspect.x", "inspect"),
+        ("from operator import attrgetter\nattrgetter('__init__.__globals__')", "__globals__"),
     ],
 )
 def test_remarks_on_means_that_no_exercise_needs(source, words):
     remark = f"it uses {words}, which this exercise does not need"
     assert remarks_on(find("ex12"), source) == ((remark,) if words else ())
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def f(x):\n    open = [x]\n    return open.pop()", ""),
+        ("def f(open, *, compile=0):\n    return lambda: open + compile", ""),
+        ("def f(p):\n    return [open for open in p], {gc: 1 for gc in p}", ""),
+        ("def open(i):\n    i += 1\n    return open(i)\nopen(1)", ""),
+        ("def open(i):\n    'Nothing.'\nopen(1)", ""),
+        ("open, gc = 1, 2\ndef f():\n    return open + gc", ""),
+        ("for socket in 1, 2:\n    inspect = socket\n    print(inspect)", ""),
+        ("class Slot:\n    open: bool = True\nSlot().open", ""),
+        ("def f(open=open):\n    return open('x')", "open"),
+        ("def g(open):\n    return open\ndef f():\n    return open('x')", "open"),
+        ("if 0:\n    open = 1\nopen('x')", "open"),
+        ("open = (\n    open\n)\nopen('x')", "open"),
+        ("def open(\n    real=open,\n):\n    real('x')", "open"),
+        ("open = 1\ndel open\nopen('x')", "open"),
+        ("open = 1\ntry:\n    1 / 0\nexcept Exception as open:\n    0\nopen('x')", "open"),
+        ("open('x')\nopen = 1", "open"),
+        ("def f():\n    global open\n    open = 1\nopen('x')", "open"),
+        ("import gc\ndef f(gc):\n    return gc", "gc"),
+    ],
+)
+def test_a_files_own_names_may_be_called_as_pythons(source, words):
+    remark = f"it uses {words}, which this exercise does not need"
+    assert remarks_on(find("ex12"), source) == ((remark,) if words else ())
+
+
+def test_many_modules_are_soon_looked_at_and_few_are_named():
+    names = [f"a{number}" for number in range(20_000)]
+    (remark,) = remarks_on(find("ex12"), f"import {','.join(names)}")
+    listed = ", ".join(names[:10])
+    assert remark == f"it uses {listed}, 19990 more, which this exercise does not need"
 
 
 def test_what_the_stub_uses_is_not_remarked_on(monkeypatch):

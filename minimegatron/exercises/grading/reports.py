@@ -7,56 +7,181 @@ CSV and JSON are the teacher's. JUnit and Gradescope are shown to students too: 
 say only the kind of failure, and not how long they took.
 """
 
+import contextlib
 import csv
+import errno
 import hashlib
 import io
 import json
 import math
+import os
 import re
+import secrets
+import stat
+import tempfile
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from minimegatron.exercises import plain_text
-from minimegatron.exercises.grading.grade import FAILED, NOT_SUBMITTED, PASSED, Grade, Report
+from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.grading.collection import FILE, LINK, kind_of, reason
+from minimegatron.exercises.grading.grade import (
+    FAILED,
+    NOT_RUN,
+    NOT_SUBMITTED,
+    PASSED,
+    Grade,
+    Report,
+    Settings,
+)
+from minimegatron.exercises.grading.submissions import Submission
 
 GRADESCOPE = "results.json"
 MOST_FOLDER = 60
 """Characters of a folder's name."""
+MOST_UNREAD = 20
+"""Names of files that were not read, in the terminal."""
 RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.I)
 """What Windows allows for no file."""
+
+
+def stopped_report(
+    done: Sequence[Grade],
+    submissions: Sequence[Submission],
+    wanted: Sequence[Exercise],
+    settings: Settings,
+) -> Report:
+    """Of a class that was graded in part: of every other file, that it was not run."""
+    grades = {(one.student, one.exercise): one for one in done}
+    for one in submissions:
+        for name in [exercise.name for exercise in wanted]:
+            words = "Grading was stopped before this file was graded."
+            rest = Grade(one.student, name)
+            if name in one.sources:
+                rest = replace(
+                    rest, public=NOT_RUN, hidden=NOT_RUN, message=words, incidents=(words,)
+                )
+            grades.setdefault((one.student, name), rest)
+    return Report(
+        list(grades.values()),
+        [one.student for one in submissions],
+        [exercise.name for exercise in wanted],
+        settings.seed,
+        settings.kind or "not known, as grading was stopped",
+        {one.student: list(one.problems) for one in submissions if one.problems},
+    )
+
+
+class NotWritten(OSError):
+    """Some files could not be written where they belong; the message names each, a line for one."""
+
+    def __init__(self, words: Sequence[str], written: Sequence[Path]):
+        super().__init__("\n".join(words))
+        self.written = list(written)
+        """The others."""
 
 
 def write_report(report: Report, path: Path, form: str = "") -> list[Path]:
     """Writes it in the form asked for, or the one that the name tells; returns the files.
 
     Gradescope's form holds one submission; with several, each gets a folder beside `path`. Whatever
-    the locale, files are UTF-8. Raises OSError for a file that cannot be written, after the others.
+    the locale, files are UTF-8. What cannot be written is written into a temporary file, and after
+    all others NotWritten says where.
     """
     form = form or form_of(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if form != "gradescope":
-        texts = {path: WRITERS[form](report)}
-    elif len(report.students) == 1:
-        texts = {path: to_gradescope(report, report.students[0])}
+    if form == "gradescope":
+        texts = [to_gradescope(report, student) for student in report.students]
     else:
-        folders = student_folders(report.students)
-        texts = {
-            path.parent / folders[student] / path.name: to_gradescope(report, student)
-            for student in report.students
-        }
-    failure = None
-    for place, text in texts.items():
+        texts = [WRITERS[form](report)]
+    written, words = [], []
+    for place, text in zip(_places(report.students, path, form), texts, strict=True):
+        data = text.encode("utf-8", "backslashreplace")
         try:
-            place.parent.mkdir(exist_ok=True)
-            place.write_bytes(text.encode("utf-8", "backslashreplace"))
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _check_place(place, path)
+            _replace(place, data)
+            written.append(place)
         except OSError as error:
-            failure = error
-    if failure is not None:
-        raise failure
-    return list(texts)
+            words.append(f"{place} cannot be written: {reason(error)}; {_keep(place, data)}")
+    if words:
+        raise NotWritten(words, written)
+    return written
+
+
+def try_report(students: Sequence[str], path: Path, form: str = "") -> None:
+    """Raises ValueError if the report could not be written now. Leaves nothing behind."""
+    for place in _places(students, path, form or form_of(path)):
+        try:
+            _check_place(place, path)
+            folder = next(one for one in place.parents if one.exists())
+            with _new_file(folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"{place} cannot be written: {reason(error)}") from error
+
+
+def _places(students: Sequence[str], path: Path, form: str) -> list[Path]:
+    """The files of a report: one, or one for each student."""
+    if form != "gradescope" or len(students) == 1:
+        return [path]
+    folders = student_folders(students)
+    return [path.parent / folders[student] / path.name for student in students]
+
+
+def _check_place(place: Path, path: Path) -> None:
+    """Raises OSError if something is in the way.
+
+    Where the teacher names a link (`/dev/stdout` is one), it is neither followed nor replaced. In a
+    folder that may be a student's, a link is a file like any other, and is replaced.
+    """
+    if place != path and place.parent.is_symlink():
+        raise OSError(errno.ELOOP, f"{place.parent} is a link; give FILE a folder of its own")
+    try:
+        kind = kind_of(place.lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if kind == LINK and place == path:
+        raise OSError(errno.ELOOP, "it is a link; name the file itself")
+    if kind not in (FILE, LINK):
+        raise OSError(errno.EEXIST, f"it is {kind}")
+
+
+def _replace(place: Path, data: bytes) -> None:
+    """Puts a new file in the place of an old one, at once; what may read it stays as it was."""
+    with _new_file(place.parent) as (new, file):
+        if place.exists() and not place.is_symlink():
+            os.fchmod(file, stat.S_IMODE(place.stat().st_mode) & 0o666)
+        with open(file, "wb", closefd=False) as stream:
+            stream.write(data)
+        os.replace(new, place)
+
+
+@contextlib.contextmanager
+def _new_file(folder: Path) -> Iterator[tuple[Path, int]]:
+    """A file for the length of a `with` block, unless it is moved elsewhere: its path and number."""
+    new = folder / f".{secrets.token_hex(8)}.new"
+    # Not by `tempfile`: others may read a report, if the user's files are so.
+    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield new, file
+    finally:
+        os.close(file)
+        new.unlink(missing_ok=True)
+
+
+def _keep(place: Path, data: bytes) -> str:
+    """Writes what has no place into a temporary file; says where."""
+    try:
+        file, name = tempfile.mkstemp(f"-{place.name[-MOST_FOLDER:]}", "minimegatron-")
+        with open(file, "wb") as stream:
+            stream.write(data)
+    except OSError as error:
+        return f"nor can a temporary file: {reason(error)}"
+    return f"it is in {name}"
 
 
 def student_folders(students: Sequence[str]) -> dict[str, str]:
@@ -196,8 +321,8 @@ def _gradescope_test(grade: Grade) -> dict[str, Any]:
 WRITERS: dict[str, Callable[[Report], str]] = {"csv": to_csv, "json": to_json, "junit": to_junit}
 
 
-def summary(report: Report) -> str:
-    """A few lines for the terminal."""
+def summary(report: Report, unread: Sequence[str] = ()) -> str:
+    """A few lines for the terminal. `unread`: names of what nobody looked at."""
     handed_in = [grade for grade in report.grades if grade.public != NOT_SUBMITTED]
     passed = sum(grade.points for grade in handed_in)
     only_public = sum(grade.public == PASSED and not grade.points for grade in handed_in)
@@ -216,6 +341,10 @@ def summary(report: Report) -> str:
         lines.append(
             f"{len(report.problems)} submissions could not be read as they are: see the CSV or JSON"
         )
+    if unread:
+        more = len(unread) - MOST_UNREAD
+        names = ", ".join(map(plain_text.line, unread[:MOST_UNREAD]))
+        lines.append(f"not read: {names}" + (f" and {more} more" if more > 0 else ""))
     return plain_text.text("\n".join(lines), plain_text.MOST_TEXT * 10)
 
 
