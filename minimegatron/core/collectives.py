@@ -99,12 +99,15 @@ def needs_staging(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    tensor = arguments.get("tensor", arguments.get("input"))
+    tensor, group = arguments.get("tensor", arguments.get("input")), arguments["group"]
+    for name, value in (("tensor", tensor), ("group", group)):
+        if value is None:
+            raise TypeError(f"a collective needs a {name}, and got None")
     return {
         "bytes": tensor.numel() * tensor.element_size(),
         "shape": tuple(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "group_size": arguments["group"].size(),
+        "group_size": group.size(),
     }
 
 

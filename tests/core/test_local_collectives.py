@@ -244,3 +244,10 @@ def test_an_input_need_not_be_contiguous():
 def test_without_linux_gloo_carries_everything(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert connect(None, callees=[0], callers=[]) is None
+
+
+@pytest.mark.parametrize(("tensor", "group"), [(None, "a group"), (torch.zeros(1), None)])
+def test_none_is_named(tensor, group):
+    name = "tensor" if tensor is None else "group"
+    with pytest.raises(TypeError, match=f"a collective needs a {name}, and got None"):
+        collectives._describe({"tensor": tensor, "group": group})

@@ -26,8 +26,19 @@ MOST_SOURCE = 200_000
 """Characters; the longest solution has a few thousand."""
 HARMLESS = (
     *("__future__", "abc", "bisect", "cmath", "collections", "contextlib", "copy", "dataclasses"),
-    *("decimal", "enum", "fractions", "functools", "heapq", "itertools", "math", "numbers"),
-    *("numpy", "operator", "os", "pprint", "random", "re", "statistics", "string", "sys"),
+    *("decimal", "enum", "fractions", "functools", "heapq", "itertools", "json", "logging", "math"),
+    *(
+        "numbers",
+        "numpy",
+        "operator",
+        "os",
+        "pprint",
+        "random",
+        "re",
+        "statistics",
+        "string",
+        "sys",
+    ),
     *("textwrap", "time", "torch", "types", "typing", "warnings"),
 )
 """Modules that any exercise may import. Any other is remarked on, unless stub or solution has it."""
