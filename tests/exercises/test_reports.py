@@ -46,6 +46,7 @@ from minimegatron.exercises.grading.reports import (
 from minimegatron.exercises.grading.submissions import Submission
 from minimegatron.exercises.plain_data import to_line
 from minimegatron.exercises.verdict import Verdict
+from tests.exercises.sample.ex00_ring import EXERCISE
 
 ROOT = Path(__file__).parents[2]
 NAME = "ex01_rank_arithmetic"
@@ -212,6 +213,12 @@ def test_a_file_that_takes_long_to_read_is_not_read_to_its_end():
     assert remarks_apart(find("ex01"), "import gc", seconds=10) == remarks_on(
         find("ex01"), "import gc"
     )
+
+
+def test_a_teachers_own_exercise_is_looked_at_as_ours(monkeypatch):
+    """It is known by its module: ours may have the same number."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert remarks_apart(EXERCISE, "import gc") == remarks_on(EXERCISE, "import gc") != ()
 
 
 class JudgeHere:

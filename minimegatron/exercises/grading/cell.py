@@ -170,7 +170,7 @@ class Room:
         self.order = order
         self.keeper = os.getpid()
         self.work: Path | None = None
-        self._inherited = _private_bytes(self.keeper)
+        self._inherited = _held_bytes(self.keeper)
 
     def prepare(self) -> Path:
         """Makes the folder to work in."""
@@ -202,7 +202,7 @@ class Room:
 
     def memory(self, pids: Iterable[int]) -> int:
         """Bytes of these processes, without what every fork of the template begins with."""
-        return sum(max(0, _private_bytes(pid) - self._inherited) for pid in pids)
+        return sum(max(0, _held_bytes(pid) - self._inherited) for pid in pids)
 
     def clear(self) -> None:
         """Ends whatever is still there, and removes its files."""
@@ -306,7 +306,7 @@ def _num_threads(pid: int) -> int:
     return int(_status(pid).get("Threads", 0))
 
 
-def _private_bytes(pid: int) -> int:
+def _held_bytes(pid: int) -> int:
     """Memory that no file backs, and what processes share: in `/proc/PID/status` in KiB."""
     status = _status(pid)
     return sum(int(status.get(name, "0").split()[0]) << 10 for name in ("RssAnon", "RssShmem"))

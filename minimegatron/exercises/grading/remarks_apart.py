@@ -7,13 +7,13 @@ Python's own reader can take minutes and gigabytes for some lines; meanwhile its
 """
 
 import contextlib
+import importlib
 import json
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
-from minimegatron.exercises.catalog import find
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.grading.remarks import remarks_on
 
@@ -31,7 +31,7 @@ PROGRAM = (
 
 def remarks_apart(exercise: Exercise, source: str, seconds: int = SECONDS) -> tuple[str, ...]:
     """What `remarks_on` says; where it says nothing in time, that."""
-    asked = json.dumps([exercise.number, source, seconds]).encode()
+    asked = json.dumps([exercise.module, source, seconds]).encode()
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-s", "-c", PROGRAM],
@@ -47,9 +47,9 @@ def remarks_apart(exercise: Exercise, source: str, seconds: int = SECONDS) -> tu
 
 def serve() -> None:
     """Reads what is asked from the standard input; writes JSON."""
-    number, source, seconds = json.load(sys.stdin)
+    module, source, seconds = json.load(sys.stdin)
     for kind, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CPU, seconds)):
         # macOS has no limit on memory.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (most, most))
-    print(json.dumps(remarks_on(find(number), source)))
+    print(json.dumps(remarks_on(importlib.import_module(module).EXERCISE, source)))

@@ -264,7 +264,7 @@ class Trial:
 
 
 def _infinite_words(loss: float) -> str:
-    """What a loss that is no number says of m."""
+    """Why the loss is infinite or NaN: what is wrong with the subtracted maximum, m."""
     if loss == float("-inf"):
         return (
             "This is log(0): every exp(x - m) is 0, so m is far above the largest logit. Is m the "

@@ -112,7 +112,7 @@ class _Listing:
         return Done()
 
     def start_batch(self, messages: list[Message]) -> list[Done]:
-        """Where there is no order."""
+        """A batch gives its messages no order."""
         self.started = [*OTHER_END, "batch"]
         return [Done() for _ in messages]
 
