@@ -7,6 +7,7 @@ Megatron has no counterpart.
 import io
 import pickle
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from minimegatron.doctor.folders import shared_folder
 from minimegatron.doctor.records import ranks_in_words
 from minimegatron.doctor.verdict import NOBODY, STUCK, Diagnosis
+from minimegatron.doctor.words import WIDTH
 from minimegatron.exercises import verdict
 from minimegatron.exercises.collect import Collected, crowding, students_lines
 from minimegatron.exercises.pipes import Pipes
@@ -154,7 +156,11 @@ def _finished_words(found: Diagnosis, done: list[int], inside: list[int]) -> str
         "many, or those that came out have left one out: look at an early return, and at an `if` or a "
         "loop that depends on the rank or on its data.",
     ]
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=_indent(line)) for line in lines)
+
+
+def _indent(line: str) -> str:
+    return "      " if line.startswith(" ") else ""
 
 
 def _timeout_words(error: RankTimeout, path: str) -> str:
