@@ -8,7 +8,6 @@ means that something is not right yet.
 import argparse
 import contextlib
 import os
-import secrets
 import signal
 import sys
 import webbrowser
@@ -25,6 +24,7 @@ from minimegatron.exercises.grading.grade import (
     Grade,
     Report,
     Settings,
+    drawn_seed,
     grade,
 )
 from minimegatron.exercises.grading.reports import (
@@ -292,7 +292,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     hidden = [path.resolve() for path in (args.submissions, Path.cwd())]
     return Settings(
         # Drawn here, so that it is known if grading is stopped.
-        seed=args.seed or 1 + secrets.randbelow(2**31 - 1),
+        seed=args.seed or drawn_seed(),
         kind=args.isolation or "",
         jobs=args.jobs,
         limits=Limits(seconds=args.seconds, memory_bytes=args.memory_mib << 20),

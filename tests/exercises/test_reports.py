@@ -6,9 +6,12 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,7 +128,7 @@ def nullcell(*_: object) -> contextlib.AbstractContextManager:
 
 
 def graded(*endings: Verdict | CellEnded) -> Grade:
-    return grading._contained(Graded(*endings), ADA, find("ex01"))
+    return Graded(*endings).graded(ADA, find("ex01"), is_alone=True)
 
 
 ADA = Submission("ada", {NAME: "x = 1\n"})
@@ -165,7 +168,7 @@ def test_a_failure_while_grading_one_student_is_this_students_row(answer, monkey
 
     grader = grading._Grader(OneAnswer(), SAME_USER, 987654321, Settings())
     monkeypatch.setattr(grader, "_judge", JudgeHere)
-    found = grading._contained(grader, ADA, find("ex01"))
+    found = grader.graded(ADA, find("ex01"), is_alone=True)
     assert found.student == "ada" and found.points == 0
     assert found.message and (found.incidents or found.kind)
     assert "Traceback" not in found.told and str(ROOT) not in found.told
@@ -182,7 +185,7 @@ def test_after_a_failed_judgement_comes_another_judge(error):
 
     grader = grading._Grader(SimpleNamespace(cell=nullcell), SAME_USER, 987654321, Settings())
     grader._mine.judge = first = Failing()
-    found = grading._contained(grader, ADA, find("ex01"))
+    found = grader.graded(ADA, find("ex01"), is_alone=True)
     assert found.points == 0 and "could not be judged" in found.incidents[0]
     assert first.is_over and not hasattr(grader._mine, "judge")
 
@@ -219,6 +222,43 @@ def test_a_teachers_own_exercise_is_looked_at_as_ours(monkeypatch):
     """It is known by its module: ours may have the same number."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert remarks_apart(EXERCISE, "import gc") == remarks_on(EXERCISE, "import gc") != ()
+
+
+def test_whoever_stops_the_grading_keeps_what_was_at_hand(monkeypatch):
+    class NoTemplate:
+        __enter__ = __exit__ = lambda *_: None
+
+    def grade(self, submission, exercise):
+        asked.append(submission.student)
+        if len(asked) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        return Grade(submission.student, NAME, PASSED, PASSED, 1)
+
+    asked, told = [], []
+    monkeypatch.setattr(grading, "Template", NoTemplate)
+    monkeypatch.setattr(grading, "strongest_kind", lambda *_: SAME_USER)
+    monkeypatch.setattr(grading._Grader, "grade", grade)
+    students = [Submission(f"s{number}", {NAME: ""}) for number in range(200)]
+    with pytest.raises(KeyboardInterrupt):
+        grading.grade(students, Settings(jobs=2), tell=lambda one: told.append(one.student))
+    assert sorted(told) == sorted(asked) and 10 <= len(asked) < 200
+
+
+def test_whoever_stops_at_once_waits_for_no_cell(monkeypatch):
+    class Silent:
+        def cell(self, room: dict, file: str, source: str, seconds: float) -> Cell:
+            ours, theirs = socket.socketpair()
+            kept.append(theirs)
+            return Cell(ours, {"room": room}, seconds)
+
+    kept, told = [], []
+    grader = grading._Grader(Silent(), SAME_USER, 987654321, Settings(), told.append)
+    monkeypatch.setattr(grader, "_judge", JudgeHere)
+    threading.Timer(0.3, grader.close).start()
+    found = grader.graded(ADA, find("ex01"), is_alone=True)
+    assert found.points == 0 and told == []
+    assert "it cannot be reached" in found.message or "without an answer" in found.message
 
 
 class JudgeHere:

@@ -3,6 +3,7 @@
 Called by: `grade`. Calls: `template` (as a process). Torch-free. Megatron has no counterpart.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -86,6 +87,11 @@ class Cell:
     def __exit__(self, *_: object) -> None:
         self._lines.close()
         self._connection.close()
+
+    def end(self) -> None:
+        """Ends it from another thread: whoever waits for its answer hears that there is none."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def collect(self, question: Question, patience: float, control: bool = False) -> Collected:
         """What the room says. Raises CellEnded."""

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from minimegatron.exercises import verdict
@@ -151,25 +152,23 @@ def grade(
     if not wanted:
         names = {name for submission in submissions for name in submission.sources}
         wanted = [exercise for exercise in exercises() if exercise.name in names]
-    seed = settings.seed or 1 + secrets.randbelow(2**31 - 1)
+    seed = settings.seed or drawn_seed()
     jobs = settings.jobs or max(1, (os.cpu_count() or 1) // 2)
     with Template() as template, ThreadPoolExecutor(jobs) as pool:
         kind = strongest_kind(template, settings)
-        work = [(submission, one) for submission in submissions for one in wanted]
-        grades, late = [], []
-        with contextlib.closing(_Grader(template, kind, seed, settings)) as grader:
-            for pair, done in zip(
-                work, pool.map(lambda pair: _contained(grader, *pair), work), strict=True
-            ):
-                grades.append(done)
-                if jobs > 1 and done.ran_out_of_time:
-                    late.append((len(grades) - 1, pair))
-                    continue
-                _tell(tell, done)
+        pairs = [(submission, one) for submission in submissions for one in wanted]
+        with contextlib.closing(_Grader(template, kind, seed, settings, tell)) as grader:
+            try:
+                graded = partial(grader.graded, is_alone=jobs == 1)
+                grades = list(pool.map(lambda pair: graded(*pair), pairs))
+            except KeyboardInterrupt:
+                # The files at hand are graded to their end; whoever interrupts that too ends them.
+                pool.shutdown(cancel_futures=True)
+                raise
             # Whoever ran out of time beside others gets a second chance, alone.
-            for place, pair in late:
-                grades[place] = _contained(grader, *pair)
-                _tell(tell, grades[place])
+            for place, pair in enumerate(pairs):
+                if jobs > 1 and grades[place].ran_out_of_time:
+                    grades[place] = grader.graded(*pair, is_alone=True)
     return Report(
         grades,
         [submission.student for submission in submissions],
@@ -180,27 +179,9 @@ def grade(
     )
 
 
-def _tell(tell: Callable[[Grade], None], done: Grade) -> None:
-    """Nobody may be listening any more; the reports are to be written all the same."""
-    with contextlib.suppress(OSError, ValueError):
-        tell(done)
-
-
-def _contained(grader: "_Grader", submission: Submission, exercise: Exercise) -> Grade:
-    """The grade. A failure of the grader itself is told in the student's row, and ends nothing."""
-    try:
-        return grader.grade(submission, exercise)
-    except Exception as error:
-        words = f"the grader failed: {type(error).__name__}: {error}"
-        return Grade(
-            submission.student,
-            exercise.name,
-            NOT_RUN,
-            NOT_RUN,
-            message="This could not be graded; that is not your fault. Ask your teacher.",
-            kind=verdict.DEFECT,
-            incidents=(words,),
-        )
+def drawn_seed() -> int:
+    """A hidden seed that nobody knows."""
+    return 1 + secrets.randbelow(2**31 - 1)
 
 
 def strongest_kind(template: Template, settings: Settings) -> str:
@@ -246,16 +227,45 @@ def _room(kind: str, number: int, settings: Settings) -> dict[str, Any]:
 
 
 class _Grader:
-    def __init__(self, template: Template, kind: str, seed: int, settings: Settings):
+    def __init__(
+        self,
+        template: Template,
+        kind: str,
+        seed: int,
+        settings: Settings,
+        tell: Callable[[Grade], None] = lambda grade: None,
+    ):
         self.template, self.kind, self.seed, self.settings = template, kind, seed, settings
         self._numbers = iter(range(1 << 62))
         self._mine = threading.local()
         self._judges: list[Judge] = []
+        self._cells: set[Cell] = set()
+        self._tell, self._telling, self._is_over = tell, threading.Lock(), False
 
     def close(self) -> None:
-        """Ends the judges."""
+        """Ends whatever still runs; nobody hears of that."""
+        with self._telling:
+            self._is_over = True
+        for cell in list(self._cells):
+            cell.end()
         for judge in self._judges:
             judge.__exit__()
+
+    def graded(self, submission: Submission, exercise: Exercise, is_alone: bool) -> Grade:
+        """The grade, told as soon as it is known, unless the file is to be graded once more, alone.
+
+        A failure of the grader itself is told in the student's row, and ends nothing.
+        """
+        try:
+            done = self.grade(submission, exercise)
+        except Exception as error:
+            done = _failed(submission, exercise, error)
+        if is_alone or not done.ran_out_of_time:
+            # Nobody may be listening any more; the reports are to be written all the same.
+            with self._telling, contextlib.suppress(OSError, ValueError):
+                if not self._is_over:
+                    self._tell(done)
+        return done
 
     def grade(self, submission: Submission, exercise: Exercise) -> Grade:
         """Checks one file, in a cell of its own."""
@@ -302,7 +312,11 @@ class _Grader:
                 # A new cell each time: what the file changes in one, the next does not see.
                 room = _room(self.kind, next(self._numbers) % NUM_ROOMS, self.settings)
                 with self.template.cell(room, file, source, seconds) as cell:
-                    verdicts.append(self._check(cell, exercise, seed, control))
+                    self._cells.add(cell)
+                    try:
+                        verdicts.append(self._check(cell, exercise, seed, control))
+                    finally:
+                        self._cells.discard(cell)
                 if not verdicts[-1].has_passed:
                     break
         except CellEnded as ended:
@@ -330,6 +344,18 @@ class _Grader:
             self._mine.judge = Judge().__enter__()
             self._judges.append(self._mine.judge)
         return self._mine.judge
+
+
+def _failed(submission: Submission, exercise: Exercise, error: Exception) -> Grade:
+    return Grade(
+        submission.student,
+        exercise.name,
+        NOT_RUN,
+        NOT_RUN,
+        message="This could not be graded; that is not your fault. Ask your teacher.",
+        kind=verdict.DEFECT,
+        incidents=(f"the grader failed: {type(error).__name__}: {error}",),
+    )
 
 
 def _state(verdicts: Sequence[Verdict], number: int) -> str:
