@@ -24,9 +24,9 @@ import pytest
 from minimegatron.__main__ import main
 from minimegatron.exercises.catalog import find
 from minimegatron.exercises.engine import Sheet
-from minimegatron.exercises.grading import cell
+from minimegatron.exercises.grading import cell, cells
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
-from minimegatron.exercises.grading.cells import Cell, CellEnded, Template
+from minimegatron.exercises.grading.cells import NUM_ROOMS, Cell, CellEnded, Template
 from minimegatron.exercises.grading.grade import (
     FAILED,
     NOT_RUN,
@@ -338,6 +338,18 @@ def test_a_cell_sees_no_other_process_no_file_and_no_network(template, tmp_path)
     num_processes, sees_file, uid, may_write, reaches = seen
     assert num_processes <= 4 and uid == cell.STRANGER + 900
     assert not sees_file and not may_write and not reaches
+
+
+def test_two_gradings_share_no_user(monkeypatch):
+    class Claims(Template):
+        def __init__(self) -> None:
+            self.claim_users()
+
+    first, second = Claims(), Claims()
+    assert abs(first._first_number - second._first_number) >= NUM_ROOMS
+    monkeypatch.setattr(cells, "MOST_GRADINGS", 0)
+    with pytest.raises(ValueError, match="0 gradings go on here already"):
+        Claims()
 
 
 def test_closing_the_connection_ends_a_cell(template):

@@ -21,6 +21,10 @@ KEPT = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "TMPD
 """Of the environment, what cells get."""
 MOST_ANSWER = 256 << 20
 """Bytes of one answer of a cell."""
+NUM_ROOMS = 1000
+"""Numbers of one grading's rooms: far more than exist at a time."""
+MOST_GRADINGS = 32
+"""With users of their own, beside each other on one machine."""
 SPARE_SECONDS = 30
 """How long after its limit a cell may take to end."""
 PROGRAM = (
@@ -35,6 +39,7 @@ class Template:
     def __enter__(self) -> "Template":
         ours, theirs = socket.socketpair()
         self._lock = threading.Lock()
+        self._first_number, self._claim = 0, None
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
         if path := environment.get("PYTHONPATH"):
             environment["PYTHONPATH"] = os.pathsep.join(
@@ -58,12 +63,32 @@ class Template:
     def __exit__(self, *_: object) -> None:
         self._control.close()
         self._process.wait(timeout=30)
+        if self._claim is not None:
+            self._claim.close()
+
+    def claim_users(self) -> None:
+        """From here on, rooms have numbers that no other grading on this machine has.
+
+        A room kills every process of its user. Raises ValueError if all numbers are taken.
+        """
+        for grading in range(MOST_GRADINGS):
+            # The kernel keeps such a name for one socket, and forgets it with the process.
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0minimegatron-users-{grading}")
+            except OSError:
+                claim.close()
+                continue
+            self._claim, self._first_number = claim, grading * NUM_ROOMS
+            return
+        raise ValueError(f"{MOST_GRADINGS} gradings go on here already; wait for one of them")
 
     def cell(self, room: dict[str, Any], file: str, source: str, seconds: float) -> "Cell":
         """A new cell, in which `source` is `file`."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             socket.send_fds(self._control, [b"c"], [theirs.fileno()])
+        room = room | {"number": self._first_number + room["number"]}
         asked = {"room": room, "file": file, "source": source}
         return Cell(ours, asked, seconds)
 

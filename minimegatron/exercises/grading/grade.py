@@ -32,7 +32,7 @@ from minimegatron.exercises.catalog import exercises
 from minimegatron.exercises.engine import Sheet
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits, Order
-from minimegatron.exercises.grading.cells import Cell, CellEnded, Template
+from minimegatron.exercises.grading.cells import NUM_ROOMS, Cell, CellEnded, Template
 from minimegatron.exercises.grading.remarks_apart import remarks_apart
 from minimegatron.exercises.grading.submissions import Submission
 from minimegatron.exercises.judge import Judge
@@ -45,8 +45,6 @@ UNGRADED = (
     "whether it is the student's own work",
 )
 """What no check here looks at; said in every report."""
-NUM_ROOMS = 999
-"""Far more than exist at a time; each has a number of its own."""
 NOT_THE_STUDENTS = "control"
 """The kind of a file whose functions are not what makes the check pass."""
 HIDDEN_WORDS = verdict.HEADLINES | {
@@ -192,12 +190,14 @@ def strongest_kind(template: Template, settings: Settings) -> str:
             reasons.append(f"{kind}: the grader is not root")
             continue
         try:
+            if kind == OTHER_USER:
+                template.claim_users()
             if problem := _try(template, kind, settings):
                 reasons.append(f"{kind}: {problem}")
             else:
                 return kind
-        except CellEnded as ended:
-            reasons.append(f"{kind}: {ended}")
+        except (CellEnded, ValueError) as problem:
+            reasons.append(f"{kind}: {problem}")
     raise ValueError(
         "students' code cannot be kept in here ("
         + "; ".join(reasons)
@@ -213,7 +213,7 @@ def _try(template: Template, kind: str, settings: Settings) -> str:
     source = (exercise.folder / "solution.py").read_text(encoding="utf-8")
     sheet = Sheet(exercise, seed=0)
     # A number of its own: this room may still be ending when the first others begin.
-    room = _room(kind, NUM_ROOMS, settings)
+    room = _room(kind, NUM_ROOMS - 1, settings)
     with template.cell(room, f"{exercise.name}.py", source, 60) as cell:
         for number, question in enumerate(sheet.questions):
             sheet.judge(number, cell.collect(question, patience=5.0))
@@ -310,7 +310,7 @@ class _Grader:
         try:
             for seed, control in runs:
                 # A new cell each time: what the file changes in one, the next does not see.
-                room = _room(self.kind, next(self._numbers) % NUM_ROOMS, self.settings)
+                room = _room(self.kind, next(self._numbers) % (NUM_ROOMS - 1), self.settings)
                 with self.template.cell(room, file, source, seconds) as cell:
                     self._cells.add(cell)
                     try:
