@@ -35,6 +35,8 @@ ATTACKS = {
     "        os.kill(pid, signal.SIGKILL)\n",
     "memory": "    kept = []\n    while True:\n"
     "        kept.append(bytearray(os.urandom(1 << 20) * 64))\n",
+    "memory in files": "    kept = []\n    while True:\n"
+    "        kept.append(os.memfd_create('x'))\n        os.write(kept[-1], bytes(8 << 20))\n",
     "write": "    for folder in FOLDERS:\n        for name in ('evil', '../evil'):\n            try:\n"
     "                open(os.path.join(folder, name), 'w').write('evil')\n"
     "            except OSError:\n                pass\n    os._exit(0)\n",

@@ -249,9 +249,9 @@ def template():
         yield running
 
 
-def open_cell(template, kind: str, source: str, number: int = 900) -> Cell:
-    room = {"kind": kind, "number": number, "limits": vars(LIMITS), "hidden": [], "emptied": []}
-    return template.cell(room, f"{FIRST.name}.py", source, LIMITS.seconds)
+def open_cell(template, kind: str, source: str, number: int = 900, limits: Limits = LIMITS) -> Cell:
+    room = {"kind": kind, "number": number, "limits": vars(limits), "hidden": [], "emptied": []}
+    return template.cell(room, f"{FIRST.name}.py", source, limits.seconds)
 
 
 def ask(template, kind: str, source: str) -> Verdict:
@@ -338,6 +338,16 @@ def test_a_cell_sees_no_other_process_no_file_and_no_network(template, tmp_path)
     num_processes, sees_file, uid, may_write, reaches = seen
     assert num_processes <= 4 and uid == cell.STRANGER + 900
     assert not sees_file and not may_write and not reaches
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no such files")
+def test_memory_in_files_without_a_folder_counts(template):
+    source = f"import os\n\n\ndef attack():\n{ATTACKS['memory in files']}{BODY}"
+    (question,) = Sheet(FIRST, seed=0).questions
+    limits = replace(LIMITS, memory_bytes=256 << 20)
+    told = pytest.raises(CellEnded, match="it used .* MiB of memory; 256 are allowed")
+    with open_cell(template, SAME_USER, source, 2, limits) as one, told:
+        one.collect(question, patience=20.0)
 
 
 def test_two_gradings_share_no_user(monkeypatch):

@@ -202,7 +202,9 @@ class Room:
 
     def memory(self, pids: Iterable[int]) -> int:
         """Bytes of these processes, without what every fork of the template begins with."""
-        return sum(max(0, _held_bytes(pid) - self._inherited) for pid in pids)
+        pids = list(pids)
+        held = sum(max(0, _held_bytes(pid) - self._inherited) for pid in pids)
+        return held + _bytes_of_memory_files(pids)
 
     def clear(self) -> None:
         """Ends whatever is still there, and removes its files."""
@@ -310,3 +312,16 @@ def _held_bytes(pid: int) -> int:
     """Memory that no file backs, and what processes share: in `/proc/PID/status` in KiB."""
     status = _status(pid)
     return sum(int(status.get(name, "0").split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+def _bytes_of_memory_files(pids: Iterable[int]) -> int:
+    """What these processes keep in open files that lie in no folder: nobody's `RssShmem` has it all."""
+    files = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path).startswith("/memfd:"):
+                        found = os.stat(entry.path)
+                        files[found.st_dev, found.st_ino] = 512 * found.st_blocks
+    return sum(files.values())
