@@ -209,7 +209,7 @@ def _time(text: str) -> Fraction:
     try:
         value = Fraction(text)
     except (ValueError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; write 2, 0.5 or 1/3") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write 2, 0.5 or 1/3") from None
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative; give 0 or more")
     return value

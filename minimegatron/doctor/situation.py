@@ -123,7 +123,7 @@ def _situation(record: RankRecord, records: Mapping[int, RankRecord]) -> Situati
         )
     hidden = None if record.process == "computing" else _hidden_wait(record.stack)
     if hidden:
-        text = f"waits in {hidden}, for whom is not known"
+        text = f"waits in {hidden}, for which rank is not known"
         return Situation(kind=HIDDEN, text=text + _inside(work, unit, record), **common, **in_work)
     kind = {"computing": COMPUTING, "sleeping": SLEEPING}.get(record.process or "", BUSY)
     return Situation(kind=kind, text=_busy_text(record, kind, work, unit), **common, **in_work)

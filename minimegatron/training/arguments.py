@@ -80,7 +80,7 @@ def _build_parser(
     known = {action.dest for action in parser._actions}
     for name in args_defaults:
         if name not in known:
-            raise ValueError(f"args_defaults has {name!r}, which is no argument; remove it")
+            raise ValueError(f"args_defaults has {name!r}, which is not an argument; remove it")
     parser.set_defaults(**args_defaults)
     return parser
 

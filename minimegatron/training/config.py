@@ -5,7 +5,7 @@ field is also a command-line flag, under Megatron's name; `argument_utils` makes
 other, and the string below a field is that flag's help. Counterpart: the dataclasses of
 `megatron.training.training_config`, and the argument groups of `megatron.training.arguments`.
 
-`derived()` marks what is no flag: it follows from the flags and the launcher's environment.
+`derived()` marks what is not a flag: it follows from the flags and the launcher's environment.
 """
 
 from dataclasses import dataclass, field

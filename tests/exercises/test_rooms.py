@@ -183,7 +183,7 @@ def test_torch_is_no_answer_of_a_pure_part(tmp_path):
 def test_a_pure_part_imports_no_torch(tmp_path):
     body = "    import sys\n    return [str(hasattr(sys.modules.get('torch'), '__version__'))]\n"
     found, _ = run_alone(tmp_path, body, 4.0)
-    assert "'False' is no action" in found.text
+    assert "'False' is not an action" in found.text
 
 
 def test_a_question_says_what_it_asks():

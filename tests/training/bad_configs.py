@@ -74,7 +74,7 @@ BAD_CONFIGS = [
     BadConfig("--tokenizer-type BPETokenizer", ("--tokenizer-file",)),
     BadConfig(
         "--tokenizer-type BPETokenizer --tokenizer-file {folder}/none.json",
-        ("--tokenizer-file", "none.json", "is no file"),
+        ("--tokenizer-file", "none.json", "is not a file"),
     ),
     # -- Sizes out of range --
     BadConfig("--num-layers -3", ("--num-layers", "-3", "1 or more")),

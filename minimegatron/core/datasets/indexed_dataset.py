@@ -418,7 +418,7 @@ class IndexedDatasetBuilder:
                 index.write(numpy.array(self.sequence_modes, dtype="<i1"))
             index.complete()
             self._file.complete()
-            # Without its index, the old .bin is no dataset: nobody can pair it with the new index.
+            # Without its index, the old .bin is not a dataset: nobody can pair it with the new index.
             Path(idx_path).unlink(missing_ok=True)
             self._file.publish()
             index.publish()

@@ -80,7 +80,7 @@ class BPETokenizer(MegatronTokenizer):
         tokenizers = _import_tokenizers()
         self.tokenizer_file = Path(tokenizer_file)
         if not self.tokenizer_file.is_file():
-            raise ValueError(f"{tokenizer_file} is no file; give the path of a tokenizer.json")
+            raise ValueError(f"{tokenizer_file} is not a file; give the path of a tokenizer.json")
         content = self.tokenizer_file.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)

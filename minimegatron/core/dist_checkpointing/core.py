@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = parse_json(path.read_bytes(), "its text")
     except FileNotFoundError:
         raise CheckpointingException(
-            f"{path} is missing, so {path.parent} is no whole checkpoint; use another"
+            f"{path} is missing, so {path.parent} is not a complete checkpoint; use another"
         ) from None
     except (ValueError, OSError) as error:
         raise CheckpointingException(

@@ -123,7 +123,7 @@ class MCoreLoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         """Never called: there are only tensors."""
-        raise AssertionError(f"{read_item.storage_index.fqn} is no tensor")
+        raise AssertionError(f"{read_item.storage_index.fqn} is not a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The memory that this item is read into."""

@@ -60,7 +60,7 @@ def test_bpe_faults(bpe: BPETokenizer, tmp_path: Path) -> None:
     with pytest.raises(UnreadableText) as caught:
         bpe.tokenize_batch([b"fine", b"ab\xff"])
     assert (caught.value.document, caught.value.byte) == (1, 2)
-    with pytest.raises(ValueError, match="absent.json is no file; give the path"):
+    with pytest.raises(ValueError, match="absent.json is not a file; give the path"):
         BPETokenizer(tmp_path / "absent.json")
     broken = tmp_path / "broken.json"
     broken.write_text("{")

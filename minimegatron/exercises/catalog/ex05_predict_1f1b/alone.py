@@ -94,7 +94,7 @@ def _parse(order: Any, rank: int, case: Case) -> list[Unit]:
         if match is None:
             idle = " Leave out the units in which the stage is idle." if str(word) == "." else ""
             raise Wrong(
-                f"{what}: {word!r} is no action; write F or B and a number, as in F0, B12.{idle}"
+                f"{what}: {word!r} is not an action; write F or B and a number, as in F0, B12.{idle}"
             )
         units.append(Unit(match[1], int(match[2])))
     return units

@@ -174,7 +174,7 @@ def _watched(student: ModuleType, faults: list[str]) -> tuple[Callable, Callable
 
 
 def _gradients(selection: Any, faults: list[str]) -> Any:
-    """The selection without what is no tensor; that is noted."""
+    """The selection without what is not a tensor; that is noted."""
     name = "get_main_grads_for_grad_norm"
     if selection is None or not isinstance(selection, Iterable):
         what = f"a {type(selection).__name__}"

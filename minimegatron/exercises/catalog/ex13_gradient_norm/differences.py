@@ -39,7 +39,7 @@ class Squares:
 
     def _why(self, rank: int, found: float, wanted: float) -> str:
         if not math.isfinite(found):
-            return "It is no finite number: 0 / 0, or memory that was never written."
+            return "It is not a finite number: 0 / 0, or memory that was never written."
         is_sharded, dp = self.case.distributed_optimizer, self.reference.dp
         own = sum(self.of_pieces[rank].values())
         if not is_sharded and math.isclose(found, own, rel_tol=1e-6):
