@@ -270,7 +270,7 @@ print("one all-reduce forward, one backward, and the same gradients")
 
 # %% [markdown]
 # Each rank holds half of the weights and half of the hidden activations; X and Y are whole on
-# both. Sequence parallelism, in the tour, cuts those too, at no cost in bytes.
+# both. Sequence parallelism, in the tour, cuts those too, for one more all-gather in the backward.
 #
 # ## Change it
 #

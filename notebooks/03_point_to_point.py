@@ -200,7 +200,7 @@ print(results)
 assert [received for received, _ in results] == [1, 0]
 
 # %% [markdown]
-# ## Worse than a hang
+# ## Two messages in the wrong order
 #
 # Without a tag, messages between two ranks are told apart by their order alone: the first send meets
 # the first receive, the second the second. (gloo matches tags, where a program gives them; NCCL has none.)
@@ -236,7 +236,7 @@ print(received)
 assert received == {"activation": -1.0, "gradient": 1.0}
 
 # %% [markdown]
-# Neither. The two are swapped, and training goes on with nonsense. With two stages that are each other's
+# Neither, and that is worse than a hang: the two are swapped, and training goes on with nonsense. With two stages that are each other's
 # next *and* previous, batched messages can be paired so ([Megatron-LM
 # #750](https://github.com/NVIDIA/Megatron-LM/issues/750),
 # [#5271](https://github.com/NVIDIA/Megatron-LM/issues/5271)). The package refuses that combination, and

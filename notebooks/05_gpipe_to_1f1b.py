@@ -269,8 +269,9 @@ for before, after in zip(runs["GPipe"], runs["1F1B"], strict=True):
 
 # %% [markdown]
 # So 1F1B buys memory, not time. And that memory does not grow with the number of microbatches:
-# stage 0 holds `p`, never `M`. Time is bought with it after all, indirectly: with room for more
-# microbatches, the bubble, (p − 1)/(M + p − 1) of the step, can be made as small as you like.
+# stage 0 holds at most `p` microbatches, however large `M` is. Time is bought with it after all,
+# indirectly: more microbatches need no more room, so the bubble, (p − 1)/(M + p − 1) of the step, can
+# be made as small as you like.
 
 # %%
 for M in (8, 32, 128):

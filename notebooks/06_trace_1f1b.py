@@ -17,7 +17,7 @@
 # **The question.** A pipeline of four stages is idle for more than a quarter of its time. When,
 # where, and who is waited for?
 #
-# The last notebook drew the plan. Here Megatron's own function, `forward_backward_func`, runs a
+# The last notebook drew the plan. Here `forward_backward_func`, the package's version of Megatron's function, runs a
 # step on four real ranks, with every call recorded: `forward_step`, `backward_step`, each message,
 # each wait.
 
@@ -218,8 +218,8 @@ print(f"the chain that makes the step as long as it is has {len(path)} of its {4
 
 # %% [markdown]
 # Nobody is to blame. Microbatch 0 has to go all the way to the loss and back before stage 0 can do
-# its first backward, and stage 0 may not run more than p − 1 forwards ahead. The gap in the middle
-# is that round trip.
+# its first backward, and stage 0 may not hold more than p microbatches. The gap in the middle is that
+# round trip.
 #
 # ## And if somebody *is* to blame?
 #

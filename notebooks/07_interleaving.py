@@ -104,7 +104,7 @@ for v in (None, 2, 4):
 # shrinks by v. Messages grow by a little more than v: (pv − 1)/(p − 1). And more is held, because
 # stage 0 must feed everybody's first chunk before anybody's second.
 #
-# ## Why is the warm-up doubled?
+# ## Why twice (p − r − 1)?
 #
 # Plain 1F1B warms up p − r − 1 forwards on stage r. Interleaving warms up **2** (p − r − 1) + (v
 # − 1) G, with G = p microbatches per group here. The second term fills the earlier chunks. But
@@ -149,7 +149,7 @@ assert simulate(overlapped, Costs.of_stages(1, 2, 2)).makespan == step(2, M=8).m
 # In the steady state one call sends an activation and a gradient and receives one of each: four
 # messages that begin and end together. A gradient therefore moves back one stage per *pair* of
 # forward and backward, in step with the activation that moves on; there and back takes twice as
-# many forwards. With half the warm-up, a stage comes to that exchange before its neighbour has
+# many forwards. With one step per stage instead of two, a stage comes to that exchange before its neighbour has
 # the gradient, and both wait.
 #
 # With separate, overlapped messages (`overlap_p2p_comm`) the short warm-up runs. While messages take

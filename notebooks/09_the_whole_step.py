@@ -56,8 +56,9 @@ from minimegatron.training.training import (
 # 2. Put into order: clip the gradient, sum it over the two copies, sum the tied embedding over
 #    the stages, set it to zero, divide the loss by the number of microbatches.
 # 3. The two copies hold different gradients until... which call?
-# 4. Your loss function returns (sum of losses, number of tokens, report). One microbatch has 2
-#    tokens, another 16. Does every token pull equally on the weights?
+# 4. Your loss function returns (sum of losses, number of tokens, report), and
+#    `calculate_per_token_loss` is off, as it is by default. One microbatch has 2 tokens, another 16.
+#    Does every token pull equally on the weights?
 
 # %%
 # Write your answers in place of None. Running this cell locks them in.
@@ -336,8 +337,8 @@ for name, found, wanted in zip(names, weights, expected, strict=True):
 # none. In an RL trainer the auxiliary losses of experts, which only that last division would have made
 # small, then had norms in the thousands ([verl #6609](https://github.com/verl-project/verl/issues/6609)).
 #
-# The table leaves context parallelism out. There c ranks share each sequence, and a mean that a
-# rank takes over its own tokens only comes out c times too large. Where does that c stand? The
+# The table leaves context parallelism out. There c ranks share each sequence. If a rank takes the
+# mean over its own tokens only, the gradient is c times too large. Where does that c stand? The
 # function can be asked directly:
 
 
@@ -365,7 +366,7 @@ for context_ranks in (1, 4):
     assert loss == 6.0 * context_ranks / M
 
 # %% [markdown]
-# The factor c undoes the division by d · c that follows for all ranks together. It is right for a
+# Later the gradient is divided by d · c; the factor c takes the c out again. That is right for a
 # mean over *all* ranks' tokens, where each rank has only a term of the sum.
 #
 # ## Change it

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # 11 To a thousand GPUs
 #
-# **The question.** A model is to be trained on 1,536 GPUs. Why is it cut into 8 × 8 × 24 ranks,
-# and what would go wrong with any other cut?
+# **The question.** A model is to be trained on 1,536 GPUs. How should it be cut, and what goes
+# wrong with a bad cut?
 #
 # No GPU is needed for an answer: the planner counts, and a few formulas do the rest. Published
 # configurations tell whether they are any good.
@@ -235,13 +235,13 @@ compare(largest_price_at_a_billion=bounds[0], largest_price_at_a_trillion=bounds
 # %%
 assert all(sum(share.values()) < 1 for share in shares)  # nothing is counted twice
 assert bounds[:3] == ["gradient sum (d)"] * 3
-assert bounds[3:6] == ["tensor-parallel sums (t)"] * 3
+assert bounds[3:7] == ["tensor-parallel sums (t)"] * 4
 assert bounds[7:] == ["bubble (p)"] * 3
 assert all(share["messages between stages (p)"] < 0.01 for share in shares)
 
 # %% [markdown]
 # Three regimes. Small models on many GPUs wait for gradients (which overlap hides: notebook 08).
-# Then the tensor-parallel sums weigh most. From some hundred billion parameters on, the bubble
+# Then the tensor-parallel sums weigh most. From about 300 billion parameters on, the bubble
 # does, and that is what interleaving was made for (notebook 07). Messages between stages never
 # matter: that is why the *pipeline* goes over the slow network, and tensor parallelism stays
 # within a machine.
@@ -258,8 +258,8 @@ assert done.bubble_over_ideal == (64 - 1) / 512
 # %% [markdown]
 # ## All cuts of one model
 #
-# The question from the beginning: 145.6 billion parameters, 1,536 GPUs, a batch of 2,304. Here is
-# every t and p that divide evenly, with the same two bounds.
+# The question from the beginning: 145.6 billion parameters, 1,536 GPUs, a batch of 2,304. Here are
+# the powers of two up to 16 that divide evenly, with the same two bounds.
 
 # %%
 row = TABLE[6]

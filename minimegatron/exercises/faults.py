@@ -236,8 +236,8 @@ FAULTS = (
         "output = reduce_from_tensor_model_parallel_region(output_parallel, self.tp_group)",
         "output = reduce_from_tensor_model_parallel_region("
         "output_parallel + (0 if self.bias is None else self.bias), self.tp_group)",
-        "The row-parallel bias is added before the sum, so t times. While biases are 0 the loss is "
-        "right, but the bias's gradient is t times too large.",
+        "The row-parallel bias is added to each rank's term before the sum, and once more after it: "
+        "t + 1 times. While biases are 0 the loss is right, but the bias's gradient is doubled.",
     ),
     Fault(
         "foreign-tokens-not-masked",

@@ -156,7 +156,7 @@ def pretrain(
 def _iterators_of_all_chunks(provider: Callable[..., tuple], num_chunks: int) -> tuple:
     """Train, valid and test iterators; lists of them, one per chunk, with interleaving.
 
-    Every chunk has its own: each must see every microbatch, and they take turns in no fixed order.
+    Every chunk has its own: each must see every microbatch, and the chunks take turns.
     """
     if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
         return build_train_valid_test_data_iterators(partial(provider, vp_stage=None))
@@ -289,7 +289,7 @@ def train_step(
         forward_only=False,
     )
 
-    # -- 3. The update. A stage without parameters has no norm, so the ranks of a model compare --
+    # -- 3. The update; then the ranks of a model agree on what they report --
     update_successful, grad_norm, num_zeros_in_grad = optimizer.step()
     update_successful = logical_and_across_model_parallel_group(update_successful)
     grad_norm = reduce_max_stat_across_model_parallel_group(grad_norm)

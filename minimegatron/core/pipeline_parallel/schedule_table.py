@@ -23,7 +23,9 @@ class RankMicrobatches(NamedTuple):
 
 
 def get_num_warmup_microbatches(pp_size: int, pp_rank: int, num_microbatches: int) -> int:
-    """Forwards that plain 1F1B does before its first backward: one per stage that follows.
+    """Warm-up forwards of plain 1F1B: one per stage that follows.
+
+    One more forward comes before the first backward, if a microbatch is left for it.
 
     >>> [get_num_warmup_microbatches(4, rank, 8) for rank in range(4)]
     [3, 2, 1, 0]

@@ -18,9 +18,10 @@ whether a tensor that lives on every rank is *one* value in t copies or t terms 
     reduce_scatter_to_sequence_parallel_region  reduce-scatter first     all-gather first dim
 
 A layer has two blocks. Without sequence parallelism each is copy, column, row, reduce: two all-reduces
-per layer and direction. With it, each is gather, column, row, reduce-scatter: the same bytes, because
-an all-reduce is a reduce-scatter and an all-gather, but what lies between blocks is 1/t as large
-(Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+per layer and direction. With it, each is gather, column, row, reduce-scatter. An all-reduce is a
+reduce-scatter and an all-gather, so a forward moves the same bytes. A backward moves one all-gather
+more per block: the column-parallel layer keeps its part of the input, and gathers it again. What lies
+between blocks is 1/t as large (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 
 The sequence is dimension 0 and features are the last: activations are [s, b, h].
 """

@@ -4,9 +4,9 @@ F3 is the forward of microbatch 3 on some stage, B3 its backward there. The rule
 
 - F3 needs F3 of the previous stage; B3 needs B3 of the next stage (on the last stage, its own F3).
 - Messages between two stages arrive in the order in which they were sent.
-- 1F1B: each stage does as few forwards as it must before its first backward; then one forward and one
-  backward in turn, always the backward of the oldest microbatch; at the end the backwards that are
-  left.
+- 1F1B: each stage begins with one forward for each stage that follows it, and no more (fewer, if there
+  are fewer microbatches); then one forward and one backward in turn, always the backward of the oldest
+  microbatch; at the end the backwards that are left.
 
 Part 1 is done by hand, with paper. Part 2 is the rule that you found.
 """

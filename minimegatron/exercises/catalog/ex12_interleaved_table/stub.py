@@ -39,7 +39,8 @@ def count_rank_microbatches(
     Return RankMicrobatches(total, are_all_in_warmup, num_warmup, num_remaining):
 
         total                 M * v
-        num_warmup            forwards before the first backward, at most total
+        num_warmup            forwards of the warm-up, at most total; the steady state begins with
+                              one more, if any is left
         are_all_in_warmup     True where there is nothing left for the steady state
         num_remaining         forwards that are each followed by a backward
 
