@@ -135,7 +135,9 @@ def _collect_alone(job: Job, seconds: float) -> Collected:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     os.close(ours)
-    lines, _, stack = said.decode(errors="replace").partition("Timeout (")
+    # Where it was at the time limit begins a line; within one it is an exception's own words.
+    lines, *stacks = re.split(r"^Timeout \(", said.decode(errors="replace"), maxsplit=1, flags=re.M)
+    stack = "".join(stacks)
     shown = {"0": printed.text()} if printed.size else {}
     found = Collected([lines.splitlines()], printed=shown)
     if stack or not is_over:

@@ -31,6 +31,8 @@ from minimegatron.exercises.verdict import Verdict, render
 
 AGAIN_SECONDS = 4.0
 """If a wrong answer is there by then, the question is asked again: does it get the same one?"""
+MOST_SAID = 50_000
+"""Characters of a failure; a room itself cuts earlier."""
 ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError)
 """What a judge raises on answers of another kind than it asked for."""
 
@@ -158,8 +160,9 @@ class Sheet:
                 self._failed = Verdict(verdict.WRONG, str(wrong), part=wrong.part)
             except ODD as error:
                 self._failed = Verdict(verdict.WRONG, _odd_words(error))
-            part = self._failed.part or case.part
-            self._failed = replace(self._failed, case=str(case), part=part)
+            if self._failed.kind not in (verdict.SYNTAX, verdict.MISSING):
+                part = self._failed.part or case.part
+                self._failed = replace(self._failed, case=str(case), part=part)
             return False
         if collected.ending:
             # All was answered, and then a rank did not come to its end.
@@ -274,7 +277,7 @@ class _Said:
         elif "failed" in data and self.failure is None:
             kind, text, part = data["failed"], data.get("text"), data.get("part", "")
             if kind in verdict.ROOM_KINDS and type(text) is type(part) is str:
-                self.failure = {"failed": kind, "text": text, "part": part}
+                self.failure = {"failed": kind, "text": text[:MOST_SAID], "part": part}
 
 
 def _odd_words(error: Exception) -> str:

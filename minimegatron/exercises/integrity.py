@@ -40,6 +40,12 @@ class Seal:
         ]
         if (torch := _torch()) is not None:
             self._known += [(torch, name, getattr(torch, name), None) for name in COMPARING]
+        self._tables = [
+            (f"{_name_of(holder)}.{name}", value, list(value.items()))
+            for holder in _holders()
+            for name, value in list(vars(holder).items())
+            if type(value) is dict and any(map(_has_function, value.values()))
+        ]
 
     def broken(self) -> str | None:
         """The dotted path of a function that is another one now; None if all are the same."""
@@ -47,6 +53,12 @@ class Seal:
             is_same = vars(holder).get(name) is value
             if not is_same or getattr(value, "__code__", None) is not code:
                 return f"{_name_of(holder)}.{name}"
+        for name, table, known in self._tables:
+            now = list(table.items())
+            if len(now) != len(known) or any(
+                a[1] is not b[1] for a, b in zip(now, known, strict=True)
+            ):
+                return name
         return None
 
 
@@ -62,6 +74,11 @@ def _holders() -> Iterator[Any]:
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__module__ == module_name:
                 yield value
+
+
+def _has_function(value: Any) -> bool:
+    values = value if type(value) is tuple else (value,)
+    return any(type(one) in FUNCTIONS for one in values)
 
 
 def _torch() -> Any:

@@ -21,6 +21,8 @@ MOST_BYTES = 16 << 20
 MOST_KEYS = 10_000
 """Of one dict: keys can be chosen so that looking them up takes longer and longer."""
 MOST_DEPTH = 30
+MOST_BITS = 4096
+"""Of an int: Python writes no longer ones as text."""
 DTYPES = [
     "float64",
     "float32",
@@ -62,6 +64,10 @@ def _encode(value: Any, where: str, depth: int) -> Any:
     if depth > MOST_DEPTH:
         raise NotPlain(f"{where} is nested more than {MOST_DEPTH} deep")
     if value is None or kind in (bool, int, str):
+        if kind is int and value.bit_length() > MOST_BITS:
+            raise NotPlain(
+                f"{where} is an int of {value.bit_length()} bits; {MOST_BITS} are allowed"
+            )
         return value
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
@@ -132,5 +138,6 @@ def _tensor(dtype: str, shape: list[int], text: str) -> Any:
         raise ValueError(f"no tensor of {dtype!r} is expected")
     data = bytearray(base64.b64decode(text))
     if not data:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        # Not memory that nobody has written: where bytes are missing, there is no tensor.
+        return torch.zeros(0, dtype=getattr(torch, dtype)).reshape(shape)
     return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape).clone()

@@ -162,7 +162,9 @@ class Room:
         lines = [f"{self._on()}{summary}", "", "In your file, innermost call last:"]
         lines += [_place(frame) for frame in where[-FRAMES_SHOWN:]]
         inner = last_frame(error)
-        if inner != where[-1]:
+        if isinstance(error, ModuleNotFoundError):
+            lines += ["", "Your file is checked alone: put your own helpers into it."]
+        elif inner != where[-1]:
             lines.append(f"  from there, in {inner.filename}:{inner.lineno}, in {inner.name}")
         return "\n".join(lines)
 
@@ -215,7 +217,7 @@ def _look_at_authors(student: ModuleType, path: str, names: Sequence[str]) -> No
 
 def _changed_words(name: str) -> str:
     return (
-        f"After your code has run, {name} is another function than before. Leave everything "
+        f"After your code has run, {name} is not what it was before. Leave everything "
         "outside your own file as it is; the check needs it."
     )
 

@@ -11,6 +11,8 @@ from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.verdict import Verdict
 
 MOST_BYTES = 1 << 20
+MOST_SHOWN = 200
+"""Characters of the line that Python cannot read."""
 
 
 def check_source(exercise: Exercise, path: Path) -> Verdict | None:
@@ -74,7 +76,7 @@ def _syntax_words(error: SyntaxError, path: Path) -> str:
     lines = [f"{path.name}:{error.lineno}: {error.msg}"]
     if error.text:
         text = error.text.rstrip("\n")
-        lines += ["", f"    {text}"]
-        if error.offset:
+        lines += ["", f"    {text[:MOST_SHOWN]}"]
+        if error.offset and error.offset <= MOST_SHOWN:
             lines.append("    " + " " * (error.offset - 1) + "^")
     return "\n".join(lines)

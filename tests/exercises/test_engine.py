@@ -60,12 +60,12 @@ WRONG = {
         "    import minimegatron.exercises.room as room\n"
         "    room.to_line = lambda value: '{}'\n    return value\n",
         verdict.FORGED,
-        "minimegatron.exercises.room.to_line is another function than before",
+        "minimegatron.exercises.room.to_line is not what it was before",
     ),
     "torch_patched": (
         "    torch.isclose = lambda a, b, **_: a == a\n    return value\n",
         verdict.FORGED,
-        "torch.isclose is another function than before",
+        "torch.isclose is not what it was before",
     ),
     "breakpoint": (
         "    breakpoint()\n    return value\n",

@@ -127,7 +127,7 @@ def _check(
 def _keep(connection: socket.socket, room: "Room", checker: int) -> str:
     """Waits until the checker is done, or a limit is reached, or nobody listens; says which."""
     limits, deadline = room.order.limits, time.monotonic() + room.order.limits.seconds
-    listener = select.poll()
+    own_namespace, listener = _namespace(os.getpid()), select.poll()
     listener.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
     while time.monotonic() < deadline:
         if listener.poll(1000 * LOOK_SECONDS):
@@ -137,6 +137,9 @@ def _keep(connection: socket.socket, room: "Room", checker: int) -> str:
         pids = list(room.members())
         if len(pids) > limits.num_processes:
             return f"it had {len(pids)} processes; {limits.num_processes} are allowed"
+        # There it may mount file systems in memory, of any size.
+        if any(_namespace(pid) not in ("", own_namespace) for pid in pids):
+            return "it made a user namespace of its own, which no exercise needs"
         if (used := room.memory(pids)) > limits.memory_bytes:
             return f"it used {used >> 20} MiB of memory; {limits.memory_bytes >> 20} are allowed"
     return f"it was not over after {limits.seconds:g} s"
@@ -302,6 +305,13 @@ def _parent(pid: int) -> int:
 
 def _uid(pid: int) -> int:
     return int(_status(pid).get("Uid", "-1").split()[0])
+
+
+def _namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/user")
+    except OSError:
+        return ""
 
 
 def _num_threads(pid: int) -> int:

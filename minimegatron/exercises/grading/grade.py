@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from minimegatron.exercises import verdict
@@ -36,6 +37,7 @@ from minimegatron.exercises.grading.cells import NUM_ROOMS, Cell, CellEnded, Tem
 from minimegatron.exercises.grading.remarks_apart import remarks_apart
 from minimegatron.exercises.grading.submissions import Submission
 from minimegatron.exercises.judge import Judge
+from minimegatron.exercises.runner import ROOT
 from minimegatron.exercises.verdict import Verdict
 
 PASSED, FAILED, NOT_RUN, NOT_SUBMITTED = "passed", "failed", "not run", "not submitted"
@@ -222,8 +224,29 @@ def _try(template: Template, kind: str, settings: Settings) -> str:
 
 
 def _room(kind: str, number: int, settings: Settings) -> dict[str, Any]:
-    solutions = tuple(str(one.folder / "solution.py") for one in exercises())
-    return asdict(Order(kind, number, settings.limits, settings.hidden, solutions))
+    return asdict(
+        Order(kind, number, settings.limits, settings.hidden + _kept_back(), _solutions())
+    )
+
+
+@cache
+def _solutions() -> tuple[str, ...]:
+    """The reference solutions, and what Python has compiled of them."""
+    patterns = ("solution.py", "__pycache__/solution.*.pyc")
+    return tuple(
+        str(path)
+        for one in exercises()
+        for pattern in patterns
+        for path in one.folder.glob(pattern)
+    )
+
+
+@cache
+def _kept_back() -> tuple[str, ...]:
+    """Of a clone: where other solutions lie, and former versions of the files."""
+    return tuple(
+        str(Path(ROOT) / name) for name in ("tests", ".git") if (Path(ROOT) / name).is_dir()
+    )
 
 
 class _Grader:

@@ -62,8 +62,17 @@ def close_file_system(hidden: Iterable[str], emptied: Iterable[str], num_bytes: 
     arguments = (SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, len(attributes))
     if libc.syscall(*arguments) != 0:
         raise OSError(ctypes.get_errno(), "the file system cannot be made read-only")
-    for folder in folders:
-        _hide(folder, [path for path in needed if path.is_relative_to(folder)], num_bytes)
+    # The needed folders as they are now: soon they are hidden with what lies around them.
+    opened = [(path, os.open(path, os.O_PATH)) for path in needed]
+    for folder, place in zip(folders, _one_file_system(folders, num_bytes), strict=True):
+        _mount(f"/proc/self/fd/{place}", folder, None, MS_BIND)
+        os.close(place)
+        for path, file in opened:
+            if path.is_relative_to(folder):
+                path.mkdir(parents=True)
+                _mount(f"/proc/self/fd/{file}", path, None, MS_BIND | MS_REC)
+    for _, file in opened:
+        os.close(file)
     for file in emptied:
         _mount(os.devnull, file, None, MS_BIND)
     _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
@@ -78,8 +87,16 @@ def _hidden_folders(hidden: Iterable[str], needed: Iterable[Path]) -> list[Path]
     names = [*usual, tempfile.gettempdir(), os.path.expanduser("~"), *hidden]
     found = {Path(name).resolve() for name in names if os.path.isdir(name)}
     found -= {Path("/"), Path("/usr"), *needed}
-    # A folder inside a hidden one is gone already.
-    return [path for path in sorted(found) if not any(other in path.parents for other in found)]
+    return [path for path in sorted(found) if not _is_gone(path, found, needed)]
+
+
+def _is_gone(path: Path, hidden: Iterable[Path], needed: Iterable[Path]) -> bool:
+    """Whether a hidden folder around it hides it too; no needed one between them stays visible."""
+    around = [other for other in hidden if other in path.parents]
+    return any(
+        not any(one.is_relative_to(other) and path.is_relative_to(one) for one in needed)
+        for other in around
+    )
 
 
 def _needed_folders() -> list[Path]:
@@ -89,15 +106,17 @@ def _needed_folders() -> list[Path]:
     return [path for path in sorted(found) if not any(other in path.parents for other in found)]
 
 
-def _hide(folder: Path, needed: Iterable[Path], num_bytes: int) -> None:
-    """An empty file system over `folder`, with the needed folders in it as they were."""
-    opened = [(path, os.open(path, os.O_PATH)) for path in needed]
+def _one_file_system(folders: list[Path], num_bytes: int) -> list[int]:
+    """An empty folder, opened, in place of each: together they may hold `num_bytes`, in memory."""
     options = f"size={num_bytes},nr_inodes=4096,mode=1777"
-    _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    for path, file in opened:
-        path.mkdir(parents=True)
-        _mount(f"/proc/self/fd/{file}", path, None, MS_BIND | MS_REC)
-        os.close(file)
+    _mount("tmpfs", folders[0], "tmpfs", MS_NOSUID | MS_NODEV, options)
+    places = []
+    for number in range(len(folders)):
+        place = folders[0] / f"place-{number}"
+        place.mkdir()
+        place.chmod(0o1777)
+        places.append(os.open(place, os.O_PATH))
+    return places
 
 
 def _mount(

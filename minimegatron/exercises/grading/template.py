@@ -17,11 +17,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from minimegatron.exercises.collect import Question, collect
+from minimegatron.exercises import verdict
+from minimegatron.exercises.catalog import find
+from minimegatron.exercises.collect import Collected, Question, collect
 from minimegatron.exercises.grading.cell import Limits, Order, run_cell
+from minimegatron.exercises.plain_data import NotPlain
 from minimegatron.exercises.runner import PRELOADED, hide_memory
+from minimegatron.exercises.source import check_source
 
 
 def serve(file: int) -> None:
@@ -70,8 +74,20 @@ def _answers(lines: BinaryIO, asked: dict, work: Path) -> Iterator[str]:
         folder.mkdir()
         path = folder / asked["file"]
         path.write_text(asked["source"], encoding="utf-8", newline="")
-        found = collect(Question(**options.pop("question")), path, **options)
-        yield json.dumps({"collected": found.to_line()})
+        yield json.dumps({"collected": _answer(path, **options)})
+
+
+def _answer(path: Path, question: dict, **options: Any) -> str:
+    question = Question(**question)
+    exercise = find(question.module.split(".")[-2].partition("_")[0])
+    if (unfit := check_source(exercise, path)) is not None:
+        return Collected([], ending=unfit.kind, text=unfit.text).to_line()
+    try:
+        return collect(question, path, **options).to_line()
+    except NotPlain as error:
+        return Collected(
+            [], ending=verdict.RAISED, text=f"your code said too much: {error}"
+        ).to_line()
 
 
 if __name__ == "__main__":
