@@ -25,8 +25,7 @@ def open_closed_folders() -> None:
         return
     isolation.call("unshare", isolation.CLONE_NEWNS)
     isolation._mount("none", "/", None, isolation.MS_REC | isolation.MS_PRIVATE)
-    for folder in closed:
-        isolation._hide(folder, [path for path in needed if path.is_relative_to(folder)], 1 << 20)
+    isolation._hide(sorted(closed), needed, 1 << 20)
 
 
 def closed_parent(path: Path) -> Path | None:

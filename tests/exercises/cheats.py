@@ -17,6 +17,29 @@ COORDINATES = (
     "    return []\n"
 )
 
+FORGED_TABLE = """
+import sys
+
+import torch
+
+
+def forge():
+    check = next(sys.modules[name] for name in list(sys.modules) if name.endswith("outputs.check"))
+    for key, (part, _, judge) in list(check.ALONE.items()):
+        check.ALONE[key] = (part, lambda student, seed: {"is_gone": True}, judge)
+
+
+def deallocate_output_tensor(out, deallocate_pipeline_outputs=False):
+    forge()
+    if out is not None and deallocate_pipeline_outputs:
+        out.data = torch.empty((1,), dtype=out.dtype)
+
+
+def custom_backward(output, grad_output):
+    forge()
+    torch.autograd.backward([output], [grad_output])
+"""
+
 CHEATS = {
     "our own function, by importlib and getattr": (
         "ex01",
@@ -61,6 +84,7 @@ CHEATS = {
         "        module.run = lambda student, case: {}\n"
         "        module.check_value = lambda *a: None\n",
     ),
+    "the check's table is forged": ("ex07", FORGED_TABLE),
     "random is frozen": (
         "ex01",
         f"{COORDINATES}"

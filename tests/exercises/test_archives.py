@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from minimegatron.exercises.grading import archives, collection
+from minimegatron.exercises.grading.archives import look_into
 from minimegatron.exercises.grading.collection import MOST_BYTES
 from minimegatron.exercises.grading.submissions import Submission
 from tests.exercises.handed_in import (
@@ -198,6 +199,19 @@ def tar_header(name: str, num_bytes: int, kind: bytes = b"0") -> bytes:
     info = tarfile.TarInfo(name)
     info.size, info.type = num_bytes, kind
     return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def test_what_a_tool_has_hidden_does_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(collection, "MOST_FILES", 3)
+    hidden = [(f".venv/{number}.py", b"x") for number in range(9)]
+    mine = (FILE, SOURCE.encode())
+    for name, data in (
+        ("a.zip", zip_bytes(*hidden, mine)),
+        ("b.tar", tar_bytes(*hidden, mine)),
+    ):
+        (tmp_path / name).write_bytes(data)
+        found = look_into(io.BytesIO(data))
+        assert [one.name for one in found.files] == [FILE] and not found.problems
 
 
 def test_bombs_go_off_elsewhere(tmp_path):

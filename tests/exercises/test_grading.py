@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,7 +23,8 @@ from xml.etree import ElementTree
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.exercises.catalog import find
+from minimegatron.exercises import verdict
+from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.engine import Sheet
 from minimegatron.exercises.grading import cell, cells
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
@@ -35,6 +37,8 @@ from minimegatron.exercises.grading.grade import (
     Grade,
     Report,
     Settings,
+    _kept_back,
+    _solutions,
     grade,
 )
 from minimegatron.exercises.grading.remarks import SAME_CODE
@@ -249,16 +253,19 @@ def template():
         yield running
 
 
-def open_cell(template, kind: str, source: str, number: int = 900, limits: Limits = LIMITS) -> Cell:
+def open_cell(
+    template, kind: str, source: str, number: int = 900, limits: Limits = LIMITS, **more: object
+) -> Cell:
     room = {"kind": kind, "number": number, "limits": vars(limits), "hidden": [], "emptied": []}
+    room |= more
     return template.cell(room, f"{FIRST.name}.py", source, limits.seconds)
 
 
-def ask(template, kind: str, source: str) -> Verdict:
+def ask(template, kind: str, source: str, **room) -> Verdict:
     """The public check's verdict on a file in a cell of its own."""
     sheet = Sheet(FIRST, seed=0)
     (question,) = sheet.questions
-    with open_cell(template, kind, source) as one:
+    with open_cell(template, kind, source, **room) as one:
         sheet.judge(0, one.collect(question, patience=2.0))
     return sheet.verdict()
 
@@ -338,6 +345,84 @@ def test_a_cell_sees_no_other_process_no_file_and_no_network(template, tmp_path)
     num_processes, sees_file, uid, may_write, reaches = seen
     assert num_processes <= 4 and uid == cell.STRANGER + 900
     assert not sees_file and not may_write and not reaches
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "words"),
+    [
+        ("def coordinates(self, rank)\n    return 1\n", verdict.SYNTAX, "py:1: expected ':'"),
+        ("x = " + "(" * 5000 + ")" * 5000, verdict.SYNTAX, "too many nested parentheses"),
+        ("def coordinates():\n    0\n", verdict.MISSING, "no longer defines `get_ranks`"),
+        ("import my_helpers\ncoordinates = get_ranks = 1\n", verdict.RAISED, "checked alone"),
+        ("coordinates = get_ranks = 1\nprint('x' * (20 << 20))\n", verdict.RAISED, "TypeError"),
+    ],
+)
+def test_in_a_cell_as_at_home_it_is_the_students_mistake(source, kind, words, template):
+    found = ask(template, SAME_USER, source)
+    assert found.kind == kind and words in found.text and len(found.text) < 20_000
+    assert "minimegatron/exercises" not in found.text
+
+
+FILL = """
+    for folder in ("/tmp", "/var/tmp", "/dev/shm", "/home"):
+        for number in range(5):
+            try:
+                with open(f"{folder}/{number}", "wb") as file:
+                    sizes.append(file.write(bytes(15 << 20)))
+            except OSError:
+                pass
+    raise RuntimeError(f"wrote {sum(sizes) >> 20} MiB")
+"""
+SEE = """
+    seen = []
+    for folder in sys.path:
+        for name in ("tests", ".git", "minimegatron/exercises/catalog/CATALOGUE/__pycache__"):
+            for file in glob.glob(f"{folder}/{name}/**", recursive=True):
+                is_read = "solution." in file or "catalog" not in file
+                if is_read and os.path.isfile(file) and os.path.getsize(file):
+                    seen.append(file)
+    raise RuntimeError(f"saw {len(seen)} files {seen[:1]}")
+""".replace("CATALOGUE", FIRST.name)
+UNSHARE = """
+    import ctypes
+    if (child := os.fork()) == 0:
+        os._exit(1) if ctypes.CDLL(None).unshare(0x10000000) else time.sleep(20)
+    os.waitpid(child, 0)
+    raise RuntimeError("this system does not let it")
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (FILL, r"wrote (\d|[1-5]\d|6[0-4]) MiB"),
+        (SEE, r"saw 0 files \[\]"),
+        (UNSHARE, "it made a user namespace of its own|this system does not let it"),
+    ],
+    ids=["fill", "see", "unshare"],
+)
+def test_a_closed_room(body, words, template):
+    if os.getuid() != 0:
+        pytest.skip("only root can make this kind everywhere")
+    compiled = FIRST.folder / "__pycache__" / "solution.cpython-0.pyc"
+    compiled.parent.mkdir(exist_ok=True)
+    compiled.write_text("x")
+    try:
+        hidden = {"hidden": list(_kept_back()), "emptied": [*_solutions(), str(compiled)]}
+        source = f"import glob, os, sys, time\nsizes = []\n\n\ndef attack():{body}{BODY}"
+        try:
+            said = ask(template, NAMESPACES, source, **hidden).text
+        except CellEnded as ended:
+            said = str(ended)
+    finally:
+        compiled.unlink()
+    assert re.search(words, said), said
+
+
+def test_what_cells_do_not_see():
+    emptied = {Path(name).relative_to(FIRST.folder.parent).parts[0] for name in _solutions()}
+    assert emptied == {exercise.folder.name for exercise in exercises()}
+    assert str(ROOT / "tests") in _kept_back()
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no such files")

@@ -62,6 +62,7 @@ class Sneaky(dict):
         ([1, {"a": {2}}], "the answer[1]['a'] is a set"),
         (torch.nn.Parameter(torch.zeros(1)), "is a torch.nn.parameter.Parameter"),
         (print, "builtin_function_or_method"),
+        ({"rank": 10**5000}, "the answer['rank'] is an int of 16610 bits; 4096 are allowed"),
     ],
 )
 def test_other_values_do_not_leave(value, words):
@@ -78,6 +79,8 @@ def test_other_values_do_not_leave(value, words):
         b'{"a": 1, "b": 2}',
         b'{"module": "os"}',
         b'{"tensor": ["float64", [1000000000000], ""]}',
+        b'{"tensor": ["uint8", [200], ""]}',
+        b'{"tensor": ["uint8", [], ""]}',
         b'{"tensor": ["object", [1], "AAAA"]}',
         b'{"dict": [[{"dict": []}, 1]]}',
         b"[" * 5000,
@@ -136,6 +139,17 @@ def test_an_endless_loop_of_a_pure_part_is_found_at_its_line(tmp_path):
     assert "Is there a loop without end, or does it try too many" in found.text
     assert "in predict_order:" in found.text
     assert found.part == "part 2, the rule" and found.passed_parts == ("part 1, by hand",)
+
+
+def test_the_word_of_a_time_limit_in_an_exception_is_none(tmp_path):
+    found, _ = run_alone(tmp_path, "    raise ValueError('Timeout (')\n", 4.0)
+    assert found.kind == verdict.RAISED and "ValueError: Timeout (" in found.text
+
+
+def test_what_lies_beside_the_file_is_not_there(tmp_path):
+    (tmp_path / "my_helpers.py").write_text("one = 1\n")
+    found, _ = run_alone(tmp_path, "    import my_helpers\n", 4.0)
+    assert found.kind == verdict.RAISED and "Your file is checked alone" in found.text
 
 
 def test_an_answer_that_changes_is_named(tmp_path):

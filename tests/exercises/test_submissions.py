@@ -10,7 +10,7 @@ import pytest
 from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.grading import collection, submissions
 from minimegatron.exercises.grading.collection import MOST_PROBLEMS, MOST_TAKEN
-from minimegatron.exercises.grading.file_names import canvas_name, exercise_number
+from minimegatron.exercises.grading.file_names import exercise_number, exported_name
 from minimegatron.exercises.grading.source_text import decode
 from minimegatron.exercises.grading.submissions import (
     Submission,
@@ -238,12 +238,61 @@ def test_canvas_flat_export(tmp_path):
     assert not found["lovelaceada_99"].problems
 
 
+def test_moodles_and_blackboards_flat_exports(tmp_path):
+    for name, text in (
+        ("Bob Builder_777_assignsubmission_file_ex01.py", "Bob's"),
+        ("Bob Builder_777_assignsubmission_onlinetext_onlinetext.html", "<p>"),
+        ("Ada Lovelace_778_assignsubmission_file_EX01_rank_arithmetic.py", "Ada's"),
+        ("Week 2_s4711_attempt_2026-11-23-10-11-12_ex01.py", "first"),
+        ("Week 2_s4711_attempt_2026-11-24-09-00-00_ex01.py", "second"),
+        ("Week 2_s4711_attempt_2026-11-24-09-00-00.txt", "what Blackboard says"),
+        ("ex01_s4712_attempt_2026-11-24-09-00-00_my answer.pdf", "%PDF"),
+    ):
+        (tmp_path / name).write_text(text)
+    name = "Cid_779_assignsubmission_file_all of it.zip"
+    (tmp_path / name).write_bytes(zip_bytes(MINE))
+    found = read(tmp_path)
+    del found["honest"]
+    assert {name: one.sources for name, one in found.items()} == {
+        "Bob Builder_777": {NAME: "Bob's"},
+        "Ada Lovelace_778": {NAME: "Ada's"},
+        "Cid_779": {NAME: SOURCE},
+        "s4711": {NAME: "second"},
+        "s4712": {},
+    }
+    assert found["s4712"].problems and not found["Ada Lovelace_778"].problems
+
+
+def test_a_class_is_not_taken_for_one_student(tmp_path):
+    for place in ("export/ada", "export/bob", "top"):
+        (tmp_path / "nested" / place).mkdir(parents=True)
+    nested, export = tmp_path / "nested", tmp_path / "nested" / "export"
+    (nested / "top").rmdir()
+    for student in ("ada", "bob"):
+        (export / student / FILE).write_text(student)
+    with pytest.raises(ValueError, match=f"ada and bob hold different .* Then grade {export}"):
+        find_submissions(nested)
+    assert [one.student for one in find_submissions(export)] == ["ada", "bob"]
+    (export / FILE).write_text(SOURCE)  # its own; the others are older
+    assert [one.sources for one in find_submissions(nested)] == [{NAME: SOURCE}]
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for student in ("ada", "bob"):
+        (flat / f"ex01_{student}.py").write_text(student)
+    with pytest.raises(
+        ValueError, match="ex01_ada.py and ex01_bob.py .* Give each student a folder"
+    ):
+        find_submissions(flat)
+    (flat / "ex01_bob.py").write_text("ada")
+    assert len(find_submissions(flat)) == 1
+
+
 def test_a_students_own_folder_is_not_taken_for_canvas(tmp_path):
     (tmp_path / "ex06_one_f_one_b_2024_12_notes.py").write_text("")
     (tmp_path / FILE).write_text(SOURCE)
     (found,) = find_submissions(tmp_path)
     assert found.student == tmp_path.name and found.sources[NAME] == SOURCE
-    assert canvas_name("ex06_2024_12_notes.py") is None
+    assert exported_name("ex06_2024_12_notes.py") is None
 
 
 STRAY = "ex01_model_answer.py"

@@ -36,6 +36,7 @@ from minimegatron.exercises.grading.collection import (
     open_plain,
     reason,
 )
+from minimegatron.exercises.grading.file_names import is_hidden, path_parts
 
 MOST_UNPACKED = 256 << 20
 """Bytes of a tar archive, unpacked, that are looked at."""
@@ -133,7 +134,7 @@ def _too_many(found: Collection) -> None:
 
 def _look_into_zip(file: BinaryIO, found: Collection) -> None:
     with zipfile.ZipFile(_ShortReads(file)) as archive:
-        infos = archive.infolist()
+        infos = [x for x in archive.infolist() if not is_hidden(path_parts(x.filename))]
         for info in infos[: collection.MOST_FILES]:
             kind = _zip_kind(info)
             found.take(info.filename, kind, info.file_size, partial(_zip_member, archive, info))
@@ -182,8 +183,11 @@ class _ShortReads:
 def _look_into_tar(stream: Any, found: Collection) -> None:
     # "r|": from front to back, one member at a time.
     with tarfile.open(fileobj=_Counted(stream), mode="r|", errors="surrogateescape") as archive:
-        for number, member in enumerate(archive):
-            if number >= collection.MOST_FILES:
+        number = 0
+        for member in archive:
+            # A hidden folder may hold many files, and none that counts; bytes are limited anyway.
+            number += not is_hidden(path_parts(member.name))
+            if number > collection.MOST_FILES:
                 _too_many(found)
                 return
             kind = _tar_kind(member)

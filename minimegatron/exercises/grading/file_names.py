@@ -26,38 +26,59 @@ CANVAS = (
     re.compile(rf"(?P<who>.*?)(?P<late>_LATE)?(?P<user>_[0-9]{{1,20}}){_ATTACHED}", re.I | re.S),
 )
 """As Canvas names the files that it packs: anonymous students, and those with names."""
+MOODLE = re.compile(
+    r"(?P<who>.+_[0-9]{1,20})_assignsubmission_(?:file|onlinetext)_(?P<name>.+)", re.I | re.S
+)
+BLACKBOARD = re.compile(
+    r".+_(?P<who>[^_]+)_attempt_(?P<date>\d{4}(?:-\d\d){5})(?:_(?P<name>.+)|(?P<typed>\.txt))",
+    re.I | re.S | re.A,
+)
 VERSION = re.compile(r"-([0-9]{1,4})(?=\.[^.]+$)")
 
 
-class CanvasName(NamedTuple):
-    """A file of Canvas's "Download Submissions": all students' files lie in one folder."""
+class ExportedName(NamedTuple):
+    """A file that a learning platform has packed: all students' files lie in one folder."""
 
     student: str
-    """The name that Canvas makes, with the user's number: two students may have one name."""
+    """The name that the platform makes, with the user's number if there is one."""
     name: str
-    """As Canvas shows it."""
+    """As the platform shows it."""
     version: int = 0
-    """What Canvas adds to the name of a file that is handed in again: `-1`, `-2`."""
+    """Of a file that is handed in again: Canvas adds `-1`, `-2`, Blackboard the date."""
     attachment: int = 0
     is_late: bool = False
+    """Canvas says so."""
 
 
-def canvas_name(name: str) -> CanvasName | None:
-    """Takes apart what Canvas put together; None for any other name.
+def exported_name(name: str) -> ExportedName | None:
+    """Takes apart what Canvas, Moodle or Blackboard put together; None for any other name.
 
-    >>> canvas_name("lovelaceada_LATE_12345_678901_ex06_one_f_one_b-1.py")
-    CanvasName(student='lovelaceada_12345', name='ex06_one_f_one_b-1.py', version=1, \
+    >>> exported_name("lovelaceada_LATE_12345_678901_ex06_one_f_one_b-1.py")
+    ExportedName(student='lovelaceada_12345', name='ex06_one_f_one_b-1.py', version=1, \
 attachment=678901, is_late=True)
+    >>> exported_name("Ada Lovelace_777_assignsubmission_file_ex06.py").student
+    'Ada Lovelace_777'
+    >>> exported_name("Week 2_s4711_attempt_2026-11-23-10-11-12_ex06.py")[:2]
+    ('s4711', 'ex06.py')
     """
+    if match := MOODLE.fullmatch(name):
+        return ExportedName(match["who"], match["name"])
+    if match := BLACKBOARD.fullmatch(name):
+        version = int(match["date"].replace("-", ""))
+        return ExportedName(match["who"], match["name"] or match["typed"], version)
+    return _canvas_name(name)
+
+
+def _canvas_name(name: str) -> ExportedName | None:
     match = next(filter(None, (form.fullmatch(name) for form in CANVAS)), None)
     if match is None or re.match("ex[0-9][0-9]", match["who"], re.I):
         return None
     parts = match.groupdict()
     student, is_late = parts["who"] + parts.get("user", ""), bool(parts["late"])
     if parts["typed"]:
-        return CanvasName(student, parts["typed"], is_late=is_late)
+        return ExportedName(student, parts["typed"], is_late=is_late)
     found = VERSION.search(parts["name"])
-    return CanvasName(
+    return ExportedName(
         student,
         parts["name"],
         int(found[1]) if found else 0,

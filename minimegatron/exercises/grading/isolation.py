@@ -62,17 +62,7 @@ def close_file_system(hidden: Iterable[str], emptied: Iterable[str], num_bytes: 
     arguments = (SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, len(attributes))
     if libc.syscall(*arguments) != 0:
         raise OSError(ctypes.get_errno(), "the file system cannot be made read-only")
-    # The needed folders as they are now: soon they are hidden with what lies around them.
-    opened = [(path, os.open(path, os.O_PATH)) for path in needed]
-    for folder, place in zip(folders, _one_file_system(folders, num_bytes), strict=True):
-        _mount(f"/proc/self/fd/{place}", folder, None, MS_BIND)
-        os.close(place)
-        for path, file in opened:
-            if path.is_relative_to(folder):
-                path.mkdir(parents=True)
-                _mount(f"/proc/self/fd/{file}", path, None, MS_BIND | MS_REC)
-    for _, file in opened:
-        os.close(file)
+    _hide(folders, needed, num_bytes)
     for file in emptied:
         _mount(os.devnull, file, None, MS_BIND)
     _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
@@ -106,8 +96,23 @@ def _needed_folders() -> list[Path]:
     return [path for path in sorted(found) if not any(other in path.parents for other in found)]
 
 
-def _one_file_system(folders: list[Path], num_bytes: int) -> list[int]:
-    """An empty folder, opened, in place of each: together they may hold `num_bytes`, in memory."""
+def _hide(folders: list[Path], needed: Iterable[Path], num_bytes: int) -> None:
+    """Each folder empty, but for the needed ones in it; together they may hold `num_bytes`."""
+    # The needed folders as they are now: soon they are hidden with what lies around them.
+    opened = [(path, os.open(path, os.O_PATH)) for path in needed]
+    for folder, place in zip(folders, _empty_folders(folders, num_bytes), strict=True):
+        _mount(f"/proc/self/fd/{place}", folder, None, MS_BIND)
+        os.close(place)
+        for path, file in opened:
+            if path.is_relative_to(folder):
+                path.mkdir(parents=True)
+                _mount(f"/proc/self/fd/{file}", path, None, MS_BIND | MS_REC)
+    for _, file in opened:
+        os.close(file)
+
+
+def _empty_folders(folders: list[Path], num_bytes: int) -> list[int]:
+    """As many, opened, in one file system in memory."""
     options = f"size={num_bytes},nr_inodes=4096,mode=1777"
     _mount("tmpfs", folders[0], "tmpfs", MS_NOSUID | MS_NODEV, options)
     places = []

@@ -4,10 +4,10 @@ Called by: the command. Calls: `archives`, `collection`, `source_text`. Torch-fr
 counterpart.
 
 Each folder or archive in it is one student's, and so are the files of one student in a folder that
-Canvas has exported; a folder that holds exercises, and nothing that may be another student's, is one
-submission. Nothing is unpacked to disk, links are not followed, and of all files only those named
-after an exercise are read. Whatever goes wrong with one student's files is a problem in this
-student's row.
+a learning platform has exported; a folder that holds exercises, and nothing that may be another
+student's, is one submission. Nothing is unpacked to disk, links are not followed, and of all files
+only those named after an exercise are read. Whatever goes wrong with one student's files is a problem
+in this student's row.
 """
 
 import os
@@ -36,8 +36,8 @@ from minimegatron.exercises.grading.collection import (
     short,
 )
 from minimegatron.exercises.grading.file_names import (
-    canvas_name,
     exercise_number,
+    exported_name,
     is_hidden,
     without_archive_suffix,
     without_unread_suffix,
@@ -73,12 +73,15 @@ def find_submissions(folder: Path) -> list[Submission]:
     if _is_one_students(folder, entries):
         name = folder.resolve().name or "submission"
         found = {name: _safely(name, partial(_read_folder, folder))}
+        _look_for_a_class(folder, found[name], has_folders=False)
     else:
         found = _read_all(filter(None, map(_job, entries)))
+        if len(found) == 1 and (folder / (only := next(iter(found)))).is_dir():
+            _look_for_a_class(folder / only, found[only], has_folders=True)
     if not found:
         raise ValueError(
             f"{folder} holds neither folders nor zip files of students (nor tar archives, nor files "
-            "named as Canvas names them)"
+            "named as Canvas, Moodle or Blackboard name them)"
         )
     labels = _labels(found)
     return [_submission(labels[name], one) for name, one in found.items()]
@@ -114,10 +117,30 @@ def _is_one_students(folder: Path, entries: Iterable[os.DirEntry]) -> bool:
         if is_hidden((name,)) or name in OURS:
             continue
         is_archive = without_archive_suffix(name) or without_unread_suffix(name)
-        if is_archive or os.path.isdir(entry.path) or canvas_name(name):
+        if is_archive or os.path.isdir(entry.path) or exported_name(name):
             return False
         has_exercise = has_exercise or exercise_number(name) is not None
     return has_exercise
+
+
+def _look_for_a_class(folder: Path, found: Collection, has_folders: bool) -> None:
+    """Raises ValueError if one folder holds what may be several students', who would share a row."""
+    if folder.resolve() == GRADESCOPE:
+        return
+    by_exercise: dict[str, list[Found]] = {}
+    for one in found.files:
+        by_exercise.setdefault(exercise_number(one.parts[-1]), []).append(one)
+    for number, files in sorted(by_exercise.items()):
+        at_top = [one for one in files if len(one.parts) == 1]
+        if has_folders and at_top:
+            continue  # the student's own; what lies deeper is older
+        places = {one.parts[0]: one.data for one in (files if has_folders else at_top)}
+        if len(set(places.values())) > 1:
+            names = " and ".join(short(name) for name in sorted(places)[:2])
+            cure = "Give each student a folder; of one student's, leave one."
+            if has_folders:
+                cure = f"Are they two students'? Then grade {folder}. If they are one's, leave one."
+            raise ValueError(f"in {folder}, {names} hold different files for {number}. {cure}")
 
 
 def _labels(names: Iterable[str]) -> dict[str, str]:
@@ -144,10 +167,10 @@ def _job(entry: os.DirEntry) -> tuple[str, Callable[[], Collection]] | None:
     if is_hidden((name,)):
         return None
     kind = FOLDER if entry.is_dir(follow_symlinks=False) else _kind_of(path)
-    canvas = canvas_name(name) if kind != FOLDER else None
+    exported = exported_name(name) if kind != FOLDER else None
     stem = without_archive_suffix(name)
-    if canvas is not None:
-        return canvas.student, partial(_read_canvas, path, kind)
+    if exported is not None:
+        return exported.student, partial(_read_exported, path, kind)
     if kind == FOLDER:
         return name, partial(_read_folder, path)
     if stem is not None:
@@ -184,7 +207,7 @@ def _unread_words(name: str, kind: str) -> str:
         return f"{short(name)} is {kind}, not {FILE}; it is not read"
     if exercise_number(name):
         return f"{short(name)} is not read: it lies beside the students' folders, in none of them"
-    return f"{short(name)} is named neither after an exercise nor as Canvas names files"
+    return f"{short(name)} is named neither after an exercise nor as Canvas or Moodle name files"
 
 
 def _read_all(jobs: Iterable[tuple[str, Callable[[], Collection]]]) -> dict[str, Collection]:
@@ -208,18 +231,18 @@ def _safely(name: str, read: Callable[[], Collection]) -> Collection:
 # -- Reading --
 
 
-def _read_canvas(path: Path, kind: str) -> Collection:
-    """One of the files in Canvas's export."""
-    canvas = canvas_name(path.name)
-    version, found = (canvas.version, canvas.attachment), Collection()
-    if kind == FILE and without_archive_suffix(canvas.name):
-        found.add(read_archive(path), canvas.name)
+def _read_exported(path: Path, kind: str) -> Collection:
+    """One of the files that a learning platform has put into one folder."""
+    exported = exported_name(path.name)
+    version, found = (exported.version, exported.attachment), Collection()
+    if kind == FILE and without_archive_suffix(exported.name):
+        found.add(read_archive(path), exported.name)
         found.files = [replace(one, version=version) for one in found.files]
     else:
         num_bytes = path.lstat().st_size
-        found.take(canvas.name, kind, num_bytes, partial(read_plain, path), version)
-    if canvas.is_late:
-        found.problem(f"{canvas.name} is late, says Canvas")
+        found.take(exported.name, kind, num_bytes, partial(read_plain, path), version)
+    if exported.is_late:
+        found.problem(f"{exported.name} is late, says Canvas")
     return found
 
 
@@ -336,7 +359,7 @@ def _choose(exercise: str, files: list[Found]) -> tuple[str | None, list[str]]:
 
 
 def _preference(exercise: str, found: Found) -> tuple:
-    """Canvas's latest version first, then the file least deep, then the one with the full name."""
+    """The latest version first, then the file least deep, then the one with the full name."""
     version, attachment = found.version
     is_renamed = found.parts[-1].lower() != f"{exercise}.py"
     return -version, -attachment, len(found.parts), is_renamed, found.name
