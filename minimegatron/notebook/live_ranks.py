@@ -42,6 +42,8 @@ except ImportError as error:
 
 START_SECONDS = 300
 """Under heavy load, 120 s were not enough. A process that has ended is noticed at once."""
+GREETING_SECONDS = 1.0
+"""After these a rank that has not answered is asked again."""
 INTERRUPT_SECONDS = 1.0
 """How long an interrupted rank may take to come to Python; one inside a message never does."""
 NEXT_INTERRUPT_SECONDS = 3.0
@@ -126,7 +128,7 @@ class LiveRanks:
             self._open = opened.pop_all()
 
     def _connect(self, controller: launcher.RankProcesses) -> Any:
-        """A client that knows all engines; raises RankError if a process ends meanwhile."""
+        """A client that every engine answers; raises RankError if a process ends meanwhile."""
         client, give_up = None, time.monotonic() + START_SECONDS
         path = connection_file(self._folder, "client")
         while client is None or len(client.ids) < self.num_ranks:
@@ -134,15 +136,25 @@ class LiveRanks:
                 # On a busy machine the controller has left a first question unanswered for 30 s.
                 with contextlib.suppress(TimeoutError):
                     client = ipyparallel.Client(str(path), timeout=10)
-            controller.check()
-            self._processes.check()
-            if time.monotonic() > give_up:
-                raise TimeoutError(
-                    f"{self.num_ranks} live ranks did not start within {START_SECONDS} s; "
-                    "is the machine very busy? Run the cell again, or ask for fewer"
-                )
+            self._check_start(controller, give_up)
             time.sleep(LOOK_SECONDS)
+        greetings: dict[int, list[Any]] = {rank: [] for rank in range(self.num_ranks)}
+        while silent := [r for r, sent in greetings.items() if not any(x.ready() for x in sent)]:
+            # What is sent to an engine before its connection is complete is lost without a word.
+            for rank in silent:
+                greetings[rank].append(client[rank].apply_async(os.getpid))
+            concurrent.futures.wait([sent[-1] for sent in greetings.values()], GREETING_SECONDS)
+            self._check_start(controller, give_up)
         return client
+
+    def _check_start(self, controller: launcher.RankProcesses, give_up: float) -> None:
+        controller.check()
+        self._processes.check()
+        if time.monotonic() > give_up:
+            raise TimeoutError(
+                f"{self.num_ranks} live ranks did not start within {START_SECONDS} s; "
+                "is the machine very busy? Run the cell again, or ask for fewer"
+            )
 
     def stop(self) -> None:
         """Ends the ranks and all that belongs to them. May be repeated."""

@@ -192,7 +192,19 @@ def is_left(pid: int, strangers: range) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return cell._uid(pid) in strangers or SLEEPER.encode() in command
+    if SLEEPER.encode() in command:
+        return True
+    return cell._uid(pid) in strangers and not is_in_another_grading(pid)
+
+
+def is_in_another_grading(pid: int) -> bool:
+    """Whether a grading that is not this test's still has the process: others may run beside."""
+    templates = []
+    while pid > 1 and pid != os.getpid():
+        with contextlib.suppress(OSError):
+            templates += [b"grading.template" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        pid = cell._parent(pid)
+    return pid != os.getpid() and any(templates)
 
 
 def test_a_solution_is_remarked_on(outcome):

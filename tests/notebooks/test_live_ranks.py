@@ -8,10 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import ipyparallel.controller.app
 import pytest
+from ipyparallel import DirectView
 from ipyparallel.engine.app import IPEngine
 from jupyter_client.manager import start_new_kernel
 
@@ -306,6 +308,29 @@ def test_a_rank_that_is_slow_to_start_is_there_in_the_end(monkeypatch):
     ranks = LiveRanks(1)
     try:
         assert ranks["rank + 7"] == [7]
+    finally:
+        ranks.stop()
+
+
+class Lost(Future):
+    """What comes of a request that nobody has received."""
+
+    def ready(self) -> bool:
+        return False
+
+
+def test_a_first_question_that_is_lost_is_asked_again(monkeypatch):
+    """So it happened under load: an engine is registered before its connection is complete."""
+
+    def apply_async(view, function, *arguments):
+        asked.append(function)
+        return Lost() if len(asked) <= 2 else usual(view, function, *arguments)
+
+    asked, usual = [], DirectView.apply_async
+    monkeypatch.setattr(DirectView, "apply_async", apply_async)
+    ranks = LiveRanks(2)
+    try:
+        assert len(asked) >= 4 and ranks["rank"] == [0, 1]
     finally:
         ranks.stop()
 
