@@ -94,11 +94,22 @@ def wrong_numbers(
     index = list(torch.unravel_index(torch.tensor(first), found.shape)) if found.ndim else []
     place = f"[{', '.join(str(int(i)) for i in index)}]" if index else ""
     here, there = found.reshape(-1)[first].item(), wanted.reshape(-1)[first].item()
-    lines = [f"{on_rank(rank)}{name} is wrong: {place or 'it'} is {here:.6g}, expected {there:.6g}"]
+    mine, theirs = told_apart(here, there)
+    lines = [f"{on_rank(rank)}{name} is wrong: {place or 'it'} is {mine}, expected {theirs}"]
     if found.numel() > 1:
         lines.append(f"{int(is_off.sum())} of {found.numel()} elements differ")
     lines.append(explain_ratio(found, wanted, layout or {}))
     return Wrong("\n".join(lines))
+
+
+def told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers with six digits, or with twelve if six do not tell them apart.
+
+    >>> told_apart(1 / 3, 0.5), told_apart(1.0000001, 1.0)
+    (('0.333333', '0.5'), ('1.0000001', '1'))
+    """
+    few, many = (f"{one:.6g}", f"{other:.6g}"), (f"{one:.12g}", f"{other:.12g}")
+    return few if few[0] != few[1] else many
 
 
 def explain_ratio(got: torch.Tensor, expected: torch.Tensor, layout: Mapping[str, int]) -> str:

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 from minimegatron.core.json_text import parse_json
+from minimegatron.exercises.stand_ins import stood_for, used_words
 
 MOST_BYTES = 16 << 20
 """Of one line."""
@@ -87,11 +88,8 @@ def _encode(value: Any, where: str, depth: int) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and kind is getattr(torch, "Tensor", None):
         return {"tensor": _tensor_data(value)}
-    if isinstance(value, type) and "stands_for" in vars(value):
-        name = vars(value)["stands_for"]
-        raise NotPlain(
-            f"{where} comes from {name}: this part is checked without it, so return plain Python values"
-        )
+    if name := stood_for(value):
+        raise NotPlain(f"{where} comes from {name}\n{used_words(name)}")
     raise NotPlain(f"{where} is {_a(kind)}; plain Python values and tensors are expected")
 
 

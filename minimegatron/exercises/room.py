@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from minimegatron.exercises import plain_text, verdict
+from minimegatron.exercises import plain_text, stand_ins, verdict
 from minimegatron.exercises.cases import Case, Wrong
 from minimegatron.exercises.integrity import Seal
 from minimegatron.exercises.plain_data import NotPlain, from_line, to_line
@@ -101,6 +101,7 @@ class Room:
         sys.breakpointhook = _no_breakpoint
         seal = Seal()
         student = self._student()
+        stand_ins.loaded()
         _look_at_authors(student, self.path, wanted)
         for number, (name, part, values) in enumerate(from_line(self.job.cases)):
             self._number = number
@@ -164,7 +165,7 @@ class Room:
         inner = last_frame(error)
         if isinstance(error, ModuleNotFoundError):
             lines += ["", "Your file is checked alone: put your own helpers into it."]
-        elif inner != where[-1]:
+        elif inner != where[-1] and inner.filename != stand_ins.__file__:
             lines.append(f"  from there, in {inner.filename}:{inner.lineno}, in {inner.name}")
         return "\n".join(lines)
 

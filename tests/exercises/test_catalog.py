@@ -1,7 +1,8 @@
 """Every exercise: the stub says what to write, the solution passes, known mistakes are named.
 
 All checks go through one warm forkserver. The wrong solutions are in `wrong/`, by exercise; each says
-in the last line of its docstring what the student must be told.
+in the last line of its docstring what the student must be told. In `right/` are natural solutions that
+a check has refused once.
 """
 
 import ast
@@ -152,6 +153,19 @@ def test_the_room_learns_nothing_but_cases(exercise):
 def test_the_real_functions_are_found(exercise):
     for symbol in exercise.real:
         assert symbol.rpartition(".")[2] in beside(exercise, exercise.folder / "solution.py", 200)
+
+
+OTHERS = [
+    pytest.param(one, path, id=f"{one.number}-{path.stem}")
+    for one in exercises()
+    for path in sorted((HERE / "right" / one.name).glob("*.py"))
+]
+
+
+@pytest.mark.parametrize(("exercise_", "path"), OTHERS)
+def test_another_right_way_passes(exercise_, path):
+    found = check_file(exercise_, path, patience=PATIENCE)
+    assert found.has_passed, found.text
 
 
 EVERY_TIME = 4

@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 import time
 from pathlib import Path
 
@@ -191,7 +192,61 @@ def test_torch_is_no_answer_of_a_pure_part(tmp_path):
     """There it is a stand-in: it can be imported, and computes nothing."""
     found, _ = run_alone(tmp_path, "    import torch\n    return torch.arange(3).tolist()\n", 4.0)
     assert found.kind == verdict.WRONG
-    assert "comes from torch.arange().tolist(): this part is checked without it" in found.text
+    assert "comes from torch.arange" in found.text
+    assert "torch.arange is used: this part is checked without numpy and torch" in found.text
+
+
+USES = (
+    *(
+        "np.abs(-1) + 1",
+        "3 // np.abs(-1)",
+        "-np.abs(-1)",
+        "np.pi * 2",
+        "max(0, np.inf)",
+        "abs(np.pi)",
+    ),
+    *(
+        "int(np.abs(-1))",
+        "float(np.pi)",
+        "bool(np.any([1]))",
+        "len(np.ones(2))",
+        "list(np.ones(2))",
+    ),
+    *("np.ones(2)[0]", "range(np.abs(2))", "3 in np.ones(2)", "np.abs(-1) == 1", "1 | np.abs(-1)"),
+    *("f'F{np.abs(-1)}'", "str(np.abs(-1))", "[0, 1][np.argmin([2, 1])]", "round(np.pi)"),
+)
+
+
+def test_every_use_of_a_stand_in_is_told_alike(tmp_path):
+    """One file for all: what each use raises is its answer."""
+    body = ["    import numpy as np", "    found = []"]
+    for use in USES:
+        body += ["    try:", f"        found.append(repr({use}))"]
+        body += ["    except TypeError as error:", "        found.append(str(error)[:6])"]
+    found, _ = run_alone(tmp_path, "\n".join([*body, "    raise ValueError(found)\n"]), 4.0)
+    assert found.text.startswith(f"ValueError: {['numpy.'] * len(USES)}"), found.text
+
+
+def test_a_stand_in_may_be_used_while_a_file_is_loaded(tmp_path):
+    """Nobody asks for its value then."""
+    head = """
+    import numpy as np
+    import torch
+
+    DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    TWICE = 2 * np.pi
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor | None) -> "np.ndarray": ...
+
+    @torch.no_grad()
+    def nothing(): ...
+    """
+    path = tmp_path / "ex05_predict_1f1b.py"
+    source = (find("ex05").folder / "solution.py").read_text()
+    path.write_text(textwrap.dedent(head) + source)
+    found = check_file(find("ex05"), path, patience=4.0)
+    assert found.has_passed, found.text
 
 
 def test_a_pure_part_imports_no_torch(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 from minimegatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, all_groups
 from minimegatron.exercises.check import Case, Result, Wrong, check_value, installed, wrong_value
+from minimegatron.exercises.stand_ins import stood_for, used_words
 
 GENERATOR = "minimegatron.core.rank_generator.RankGenerator."
 REPLACES = (GENERATOR + "coordinates", GENERATOR + "get_ranks")
@@ -35,7 +36,15 @@ def cases(seed: int) -> list[Case]:
 
 def run(student: ModuleType, case: Case) -> dict[str, Any]:
     """The positions of all ranks, every kind of group, and all groups through the real code."""
-    grid = _grid(case)
+    # Both at once: a method of theirs that calls the other one finds theirs.
+    with (
+        installed(student.coordinates, GENERATOR + "coordinates"),
+        installed(student.get_ranks, GENERATOR + "get_ranks"),
+    ):
+        return _asked(student, _grid(case))
+
+
+def _asked(student: ModuleType, grid: RankGenerator) -> dict[str, Any]:
     ranks = range(grid.rank_offset, grid.rank_offset + grid.world_size)
     found = {
         "positions": [
@@ -47,11 +56,7 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
     is_groups = all(map(_is_lists, found["groups"].values()))
     is_positions = all(isinstance(position, dict) for position in found["positions"])
     if is_groups and is_positions and (sizes := _sizes_of_job(grid)) is not None:
-        with (
-            installed(student.coordinates, GENERATOR + "coordinates"),
-            installed(student.get_ranks, GENERATOR + "get_ranks"),
-        ):
-            found["all groups"] = all_groups(grid.world_size, **sizes)
+        found["all groups"] = all_groups(grid.world_size, **sizes)
     return found
 
 
@@ -62,9 +67,9 @@ def _plain(call: str, value: Any) -> Any:
         raise Wrong(f"{call} returned None (was `return` forgotten?); a {kind} is expected")
     if value is None or isinstance(value, bool | int | float | str | list | tuple | dict):
         return value
-    of_torch = type(value).__module__.endswith("stand_ins")
-    name = "tensor, or something else of torch" if of_torch else type(value).__name__
-    raise Wrong(f"{call} returned a {name}; a {kind} is expected")
+    if name := stood_for(value):
+        raise Wrong(f"{call} returned what {name} gives; a {kind} is expected\n{used_words(name)}")
+    raise Wrong(f"{call} returned a {type(value).__name__}; a {kind} is expected")
 
 
 def _is_lists(groups: Any) -> bool:

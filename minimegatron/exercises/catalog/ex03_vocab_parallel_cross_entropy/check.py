@@ -1,22 +1,17 @@
 """Checks the loss and its gradient against torch's cross-entropy, then inside a GPT's training step."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from minimegatron.core.tracing import Call, observed_by
-from minimegatron.exercises.bench_counting import COLLECTIVES, Collective, Counter
 from minimegatron.exercises.bench_gpt import StepCase, make_groups, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.bench_sent import all_sent_counted
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 from minimegatron.exercises.feedback_numbers import check_numbers
 
@@ -94,7 +89,7 @@ class Trial:
     def run(self, group: Any) -> dict[str, Any]:
         """In the room: one forward and backward."""
         given = self.mine(self.logits).requires_grad_()
-        with _all_counted() as counter:
+        with all_sent_counted() as counter:
             found = vocab_parallel_cross_entropy(given, self.target, tp_group=group)
         if not torch.equal(given.detach(), self.mine(self.logits)):
             raise Wrong(
@@ -102,7 +97,7 @@ class Trial:
             )
         result = found.detach().clone() if isinstance(found, torch.Tensor) else found
         if isinstance(found, torch.Tensor):
-            with _all_counted(counter):
+            with all_sent_counted(counter):
                 found.backward(self.weights)
         return {
             "loss": result,
@@ -274,48 +269,3 @@ def _infinite_words(loss: float) -> str:
         "exp(x) overflows above 709. Subtract the largest logit of all ranks first: "
         "log(sum exp(x - m)) - (x_y - m) is the same for every m."
     )
-
-
-# -- What is sent --
-
-
-class _Sent(Counter):
-    """Counts collectives of `core.collectives`, and also calls of torch.distributed beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.depth = 0
-
-    def start(self, call: Call) -> None:
-        self.depth += call.name in COLLECTIVES
-        super().start(call)
-
-    def stop(self, call: Call) -> None:
-        self.depth -= call.name in COLLECTIVES
-
-
-class _Noticing(TorchDispatchMode):
-    """Notices what is given to torch.distributed, by whichever of its functions."""
-
-    def __init__(self, sent: _Sent):
-        super().__init__()
-        self.sent = sent
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if function.namespace.startswith("c10d") and not self.sent.depth:
-            given = dict(zip((one.name for one in function._schema.arguments), args, strict=False))
-            inputs = [one for name, one in given.items() if name.startswith("input")]
-            tensors = [one for one in tree_leaves(inputs or args) if isinstance(one, torch.Tensor)]
-            size = sum(one.nbytes for one in tensors)
-            if size:
-                name = function._opname.strip("_").replace("_", " ").replace("all", "all-")
-                name = f"torch.distributed {name}"
-                self.sent.calls.append(Collective(name, size, ()))
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _all_counted(sent: _Sent | None = None) -> Iterator[_Sent]:
-    sent = sent or _Sent()
-    with observed_by(sent), _Noticing(sent):
-        yield sent

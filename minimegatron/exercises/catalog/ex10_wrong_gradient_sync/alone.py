@@ -1,7 +1,9 @@
 """Checks the predictions for three versions of the gradient sync: before any rank starts."""
 
+import ast
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,10 +31,11 @@ def run(student: ModuleType, case: Case) -> Any:
     if case.part == CHOICE:
         return getattr(student, "RIGHT", "")
     predict = student.num_backwards_that_send
-    return [
+    counts = [
         [[predict(version, p, r, M) for r in range(p)] for version in VERSIONS]
         for p, M in case.sizes
     ]
+    return {"counts": counts, "edited": edited_versions(student)}
 
 
 def judge(case: Case, found: Any) -> Result:
@@ -41,15 +44,55 @@ def judge(case: Case, found: Any) -> Result:
         if type(found) is not str or found not in VERSIONS:
             raise Wrong(f'RIGHT is {found!r}; set it to "A", "B" or "C", the version that is right')
         return Result({"RIGHT": found})
-    for (p, M), of_size in zip(case.sizes, found, strict=True):
+    for (p, M), of_size in zip(case.sizes, found["counts"], strict=True):
         for (name, version), counts in zip(VERSIONS.items(), of_size, strict=True):
             for r, count in enumerate(counts):
                 expected = _count(version, p, r, M)
                 if type(count) is not int:
                     raise Wrong(_not_a_count(name, p, r, M, count))
                 if count != expected:
-                    raise Wrong(_words(name, p, r, M, count, expected))
+                    words = _words(name, p, r, M, count, expected)
+                    raise Wrong(words + about_edited(name, found["edited"]))
     return Result({"predicted": f"{3 * len(case.sizes)} timelines, right on every stage"})
+
+
+# -- Versions that a student has changed --
+
+
+def edited_versions(student: ModuleType) -> list[str]:
+    """The versions that do something else in the student's file than where they were handed out."""
+    theirs, ours = (_bodies(module.__file__) for module in (student, stub))
+    names = {letter: f"version_{letter.lower()}" for letter in VERSIONS}
+    return [
+        letter for letter, name in names.items() if theirs.get(name, "") not in ("", ours[name])
+    ]
+
+
+def _bodies(path: str) -> dict[str, str]:
+    """The functions of a file by name, without what does not change what they do."""
+    try:
+        nodes = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return {}  # edited since it was loaded
+    found = {}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            found[node.name] = "\n".join(map(ast.dump, body))
+    return found
+
+
+def about_edited(version: str, edited: list[str]) -> str:
+    """A line for whoever tries out a version that does not count."""
+    if version not in edited:
+        return ""
+    return (
+        f"\nVersion {version} of your file is not the one that was handed out. The check runs the "
+        "handed-out one."
+    )
+
+
+# -- What they do --
 
 
 class _Counter:

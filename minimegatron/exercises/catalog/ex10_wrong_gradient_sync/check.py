@@ -13,7 +13,11 @@ from minimegatron.core.pipeline_parallel.schedule_table import get_num_warmup_mi
 from minimegatron.core.pipeline_parallel.utils import GradSync
 from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
-from minimegatron.exercises.catalog.ex10_wrong_gradient_sync.alone import CHOICE
+from minimegatron.exercises.catalog.ex10_wrong_gradient_sync.alone import (
+    CHOICE,
+    about_edited,
+    edited_versions,
+)
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 CHUNK = "minimegatron.core.pipeline_parallel.model_chunk.ModelChunk."
@@ -52,7 +56,8 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
         except RuntimeError as error:
             if not any(words in str(error) for words in REFUSALS):
                 raise
-            raise Wrong(_refused(version, step, str(error))) from error
+            words = _refused(version, step, str(error))
+            raise Wrong(words + about_edited(version, edited_versions(student))) from error
     step.meet()
     return {"gradients": step.gradients(), "version": version, "let go": decision.num_let_go}
 

@@ -11,9 +11,13 @@ import torch.distributed as dist
 
 from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
-from minimegatron.exercises.catalog.ex13_gradient_norm.differences import Squares
+from minimegatron.exercises.catalog.ex13_gradient_norm.differences import (
+    Squares,
+    differ,
+    rounding_words,
+)
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
-from minimegatron.exercises.feedback_numbers import check_numbers
+from minimegatron.exercises.feedback_numbers import check_numbers, told_apart
 
 SELECTION = "minimegatron.core.optimizer.optimizer.MegatronOptimizer.get_main_grads_for_grad_norm"
 NORM = "minimegatron.core.optimizer.clip_grads.get_grad_norm_fp32"
@@ -103,31 +107,36 @@ def _run_vector(student: ModuleType, case: Case) -> dict[str, Any]:
 
 def _judge_vector(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     p = case.p
+    norms = [answer["norm"] for answer in answers]
+    for rank, norm in enumerate(norms):
+        _require_number(norm, f"{p:g}-norm", rank)
     for rank, answer in enumerate(answers):
         pieces, mine = _pieces(case, rank)
         expected = torch.linalg.vector_norm(torch.cat(pieces).reshape(-1), p).item()
-        norm = answer["norm"]
-        _require_number(norm, f"{p:g}-norm", rank)
-        if not math.isclose(norm, expected, rel_tol=1e-9):
+        if not math.isclose(norms[rank], expected, rel_tol=1e-9):
+            found, wanted = told_apart(norms[rank], expected)
             raise Wrong(
-                f"rank {rank}: the {p:g}-norm is {norm:.6g}, expected {expected:.6g}, the norm of "
-                f"all ranks' gradients\n{_why_vector(norm, p, pieces, rank)}"
+                f"rank {rank}: the {p:g}-norm is {found}, expected {wanted}, the norm of "
+                f"all ranks' gradients\n{_why_vector(norms, p, pieces, rank)}"
             )
         own = torch.linalg.vector_norm(torch.cat(mine).reshape(-1), p).item() if mine else 0.0
         check_numbers(f"the {p:g}-norm without a group", answer["alone"], own, rank)
     return Result({"norm": f"{answers[0]['norm']:.6g}", "ranks": WORLD})
 
 
-def _why_vector(norm: float, p: float, pieces: list[torch.Tensor], rank: int) -> str:
+def _why_vector(norms: list[float], p: float, pieces: list[torch.Tensor], rank: int) -> str:
+    norm = norms[rank]
     ranks = [torch.cat(pieces[r * (r - 1) // 2 :][:r]).reshape(-1) for r in (1, 2, 3)]
     of_ranks = [torch.linalg.vector_norm(vector, p).item() for vector in ranks]
     whole = torch.linalg.vector_norm(torch.cat(pieces).reshape(-1), p).item()
     mine = of_ranks[rank - 1] if rank else 0.0
+    if words := rounding_words(norm, whole):
+        return words
     if p == math.inf:
         return (
             "For p = inf: the largest absolute value of any element, and ReduceOp.MAX over ranks."
         )
-    if math.isclose(norm, mine, rel_tol=1e-9, abs_tol=1e-12):
+    if differ(norms) and math.isclose(norm, mine, rel_tol=1e-9, abs_tol=1e-12):
         return "That is the norm of this rank's own part: the sum over the group is missing."
     if math.isclose(norm, sum(of_ranks), rel_tol=1e-9):
         return (
@@ -211,11 +220,12 @@ def _judge_step(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     parameters = reference.step.parameters()
     _, expected, _ = reference.step.optimizer.step()
     squares = Squares(reference, gradients)
-    for rank, answer in enumerate(answers):
-        norm = answer["norm"]
+    norms = [answer["norm"] for answer in answers]
+    for rank, norm in enumerate(norms):
         _require_number(norm, "gradient norm", rank)
+    for rank, norm in enumerate(norms):
         if not math.isclose(norm, expected, rel_tol=1e-9):
-            raise Wrong(squares.words(rank, norm, expected))
+            raise Wrong(squares.words(rank, norms, expected))
     weights = {name: param.detach() for name, param in parameters}
     for rank, answer in enumerate(answers):
         for name, wanted in reference.pieces(rank, weights).items():

@@ -5,13 +5,31 @@ counted too often, or not at all, is a term of the difference.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.feedback_numbers import told_apart
 
 EMBEDDING = "embedding.word_embeddings.weight"
+ROUNDING = 1e-5
+"""Relative; a float32 sum is off by less."""
+
+
+def differ(norms: Sequence[float]) -> bool:
+    """Whether some ranks have another norm than the first one has."""
+    return any(not math.isclose(norm, norms[0], rel_tol=1e-9) for norm in norms)
+
+
+def rounding_words(norm: float, expected: float) -> str:
+    """What to say of a norm that is off by no more than float32 is; "" for another one."""
+    if not math.isclose(norm, expected, rel_tol=ROUNDING):
+        return ""
+    return (
+        f"The two are equal up to rounding: {norm:.12g} and {expected:.12g}. Is your total float32, or "
+        "what you add to it? Add up in float64."
+    )
 
 
 class Squares:
@@ -28,26 +46,33 @@ class Squares:
             for rank in range(len(reference.places))
         ]
 
-    def words(self, rank: int, norm: float, expected: float) -> str:
-        """What to say of a rank's norm that is not the expected one."""
+    def words(self, rank: int, norms: Sequence[float], expected: float) -> str:
+        """What to say of a rank's norm that is not the expected one; `norms` are all ranks'."""
+        norm = norms[rank]
         found, wanted = norm * norm, expected * expected
+        shown, one_process = told_apart(norm, expected)
+        square, right = told_apart(found, wanted)
         return (
-            f"rank {self.reference.who(rank)}: the norm is {norm:.6g}, but one process finds "
-            f"{expected:.6g}\nsquared: {found:.6g}, expected {wanted:.6g}, difference "
-            f"{found - wanted:+.6g}\n{self._why(rank, found, wanted)}"
+            f"rank {self.reference.who(rank)}: the norm is {shown}, but one process finds "
+            f"{one_process}\nsquared: {square}, expected {right}, difference "
+            f"{found - wanted:+.6g}\n{self._why(rank, norms, expected)}"
         )
 
-    def _why(self, rank: int, found: float, wanted: float) -> str:
+    def _why(self, rank: int, norms: Sequence[float], expected: float) -> str:
+        found, wanted = norms[rank] * norms[rank], expected * expected
         if not math.isfinite(found):
             return "It is not a finite number: 0 / 0, or memory that was never written."
         is_sharded, dp = self.case.distributed_optimizer, self.reference.dp
         own = sum(self.of_pieces[rank].values())
-        if not is_sharded and math.isclose(found, own, rel_tol=1e-6):
+        # Where all have one number, it came from an exchange, whatever was counted in it.
+        if not is_sharded and differ(norms) and math.isclose(found, own, rel_tol=1e-6):
             return (
                 "That is the norm of this rank's own gradients. Every rank would clip by a factor of "
                 "its own, and their weights would drift apart: sum over grad_stats_parallel_group."
             )
         if words := self._known(found - wanted):
+            return words
+        if words := rounding_words(norms[rank], expected):
             return words
         if not is_sharded and dp > 1:
             over_replicas = (

@@ -47,6 +47,8 @@ def get_grad_norm_fp32(
 ) -> float:
     """The norm of all gradients of all ranks of the group, as if they were one long vector.
 
+    Add up in float64, whatever the gradients are: the check compares nine digits.
+
     Args:
         grads_for_norm: this rank's part, as the function above selects it; may be empty.
         norm_type: p of the p-norm, (sum |x|^p)^(1/p); or inf, for the largest absolute value.

@@ -1,0 +1,72 @@
+"""What `_reduce` and `_gather` send: counted in the room, and judged.
+
+Called by: `check`. Megatron has no counterpart.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minimegatron.exercises.bench_sent import BY_TORCH, all_sent_counted
+from minimegatron.exercises.check import Wrong
+
+WANTED = {"_reduce": "reduce-scatter", "_gather": "all-gather"}
+HALVES = "An all-reduce is a reduce-scatter and an all-gather, one after the other. "
+SLACK = 1.05
+"""A barrier's byte, or a flag beside the data, is not meant."""
+
+
+def counting(function: Callable, name: str, sent: list[dict]) -> Callable:
+    """`function`; what a call of it sends is added to `sent`, as plain data."""
+
+    def counted(group: Any, bucket: Any, *others: Any) -> Any:
+        data = bucket.grad_data if name == "_reduce" else bucket.param_data
+        with all_sent_counted() as counter:
+            handle = function(group, bucket, *others)
+        calls = [[call.name, call.num_bytes] for call in counter.calls]
+        sent.append({"by": name, "bucket": data.nbytes, "calls": calls, "words": counter.words()})
+        return handle
+
+    return counted
+
+
+def check_sent(who: str, d: int, sent: Sequence[dict[str, Any]]) -> None:
+    """Raises Wrong where more crosses than in the collective that the step needs."""
+    for one in sent:
+        wanted = WANTED[one["by"]]
+        times = _num_crossing(one["calls"], d) / one["bucket"]
+        if times <= SLACK:
+            continue
+        has_both = any("all-reduce" in name for name, _ in one["calls"])
+        raise Wrong(
+            f"rank {who}: right, but {one['by']} sent {one['words']}, for a bucket of "
+            f"{one['bucket']} bytes\n{HALVES if has_both else ''}This way {_times(times)} the bytes of "
+            f"{'an' if wanted[0] == 'a' else 'a'} {wanted} cross."
+        )
+
+
+def _num_crossing(calls: Sequence[Sequence[Any]], d: int) -> int:
+    """Bytes that cross, in bytes of the whole vector of which each rank has 1/d."""
+    total = 0
+    for name, num_bytes in calls:
+        kind = name.removeprefix(BY_TORCH)
+        # What is counted is each call's input: of an all-gather that is one rank's part.
+        factor = {"all-reduce": 2, "all-gather": d}.get(kind, 1)
+        total += 0 if kind.startswith("recv") else factor * num_bytes
+    return total
+
+
+def _times(number: float) -> str:
+    return "twice" if abs(number - 2) < 0.05 else f"{number:.3g} times"
+
+
+def sent_words(sent: Sequence[dict[str, Any]]) -> str:
+    """What one rank has sent: "62464 bytes given to 3 reduce-scatters, ..."."""
+    totals: dict[str, list[int]] = {}
+    for name, num_bytes in (call for one in sent for call in one["calls"]):
+        total = totals.setdefault(name, [0, 0])
+        total[0], total[1] = total[0] + 1, total[1] + num_bytes
+    parts = [
+        f"{num_bytes} bytes given to {number} {name}{'s' * (number > 1)}"
+        for name, (number, num_bytes) in totals.items()
+    ]
+    return ", ".join(parts) or "nothing"
