@@ -175,7 +175,7 @@ def test_parts_are_told_one_by_one(tmp_path):
 
 def test_a_part_that_was_not_judged_may_have_been_reached():
     """An exception after the warm-up ends the step, and with it everything that would be judged."""
-    found = Verdict(
+    found = verdict.Verdict(
         verdict.RAISED, "NameError", part="steady", parts=("warm-up", "steady"), num_cases=5
     )
     assert "[  ] warm-up: not judged" in render(found, "ex06")
