@@ -90,8 +90,7 @@ def _call(
     )
     found = student.forward_step_calc_loss(**(arguments | changes), config=config)
     if not isinstance(found, tuple) or len(found) != 2:
-        is_loss = "output_tensor" not in changes
-        what = "the loss" if is_loss else "the output as it is"
+        what = "the output as it is" if "output_tensor" in changes else "the loss"
         raise Wrong(
             f"forward_step_calc_loss ({where}) returned {_returned(found)}; two values are expected: "
             f"{what}, and the number of tokens"
