@@ -1,7 +1,6 @@
 """One rank alone calls a collective: it must not meet one of the next function.
 
-Expected: have come out of your code, and wait for the others in the check. Still in there: rank 0 waits
-in all-reduce
+Expected: in backward: collectives.all_reduce(total, ctx.group)
 """
 
 import torch
