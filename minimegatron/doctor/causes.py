@@ -27,6 +27,7 @@ from minimegatron.doctor.situation import (
     OVER,
     STOPPED,
     WAITING,
+    Situation,
     collective_text,
     group_text,
 )
@@ -353,6 +354,13 @@ def find_rest(case: Case) -> Diagnosis:
             MISSING, f"{waiting} for {ranks_in_words(unseen)}, of which nothing is known.", unseen
         )
     waiting = [rank for rank, seen in case.situations.items() if seen.kind in (*WAITING, HIDDEN)]
+    if waiting and all(_waits_for_unknown(case.situations[rank]) for rank in waiting):
+        cause = (
+            f"{_subject(waiting)}, but for which rank is not known: the doctor cannot see whom such a "
+            "call waits for. Probably it is a message that nobody has sent, or that nobody takes; or a "
+            "collective that not all ranks of its group have entered."
+        )
+        return case.verdict(UNKNOWN, cause, waiting)
     if waiting:
         cause = (
             f"{_subject(waiting)}, but everybody they wait for has come: either the connection "
@@ -362,6 +370,11 @@ def find_rest(case: Case) -> Diagnosis:
     running = [rank for rank, seen in case.situations.items() if seen.kind != OVER]
     cause = "No rank waits for another. This may be slow rather than stuck."
     return case.verdict(NOBODY, cause, running)
+
+
+def _waits_for_unknown(seen: Situation) -> bool:
+    """Whether a rank waits, and nothing says for whom."""
+    return seen.kind == HIDDEN or (seen.kind == MESSAGE and not seen.waits_for)
 
 
 def _subject(ranks: list[int]) -> str:

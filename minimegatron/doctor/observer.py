@@ -26,6 +26,7 @@ from minimegatron.doctor.shared_record import MAX_CALLS, NONE, CallFields, Recor
 from minimegatron.doctor.torch_calls import note_torch_calls
 from minimegatron.planner import schedules
 
+PICKED = [kind.name for kind in GROUP_KINDS if kind.token is None]
 TITLES = {kind.name: kind.title for kind in GROUP_KINDS} | {"default_pg": "world"}
 SCHEDULES = {
     "forward_backward_no_pipelining": schedules.NO_PIPELINING,
@@ -309,7 +310,7 @@ class RecordingObserver:
         _, ranks, name = self._known(group)
         index = self._group_indices.get(name)
         if index is None:
-            title = TITLES.get(_description(group), "")
+            title = _title(group)
             index = self._group_indices[name] = self.writer.add_group(name, title, list(ranks))
         return index
 
@@ -399,7 +400,10 @@ def _options(model: Any) -> dict[str, Any]:
         return {}
 
 
-def _description(group: Any) -> str:
-    # Groups with the same ranks are made once and described by all of their kinds: "dp+dp_cp".
+def _title(group: Any) -> str:
+    # Groups with the same ranks are made once and described by all of their kinds: "pp+mp+embd".
+    # The kinds after the first hold the same ranks by their axes, or are picked from a pipeline.
     described = group.group_desc if isinstance(group, dist.ProcessGroup) else ""
-    return described.partition("+")[0]
+    first, *others = described.split("+")
+    titles = [TITLES.get(first, ""), *(TITLES[kind] for kind in others if kind in PICKED)]
+    return " and ".join(filter(None, titles))

@@ -8,7 +8,7 @@ import io
 import pickle
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from minimegatron.exercises.collect import Collected, crowding, students_lines
 from minimegatron.exercises.pipes import Pipes
 from minimegatron.exercises.plain_data import MOST_BYTES
 from minimegatron.exercises.rank_side import work_on_rank
-from minimegatron.exercises.room import OWN_FOLDER, Job
+from minimegatron.exercises.room import Job
 from minimegatron.launcher import HangError, RankError, RankProcesses, RankTimeout
 
 EXERCISES = Path(__file__).parent
+STEP = EXERCISES.parent / "core"
+STACK_FILE = re.compile(r'File "([^"]+)", line')
 BUSY = "All ranks are busy in your code"
 LOOP = "Is there a loop that does not end?"
 HANG_SECONDS = 2.5
@@ -122,9 +124,10 @@ def _died_words(error: RankError, rank: int) -> str:
 
 def _hang_words(error: HangError, path: str) -> str:
     found = error.diagnosis
-    done = [rank for rank, stack in found.stacks.items() if _is_in_the_check(stack, path)]
-    inside = [rank for rank in found.stacks if rank not in done]
-    if done and inside:
+    files = {rank: STACK_FILE.findall(stack) for rank, stack in found.stacks.items()}
+    done = [rank for rank, theirs in files.items() if _is_in_the_check(theirs, path)]
+    inside = [rank for rank, theirs in files.items() if path in theirs]
+    if done and inside and len(done) + len(inside) == len(files):
         text = _finished_words(found, done, inside)
     elif found.kind == NOBODY:
         text = f"{BUSY}, and no rank waits for another. {LOOP}"
@@ -136,11 +139,17 @@ def _hang_words(error: HangError, path: str) -> str:
     return "\n".join([first, "", text, *students_lines(found.stacks, path)])
 
 
-def _is_in_the_check(stack: str, path: str) -> bool:
-    """Whether a rank waits in a call that the check makes, after the student's code or around it."""
-    for file in re.findall(r'File "([^"]+)", line', stack):
-        if file == path or file.startswith(OWN_FOLDER):
-            return file != path and Path(file).is_relative_to(EXERCISES)
+def _is_in_the_check(files: Sequence[str], path: str) -> bool:
+    """Whether a rank waits in a call that the check makes, after the student's code or around it.
+
+    `files` are those of its stack, innermost call first. The check may wait through other parts of the
+    package, as the recorder; but a rank that waits in a part of the step is not in the check.
+    """
+    if path in files:
+        return False
+    for file in map(Path, files):
+        if file.is_relative_to(EXERCISES) or file.is_relative_to(STEP):
+            return file.is_relative_to(EXERCISES)
     return False
 
 

@@ -122,11 +122,11 @@ def _part_lines(verdict: Verdict) -> list[str]:
     """How far each part is; nothing for an exercise of one part, or a file that was not run."""
     if len(verdict.parts) < 2 or not verdict.num_cases:
         return []
-    states = dict.fromkeys(verdict.parts, "not reached")
+    states = dict.fromkeys(verdict.parts, "not judged")
     states |= dict.fromkeys(verdict.passed_parts, "right")
     if verdict.part:
         states[verdict.part] = "not right"
-    marks = {"right": "[ok]", "not right": "[--]", "not reached": "[  ]"}
+    marks = {"right": "[ok]", "not right": "[--]", "not judged": "[  ]"}
     return [f"     {marks[state]} {part}: {state}" for part, state in states.items()]
 
 

@@ -217,6 +217,18 @@ def test_everybody_is_there_and_still_waits():
     assert "everybody they wait for has come" in found.cause
 
 
+def test_whom_a_call_waits_for_may_be_unknown():
+    """Nobody has come then: neither of the two has sent, and no connection is to blame."""
+    stack = '  File "/home/ada/first.py", line 7 in wait\n    handle.wait()'
+    found = diagnose([RankRecord(rank, 2, stack=stack, process="sleeping") for rank in (0, 1)])
+    assert (found.kind, found.ranks) == (verdict.UNKNOWN, (0, 1))
+    assert "Probably it is a message that nobody has sent" in found.cause
+    assert "has come" not in found.cause
+    anyone = OpenCall("torch.distributed.recv", doing="receiving")
+    found = diagnose([RankRecord(0, 1, calls=(anyone,))])
+    assert "Probably it is a message that nobody has sent" in found.cause
+
+
 def test_nobody_waits():
     found = diagnose([stage(r, OpenCall("forward-compute"), process="computing") for r in (0, 1)])
     assert found.kind == verdict.NOBODY

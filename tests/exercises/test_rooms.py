@@ -188,6 +188,14 @@ def test_parts_are_told_one_by_one(tmp_path):
     assert "[--] part 2, the rule: not right" in text
 
 
+def test_a_part_that_was_not_judged_may_have_been_reached():
+    """An exception after the warm-up ends the step, and with it everything that would be judged."""
+    found = verdict.Verdict(
+        verdict.RAISED, "NameError", part="steady", parts=("warm-up", "steady"), num_cases=5
+    )
+    assert "[  ] warm-up: not judged" in render(found, "ex06")
+
+
 def test_torch_is_no_answer_of_a_pure_part(tmp_path):
     """There it is a stand-in: it can be imported, and computes nothing."""
     found, _ = run_alone(tmp_path, "    import torch\n    return torch.arange(3).tolist()\n", 4.0)

@@ -38,16 +38,21 @@ def cases(seed: int) -> list[Case]:
 
 def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
     """One function, on this rank's numbers."""
-    value = _values(case)[dist.get_rank()]
+    rank = dist.get_rank()
+    value = _values(case)[rank]
     given = value.clone()
     if case.part == HANG:
         _wait_for_ever(student, given)
         raise Wrong(
-            "wait_for_ever returned\nEach rank must wait for a message that the other one sends only "
-            "afterwards: on both ranks, dist.recv comes before dist.send."
+            f"rank {rank}: wait_for_ever returned\nEach rank must wait for a message that the other "
+            "one sends only afterwards: on both ranks, dist.recv comes before dist.send."
         )
     function = student.sum_of_all if case.part == SUM else student.hand_over
-    with _looked_at(student, lambda name, peer, tensor: _check_message(name, peer, tensor, value)):
+
+    def look(name: str, peer: int, tensor: Any) -> None:
+        _check_message(name, peer, tensor, value, is_sender=case.part == MESSAGE and rank == 0)
+
+    with _looked_at(student, look):
         return {"returned": function(given), "given": given}
 
 
@@ -86,9 +91,9 @@ def _wait_for_ever(student: ModuleType, value: torch.Tensor) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         elif signal.getitimer(signal.ITIMER_REAL)[0]:
             raise Wrong(
-                f"wait_for_ever calls dist.{name} before dist.recv\nThat is another hang, or none. "
-                "On both ranks the first call must be dist.recv: each waits, and so nobody ever "
-                "comes to its dist.send."
+                f"rank {dist.get_rank()}: wait_for_ever calls dist.{name} before dist.recv\n"
+                "That is another hang, or none. On both ranks the first call must be dist.recv: each "
+                "waits, and so nobody ever comes to its dist.send."
             )
 
     ticks = itertools.count(1)
@@ -105,8 +110,9 @@ def _wait_for_ever(student: ModuleType, value: torch.Tensor) -> None:
 def _tick(number: int) -> None:
     if number >= MOST_TICKS:
         raise Wrong(
-            "wait_for_ever does not wait for a message: it is busy with something else\nCall "
-            "dist.recv first on both ranks, and dist.send after it. No loop is needed."
+            f"rank {dist.get_rank()}: wait_for_ever does not wait for a message: it is busy with "
+            "something else\nCall dist.recv first on both ranks, and dist.send after it. No loop is "
+            "needed."
         )
 
 
@@ -115,11 +121,14 @@ def _tick(number: int) -> None:
 
 @contextlib.contextmanager
 def _looked_at(student: ModuleType, look: Callable[[str, int, Any], None]) -> Iterator[None]:
-    """Calls `look(name, peer, tensor)` before each call of torch.distributed by the student."""
-    places = []
+    """Calls `look(name, peer, tensor)` before each call of torch.distributed by the student.
+
+    Raises Wrong at the end if a message was begun that nobody has waited for.
+    """
+    places, begun = [], []
     for name in (*RECEIVES, *SENDS, *OTHERS):
         original = getattr(dist, name)
-        wrapper = _looking(name, original, look)
+        wrapper = _looking(name, original, look, begun)
         holders = [(dist, name)]
         holders += [(student, key) for key, value in vars(student).items() if value is original]
         for holder, key in holders:
@@ -127,12 +136,33 @@ def _looked_at(student: ModuleType, look: Callable[[str, int, Any], None]) -> It
             places.append((holder, key, original))
     try:
         yield
+        _check_waited_for(begun)
     finally:
         for holder, key, original in places:
             setattr(holder, key, original)
 
 
-def _looking(name: str, function: Callable, look: Callable[[str, int, Any], None]) -> Callable:
+def _check_waited_for(begun: Sequence[tuple[str, Any]]) -> None:
+    """Raises Wrong for a handle whose wait() was not called: gloo counts no other as completed."""
+    for name, handle in begun:
+        if handle.is_completed():
+            continue
+        when = (
+            "Until it has come, the tensor holds what was in its memory before: wait for it before you "
+            "use the tensor."
+            if name in RECEIVES
+            else "It may leave much later: wait for it before you change the tensor, or return."
+        )
+        raise Wrong(
+            f"rank {dist.get_rank()}: nobody waits for the message that dist.{name} has begun\n"
+            f"dist.{name} only starts the message, and returns a handle. {when}"
+        )
+
+
+def _looking(
+    name: str, function: Callable, look: Callable[[str, int, Any], None], begun: list
+) -> Callable:
+    """The function, looked at before each call; handles of messages go into `begun`."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -143,14 +173,24 @@ def _looking(name: str, function: Callable, look: Callable[[str, int, Any], None
             return function(*args, **kwargs)  # which says what is wrong
         peer = given.get({**RECEIVES, **SENDS}.get(name, ""))
         look(name, -1 if peer is None else peer, given.get("tensor"))
-        return function(*args, **kwargs)
+        found = function(*args, **kwargs)
+        if name in ("isend", "irecv") and found is not None:
+            begun.append((name, found))
+        return found
 
     return call
 
 
-def _check_message(name: str, peer: int, tensor: Any, value: torch.Tensor) -> None:
+def _check_message(
+    name: str, peer: int, tensor: Any, value: torch.Tensor, is_sender: bool = False
+) -> None:
     """Raises Wrong for a message to oneself, and for a tensor into which it does not fit."""
     rank = dist.get_rank()
+    if name in RECEIVES and peer == rank and is_sender:
+        raise Wrong(
+            f"rank {rank}: dist.{name} waits for a message of this rank to itself\n"
+            f"Only rank 1 receives here. Does rank {rank} return after its send?"
+        )
     if name in (*RECEIVES, *SENDS) and peer == rank:
         doing, what = ("waits for", "src") if name in RECEIVES else ("sends", "dst")
         raise Wrong(

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
@@ -109,6 +110,10 @@ def _pass_through(
     output = function(entered, group)
     if not isinstance(output, torch.Tensor):
         raise Wrong(f"{where} returned {_kind(output)}; a tensor is expected")
+    if output.shape != value.shape:
+        raise Wrong(
+            f"{where} returned a tensor of shape {list(output.shape)}; {list(value.shape)} went in"
+        )
     result = output.detach().clone()
     if not torch.equal(entered.detach(), value):
         raise Wrong(
@@ -116,8 +121,16 @@ def _pass_through(
             "all_reduce works in place. The caller still uses its tensor (autograd may have saved "
             "it for backward): reduce a .clone()."
         )
+    if not output.requires_grad:
+        raise Wrong(
+            f"{where}: its output has no graph (requires_grad is False): was it detached?\n"
+            "Backward starts at the output, and must find its way to your backward."
+        )
+    # A collective that only some ranks call must not meet one of the next call.
+    dist.barrier()
     given = grad.clone()
     output.backward(given)
+    dist.barrier()
     if not torch.equal(given, grad):
         raise Wrong(
             f"{where}: its backward changed grad_output\n"
@@ -246,7 +259,10 @@ def _through(
     for what, one in (("the output", output), ("the second bias", bias)):
         if not isinstance(one, torch.Tensor) and (one is output or one is not None):
             raise Wrong(f"rank {rank}: {what} that forward returned is {_kind(one)}, not a tensor")
-    (output if bias is None else output + bias).backward(grad)
+    total = output if bias is None else output + bias
+    if not total.requires_grad:
+        raise Wrong(f"rank {rank}: the output that forward returned has no graph: was it detached?")
+    total.backward(grad)
     told = None if bias is None else bias.detach()
     return {"output": output.detach(), "bias": told, "input": entered.grad}
 
@@ -323,7 +339,8 @@ def _judge_no_guess(
         return
     what = f"rank {rank}: the MLP's output is wrong: "
     outputs = [other["output"] for other in group]
-    if all(one.shape == expected.shape for one in outputs) and _is(sum(outputs), expected):
+    same_shapes = all(one.shape == expected.shape for one in outputs)
+    if same_shapes and _is(sum(outputs), expected):
         raise Wrong(
             f"{what}it is this rank's term only\nSummed over the {case.tp} ranks it would be right: "
             "let the second product leave through reduce."
@@ -331,7 +348,16 @@ def _judge_no_guess(
     weights = [param.detach() for param in layer.whole.parameters()]
     first, first_bias, second, _ = weights
     inner = F.linear(layer.entered, first, first_bias)
-    if _is(found, F.linear(ACTIVATIONS[case.act](F.linear(layer.entered, first)), second)):
+    activation = ACTIVATIONS[case.act]
+    summed = F.linear(activation(F.linear(case.tp * layer.entered, first, first_bias)), second)
+    if _is(found, summed) or (same_shapes and _is(sum(outputs), summed)):
+        left = "" if _is(found, summed) else ", and the terms were not on their way out"
+        raise Wrong(
+            f"{what}the input was summed over the {case.tp} ranks on its way in{left}\nAll ranks have "
+            f"the same input, so that sum is {case.tp} times too large. Of copy and reduce, which one "
+            "sums in forward, and where are there terms to sum?"
+        )
+    if _is(found, F.linear(activation(F.linear(layer.entered, first)), second)):
         raise Wrong(f"{what}the first bias, self.linear_fc1.bias, was not added")
     if _is(found, F.linear(inner, second)):
         raise Wrong(f"{what}there is no activation between the two products")

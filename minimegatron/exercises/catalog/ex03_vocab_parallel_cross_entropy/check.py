@@ -24,6 +24,11 @@ NO_OFFSET = (
     "vocabulary. In this rank's slice its place is target - group.rank() * n."
 )
 
+ONE_M = (
+    "m is subtracted from the logits in one of its two terms, and not in the other\nIn "
+    "log(sum exp(x - m)) - (x_y - m) the two m cancel. Which of yours is without it?"
+)
+
 
 def cases(seed: int) -> list[Case]:
     """A group of four and two groups of two; slices of different width; then a GPT."""
@@ -97,6 +102,7 @@ class Trial:
             )
         result = found.detach().clone() if isinstance(found, torch.Tensor) else found
         if isinstance(found, torch.Tensor):
+            self._check_shape(found)
             with all_sent_counted(counter):
                 found.backward(self.weights)
         return {
@@ -105,6 +111,15 @@ class Trial:
             "num_bytes": counter.num_bytes,
             "collectives": counter.words(),
         }
+
+    def _check_shape(self, found: torch.Tensor) -> None:
+        """Raises Wrong for losses that backward could not begin from."""
+        if found.shape != self.target.shape:
+            raise Wrong(
+                f"{self.where}: forward returned losses of shape {list(found.shape)}, but "
+                f"{list(self.target.shape)} is expected: one loss per token\nTokens do not all count "
+                "the same (some are masked), so whoever calls it sums them up."
+            )
 
     def judge(self, answer: dict[str, Any]) -> None:
         """Raises Wrong unless loss and gradient are right, and little was sent."""
@@ -166,6 +181,8 @@ class Trial:
             (log_sum - torch.where(is_low, not_shifted, 0.0), NO_OFFSET),
             (log_sum - maximum, self._nothing_found()),
             (log_sum, self._nothing_found()),
+            (log_sum - maximum - right, ONE_M),
+            (log_sum + maximum - right, ONE_M),
             (
                 own_sum - right,
                 "each rank normalised over its own slice of the vocabulary\nThe sum of exponentials "
@@ -262,8 +279,9 @@ def _infinite_words(loss: float) -> str:
     """Why the loss is infinite or NaN: what is wrong with the subtracted maximum, m."""
     if loss == float("-inf"):
         return (
-            "This is log(0): every exp(x - m) is 0, so m is far above the largest logit. Is m the "
-            "maximum over the ranks? all_reduce adds, unless it is given op=ReduceOp.MAX."
+            "This is log(0): every exp(x - m) is 0, so m is far above this token's largest logit. m "
+            "must be one number per token: the maximum of that token's logits over all ranks, and not "
+            "that of all tokens. And all_reduce adds, unless it is given op=ReduceOp.MAX."
         )
     return (
         "exp(x) overflows above 709. Subtract the largest logit of all ranks first: "

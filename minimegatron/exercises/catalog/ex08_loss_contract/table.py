@@ -13,11 +13,16 @@ from minimegatron.exercises.check import Case, Wrong
 from minimegatron.exercises.feedback_numbers import check_numbers
 
 NUM_TOKENS = 3
+MASKED, ELSEWHERE = "a microbatch without tokens", "a stage that is not the last"
+OTHER = "with collect_non_loss_data"
 
 
 def run_table(student: ModuleType, case: Case) -> dict[str, Any]:
     """What each row gives, and what the cases outside the table give."""
-    rows = [_call(student, _three_or_two(row, case), case, **row.changes) for row in _rows(case)]
+    rows = [
+        _call(student, _three_or_two(row, case), case, f"row {row.words}", **row.changes)
+        for row in _rows(case)
+    ]
     return {"rows": rows, **_run_exceptions(student, case)}
 
 
@@ -63,8 +68,10 @@ def _three_or_two(row: Row, case: Case) -> Callable:
     return three if row.returns_tokens else two
 
 
-def _call(student: ModuleType, returned: Callable, case: Case, **changes: Any) -> dict[str, Any]:
-    """What comes of one call on the last stage, unless `changes` say otherwise."""
+def _call(
+    student: ModuleType, returned: Callable, case: Case, where: str, **changes: Any
+) -> dict[str, Any]:
+    """What comes of one call on the last stage, unless `changes` say otherwise; `where` names it."""
     store: list = []
     arguments: dict[str, Any] = {
         "model": None,
@@ -83,9 +90,10 @@ def _call(student: ModuleType, returned: Callable, case: Case, **changes: Any) -
     )
     found = student.forward_step_calc_loss(**(arguments | changes), config=config)
     if not isinstance(found, tuple) or len(found) != 2:
+        what = "the output as it is" if "output_tensor" in changes else "the loss"
         raise Wrong(
-            f"forward_step_calc_loss returned {type(found).__name__}; two values are expected: the "
-            "loss, and the number of tokens"
+            f"forward_step_calc_loss ({where}) returned {_returned(found)}; two values are expected: "
+            f"{what}, and the number of tokens"
         )
     loss, tokens = found
     is_tensor = isinstance(loss, torch.Tensor)
@@ -95,6 +103,12 @@ def _call(student: ModuleType, returned: Callable, case: Case, **changes: Any) -
         "tokens": tokens,
         "store": store,
     }
+
+
+def _returned(found: Any) -> str:
+    if isinstance(found, tuple):
+        return f"a tuple of {len(found)}"
+    return "None (was `return` forgotten?)" if found is None else f"one {type(found).__name__}"
 
 
 def _run_exceptions(student: ModuleType, case: Case) -> dict[str, Any]:
@@ -115,9 +129,9 @@ def _run_exceptions(student: ModuleType, case: Case) -> dict[str, Any]:
     elsewhere = {"output_tensor": output, "is_last_stage": False}
     other = {"output_tensor": output, "collect_non_loss_data": True}
     return {
-        "masked": _call(student, masked, case),
-        "no loss": _call(student, forbidden, case, **elsewhere),
-        "other data": _call(student, forbidden, case, **other),
+        "masked": _call(student, masked, case, MASKED),
+        "no loss": _call(student, forbidden, case, ELSEWHERE, **elsewhere),
+        "other data": _call(student, forbidden, case, OTHER, **other),
     }
 
 
@@ -188,11 +202,11 @@ def _judge_exceptions(found: dict[str, Any]) -> None:
     output = torch.full((2,), 5.0, dtype=torch.float64)
     elsewhere = found["no loss"]
     check_numbers("the output of a stage that is not the last", elsewhere["loss"], output)
-    _judge_tokens("a stage that is not the last", elsewhere["tokens"], 0)
+    _judge_tokens(ELSEWHERE, elsewhere["tokens"], 0)
     if elsewhere["store"]:
         raise Wrong("a stage that is not the last put something into forward_data_store")
     check_numbers("the output with collect_non_loss_data", found["other data"]["loss"], output)
-    _judge_tokens("with collect_non_loss_data", found["other data"]["tokens"], 0)
+    _judge_tokens(OTHER, found["other data"]["tokens"], 0)
     store = found["other data"]["store"]
     if store != ["anything"]:
         raise Wrong(

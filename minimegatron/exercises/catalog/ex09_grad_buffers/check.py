@@ -162,6 +162,7 @@ def _run_hook(student: ModuleType) -> list[dict[str, Any]]:
                 "is_a_view": param.main_grad.data_ptr() == memory,
                 "main_grad": param.main_grad.clone(),
                 "grad_is_none": param.grad is None,
+                "grad_is_zero": param.grad is not None and not param.grad.any().item(),
                 "flag": bool(param.grad_added_to_main_grad),
                 "num_told": len(told),
                 "is_told_right": all(who == "mine" and what is param for who, what in told),
@@ -211,6 +212,12 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
         )
     expected = torch.full((4,), sum(10.0**i for i in range(number + 1)), dtype=torch.float64)
     check_numbers(f"main_grad after microbatch {number}", one["main_grad"], expected)
+    if one["grad_is_zero"]:
+        raise Wrong(
+            "_after_grad fills param.grad with zeros, and keeps it\nThe next gradient is right with "
+            "that, but zeros take as much memory as a gradient: each parameter would hold it twice, "
+            "here and in the buffer. Let go of the tensor: set param.grad to None."
+        )
     if not one["grad_is_none"]:
         raise Wrong(
             "_after_grad leaves param.grad as it is\nThe next backward adds its gradient to it, "

@@ -133,6 +133,7 @@ def _last_steps(path: list[str], most: int = 10) -> str:
 
 
 def _why_path(ours: DynamicGradScaler, scale: float, left: int, found_inf: bool) -> str:
+    window = ours.growth_interval
     if scale < ours.min_scale:
         return "The scale may not go below min_scale."
     if found_inf and scale < ours._scale:
@@ -153,10 +154,10 @@ def _why_path(ours: DynamicGradScaler, scale: float, left: int, found_inf: bool)
         )
     if scale > ours._scale:
         return (
-            "It grew too early: growth needs that many good steps in a row, and an overflow starts "
-            f"the count again (`_growth_tracker` should be {ours._growth_tracker} now)."
+            f"It grew too early: growth needs {window} steps without an overflow in a row, and an "
+            f"overflow starts the count again (`_growth_tracker` should be {ours._growth_tracker} now)."
         )
-    return "It should grow now: that many good steps came in a row."
+    return f"It should grow now: {window} steps without an overflow came in a row."
 
 
 # -- A training --

@@ -1,6 +1,7 @@
 """Only rank 0 calls the collective.
 
-Expected: All ranks of a group must enter the same collective
+Expected: Rank 1 has come out of your code, and waits for the others in the check. Still in there:
+rank 0 waits in torch.distributed.all_reduce #0
 """
 
 import torch

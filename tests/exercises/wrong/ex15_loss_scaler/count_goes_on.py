@@ -1,6 +1,6 @@
 """An overflow does not start the count of good steps again.
 
-Expected: It grew too early
+Expected: It grew too early: growth needs
 """
 
 import torch
