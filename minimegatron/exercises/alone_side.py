@@ -3,16 +3,21 @@
 Called by: `collect`, as a program. Calls: `room`. Megatron has no counterpart.
 
 Its input is one line, the job. Its argument is the number of a file that takes its lines, and after
-`job.seconds` its Python stack.
+`job.seconds` its Python stack, which is its end.
 """
 
 import faulthandler
 import json
+import math
 import os
+import resource
 import sys
 
 from minimegatron.exercises import stand_ins
 from minimegatron.exercises.room import Job, Room
+
+SPARE_SECONDS = 5
+"""Of computing, after which the system ends what this process has started."""
 
 
 def main() -> None:
@@ -22,7 +27,10 @@ def main() -> None:
     stand_ins.install()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    faulthandler.dump_traceback_later(job.seconds, file=lines)
+    # It ends by itself, with all that it starts, even if nobody is left to end it.
+    faulthandler.dump_traceback_later(job.seconds, exit=True, file=lines)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(job.seconds) + SPARE_SECONDS, most))
     with os.fdopen(lines, "w", encoding="utf-8") as file:
         # Twice, since a function of numbers must give the same answer each time.
         Room(job, lambda line: print(line, file=file, flush=True), times=2).work()

@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from minimegatron.exercises.engine import Sheet, check_file
 from minimegatron.exercises.plain_data import NotPlain, from_line, to_line
 from minimegatron.exercises.verdict import render
 from tests.exercises.cheats import CHEATS
+from tests.test_launcher import wait_until_gone
 
 PLAIN = st.recursive(
     st.none()
@@ -179,6 +182,24 @@ def test_a_process_left_behind_does_not_hold_the_check(tmp_path):
     body = "    import os, time\n    if os.fork() == 0:\n        time.sleep(60)\n    os._exit(0)\n"
     found, seconds = run_alone(tmp_path, body, 20.0)
     assert found.kind == verdict.DIED and seconds < 30
+
+
+@pytest.mark.parametrize("body", ["while True:\n        pass", "import time\n    time.sleep(9999)"])
+def test_nothing_is_left_of_a_check_that_is_killed(body, tmp_path):
+    exercise, begun = find("ex05"), tmp_path / "begun"
+    path = tmp_path / f"{exercise.name}.py"
+    path.write_text(
+        f"import os\n\n\ndef predict_order(*_):\n"
+        f"    open({str(begun)!r}, 'w').write(str(os.getpid()))\n    {body}\n"
+        "\n\nPREDICTION = {0: 'F0', 1: 'F0', 2: 'F0'}\n"
+    )
+    check = subprocess.Popen([sys.executable, "-m", "minimegatron.exercises.engine", str(path)])
+    deadline = time.monotonic() + 60
+    while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    check.kill()
+    check.wait()
+    assert wait_until_gone([int(begun.read_text())]) == []
 
 
 def test_parts_are_told_one_by_one(tmp_path):
