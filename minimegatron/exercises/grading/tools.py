@@ -116,6 +116,7 @@ def _as_values(tree: ast.Module) -> list[str]:
 def _other_parts(tree: ast.Module) -> list[str]:
     """What it uses of the modules that are harmless in part, wherever it reaches them."""
     found, paths = [], sorted(paths_of(tree))
+    ways = {path.rpartition(".")[0] for path in paths}
     for path in paths:
         names = path.split(".")
         parts = [
@@ -123,8 +124,7 @@ def _other_parts(tree: ast.Module) -> list[str]:
             for module, part in zip([name.lstrip("_") for name in names], names[1:], strict=False)
             if part not in HARMLESS_PARTS.get(module, (part,))
         ]
-        is_way = any(other.startswith(f"{path}.") for other in paths)
-        if not parts and len(names) > 1 and names[-1] in HARMLESS_PARTS and not is_way:
+        if not parts and len(names) > 1 and names[-1] in HARMLESS_PARTS and path not in ways:
             parts = [names[-1]]
         if names[-1] == "__dict__" and not parts:
             parts = [path]
