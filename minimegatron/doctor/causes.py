@@ -356,9 +356,9 @@ def find_rest(case: Case) -> Diagnosis:
     waiting = [rank for rank, seen in case.situations.items() if seen.kind in (*WAITING, HIDDEN)]
     if waiting and all(_waits_for_unknown(case.situations[rank]) for rank in waiting):
         cause = (
-            f"{_subject(waiting)}, but for which rank is not known: the doctor cannot see whom such a "
-            "call waits for. Probably it is a message that nobody has sent, or that nobody takes; or a "
-            "collective that not all ranks of its group have entered."
+            f"{_subject(waiting)}, but for which rank is not known: the doctor cannot see the other "
+            "side of such a call. Probably it is a message that nobody has sent, or nobody takes; or "
+            "a collective that not all ranks of its group have entered."
         )
         return case.verdict(UNKNOWN, cause, waiting)
     if waiting:
@@ -373,7 +373,7 @@ def find_rest(case: Case) -> Diagnosis:
 
 
 def _waits_for_unknown(seen: Situation) -> bool:
-    """Whether a rank waits, and nothing says for whom."""
+    """Whether a rank waits, and its record does not say for which rank."""
     return seen.kind == HIDDEN or (seen.kind == MESSAGE and not seen.waits_for)
 
 

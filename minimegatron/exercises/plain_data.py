@@ -136,6 +136,6 @@ def _tensor(dtype: str, shape: list[int], text: str) -> Any:
         raise ValueError(f"no tensor of {dtype!r} is expected")
     data = bytearray(base64.b64decode(text))
     if not data:
-        # Not memory that nobody has written: where bytes are missing, there is no tensor.
+        # Never torch.empty: its memory holds old data, and the shape may ask for any amount of it.
         return torch.zeros(0, dtype=getattr(torch, dtype)).reshape(shape)
     return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape).clone()

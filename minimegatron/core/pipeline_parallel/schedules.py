@@ -97,7 +97,7 @@ def get_forward_backward_func() -> Callable:
     * first_val_step: with `forward_only`, whether this is the first validation step.
     * adjust_tensor_shapes_fn: plain 1F1B only; maps (receive shapes, send shapes) to other ones.
     * p2p_communicator, pg_collection: the groups; default to those of `parallel_state`. With one stage
-      there are no messages, and no p2p_communicator.
+      the function takes no p2p_communicator: it sends no messages.
 
     It returns what the loss function reported, a list with one entry per microbatch, on the last
     stage; an empty list elsewhere.

@@ -42,7 +42,7 @@ class Found:
     """Its path in what the student handed in."""
     data: bytes
     version: tuple[int, int] = (0, 0)
-    """Canvas's: the later one counts."""
+    """As `ExportedName` has it: the later one counts."""
 
     @property
     def parts(self) -> tuple[str, ...]:

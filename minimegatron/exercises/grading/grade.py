@@ -305,7 +305,7 @@ class _Grader:
             incidents += ("the check passes with the stub once this file is loaded: look at it",)
             message = "The check passes without the functions that you were asked to write."
         elif hidden == PASSED and len(verdicts) < 3:
-            # That is no proof of anything; whoever is graded beside it may have slowed it down.
+            # The control run gave no answer. Another student's file may have slowed it down.
             hidden = NOT_RUN
         if ended:
             incidents += (f"the cell ended early: {ended}",)

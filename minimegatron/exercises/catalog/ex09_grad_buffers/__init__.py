@@ -17,7 +17,7 @@ EXERCISE = Exercise(
         ".register_grad_ready",
     ),
     question=(
-        "With ZeRO-1 the real layout has padding. Which sizes are multiples of which number there, and "
-        "which part of the step needs that?"
+        "With ZeRO-1 the real layout has padding: each bucket's size is a multiple of a number. Which "
+        "number is it, and which part of the step needs that?"
     ),
 )
