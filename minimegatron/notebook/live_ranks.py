@@ -42,6 +42,8 @@ except ImportError as error:
 
 START_SECONDS = 300
 """Under heavy load, 120 s were not enough. A process that has ended is noticed at once."""
+NEWS_SECONDS = 5.0
+"""After these the notebook asks again which ranks there are."""
 GREETING_SECONDS = 1.0
 """After these a rank that has not answered is asked again."""
 INTERRUPT_SECONDS = 1.0
@@ -129,15 +131,37 @@ class LiveRanks:
 
     def _connect(self, controller: launcher.RankProcesses) -> Any:
         """A client that every engine answers; raises RankError if a process ends meanwhile."""
-        client, give_up = None, time.monotonic() + START_SECONDS
+        give_up = time.monotonic() + START_SECONDS
         path = connection_file(self._folder, "client")
-        while client is None or len(client.ids) < self.num_ranks:
-            if client is None and is_written(path):
-                # On a busy machine the controller has left a first question unanswered for 30 s.
-                with contextlib.suppress(TimeoutError):
-                    client = ipyparallel.Client(str(path), timeout=10)
+        while not is_written(path):
             self._check_start(controller, give_up)
             time.sleep(LOOK_SECONDS)
+        while True:
+            self._check_start(controller, give_up)
+            with contextlib.ExitStack() as unless_ready:
+                try:
+                    client = ipyparallel.Client(str(path), timeout=10)
+                except TimeoutError:  # on a busy machine a first question was not answered in 30 s
+                    continue
+                unless_ready.callback(client.close)
+                if self._knows_all(client, controller, give_up):
+                    self._greet(client, controller, give_up)
+                    unless_ready.pop_all()
+                    return client
+
+    def _knows_all(self, client: Any, controller: launcher.RankProcesses, give_up: float) -> bool:
+        """Whether the client has heard of every engine, some seconds after it was made.
+
+        One that is registered after the controller has counted its engines for the client, but before
+        the client listens to its news, is never heard of. A new client is told of it at once.
+        """
+        end = time.monotonic() + NEWS_SECONDS
+        while len(client.ids) < self.num_ranks and time.monotonic() < end:
+            self._check_start(controller, give_up)
+            time.sleep(LOOK_SECONDS)
+        return len(client.ids) == self.num_ranks
+
+    def _greet(self, client: Any, controller: launcher.RankProcesses, give_up: float) -> None:
         greetings: dict[int, list[Any]] = {rank: [] for rank in range(self.num_ranks)}
         while silent := [r for r, sent in greetings.items() if not any(x.ready() for x in sent)]:
             # What is sent to an engine before its connection is complete is lost without a word.
@@ -145,7 +169,6 @@ class LiveRanks:
                 greetings[rank].append(client[rank].apply_async(os.getpid))
             concurrent.futures.wait([sent[-1] for sent in greetings.values()], GREETING_SECONDS)
             self._check_start(controller, give_up)
-        return client
 
     def _check_start(self, controller: launcher.RankProcesses, give_up: float) -> None:
         controller.check()

@@ -12,7 +12,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import ipyparallel.controller.app
+import ipyparallel.util
 import pytest
+import zmq
 from ipyparallel import DirectView
 from ipyparallel.engine.app import IPEngine
 from jupyter_client.manager import start_new_kernel
@@ -331,6 +333,38 @@ def test_a_first_question_that_is_lost_is_asked_again(monkeypatch):
     ranks = LiveRanks(2)
     try:
         assert len(asked) >= 4 and ranks["rank"] == [0, 1]
+    finally:
+        ranks.stop()
+
+
+def test_a_rank_whose_news_is_missed_is_there_in_the_end(monkeypatch):
+    """So it happened under load: registered after the answer, before the client listened."""
+
+    def connect(socket, url, *arguments, **options):
+        if socket.type == zmq.SUB and not late:
+            late.append(url)
+            while not knows_a_rank():
+                time.sleep(0.1)
+        return usual(socket, url, *arguments, **options)
+
+    def knows_a_rank():
+        client = ipyparallel.Client(paths[0], timeout=60)
+        try:
+            return bool(client.ids)
+        finally:
+            client.close()
+
+    def note(client, path, **options):
+        paths.append(path)
+        make(client, path, **options)
+
+    paths, late = [], []
+    usual, make = ipyparallel.util.connect, ipyparallel.Client.__init__
+    monkeypatch.setattr(ipyparallel.util, "connect", connect)
+    monkeypatch.setattr(ipyparallel.Client, "__init__", note)
+    ranks = LiveRanks(1)
+    try:
+        assert late and ranks["rank + 7"] == [7]
     finally:
         ranks.stop()
 
