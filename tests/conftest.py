@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 # What a script starts in the background ignores Ctrl-C's signal, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["tests.process_mark"]
+pytest_plugins = ["tests.browser", "tests.process_mark"]
 
 # A test that fails on one machine only, or once, tells nobody what to mend. To hunt: another seed,
 # `pytest --hypothesis-profile default --hypothesis-seed N`.

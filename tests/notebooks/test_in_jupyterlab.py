@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from notebook_runs import ROOT, sources
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from tests.figures import figure, slowness
 from tests.notebooks.test_notebooks import SECONDS
@@ -118,18 +118,14 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def page(lab: tuple[str, int]) -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox"]
-        )
-        page = browser.new_page(viewport={"width": 1280, "height": 1000})
-        page.set_default_timeout(PATIENCE_MS)
-        page.goto(re.sub(r"/lab/tree/[^?]*", "/lab", lab[0]))
-        page.wait_for_function("() => window.jupyterapp")
-        page.evaluate("() => jupyterapp.restored.then(() => 0)")
-        yield page
-        browser.close()
+def page(browser: Browser, lab: tuple[str, int]) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(re.sub(r"/lab/tree/[^?]*", "/lab", lab[0]))
+    page.wait_for_function("() => window.jupyterapp")
+    page.evaluate("() => jupyterapp.restored.then(() => 0)")
+    yield page
+    page.close()
 
 
 @dataclass
