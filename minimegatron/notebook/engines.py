@@ -9,9 +9,11 @@ launchers would start an interpreter for each, which is most of the ten seconds 
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +53,11 @@ def is_written(path: Path) -> bool:
 
 
 def serve_controller(folder: str) -> None:
-    """Passes messages between the notebook and the engines, until it is killed."""
+    """Passes messages between the notebook and the engines, until it is killed.
+
+    It ends by itself if one of its parts ends: each listens at a port that was free when the controller
+    chose it, and that another program may have taken since.
+    """
     # The process that beats time logs to stderr, whatever the level.
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -70,7 +76,17 @@ def serve_controller(folder: str) -> None:
             "--HeartMonitor.max_heartmonitor_misses=1000000000",
         ]
     )
+    # A thread that cannot have its port would end without a word, and so would the process that beats.
+    threading.excepthook = lambda _: os._exit(1)
+    heart = controller.heartmonitor_process
+    threading.Thread(target=_end_with, args=(heart,), daemon=True).start()
     controller.start()
+
+
+def _end_with(process: multiprocessing.Process) -> None:
+    while process.exitcode is None:  # also before its start
+        time.sleep(0.1)
+    os._exit(1)
 
 
 def serve_rank(folder: str) -> None:

@@ -40,8 +40,12 @@ except ImportError as error:
         f"live ranks need ipyparallel ({error}); pip install 'minimegatron[notebooks]'"
     ) from error
 
+STARTS = 3
+"""How often the ranks are started, if their controller ends: see `engines.serve_controller`."""
 START_SECONDS = 300
 """Under heavy load, 120 s were not enough. A process that has ended is noticed at once."""
+ANSWER_SECONDS = 10.0
+"""How long the controller may take to answer the notebook; then it is asked again."""
 NEWS_SECONDS = 5.0
 """After these the notebook asks again which ranks there are."""
 GREETING_SECONDS = 1.0
@@ -59,6 +63,10 @@ LOOK_SECONDS = 0.05
 FRESH = "Fresh ranks have taken their place, without variables: run the cells above once more."
 
 _current: "LiveRanks | None" = None
+
+
+class ControllerError(RuntimeError):
+    """The controller of live ranks has ended while they were starting."""
 
 
 def live_ranks(num_ranks: int, hang_timeout: float = 5.0) -> "LiveRanks":
@@ -109,6 +117,14 @@ class LiveRanks:
 
     def _start(self) -> None:
         self._is_stopped = False
+        for num_left in reversed(range(STARTS)):
+            try:
+                return self._start_once()
+            except ControllerError:
+                if num_left == 0:
+                    raise
+
+    def _start_once(self) -> None:
         with contextlib.ExitStack() as opened:
             self._folder = make_folder("minimegatron-live-")
             opened.callback(remove_folder, self._folder)
@@ -140,8 +156,8 @@ class LiveRanks:
             self._check_start(controller, give_up)
             with contextlib.ExitStack() as unless_ready:
                 try:
-                    client = ipyparallel.Client(str(path), timeout=10)
-                except TimeoutError:  # on a busy machine a first question was not answered in 30 s
+                    client = ipyparallel.Client(str(path), timeout=ANSWER_SECONDS)
+                except TimeoutError:  # a first question was not answered in 30 s, on a busy machine
                     continue
                 unless_ready.callback(client.close)
                 if self._knows_all(client, controller, give_up):
@@ -171,7 +187,12 @@ class LiveRanks:
             self._check_start(controller, give_up)
 
     def _check_start(self, controller: launcher.RankProcesses, give_up: float) -> None:
-        controller.check()
+        try:
+            controller.check()
+        except launcher.RankError as error:
+            raise ControllerError(
+                f"live ranks did not start, in {STARTS} attempts: {error}"
+            ) from None
         self._processes.check()
         if time.monotonic() > give_up:
             raise TimeoutError(

@@ -1,5 +1,7 @@
 """Live ranks in a real kernel: what is shown, and that no process outlives its cell, or the kernel."""
 
+import errno
+import functools
 import html
 import importlib
 import os
@@ -15,11 +17,13 @@ import ipyparallel.controller.app
 import ipyparallel.util
 import pytest
 import zmq
+import zmq.devices
 from ipyparallel import DirectView
 from ipyparallel.engine.app import IPEngine
 from jupyter_client.manager import start_new_kernel
 
 from minimegatron.notebook import LiveRanks, engines
+from minimegatron.notebook.live_ranks import ControllerError
 from minimegatron.notebook.magics import CellError
 from tests.test_launcher import wait_until_gone
 
@@ -314,6 +318,42 @@ def test_a_rank_that_is_slow_to_start_is_there_in_the_end(monkeypatch):
         ranks.stop()
 
 
+def refuse(*arguments: object, **options: object) -> None:
+    raise zmq.ZMQError(errno.EADDRINUSE)
+
+
+def serve_unlucky_controller(marker: Path, part: str, folder: str) -> None:
+    """At the first time, `part` of it finds its port taken."""
+    if not marker.exists():
+        marker.touch()
+        if part == "process":
+            ipyparallel.controller.app.start_heartmonitor = refuse
+        else:
+            zmq.devices.ThreadMonitoredQueue.run_device = refuse
+    engines.serve_controller(folder)
+
+
+@pytest.mark.parametrize("part", ["process", "thread"])
+def test_where_a_port_is_taken_meanwhile_all_is_started_again(part, monkeypatch, tmp_path):
+    """So it happened under load: the controller chooses ports, and its parts listen at them later."""
+    module = importlib.import_module("minimegatron.notebook.live_ranks")
+    serve = functools.partial(serve_unlucky_controller, tmp_path / "marker", part)
+    monkeypatch.setattr(module, "serve_controller", serve)
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 2)
+    ranks = LiveRanks(1)
+    try:
+        assert (tmp_path / "marker").exists() and ranks["rank + 7"] == [7]
+    finally:
+        ranks.stop()
+
+
+def test_a_controller_that_cannot_start_is_told(monkeypatch):
+    module = importlib.import_module("minimegatron.notebook.live_ranks")
+    monkeypatch.setattr(module, "serve_controller", refuse)
+    with pytest.raises(ControllerError, match="in 3 attempts.*Address already in use"):
+        LiveRanks(1)
+
+
 class Lost(Future):
     """What comes of a request that nobody has received."""
 
@@ -358,6 +398,8 @@ def test_a_rank_whose_news_is_missed_is_there_in_the_end(monkeypatch):
         paths.append(path)
         make(client, path, **options)
 
+    module = importlib.import_module("minimegatron.notebook.live_ranks")
+    monkeypatch.setattr(module, "NEWS_SECONDS", 1)
     paths, late = [], []
     usual, make = ipyparallel.util.connect, ipyparallel.Client.__init__
     monkeypatch.setattr(ipyparallel.util, "connect", connect)
