@@ -36,6 +36,10 @@ PATIENCE_SECONDS = 120
 REGISTRATION_SECONDS = 3600
 """How long an engine that was told its number may take to beat. Left alone, the controller forgets it
 after 30 s, without a word, and it is never there. Here the launcher knows which engines live."""
+NUM_SOCKETS = 30
+"""More than the controller has."""
+LONGEST_SOCKET = 100
+"""Letters of a socket's path, on every system."""
 LOG_LEVEL = logging.CRITICAL
 
 
@@ -52,18 +56,43 @@ def is_written(path: Path) -> bool:
         return False
 
 
+class FolderController(IPController):
+    """Names a socket in a folder as its clients and engines do: with a colon before the number."""
+
+    def construct_url(self, kind: str, channel: str, index: str | None = None) -> str:
+        url = super().construct_url(kind, channel, index)
+        if not url.startswith("ipc://"):
+            return url
+        place, _, number = url.rpartition("-")
+        return f"{place}:{number}"
+
+
+def _where(folder: str) -> list[str]:
+    """The controller's options for listening in the folder, unless its name is too long for a socket.
+
+    A port that the controller has chosen may be another program's before the controller listens at it.
+    """
+    place = f"{folder}/socket"
+    if len(f"{place}:{NUM_SOCKETS}") > LONGEST_SOCKET:
+        return []
+    options = [f"--IPController.ports=1-{NUM_SOCKETS}"]
+    for side in ("engine", "client", "monitor"):
+        options += [f"--IPController.{side}_transport=ipc", f"--IPController.{side}_ip={place}"]
+    return options
+
+
 def serve_controller(folder: str) -> None:
     """Passes messages between the notebook and the engines, until it is killed.
 
-    It ends by itself if one of its parts ends: each listens at a port that was free when the controller
-    chose it, and that another program may have taken since.
+    It ends by itself if one of its parts ends, for whatever reason.
     """
     # The process that beats time logs to stderr, whatever the level.
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
-    controller = IPController()
+    controller = FolderController()
     controller.initialize(
         [
+            *_where(folder),
             f"--profile-dir={folder}",
             f"--ipython-dir={folder}",
             f"--log-level={LOG_LEVEL}",
@@ -76,7 +105,7 @@ def serve_controller(folder: str) -> None:
             "--HeartMonitor.max_heartmonitor_misses=1000000000",
         ]
     )
-    # A thread that cannot have its port would end without a word, and so would the process that beats.
+    # A thread that cannot listen would end without a word, and so would the process that beats.
     threading.excepthook = lambda _: os._exit(1)
     heart = controller.heartmonitor_process
     threading.Thread(target=_end_with, args=(heart,), daemon=True).start()

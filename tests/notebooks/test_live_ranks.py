@@ -323,7 +323,7 @@ def refuse(*arguments: object, **options: object) -> None:
 
 
 def serve_unlucky_controller(marker: Path, part: str, folder: str) -> None:
-    """At the first time, `part` of it finds its port taken."""
+    """At the first time, `part` of it cannot listen."""
     if not marker.exists():
         marker.touch()
         if part == "process":
@@ -334,8 +334,8 @@ def serve_unlucky_controller(marker: Path, part: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["process", "thread"])
-def test_where_a_port_is_taken_meanwhile_all_is_started_again(part, monkeypatch, tmp_path):
-    """So it happened under load: the controller chooses ports, and its parts listen at them later."""
+def test_where_a_part_of_the_controller_ends_all_is_started_again(part, monkeypatch, tmp_path):
+    """So it happened under load: the controller chose ports, and another program was quicker."""
     module = importlib.import_module("minimegatron.notebook.live_ranks")
     serve = functools.partial(serve_unlucky_controller, tmp_path / "marker", part)
     monkeypatch.setattr(module, "serve_controller", serve)
@@ -343,6 +343,30 @@ def test_where_a_port_is_taken_meanwhile_all_is_started_again(part, monkeypatch,
     ranks = LiveRanks(1)
     try:
         assert (tmp_path / "marker").exists() and ranks["rank + 7"] == [7]
+    finally:
+        ranks.stop()
+
+
+def test_live_ranks_take_no_port():
+    ranks = LiveRanks(1)
+    try:
+        assert len(list(ranks._folder.glob("socket:*"))) > 10
+    finally:
+        ranks.stop()
+
+
+def serve_at_ports(folder: str) -> None:
+    """As where the folder's name is too long for a socket."""
+    engines.LONGEST_SOCKET = len(folder)
+    engines.serve_controller(folder)
+
+
+def test_in_a_folder_with_a_long_name_they_take_ports(monkeypatch):
+    module = importlib.import_module("minimegatron.notebook.live_ranks")
+    monkeypatch.setattr(module, "serve_controller", serve_at_ports)
+    ranks = LiveRanks(1)
+    try:
+        assert not list(ranks._folder.glob("socket:*")) and ranks["rank + 7"] == [7]
     finally:
         ranks.stop()
 
