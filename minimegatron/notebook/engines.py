@@ -39,7 +39,7 @@ after 30 s, without a word, and it is never there. Here the launcher knows which
 NUM_SOCKETS = 30
 """More than the controller has."""
 LONGEST_SOCKET = 100
-"""Letters of a socket's path, on every system."""
+"""Bytes of a socket's path that every system allows."""
 LOG_LEVEL = logging.CRITICAL
 
 
@@ -73,7 +73,7 @@ def _where(folder: str) -> list[str]:
     A port that the controller has chosen may be another program's before the controller listens at it.
     """
     place = f"{folder}/socket"
-    if len(f"{place}:{NUM_SOCKETS}") > LONGEST_SOCKET:
+    if len(os.fsencode(f"{place}:{NUM_SOCKETS}")) > LONGEST_SOCKET:
         return []
     options = [f"--IPController.ports=1-{NUM_SOCKETS}"]
     for side in ("engine", "client", "monitor"):

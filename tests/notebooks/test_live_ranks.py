@@ -355,6 +355,11 @@ def test_live_ranks_take_no_port():
         ranks.stop()
 
 
+def test_the_length_of_a_folders_name_counts_in_bytes():
+    """A folder of temporary files may have the user's name in it."""
+    assert engines._where("/tmp/" + "n" * 35) and not engines._where("/tmp/" + "学" * 35)
+
+
 def serve_at_ports(folder: str) -> None:
     """As where the folder's name is too long for a socket."""
     engines.LONGEST_SOCKET = len(folder)
