@@ -130,7 +130,7 @@ class LiveRanks:
             opened.callback(remove_folder, self._folder)
             folder = str(self._folder)
             controller = launcher.RankProcesses(serve_controller, 1, folder, device="cpu")
-            opened.enter_context(controller)
+            self._controller = opened.enter_context(controller)
             device = "cuda" if self.has_gpus else "cpu"
             self._processes = launcher.RankProcesses(
                 serve_rank,
@@ -313,13 +313,18 @@ class LiveRanks:
         return None
 
     def _check_alive(self) -> None:
-        """Raises CellError if a rank has died since; fresh ones are there then."""
+        """Raises CellError if a rank, or the controller, has died since; fresh ones are there then."""
         if self._is_stopped:
             raise ValueError(
                 f"these ranks were stopped; run live_ranks({self.num_ranks}) for fresh ones"
             )
+        text = ""
         try:
             self._processes.check()
         except launcher.RankError as error:
+            text = str(error)
+        if not text and not self._controller.processes[0].is_alive():
+            text = "The controller of the ranks has ended."
+        if text:
             self.restart()
-            raise CellError({}, [str(error), FRESH]) from None
+            raise CellError({}, [text, FRESH])

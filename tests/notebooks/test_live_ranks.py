@@ -355,6 +355,17 @@ def test_live_ranks_take_no_port():
         ranks.stop()
 
 
+def test_ranks_whose_controller_ends_are_replaced():
+    ranks = LiveRanks(1)
+    try:
+        ranks._controller.processes[0].kill()
+        with pytest.raises(CellError, match="The controller of the ranks has ended"):
+            ranks.run("import time; time.sleep(60)")
+        assert ranks["rank + 7"] == [7]
+    finally:
+        ranks.stop()
+
+
 def test_the_length_of_a_folders_name_counts_in_bytes():
     """A folder of temporary files may have the user's name in it."""
     assert engines._where("/tmp/" + "n" * 35) and not engines._where("/tmp/" + "学" * 35)
