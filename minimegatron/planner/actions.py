@@ -1,17 +1,18 @@
 """What a rank does, as data: the schema that plans, simulations and recorded runs share.
 
-Made by: `stage.Stage` (plans) and by a trace recorder (runs). Read by: every other module of the
-planner, the trace tools, the documentation's player. Calls nothing. Megatron has no counterpart.
+Made by: `stage.Stage` and `core.pipeline_parallel.lowering` (plans), by a trace recorder (runs). Read
+by: every other module of the planner, the trace tools, the documentation's player. Calls:
+`core.pipeline_parallel.work`, whose names it hands on. Megatron has no counterpart.
 
 An `Action` says *what*: a forward, a backward, or one call of a `P2PCommunicator` method with the
 messages that this call sends and receives. It holds no time, so the plan of a schedule and the
 trace of its run are equal when their lists of actions are. An `Event` adds *when* and *where*: start
 and end, how much of it was waiting, the source line, the enclosing event.
 
-A timeline as JSON, version 1 (`timeline_to_json`):
+A timeline as JSON (`timeline_to_json`):
 
 ```
-{"schema": "minimegatron-timeline", "version": 1,
+{"schema": "minimegatron-timeline", "version": 1 | 2,
  "source": "plan" | "simulation" | "run",
  "config": {"schedule": "1f1b", "pp_size": 4, "num_microbatches": 8, ...},
  "unit": "forward" | "us" | ...,           what 1 means in start, end and wait
@@ -25,80 +26,81 @@ message = {"direction", "payload", "peer", "microbatch", "chunk", "num_bytes"}
 
 A key is left out where it would say nothing: None, an empty list, False. A reader must refuse a
 higher `version` and ignore keys it does not know; new keys do not raise the version, changed
-meanings do.
+meanings do. Version 1 knows forwards, backwards and communication; a timeline with another kind of work
+is of version 2, where a pair has its two actions under "parts".
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
+
+from minimegatron.core.pipeline_parallel.work import (
+    ACTIVATION,
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMMUNICATE,
+    COOLDOWN,
+    FORWARD,
+    GRADIENT,
+    KINDS,
+    PAIR,
+    RECEIVE,
+    SEND,
+    STEADY,
+    WARMUP,
+    Action,
+    Message,
+    describe_message,
+    parts_of,
+)
+
+__all__ = [
+    "ACTIVATION",
+    "BACKWARD",
+    "BACKWARD_INPUT",
+    "BACKWARD_WEIGHT",
+    "CALL",
+    "COMMUNICATE",
+    "COOLDOWN",
+    "FORWARD",
+    "GRADIENT",
+    "KINDS",
+    "PAIR",
+    "RECEIVE",
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "SEND",
+    "STEADY",
+    "WARMUP",
+    "Action",
+    "Event",
+    "Message",
+    "Time",
+    "action_from_json",
+    "action_to_json",
+    "describe_message",
+    "event_from_json",
+    "event_to_json",
+    "number_to_json",
+    "parts_of",
+    "timeline_from_json",
+    "timeline_to_json",
+]
 
 SCHEMA = "minimegatron-timeline"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""The newest version that this program reads."""
 
-FORWARD = "forward"
-BACKWARD = "backward"
-COMMUNICATE = "communicate"
+CALL = "call"
+"""The kind of an event that is no action of the schedule."""
 
-SEND = "send"
-RECEIVE = "receive"
-ACTIVATION = "activation"
-GRADIENT = "gradient"
-
-WARMUP = "warmup"
-STEADY = "steady"
-COOLDOWN = "cooldown"
+_FIRST_KINDS = (FORWARD, BACKWARD, COMMUNICATE, CALL)
+"""What a timeline of version 1 may hold."""
 
 Time = int | float | Fraction
 """Any unit. Integers and Fractions stay exact through the simulator."""
-
-
-class Message(NamedTuple):
-    """One tensor that a call sends or receives, as that call's own rank sees it.
-
-    `microbatch` and `chunk` name the work of *this* rank that made the tensor (send) or will use it
-    (receive). The two ends of a message may thus name different chunks: what chunk 0 of the last
-    stage sends is the input of chunk 1 of the first.
-    """
-
-    direction: str
-    """`SEND` or `RECEIVE`."""
-    payload: str
-    """`ACTIVATION` (goes to the next virtual stage) or `GRADIENT` (goes to the previous one)."""
-    peer: int
-    """The stage at the other end."""
-    microbatch: int
-    chunk: int
-    num_bytes: int = 0
-    """Size of the tensor; 0 where it is not known."""
-
-
-class Action(NamedTuple):
-    """One step of one rank.
-
-    For a forward or backward, `microbatch` and `chunk` say of what. For a communication, `call` is
-    the name of the `P2PCommunicator` method and `messages` what it moves, in the order in which the
-    messages are started. A call without messages (say, `recv_forward` on the first stage) is an
-    action too: the schedule does make that call.
-    """
-
-    kind: str
-    """`FORWARD`, `BACKWARD` or `COMMUNICATE`."""
-    rank: int
-    """The stage, `pp_rank`."""
-    phase: str | None = None
-    """`WARMUP`, `STEADY` or `COOLDOWN`; None where a schedule has no such phases."""
-    microbatch: int | None = None
-    chunk: int | None = None
-    call: str | None = None
-    messages: tuple[Message, ...] = ()
-    overlap: bool = False
-    """The call returned wait handles; whoever needs a received tensor waits for it there."""
-
-    def __str__(self) -> str:
-        if self.kind != COMMUNICATE:
-            return f"{self.kind} of microbatch {self.microbatch}, chunk {self.chunk}"
-        return f"{self.call}({'; '.join(map(describe_message, self.messages))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +129,6 @@ class Event:
     """Anything else: tensor- and data-parallel coordinates, shape, dtype, ..."""
 
 
-def describe_message(message: Message) -> str:
-    """A message in words.
-
-    >>> describe_message(Message(SEND, GRADIENT, 1, 5, 0))
-    'send gradient of microbatch 5, chunk 0 to rank 1'
-    """
-    to_or_from = "to" if message.direction == SEND else "from"
-    return (
-        f"{message.direction} {message.payload} of microbatch {message.microbatch}, "
-        f"chunk {message.chunk} {to_or_from} rank {message.peer}"
-    )
-
-
 # -- JSON --
 
 
@@ -152,10 +141,12 @@ def action_to_json(action: Action) -> dict[str, Any]:
     data = {
         key: value
         for key, value in action._asdict().items()
-        if value is not None and value is not False and key != "messages"
+        if value is not None and value is not False and key not in ("messages", "parts")
     }
     if action.messages:
         data["messages"] = [message._asdict() for message in action.messages]
+    if action.parts:
+        data["parts"] = [action_to_json(part) for part in action.parts]
     return data
 
 
@@ -167,9 +158,15 @@ def action_from_json(data: dict[str, Any]) -> Action:
             Message(**{key: message[key] for key in Message._fields if key in message})
             for message in data.get("messages", ())
         )
-        return Action(**values)
+        values["parts"] = tuple(map(action_from_json, data.get("parts", ())))
+        action = Action(**values)
+        if action.kind in (*KINDS, COMMUNICATE, CALL):
+            return action
     except (TypeError, KeyError) as error:
         raise ValueError(f"not an action: {str(data)[:200]} ({error})") from error
+    raise ValueError(
+        f"unknown kind of work {str(action.kind)[:50]!r}; this program knows {', '.join(KINDS)}"
+    )
 
 
 def number_to_json(value: Time) -> int | float:
@@ -214,9 +211,11 @@ def timeline_to_json(
     summary: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole timeline as a dict for `json.dumps`; the module's docstring shows its shape."""
+    ranks = [list(rank) for rank in ranks]
+    kinds = {getattr(x, "action", x).kind for rank in ranks for x in rank}
     data: dict[str, Any] = {
         "schema": SCHEMA,
-        "version": SCHEMA_VERSION,
+        "version": 1 if kinds <= set(_FIRST_KINDS) else SCHEMA_VERSION,
         "source": source,
         "config": config,
     }
@@ -239,9 +238,9 @@ def timeline_from_json(data: dict[str, Any]) -> list[list[Action | Event]]:
     """
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ValueError(f"not a timeline: 'schema' must be {SCHEMA!r}")
-    if data.get("version") != SCHEMA_VERSION:
+    if data.get("version") not in range(1, SCHEMA_VERSION + 1):
         raise ValueError(
-            f"timeline version {data.get('version')!r}, but this program reads version "
+            f"timeline version {data.get('version')!r}, but this program reads versions 1 to "
             f"{SCHEMA_VERSION}; use the minimegatron that wrote it"
         )
     ranks = data.get("ranks")

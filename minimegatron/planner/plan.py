@@ -23,21 +23,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from minimegatron.core.json_text import check_depth
+from minimegatron.core.pipeline_parallel.lowering import lower
+from minimegatron.core.pipeline_parallel.orders import (
+    INTERLEAVED,
+    NO_PIPELINING,
+    ONE_F_ONE_B,
+    TAGGED,
+    UNTAGGED,
+    OrderFunction,
+    PlanConfig,
+    Schedule,
+    get_schedule,
+    order_of_ranks,
+    schedule_of,
+)
+from minimegatron.core.pipeline_parallel.placement import LINE, Placement, usual_placement
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
-from minimegatron.planner import schedules
+from minimegatron.planner import schedules as _with_messages  # noqa: F401 (registers them)
 from minimegatron.planner.actions import (
     ACTIVATION,
-    BACKWARD,
+    CALL,
     COMMUNICATE,
-    FORWARD,
     GRADIENT,
+    KINDS,
     SEND,
     Action,
+    parts_of,
     timeline_from_json,
     timeline_to_json,
 )
-from minimegatron.planner.registry import ScheduleFunction, get_schedule
-from minimegatron.planner.stage import PlanConfig, Stage
+from minimegatron.planner.registry import ScheduleFunction
+from minimegatron.planner.stage import Stage
 
 
 @contextmanager
@@ -56,8 +72,20 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def plan_config_to_json(config: PlanConfig) -> dict[str, Any]:
-    """The config as a dict for `json.dumps`."""
-    return dataclasses.asdict(config)
+    """The config as a dict for `json.dumps`. A line and a loop need no table of stages."""
+    data = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    placement = data.pop("placement")
+    if placement != usual_placement(config.pp_size, config.num_model_chunks):
+        data["placement"] = {"name": placement.name, "stages": [*map(list, placement.stages)]}
+    if config.wire is None:
+        del data["wire"]
+    return data
+
+
+def plan_config_from_json(data: dict[str, Any]) -> PlanConfig:
+    """The inverse of `plan_config_to_json`. Raises TypeError or ValueError for anything else."""
+    placement = data.get("placement")
+    return PlanConfig(**(data | {"placement": placement and Placement(**placement)}))
 
 
 @dataclass(frozen=True)
@@ -68,7 +96,7 @@ class Plan:
     ranks: list[list[Action]]
 
     def work(self, rank: int) -> Iterator[Action]:
-        """The forwards and backwards of one rank, without its communication."""
+        """The forwards and backwards of one rank, a pair in one, without its communication."""
         return (action for action in self.ranks[rank] if action.kind != COMMUNICATE)
 
     def in_flight(self, rank: int) -> list[int]:
@@ -82,7 +110,7 @@ class Plan:
         held, history = 0, []
         for action in self.work(rank):
             if not self.config.forward_only:
-                held += 1 if action.kind == FORWARD else -1
+                held += sum(KINDS[part.kind].held() for part in parts_of(action))
             history.append(held)
         return history
 
@@ -132,16 +160,15 @@ class Plan:
         check_depth(data, "the plan")
         ranks = timeline_from_json(data)
         try:
-            config = PlanConfig(**data["config"])
-        except (TypeError, KeyError) as error:
+            config = plan_config_from_json(data["config"])
+        except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"the timeline's config is not that of a plan: {error}") from error
         actions = [[getattr(x, "action", x) for x in rank] for rank in ranks]
-        kinds = (FORWARD, BACKWARD, COMMUNICATE)
-        return cls(config, [[a for a in rank if a.kind in kinds] for rank in actions])
+        return cls(config, [[a for a in rank if a.kind != CALL] for rank in actions])
 
 
 def plan(
-    schedule: str | ScheduleFunction | None,
+    schedule: str | ScheduleFunction | OrderFunction | None,
     pp: int,
     num_microbatches: int,
     vpp: int | None = None,
@@ -150,6 +177,7 @@ def plan(
     overlap_p2p_comm: bool = False,
     batch_p2p_comm: bool | None = None,
     message_bytes: int = 0,
+    wire: str | None = None,
 ) -> Plan:
     """The plan of one step of one pipeline.
 
@@ -158,54 +186,66 @@ def plan(
             schedule function, or None for the one that `get_forward_backward_func` would choose.
         pp: stages.
         num_microbatches: microbatches in the step.
-        vpp: chunks per stage; None for schedules that have one.
+        vpp: chunks per stage; None for schedules that have one, or whose placement says how many.
         group_size: interleaving, `microbatch_group_size_per_vp_stage`; None for `pp`.
         forward_only: plan an evaluation step.
-        overlap_p2p_comm: interleaving, messages travel while the stage computes.
+        overlap_p2p_comm: interleaving, messages travel while the stage computes. Those that are
+            lowered from an order always do.
         batch_p2p_comm: each call gives the transport one batch instead of separate messages. None
             for True, except where a run could not do that: with overlap, and for interleaving
             over two stages, where a batch can take gradients for activations. `check.check` finds
             those when True is asked for.
         message_bytes: size of one message between stages.
+        wire: "tagged" or "untagged", for messages lowered from the schedule's order; None for those
+            that the schedule itself names or, if it names none, "tagged".
 
     Raises ValueError, with the numbers and the remedy, for what no run could do.
     """
-    name = schedule if isinstance(schedule, str) else None
     if schedule is None:
-        name = _choose(pp, vpp)
-    function = get_schedule(name) if name is not None else schedule
-    is_interleaved = function is schedules.interleaved
+        schedule = _choose(pp, vpp)
+    found = get_schedule(schedule) if isinstance(schedule, str) else schedule_of(schedule)
+    if wire is None and found.messages is None:
+        wire = TAGGED
     _check_sizes(pp, num_microbatches, vpp, message_bytes)
-    _check_fits(function, name, pp, vpp, group_size, overlap_p2p_comm)
+    _check_fits(found, pp, vpp, group_size, overlap_p2p_comm)
+    _check_wire(found, wire)
     if group_size is None and vpp is not None:
         group_size = pp
-    if is_interleaved:
+    if found.name == INTERLEAVED:
         check_interleaving(pp, num_microbatches, group_size)
+    if wire is not None:
+        overlap_p2p_comm = False
+        batch_p2p_comm = True if wire == TAGGED or batch_p2p_comm is None else batch_p2p_comm
     if overlap_p2p_comm and batch_p2p_comm:
         raise ValueError(
             "overlap_p2p_comm needs separate sends and receives; set batch_p2p_comm=False"
         )
     if batch_p2p_comm is None:
         batch_p2p_comm = not overlap_p2p_comm and not (pp == 2 and (vpp or 1) > 1)
+    placement = found.placed(pp, vpp)
     config = PlanConfig(
-        schedule=name or getattr(function, "__name__", "schedule"),
+        schedule=found.name,
         pp_size=pp,
         num_microbatches=num_microbatches,
-        num_model_chunks=vpp or 1,
+        num_model_chunks=placement.num_model_chunks,
         microbatch_group_size_per_vp_stage=group_size,
         forward_only=forward_only,
         overlap_p2p_comm=overlap_p2p_comm,
         batch_p2p_comm=batch_p2p_comm,
         message_bytes=message_bytes,
+        placement=placement,
+        wire=wire,
     )
     with without_garbage_collection():
-        return Plan(config, [_plan_rank(function, config, rank) for rank in range(pp)])
+        if wire is not None:
+            return Plan(config, lower(order_of_ranks(config, found.order), config))
+        return Plan(config, [_plan_rank(found.messages, config, rank) for rank in range(pp)])
 
 
 def _choose(pp: int, vpp: int | None) -> str:
     if pp == 1:
-        return schedules.NO_PIPELINING
-    return schedules.ONE_F_ONE_B if vpp is None else schedules.INTERLEAVED
+        return NO_PIPELINING
+    return ONE_F_ONE_B if vpp is None else INTERLEAVED
 
 
 def _check_sizes(pp: int, num_microbatches: int, vpp: int | None, message_bytes: int) -> None:
@@ -222,26 +262,22 @@ def _check_sizes(pp: int, num_microbatches: int, vpp: int | None, message_bytes:
 
 
 def _check_fits(
-    function: ScheduleFunction,
-    name: str | None,
+    found: Schedule,
     pp: int,
     vpp: int | None,
     group_size: int | None,
     overlap_p2p_comm: bool,
 ) -> None:
-    if function is schedules.no_pipelining and pp > 1:
+    name = found.name
+    if name == NO_PIPELINING and pp > 1:
         raise ValueError(
             f"no-pipelining runs on one stage, but pp is {pp}; use pp 1, or schedule 1f1b"
         )
     if vpp is not None and pp == 1:
         raise ValueError(f"vpp={vpp} needs a pipeline, but pp is 1; use 2 or more stages")
-    if function is schedules.interleaved and vpp is None:
+    if name == INTERLEAVED and vpp is None:
         raise ValueError("interleaving needs the number of chunks per stage; set vpp to 2 or more")
-    has_chunks = function not in (
-        schedules.no_pipelining,
-        schedules.gpipe,
-        schedules.one_forward_one_backward,
-    )
+    has_chunks = found.placement is not LINE and name != NO_PIPELINING
     if not has_chunks and vpp is not None:
         raise ValueError(
             f"schedule {name} runs one chunk per stage, but vpp is {vpp}; leave vpp out, or use "
@@ -255,6 +291,16 @@ def _check_fits(
         raise ValueError(
             f"overlap_p2p_comm is on, but schedule {name} sends and receives in one exchange; "
             "turn it off, or use interleaving (vpp)"
+        )
+
+
+def _check_wire(found: Schedule, wire: str | None) -> None:
+    if wire not in (None, TAGGED, UNTAGGED):
+        raise ValueError(f"unknown wire {wire!r}; use {TAGGED!r} or {UNTAGGED!r}, or leave it out")
+    if wire is not None and found.order is None:
+        raise ValueError(
+            f"schedule {found.name} names its own messages, so none can be lowered for a wire that "
+            f"is {wire}; leave wire out, or register its order (register_order)"
         )
 
 

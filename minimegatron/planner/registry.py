@@ -1,22 +1,35 @@
-"""The schedules that `plan` knows by name, and how to add one.
+"""Schedules with their messages, by name: how one is added, and which exist.
 
-Called by: `schedules` (registers the built-in ones), users, `plan`. Calls nothing. Megatron has no
-counterpart: there a schedule is a function that runs.
+Called by: `schedules` (registers the built-in ones), users, `plan`. Calls:
+`core.pipeline_parallel.orders`, which keeps all schedules. Megatron has no counterpart: there a
+schedule is a function that runs.
 """
 
 from collections.abc import Callable, Iterable
 
+from minimegatron.core.pipeline_parallel import orders
+from minimegatron.core.pipeline_parallel.orders import Schedule, schedule_names
 from minimegatron.planner.actions import Action
 from minimegatron.planner.stage import Stage
+
+__all__ = [
+    "ScheduleFunction",
+    "get_schedule",
+    "register_schedule",
+    "schedule_names",
+    "unregister_schedule",
+    "written_as",
+]
 
 ScheduleFunction = Callable[[Stage], Iterable[Action]]
 """Yields everything that one stage does in a step, in order."""
 
-_SCHEDULES: dict[str, ScheduleFunction] = {}
-
 
 def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:
     """Makes a schedule function known as `name`: to `plan`, the command line and the runtime.
+
+    A function that says what is sent and received, and when. If that can be left to `lowering`, the
+    order alone is enough: `core.pipeline_parallel.orders.register_order`.
 
     >>> @register_schedule("one-at-a-time")
     ... def one_at_a_time(stage):
@@ -36,38 +49,31 @@ def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunctio
     """
 
     def register(function: ScheduleFunction) -> ScheduleFunction:
-        known = _SCHEDULES.get(name)
-        if known not in (None, function) and _place(known) != _place(function):
-            raise ValueError(
-                f"the schedule name {name!r} is taken by {known.__module__}.{known.__qualname__}; "
-                "choose another"
-            )
-        _SCHEDULES[name] = function
+        orders.add_schedule(Schedule(name, messages=function))
         return function
 
     return register
 
 
-def _place(function: ScheduleFunction) -> tuple[str, str]:
-    return function.__module__, function.__qualname__
+def written_as(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:
+    """Gives the registered order `name` the messages that its written schedule sends."""
+
+    def register(function: ScheduleFunction) -> ScheduleFunction:
+        orders.add_messages(name, function)
+        return function
+
+    return register
 
 
 def unregister_schedule(name: str) -> None:
     """Forgets a name again; for tests and notebooks. Raises ValueError for an unknown one."""
-    get_schedule(name)
-    del _SCHEDULES[name]
+    orders.unregister(name)
 
 
 def get_schedule(name: str) -> ScheduleFunction:
-    """The function registered under `name`. Raises ValueError, listing all names, if none is."""
-    if name not in _SCHEDULES:
-        raise ValueError(
-            f"unknown schedule {name!r}; known are {', '.join(schedule_names())}, "
-            "and @register_schedule adds one"
-        )
-    return _SCHEDULES[name]
+    """The function registered under `name`: one with messages or, if there is none, the order.
 
-
-def schedule_names() -> list[str]:
-    """All registered names, in the order of registration."""
-    return list(_SCHEDULES)
+    Raises ValueError, listing all names, if nothing is.
+    """
+    schedule = orders.get_schedule(name)
+    return schedule.messages or schedule.order

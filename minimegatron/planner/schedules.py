@@ -1,29 +1,32 @@
-"""The built-in schedules as lists of actions: what the real ones call, in the same order.
+"""The written schedules as lists of actions: what the real ones call, in the same order.
 
 Called by: `plan`. Calls: `core.pipeline_parallel.schedule_table` for the order of work, the very
 arithmetic that the real schedules use. Counterpart: `forward_backward_no_pipelining`,
 `forward_backward_pipelining_without_interleaving` and `forward_backward_pipelining_with_interleaving`
-of `megatron.core.pipeline_parallel.schedules`. GPipe has none there; it is registered as a user
-would register a schedule, and the runtime executes it from here.
+of `megatron.core.pipeline_parallel.schedules`. GPipe has none there; here it is with the messages of
+its simplest form, where each call waits for its message.
+
+What each computes, without the messages, is in `core.pipeline_parallel.orders`.
 """
 
 from collections.abc import Iterator
 
+from minimegatron.core.pipeline_parallel.orders import (
+    GPIPE,
+    INTERLEAVED,
+    NO_PIPELINING,
+    ONE_F_ONE_B,
+)
 from minimegatron.core.pipeline_parallel.schedule_table import (
     InterleavedOrder,
     get_num_warmup_microbatches,
 )
 from minimegatron.planner.actions import COOLDOWN, STEADY, WARMUP, Action
-from minimegatron.planner.registry import register_schedule
+from minimegatron.planner.registry import written_as
 from minimegatron.planner.stage import Stage
 
-NO_PIPELINING = "no-pipelining"
-GPIPE = "gpipe"
-ONE_F_ONE_B = "1f1b"
-INTERLEAVED = "interleaved"
 
-
-@register_schedule(NO_PIPELINING)
+@written_as(NO_PIPELINING)
 def no_pipelining(stage: Stage) -> Iterator[Action]:
     """Gradient accumulation on one stage: forward, backward, next microbatch."""
     stage.phase = STEADY
@@ -33,7 +36,7 @@ def no_pipelining(stage: Stage) -> Iterator[Action]:
             yield stage.backward(i)
 
 
-@register_schedule(GPIPE)
+@written_as(GPIPE)
 def gpipe(stage: Stage) -> Iterator[Action]:
     """All forwards, then all backwards. Source: Huang et al. 2019 (arXiv:1811.06965).
 
@@ -57,7 +60,7 @@ def gpipe(stage: Stage) -> Iterator[Action]:
 # -- Plain 1F1B --
 
 
-@register_schedule(ONE_F_ONE_B)
+@written_as(ONE_F_ONE_B)
 def one_forward_one_backward(stage: Stage) -> Iterator[Action]:
     """Warm-up forwards, then forward and backward in turn, then the backwards that are left.
 
@@ -107,7 +110,7 @@ def _steady_iteration(stage: Stage, forward: int, backward: int) -> Iterator[Act
 # -- Interleaved 1F1B --
 
 
-@register_schedule(INTERLEAVED)
+@written_as(INTERLEAVED)
 def interleaved(stage: Stage) -> Iterator[Action]:
     """1F1B over v chunks per stage. Source: Narayanan et al. 2021, section 2.2.2."""
     planner = _Interleaved(stage)

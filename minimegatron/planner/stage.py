@@ -7,6 +7,7 @@ return. Calls: `actions`. Counterpart: the methods carry the names of
 
 from dataclasses import dataclass, field
 
+from minimegatron.core.pipeline_parallel.orders import PlanConfig
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,
@@ -19,33 +20,10 @@ from minimegatron.planner.actions import (
     Message,
 )
 
+__all__ = ["PlanConfig", "Stage", "Unit"]
+
 Unit = int | tuple[int, int]
 """The work on one microbatch in one chunk: (microbatch, chunk), or the microbatch for chunk 0."""
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """What a plan is a plan of. `plan.plan` checks these values and fills in the defaults."""
-
-    schedule: str
-    pp_size: int
-    """p, the number of stages."""
-    num_microbatches: int
-    """M, microbatches in the step."""
-    num_model_chunks: int = 1
-    """v, chunks (virtual stages) per stage."""
-    microbatch_group_size_per_vp_stage: int | None = None
-    """G, microbatches run on one chunk before the next chunk's turn; None without interleaving."""
-    forward_only: bool = False
-    overlap_p2p_comm: bool = False
-    batch_p2p_comm: bool = True
-    message_bytes: int = 0
-    """Size of one activation or gradient between stages; `memory.message_bytes` computes it."""
-
-    @property
-    def num_virtual_stages(self) -> int:
-        """Chunks of the whole model, p * v. Chunk c of stage r is virtual stage c * p + r."""
-        return self.pp_size * self.num_model_chunks
 
 
 # -- The order in which one call starts its messages --

@@ -310,7 +310,7 @@ def test_events_of_a_run_survive_json():
     [
         ({}, "not a timeline"),
         ([], "not a timeline"),
-        ({"schema": "minimegatron-timeline", "version": 2, "ranks": []}, "reads version 1"),
+        ({"schema": "minimegatron-timeline", "version": 3, "ranks": []}, "reads versions 1 to 2"),
         ({"schema": "minimegatron-timeline", "version": 1, "ranks": [[{}]]}, "not an action"),
         (
             {

@@ -1,0 +1,379 @@
+"""In which order each rank does its work: schedules as data, without their messages.
+
+Called by: `lowering`, which adds the messages; `planned_schedule`, which runs them; tests, which hold
+the written schedules to them. Calls: `placement`, `schedule_table`. Torch-free. Counterpart: the
+order that Megatron's `forward_backward_*` functions follow; GPipe and the breadth-first order have
+none there.
+
+An order is a generator of one `Rank`. This one holds a microbatch for as short a time as it can:
+
+>>> @register_order("one-at-a-time")
+... def one_at_a_time(rank):
+...     for i in range(rank.num_microbatches):
+...         yield rank.forward(i)
+...         yield rank.backward(i)
+>>> " ".join(map(str, order_of_ranks(PlanConfig("one-at-a-time", 2, 2))[1]))
+'F0 B0 F1 B1'
+>>> unregister("one-at-a-time")
+
+An order says nothing of messages, of a step without backwards, or of what a rank holds: its forwards
+alone are the order of an evaluation, and the rest follows.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from minimegatron.core.pipeline_parallel.placement import (
+    LINE,
+    LOOP,
+    Placement,
+    PlacementRule,
+    usual_placement,
+)
+from minimegatron.core.pipeline_parallel.schedule_table import (
+    InterleavedOrder,
+    check_interleaving,
+    get_num_warmup_microbatches,
+)
+from minimegatron.core.pipeline_parallel.work import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COOLDOWN,
+    FORWARD,
+    STEADY,
+    WARMUP,
+    Work,
+)
+
+NO_PIPELINING = "no-pipelining"
+GPIPE = "gpipe"
+ONE_F_ONE_B = "1f1b"
+INTERLEAVED = "interleaved"
+BREADTH_FIRST = "breadth-first"
+
+TAGGED, UNTAGGED = "tagged", "untagged"
+"""Wires: with tags an activation cannot be taken for a gradient; without, order is all there is."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What a plan is a plan of. `planner.plan.plan` checks these values and fills in the defaults."""
+
+    schedule: str
+    pp_size: int
+    """p, the number of stages."""
+    num_microbatches: int
+    """M, microbatches in the step."""
+    num_model_chunks: int = 1
+    """v, chunks (virtual stages) per stage."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """G, microbatches run on one chunk before the next chunk's turn; None without interleaving."""
+    forward_only: bool = False
+    overlap_p2p_comm: bool = False
+    batch_p2p_comm: bool = True
+    message_bytes: int = 0
+    """Size of one activation or gradient between stages; `memory.message_bytes` computes it."""
+    placement: Placement | None = None
+    """Which stage of the model is where; None for a line or, with several chunks, a loop."""
+    wire: str | None = None
+    """`TAGGED` or `UNTAGGED`, for messages that were lowered from an order; None for others."""
+
+    def __post_init__(self) -> None:
+        if self.placement is None:
+            usual = usual_placement(self.pp_size, self.num_model_chunks)
+            object.__setattr__(self, "placement", usual)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Stages that a microbatch passes through: p * v, less with two copies of the model."""
+        return self.placement.num_stages
+
+
+# -- What an order sees --
+
+
+@dataclass
+class Rank:
+    """One rank of a pipeline; its methods make the work to yield.
+
+    Set `phase` to name what the following work belongs to: `WARMUP`, `STEADY`, `COOLDOWN`.
+    """
+
+    config: PlanConfig
+    pp_rank: int
+    phase: str | None = None
+
+    @property
+    def pp_size(self) -> int:
+        """p, ranks of the pipeline."""
+        return self.config.pp_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """M, microbatches in the step."""
+        return self.config.num_microbatches
+
+    @property
+    def num_model_chunks(self) -> int:
+        """v, chunks on this rank."""
+        return self.config.num_model_chunks
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage each chunk is."""
+        return self.config.placement
+
+    def forward(self, microbatch: int, chunk: int = 0) -> Work:
+        """The forward of one microbatch through one chunk."""
+        return Work(FORWARD, microbatch, chunk, (), self.phase)
+
+    def backward(self, microbatch: int, chunk: int = 0) -> Work:
+        """Its backward: both gradients."""
+        return Work(BACKWARD, microbatch, chunk, (), self.phase)
+
+    def backward_input(self, microbatch: int, chunk: int = 0) -> Work:
+        """Its backward, the input's gradient alone; `backward_weight` must follow."""
+        return Work(BACKWARD_INPUT, microbatch, chunk, (), self.phase)
+
+    def backward_weight(self, microbatch: int, chunk: int = 0) -> Work:
+        """The weight gradients that `backward_input` has left."""
+        return Work(BACKWARD_WEIGHT, microbatch, chunk, (), self.phase)
+
+
+OrderFunction = Callable[[Rank], Iterable[Work]]
+"""Yields everything that one rank computes in a step, in order."""
+
+
+# -- Schedules by name --
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is known of a schedule. At least one of `order` and `messages` is given."""
+
+    name: str
+    order: OrderFunction | None = None
+    placement: PlacementRule | None = None
+    """From p and v to the placement; None for a line or a loop, whatever v is."""
+    smallest: Callable[[int], int] | None = None
+    """From p to the smallest number of microbatches."""
+    messages: Callable | None = None
+    """The schedule with its messages: a function of `planner.stage.Stage`."""
+
+    def placed(self, pp_size: int, num_model_chunks: int | None = None) -> Placement:
+        """Where its stages are. Raises ValueError where that number of chunks does not fit."""
+        if self.placement is None:
+            return usual_placement(pp_size, num_model_chunks)
+        return self.placement(pp_size, num_model_chunks)
+
+
+_SCHEDULES: dict[str, Schedule] = {}
+
+
+def register_order(
+    name: str,
+    placement: PlacementRule = LINE,
+    smallest: Callable[[int], int] | None = None,
+) -> Callable[[OrderFunction], OrderFunction]:
+    """Makes an order known as `name`: to the planner, `--pipeline-schedule`, the runtime.
+
+    Args:
+        placement: `LINE`, `LOOP`, `V`, or any function of p and v that returns a `Placement`.
+        smallest: from p to the smallest number of microbatches that the order can do.
+
+    A function that is defined again, as when a notebook's cell runs twice, takes its own place. Raises
+    ValueError when another function has the name.
+    """
+
+    def register(function: OrderFunction) -> OrderFunction:
+        add_schedule(Schedule(name, function, placement, smallest))
+        return function
+
+    return register
+
+
+def add_schedule(schedule: Schedule) -> None:
+    """Registers it. Raises ValueError when another function has its name."""
+    known, function = _SCHEDULES.get(schedule.name), schedule.order or schedule.messages
+    if known is not None:
+        taken_by = known.order or known.messages
+        if (taken_by.__module__, taken_by.__qualname__) != (
+            function.__module__,
+            function.__qualname__,
+        ):
+            raise ValueError(
+                f"the schedule name {schedule.name!r} is taken by "
+                f"{taken_by.__module__}.{taken_by.__qualname__}; choose another"
+            )
+    _SCHEDULES[schedule.name] = schedule
+
+
+def add_messages(name: str, messages: Callable) -> None:
+    """Gives a registered order the messages that its written schedule sends."""
+    _SCHEDULES[name] = replace(_SCHEDULES[name], messages=messages)
+
+
+def schedule_of(function: Callable) -> Schedule:
+    """What is registered with this order; for any other function, a schedule with its messages."""
+    for schedule in _SCHEDULES.values():
+        if schedule.order is function:
+            return schedule
+    return Schedule(getattr(function, "__name__", "schedule"), messages=function)
+
+
+def unregister(name: str) -> None:
+    """Forgets a name again; for tests and notebooks. Raises ValueError for an unknown one."""
+    get_schedule(name)
+    del _SCHEDULES[name]
+
+
+def get_schedule(name: str) -> Schedule:
+    """What is registered under `name`. Raises ValueError, listing all names, if nothing is."""
+    if name not in _SCHEDULES:
+        raise ValueError(
+            f"unknown schedule {name!r}; known are {', '.join(schedule_names())}, and "
+            "@register_order or @register_schedule adds one"
+        )
+    return _SCHEDULES[name]
+
+
+def schedule_names() -> list[str]:
+    """All registered names, in the order of registration."""
+    return list(_SCHEDULES)
+
+
+def placement_of(config: Any) -> Placement:
+    """The placement that a model's config asks for: that of its `pipeline_schedule`.
+
+    Args:
+        config: a `ModelParallelConfig`, or anything with its pipeline sizes.
+    """
+    sizes = (config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
+    name = getattr(config, "pipeline_schedule", None)
+    return usual_placement(*sizes) if name is None else get_schedule(name).placed(*sizes)
+
+
+# -- The orders of all ranks --
+
+
+def order_of_ranks(config: PlanConfig, function: OrderFunction | None = None) -> list[list[Work]]:
+    """What each rank computes in a step, in order; the forwards alone in a forward-only step.
+
+    `function` is the order; None for the one registered under `config.schedule`. Raises ValueError,
+    with the numbers, for sizes that the order cannot do, and for what yields no work.
+    """
+    if function is None:
+        function = get_schedule(config.schedule).order
+    return [_order_of(config, rank, function) for rank in range(config.pp_size)]
+
+
+def _order_of(config: PlanConfig, pp_rank: int, function: OrderFunction) -> list[Work]:
+    yielded = function(Rank(config, pp_rank))
+    if not isinstance(yielded, Iterable):
+        raise ValueError(f"order {config.schedule} returned {yielded!r}; it must yield work")
+    order = []
+    for work in yielded:
+        if not isinstance(work, Work):
+            raise ValueError(
+                f"order {config.schedule} yielded {work!r} on rank {pp_rank}; yield what the "
+                "rank's methods return, such as rank.forward(0)"
+            )
+        order += _forwards(work) if config.forward_only else [work]
+    return order
+
+
+def _forwards(work: Work) -> list[Work]:
+    return [part for part in work.parts or (work,) if part.kind == FORWARD]
+
+
+# -- The orders of the written schedules, and two more --
+
+
+@register_order(NO_PIPELINING, placement=None)
+def no_pipelining(rank: Rank) -> Iterator[Work]:
+    """Gradient accumulation on one stage: forward, backward, next microbatch."""
+    rank.phase = STEADY
+    for i in range(rank.num_microbatches):
+        yield rank.forward(i)
+        yield rank.backward(i)
+
+
+@register_order(GPIPE)
+def gpipe(rank: Rank) -> Iterator[Work]:
+    """All forwards, then all backwards. Source: Huang et al. 2019 (arXiv:1811.06965)."""
+    rank.phase = WARMUP
+    for i in range(rank.num_microbatches):
+        yield rank.forward(i)
+    rank.phase = COOLDOWN
+    for i in range(rank.num_microbatches):
+        yield rank.backward(i)
+
+
+@register_order(ONE_F_ONE_B)
+def one_forward_one_backward(rank: Rank) -> Iterator[Work]:
+    """Warm-up forwards, then forward and backward in turn, then the backwards that are left.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1.
+    """
+    M = rank.num_microbatches
+    num_warmup = get_num_warmup_microbatches(rank.pp_size, rank.pp_rank, M)
+    rank.phase = WARMUP
+    for i in range(num_warmup):
+        yield rank.forward(i)
+    rank.phase = STEADY
+    for i in range(M - num_warmup):
+        yield rank.forward(num_warmup + i)
+        yield rank.backward(i)
+    rank.phase = COOLDOWN
+    for i in range(M - num_warmup, M):
+        yield rank.backward(i)
+
+
+@register_order(INTERLEAVED, placement=LOOP)
+def interleaved(rank: Rank) -> Iterator[Work]:
+    """1F1B over v chunks per rank. Source: Narayanan et al. 2021, section 2.2.2."""
+    group_size = rank.config.microbatch_group_size_per_vp_stage or rank.pp_size
+    check_interleaving(rank.pp_size, rank.num_microbatches, group_size)
+    sizes = (rank.num_microbatches, rank.num_model_chunks, group_size)
+    table = InterleavedOrder(rank.pp_size, rank.pp_rank, *sizes)
+    num_warmup, num_remaining, total = (
+        table.counts.num_warmup,
+        table.counts.num_remaining,
+        table.counts.total,
+    )
+
+    def forward(k: int) -> Work:
+        return rank.forward(table.microbatch_id(k), table.model_chunk_id(k, forward=True))
+
+    def backward(k: int) -> Work:
+        return rank.backward(table.microbatch_id(k), table.model_chunk_id(k, forward=False))
+
+    rank.phase = WARMUP
+    for k in range(num_warmup):
+        yield forward(k)
+    rank.phase = STEADY
+    for k in range(num_remaining):
+        yield forward(num_warmup + k)
+        yield backward(k)
+    rank.phase = COOLDOWN
+    for k in range(num_remaining, total):
+        yield backward(k)
+
+
+@register_order(BREADTH_FIRST, placement=LOOP)
+def breadth_first(rank: Rank) -> Iterator[Work]:
+    """All microbatches through chunk 0, then all through chunk 1, ...; backwards mirrored.
+
+    As short as interleaving, and each chunk's weights are needed in one stretch; but a rank holds all
+    microbatches. Source: Lamy-Poirier 2023 (arXiv:2211.05953), section 4.
+    """
+    rank.phase = WARMUP
+    for chunk in range(rank.num_model_chunks):
+        for i in range(rank.num_microbatches):
+            yield rank.forward(i, chunk)
+    rank.phase = COOLDOWN
+    for chunk in reversed(range(rank.num_model_chunks)):
+        for i in range(rank.num_microbatches):
+            yield rank.backward(i, chunk)
