@@ -25,6 +25,9 @@ class ModelParallelConfig:
     """Stages: ranks that each hold some of the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Chunks per stage for interleaving; None for plain 1F1B."""
+    pipeline_schedule: str | None = None
+    """The order of work by name, see `orders`; None for Megatron's choice. Its placement decides which
+    layers each rank builds."""
     sequence_parallel: bool = False
     """Also split what lies between the tensor-parallel layers, along the sequence."""
     context_parallel_size: int = 1

@@ -35,7 +35,6 @@ from minimegatron.core.pipeline_parallel.orders import (
     Schedule,
     get_schedule,
     order_of_ranks,
-    schedule_of,
 )
 from minimegatron.core.pipeline_parallel.placement import LINE, Placement, usual_placement
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
@@ -52,7 +51,7 @@ from minimegatron.planner.actions import (
     timeline_from_json,
     timeline_to_json,
 )
-from minimegatron.planner.registry import ScheduleFunction
+from minimegatron.planner.registry import ScheduleFunction, schedule_with
 from minimegatron.planner.stage import Stage
 
 
@@ -168,7 +167,7 @@ class Plan:
 
 
 def plan(
-    schedule: str | ScheduleFunction | OrderFunction | None,
+    schedule: str | ScheduleFunction | OrderFunction | Schedule | None,
     pp: int,
     num_microbatches: int,
     vpp: int | None = None,
@@ -203,7 +202,10 @@ def plan(
     """
     if schedule is None:
         schedule = _choose(pp, vpp)
-    found = get_schedule(schedule) if isinstance(schedule, str) else schedule_of(schedule)
+    if isinstance(schedule, str):
+        found = get_schedule(schedule)
+    else:
+        found = schedule if isinstance(schedule, Schedule) else schedule_with(schedule)
     if wire is None and found.messages is None:
         wire = TAGGED
     _check_sizes(pp, num_microbatches, vpp, message_bytes)
@@ -238,7 +240,7 @@ def plan(
     )
     with without_garbage_collection():
         if wire is not None:
-            return Plan(config, lower(order_of_ranks(config, found.order), config))
+            return Plan(config, lower(order_of_ranks(config, found), config))
         return Plan(config, [_plan_rank(found.messages, config, rank) for rank in range(pp)])
 
 

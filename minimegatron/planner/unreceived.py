@@ -5,13 +5,26 @@ Called by: the planned runner, whose sends wait beyond that number (see
 """
 
 from collections import defaultdict
+from typing import Any
 
+from minimegatron.core.pipeline_parallel.lowering import Step
+from minimegatron.core.pipeline_parallel.orders import Schedule
 from minimegatron.planner.actions import ACTIVATION, COMMUNICATE, FORWARD, GRADIENT, SEND, Time
-from minimegatron.planner.plan import Plan
+from minimegatron.planner.check import require_valid
+from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.transport import BUFFERED, Execution, execute
 
 Channel = tuple[str, int]
 """(payload, chunk that sends it), on one rank."""
+
+
+def make_step(schedule: Schedule, *args: Any, **sizes: Any) -> Step:
+    """A step of a schedule that names its messages, ready to run; arguments as for `plan.plan`.
+
+    Raises `ScheduleError`, a ValueError, if it could not work.
+    """
+    step = require_valid(plan(schedule, *args, **sizes))
+    return Step(step.config, step.ranks, count_unreceived(step))
 
 
 def count_unreceived(plan: Plan) -> list[dict[Channel, int]]:

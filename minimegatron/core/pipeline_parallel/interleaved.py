@@ -17,12 +17,16 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
 from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_plan
-from minimegatron.core.pipeline_parallel.step_frame import StepFrame, framed_schedule
-from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes
+from minimegatron.core.pipeline_parallel.step_frame import (
+    StepFrame,
+    framed_schedule,
+    get_tensor_shapes,
+    groups_of,
+)
+from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config
 
@@ -57,7 +61,7 @@ def forward_backward_pipelining_with_interleaving(
     _check_arguments(
         model, data_iterator, config, seq_length, decoder_seq_length, adjust_tensor_shapes_fn
     )
-    pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    pg_collection = groups_of(model[0], pg_collection)
     p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
     order = InterleavedOrder(
         p2p.pp_group.size(),

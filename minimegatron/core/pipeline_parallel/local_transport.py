@@ -5,99 +5,109 @@ host and gloo would carry their messages. Calls: `core.local_channels`, which te
 Megatron has no counterpart.
 """
 
-import weakref
 from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 
-from minimegatron.core.local_channels import LENT, Connection, connect, get_timeout
-from minimegatron.core.pipeline_parallel.send_limits import Channel
+from minimegatron.core.local_channels import LENT, Connection, connect
 from minimegatron.core.pipeline_parallel.transport import (
-    ACTIVATION,
-    GRADIENT,
+    LANES,
+    PAYLOADS,
     Message,
     TorchTransport,
     Transport,
     Work,
-    describe_message,
 )
 from minimegatron.core.tracing import traced
 
-_transports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
+    tensor, is_send = arguments["tensor"], "channel" in arguments
+    return {
+        "peer": arguments["self"].peer,
+        "payload": PAYLOADS[arguments["lane"]],
+        "doing": "sending" if is_send else "receiving",
+        "bytes": tensor.numel() * tensor.element_size(),
+    }
 
 
-def get_transport(group: dist.ProcessGroup) -> Transport:
-    """The transport of `group`, made on first use, by all its ranks together."""
-    if group not in _transports:
-        _transports[group] = _make_transport(group)
-    transport = _transports[group]
-    if isinstance(transport, LocalTransport):
-        transport.set_timeout(get_timeout(group))
+class StageConnection(Connection):
+    """A connection between two stages. Each payload is a lane of its own; observers see each start."""
+
+    send = traced("p2p-start", _describe)(Connection.send)
+    expect = traced("p2p-start", _describe)(Connection.expect)
+
+
+def make_transport(
+    group: dist.ProcessGroup, known: Transport | None, links: Iterable[tuple[int, int]]
+) -> Transport:
+    """Connects the stages of `group` that are neighbours in the ring, or joined by one of `links`.
+
+    Collective over `group`. `known` is the transport that the group has had, whose connections stay.
+    """
+    rank, size = group.rank(), group.size()
+    if size == 1 or dist.get_backend(group) != "gloo" or isinstance(known, TorchTransport):
+        return TorchTransport(group)
+    ring = {(stage, (stage + 1) % size) for stage in range(size)}
+    wanted = _once(ring | set(links))
+    new = wanted - (known.links if isinstance(known, LocalTransport) else set())
+    callees = sorted(b for a, b in new if a == rank)
+    callers = sorted(a for a, b in new if b == rank)
+    connections = connect(group, callees=callees, callers=callers, kind=StageConnection)
+    if connections is None:
+        return TorchTransport(group)
+    transport = known or LocalTransport()
+    transport.links |= new
+    transport.connections |= connections[0] | connections[1]
     return transport
 
 
-def _make_transport(group: dist.ProcessGroup) -> Transport:
-    rank, size = group.rank(), group.size()
-    if size == 1 or dist.get_backend(group) != "gloo":
-        return TorchTransport(group)
-    next_rank, prev_rank = (rank + 1) % size, (rank - 1) % size
-    connections = connect(group, callees=[next_rank], callers=[prev_rank])
-    if connections is None:
-        return TorchTransport(group)
-    called, came = connections
-    return LocalTransport(called[next_rank], came[prev_rank])
-
-
-def fail_messages(group: dist.ProcessGroup, reason: str) -> None:
-    """A step of `group` fails before it has begun here: begins it, and tells both neighbours."""
-    transport = get_transport(group)
-    if isinstance(transport, LocalTransport):
-        transport.begin_step()
-        transport.abandon(reason)
+def _once(links: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Each link in one direction: the lower rank calls the higher one."""
+    return {(min(link), max(link)) for link in links}
 
 
 class LocalTransport:
-    """One stage's connections: activations go to the next stage, gradients to the previous one."""
+    """One stage's connections, one for each stage that it exchanges messages with."""
 
     matches_by_tag = True
     keeps_messages = True
 
-    def __init__(self, to_next: Connection, to_prev: Connection):
-        self._outgoing = {ACTIVATION: to_next, GRADIENT: to_prev}
-        self._incoming = {ACTIVATION: to_prev, GRADIENT: to_next}
+    def __init__(self):
+        self.connections: dict[int, StageConnection] = {}
+        self.links: set[tuple[int, int]] = set()
         # Per channel, what was sent and perhaps not taken yet; over the steps, as the memory is.
-        self.unfinished_sends: dict[Channel, deque] = defaultdict(deque)
+        self.unfinished_sends: dict[tuple, deque] = defaultdict(deque)
 
-    @traced("p2p-start", describe_message)
+    def has_links(self, links: Iterable[tuple[int, int]]) -> bool:
+        """Whether all these pairs of ranks are connected."""
+        return _once(links) <= self.links
+
     def start(self, message: Message) -> Work:
         """Sends at once, or notes a receive, which its `wait` completes."""
-        payload = message.payload.split()[0]
+        connection, lane = self.connections[message.peer], LANES[message.payload]
         if message.is_send:
-            channel = (message.payload, message.chunk)
-            return self._outgoing[payload].send(message.tensor, channel)
-        return self._incoming[payload].expect(message.tensor, LENT)
+            return connection.send(message.tensor, (message.payload, message.chunk), lane)
+        return connection.expect(message.tensor, LENT, lane)
 
     def start_batch(self, messages: list[Message]) -> list[Work]:
         """No message waits for another, so a batch is nothing special."""
         return [self.start(message) for message in messages]
 
-    def set_timeout(self, seconds: float) -> None:
-        """From now on, no message waits longer."""
-        for connection in self._outgoing.values():
-            connection.set_timeout(seconds)
-
     def begin_step(self) -> None:
         """What the last step has left behind is not taken for this step's."""
-        for connection in self._outgoing.values():
+        for connection in self.connections.values():
             connection.begin_step()
 
     def end_step(self) -> None:
         """The step has ended well on this stage."""
-        for connection in self._outgoing.values():
+        for connection in self.connections.values():
             connection.end_step()
 
     def abandon(self, reason: str) -> None:
-        """Ends a step that failed; tells both neighbours that nothing more will come."""
+        """Ends a step that failed; tells the stages it is connected with that nothing more comes."""
         self.unfinished_sends.clear()
-        for connection in self._outgoing.values():
+        for connection in self.connections.values():
             connection.abandon(reason)

@@ -32,7 +32,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from minimegatron.core.pipeline_parallel.order_check import check_orders, stuck_order
-from minimegatron.core.pipeline_parallel.orders import UNTAGGED, PlanConfig, order_of_ranks
+from minimegatron.core.pipeline_parallel.orders import (
+    UNTAGGED,
+    PlanConfig,
+    Schedule,
+    order_of_ranks,
+)
 from minimegatron.core.pipeline_parallel.placement import Place, Placement
 from minimegatron.core.pipeline_parallel.work import (
     ACTIVATION,
@@ -69,9 +74,9 @@ class Step:
 
 
 @lru_cache(maxsize=64)
-def lowered_step(config: PlanConfig) -> Step:
-    """The step of a registered order. Raises `ScheduleError`, a ValueError, if it cannot be done."""
-    orders = order_of_ranks(config)
+def lowered_step(config: PlanConfig, schedule: Schedule) -> Step:
+    """The step of an order. Raises `ScheduleError`, a ValueError, if it cannot be done."""
+    orders = order_of_ranks(config, schedule)
     times = simulate_orders(orders, config)
     ranks = [_with_messages(orders, times, config, rank) for rank in range(config.pp_size)]
     return Step(config, ranks, count_unreceived(orders, times, config.placement))
@@ -86,7 +91,7 @@ def lower(orders: list[list[Work]], config: PlanConfig) -> list[list[Action]]:
 # -- Who needs what from whom --
 
 
-def source_of(placement: Placement, rank: int, work: Work) -> tuple[str, Place] | None:
+def source_of(placement: Placement, rank: int, work: Work | Action) -> tuple[str, Place] | None:
     """What single work needs of a neighbour: (payload, who makes it); None if nothing.
 
     The neighbour may be the same rank.
@@ -99,7 +104,7 @@ def source_of(placement: Placement, rank: int, work: Work) -> tuple[str, Place] 
     return None if place is None else (payload, place)
 
 
-def target_of(placement: Placement, rank: int, work: Work) -> tuple[str, Place] | None:
+def target_of(placement: Placement, rank: int, work: Work | Action) -> tuple[str, Place] | None:
     """What single work makes for a neighbour: (payload, who needs it); None if nothing."""
     payload = KINDS[work.kind].gives
     if payload is None:

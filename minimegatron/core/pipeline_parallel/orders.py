@@ -161,6 +161,8 @@ class Schedule:
     """From p to the smallest number of microbatches."""
     messages: Callable | None = None
     """The schedule with its messages: a function of `planner.stage.Stage`."""
+    make_step: Callable | None = None
+    """From the schedule and the sizes to a `lowering.Step` with its messages: the planner's."""
 
     def placed(self, pp_size: int, num_model_chunks: int | None = None) -> Placement:
         """Where its stages are. Raises ValueError where that number of chunks does not fit."""
@@ -210,17 +212,14 @@ def add_schedule(schedule: Schedule) -> None:
     _SCHEDULES[schedule.name] = schedule
 
 
-def add_messages(name: str, messages: Callable) -> None:
+def add_messages(name: str, messages: Callable, make_step: Callable) -> None:
     """Gives a registered order the messages that its written schedule sends."""
-    _SCHEDULES[name] = replace(_SCHEDULES[name], messages=messages)
+    _SCHEDULES[name] = replace(_SCHEDULES[name], messages=messages, make_step=make_step)
 
 
-def schedule_of(function: Callable) -> Schedule:
-    """What is registered with this order; for any other function, a schedule with its messages."""
-    for schedule in _SCHEDULES.values():
-        if schedule.order is function:
-            return schedule
-    return Schedule(getattr(function, "__name__", "schedule"), messages=function)
+def schedule_of_order(function: Callable) -> Schedule | None:
+    """What is registered with this order; None for another function."""
+    return next((known for known in _SCHEDULES.values() if known.order is function), None)
 
 
 def unregister(name: str) -> None:
@@ -258,15 +257,22 @@ def placement_of(config: Any) -> Placement:
 # -- The orders of all ranks --
 
 
-def order_of_ranks(config: PlanConfig, function: OrderFunction | None = None) -> list[list[Work]]:
+def order_of_ranks(config: PlanConfig, schedule: Schedule | None = None) -> list[list[Work]]:
     """What each rank computes in a step, in order; the forwards alone in a forward-only step.
 
-    `function` is the order; None for the one registered under `config.schedule`. Raises ValueError,
+    `schedule` has the order; None for the one registered under `config.schedule`. Raises ValueError,
     with the numbers, for sizes that the order cannot do, and for what yields no work.
     """
-    if function is None:
-        function = get_schedule(config.schedule).order
-    return [_order_of(config, rank, function) for rank in range(config.pp_size)]
+    schedule = schedule or get_schedule(config.schedule)
+    if schedule.smallest is not None:
+        least = schedule.smallest(config.pp_size)
+        if config.num_microbatches < least:
+            raise ValueError(
+                f"schedule {schedule.name} needs {least} or more microbatches on "
+                f"{config.pp_size} ranks, but there are {config.num_microbatches}; use more "
+                "microbatches, or another schedule"
+            )
+    return [_order_of(config, rank, schedule.order) for rank in range(config.pp_size)]
 
 
 def _order_of(config: PlanConfig, pp_rank: int, function: OrderFunction) -> list[Work]:

@@ -1,36 +1,41 @@
-"""Messages between neighbouring stages: activations to the next, gradients to the previous.
+"""Messages between the stages of a pipeline: one verb, `exchange`, and Megatron's nine methods.
 
 Called by: the pipeline schedules, and nobody else. Calls: a `Transport`. Counterpart:
 `megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator`, the same nine methods.
 
-The nine are one exchange, `_communicate`, with different parts left out. A stage may send its
-output to the next stage and a gradient to the previous one, and receive an input from the previous
-stage and a gradient from the next. Stages form a ring, because with interleaving the last stage
-passes its early chunks' outputs to the first.
+Each of the nine says where a stage's neighbours are: outputs go to the next rank, gradients to the
+previous one, in a ring, because with interleaving the last rank passes its early chunks' outputs to
+the first. It makes a list of messages from that and gives it to `exchange`. An order that was lowered
+for another placement gives its own list, with its own peers.
 
-How a stage keeps computing while messages travel: a send returns at once, unless its channel
-(neighbour, payload, chunk) is full; `send_limits` says what full is, and why. The communicator keeps
-the tensor's storage until the message is out, so a schedule may free an output right after sending
-it. Between stages on one host a message is in shared memory by then (`local_transport`), and there
-when the receiver asks for it. Otherwise it travels from when both have asked; on NCCL the order of
-calls is the order on the wire, and `wait` makes the stream wait, not the program.
+How a stage keeps computing while messages travel: a send returns at once, unless its channel (peer,
+payload, chunk) is full; `send_limits` says what full is, and why. The communicator keeps the tensor's
+storage until the message is out, so a schedule may free an output right after sending it. Between
+stages on one host a message is in shared memory by then (`local_transport`), and there when the
+receiver asks for it. Otherwise it travels from when both have asked; on NCCL the order of calls is the
+order on the wire, and `wait` makes the stream wait, not the program.
 """
 
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from minimegatron.core.device import get_device
+from minimegatron.core.local_channels import LENT, get_timeout
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.local_transport import get_transport
-from minimegatron.core.pipeline_parallel.send_limits import Channel, SendPlan
+from minimegatron.core.pipeline_parallel.local_transport import LocalTransport, make_transport
+from minimegatron.core.pipeline_parallel.orders import placement_of
+from minimegatron.core.pipeline_parallel.send_limits import SendPlan
 from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
     GRADIENT,
+    LANES,
     Message,
+    Peers,
     Transport,
     Work,
 )
@@ -49,23 +54,51 @@ def is_single_shape(x: Any) -> bool:
 
 
 class Receive:
-    """A tensor that is on its way, and which stage sends it."""
+    """A message that is on its way to this stage. `tensor` is what it will be in."""
 
-    def __init__(self, tensor: torch.Tensor, work: Work, stage: int, peer: int, payload: str):
-        self.tensor, self._work = tensor, work
-        self.stage, self.peer, self.payload = stage, peer, payload
+    def __init__(self, message: Message, work: Work, stage: int, number: int):
+        self.message, self.tensor = message, message.tensor
+        self._work, self._stage, self._number = work, stage, number
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is there. Raises ConnectionError, naming both stages, if it is not."""
         if self._work is not None:
-            shape = self.tensor.shape
-            _wait_for(self._work, self.stage, self.peer, self.payload, "receiving", shape)
+            peer, payload = self.message.peer, self.message.payload
+            where = (self._stage, peer, payload, "receiving", self.tensor.shape, self._number)
+            _wait_for(self._work, *where)
             self._work = None
         return self.tensor
 
 
+_transports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def get_transport(group: dist.ProcessGroup, links: Iterable[tuple[int, int]] = ()) -> Transport:
+    """The transport of `group`, made on first use, by all its ranks together.
+
+    `links` are pairs of ranks that exchange messages though they are no neighbours in the ring. What
+    is new of them is connected now, again by all ranks together.
+    """
+    transport = _transports.get(group)
+    if transport is None or not transport.has_links(links):
+        transport = _transports[group] = make_transport(group, transport, links)
+    if isinstance(transport, LocalTransport):
+        seconds = get_timeout(group)
+        for connection in transport.connections.values():
+            connection.set_timeout(seconds)
+    return transport
+
+
+def links_of(config: ModelParallelConfig) -> list[tuple[int, int]]:
+    """Pairs of ranks that the placement of the model's schedule makes neighbours, beside the ring."""
+    if config.pipeline_schedule is None:
+        return []
+    placement = placement_of(config)
+    return [(r, peer) for r in range(placement.pp_size) for peer in placement.peers_of(r)]
+
+
 class P2PCommunicator:
-    """Point-to-point communication of one stage with its two neighbours in `pp_group`.
+    """Point-to-point communication of one stage with others of `pp_group`.
 
     Args:
         pp_group: the ranks of one pipeline, stage 0 first. Anything with `rank()` and `size()` if
@@ -94,6 +127,7 @@ class P2PCommunicator:
             self.world_size == 2
             and (self.virtual_pipeline_model_parallel_size or 1) > 1
             and config.batch_p2p_comm
+            and config.pipeline_schedule is None  # the messages of an order have one order
         ):
             raise ValueError(
                 "interleaving over 2 pipeline stages with batched messages can swap activations "
@@ -101,14 +135,15 @@ class P2PCommunicator:
                 "messages by position only; set batch_p2p_comm=False (overlap_p2p_comm may then "
                 "be on or off), or use more than 2 stages"
             )
-        self.transport = transport or get_transport(pp_group)
+        self.device = get_device()
+        self.transport = transport or get_transport(pp_group, links_of(config))
+        self._connections = getattr(self.transport, "connections", None) or Peers(self.transport)
         # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
         self._may_outlive_step = self.transport.matches_by_tag and self.transport.keeps_messages
-        self._unfinished_sends: dict[Channel, deque] = (
+        self._unfinished_sends: dict[tuple, deque] = (
             self.transport.unfinished_sends if self._may_outlive_step else defaultdict(deque)
         )
-        self._sends = SendPlan()
-        self._num_sends = {ACTIVATION: 0, GRADIENT: 0}
+        self._forget_step(SendPlan())
 
     # -- The edges of a step --
 
@@ -119,20 +154,33 @@ class P2PCommunicator:
         """
         if not self._may_outlive_step:
             self._unfinished_sends.clear()
-        self._sends = sends or SendPlan()
-        self._num_sends = {ACTIVATION: 0, GRADIENT: 0}
-        if self.transport.matches_by_tag:
-            self.transport.begin_step()
+        self._forget_step(sends or SendPlan())
+        for part in self._parts_in_step():
+            part.begin_step()
 
     def end_step(self) -> None:
         """The step has ended well on this stage."""
-        if self.transport.matches_by_tag:
-            self.transport.end_step()
+        for part in self._parts_in_step():
+            part.end_step()
 
     def abandon(self, reason: str) -> None:
-        """The step has failed here; tells both neighbours, where the transport can."""
-        if self.transport.matches_by_tag:
-            self.transport.abandon(reason)
+        """The step has failed here; tells the stages it is connected with, where the transport can."""
+        if self._may_outlive_step:
+            self._unfinished_sends.clear()
+        for part in self._parts_in_step():
+            part.abandon(reason)
+
+    def _parts_in_step(self) -> Iterable[Any]:
+        if not self.transport.matches_by_tag:
+            return ()
+        is_local = isinstance(self.transport, LocalTransport)
+        return self._connections.values() if is_local else (self.transport,)
+
+    def _forget_step(self, sends: SendPlan) -> None:
+        self._sends = sends
+        # How many messages there were: sent by payload; and started, by direction, payload and peer.
+        self._num_sends = {ACTIVATION: 0, GRADIENT: 0}
+        self._num_started: dict[tuple[bool, str, int], int] = defaultdict(int)
 
     # -- What plain 1F1B calls --
 
@@ -142,52 +190,48 @@ class P2PCommunicator:
 
         `tensor_shapes` is one shape, or a list of shapes; then a list of tensors comes back.
         """
-        return self._each_shape(tensor_shapes, is_first_stage, lambda shape: self._recv_prev(shape))
+        shapes = [] if is_first_stage else _as_shapes(tensor_shapes)
+        started = self.exchange(self._in_order(recv_prev=shapes))
+        return _as_asked(started, tensor_shapes)
 
     @traced("backward-recv")
     def recv_backward(self, tensor_shapes: Shape | list[Shape], is_last_stage: bool) -> Any:
         """The gradient of this stage's next backward, from the next stage; None on the last."""
-        return self._each_shape(tensor_shapes, is_last_stage, lambda shape: self._recv_next(shape))
+        shapes = [] if is_last_stage else _as_shapes(tensor_shapes)
+        started = self.exchange(self._in_order(recv_next=shapes))
+        return _as_asked(started, tensor_shapes)
 
     @traced("forward-send")
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
         """Sends an output (or a list of them) to the next stage; nothing on the last."""
-        for tensor in [] if is_last_stage else _as_list(output_tensors):
-            self._communicate(tensor_send_next=tensor)
+        outputs = [] if is_last_stage else _as_list(output_tensors)
+        self.exchange(self._in_order(send_next=outputs))
 
     @traced("backward-send")
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
         """Sends the gradient of an input to the previous stage; nothing on the first."""
-        for tensor in [] if is_first_stage else _as_list(input_tensor_grads):
-            self._communicate(tensor_send_prev=tensor)
+        gradients = [] if is_first_stage else _as_list(input_tensor_grads)
+        self.exchange(self._in_order(send_prev=gradients))
 
     @traced("forward-send-backward-recv")
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Shape | list[Shape], is_last_stage: bool
     ) -> Any:
         """Sends an output to the next stage and waits for a gradient from it; None on the last."""
-        outputs = iter(_as_list(output_tensors))
-        return self._each_shape(
-            tensor_shapes,
-            is_last_stage,
-            lambda shape: self._communicate(
-                tensor_send_next=next(outputs), recv_next=True, tensor_shape=shape
-            )[1].wait(),
-        )
+        outputs = [] if is_last_stage else _as_list(output_tensors)
+        shapes = [] if is_last_stage else _as_shapes(tensor_shapes)
+        started = self.exchange(self._in_order(send_next=outputs, recv_next=shapes))
+        return _as_asked(started, tensor_shapes)
 
     @traced("backward-send-forward-recv")
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Shape | list[Shape], is_first_stage: bool
     ) -> Any:
         """Sends a gradient to the previous stage, waits for an input from it; None on the first."""
-        gradients = iter(_as_list(input_tensor_grads))
-        return self._each_shape(
-            tensor_shapes,
-            is_first_stage,
-            lambda shape: self._communicate(
-                tensor_send_prev=next(gradients), recv_prev=True, tensor_shape=shape
-            )[0].wait(),
-        )
+        gradients = [] if is_first_stage else _as_list(input_tensor_grads)
+        shapes = [] if is_first_stage else _as_shapes(tensor_shapes)
+        started = self.exchange(self._in_order(send_prev=gradients, recv_prev=shapes))
+        return _as_asked(started, tensor_shapes)
 
     # -- What interleaved 1F1B calls --
 
@@ -204,12 +248,14 @@ class P2PCommunicator:
         Returns the input, or None. With `overlap_p2p_comm`, returns (input, wait handles) at once;
         the input is valid after `wait()` on the handle "recv_prev".
         """
-        received, _, handles = self._communicate(
-            tensor_send_next=output_tensor, recv_prev=recv_prev, tensor_shape=tensor_shape
+        messages = self._in_order(
+            send_next=_unless_none(output_tensor), recv_prev=[tensor_shape] * recv_prev
         )
+        started = self.exchange(messages)
         if overlap_p2p_comm:
-            return received and received.tensor, handles
-        return received and received.wait()
+            handles = _by_name(messages, started)
+            return handles["recv_prev"].tensor if recv_prev else None, handles
+        return _first(_waited(started))
 
     @traced("backward-send-backward-recv")
     def send_backward_recv_backward(
@@ -220,12 +266,14 @@ class P2PCommunicator:
         overlap_p2p_comm: bool = False,
     ) -> Any:
         """Sends a gradient back (unless None) and receives one (if `recv_next`). See above."""
-        _, received, handles = self._communicate(
-            tensor_send_prev=input_tensor_grad, recv_next=recv_next, tensor_shape=tensor_shape
+        messages = self._in_order(
+            send_prev=_unless_none(input_tensor_grad), recv_next=[tensor_shape] * recv_next
         )
+        started = self.exchange(messages)
         if overlap_p2p_comm:
-            return received and received.tensor, handles
-        return received and received.wait()
+            handles = _by_name(messages, started)
+            return handles["recv_next"].tensor if recv_next else None, handles
+        return _first(_waited(started))
 
     @traced("forward-backward-send-forward-backward-recv")
     def send_forward_backward_recv_forward_backward(
@@ -237,197 +285,163 @@ class P2PCommunicator:
         tensor_shape: Shape,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """All four at once. Returns (input, output gradient), each None if not asked for."""
-        from_prev, from_next, _ = self._communicate(
-            tensor_send_next=output_tensor,
-            tensor_send_prev=input_tensor_grad,
-            recv_prev=recv_prev,
-            recv_next=recv_next,
-            tensor_shape=tensor_shape,
+        messages = self._in_order(
+            send_next=_unless_none(output_tensor),
+            send_prev=_unless_none(input_tensor_grad),
+            recv_prev=[tensor_shape] * recv_prev,
+            recv_next=[tensor_shape] * recv_next,
         )
+        handles = _by_name(messages, self.exchange(messages))
+        from_prev, from_next = handles.get("recv_prev"), handles.get("recv_next")
         return from_prev and from_prev.wait(), from_next and from_next.wait()
 
-    # -- The exchange itself --
-
-    def _communicate(
+    def _in_order(
         self,
-        tensor_send_next: torch.Tensor | None = None,
-        tensor_send_prev: torch.Tensor | None = None,
-        recv_prev: bool = False,
-        recv_next: bool = False,
-        tensor_shape: Shape | None = None,
-    ) -> tuple[Receive | None, Receive | None, dict[str, Any]]:
-        """Starts up to four messages; returns what will come from prev and next, and all handles."""
-        shape_prev = shape_next = tensor_shape
-        chunk_next = self._next_chunk(ACTIVATION, tensor_send_next)
-        chunk_prev = self._next_chunk(GRADIENT, tensor_send_prev)
-        if self.config.variable_seq_lengths:
-            shape_prev, shape_next = self._exchange_shapes(
-                tensor_send_next, tensor_send_prev, recv_prev, recv_next, chunk_next, chunk_prev
-            )
-        parts: dict[str, Message] = {}
-        if tensor_send_next is not None:
-            parts["send_next"] = self._message(True, tensor_send_next, ACTIVATION, chunk_next)
-        if recv_prev:
-            parts["recv_prev"] = self._message(
-                False, self._new_buffer(shape_prev, ACTIVATION), ACTIVATION
-            )
-        if tensor_send_prev is not None:
-            parts["send_prev"] = self._message(True, tensor_send_prev, GRADIENT, chunk_prev)
-        if recv_next:
-            parts["recv_next"] = self._message(
-                False, self._new_buffer(shape_next, GRADIENT), GRADIENT
-            )
-
-        handles: dict[str, Any] = {}
-        for name, work in self._start(parts).items():
-            message = parts[name]
-            if message.is_send:
-                self._keep_until_sent(message, work)
-                handles[name] = work
-            else:
-                handles[name] = self._receive(message, work)
-        return handles.get("recv_prev"), handles.get("recv_next"), handles
-
-    def _start(self, parts: dict[str, Message]) -> dict[str, Work]:
-        if not parts:
-            return {}  # NCCL refuses an empty batch
-        for message in parts.values():
-            if message.is_send:
-                self._wait_for_room(message)
+        send_next: Sequence = (),
+        recv_prev: Sequence = (),
+        send_prev: Sequence = (),
+        recv_next: Sequence = (),
+    ) -> list[Message]:
+        """The messages of one call, tensors to send and shapes to receive, as they must be started."""
+        before, after = self.prev_rank, self.next_rank
+        parts = {
+            "send_next": [self._sending(tensor, after, ACTIVATION) for tensor in send_next],
+            "recv_prev": [Message(False, None, before, ACTIVATION, 0, s) for s in recv_prev],
+            "send_prev": [self._sending(tensor, before, GRADIENT) for tensor in send_prev],
+            "recv_next": [Message(False, None, after, GRADIENT, 0, s) for s in recv_next],
+        }
         if self.config.batch_p2p_comm:
             # To and from the previous stage first, as in Megatron. The order has a meaning where
             # one stage is both neighbours: NCCL pairs messages by their places.
             order = ["send_prev", "recv_prev", "send_next", "recv_next"]
-            parts = {name: parts[name] for name in order if name in parts}
-            works = self._naming_stages(self.transport.start_batch, list(parts.values()))
-            return dict(zip(parts, works, strict=True))
-        # Started one by one, where each may block until its partner is there. Were all stages to
-        # send first, a ring of them would wait for ever; so odd stages receive before they send.
-        order = ["send_next", "recv_prev", "send_prev", "recv_next"]
-        if self.curr_rank_in_pg % 2:
+        elif self.curr_rank_in_pg % 2:
+            # Started one by one, where each may block until its partner is there. Were all stages
+            # to send first, a ring of them would wait for ever; so odd stages receive first.
             order = ["recv_prev", "send_next", "recv_next", "send_prev"]
-        return {
-            name: self._naming_stages(self.transport.start, parts[name])
-            for name in order
-            if name in parts
-        }
+        else:
+            order = ["send_next", "recv_prev", "send_prev", "recv_next"]
+        return [message for name in order for message in parts[name]]
 
-    def _naming_stages(self, start: Callable, messages: Any) -> Any:
+    def _sending(self, tensor: torch.Tensor, peer: int, payload: str) -> Message:
+        # The nine methods are not told which chunk made a tensor: the plan knows the order of all.
+        number = self._num_sends[payload]
+        self._num_sends[payload] += 1
+        chunks = self._sends.chunks.get(payload, ())
+        return Message(True, tensor, peer, payload, chunks[number] if number < len(chunks) else 0)
+
+    # -- The exchange itself --
+
+    def exchange(self, messages: Sequence[Message], overlap: bool = False) -> list[Any]:
+        """Starts messages, in this order; returns a handle for each.
+
+        Args:
+            messages: each with its peer (a rank of the group), payload and chunk; a send with its
+                tensor, a receive with the shape that it will have.
+            overlap: whether the program goes on although nobody has received what it sends. On a
+                tagged wire, and with `overlap_p2p_comm`, it always does.
+
+        The handle of a receive is a `Receive`. Nobody needs to wait for a send: it waits here for room
+        in its channel, and `finish` waits for what has not left. With `batch_p2p_comm` an untagged
+        wire gets all messages as one batch. Raises ConnectionError, naming both stages, if a peer has
+        gone.
+        """
+        if self.config.variable_seq_lengths:
+            messages = self._with_shapes(messages, overlap)
+        messages = [self._prepared(message) for message in messages]
+        may_run_on = overlap or self.transport.matches_by_tag or self.config.overlap_p2p_comm
+        if may_run_on:
+            self._wait_for_room(messages)
+        works: list[Work] = []
+        message = None
         try:
-            return start(messages)
+            if self.config.batch_p2p_comm and not self.transport.matches_by_tag:
+                if messages:  # NCCL refuses an empty batch
+                    message = messages[0]
+                    works = self.transport.start_batch(messages)
+            else:
+                for message in messages:
+                    connection, lane = self._connections[message.peer], LANES[message.payload]
+                    if message.is_send:
+                        channel = (message.payload, message.chunk)
+                        works.append(connection.send(message.tensor, channel, lane))
+                    else:
+                        works.append(connection.expect(message.tensor, LENT, lane))
         except (RuntimeError, OSError) as error:
-            message = messages[0] if isinstance(messages, list) else messages
             raise ConnectionError(
                 f"stage {self.curr_rank_in_pg} lost stage {message.peer} while starting a message "
                 f"({message.payload}): {error}"
             ) from error
+        return [self._handle(m, work, may_run_on) for m, work in zip(messages, works, strict=True)]
 
-    def _message(
-        self, is_send: bool, tensor: torch.Tensor, payload: str, chunk: int = 0
-    ) -> Message:
-        forwards = is_send == payload.startswith(ACTIVATION)
-        peer = self.next_rank if forwards else self.prev_rank
-        # A view of its own: freeing the output's `.data` must not touch what is being sent.
-        if is_send:
-            tensor = tensor.detach().contiguous()
-        return Message(is_send, tensor, peer, payload, chunk)
+    def _prepared(self, message: Message) -> Message:
+        """The message with the tensor that the transport reads or fills."""
+        if message.is_send:
+            # A view of its own: freeing the output's `.data` must not touch what is being sent.
+            tensor = message.tensor.detach().contiguous()
+        elif message.tensor is not None:
+            return message
+        else:
+            # The input must require a gradient, or backward would stop at the stage's first layer.
+            tensor = torch.empty(
+                tuple(message.shape),
+                dtype=self.config.pipeline_dtype,
+                device=self.device,
+                requires_grad=message.payload == ACTIVATION,
+            )
+        return message._replace(tensor=tensor)
 
-    def _receive(self, message: Message, work: Work) -> Receive:
-        return Receive(message.tensor, work, self.curr_rank_in_pg, message.peer, message.payload)
-
-    def _new_buffer(self, shape: Shape, payload: str) -> torch.Tensor:
-        # The input must require a gradient, or backward would stop at the stage's first layer.
-        return torch.empty(
-            tuple(shape),
-            dtype=self.config.pipeline_dtype,
-            device=get_device(),
-            requires_grad=payload == ACTIVATION,
-        )
-
-    def _next_chunk(self, payload: str, tensor: torch.Tensor | None) -> int:
-        """The chunk that made what is sent now: the plan knows the order of all sends."""
-        if tensor is None:
-            return 0
-        number = self._num_sends[payload]
-        self._num_sends[payload] += 1
-        return self._sends.chunk(payload, number)
-
-    @property
-    def _may_run_on(self) -> bool:
-        # On an untagged wire without overlap, each side waits for the other at each message.
-        return self.transport.matches_by_tag or self.config.overlap_p2p_comm
-
-    def _wait_for_room(self, message: Message) -> None:
-        """Before a send: waits while its channel holds K messages that nobody has received."""
-        channel = (message.payload, message.chunk)
-        unfinished, limit = self._unfinished_sends[channel], self._sends.limit(channel)
-        while self._may_run_on and len(unfinished) >= limit:
-            self._finish_send(unfinished.popleft())
-
-    def _keep_until_sent(self, message: Message, work: Work) -> None:
+    def _handle(self, message: Message, work: Work, may_run_on: bool) -> Any:
+        kind = (message.is_send, message.payload, message.peer)
+        number = self._num_started[kind]
+        self._num_started[kind] += 1
+        if not message.is_send:
+            return Receive(message, work, self.curr_rank_in_pg, number)
         # What is in shared memory is copied already; elsewhere the tensor must live until it is out.
         kept = None if self._may_outlive_step else message.tensor
-        send = _UnfinishedSend(work, message.peer, message.payload, message.tensor.shape, kept)
-        if self._may_run_on:
-            self._unfinished_sends[message.payload, message.chunk].append(send)
+        peer, payload, shape = message.peer, message.payload, message.tensor.shape
+        send = _UnfinishedSend(work, peer, payload, shape, number, kept)
+        if may_run_on:
+            self._unfinished_sends[message.channel].append(send)
         else:
             self._finish_send(send)
+        return work
+
+    def _wait_for_room(self, messages: list[Message]) -> None:
+        """Before a send: waits while its channel holds K messages that nobody has received."""
+        for message in messages:
+            if message.is_send:
+                limits, least = self._sends.limits, self._sends.least_limit
+                unfinished = self._unfinished_sends[message.channel]
+                while len(unfinished) >= limits.get((message.payload, message.chunk), least):
+                    self._finish_send(unfinished.popleft())
 
     def _finish_send(self, send: "_UnfinishedSend") -> None:
         # Observers count the waits of a step; one for an earlier step's message is not among them.
         wait = _await if send.is_old else _wait_for
-        wait(send.work, self.curr_rank_in_pg, send.peer, send.payload, "sending", send.shape)
+        where = (self.curr_rank_in_pg, send.peer, send.payload, "sending", send.shape, send.number)
+        wait(send.work, *where)
 
-    def _exchange_shapes(
-        self,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        chunk_next: int,
-        chunk_prev: int,
-    ) -> tuple[Shape | None, Shape | None]:
+    def _with_shapes(self, messages: Sequence[Message], overlap: bool) -> Sequence[Message]:
         # Three int64 per message, so tensors between stages must have three dimensions.
-        parts = {}
-        for name, tensor, payload, chunk in (
-            ("send_next", tensor_send_next, ACTIVATION, chunk_next),
-            ("send_prev", tensor_send_prev, GRADIENT, chunk_prev),
-        ):
-            if tensor is not None:
-                if tensor.dim() != 3:
-                    raise ValueError(
-                        f"variable_seq_lengths sends three sizes, but this stage's tensor has "
-                        f"shape {tuple(tensor.shape)}; make it [sequence, batch, hidden]"
-                    )
-                sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=get_device())
-                parts[name] = self._message(True, sizes, f"{payload} shape", chunk)
-        for name, wanted, payload in (
-            ("recv_prev", recv_prev, ACTIVATION),
-            ("recv_next", recv_next, GRADIENT),
-        ):
-            if wanted:
-                sizes = torch.empty(3, dtype=torch.int64, device=get_device())
-                parts[name] = self._message(False, sizes, f"{payload} shape")
-        shapes = {}
-        for name, work in self._start(parts).items():
-            if parts[name].is_send:
-                self._keep_until_sent(parts[name], work)
-            else:
-                shapes[name] = self._receive(parts[name], work).wait().tolist()
-        return shapes.get("recv_prev"), shapes.get("recv_next")
+        if any(message.payload not in (ACTIVATION, GRADIENT) for message in messages):
+            return messages  # these are the shapes
+        handles = self.exchange([self._size_message(message) for message in messages], overlap)
+        return [
+            message if message.is_send else message._replace(shape=handle.wait().tolist())
+            for message, handle in zip(messages, handles, strict=True)
+        ]
 
-    def _recv_prev(self, shape: Shape) -> torch.Tensor:
-        return self._communicate(recv_prev=True, tensor_shape=shape)[0].wait()
-
-    def _recv_next(self, shape: Shape) -> torch.Tensor:
-        return self._communicate(recv_next=True, tensor_shape=shape)[1].wait()
-
-    @staticmethod
-    def _each_shape(tensor_shapes: Shape | list[Shape], is_none: bool, exchange: Any) -> Any:
-        single = is_single_shape(tensor_shapes)
-        shapes = [tensor_shapes] if single else tensor_shapes
-        tensors = [None if is_none else exchange(shape) for shape in shapes]
-        return tensors[0] if single else tensors
+    def _size_message(self, message: Message) -> Message:
+        if not message.is_send:
+            sizes = torch.empty(3, dtype=torch.int64, device=self.device)
+        elif message.tensor.dim() == 3:
+            sizes = torch.tensor(message.tensor.shape, dtype=torch.int64, device=self.device)
+        else:
+            raise ValueError(
+                f"variable_seq_lengths sends three sizes, but this stage's tensor has shape "
+                f"{tuple(message.tensor.shape)}; make it [sequence, batch, hidden]"
+            )
+        return message._replace(tensor=sizes, payload=f"{message.payload} shape")
 
     # -- After the step --
 
@@ -449,12 +463,15 @@ class _UnfinishedSend(NamedTuple):
     peer: int
     payload: str
     shape: Shape
+    number: int
     tensor: torch.Tensor | None
     is_old: bool = False
     """It was sent in an earlier step."""
 
 
-def _await(work: Work, stage: int, peer: int, payload: str, doing: str, shape: Shape) -> None:
+def _await(
+    work: Work, stage: int, peer: int, payload: str, doing: str, shape: Shape, number: int
+) -> None:
     try:
         work.wait()
     except (RuntimeError, OSError) as error:
@@ -464,10 +481,51 @@ def _await(work: Work, stage: int, peer: int, payload: str, doing: str, shape: S
         ) from error
 
 
-_wait_for = traced("p2p-wait", lambda a: {k: a[k] for k in ("stage", "peer", "payload", "doing")})(
-    _await
-)
+_wait_for = traced(
+    "p2p-wait", lambda a: {k: a[k] for k in ("stage", "peer", "payload", "doing", "number")}
+)(_await)
+
+
+# -- What the nine methods are given, and give back --
 
 
 def _as_list(tensors: Any) -> list:
     return tensors if isinstance(tensors, list) else [tensors]
+
+
+def _unless_none(tensor: torch.Tensor | None) -> list:
+    return [] if tensor is None else [tensor]
+
+
+def _as_shapes(tensor_shapes: Shape | list[Shape]) -> list[Shape]:
+    return [tensor_shapes] if is_single_shape(tensor_shapes) else tensor_shapes
+
+
+def _waited(started: list[Any]) -> list[torch.Tensor]:
+    return [handle.wait() for handle in started if isinstance(handle, Receive)]
+
+
+def _as_asked(started: list[Any], tensor_shapes: Shape | list[Shape]) -> Any:
+    """The tensors received: one for one shape, a list for a list; None where nothing was."""
+    tensors = _waited(started)
+    if is_single_shape(tensor_shapes):
+        return _first(tensors)
+    return tensors or [None] * len(tensor_shapes)
+
+
+def _first(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    return tensors[0] if tensors else None
+
+
+def _by_name(messages: Sequence[Message], started: list[Any]) -> dict[str, Any]:
+    """Handles under Megatron's names for them."""
+    names = {
+        (True, ACTIVATION): "send_next",
+        (False, ACTIVATION): "recv_prev",
+        (True, GRADIENT): "send_prev",
+        (False, GRADIENT): "recv_next",
+    }
+    return {
+        names[message.is_send, message.payload]: handle
+        for message, handle in zip(messages, started, strict=True)
+    }

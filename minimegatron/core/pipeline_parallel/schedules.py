@@ -11,6 +11,7 @@ its names can be imported from this one (`get_tensor_shapes` and two more are in
 * `schedule_table`: the order of work, as arithmetic without torch.
 * `interleaved`: 1F1B over several model chunks per stage.
 * this file: no pipeline, and plain 1F1B.
+* `planned_schedule`: any other order of work, by name.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +24,23 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.interleaved import (
     forward_backward_pipelining_with_interleaving,
 )
+from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.planned_schedule import get_named_forward_backward_func
 from minimegatron.core.pipeline_parallel.schedule_table import (
     RankMicrobatches,
     convert_schedule_table_to_order,
     count_rank_microbatches,
-    get_num_warmup_microbatches,
     get_schedule_table,
 )
-from minimegatron.core.pipeline_parallel.step_frame import StepFrame, framed_schedule
+from minimegatron.core.pipeline_parallel.step_frame import (
+    StepFrame,
+    clear_embedding_activation_buffer,
+    finish_embedding_wgrad_compute,
+    framed_schedule,
+    get_tensor_shapes,
+    groups_of,
+)
 from minimegatron.core.pipeline_parallel.steps import (
     backward_step,
     check_first_val_step,
@@ -40,13 +49,6 @@ from minimegatron.core.pipeline_parallel.steps import (
     forward_step,
     forward_step_calc_loss,
     set_current_microbatch,
-)
-from minimegatron.core.pipeline_parallel.utils import (
-    clear_embedding_activation_buffer,
-    finish_embedding_wgrad_compute,
-    get_tensor_shapes,
-    is_pp_first_stage,
-    is_pp_last_stage,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config
@@ -72,7 +74,11 @@ __all__ = [
 ]
 
 
-def get_forward_backward_func() -> Callable:
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    pipeline_schedule: str | None = None,
+) -> Callable:
     """The schedule for the process groups that exist: one signature, three implementations.
 
     | stages | chunks per stage | schedule                                           |
@@ -80,6 +86,10 @@ def get_forward_backward_func() -> Callable:
     | 1      |                  | `forward_backward_no_pipelining`                   |
     | > 1    | None             | `forward_backward_pipelining_without_interleaving` |
     | > 1    | a number         | `forward_backward_pipelining_with_interleaving`    |
+
+    `pp_size` and `vp_size` None mean those of `parallel_state`. `pipeline_schedule` names another order
+    of work (`orders`), which one runner executes (`planned_schedule`); or one of these three. Raises
+    ValueError for an unknown name, and for one of the three that these sizes do not fit.
 
     The returned function takes these keyword arguments:
 
@@ -102,11 +112,23 @@ def get_forward_backward_func() -> Callable:
     It returns what the loss function reported, a list with one entry per microbatch, on the last
     stage; an empty list elsewhere.
     """
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return forward_backward_no_pipelining
-    if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
-        return forward_backward_pipelining_with_interleaving
-    return forward_backward_pipelining_without_interleaving
+    if pp_size is None:
+        pp_size = parallel_state.get_pipeline_model_parallel_world_size()
+        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if pp_size == 1:
+        name, function = NO_PIPELINING, forward_backward_no_pipelining
+    elif vp_size is not None:
+        name, function = INTERLEAVED, forward_backward_pipelining_with_interleaving
+    else:
+        name, function = ONE_F_ONE_B, forward_backward_pipelining_without_interleaving
+    if pipeline_schedule in (None, name):
+        return function
+    if pipeline_schedule in (NO_PIPELINING, INTERLEAVED, ONE_F_ONE_B):
+        raise ValueError(
+            f"the schedule {pipeline_schedule} does not fit {pp_size} stages with {vp_size or 1} "
+            f"chunks each; {name} does"
+        )
+    return get_named_forward_backward_func(pipeline_schedule)
 
 
 def get_pp_rank_microbatches(
@@ -164,9 +186,7 @@ def forward_backward_no_pipelining(
     """
     model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
     config = get_model_config(model)
-    if pg_collection is None:
-        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    frame = StepFrame(config, pg_collection, None, forward_only)
+    frame = StepFrame(config, groups_of(model, pg_collection), None, forward_only)
     chunk = frame.add_chunk(
         forward_step_func,
         data_iterator,
@@ -209,10 +229,11 @@ def forward_backward_pipelining_without_interleaving(
     """
     model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
     config = get_model_config(model)
+    pg_collection = groups_of(model, pg_collection)
     p2p, pg_collection = _groups_for_1f1b(config, p2p_communicator, pg_collection)
     stage, num_stages = p2p.pp_group.rank(), p2p.pp_group.size()
-    is_first_stage, is_last_stage = is_pp_first_stage(p2p.pp_group), is_pp_last_stage(p2p.pp_group)
-    num_warmup_microbatches = get_num_warmup_microbatches(num_stages, stage, num_microbatches)
+    is_first_stage, is_last_stage = stage == 0, stage == num_stages - 1
+    num_warmup_microbatches = min(num_stages - stage - 1, num_microbatches)
     if forward_only:  # nothing to wait for: every forward is a warm-up forward
         num_warmup_microbatches = num_microbatches
     sizes = (seq_length, micro_batch_size, decoder_seq_length)

@@ -21,6 +21,7 @@ In the order of one step:
 A forward-only step launches and finalizes no gradients; everything else is the same.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -31,23 +32,22 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.local_transport import fail_messages
-from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk, NoFrame
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.p2p_communication import (
+    P2PCommunicator,
+    get_transport,
+    links_of,
+)
 from minimegatron.core.pipeline_parallel.send_limits import (
     FORWARD_ONLY_SEND_LIMIT,
     SEND_LIMIT,
     SendPlan,
 )
-from minimegatron.core.pipeline_parallel.utils import (
-    GradSync,
-    clear_embedding_activation_buffer,
-    finish_embedding_wgrad_compute,
-    finish_step,
-    of_chunk,
-    schedule,
-)
+from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
+from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed
+from minimegatron.core.tracing import observed_by, traced
+from minimegatron.core.utils import get_attr_wrapped_model, get_model_config
 
 GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
 """What collectives inside a step run over; one order on all ranks."""
@@ -129,8 +129,10 @@ class StepFrame(NoFrame):
             StepFrame.num_begun += 1
             collectives.begin_step(self._groups, self._others, self.forward_only)
             self._begin_messages()
+            # The chunk that ends in the loss, if it is here, is the last of this list.
+            chunks = sorted(self.chunks, key=lambda chunk: chunk.is_last_stage)
             self._embedding_module = clear_embedding_activation_buffer(
-                self.config, [chunk.model for chunk in self.chunks], self._ends_in_loss()
+                self.config, [chunk.model for chunk in chunks], chunks[-1].is_last_stage
             )
             self.grad_sync = GradSync(self.config)
             self._param_sync.gather_first([chunk.model for chunk in self.chunks])
@@ -143,9 +145,6 @@ class StepFrame(NoFrame):
         if self._knows_steps and not self._has_begun_messages:
             self.p2p.begin_step(self._sends)
         self._has_begun_messages = True
-
-    def _ends_in_loss(self) -> bool:
-        return self.chunks[-1].is_last_stage
 
     # -- Around one forward, one backward --
 
@@ -269,17 +268,188 @@ class ParamSync:
             of_chunk(self._functions, chunk_id)(models[chunk_id].parameters())
 
 
-# -- A step that fails before it has begun --
+class GradSync:
+    """Holds back gradient communication, from the first backward until just before the last.
+
+    `config.no_sync_func` makes a context manager, or is a list of such, one per chunk. A schedule
+    enters it in one place and leaves it in another, so it cannot be a `with` block. Communication is
+    held back from the start.
+    """
+
+    def __init__(self, config: ModelParallelConfig):
+        no_sync = config.no_sync_func
+        functions = no_sync if isinstance(no_sync, list) else [no_sync]
+        self._functions = [function for function in functions if function is not None]
+        self._grad_sync_func = config.grad_sync_func
+        self._held: contextlib.ExitStack | None = None
+        self.disable()
+
+    def disable(self) -> None:
+        """From now on, gradients stay on their rank."""
+        if self._held is None:
+            with contextlib.ExitStack() as held:  # leaves those it has entered, if one raises
+                for function in self._functions:
+                    held.enter_context(function())
+                self._held = held.pop_all()
+
+    def enable(self) -> None:
+        """From now on, a gradient that is complete may be sent."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.close()
+
+    def launch(self, model: torch.nn.Module, chunk_id: int | None = None) -> None:
+        """Sends a model's gradients now, if that moment is the schedule's to choose."""
+        if self._grad_sync_func is not None:
+            of_chunk(self._grad_sync_func, chunk_id or 0)(model.parameters())
 
 
-def framed_schedule(function: Callable, name: str | None = None) -> Callable:
+def of_chunk(hook: Callable | list[Callable], chunk_id: int) -> Callable:
+    """A hook of the config: one function for all chunks, or a list with one for each."""
+    return hook[chunk_id] if isinstance(hook, list) else hook
+
+
+# -- Groups and sizes, where the caller gives none --
+
+
+def groups_of(
+    model: torch.nn.Module, pg_collection: ProcessGroupCollection | None
+) -> ProcessGroupCollection:
+    """`pg_collection`; or else the model's own, if it has all of a step; or else the global groups."""
+    if pg_collection is None:
+        with suppress(RuntimeError):  # the model has none
+            own = get_attr_wrapped_model(model, "pg_collection")
+            if set(GROUPS_OF_A_STEP) <= vars(own).keys():
+                pg_collection = own
+    return pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+
+
+def get_tensor_shapes(
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None,
+    config: ModelParallelConfig,
+    tp_group: dist.ProcessGroup,
+    cp_group: dist.ProcessGroup,
+) -> list[tuple[int, ...]]:
+    """Shapes of what travels between two stages: one, [s/c/t, b, h]; /t with sequence parallelism.
+
+    With `variable_seq_lengths` the sizes are sent ahead of each message instead: one empty shape.
+    A two-stack model's stages exchange decoder states, of `decoder_seq_length`.
+    """
+    if config.variable_seq_lengths:
+        return [()]
+    length = (decoder_seq_length or seq_length) // cp_group.size()
+    if config.sequence_parallel:
+        length //= tp_group.size()
+    return [(length, micro_batch_size, config.hidden_size)]
+
+
+# -- Around the last backward --
+
+
+def finish_step(
+    config: ModelParallelConfig,
+    chunks: list[ModelChunk],
+    forward_only: bool,
+    pg_collection: ProcessGroupCollection,
+) -> None:
+    """After the last backward: makes gradients whole over all ranks, with `finalize_model_grads`."""
+    if config.finalize_model_grads_func is not None and not forward_only:
+        total_num_tokens = torch.stack([chunk.num_tokens for chunk in chunks]).sum()
+        config.finalize_model_grads_func(
+            [chunk.model for chunk in chunks],
+            total_num_tokens if config.calculate_per_token_loss else None,
+            pg_collection=pg_collection,
+        )
+
+
+def clear_embedding_activation_buffer(
+    config: ModelParallelConfig, model: torch.nn.Module | list, is_last_stage: bool
+) -> torch.nn.Module | None:
+    """Before a step: forgets the weight gradients that a failed step still owed.
+
+    With `defer_embedding_wgrad_compute`, returns the last stage's model that owns the output layer;
+    None on every other stage, and with the option off.
+    """
+    if config.defer_embedding_wgrad_compute or config.delay_wgrad_compute:
+        for chunk in model if isinstance(model, list) else [model]:
+            forget_owed(chunk.parameters())
+    if not (is_last_stage and config.defer_embedding_wgrad_compute):
+        return None
+    last_chunk = model[-1] if isinstance(model, list) else model
+    embedding_module = get_attr_wrapped_model(last_chunk, "post_process", return_model_obj=True)
+    embedding_module.embedding_activation_buffer.clear()
+    embedding_module.grad_output_buffer.clear()
+    return embedding_module
+
+
+def finish_embedding_wgrad_compute(
+    config: ModelParallelConfig,
+    embedding_module: torch.nn.Module | None,
+    is_last_stage: bool,
+    tp_group: dist.ProcessGroup,
+) -> None:
+    """After the last backward: computes the output layer's deferred weight gradients.
+
+    The last stage has the most to compute: it alone scores the vocabulary. What it puts off it
+    does while the others drain. Without a pipeline nothing drains, and the result is the same.
+    """
+    if is_last_stage and config.defer_embedding_wgrad_compute:
+        weight = embedding_module.shared_embedding_or_output_weight()
+        drain_embedding_wgrad_compute(
+            config,
+            embedding_module.embedding_activation_buffer,
+            embedding_module.grad_output_buffer,
+            embedding_module.output_layer.weight if weight is None else weight,
+            tp_group,
+        )
+
+
+# -- What a schedule is marked with --
+
+
+def schedule(
+    function: Callable,
+    name: str | None = None,
+    describe_more: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Callable:
+    """Marks a `forward_backward_*` function: traced as one link, with `config.timers` watching.
+
+    `name` tells observers which schedule it is, where the function's own name does not;
+    `describe_more` maps the call's arguments to what else they are told.
+    """
+    named = {} if name is None else {"schedule": name}
+
+    def describe(arguments: dict[str, Any]) -> dict[str, Any]:
+        more = {} if describe_more is None else describe_more(arguments)
+        return {"num_microbatches": arguments["num_microbatches"], **named, **more}
+
+    link = traced("forward-backward", describe)(function)
+
+    @functools.wraps(function)
+    def run(**arguments: Any) -> list:
+        model = arguments["model"]
+        first = model[0] if isinstance(model, list) else model
+        with observed_by(get_model_config(first).timers):
+            return link(**arguments)
+
+    return run
+
+
+def framed_schedule(
+    function: Callable,
+    name: str | None = None,
+    describe_more: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Callable:
     """`schedule`, for a function whose step has a `StepFrame`: a failure before it is one of the step.
 
     A schedule that somebody writes from the communicator's calls alone has no frame, numbers no steps,
     and is marked with `schedule`.
     """
 
-    link = schedule(function, name)
+    link = schedule(function, name, describe_more)
 
     @functools.wraps(link)
     def run(*unnamed: Any, **arguments: Any) -> list:
@@ -307,9 +477,20 @@ def _fail_before_begun(arguments: dict[str, Any], error: BaseException) -> None:
         groups, others = _groups_of_a_step(pg_collection, forward_only)
         p2p = arguments.get("p2p_communicator")
         if pg_collection.pp in groups and isinstance(p2p, P2PCommunicator | None):
-            fail_messages(pg_collection.pp, _reason_of(error))
+            config = _config_of(arguments.get("model"))
+            links = [] if config is None else links_of(config)
+            transport = get_transport(pg_collection.pp, links)
+            if transport.matches_by_tag:
+                transport.begin_step()
+                transport.abandon(_reason_of(error))
         collectives.begin_step(groups, others, forward_only)
         collectives.abandon(groups + others, _reason_of(error))
+
+
+def _config_of(model: Any) -> ModelParallelConfig | None:
+    with suppress(Exception):  # the caller gave no model: that may be what failed
+        return get_model_config(model[0] if isinstance(model, list) else model)
+    return None
 
 
 def _reason_of(error: BaseException) -> str:

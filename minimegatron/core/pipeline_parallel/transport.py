@@ -14,6 +14,7 @@ what order they forgive:
 """
 
 import weakref
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -22,10 +23,12 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import needs_staging
 from minimegatron.core.local_channels import get_timeout
+from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
 from minimegatron.core.tracing import traced
 
-ACTIVATION, GRADIENT = "activation", "gradient"
-_TAGS = {ACTIVATION: 1, GRADIENT: 2, f"{ACTIVATION} shape": 3, f"{GRADIENT} shape": 4}
+LANES = {ACTIVATION: 1, GRADIENT: 2, f"{ACTIVATION} shape": 3, f"{GRADIENT} shape": 4}
+"""What keeps the payloads between two ranks apart, on a tagged wire."""
+PAYLOADS = {lane: payload for payload, lane in LANES.items()}
 _TAGS_PER_STEP, _MAX_STEPS = 8, 1 << 24
 
 
@@ -33,12 +36,20 @@ class Message(NamedTuple):
     """One tensor to or from `peer` (a rank within the pipeline group)."""
 
     is_send: bool
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
+    """None for a receive, until there is memory for it."""
     peer: int
     payload: str
     """ACTIVATION or GRADIENT, or one of them followed by " shape"."""
     chunk: int = 0
     """Of a send: the sender's chunk that made the tensor. Each chunk's messages are counted apart."""
+    shape: Sequence[int] | None = None
+    """Of a receive: what will come, [s/c/t, b, h]."""
+
+    @property
+    def channel(self) -> tuple[int, str, int]:
+        """Where its messages are counted: peer, payload, chunk."""
+        return self.peer, self.payload, self.chunk
 
 
 def describe_message(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +94,31 @@ class Transport(Protocol):
         """The step has failed on this rank; tells the neighbours, where that is possible."""
 
 
+class Peers(dict):
+    """By rank, the other end of each link of a transport that starts messages one by one."""
+
+    def __init__(self, transport: Transport):
+        super().__init__()
+        self._transport = transport
+
+    def __missing__(self, peer: int) -> "_Peer":
+        self[peer] = _Peer(self._transport, peer)
+        return self[peer]
+
+
+class _Peer:
+    """One of them, with the two methods of a `Connection` that carry messages."""
+
+    def __init__(self, transport: Transport, peer: int):
+        self._start, self._peer = transport.start, peer
+
+    def send(self, tensor: torch.Tensor, channel: tuple[str, int], lane: int) -> Work:
+        return self._start(Message(True, tensor, self._peer, *channel))
+
+    def expect(self, tensor: torch.Tensor, how: str, lane: int) -> Work:
+        return self._start(Message(False, tensor, self._peer, PAYLOADS[lane]))
+
+
 class TorchTransport:
     """Messages over one `torch.distributed` process group.
 
@@ -102,6 +138,10 @@ class TorchTransport:
     def group(self) -> dist.ProcessGroup:
         """The group that the messages travel in."""
         return self._group()
+
+    def has_links(self, links: Iterable[tuple[int, int]]) -> bool:
+        """True: every rank of the group can be reached."""
+        return True
 
     def begin_step(self) -> None:
         """Counts."""
@@ -135,7 +175,7 @@ class TorchTransport:
 
 @traced("p2p-start", describe_message)
 def _start(message: Message, tensor: torch.Tensor, group: dist.ProcessGroup, step: int) -> Work:
-    tag = _TAGS[message.payload] + (step % _MAX_STEPS) * _TAGS_PER_STEP
+    tag = LANES[message.payload] + (step % _MAX_STEPS) * _TAGS_PER_STEP
     if message.is_send:
         return dist.isend(tensor, group=group, group_dst=message.peer, tag=tag)
     return dist.irecv(tensor, group=group, group_src=message.peer, tag=tag)

@@ -1,0 +1,445 @@
+"""Runs any order of work on real ranks, action by action: one runner for every schedule by name.
+
+Called by: `get_forward_backward_func` and `execution`, through the functions that they return. Calls:
+`lowering` for this rank's actions, then `ModelChunk` and `P2PCommunicator`, one call per action, and
+around them `StepFrame`. Megatron has no counterpart: a schedule there is the code that runs it.
+
+Plain 1F1B and interleaving do not come this way; they are written out to be read. Their orders can be
+run here too, and compute the same.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core.distributed.torch_ddp import TorchDistributedDataParallel
+from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel import transport
+from minimegatron.core.pipeline_parallel.lowering import (
+    EXCHANGE,
+    Step,
+    lowered_step,
+    source_of,
+    target_of,
+)
+from minimegatron.core.pipeline_parallel.orders import (
+    TAGGED,
+    UNTAGGED,
+    PlanConfig,
+    Schedule,
+    get_schedule,
+    placement_of,
+)
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.pipeline_parallel.send_limits import (
+    FORWARD_ONLY_SEND_LIMIT,
+    SEND_LIMIT,
+    SendPlan,
+    limits_above_least,
+)
+from minimegatron.core.pipeline_parallel.step_frame import (
+    StepFrame,
+    framed_schedule,
+    get_tensor_shapes,
+    groups_of,
+)
+from minimegatron.core.pipeline_parallel.steps import ModelChunk
+from minimegatron.core.pipeline_parallel.work import (
+    ACTIVATION,
+    BACKWARD,
+    COMMUNICATE,
+    FORWARD,
+    GRADIENT,
+    RECEIVE,
+    SEND,
+    Action,
+    Message,
+    parts_of,
+)
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tracing import traced
+from minimegatron.core.utils import get_model_config
+
+StepMaker = Callable[[P2PCommunicator, int, bool], Step]
+"""From the communicator, the number of microbatches and forward_only to the step to run."""
+
+
+def get_named_forward_backward_func(name: str) -> Callable:
+    """A function like those of `get_forward_backward_func`, in the order of a registered schedule.
+
+    A schedule that names its own messages, and has no order, runs with these. Raises ValueError for an
+    unknown name.
+    """
+    schedule = get_schedule(name)
+    if schedule.order is None:
+        return get_messages_forward_backward_func(schedule)
+    return planned_forward_backward_func(name, partial(_lowered, schedule), _describe_wire)
+
+
+def get_messages_forward_backward_func(schedule: Schedule) -> Callable:
+    """The same, with the messages that the schedule names."""
+    return planned_forward_backward_func(schedule.name, partial(_with_its_messages, schedule))
+
+
+def _lowered(
+    schedule: Schedule, p2p: P2PCommunicator, num_microbatches: int, forward_only: bool
+) -> Step:
+    vp_size = p2p.virtual_pipeline_model_parallel_size
+    placement = schedule.placed(p2p.pp_group.size(), vp_size)
+    is_tagged = p2p.transport.matches_by_tag
+    config = PlanConfig(
+        schedule.name,
+        p2p.pp_group.size(),
+        num_microbatches,
+        placement.num_model_chunks,
+        None if vp_size is None else p2p.config.microbatch_group_size_per_vp_stage,
+        forward_only,
+        batch_p2p_comm=is_tagged or p2p.config.batch_p2p_comm,
+        placement=placement,
+        wire=TAGGED if is_tagged else UNTAGGED,
+    )
+    return lowered_step(config, schedule)
+
+
+def _with_its_messages(
+    schedule: Schedule, p2p: P2PCommunicator, num_microbatches: int, forward_only: bool
+) -> Step:
+    vp_size = p2p.virtual_pipeline_model_parallel_size
+    is_interleaved = vp_size is not None
+    return schedule.make_step(
+        schedule,
+        p2p.pp_group.size(),
+        num_microbatches,
+        vpp=vp_size,
+        group_size=p2p.config.microbatch_group_size_per_vp_stage if is_interleaved else None,
+        forward_only=forward_only,
+        overlap_p2p_comm=is_interleaved and p2p.config.overlap_p2p_comm,
+        batch_p2p_comm=p2p.config.batch_p2p_comm,
+    )
+
+
+def _describe_wire(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What observers are told of a step whose messages were lowered."""
+    p2p = arguments.get("p2p_communicator")
+    if p2p is not None:
+        is_tagged = p2p.transport.matches_by_tag
+    else:
+        models = arguments["model"]
+        model = models[0] if isinstance(models, list) else models
+        group = groups_of(model, arguments.get("pg_collection")).pp
+        is_tagged = dist.get_backend(group) == "gloo"
+    return {"wire": TAGGED if is_tagged else UNTAGGED}
+
+
+def planned_forward_backward_func(
+    name: str,
+    make_step: StepMaker,
+    describe: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Callable:
+    """A `forward_backward_func` that runs the steps of `make_step`.
+
+    It takes the keyword arguments of `get_forward_backward_func`'s functions;
+    `adjust_tensor_shapes_fn` must be None. What cannot work raises a ValueError (for an order or a
+    schedule, `ScheduleError`) before any message is sent, and on every rank alike.
+    """
+
+    def forward_backward_planned(
+        *,
+        forward_step_func: Callable,
+        data_iterator: Iterator | list[Iterator],
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable | None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> list:
+        if adjust_tensor_shapes_fn is not None:
+            raise ValueError(
+                "a planned schedule sends one shape, but adjust_tensor_shapes_fn is given; use "
+                "plain 1F1B (get_forward_backward_func), or leave it out"
+            )
+        models = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(models[0])
+        pg_collection = groups_of(models[0], pg_collection)
+        p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
+        step = make_step(p2p, num_microbatches, forward_only)
+        rank = p2p.pp_group.rank()
+        _check(step, config, models, rank)
+        frame = _make_frame(config, pg_collection, p2p, step)
+        for chunk_id, (chunk, iterator) in enumerate(zip(models, iterators, strict=True)):
+            frame.add_chunk(
+                forward_step_func,
+                iterator,
+                chunk,
+                num_microbatches,
+                collect_non_loss_data=collect_non_loss_data,
+                first_val_step=first_val_step,
+                num_in_flight=_count_in_flight(step.ranks[rank]),
+                vp_stage=None if p2p.virtual_pipeline_model_parallel_size is None else chunk_id,
+                is_last_stage=step.config.placement.is_last(rank, chunk_id),
+            )
+        (shape,) = get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=pg_collection.tp,
+            cp_group=pg_collection.cp,
+        )
+        with frame:
+            PlannedRun(step, rank, frame.chunks, p2p, shape).run()
+        return frame.forward_data_store
+
+    return framed_schedule(forward_backward_planned, name, describe)
+
+
+def _make_frame(
+    config: ModelParallelConfig,
+    pg_collection: ProcessGroupCollection,
+    p2p: P2PCommunicator,
+    step: Step,
+) -> StepFrame:
+    rank, forward_only = p2p.pp_group.rank(), step.config.forward_only
+    forwards = None
+    if p2p.virtual_pipeline_model_parallel_size is not None:
+        forwards = [(a.microbatch, a.chunk) for a in _work(step.ranks[rank]) if a.kind == FORWARD]
+    least = FORWARD_ONLY_SEND_LIMIT if forward_only else SEND_LIMIT
+    limits = limits_above_least(step.limits[rank], forward_only)
+    # The nine methods are not told which chunk sends; `exchange` is.
+    chunks: dict[str, list[int]] = {ACTIVATION: [], GRADIENT: []}
+    for action in step.ranks[rank]:
+        for message in action.messages:
+            if message.direction == SEND:
+                chunks[message.payload].append(message.chunk)
+    return StepFrame(
+        config,
+        pg_collection,
+        p2p if p2p.pp_group.size() > 1 else None,
+        forward_only,
+        forwards,
+        SendPlan(least, limits, chunks),
+    )
+
+
+def _work(actions: list[Action]) -> Iterator[Action]:
+    """The single pieces of work among a rank's actions, in order."""
+    for action in actions:
+        if action.kind != COMMUNICATE:
+            yield from parts_of(action)
+
+
+def _count_in_flight(actions: list[Action]) -> int:
+    """Forwards before the first backward: what a schedule calls its warm-up, and one more."""
+    kinds = [action.kind for action in _work(actions)]
+    return max(1, kinds.index(BACKWARD) if BACKWARD in kinds else len(kinds))
+
+
+# -- What can be run --
+
+
+def _check(
+    step: Step, config: ModelParallelConfig, models: list[torch.nn.Module], rank: int
+) -> None:
+    name, placement = step.config.schedule, step.config.placement
+    if placement.num_copies > 1:
+        raise ValueError(
+            f"schedule {name} runs {placement.num_copies} copies of the model against each other, "
+            "and nothing here sums their gradients; plan it (minimegatron plan), or train with "
+            "another schedule"
+        )
+    # Every rank looks at all of them: an error on one alone would leave the others waiting.
+    kinds = {action.kind for actions in step.ranks for action in _work(actions)}
+    if split := sorted(kinds - {FORWARD, BACKWARD}):
+        raise ValueError(
+            f"schedule {name} has work of the kind {split[0]}, which can be planned and simulated "
+            "but not run; yield rank.backward(...), which computes both gradients"
+        )
+    if len(models) != placement.num_model_chunks:
+        raise ValueError(
+            f"schedule {name} runs {placement.num_model_chunks} chunks on each rank, but the model "
+            f"is {len(models)}; set virtual_pipeline_model_parallel_size, and pipeline_schedule"
+        )
+    if config.pipeline_model_parallel_size == placement.pp_size:
+        _check_placement(name, placement, config)
+    num_in_flight = 0 if step.config.forward_only else _count_in_flight(step.ranks[rank])
+    kinds = (TorchDistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
+    if num_in_flight > 1 and any(isinstance(model, kinds) for model in models):
+        raise ValueError(
+            f"this schedule has {num_in_flight} microbatches in flight, but torch's "
+            "DistributedDataParallel pairs each backward with the latest forward and would not sum "
+            "gradients; use our own, or a schedule with one in flight"
+        )
+
+
+def _check_placement(name: str, placement: Placement, config: ModelParallelConfig) -> None:
+    built_for = placement_of(config)
+    if built_for.stages != placement.stages:
+        raise ValueError(
+            f"schedule {name} places the model's stages as {_words(placement)}, but the model was "
+            f"built as {_words(built_for)}; build it with pipeline_schedule={name!r} "
+            "(--pipeline-schedule)"
+        )
+
+
+def _words(placement: Placement) -> str:
+    return f"{placement.name} {[list(chunks) for chunks in placement.stages]}"
+
+
+# -- The run --
+
+_exchange = traced("exchange")(P2PCommunicator.exchange)
+
+
+class PlannedRun:
+    """One rank's actions, one after the other.
+
+    `_made` holds what has been computed here and is not yet sent, `_arrived` what has arrived and is
+    not yet used, by payload, microbatch and chunk; a received tensor comes with the handle to wait
+    for, or None.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        rank: int,
+        chunks: list[ModelChunk],
+        p2p: P2PCommunicator,
+        shape: tuple[int, ...],
+    ):
+        self.actions, self.rank = step.ranks[rank], rank
+        self.placement, self.forward_only = step.config.placement, step.config.forward_only
+        self.chunks, self.p2p, self.shape = chunks, p2p, shape
+        self._made: dict[tuple, torch.Tensor] = {}
+        self._arrived: dict[tuple, tuple[torch.Tensor, Any]] = {}
+
+    def run(self) -> None:
+        """All of them. Of a pair, one part after the other."""
+        for action in self.actions:
+            if action.kind == COMMUNICATE:
+                self._communicate(action)
+                continue
+            for part in parts_of(action):
+                self._forward(part) if part.kind == FORWARD else self._backward(part)
+
+    # -- Work --
+
+    def _forward(self, action: Action) -> None:
+        chunk = self.chunks[action.chunk]
+        output = chunk.forward_step(action.microbatch, self._take(ACTIVATION, action))
+        if chunk.is_last_stage:  # a loss is sent nowhere, and would keep its graph
+            return
+        payload, place = target_of(self.placement, self.rank, action)
+        if place.rank == self.rank:
+            # The next chunk's input is a tensor of its own: its backward ends there, and leaves the
+            # gradient there for this chunk's backward.
+            leaf = output.detach()
+            leaf.requires_grad_(not self.forward_only)
+            self._arrived[payload, action.microbatch, place.chunk] = (leaf, None)
+            chunk.free_output(output)
+        else:
+            self._made[payload, action.microbatch, action.chunk] = output
+
+    def _backward(self, action: Action) -> None:
+        grad = self._take(GRADIENT, action)
+        input_grad = self.chunks[action.chunk].backward_step(grad, action.microbatch)
+        target = target_of(self.placement, self.rank, action)
+        if target is None:  # the chunk that starts from data
+            return
+        payload, place = target
+        if place.rank == self.rank:
+            self._arrived[payload, action.microbatch, place.chunk] = (input_grad, None)
+        else:
+            self._made[payload, action.microbatch, action.chunk] = input_grad
+
+    def _take(self, payload: str, action: Action) -> torch.Tensor | None:
+        unit = (payload, action.microbatch, action.chunk)
+        tensor, handle = self._arrived.pop(unit, (None, None))
+        if handle is not None:
+            handle.wait()
+        return tensor
+
+    # -- Messages --
+
+    def _communicate(self, action: Action) -> None:
+        tensors = [self._to_send(message) for message in action.messages]
+        if action.call == EXCHANGE:
+            messages = list(map(self._message, action.messages, tensors))
+            handles = _exchange(self.p2p, messages, overlap=True)
+            received = [(getattr(handle, "tensor", None), handle) for handle in handles]
+        else:
+            received = call_method(self.p2p, action, tensors, self.shape)
+        for message, tensor, arrived in zip(action.messages, tensors, received, strict=True):
+            if message.direction == RECEIVE:
+                unit = (message.payload, message.microbatch, message.chunk)
+                self._arrived[unit] = arrived
+            elif message.payload == ACTIVATION:
+                self.chunks[message.chunk].free_output(tensor)
+
+    def _to_send(self, message: Message) -> torch.Tensor | None:
+        if message.direction == RECEIVE:
+            return None
+        return self._made.pop((message.payload, message.microbatch, message.chunk))
+
+    def _message(self, message: Message, tensor: torch.Tensor | None) -> transport.Message:
+        if tensor is not None:
+            return transport.Message(True, tensor, message.peer, message.payload, message.chunk)
+        user = FORWARD if message.payload == ACTIVATION else BACKWARD
+        work = Action(user, self.rank, None, message.microbatch, message.chunk)
+        _, maker = source_of(self.placement, self.rank, work)
+        return transport.Message(
+            False, None, message.peer, message.payload, maker.chunk, self.shape
+        )
+
+
+def call_method(
+    p2p: P2PCommunicator,
+    action: Action,
+    tensors: list[torch.Tensor | None],
+    shape: tuple[int, ...],
+) -> list[tuple[torch.Tensor | None, Any]]:
+    """Calls the method of the communicator that a schedule names; for its messages, in their order.
+
+    Returns for each message (tensor, handle): None for a send, and for what has been waited for.
+    """
+    kinds = [(message.direction, message.payload) for message in action.messages]
+    found = dict(zip(kinds, tensors, strict=True))
+    output, input_grad = found.get((SEND, ACTIVATION)), found.get((SEND, GRADIENT))
+    recv_prev, recv_next = (RECEIVE, ACTIVATION) in found, (RECEIVE, GRADIENT) in found
+    method, handles = getattr(p2p, action.call), {}
+    new_input = new_grad = None
+    if action.call == "recv_forward":
+        new_input = method(shape, not recv_prev)
+    elif action.call == "recv_backward":
+        new_grad = method(shape, not recv_next)
+    elif action.call == "send_forward":
+        method(output, output is None)
+    elif action.call == "send_backward":
+        method(input_grad, input_grad is None)
+    elif action.call == "send_forward_recv_backward":
+        new_grad = method(output, shape, not recv_next)
+    elif action.call == "send_backward_recv_forward":
+        new_input = method(input_grad, shape, not recv_prev)
+    elif action.call == "send_forward_backward_recv_forward_backward":
+        new_input, new_grad = method(output, input_grad, recv_prev, recv_next, shape)
+    else:
+        forward = action.call == "send_forward_recv_forward"
+        arguments = (output, recv_prev) if forward else (input_grad, recv_next)
+        result = method(*arguments, shape, overlap_p2p_comm=action.overlap)
+        tensor, handles = result if action.overlap else (result, {})
+        new_input, new_grad = (tensor, None) if forward else (None, tensor)
+    arrived = {
+        (RECEIVE, ACTIVATION): (new_input, handles.get("recv_prev")),
+        (RECEIVE, GRADIENT): (new_grad, handles.get("recv_next")),
+    }
+    return [arrived.get(kind, (None, None)) for kind in kinds]
