@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.device import get_device
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.steps import (
     backward_step,
@@ -21,7 +20,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     forward_step,
 )
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import get_device, get_model_config
 
 
 class ModelChunk:

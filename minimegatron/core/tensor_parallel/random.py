@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.device import get_device
 from minimegatron.core.tensor_parallel.utils import (
     gather_split_1d_tensor,
     get_tensor_model_parallel_group_if_none,
@@ -29,6 +28,7 @@ from minimegatron.core.tensor_parallel.utils import (
 )
 from minimegatron.core.tensor_parallel.weight_grad_store import within_this_backward
 from minimegatron.core.tracing import traced
+from minimegatron.core.utils import get_device
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
