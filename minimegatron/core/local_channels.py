@@ -401,7 +401,7 @@ class Connection:
                 "step that this rank has begun?"
             )
         elif unread := sum(map(len, self._incoming.messages.values())):
-            text += f" in the lane that this rank waits for; {unread} messages lie in other lanes"
+            text += f" in the lane that this rank waits for; messages in other lanes: {unread}"
         return text
 
 
