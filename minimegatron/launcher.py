@@ -1,6 +1,6 @@
 """Ranks without torchrun: calls one function in n processes and returns what each returned.
 
-Called by: tests (`tests/ranks.py`), notebooks, exercises. Calls: `packing`, `core.device`,
+Called by: tests (`tests/ranks.py`), notebooks, exercises. Calls: `packing`, `core.utils`,
 `torch.distributed`. Megatron has no such module; `torch.multiprocessing.spawn` is the closest, but
 it starts each interpreter afresh (seconds per rank here, against milliseconds for a fork of a
 process that has imported torch already), and when ranks hang it waits for ever.
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.device import choose_backend, set_device
+from minimegatron.core.utils import choose_backend, set_device
 from minimegatron.doctor.folders import keep_sockets, make_folder, remove_folder
 from minimegatron.doctor.observer import start_recording
 from minimegatron.doctor.processes import STACK_SIGNAL, offer_stacks, read_stacks

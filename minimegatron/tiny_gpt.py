@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.core.device import get_device
 from minimegatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -35,7 +34,7 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.transformer.module import Float16Module, named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.utils import unwrap_model
+from minimegatron.core.utils import get_device, unwrap_model
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,

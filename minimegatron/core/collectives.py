@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import local_collectives
-from minimegatron.core.device import get_device
 from minimegatron.core.local_collectives import get_mesh
 from minimegatron.core.tracing import traced
+from minimegatron.core.utils import get_device
 
 ReduceOp = dist.ReduceOp
 

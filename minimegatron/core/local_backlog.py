@@ -1,7 +1,7 @@
 """Writes to a socket that never block: what the socket does not take at once is written later.
 
-Called by: `local_channels`, for the header of each message. Calls: the operating system. Megatron
-has no counterpart.
+Called by: `local_channels`, for what a full socket has not taken. Calls: the operating system.
+Megatron has no counterpart.
 
 A socket holds some 250 headers that nobody has read. If a rank sends more than that before its peer
 reads, a blocking write would wait, and two ranks that do so to each other would wait for ever. Here
@@ -22,25 +22,26 @@ LAST_SECONDS = 5.0
 
 
 class Writer:
-    """The writing side of one socket. Writes come out in the order in which they were made."""
+    """What one socket has not taken yet. Writes come out in the order in which they were made.
 
-    def __init__(self, connection: socket.socket):
-        self._socket = connection
-        # A number, because Python's own way to combine flags takes longer than the call.
-        self._flags = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        self._later: deque[bytes] = deque()
+    Who finds `later` empty may send by itself, with `flags`, and gives the rest to `write`. While
+    something waits, everything must go through `write`. One thread sends and writes, the other is the
+    backlog's, which takes a piece off `later` once the socket has all of it.
+    """
+
+    def __init__(self, connection: socket.socket, flags: int):
+        self._socket, self._flags = connection, flags
+        self.later: deque[bytes] = deque()
         self._lock = threading.Lock()
 
     def write(self, data: bytes) -> None:
-        """Writes `data` now or later. Raises OSError if the other end is closed."""
-        if self._later:
-            with self._lock:
-                if self._later:
-                    self._later.append(data)
-                    return
-        rest = self._try(data)
-        if rest:
-            self._later.append(rest)
+        """Writes `data` later. Raises OSError if the other end is closed."""
+        with self._lock:
+            is_idle = not self.later
+            rest = self._try(data) if is_idle else data
+            if rest:
+                self.later.append(rest)
+        if is_idle and rest:
             _backlog.watch(self)
 
     def _try(self, data: bytes) -> bytes:
@@ -57,18 +58,18 @@ class Writer:
     def write_later_part(self) -> bool:
         """Writes one waiting piece, as far as the socket takes it; True when none is left."""
         with self._lock:
-            if not self._later:
+            if not self.later:
                 return True
             try:
-                rest = self._try(self._later[0])
+                rest = self._try(self.later[0])
             except OSError:  # nobody will read it any more
-                self._later.clear()
+                self.later.clear()
                 return True
             if rest:
-                self._later[0] = rest
+                self.later[0] = rest
             else:
-                self._later.popleft()
-            return not self._later
+                self.later.popleft()
+            return not self.later
 
 
 class _Backlog:

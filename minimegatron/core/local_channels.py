@@ -1,9 +1,9 @@
 """Tensors between two processes of one host, through shared memory: no polling thread, no network.
 
 Called by: `local_collectives` and `pipeline_parallel.local_transport`, which take gloo's place
-between ranks on one host. Calls: `local_handshake` (who is there), `local_memory` (what is shared),
-`local_epochs` (what belongs to which step), `local_backlog` (what a full socket does not take).
-Megatron needs no such module: NCCL does the same for GPUs of one host.
+between ranks on one host. Calls: `local_handshake` (who is there), `local_slots` and `local_memory`
+(what is shared), `local_backlog` (what a full socket does not take). Megatron needs no such module:
+NCCL does the same for GPUs of one host.
 
 A gloo message between two processes of one host goes through the kernel's network code twice, and
 wakes two threads in turn. Here a message is a *slot* of memory that both processes have mapped:
@@ -16,16 +16,19 @@ wakes two threads in turn. Here a message is a *slot* of memory that both proces
 3. The receiver marks the slot, as lent while it is in use, then as free. The sender sees that
    without a message.
 
-What a failed step leaves behind must not be taken for the next step's. So time is cut into *epochs*
-(`local_epochs`): each step is one, and so is the time between two steps. Every header carries its
-epoch; a receiver takes a message only for what it expected in the same epoch, and drops older ones.
-And a rank whose step fails says so to everybody it is connected with (`abandon`), so that nobody waits
-for it until the time-out. When it begins its next step it says that too, for those that had ended the
-failed one well, and wait for this rank outside of any.
+One connection serves two ranks in both directions. What must not be taken for each other, such as
+activations and gradients, has *lanes* of its own. In each lane the n-th message is taken for the n-th
+one expected; the lanes know nothing of each other's order.
 
-Some messages belong to no step: each rank will send them, be it one step later. They have a *lane* of
-their own, a number from 1 on: there, the n-th message is taken for the n-th one expected, whatever
-fails in between.
+What a failed step leaves behind must not be taken for the next step's. So time is cut into *epochs*:
+each step is one, and so is the time between two steps. Every header carries its epoch; a receiver
+takes a message only for what it expected in the same epoch, and drops older ones. And a rank whose
+step fails says so to everybody it is connected with (`abandon`), so that nobody waits for it until the
+time-out. When it begins its next step it says that too, for those that had ended the failed one well,
+and wait for this rank outside of any.
+
+Some messages belong to no step: each rank will send them, be it one step later. Their lanes know no
+epochs (`NUM_STEP_LANES`): there, a message stays until it is taken, whatever fails in between.
 """
 
 import contextlib
@@ -33,13 +36,13 @@ import socket
 import struct
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from minimegatron.core.local_backlog import Writer
-from minimegatron.core.local_epochs import belong_together, describe, is_in_step, next_step
 from minimegatron.core.local_handshake import Met, is_supported, meet
 from minimegatron.core.local_memory import Arena
 from minimegatron.core.local_slots import Slot, Slots, TheirSlot, TheirSlots
@@ -49,7 +52,9 @@ from minimegatron.core.local_slots import Slot, Slots, TheirSlot, TheirSlots
 _HEADER = struct.Struct("=BIQQQQQQd")
 _MESSAGE, _ABANDONED, _BEGUN, _COUNT = 1, 2, 3, 4
 STEPS = 0
-"""The lane of all messages that belong to a step, or to the time between two."""
+"""The lane of collectives; like all lanes below `NUM_STEP_LANES`, its messages belong to an epoch."""
+NUM_STEP_LANES = 16
+"""From this lane on, messages belong to no step."""
 _READ_BYTES = 4096
 _MAX_REASON = 400
 COPIED, LENT, IN_PLACE = "copied", "lent", "in place"
@@ -62,14 +67,18 @@ def get_timeout(group: dist.ProcessGroup) -> float:
 
 
 def connect(
-    group: dist.ProcessGroup, callees: list[int], callers: list[int]
+    group: dist.ProcessGroup,
+    callees: list[int],
+    callers: list[int],
+    kind: "Callable[[Met, Arena, int, float], Connection] | None" = None,
 ) -> tuple[dict[int, "Connection"], dict[int, "Connection"]] | None:
     """Connects ranks of `group` with each other, if all of them can share memory and sockets.
 
     Collective over `group`; ranks are those within it. This rank calls `callees`, and is called by
-    `callers`. Returns both kinds of connections by rank, or None on every rank if the group spans
-    hosts or containers, or runs on another system than Linux. Raises ConnectionError if a rank does
-    not come within the group's time-out.
+    `callers`; of two ranks that talk to each other, one calls. Returns both kinds of connections by
+    rank, each made by `kind` (`Connection` if None); or None on every rank if the group spans hosts or
+    containers, or runs on another system than Linux. Raises ConnectionError if a rank does not come
+    within the group's time-out.
     """
     if not is_supported():
         return None
@@ -77,11 +86,68 @@ def connect(
     found = meet(group, callees, callers, arena.descriptor, timeout)
     if found is None:
         return None
-    called, came = found
-    return (
-        {rank: Connection(met, arena, rank, timeout) for rank, met in called.items()},
-        {rank: Connection(met, arena, rank, timeout) for rank, met in came.items()},
+    make = kind or Connection
+    called, came = (
+        {rank: make(met, arena, rank, timeout) for rank, met in those.items()} for those in found
     )
+    return called, came
+
+
+# -- Epochs --
+# The number that says to which step a message belongs. Every rank of a group counts for itself, and
+# all must count alike: who is in another epoch than the sender does not take its message.
+#
+# A training step takes the ranks of all groups. A forward-only step takes those of one copy of the
+# model; other copies may evaluate more often, or not at all. So in a group of several copies a
+# forward-only step counts as a part of the last training step: the next one brings all ranks to the
+# same number again, and the times around forward-only steps count as one.
+
+PARTS = 1 << 32
+"""Epochs from one training step to the next. An odd one is a step, an even one the time after it."""
+
+
+def next_step(epoch: int) -> int:
+    """The epoch of the next step, whatever came since the last one.
+
+    >>> next_step(0) == next_step(6) == PARTS + 1
+    True
+    """
+    return (epoch // PARTS + 1) * PARTS + 1
+
+
+def next_part(epoch: int) -> int:
+    """The epoch of a forward-only step in a group of several copies of the model."""
+    return epoch + 1
+
+
+def is_in_step(epoch: int) -> bool:
+    """Whether the epoch is a step."""
+    return epoch % 2 == 1
+
+
+def belong_together(one: int, other: int) -> bool:
+    """Whether a message sent in one epoch is for who waits in the other.
+
+    >>> belong_together(PARTS + 2, PARTS + 4), belong_together(PARTS + 3, PARTS + 5)
+    (True, False)
+    """
+    between_steps = not is_in_step(one) and not is_in_step(other)
+    return one == other or (between_steps and one // PARTS == other // PARTS)
+
+
+def describe(epoch: int) -> str:
+    """The epoch in words.
+
+    >>> describe(2 * PARTS + 1), describe(2 * PARTS + 5), describe(0)
+    ('step 2', 'forward-only step 2 after step 2', 'the time before its first step')
+    """
+    step, part = divmod(epoch, PARTS)
+    if part == 1 and step:
+        return f"step {step}"
+    if is_in_step(epoch):
+        # The step itself is part 1; without one, a forward-only step is.
+        return f"forward-only step {(part - 1) // 2 if step else (part + 1) // 2} after step {step}"
+    return f"the time after its step {step}" if step else "the time before its first step"
 
 
 # -- One message on its way out --
@@ -109,6 +175,9 @@ class Sent:
 class Connection:
     """One end of a connection between two ranks: what goes out is copied, what comes in is asked for.
 
+    Several receives may be under way in several lanes, and waited for in any order. A wait that fails
+    in a lane of the step fails the step: in all of them, nothing more of that epoch is expected.
+
     Args:
         met: the socket, and the descriptor of the peer's memory.
         arena: this rank's memory; one for all of its connections of a group.
@@ -119,7 +188,9 @@ class Connection:
     def __init__(self, met: Met, arena: Arena, peer: int, timeout: float):
         self.peer, self.epoch = peer, 0
         self._socket, self._arena = met.connection, arena
-        self._writer = Writer(met.connection)
+        # A number, because Python's own way to combine flags takes longer than the call.
+        self._flags = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        self._writer = Writer(met.connection, self._flags)
         self._slots: dict[object, Slots] = {}
         self._incoming = _Incoming(met.connection, met.descriptor)
         self._expected: defaultdict[int, deque[Arrival]] = defaultdict(deque)
@@ -176,16 +247,19 @@ class Connection:
         self._has_abandoned = True
 
     def _give_up(self, from_epoch: int, to_epoch: int) -> None:
-        """Expects nothing of these epochs any more, of the lane that knows them."""
-        expected = self._expected[STEPS]
-        for arrival in expected:
-            arrival.is_given_up = from_epoch <= arrival.epoch <= to_epoch
-        self._expected[STEPS] = deque(a for a in expected if not a.is_given_up)
+        """Expects nothing of these epochs any more, in the lanes that know them."""
+        for lane, expected in self._expected.items():
+            if lane < NUM_STEP_LANES:
+                for arrival in expected:
+                    arrival.is_given_up = from_epoch <= arrival.epoch <= to_epoch
+                self._expected[lane] = deque(a for a in expected if not a.is_given_up)
 
     def _drop_old(self) -> None:
-        expected = self._expected[STEPS]
-        oldest = expected[0].epoch if expected else self.epoch
-        self._incoming.drop_before(min(oldest, self.epoch))
+        for lane in self._incoming.messages:
+            if lane < NUM_STEP_LANES:
+                expected = self._expected[lane]
+                oldest = expected[0].epoch if expected else self.epoch
+                self._incoming.drop_before(min(oldest, self.epoch), lane)
         self._incoming.drop_counts_before(self.epoch)
 
     def tell_count(self, count: int) -> None:
@@ -196,10 +270,10 @@ class Connection:
 
     def read_count(self) -> int:
         """What the peer has told in this epoch. Raises ConnectionError if it tells nothing in time."""
-        counts = self._incoming.counts
+        counts, deadline = self._incoming.counts, time.monotonic() + self.timeout
         self._incoming.drop_counts_before(self.epoch)
         while not counts:
-            self._read_more(self.epoch)
+            self._read_more(self.epoch, deadline)
             self._incoming.drop_counts_before(self.epoch)
         epoch, count = counts[0]
         self._check_epoch(self.epoch, epoch)
@@ -210,7 +284,8 @@ class Connection:
     def send(self, tensor: torch.Tensor, channel: object = None, lane: int = STEPS) -> Sent:
         """Copies `tensor` into a slot of `channel` and tells the peer; waits for nobody.
 
-        Raises ConnectionError if the peer has gone.
+        A channel says whose slots are used, a lane what the message is taken for. Raises
+        ConnectionError if the peer has gone.
         """
         num_bytes = tensor.numel() * tensor.element_size()
         slots = self._slots.get(channel)
@@ -230,8 +305,12 @@ class Connection:
         lane: int = STEPS,
         text: bytes = b"",
     ) -> None:
-        header = _HEADER.pack(kind, lane, self.epoch, number, *place, time.monotonic())
-        self._writer.write(header + text)
+        data = _HEADER.pack(kind, lane, self.epoch, number, *place, time.monotonic()) + text
+        if not self._writer.later:  # nothing that was written earlier still waits for the socket
+            with contextlib.suppress(BlockingIOError):
+                data = data[self._socket.send(data, self._flags) :]
+        if data:
+            self._writer.write(data)
 
     def wait_until_taken(self, sent: Sent) -> None:
         """See `Sent.wait`. The receiver sends nothing when it takes a message, so this one looks."""
@@ -250,19 +329,19 @@ class Connection:
     # -- In --
 
     def expect(self, tensor: torch.Tensor, how: str = COPIED, lane: int = STEPS) -> "Arrival":
-        """Notes that the next message not yet spoken for will become `tensor`; see `Arrival`."""
+        """Notes that the lane's next message not yet spoken for becomes `tensor`; see `Arrival`."""
         arrival = Arrival(self, tensor, how, lane)
-        arrival.is_given_up = lane == STEPS and self.epoch == self._failed_epoch
+        arrival.is_given_up = lane < NUM_STEP_LANES and self.epoch == self._failed_epoch
         if not arrival.is_given_up:
             self._expected[lane].append(arrival)
         return arrival
 
     def complete(self, arrival: "Arrival") -> None:
-        """Takes messages, in the order in which they were asked for, up to that of `arrival`."""
+        """Takes messages of its lane, in the order in which they were asked for, up to `arrival`'s."""
         if arrival.is_given_up:
             raise ConnectionError("this message belongs to a step that has failed")
-        if arrival.lane != STEPS:
-            return self._take_of_lane(arrival)
+        if arrival.lane >= NUM_STEP_LANES:
+            return self._take_of_no_step(arrival)
         try:
             self._take_up_to(arrival)
         except BaseException:
@@ -272,29 +351,36 @@ class Connection:
             raise
 
     def _take_up_to(self, arrival: "Arrival") -> None:
-        expected, messages = self._expected[STEPS], self._incoming.messages[STEPS]
+        lane, incoming, deadline = arrival.lane, self._incoming, time.monotonic() + self.timeout
+        expected, messages = self._expected[lane], incoming.messages[lane]
         while not arrival.is_done:
             first = expected[0]
-            self._incoming.drop_before(first.epoch)
+            incoming.drop_before(first.epoch, lane)
             while not messages:
-                self._read_more(first.epoch)
-                self._incoming.drop_before(first.epoch)
+                # What comes in another lane may tell that nothing of this epoch will come any more.
+                self._check_epoch(first.epoch, max(first.epoch, incoming.newest_epoch))
+                self._read_more(first.epoch, deadline)
+                incoming.drop_before(first.epoch, lane)
             self._check_epoch(first.epoch, messages[0].epoch)
-            first.take(messages.popleft(), self._incoming)
+            first.take(messages.popleft(), incoming)
             expected.popleft()
 
-    def _take_of_lane(self, arrival: "Arrival") -> None:
+    def _take_of_no_step(self, arrival: "Arrival") -> None:
         # A wait that fails gives nothing up: it may be made again in a later step.
         expected, messages = self._expected[arrival.lane], self._incoming.messages[arrival.lane]
+        deadline = time.monotonic() + self.timeout
         while not arrival.is_done:
             while not messages:
-                self._read_more(self.epoch)
+                self._read_more(self.epoch, deadline)
             expected[0].take(messages[0], self._incoming)
             expected.popleft(), messages.popleft()
 
-    def _read_more(self, epoch: int) -> None:
+    def _read_more(self, epoch: int, deadline: float) -> None:
         self._incoming.check(epoch)
         try:
+            # One read ends in time by itself; what came in other lanes must not begin it again.
+            if time.monotonic() > deadline:
+                raise BlockingIOError
             self._incoming.read(wait=True)
         except BlockingIOError as error:
             raise ConnectionError(self._nothing_came()) from error
@@ -314,6 +400,8 @@ class Connection:
                 f" but {self._incoming.num_dropped} messages of earlier steps; has it left out a "
                 "step that this rank has begun?"
             )
+        elif unread := sum(map(len, self._incoming.messages.values())):
+            text += f" in the lane that this rank waits for; messages in other lanes: {unread}"
         return text
 
 
@@ -389,6 +477,8 @@ class _Incoming:
         self._unread = b""
         self.messages: defaultdict[int, deque[_Header]] = defaultdict(deque)
         self.num_dropped = 0
+        # The largest epoch of any message in the lanes of the step.
+        self.newest_epoch = 0
         # The last epoch that the peer has abandoned, and why.
         self._abandoned: tuple[int, str] = (-1, "")
         # The last epoch that it has begun after one that it had abandoned.
@@ -417,6 +507,8 @@ class _Incoming:
             if header.kind == _MESSAGE:
                 self._slots.forget(header.retired)
                 self.messages[header.lane].append(header)
+                if header.lane < NUM_STEP_LANES:
+                    self.newest_epoch = header.epoch
             elif header.kind == _BEGUN:
                 self._begun = header.epoch
             elif header.kind == _COUNT:
@@ -438,9 +530,9 @@ class _Incoming:
         if self._begun > epoch:
             raise ConnectionError(f"it has gone on after a step that it had given up: {reason}")
 
-    def drop_before(self, epoch: int) -> None:
-        """Gives back, unread, what is of earlier epochs. A peer's epochs come in order."""
-        messages = self.messages[STEPS]
+    def drop_before(self, epoch: int, lane: int) -> None:
+        """Gives back, unread, the lane's messages of earlier epochs. A peer's epochs come in order."""
+        messages = self.messages[lane]
         while messages and self._is_before(messages[0].epoch, epoch):
             self.num_dropped += 1
             self.slot_of(messages.popleft()).free()

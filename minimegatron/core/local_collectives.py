@@ -19,14 +19,17 @@ import torch.distributed as dist
 
 from minimegatron.core.local_channels import (
     IN_PLACE,
+    NUM_STEP_LANES,
     STEPS,
     Arrival,
     Connection,
     Sent,
     connect,
     get_timeout,
+    is_in_step,
+    next_part,
+    next_step,
 )
-from minimegatron.core.local_epochs import is_in_step, next_part, next_step
 
 MAX_BYTES = 1 << 20
 """Beyond, gloo: it works in threads of its own, behind a computation that goes on."""
@@ -47,7 +50,7 @@ _COMBINE: dict[dist.ReduceOp, Callable] = {
 _meshes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _num_lanes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _epochs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-"""Of every group that has begun a step, also without a mesh: it may get one later (`local_epochs`)."""
+"""Of every group that has begun a step, also without a mesh: it may get one later."""
 
 
 def get_mesh(
@@ -79,8 +82,8 @@ def new_lane(group: dist.ProcessGroup) -> int:
     """
     if not isinstance(group, dist.ProcessGroup):
         return STEPS
-    _num_lanes[group] = _num_lanes.get(group, STEPS) + 1
-    return _num_lanes[group]
+    _num_lanes[group] = _num_lanes.get(group, 0) + 1
+    return NUM_STEP_LANES + _num_lanes[group] - 1
 
 
 def _mesh_of(group: dist.ProcessGroup) -> "LocalMesh | None":

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
-from minimegatron.core.device import get_device
 from minimegatron.core.tracing import Call
+from minimegatron.core.utils import get_device
 
 TRACED_LOG_LEVEL = {"forward-backward": 1, "optimizer": 1}
 """Log level of `@traced` calls by name, as Megatron has them; 2 for all others."""

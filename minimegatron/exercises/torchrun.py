@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from minimegatron.core.device import set_device
+from minimegatron.core.utils import set_device
 from minimegatron.doctor.session import stop_watching, watch_ranks
 from minimegatron.exercises import verdict
 from minimegatron.exercises.collect import Collected, Question, collect

@@ -26,7 +26,7 @@ from ipyparallel.controller.app import IPController
 from ipyparallel.engine.app import IPEngine
 from IPython import get_ipython
 
-from minimegatron.core.device import get_device
+from minimegatron.core.utils import get_device
 from minimegatron.doctor.observer import start_recording
 from minimegatron.doctor.records import RAISED, RETURNED, RUNNING
 from minimegatron.doctor.watch import record_path

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from minimegatron import launcher
-from minimegatron.core.device import choose_backend
+from minimegatron.core.utils import choose_backend
 from minimegatron.doctor.folders import make_folder, remove_folder
 from minimegatron.doctor.verdict import Diagnosis
 from minimegatron.doctor.watch import Watch

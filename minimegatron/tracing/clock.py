@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.device import get_device
+from minimegatron.core.utils import get_device
 
 NUM_ROUNDS = 10
 

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from minimegatron.core import tracing
-from minimegatron.core.device import get_device
 from minimegatron.core.tracing import Call
+from minimegatron.core.utils import get_device
 
 SPIN_SECONDS = 0.0005
 """The end of each pause is waited for awake: sleeping overshoots by a few tenths of a millisecond."""

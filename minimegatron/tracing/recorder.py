@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from minimegatron.core import tracing
-from minimegatron.core.device import get_device
 from minimegatron.core.tracing import Call
+from minimegatron.core.utils import get_device
 from minimegatron.tracing.clock import align_clocks
 from minimegatron.tracing.convert import to_rank_trace
 from minimegatron.tracing.device_clock import DeviceClock, close_range, open_range, profiler_enabled

@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.datasets.atomic_file import write_atomically
-from minimegatron.core.device import get_device
 from minimegatron.core.dist_checkpointing import serialization
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.core.utils import get_device
 from minimegatron.training.checkpoint_args import SAVED_STATE, load_common
 from minimegatron.training.checkpoint_folder import (
     TRACKER,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives, parallel_state
-from minimegatron.core.device import get_device
+from minimegatron.core.utils import get_device
 from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
 from minimegatron.training.global_vars import get_args, get_train_state
 

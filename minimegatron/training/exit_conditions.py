@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
-from minimegatron.core.device import get_device
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.utils import get_device
 from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.dist_signal_handler import signal_received
 from minimegatron.training.global_vars import get_args, get_train_state

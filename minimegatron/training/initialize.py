@@ -1,7 +1,7 @@
 """From the command line to a process that knows its place: arguments, device, groups, seeds.
 
 Called by: `training.pretrain`, first thing. Calls: `arguments.parse_args`, then `global_vars`,
-`core.device`, `torch.distributed`, `parallel_state.initialize_model_parallel`; `ending`, so that the
+`core.utils`, `torch.distributed`, `parallel_state.initialize_model_parallel`; `ending`, so that the
 process takes the groups down at its end. Counterpart: `megatron.training.initialize`.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
-from minimegatron.core.device import choose_backend, set_device
+from minimegatron.core.utils import choose_backend, set_device
 from minimegatron.doctor.session import watch_ranks
 from minimegatron.training import failures
 from minimegatron.training.arguments import parse_args

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 
 from minimegatron.core import parallel_state, tensor_parallel
-from minimegatron.core.device import get_device
 from minimegatron.core.distributed import (
     DistributedDataParallel,
     TorchDistributedDataParallel,
@@ -19,7 +18,7 @@ from minimegatron.core.enums import ModelType
 from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.transformer.module import Float16Module
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import get_device, get_model_config
 from minimegatron.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from minimegatron.training.checkpointing import load_checkpoint
 from minimegatron.training.global_vars import get_args

@@ -15,8 +15,8 @@ import numpy
 import torch
 
 from minimegatron.core import parallel_state, tensor_parallel
-from minimegatron.core.device import get_device
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
+from minimegatron.core.utils import get_device
 from minimegatron.training.initialize import set_random_seed
 
 ITERATIONS_APART = 1_000_003

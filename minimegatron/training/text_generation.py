@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from minimegatron.core import collectives, parallel_state, tensor_parallel
-from minimegatron.core.device import get_device
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.core.utils import get_device
 from minimegatron.training.global_vars import get_args, get_tokenizer
 
 

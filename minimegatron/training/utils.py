@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minimegatron.core import collectives, parallel_state
-from minimegatron.core.device import get_device
 from minimegatron.core.tensor_parallel.data import broadcast_data
+from minimegatron.core.utils import get_device
 
 # -- Printing --
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minimegatron.core.device import set_device
+from minimegatron.core.utils import set_device
 from tests.benchmarks import results
 from tests.benchmarks.megatron_like import OURS, THEIRS, Shape, Training, load
 from tests.benchmarks.peers import PeerMissing

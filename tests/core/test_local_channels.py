@@ -19,7 +19,9 @@ from minimegatron.core.distributed.distributed_data_parallel import DistributedD
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.local_channels import connect
+from minimegatron.core.local_channels import LENT, NUM_STEP_LANES, Connection, connect
+from minimegatron.core.local_handshake import Met
+from minimegatron.core.local_memory import Arena
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import LocalTransport
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -378,6 +380,191 @@ def test_the_time_out_of_the_groups_reaches_collectives():
     assert "rank 1 of the group sent nothing within 1 s" in said
 
 
+# -- Lanes --
+
+LANES = (1, 2, 3, 4)  # what a pipeline tells apart: activation, gradient, and a shape of each
+
+
+def both_ends(timeout: float = 5.0) -> tuple[Connection, Connection]:
+    """The two ends of one connection, in this process."""
+    arenas, sockets = (Arena(), Arena()), socket.socketpair()
+    return tuple(
+        Connection(Met(sockets[i], os.dup(arenas[1 - i].descriptor)), arenas[i], 1 - i, timeout)
+        for i in range(2)
+    )
+
+
+def send_value(end: Connection, value: float, lane: int, size: int = 3):
+    return end.send(torch.full((size,), float(value)), f"channel {lane}", lane)
+
+
+def expect_value(end: Connection, lane: int, size: int = 3):
+    return end.expect(torch.empty(size), LENT, lane)
+
+
+def value_of(arrival) -> float:
+    arrival.wait()
+    return arrival.tensor.unique().item()
+
+
+def test_lanes_are_waited_for_in_any_order():
+    """In both directions at once; the n-th of a lane stays the n-th of that lane."""
+    ends = both_ends()
+    for _ in range(3):
+        arrivals = [{lane: [] for lane in LANES} for _ in ends]
+        for end in ends:
+            end.begin_step()
+        for number in range(5):
+            for me, end in enumerate(ends):
+                for lane in LANES:
+                    send_value(end, 1000 * me + 10 * lane + number, lane)
+                    arrivals[me][lane].append(expect_value(end, lane))
+        for lane in reversed(LANES):
+            for number in (2, 0, 4, 1, 3):
+                for me in range(2):
+                    wanted = 1000 * (1 - me) + 10 * lane + number
+                    assert value_of(arrivals[me][lane][number]) == wanted
+        for end in ends:
+            end.end_step()
+
+
+class Named(Connection):
+    """A connection that its maker can tell from others."""
+
+
+def talk_over_one_connection(num_steps: int) -> tuple[str, list[float]]:
+    """Two ranks, each the next one and the previous one of the other, over one connection."""
+    rank, found = dist.get_rank(), []
+    called, came = connect(dist.group.WORLD, [0][:rank], [1][: 1 - rank], kind=Named)
+    (end,) = (called | came).values()
+    for step in range(num_steps):
+        end.begin_step()
+        gradient, activation = expect_value(end, 2), expect_value(end, 1)
+        send_value(end, 100 * rank + step, 1)
+        send_value(end, -100 * rank - step, 2)
+        found += [value_of(gradient), value_of(activation)]
+        end.end_step()
+    return type(end).__name__, found
+
+
+def test_one_connection_carries_both_directions_of_a_pair():
+    first, second = run_ranks(talk_over_one_connection, 2, 3)
+    assert first == ("Named", [-100.0, 100.0, -101.0, 101.0, -102.0, 102.0])
+    assert second == ("Named", [0.0, 0.0, -1.0, 1.0, -2.0, 2.0])
+
+
+@pytest.mark.parametrize("who_fails", ["receiver", "both"])
+def test_a_step_that_fails_in_one_lane_leaves_nothing_in_any(who_fails):
+    sender, receiver = both_ends()
+    for step in range(10):
+        for end in (sender, receiver):
+            end.begin_step()
+        left = {lane: [expect_value(receiver, lane) for _ in range(2)] for lane in LANES}
+        for lane in LANES:
+            send_value(sender, 100 * step + lane, lane)
+        assert value_of(left[2][0]) == 100 * step + 2
+        receiver.abandon("planted")
+        sender.abandon("planted") if who_fails == "both" else sender.end_step()
+        for lane in LANES:
+            with pytest.raises(ConnectionError, match="belongs to a step that has failed"):
+                left[lane][1].wait()
+        for end in (sender, receiver):
+            end.begin_step()
+        for lane in LANES:
+            send_value(sender, 100 * step + 50 + lane, lane)
+        for lane in reversed(LANES):
+            assert value_of(expect_value(receiver, lane)) == 100 * step + 50 + lane
+        for end in (sender, receiver):
+            end.end_step()
+    # Of the failed step one message per lane, of the good one after it one more.
+    assert max(len(of.slots) for of in sender._slots.values()) <= 2
+    assert not any(receiver._expected.values()) and not any(receiver._incoming.messages.values())
+
+
+def test_a_wait_that_fails_in_one_lane_fails_the_step_in_all():
+    sender, receiver = both_ends()
+    for end in (sender, receiver):
+        end.begin_step()
+    send_value(sender, 1, 1, size=4)
+    send_value(sender, 2, 2)
+    wrong, right = expect_value(receiver, 1), expect_value(receiver, 2)
+    with pytest.raises(ConnectionError, match="16 bytes came where 12 were expected"):
+        wrong.wait()
+    for arrival in (right, expect_value(receiver, 2)):
+        with pytest.raises(ConnectionError, match="belongs to a step that has failed"):
+            arrival.wait()
+    receiver.abandon("planted")
+    with pytest.raises(ConnectionError, match="given up this step: planted"):
+        expect_value(sender, 3).wait()
+    sender.abandon("told")
+    for end in (sender, receiver):
+        end.begin_step()
+    for lane in LANES:
+        send_value(sender, lane, lane)
+    assert [value_of(expect_value(receiver, lane)) for lane in LANES] == list(LANES)
+
+
+def test_a_lane_without_messages_times_out_while_others_have_some():
+    """What comes in another lane does not begin the time anew."""
+    sender, receiver = both_ends(timeout=0.5)
+    stop = threading.Event()
+
+    def chatter():
+        while not stop.wait(0.1):
+            sender.send(torch.ones(3), None, 2)
+
+    thread = threading.Thread(target=chatter)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(ConnectionError) as error:
+        expect_value(receiver, 1).wait()
+    took = time.monotonic() - began
+    stop.set()
+    thread.join()
+    assert 0.4 < took < 5
+    assert re.search(
+        r"rank 0 of the group sent nothing within 0.5 s in the lane that this rank waits for; "
+        r"messages in other lanes: [1-9]",
+        str(error.value),
+    ), str(error.value)
+
+
+def test_a_message_of_a_later_step_in_another_lane_ends_a_wait():
+    sender, receiver = both_ends(timeout=60)
+    for end in (sender, receiver):
+        end.begin_step()
+    sender.end_step()
+    sender.begin_step()
+    send_value(sender, 1, 2)
+    with pytest.raises(
+        ConnectionError,
+        match="is in step 2, and this rank waits for a message of step 1; every rank must begin",
+    ):
+        expect_value(receiver, 1).wait()
+
+
+def test_a_lane_of_no_step_outlives_a_failed_one():
+    sender, receiver = both_ends()
+    for end in (sender, receiver):
+        end.begin_step()
+    kept, lost = expect_value(receiver, NUM_STEP_LANES), expect_value(receiver, 1)
+    send_value(sender, 7, NUM_STEP_LANES)
+    send_value(sender, 8, 1)
+    for end in (sender, receiver):
+        end.abandon("planted")
+        end.begin_step()
+    assert value_of(kept) == 7
+    with pytest.raises(ConnectionError, match="belongs to a step that has failed"):
+        lost.wait()
+
+
+def test_lanes_of_no_step_come_after_those_of_the_steps():
+    def lanes() -> list[int]:
+        return [local_collectives.new_lane(dist.group.WORLD) for _ in range(2)]
+
+    assert run_ranks(lanes, 1) == [[NUM_STEP_LANES, NUM_STEP_LANES + 1]]
+
+
 # -- It serves ranks alone --
 
 
@@ -549,3 +736,21 @@ def fill_a_socket() -> int:
 
 def test_more_headers_than_a_socket_holds_arrive_in_order():
     assert run_ranks(fill_a_socket, 2)[1] == 3000
+
+
+def test_what_waits_for_a_full_socket_is_not_overtaken():
+    """The sender writes to the socket itself, but not while something older waits."""
+    sender, receiver = both_ends()
+    number, waited = 0, 0
+    for size in (3000, 1, 2000, 10):
+        for _ in range(size):
+            send_value(sender, number, 1 + number % 2, size=1)
+            waited += bool(sender._writer.later)
+            number += 1
+        for i in range(number - size, number):
+            assert value_of(expect_value(receiver, 1 + i % 2, size=1)) == i
+        deadline = time.monotonic() + 10
+        while sender._writer.later and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not sender._writer.later
+    assert 1000 < waited < number

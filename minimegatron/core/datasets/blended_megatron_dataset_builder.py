@@ -25,7 +25,7 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
 )
 from minimegatron.core.datasets.megatron_dataset import MegatronDataset
 from minimegatron.core.datasets.utils import Blend, Split, normalize
-from minimegatron.core.device import get_device
+from minimegatron.core.utils import get_device
 
 TopLevelDataset = BlendedDataset | MegatronDataset
 

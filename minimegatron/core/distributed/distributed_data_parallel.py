@@ -30,7 +30,11 @@ from minimegatron.core.distributed.param_and_grad_buffer import (
     partition_buckets,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed, is_owed
+from minimegatron.core.tensor_parallel.weight_grad_store import (
+    WeightGradStore,
+    forget_owed,
+    is_owed,
+)
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -159,7 +163,8 @@ class DistributedDataParallel(_BaseDataParallel):
         param.grad_added_to_main_grad = False
         param.grad = None
         # Another microbatch's weight gradient, or the output layer's for a tied embedding, may follow.
-        if self.ddp_config.overlap_grad_reduce and not is_owed(param):
+        more_follows = WeightGradStore.any_made and is_owed(param)
+        if self.ddp_config.overlap_grad_reduce and not more_follows:
             self.param_to_bucket_group[param].register_grad_ready(param)
 
     def _before_forward(self, submodule: torch.nn.Module, *unused: Any) -> None:
@@ -247,7 +252,8 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def zero_grad_buffer(self) -> None:
         """Sets all gradients to zero, and forgets those that are owed; before each step."""
-        forget_owed(self.param_to_bucket_group)
+        if WeightGradStore.any_made:
+            forget_owed(self.param_to_bucket_group)
         for param in self.param_to_bucket_group:
             # A step that failed in a hook may have left it here.
             param.grad, param.grad_added_to_main_grad = None, False

@@ -30,7 +30,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.local_collectives import new_lane
-from minimegatron.core.tensor_parallel.weight_grad_store import is_owed
+from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
 from minimegatron.core.tracing import traced
 
 PARAM_ALIGNMENT = 64
@@ -230,6 +230,8 @@ class _ParamAndGradBucketGroup:
 
     def _owed(self) -> list[str]:
         """Names of the parameters whose gradient backward has left for later, whole or in part."""
+        if not WeightGradStore.any_made:
+            return []
         return [name for param, name in self.params.items() if is_owed(param)]
 
     @traced("bucket-launch", _describe_launch)

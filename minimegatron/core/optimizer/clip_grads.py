@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
-from minimegatron.core.device import get_device
+from minimegatron.core.utils import get_device
 
 NORM_BLOCK = 1 << 16
 """Elements that a CPU converts to float64 at a time: what fits its cache."""

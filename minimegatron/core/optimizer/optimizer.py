@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
-from minimegatron.core.device import get_device
 from minimegatron.core.distributed.data_parallel_base import get_main_grad
 from minimegatron.core.optimizer.clip_grads import (
     clip_grad_by_total_norm_fp32,
@@ -34,6 +33,7 @@ from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.sharding import param_is_not_tensor_parallel_duplicate
 from minimegatron.core.tracing import traced
+from minimegatron.core.utils import get_device
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.device import get_device
 from minimegatron.core.local_channels import LENT, get_timeout
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import LocalTransport, make_transport
@@ -40,6 +39,7 @@ from minimegatron.core.pipeline_parallel.transport import (
     Work,
 )
 from minimegatron.core.tracing import traced
+from minimegatron.core.utils import get_device
 
 Shape = list[int] | tuple[int, ...] | torch.Size
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch.autograd.variable import Variable
 
-from minimegatron.core.device import get_device
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.tracing import call_traced, traced
-from minimegatron.core.utils import get_attr_wrapped_model, get_model_config
+from minimegatron.core.utils import get_attr_wrapped_model, get_device, get_model_config
 
 NO_TOKENS = torch.tensor(0, dtype=torch.int)
 

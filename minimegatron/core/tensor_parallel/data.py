@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from minimegatron.core import collectives
-from minimegatron.core.device import get_device
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
+from minimegatron.core.utils import get_device
 
 _MAX_DATA_DIM = 5
 

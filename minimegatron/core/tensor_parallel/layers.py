@@ -38,11 +38,11 @@ from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
     divide,
     get_tensor_model_parallel_group_if_none,
+    weight_gradient,
 )
 from minimegatron.core.tensor_parallel.weight_grad_store import (
     WeightGradStore,
     store_of,
-    weight_gradient,
 )
 
 InitMethod = Callable[[torch.Tensor], torch.Tensor]

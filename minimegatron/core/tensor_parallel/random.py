@@ -21,14 +21,17 @@ from typing import Any
 
 import torch
 
-from minimegatron.core.device import get_device
 from minimegatron.core.tensor_parallel.utils import (
     gather_split_1d_tensor,
     get_tensor_model_parallel_group_if_none,
     split_tensor_into_1d_equal_chunks,
 )
-from minimegatron.core.tensor_parallel.weight_grad_store import within_this_backward
+from minimegatron.core.tensor_parallel.weight_grad_store import (
+    WeightGradStore,
+    within_this_backward,
+)
 from minimegatron.core.tracing import traced
+from minimegatron.core.utils import get_device
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
@@ -233,7 +236,7 @@ class CheckpointFunction(torch.autograd.Function):
             for output, grad in zip(outputs, grads, strict=True)
             if isinstance(output, torch.Tensor) and output.requires_grad
         ]
-        with within_this_backward():
+        with within_this_backward() if WeightGradStore.any_made else contextlib.nullcontext():
             torch.autograd.backward(*zip(*differentiable, strict=True))
         input_grads = (arg.grad if isinstance(arg, torch.Tensor) else None for arg in inputs)
         return None, None, *input_grads

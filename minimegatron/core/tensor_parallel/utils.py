@@ -32,6 +32,11 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+def weight_gradient(grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
+    """dW = dY^T X over all tokens: [n, h] from [s, b, n] and [s, b, h]."""
+    return grad_output.flatten(0, -2).t() @ total_input.flatten(0, -2)
+
+
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[torch.Tensor]:

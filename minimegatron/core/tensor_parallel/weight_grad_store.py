@@ -13,6 +13,9 @@ the sum over replicas. So with a store backward is two pieces of work, B and W:
 
 Every bit of the gradient stays as it was: W takes the microbatches in the order of their B, adds up
 what one backward would have added up, and then adds the sum to `weight.grad`.
+
+A process that delays nothing makes no store, and then nothing here is called: those who call ask for
+`WeightGradStore.any_made` first. A layer makes its store before its first backward.
 """
 
 import contextlib
@@ -23,12 +26,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from minimegatron.core.tensor_parallel.mappings import _gather_along_first_dim
-
-
-def weight_gradient(grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor:
-    """dW = dY^T X over all tokens: [n, h] from [s, b, n] and [s, b, h]."""
-    return grad_output.flatten(0, -2).t() @ total_input.flatten(0, -2)
-
+from minimegatron.core.tensor_parallel.utils import weight_gradient
 
 # -- Which backward pass is running --
 
@@ -115,6 +113,9 @@ class WeightGradStore:
         until_drained: a backward pass does not compute these; see `drain_embedding_wgrad_compute`.
     """
 
+    any_made = False
+    """Whether this process has made a store: if not, no backward leaves anything."""
+
     def __init__(
         self,
         inputs: list[torch.Tensor] | None = None,
@@ -123,6 +124,7 @@ class WeightGradStore:
         limit: int = 0,
         until_drained: bool = False,
     ):
+        WeightGradStore.any_made = True
         self.inputs = [] if inputs is None else inputs
         self.grad_outputs = [] if grad_outputs is None else grad_outputs
         self.sequence_group, self.limit, self.until_drained = sequence_group, limit, until_drained
