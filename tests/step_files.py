@@ -7,7 +7,6 @@ one has nothing to warm up. A file counts where a function of it was entered; th
 bodies and comprehensions do not count.
 """
 
-import argparse
 import sys
 from collections import Counter
 from pathlib import Path

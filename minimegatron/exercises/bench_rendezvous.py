@@ -25,7 +25,7 @@ from minimegatron.core.pipeline_parallel.transport import (
 from minimegatron.core.tracing import traced
 from minimegatron.exercises.feedback import Wrong
 
-GET_TRANSPORT = "minimegatron.core.pipeline_parallel.local_transport.get_transport"
+GET_TRANSPORT = "minimegatron.core.pipeline_parallel.p2p_communication.get_transport"
 """What `installed(RendezvousTransport, ...)` replaces."""
 PAYLOADS = (ACTIVATION, GRADIENT)
 _HEADER, _DATA, _ANSWER = 21, 22, 23

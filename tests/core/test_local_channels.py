@@ -348,7 +348,7 @@ def fail_often() -> tuple[int, list[float]]:
                 p2p.end_step()
             else:
                 p2p.abandon("planted")
-    slots = [len(of.slots) for of in p2p.transport._outgoing["activation"]._slots.values()]
+    slots = [len(of.slots) for of in p2p.transport.connections[p2p.next_rank]._slots.values()]
     return max(slots, default=0), found
 
 
@@ -717,8 +717,8 @@ def test_the_secret_travels_among_the_ranks_alone():
 def fill_a_socket() -> int:
     """The peer sleeps while this rank sends more headers than a socket holds; all of them arrive."""
     p2p, rank = communicator(), dist.get_rank()
-    connection = p2p.transport._outgoing["activation"]
-    other = p2p.transport._incoming["activation"]
+    connection = p2p.transport.connections[1 - rank]
+    other = connection
     number = 3000
     if rank == 0:
         for i in range(number):

@@ -12,9 +12,14 @@ import minimegatron
 from minimegatron.core import parallel_state
 from minimegatron.core.pipeline_parallel import p2p_communication
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import TorchTransport
+from minimegatron.core.pipeline_parallel.transport import (
+    ACTIVATION,
+    GRADIENT,
+    Message,
+    TorchTransport,
+)
 from minimegatron.execution import get_planned_forward_backward_func
-from minimegatron.planner.actions import GRADIENT, RECEIVE
+from minimegatron.planner.actions import RECEIVE
 from minimegatron.planner.registry import register_schedule
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from tests.core.pipeline_parallel.test_order import legal_groups
@@ -92,19 +97,21 @@ def count_messages(step) -> dict[str, int]:
 # -- Raw order --
 
 
-def start_backwards(self, parts) -> dict:
-    """`P2PCommunicator._start` with the messages of each call in another order."""
-    if not parts:
-        return {}
-    names = ("recv_next", "send_next", "recv_prev", "send_prev")
-    parts = {name: parts[name] for name in names if name in parts}
-    return dict(zip(parts, self.transport.start_batch(list(parts.values())), strict=True))
+def backwards(self, send_next=(), recv_prev=(), send_prev=(), recv_next=()) -> list[Message]:
+    """`P2PCommunicator._in_order`, in another order."""
+    before, after = self.prev_rank, self.next_rank
+    return [
+        *(Message(False, None, after, GRADIENT, 0, shape) for shape in recv_next),
+        *(self._sending(tensor, after, ACTIVATION) for tensor in send_next),
+        *(Message(False, None, before, ACTIVATION, 0, shape) for shape in recv_prev),
+        *(self._sending(tensor, before, GRADIENT) for tensor in send_prev),
+    ]
 
 
 def record_backwards(p: int):
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=p)
     with (
-        mock.patch.object(P2PCommunicator, "_start", start_backwards),
+        mock.patch.object(P2PCommunicator, "_in_order", backwards),
         minimegatron.trace() as run,
     ):
         run_step(p, 4)

@@ -80,7 +80,7 @@ def get_transport(group: dist.ProcessGroup, links: Iterable[tuple[int, int]] = (
     is new of them is connected now, again by all ranks together.
     """
     transport = _transports.get(group)
-    if transport is None or not transport.has_links(links):
+    if transport is None or (links and not transport.has_links(links)):
         transport = _transports[group] = make_transport(group, transport, links)
     if isinstance(transport, LocalTransport):
         seconds = get_timeout(group)
@@ -136,7 +136,10 @@ class P2PCommunicator:
                 "be on or off), or use more than 2 stages"
             )
         self.device = get_device()
-        self.transport = transport or get_transport(pp_group, links_of(config))
+        links = links_of(config)
+        if transport is None:
+            transport = get_transport(pp_group, links) if links else get_transport(pp_group)
+        self.transport = transport
         self._connections = getattr(self.transport, "connections", None) or Peers(self.transport)
         # What lies in shared memory is safe there, and may wait for its receiver beyond the step.
         self._may_outlive_step = self.transport.matches_by_tag and self.transport.keeps_messages
@@ -401,7 +404,7 @@ class P2PCommunicator:
         peer, payload, shape = message.peer, message.payload, message.tensor.shape
         send = _UnfinishedSend(work, peer, payload, shape, number, kept)
         if may_run_on:
-            self._unfinished_sends[message.channel].append(send)
+            self._unfinished_sends[peer, payload, message.chunk].append(send)
         else:
             self._finish_send(send)
         return work
@@ -411,8 +414,9 @@ class P2PCommunicator:
         for message in messages:
             if message.is_send:
                 limits, least = self._sends.limits, self._sends.least_limit
-                unfinished = self._unfinished_sends[message.channel]
-                while len(unfinished) >= limits.get((message.payload, message.chunk), least):
+                payload, chunk = message.payload, message.chunk
+                unfinished = self._unfinished_sends[message.peer, payload, chunk]
+                while len(unfinished) >= limits.get((payload, chunk), least):
                     self._finish_send(unfinished.popleft())
 
     def _finish_send(self, send: "_UnfinishedSend") -> None:
@@ -423,8 +427,8 @@ class P2PCommunicator:
 
     def _with_shapes(self, messages: Sequence[Message], overlap: bool) -> Sequence[Message]:
         # Three int64 per message, so tensors between stages must have three dimensions.
-        if any(message.payload not in (ACTIVATION, GRADIENT) for message in messages):
-            return messages  # these are the shapes
+        if all(message.payload not in (ACTIVATION, GRADIENT) for message in messages):
+            return messages  # none, or these are the shapes
         handles = self.exchange([self._size_message(message) for message in messages], overlap)
         return [
             message if message.is_send else message._replace(shape=handle.wait().tolist())

@@ -46,11 +46,6 @@ class Message(NamedTuple):
     shape: Sequence[int] | None = None
     """Of a receive: what will come, [s/c/t, b, h]."""
 
-    @property
-    def channel(self) -> tuple[int, str, int]:
-        """Where its messages are counted: peer, payload, chunk."""
-        return self.peer, self.payload, self.chunk
-
 
 def describe_message(arguments: dict[str, Any]) -> dict[str, Any]:
     """What observers are told of a message that starts."""

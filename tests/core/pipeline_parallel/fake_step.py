@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from minimegatron.core import device
+from minimegatron.core import utils
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import (
@@ -182,7 +182,7 @@ def run_program(case: Case, network: Network, rank: int) -> list:
 def run_programs(case: Case) -> tuple[list[list], Network]:
     """The first pass of every rank: what each schedule reported, and the network to run."""
     network = Network(case.p, sizes=SHAPE)
-    with mock.patch.object(device, "_device", torch.device(network.device)), no_numbers():
+    with mock.patch.object(utils, "_device", torch.device(network.device)), no_numbers():
         return [run_program(case, network, rank) for rank in range(case.p)], network
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.pipeline_parallel import local_transport
-from minimegatron.core.pipeline_parallel.local_transport import LocalTransport, get_transport
+from minimegatron.core.pipeline_parallel import p2p_communication
+from minimegatron.core.pipeline_parallel.local_transport import LocalTransport
+from minimegatron.core.pipeline_parallel.p2p_communication import get_transport
 from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, Message
 from tests.ranks import run_ranks
 
@@ -62,7 +63,7 @@ def reuse_slots():
         assert tensor.grad[0, 0] == 2 * i
         del tensor, work
         dist.barrier()
-    return len(transport._outgoing[ACTIVATION]._slots)
+    return len(transport.connections[other]._slots)
 
 
 def test_memory_is_used_again_once_nobody_holds_it():
@@ -91,7 +92,7 @@ def neighbour_leaves(what_it_leaves_unread: int) -> float:
     dist.barrier()
     if dist.get_rank() == 1:
         del transport
-        local_transport._transports.clear()  # closes its sockets, as the end of its process would
+        p2p_communication._transports.clear()  # closes its sockets, as the end of its process would
         return 0.0
     _, work = _receive(transport, 1, GRADIENT)  # it travels where the activations went
     began = time.monotonic()

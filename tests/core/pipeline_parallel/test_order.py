@@ -6,10 +6,10 @@ memory was freed or written too early; and that no message was left over.
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
-from minimegatron.core.pipeline_parallel import p2p_communication
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedule_table import (
     count_rank_microbatches,
@@ -208,11 +208,14 @@ def test_two_stages_interleaved_and_batched_would_cross_tensors(monkeypatch):
 @pytest.mark.parametrize(("p", "lone"), [(2, PAIRS), (4, TOGETHER)])
 def test_unbatched_order_that_ignores_even_and_odd_deadlocks(monkeypatch, p, lone):
     """All stages sending first wait for each other: the reason for the even/odd order."""
-    monkeypatch.setattr(
-        P2PCommunicator,
-        "_start",
-        lambda self, parts: {name: self.transport.start(m) for name, m in parts.items()},
-    )
+    in_order = P2PCommunicator._in_order
+
+    def as_even(self, **parts):
+        with mock.patch.object(self, "curr_rank_in_pg", 2 * self.curr_rank_in_pg):
+            messages = in_order(self, **parts)
+        return messages
+
+    monkeypatch.setattr(P2PCommunicator, "_in_order", as_even)
     _, network = run_programs(Case(p, 8, 2, 4, batched=False))
     with pytest.raises(Deadlock, match=r"rank 0 waits.*rank 1 waits"):
         network.run(lone)
@@ -241,16 +244,11 @@ def test_computing_without_waiting_for_the_message_is_noticed(monkeypatch, batch
 
 def test_freeing_before_the_send_is_done_is_noticed(monkeypatch):
     """Without the communicator's own view, nobody holds the memory of a freed output."""
-    message = p2p_communication.Message
+    prepared = P2PCommunicator._prepared
     monkeypatch.setattr(
         P2PCommunicator,
-        "_message",
-        lambda self, is_send, tensor, payload, chunk=0: message(
-            is_send,
-            tensor,
-            self.next_rank if is_send == payload.startswith("activation") else self.prev_rank,
-            payload,
-        ),
+        "_prepared",
+        lambda self, message: message if message.is_send else prepared(self, message),
     )
     with pytest.raises(Race, match=r"rank 0: nothing says which comes first: .*memory is freed"):
         run_case(Case(4, 8, 2, 4, batched=False, overlap=True, deallocate=True))
