@@ -131,8 +131,10 @@ def belong_together(one: int, other: int) -> bool:
     >>> belong_together(PARTS + 2, PARTS + 4), belong_together(PARTS + 3, PARTS + 5)
     (True, False)
     """
+    if one == other:
+        return True
     between_steps = not is_in_step(one) and not is_in_step(other)
-    return one == other or (between_steps and one // PARTS == other // PARTS)
+    return between_steps and one // PARTS == other // PARTS
 
 
 def describe(epoch: int) -> str:
@@ -255,11 +257,11 @@ class Connection:
                 self._expected[lane] = deque(a for a in expected if not a.is_given_up)
 
     def _drop_old(self) -> None:
-        for lane in self._incoming.messages:
+        for lane, messages in self._incoming.messages.items():
             if lane < NUM_STEP_LANES:
                 expected = self._expected[lane]
                 oldest = expected[0].epoch if expected else self.epoch
-                self._incoming.drop_before(min(oldest, self.epoch), lane)
+                self._incoming.drop_before(min(oldest, self.epoch), messages)
         self._incoming.drop_counts_before(self.epoch)
 
     def tell_count(self, count: int) -> None:
@@ -306,11 +308,13 @@ class Connection:
         text: bytes = b"",
     ) -> None:
         data = _HEADER.pack(kind, lane, self.epoch, number, *place, time.monotonic()) + text
-        if not self._writer.later:  # nothing that was written earlier still waits for the socket
-            with contextlib.suppress(BlockingIOError):
-                data = data[self._socket.send(data, self._flags) :]
-        if data:
-            self._writer.write(data)
+        try:
+            # Unless something that was written earlier still waits for the socket.
+            num_sent = 0 if self._writer.later else self._socket.send(data, self._flags)
+        except BlockingIOError:
+            num_sent = 0
+        if num_sent < len(data):
+            self._writer.write(data[num_sent:])
 
     def wait_until_taken(self, sent: Sent) -> None:
         """See `Sent.wait`. The receiver sends nothing when it takes a message, so this one looks."""
@@ -351,16 +355,17 @@ class Connection:
             raise
 
     def _take_up_to(self, arrival: "Arrival") -> None:
-        lane, incoming, deadline = arrival.lane, self._incoming, time.monotonic() + self.timeout
-        expected, messages = self._expected[lane], incoming.messages[lane]
+        incoming, deadline = self._incoming, time.monotonic() + self.timeout
+        expected, messages = self._expected[arrival.lane], incoming.messages[arrival.lane]
         while not arrival.is_done:
             first = expected[0]
-            incoming.drop_before(first.epoch, lane)
+            incoming.drop_before(first.epoch, messages)
             while not messages:
-                # What comes in another lane may tell that nothing of this epoch will come any more.
-                self._check_epoch(first.epoch, max(first.epoch, incoming.newest_epoch))
+                # What came in another lane may tell that nothing of this epoch will come any more.
+                if incoming.newest_epoch > first.epoch:
+                    self._check_epoch(first.epoch, incoming.newest_epoch)
                 self._read_more(first.epoch, deadline)
-                incoming.drop_before(first.epoch, lane)
+                incoming.drop_before(first.epoch, messages)
             self._check_epoch(first.epoch, messages[0].epoch)
             first.take(messages.popleft(), incoming)
             expected.popleft()
@@ -530,9 +535,8 @@ class _Incoming:
         if self._begun > epoch:
             raise ConnectionError(f"it has gone on after a step that it had given up: {reason}")
 
-    def drop_before(self, epoch: int, lane: int) -> None:
-        """Gives back, unread, the lane's messages of earlier epochs. A peer's epochs come in order."""
-        messages = self.messages[lane]
+    def drop_before(self, epoch: int, messages: "deque[_Header]") -> None:
+        """Gives back, unread, a lane's messages of earlier epochs. A peer's epochs come in order."""
         while messages and self._is_before(messages[0].epoch, epoch):
             self.num_dropped += 1
             self.slot_of(messages.popleft()).free()
