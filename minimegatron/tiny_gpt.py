@@ -29,6 +29,7 @@ from minimegatron.core.distributed import (
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -50,12 +51,14 @@ class TinyGPT:
     """This rank's chunks of the model, in their data-parallel wrappers, with everything connected.
 
     Args:
-        tp, pp, vp: ranks per layer, stages, chunks per stage (None for no interleaving). What ranks
-            are left over are data-parallel copies.
+        tp, pp, vp: ranks per layer, stages, chunks per stage (None for no interleaving, or for those
+            that the schedule's placement has). What ranks are left over are data-parallel copies.
         vocab_size, seq_length, micro_batch_size: of the made-up data.
         loss_func: `(mask, losses of tokens)` -> what a loss function may return; None for
             `masked_loss`.
         ddp: fields of `DistributedDataParallelConfig`.
+        pipeline_schedule: a registered order of work (see `orders`), whose placement decides which
+            layers a rank builds; None for Megatron's choice.
         config: fields of `TransformerConfig`, over those of `SIZES`.
 
     Groups that existed are replaced. `groups`, `config` and `chunks` are there to be looked at.
@@ -72,24 +75,23 @@ class TinyGPT:
         micro_batch_size: int = 2,
         loss_func: Callable | None = None,
         ddp: dict[str, Any] | None = None,
+        pipeline_schedule: str | None = None,
         **config: Any,
     ):
         if parallel_state.is_initialized():
             parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tp, pp, vp)
+        placement = None
+        if pipeline_schedule is not None:
+            placement = get_schedule(pipeline_schedule).placed(pp, vp)
+            if vp is None and placement.num_model_chunks > 1:
+                vp = placement.num_model_chunks
+        self.config = _make_config(tp, pp, vp, pipeline_schedule, config)
+        parallel_state.initialize_model_parallel(tp, pp, vp, pipeline_placement=placement)
         model_parallel_cuda_manual_seed(1)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.vocab_size, self.seq_length = vocab_size, seq_length
         self.micro_batch_size, self.ddp = micro_batch_size, ddp or {}
         self.loss_func = loss_func or masked_loss
-        sizes: dict[str, Any] = {
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp,
-            "virtual_pipeline_model_parallel_size": vp,
-            # Interleaving over two stages cannot use batches.
-            "batch_p2p_comm": vp is None or pp > 2,
-        }
-        self.config = TransformerConfig(**(SIZES | sizes | config))
         self.chunks = [
             self._build_chunk(vp_stage) for vp_stage in ([None] if vp is None else range(vp))
         ]
@@ -116,7 +118,7 @@ class TinyGPT:
             self.config,
             DistributedDataParallelConfig(**self.ddp),
             model,
-            disable_bucketing=bool(vp_stage),
+            disable_bucketing=not parallel_state.is_pipeline_first_stage(**where),
             pg_collection=self.groups,
         )
 
@@ -177,7 +179,7 @@ class TinyGPT:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         data = self.microbatches(num_microbatches) if data is None else data
-        return (forward_backward_func or get_forward_backward_func())(
+        return (forward_backward_func or self._schedule())(
             forward_step_func=forward_step_func or self.forward_step,
             data_iterator=[iter(data) for _ in self.chunks],
             model=self.chunks,
@@ -186,6 +188,12 @@ class TinyGPT:
             micro_batch_size=self.micro_batch_size,
             **more,
         )
+
+    def _schedule(self) -> Callable:
+        name = self.config.pipeline_schedule
+        if name is None:
+            return get_forward_backward_func()
+        return get_forward_backward_func(pipeline_schedule=name)
 
     def optimizer(self, **config: Any) -> MegatronOptimizer:
         """An optimizer for this rank's chunks; `config` are fields of `OptimizerConfig`."""
@@ -214,6 +222,20 @@ class TinyGPT:
             for chunk in self.chunks
             for name, param in named_global_parameters(unwrap_model(chunk))
         }
+
+
+def _make_config(
+    tp: int, pp: int, vp: int | None, pipeline_schedule: str | None, config: dict[str, Any]
+) -> TransformerConfig:
+    sizes: dict[str, Any] = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vp,
+        "pipeline_schedule": pipeline_schedule,
+        # Interleaving over two stages cannot use batches.
+        "batch_p2p_comm": vp is None or pp > 2,
+    }
+    return TransformerConfig(**(SIZES | sizes | config))
 
 
 def masked_loss(

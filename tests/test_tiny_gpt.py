@@ -3,6 +3,12 @@
 import pytest
 import torch
 
+from minimegatron.core import parallel_state
+from minimegatron.core.distributed import finalize_model_grads
+from minimegatron.core.pipeline_parallel.orders import register_order, unregister
+from minimegatron.core.pipeline_parallel.placement import V
+from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.core.utils import unwrap_model
 from minimegatron.planner.plan import plan
 from minimegatron.tiny_gpt import TinyGPT
 from minimegatron.tracing.activation_meter import ActivationMeter
@@ -44,6 +50,63 @@ def test_every_cut_is_the_same_model():
             for name, grad in of_rank.items():
                 if grad.shape == gradients[name].shape and "ddp" not in cut:
                     assert (grad - gradients[name]).abs().max() < 1e-10, (cut, name)
+
+
+TIED = "embedding.word_embeddings.weight"
+
+
+def update_with_made_up_gradients(cut: dict) -> dict:
+    """One update; the gradient of each parameter follows from its name, a tied one's in two halves."""
+    register_order("v", placement=V)(update_with_made_up_gradients)
+    gpt = TinyGPT(**DOUBLE, **cut)
+    unregister("v")
+    optimizer = gpt.optimizer(clip_grad=1e-3, log_num_zeros_in_grad=True)
+    params = [
+        (name, param)
+        for chunk in gpt.chunks
+        for name, param in named_global_parameters(unwrap_model(chunk))
+    ]
+    for name, param in params:
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        grad = grad.where(grad.abs() > 0.1, 0.0)
+        param.main_grad.copy_(grad / 2 if name == TIED and gpt.groups.pp.size() > 1 else grad)
+    for chunk in gpt.chunks:
+        chunk.start_grad_sync()
+    finalize_model_grads(gpt.chunks, pg_collection=gpt.groups)
+    _, norm, zeros = optimizer.step()
+    placement = parallel_state.get_pipeline_placement()
+    return {
+        "norm, zeros": (norm, zeros),
+        "stages": placement.stages[gpt.groups.pp.rank()],
+        "layers": [len(unwrap_model(chunk).decoder.layers) for chunk in gpt.chunks],
+        "buckets": [chunk.bucket_size is not None for chunk in gpt.chunks],
+        "params": [(name, param.detach().clone()) for name, param in params],
+    }
+
+
+def test_a_v_is_the_whole_model_once():
+    """Both copies of the tied embedding are on rank 0: one gradient, counted once, one update."""
+    whole = run_ranks(update_with_made_up_gradients, 1, {})[0]
+    expected = dict(whole["params"])
+    for ddp in ({"overlap_grad_reduce": True}, {"use_distributed_optimizer": True}):
+        ranks = run_ranks(
+            update_with_made_up_gradients, 4, {"pp": 2, "pipeline_schedule": "v", "ddp": ddp}
+        )
+        for copy in (0, 1):  # with data-parallel ranks 0 and 1, ranks 0 and 2 are a pipeline
+            pipeline = ranks[copy], ranks[copy + 2]
+            assert [rank["stages"] for rank in pipeline] == [(0, 3), (1, 2)]
+            assert [rank["layers"] for rank in pipeline] == [[1, 1], [1, 1]]
+            names = [name for rank in pipeline for name, _ in rank["params"]]
+            assert sorted(names) == sorted([*expected, TIED])
+            for rank in pipeline:
+                assert rank["norm, zeros"] == pytest.approx(whole["norm, zeros"], rel=1e-12)
+                for name, found in rank["params"]:
+                    assert (found - expected[name]).abs().max() < 1e-12, name
+            copies = [found for name, found in pipeline[0]["params"] if name == TIED]
+            assert len(copies) == 2 and torch.equal(*copies)
+        if "overlap_grad_reduce" in ddp:
+            assert [rank["buckets"] for rank in pipeline] == [[True, False], [False, False]]
 
 
 def measure(num_microbatches: int, config: dict) -> tuple[list[int], int, int, int]:

@@ -7,7 +7,6 @@ the schedule was planned but is wrong; then each problem stands on a line of its
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +21,7 @@ from minimegatron.planner.registry import get_schedule, schedule_names
 from minimegatron.planner.render import FORMATS, render
 from minimegatron.planner.simulator import Costs, simulate
 from minimegatron.planner.transport import BUFFERED, RENDEZVOUS
-from minimegatron.user_file import load_user_file
+from minimegatron.user_file import load_user_function, place_in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +98,9 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plans, checks, simulates, writes. Raises ValueError for what cannot be planned."""
     layout = _layout(args)
-    function = _load(args.user_schedule) if args.user_schedule else None
+    function = None
+    if args.user_schedule:
+        function = load_user_function(args.user_schedule, "--user-schedule", "user_schedule")
     planned = _plan(args, function, layout)
     if _may_be_wrong(planned, function):
         problems = check(planned)
@@ -150,7 +151,7 @@ def _plan(
             args.message_bytes,
         )
     except Exception as error:
-        where = _place_in(error, args.user_schedule)
+        where = place_in(error, args.user_schedule)
         if where is None:
             raise
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
@@ -166,40 +167,6 @@ def _may_be_wrong(planned: Plan, function: Callable | None) -> bool:
     )
     is_built_in = function is None and get_schedule(planned.config.schedule) in known
     return not is_built_in or planned.config.pp_size == 2
-
-
-def _load(where: str) -> Callable:
-    """The function that FILE.py:FUNCTION names."""
-    path, _, name = where.rpartition(":")
-    if not path or not name:
-        raise ValueError(f"--user-schedule {where!r}: write FILE.py:FUNCTION")
-    if not Path(path).is_file():
-        raise ValueError(f"--user-schedule: there is no file {path}")
-    if not path.endswith(".py"):
-        raise ValueError(f"--user-schedule: {path} is no Python file (.py)")
-    try:
-        module = load_user_file(Path(path), "user_schedule")
-    except Exception as error:
-        raise ValueError(
-            f"{_place_in(error, where) or path}: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"--user-schedule: {path} has no function {name!r}")
-    return function
-
-
-def _place_in(error: Exception, where: str | None) -> str | None:
-    """FILE:LINE of the last line of the user's file that the error went through."""
-    if where is None:
-        return None
-    path = Path(where.rpartition(":")[0]).resolve()
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).resolve() == path
-    ]
-    return f"{path.name}:{lines[-1]}" if lines else None
 
 
 # -- Costs --

@@ -1,6 +1,7 @@
 """How a model is cut over ranks, and the hooks through which the schedule reaches the rest.
 
-Read by: every layer, the schedules, `P2PCommunicator`, `DistributedDataParallel`. Calls nothing.
+Read by: every layer, the schedules, `P2PCommunicator`, `DistributedDataParallel`. Calls: `orders`,
+for the placement that a schedule asks for.
 Counterpart: `megatron.core.model_parallel_config.ModelParallelConfig`, under the same field names.
 
 The sizes are fixed once built. The `*_func` hooks are not: `training.train` fills them in after the
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, NO_PIPELINING, get_schedule
 
 
 @dataclass
@@ -126,6 +129,8 @@ class ModelParallelConfig:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.virtual_pipeline_model_parallel_size is not None:
             self._check_interleaving()
+        if self.pipeline_schedule is not None:
+            self._check_schedule()
 
     def _check_interleaving(self) -> None:
         p = self.pipeline_model_parallel_size
@@ -145,4 +150,43 @@ class ModelParallelConfig:
             raise ValueError(
                 f"microbatch_group_size_per_vp_stage={self.microbatch_group_size_per_vp_stage} is "
                 f"less than pipeline_model_parallel_size={p}; give {p} or more"
+            )
+
+    def _check_schedule(self) -> None:
+        name, p = self.pipeline_schedule, self.pipeline_model_parallel_size
+        v = self.virtual_pipeline_model_parallel_size
+        schedule = get_schedule(name)
+        if schedule.order is None:
+            raise ValueError(
+                f"pipeline_schedule {name} is a schedule with messages, which can be planned but not "
+                "run; register its order of work (register_order)"
+            )
+        if name == NO_PIPELINING and p > 1:
+            raise ValueError(
+                f"pipeline_schedule {name} runs on one stage, but pipeline_model_parallel_size is "
+                f"{p}; use 1 stage, or another schedule"
+            )
+        if name == INTERLEAVED and v is None:
+            raise ValueError(
+                f"pipeline_schedule {name} needs the number of chunks per stage; set "
+                "virtual_pipeline_model_parallel_size to 2 or more"
+            )
+        try:
+            placement = schedule.placed(p, v)
+        except ValueError as error:
+            raise ValueError(f"pipeline_schedule {name}: {error}") from None
+        if placement.num_copies > 1:
+            raise ValueError(
+                f"pipeline_schedule {name} places {placement.num_copies} copies of the model, which "
+                "can be planned but not trained; use another schedule"
+            )
+        if placement.pp_size != p:
+            raise ValueError(
+                f"pipeline_schedule {name} places the model on {placement.pp_size} ranks, but "
+                f"pipeline_model_parallel_size is {p}; change the size or its placement"
+            )
+        if placement.num_model_chunks != (v or 1):
+            raise ValueError(
+                f"pipeline_schedule {name} has {placement.num_model_chunks} chunks per stage; set "
+                f"virtual_pipeline_model_parallel_size={placement.num_model_chunks}, not {v}"
             )

@@ -3,8 +3,8 @@
 Called by: `training.initialize` (`initialize_model_parallel`), then, through the getters, by the
 edges of the package only: `training`, `pretrain_*.py` and the constructors that fill in missing
 process groups. Everything between takes its groups as arguments (`ProcessGroupCollection`).
-Calls: `rank_generator` for the lists of ranks, `torch.distributed` for the groups. Counterpart:
-`megatron.core.parallel_state`, under the same names.
+Calls: `rank_generator` for the lists of ranks, `placement` for the stages of the model on them,
+`torch.distributed` for the groups. Counterpart: `megatron.core.parallel_state`, under the same names.
 
 One process group stands for each distinct set of ranks: with tp=1, the model group and the pipeline
 group are the same object. A group of all ranks is made anew beside the default group. Megatron makes
@@ -14,9 +14,11 @@ one group per kind; each costs connections, and with gloo threads.
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
+from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.rank_generator import DEFAULT_ORDER, GROUP_KINDS, all_groups
 
 
@@ -27,6 +29,8 @@ class _ParallelState:
     groups: dict[str, dist.ProcessGroup | None]
     ranks: dict[str, list[int] | None]
     created: list[dist.ProcessGroup]
+    placement: Placement | None
+    """The stages on this rank's pipeline, if they are not placed as usual."""
 
 
 _state: _ParallelState | None = None
@@ -49,6 +53,7 @@ def initialize_model_parallel(
     order: str = DEFAULT_ORDER,
     get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    pipeline_placement: Placement | None = None,
 ) -> None:
     """Makes this rank's process groups; every rank must call it with the same arguments.
 
@@ -57,7 +62,9 @@ def initialize_model_parallel(
     `tensor_model_parallel_size`. `order` numbers the ranks, the fastest-changing dimension first;
     see `RankGenerator`. Whoever waits longer than `distributed_timeout_minutes` for another rank of
     a group gives up. The two functions pick, from the global ranks of one pipeline, those that
-    hold word and position embeddings; by default first and last stage, and first stage.
+    hold word and position embeddings; by default those of the first and the last stage of the model,
+    and that of the first. `pipeline_placement` says which rank of a pipeline holds which stage; None
+    for a line or, with several chunks, a loop.
 
     `python -m minimegatron groups` prints the groups without making them. With 16 ranks, tensor
     size 2 and pipeline size 4 there are 8 tensor groups (0-1, 2-3, ...), 4 pipelines (0-4-8-12,
@@ -77,6 +84,14 @@ def initialize_model_parallel(
         raise ValueError(
             f"distributed_timeout_minutes is {distributed_timeout_minutes}; give more than 0"
         )
+    if pipeline_placement is not None:
+        _check_placement(
+            pipeline_placement, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size
+        )
+        get_embedding_ranks = get_embedding_ranks or partial(_ranks_of_ends, pipeline_placement)
+        get_position_embedding_ranks = get_position_embedding_ranks or partial(
+            _ranks_of_first_stage, pipeline_placement
+        )
     groups = all_groups(
         world_size=dist.get_world_size(),
         tp=tensor_model_parallel_size,
@@ -88,7 +103,8 @@ def initialize_model_parallel(
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
     )
-    _state = _create_groups(groups, timedelta(minutes=distributed_timeout_minutes))
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    _state = _create_groups(groups, timeout, pipeline_placement)
     _virtual_size = virtual_pipeline_model_parallel_size
     _virtual_rank = None if _virtual_size is None else 0
 
@@ -107,7 +123,28 @@ def _check_virtual_size(virtual_size: int | None, pipeline_size: int) -> None:
         )
 
 
-def _create_groups(groups: dict[str, list[list[int]]], timeout: timedelta) -> _ParallelState:
+def _check_placement(placement: Placement, pipeline_size: int, virtual_size: int | None) -> None:
+    sizes = (placement.pp_size, placement.num_model_chunks)
+    if sizes != (pipeline_size, virtual_size or 1):
+        raise ValueError(
+            f"placement {placement.name} has {sizes[1]} chunks on each of {sizes[0]} ranks, but "
+            f"pipeline_model_parallel_size is {pipeline_size} and "
+            f"virtual_pipeline_model_parallel_size is {virtual_size}; make them equal"
+        )
+
+
+def _ranks_of_ends(placement: Placement, pp_ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold word embeddings: one if both ends are there."""
+    return [pp_ranks[rank] for rank in dict.fromkeys((placement.first_rank, placement.last_rank))]
+
+
+def _ranks_of_first_stage(placement: Placement, pp_ranks: list[int]) -> list[int]:
+    return [pp_ranks[placement.first_rank]]
+
+
+def _create_groups(
+    groups: dict[str, list[list[int]]], timeout: timedelta, placement: Placement | None
+) -> _ParallelState:
     """Makes one process group per distinct set of ranks, the same calls in the same order on all.
 
     `new_group` is collective over the whole world: a rank that skipped the groups it is not a
@@ -134,7 +171,7 @@ def _create_groups(groups: dict[str, list[list[int]]], timeout: timedelta) -> _P
         name: next((ranks for ranks in of_kind if me in ranks), None)
         for name, of_kind in groups.items()
     }
-    return _ParallelState(by_kind, mine, created)
+    return _ParallelState(by_kind, mine, created, placement)
 
 
 def destroy_model_parallel() -> None:
@@ -213,7 +250,7 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> dist.Proc
 
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
-    """The stages of this rank's pipeline, first stage first."""
+    """The ranks of this rank's pipeline; `get_pipeline_placement` says which stages each holds."""
     return get_group("pp", check_initialized)
 
 
@@ -286,7 +323,7 @@ def get_tensor_model_parallel_world_size() -> int:
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """Stages."""
+    """Ranks of a pipeline."""
     return _size("pp")
 
 
@@ -339,7 +376,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """Stage."""
+    """Place in the pipeline."""
     return _rank("pp")
 
 
@@ -430,63 +467,77 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of our pipeline's first stage."""
-    return get_global_ranks("pp")[0]
+    """Global rank of our pipeline's first stage, where the model begins."""
+    return get_global_ranks("pp")[get_pipeline_placement().first_rank]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of our pipeline's last stage."""
-    return get_global_ranks("pp")[-1]
+    """Global rank of our pipeline's last stage, where the model ends."""
+    return get_global_ranks("pp")[get_pipeline_placement().last_rank]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the stage after ours; after the last comes the first (the next chunk)."""
+    """Global rank of the place after ours in the pipeline; after the last comes the first."""
     return get_global_ranks("pp")[(_rank("pp") + 1) % _size("pp")]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the stage before ours; before the first comes the last."""
+    """Global rank of the place before ours in the pipeline; before the first comes the last."""
     return get_global_ranks("pp")[(_rank("pp") - 1) % _size("pp")]
 
 
 # -- Stages --
-# A model's first layer is on chunk 0 of stage 0, its last on the last chunk of the last stage.
-# `ignore_virtual=True` asks about the stage alone, whatever the chunk.
+# The placement says which chunk of which rank begins the model, and which ends it.
+# `ignore_virtual=True` asks whether any chunk of ours does.
+
+
+def get_pipeline_placement() -> Placement:
+    """Which rank of our pipeline holds which stage of the model.
+
+    What `initialize_model_parallel` was given, as long as the number of chunks is the same; else a
+    line or a loop.
+    """
+    size, chunks = _size("pp"), _virtual_size or 1
+    given = _state.placement
+    if given is not None and given.num_model_chunks == chunks:
+        return given
+    return usual_placement(size, chunks)
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether we are the first stage and, unless `ignore_virtual`, `vp_stage` its first chunk.
+    """Whether the model begins in our chunk `vp_stage` or, with `ignore_virtual`, in any of ours.
 
     Raises ValueError if the chunk matters and `vp_stage` is missing or out of range.
     """
-    if not ignore_virtual and _virtual_size is not None and _chunk(vp_stage) != 0:
-        return False
-    return _rank("pp") == 0
+    if ignore_virtual or _virtual_size is None:
+        return get_pipeline_placement().is_first_rank(_rank("pp"))
+    chunk = _chunk(vp_stage)
+    return get_pipeline_placement().is_first(_rank("pp"), chunk)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether we are the last stage and, unless `ignore_virtual`, `vp_stage` its last chunk.
+    """Whether the model ends in our chunk `vp_stage` or, with `ignore_virtual`, in any of ours.
 
     Raises ValueError if the chunk matters and `vp_stage` is missing or out of range.
     """
-    if not ignore_virtual and _virtual_size is not None and _chunk(vp_stage) != _virtual_size - 1:
-        return False
-    return _rank("pp") == _size("pp") - 1
+    if ignore_virtual or _virtual_size is None:
+        return get_pipeline_placement().is_last_rank(_rank("pp"))
+    chunk = _chunk(vp_stage)
+    return get_pipeline_placement().is_last(_rank("pp"), chunk)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether we hold a word embedding and, unless `ignore_virtual`, whether `vp_stage` does.
 
-    Raises ValueError as `is_pipeline_first_stage`; False without groups.
+    A rank that holds both ends of the model has two chunks that do. Raises ValueError as
+    `is_pipeline_first_stage`; False without groups.
     """
     if get_group("embd", check_initialized=False) is None:
         return False
-    ranks, me = get_global_ranks("embd"), dist.get_rank()
-    if not ignore_virtual and me == ranks[0]:
-        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-    if not ignore_virtual and me == ranks[-1]:
-        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    return True
+    if ignore_virtual or not (is_pipeline_first_stage() or is_pipeline_last_stage()):
+        return True
+    where = {"ignore_virtual": False, "vp_stage": vp_stage}
+    return is_pipeline_first_stage(**where) or is_pipeline_last_stage(**where)
 
 
 def is_rank_in_position_embedding_group() -> bool:

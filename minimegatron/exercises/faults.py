@@ -271,7 +271,7 @@ FAULTS = (
     Fault(
         "chunks-laid-out-by-rank",
         "core/transformer/layer_placement.py",
-        "return (vp_stage or 0) * p + (pp_rank or 0)",
+        "return placement_of(config).stage_of(pp_rank or 0, vp_stage or 0)",
         "return (pp_rank or 0) * (v or 1) + (vp_stage or 0)",
         "A rank's chunks are taken for neighbours. Layers come in another order: the loss is wrong.",
     ),
@@ -294,8 +294,8 @@ FAULTS = (
         "core/rank_generator.py",
         '        "embd": get_embedding_ranks or default_embedding_ranks,',
         '        "embd": get_embedding_ranks or list,',
-        "Middle stages join the sum of the tied embedding's gradients, but have no such weight: "
-        "asking for its gradient raises an AttributeError.",
+        "Middle stages join the sum of the tied embedding's gradients, but have no such weight, which "
+        "raises a RuntimeError.",
     ),
     # -- Gradients over ranks --
     Fault(
@@ -378,7 +378,7 @@ FAULTS = (
     Fault(
         "tokens-of-every-stage",
         _DDP + "finalize_model_grads.py",
-        "    broadcast(num_tokens, pp_group.size() - 1, pp_group)\n",
+        "    broadcast(num_tokens, last_stage, pp_group)\n",
         "",
         "Only the last stage counts tokens. The other stages divide their gradients by 1.",
     ),

@@ -34,6 +34,11 @@ from minimegatron.training.argument_utils import flag_name, flags_by_name
 from minimegatron.training.checkpoint_args import check_against_checkpoint
 from minimegatron.training.checkpoint_folder import find_checkpoint
 from minimegatron.training.config import SECTIONS
+from minimegatron.training.pipeline_schedule import (
+    is_interleaved,
+    pipeline_placement,
+    smallest_of_order,
+)
 from minimegatron.training.schedule_args import check_schedule
 
 TOO_MANY = 2**31
@@ -110,9 +115,8 @@ def batch_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def check_pipeline(args: argparse.Namespace) -> None:
-    """Interleaving and overlap, where there are stages to interleave."""
-    p, v = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    if v is None:
+    """Interleaving and overlap, where there are stages to interleave; microbatches for any order."""
+    if args.virtual_pipeline_model_parallel_size is None:
         if args.overlap_p2p_comm:
             raise ValueError(
                 "--overlap-p2p-communication needs interleaving; add "
@@ -124,7 +128,30 @@ def check_pipeline(args: argparse.Namespace) -> None:
                 f"{args.microbatch_group_size_per_vp_stage} needs interleaving; add "
                 "--num-virtual-stages-per-pipeline-rank 2 (or more), or drop it"
             )
-        return
+    if is_interleaved(args):
+        _check_interleaving(args)
+    p, smallest = args.pipeline_model_parallel_size, smallest_of_order(args)
+    for batch in batch_sizes(args):
+        num_microbatches, count = _count_microbatches(args, batch)
+        if num_microbatches < smallest:
+            raise ValueError(
+                f"{count}, but --pipeline-schedule {args.pipeline_schedule} over "
+                f"--pipeline-model-parallel-size {p} needs {smallest} or more; raise the global "
+                "batch size or lower the micro batch size"
+            )
+
+
+def _count_microbatches(args: argparse.Namespace, batch: int) -> tuple[int, str]:
+    """The number of microbatches in a global batch, and how it comes about."""
+    num_microbatches = batch // (args.micro_batch_size * args.data_parallel_size)
+    return num_microbatches, (
+        f"--global-batch-size {batch} / (--micro-batch-size {args.micro_batch_size} x "
+        f"{args.data_parallel_size} model copies) = {num_microbatches} microbatches"
+    )
+
+
+def _check_interleaving(args: argparse.Namespace) -> None:
+    p = args.pipeline_model_parallel_size
     if p == 2 and not args.overlap_p2p_comm:
         raise ValueError(
             "interleaving over --pipeline-model-parallel-size 2 sends both ways between the same "
@@ -132,11 +159,7 @@ def check_pipeline(args: argparse.Namespace) -> None:
         )
     group = args.microbatch_group_size_per_vp_stage
     for batch in batch_sizes(args):
-        num_microbatches = batch // (args.micro_batch_size * args.data_parallel_size)
-        count = (
-            f"--global-batch-size {batch} / (--micro-batch-size {args.micro_batch_size} x "
-            f"{args.data_parallel_size} model copies) = {num_microbatches} microbatches"
-        )
+        num_microbatches, count = _count_microbatches(args, batch)
         if num_microbatches < p:
             raise ValueError(
                 f"{count}, but interleaving over --pipeline-model-parallel-size {p} needs {p} or "
@@ -152,7 +175,9 @@ def check_layers(args: argparse.Namespace, config: TransformerConfig) -> None:
     """Every chunk gets a whole number of layers, and all layers are somewhere."""
     if args.pipeline_model_parallel_layout is not None:
         layout = PipelineParallelLayerLayout(
-            args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+            args.pipeline_model_parallel_layout,
+            args.pipeline_model_parallel_size,
+            pipeline_placement(args),
         )
         layout.validate_layer_layout(args.num_layers)
     layers_of_virtual_stages(config)

@@ -21,6 +21,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.optimizer import OptimizerConfig
+from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
@@ -33,6 +34,7 @@ from minimegatron.training.argument_utils import (
     refuse_unknown,
 )
 from minimegatron.training.config import SECTIONS, Arguments
+from minimegatron.training.pipeline_schedule import registered_name
 from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_size_with_padding
 
 
@@ -114,6 +116,8 @@ def derive(args: argparse.Namespace) -> None:
     if args.fp16 and args.loss_scale is None:
         # A dynamic loss scale finds its size by overflowing.
         args.check_for_nan_in_loss_and_grad = False
+    if args.pipeline_schedule is not None:
+        args.pipeline_schedule = registered_name(args.pipeline_schedule)
     args.virtual_pipeline_model_parallel_size = _num_chunks(args)
     if args.overlap_p2p_comm is None:
         args.overlap_p2p_comm = args.virtual_pipeline_model_parallel_size is not None
@@ -143,7 +147,10 @@ def _vocab_size(args: argparse.Namespace) -> int:
 
 
 def _num_chunks(args: argparse.Namespace) -> int | None:
-    """Chunks per stage, from whichever of three flags is given; None without interleaving."""
+    """Chunks per stage, from whichever of three flags is given, or as the schedule has them.
+
+    None without interleaving.
+    """
     p, num_layers = args.pipeline_model_parallel_size, args.num_layers
     chunks, per_chunk, layout = (
         args.num_virtual_stages_per_pipeline_rank,
@@ -168,8 +175,26 @@ def _num_chunks(args: argparse.Namespace) -> int | None:
                 f"try --num-layers {max(num_layers // (p * per_chunk), 1) * p * per_chunk}"
             )
         chunks = num_layers // (p * per_chunk)
+    if args.pipeline_schedule is not None:
+        chunks = _chunks_of_schedule(args.pipeline_schedule, p, chunks)
     # One chunk per stage is plain 1F1B. A flag that asks for chunks without a pipeline is refused.
     return None if chunks == 1 and (p > 1 or layout is not None) else chunks
+
+
+def _chunks_of_schedule(name: str, p: int, chunks: int | None) -> int | None:
+    """`chunks` as given; where nobody says how many, those that the schedule's placement has."""
+    try:
+        placement = get_schedule(name).placed(p, chunks)
+    except ValueError as error:
+        raise ValueError(f"--pipeline-schedule {name}: {error}") from None
+    if chunks is not None or placement.num_model_chunks == 1:
+        return chunks
+    if p == 1:
+        raise ValueError(
+            f"--pipeline-schedule {name} has {placement.num_model_chunks} chunks per stage, which "
+            "need a pipeline, but --pipeline-model-parallel-size is 1; use 2 or more"
+        )
+    return placement.num_model_chunks
 
 
 def _freeze(args: argparse.Namespace) -> Arguments:

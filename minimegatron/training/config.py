@@ -115,6 +115,9 @@ class ParallelConfig:
         name="--microbatch-group-size-per-virtual-pipeline-stage", minimum=1
     )
     """Interleaving: microbatches per turn of a chunk; by default as many as stages."""
+    pipeline_schedule: str | None = flag()
+    """Order of work by name, such as gpipe, 1f1b or breadth-first, or FILE.py:FUNCTION that registers
+    one; by default Megatron's choice for these sizes (no Megatron flag)."""
     overlap_p2p_comm: bool | None = flag(name="--overlap-p2p-communication")
     """Send between stages while computing; on by default where chunks interleave, and only there."""
     deallocate_pipeline_outputs: bool = flag(False)

@@ -54,11 +54,10 @@ def build_train_valid_test_data_loaders(
                     num_workers=args.num_workers,
                     seed=args.seed,
                 )
-    # Rank 0 is the first stage's first rank, so it has data if anybody has; of its chunks, the one
-    # with the embedding has it, so one that has none takes nothing back.
+    # Where the stages with data are, the placement says; a chunk without any takes nothing back.
     flags = torch.tensor([loader is not None for loader in loaders], dtype=torch.int32)
     flags = flags.to(get_device())
-    collectives.broadcast(flags, 0, dist.group.WORLD)
+    collectives.all_reduce(flags, dist.group.WORLD, op=collectives.ReduceOp.MAX)
     do_train, do_valid, do_test = (bool(flag) for flag in flags.tolist())
     state.do_train |= do_train
     state.do_valid |= do_valid

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.tracing import traced
 from minimegatron.training.global_vars import (
     get_args,
     get_tensorboard_writer,
     get_train_state,
 )
+from minimegatron.training.pipeline_schedule import schedule_of_run
 from minimegatron.training.utils import (
     broadcast_from_last_stage,
     print_rank_0,
@@ -48,7 +48,7 @@ def evaluate(
     """
     args = get_args()
     num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    forward_backward_func = get_forward_backward_func()
+    forward_backward_func = schedule_of_run()
     sizes = {
         "num_microbatches": num_microbatches,
         "seq_length": args.seq_length,

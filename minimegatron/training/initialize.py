@@ -28,6 +28,7 @@ from minimegatron.training.arguments import parse_args
 from minimegatron.training.config import Arguments
 from minimegatron.training.ending import end_properly
 from minimegatron.training.global_vars import set_global_variables
+from minimegatron.training.pipeline_schedule import pipeline_placement
 from minimegatron.training.rendezvous import find_each_other
 from minimegatron.training.utils import print_rank_0
 
@@ -88,6 +89,7 @@ def _initialize_distributed(
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
+        pipeline_placement=pipeline_placement(args),
     )
     if ours:
         failures.watch_peers()

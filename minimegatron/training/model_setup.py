@@ -89,11 +89,15 @@ def _wrap_with_ddp(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     args = get_args()
     wrapper = {"local": DistributedDataParallel, "torch": TorchDistributedDataParallel}
     ddp_config = ddp_config_from_args(args)
-    # Only the first chunk's gradients are ready late enough for buckets to pay: those of later
-    # chunks have the whole rest of the backward pass to be reduced in.
+    # Only the model's first stage has its gradients late enough for buckets to pay: those of later
+    # stages have the whole rest of the backward pass to be reduced in.
+    where = {"ignore_virtual": False}
     return [
         wrapper[args.DDP_impl](
-            get_model_config(chunk), ddp_config, chunk, disable_bucketing=index > 0
+            get_model_config(chunk),
+            ddp_config,
+            chunk,
+            disable_bucketing=not parallel_state.is_pipeline_first_stage(**where, vp_stage=index),
         )
         for index, chunk in enumerate(model)
     ]

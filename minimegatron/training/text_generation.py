@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from minimegatron.core import collectives, parallel_state, tensor_parallel
-from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.utils import get_device
 from minimegatron.training.global_vars import get_args, get_tokenizer
+from minimegatron.training.pipeline_schedule import schedule_of_run, smallest_num_microbatches
 
 
 def generate(
@@ -37,7 +37,7 @@ def generate(
                 token = torch.multinomial(chances, 1, generator=generator)
             token = token.to(get_device())
             group = parallel_state.get_pipeline_model_parallel_group()
-            collectives.broadcast(token, group.size() - 1, group)
+            collectives.broadcast(token, parallel_state.get_pipeline_placement().last_rank, group)
             text.append(int(token))
     return tokenizer.detokenize(text)
 
@@ -48,16 +48,14 @@ def _next_token_logits(model: list[torch.nn.Module], text: list[int]) -> torch.T
     The input is padded on the right: causal attention does not look there.
     """
     args = get_args()
-    # Interleaving needs a whole group of microbatches: the same one, repeated.
-    interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
-    group_size = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     tokens = torch.zeros(1, args.seq_length, dtype=torch.int64)
     tokens[0, : len(text)] = torch.tensor(text)
-    logits = get_forward_backward_func()(
+    logits = schedule_of_run()(
         forward_step_func=partial(_forward_step, tokens.to(get_device()), len(text) - 1),
         data_iterator=[None] * len(model),
         model=model,
-        num_microbatches=group_size if interleaved else 1,
+        # Where one microbatch is too few for the schedule: the same one, repeated.
+        num_microbatches=smallest_num_microbatches(),
         seq_length=args.seq_length,
         micro_batch_size=1,
         forward_only=True,

@@ -30,7 +30,6 @@ from minimegatron.core.num_microbatches_calculator import (
 )
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config
 from minimegatron.training import failures
@@ -47,6 +46,7 @@ from minimegatron.training.model_setup import (
     get_optimizer_param_scheduler,
     setup_model_and_optimizer,
 )
+from minimegatron.training.pipeline_schedule import schedule_of_run
 from minimegatron.training.progress import Progress, training_log
 from minimegatron.training.utils import (
     logical_and_across_model_parallel_group,
@@ -186,7 +186,7 @@ def train(
     for chunk in model:
         chunk.train()
     _connect_schedule(config, model, optimizer)
-    forward_backward_func = get_forward_backward_func()
+    forward_backward_func = schedule_of_run()
     total_loss_dict: dict[str, torch.Tensor] = {}
 
     with Progress(args.train_iters, state.iteration) as progress:

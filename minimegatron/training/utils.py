@@ -26,7 +26,7 @@ def print_rank_0(message: str) -> None:
 
 
 def is_last_rank() -> bool:
-    """True on the rank with the highest number, which is on the last stage."""
+    """True on the rank with the highest number. As usually placed, the model ends there."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
@@ -70,13 +70,13 @@ MESSAGE_BYTES = 4096
 
 
 def broadcast_from_last_stage(values: dict[str, float]) -> dict[str, float]:
-    """The last stage's `values` on every stage: losses exist there, but rank 0 prints them."""
+    """The last stage's `values` on every rank: losses exist there, but rank 0 prints them."""
     text = json.dumps(values).encode().ljust(MESSAGE_BYTES)
     if len(text) > MESSAGE_BYTES:
         raise ValueError(f"{len(values)} logged values take over {MESSAGE_BYTES} bytes; log fewer")
     message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(get_device())
     group = parallel_state.get_pipeline_model_parallel_group()
-    collectives.broadcast(message, group.size() - 1, group)
+    collectives.broadcast(message, parallel_state.get_pipeline_placement().last_rank, group)
     return json.loads(bytes(message.tolist()))
 
 
@@ -109,8 +109,9 @@ def get_batch_on_this_tp_rank(
     """The next microbatch's fields that this stage uses, the same on all tensor-parallel ranks.
 
     The first tensor-parallel rank reads the iterator and broadcasts. `tokens` and `position_ids`
-    (int64 [b, s]) go to the first stage, `labels` (int64) and `loss_mask` (float32) to the last;
-    the rest is None. `attention_mask` is None everywhere: causal attention needs none.
+    (int64 [b, s]) go to the first stage, `labels` (int64) and `loss_mask` (float32) to the last,
+    which may be another chunk of the same rank; the rest is None. `attention_mask` is None
+    everywhere: causal attention needs none.
     """
     keys = []
     if parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage):

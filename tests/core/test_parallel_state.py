@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state as mpu
+from minimegatron.core.pipeline_parallel.placement import Placement, V
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups, make_grids
 from tests.ranks import run_ranks
@@ -255,6 +256,64 @@ def test_chunks_of_a_stage():
     assert last["ignoring"] == (False, True)
 
 
+SHUFFLED = Placement("shuffled", ((1, 4), (2, 5), (0, 3)))
+"""A loop that begins on rank 2 and ends on rank 1."""
+
+
+def ask_about_placements() -> list[dict]:
+    """pp=3, v=2: who holds which end of the model, per chunk."""
+    answers = []
+    for placement in (V(3), SHUFFLED):
+        mpu.initialize_model_parallel(1, 3, 2, pipeline_placement=placement)
+        chunks = [{"ignore_virtual": False, "vp_stage": chunk} for chunk in (0, 1)]
+        answers.append(
+            {
+                "is kept": mpu.get_pipeline_placement() == placement,
+                "first": [mpu.is_pipeline_first_stage(**chunk) for chunk in chunks],
+                "last": [mpu.is_pipeline_last_stage(**chunk) for chunk in chunks],
+                "embd": [mpu.is_rank_in_embedding_group(**chunk) for chunk in chunks],
+                "ignoring": (mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()),
+                "groups": [
+                    members(mpu.get_group(kind, check_initialized=False))
+                    for kind in ("embd", "pos_embd")
+                ],
+                "ends": (
+                    mpu.get_pipeline_model_parallel_first_rank(),
+                    mpu.get_pipeline_model_parallel_last_rank(),
+                ),
+            }
+        )
+        mpu.set_virtual_pipeline_model_parallel_world_size(None)
+        assert mpu.get_pipeline_placement().name == "line"
+        mpu.destroy_model_parallel()
+    return answers
+
+
+def test_ends_of_the_model_are_where_the_placement_has_them():
+    ranks = run_ranks(ask_about_placements, 3)
+    assert all(answer["is kept"] for answers in ranks for answer in answers)
+    first, middle, last = (answers[0] for answers in ranks)
+    assert (first["first"], first["last"]) == ([True, False], [False, True])
+    assert first["embd"] == [True, True]
+    assert first["ignoring"] == (True, True)
+    assert first["groups"] == [[0], [0]]
+    assert first["ends"] == middle["ends"] == (0, 0)
+    for other in (middle, last):
+        assert other["first"] == other["last"] == other["embd"] == [False, False]
+        assert (other["ignoring"], other["groups"]) == ((False, False), [None, None])
+    first, middle, last = (answers[1] for answers in ranks)
+    assert (last["first"], last["last"]) == ([True, False], [False, False])
+    assert (middle["first"], middle["last"]) == ([False, False], [False, True])
+    assert (last["embd"], middle["embd"], first["embd"]) == (
+        [True, False],
+        [False, True],
+        [False, False],
+    )
+    assert last["groups"] == [[1, 2], [2]] and middle["groups"] == [[1, 2], None]
+    assert first["groups"] == [None, None]
+    assert first["ends"] == (2, 1)
+
+
 def refuse_bad_calls() -> None:
     threads = threading.active_count()
     for arguments, message in (
@@ -267,6 +326,10 @@ def refuse_bad_calls() -> None:
         ),
         ({"order": "tp-pp"}, "dp is 2 but order 'tp-pp' lacks it"),
         ({"distributed_timeout_minutes": 0}, "distributed_timeout_minutes is 0"),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_placement": V(2)},
+            "placement v has 2 chunks on each of 2 ranks, but .* is 2 and .* is None",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             mpu.initialize_model_parallel(**arguments)

@@ -5,6 +5,7 @@ processes. `{folder}` in flags stands for an empty folder made for the test.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 GOOD = {
     "--num-layers": "8",
@@ -50,6 +51,8 @@ PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
 VP2 = "--num-virtual-stages-per-pipeline-rank 2"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+SCHEDULE = "--pipeline-schedule"
+USER_ORDERS = Path(__file__).with_name("user_orders.py")
 
 BAD_CONFIGS = [
     # -- Missing, unknown, misspelt --
@@ -225,6 +228,82 @@ BAD_CONFIGS = [
         f"{PP4} {VP2} {GROUP} 5 --global-batch-size 8",
         ("8 microbatches in groups of 5", "last group of 3"),
         world_size=4,
+    ),
+    # -- The order of work --
+    BadConfig(
+        f"{PP2} {SCHEDULE} zigzag",
+        (SCHEDULE, "unknown schedule 'zigzag'", "gpipe, 1f1b, interleaved", "FILE.py:FUNCTION"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} no-pipelining",
+        (f"{SCHEDULE} no-pipelining", "--pipeline-model-parallel-size is 2"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {VP2} {SCHEDULE} 1f1b",
+        (f"{SCHEDULE} 1f1b", "1 chunk on each rank, but 2 are asked for"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} interleaved",
+        (f"{SCHEDULE} interleaved", "set --num-virtual-stages-per-pipeline-rank to 2"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP4} {VP2} {SCHEDULE} interleaved --global-batch-size 6",
+        ("6 microbatches in groups of 4", "last group of 2"),
+        world_size=4,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:down_and_up "
+        "--num-virtual-stages-per-pipeline-rank 4 --num-layers 8",
+        (f"{SCHEDULE} down-and-up", "2 chunks on each rank, but 4 are asked for"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:down_and_up --num-virtual-stages-per-pipeline-rank 1",
+        (f"{SCHEDULE} down-and-up", "2 chunks on each rank, but 1 are asked for"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{SCHEDULE} {USER_ORDERS}:down_and_up",
+        (f"{SCHEDULE} down-and-up", "2 chunks", "--pipeline-model-parallel-size is 1"),
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:down_and_up --global-batch-size 3",
+        ("--global-batch-size 3", "3 microbatches", f"{SCHEDULE} down-and-up", "4 or more"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:down_and_up --decoder-first-pipeline-num-layers 2",
+        ("--decoder-first-pipeline-num-layers", "[0, 3]", "--pipeline-model-parallel-layout"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:both_ways",
+        (f"{SCHEDULE} both-ways", "2 copies of the model", "planned but not trained"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP4} {SCHEDULE} {USER_ORDERS}:too_short",
+        (f"{SCHEDULE} too-short", "on 2 ranks", "--pipeline-model-parallel-size is 4"),
+        world_size=4,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:one_at_a_time",
+        (SCHEDULE, "one_at_a_time", "not registered", "@register_order"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:no_such",
+        (SCHEDULE, "no function 'no_such'"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {{folder}}/mine.py:order",
+        (SCHEDULE, "there is no file", "mine.py"),
+        world_size=2,
     ),
     # -- Options that exclude or need each other --
     BadConfig("--bf16 --fp16", ("--bf16", "--fp16", "choose one")),

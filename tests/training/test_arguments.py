@@ -14,7 +14,8 @@ from minimegatron.training.argument_utils import (
 )
 from minimegatron.training.arguments import core_transformer_config_from_args, parse_args
 from minimegatron.training.config import SECTIONS, Arguments
-from tests.training.bad_configs import GOOD
+from minimegatron.training.pipeline_schedule import pipeline_placement
+from tests.training.bad_configs import GOOD, USER_ORDERS
 from tests.training.test_bad_configs import launcher_environment
 
 
@@ -120,6 +121,32 @@ def test_chunks_from_either_flag():
     assert args.overlap_p2p_comm is False
     one_chunk = parse(f"{pp4} --num-virtual-stages-per-pipeline-rank 1", 4)
     assert one_chunk.virtual_pipeline_model_parallel_size is None
+
+
+def test_the_schedule_says_how_many_chunks_there_are():
+    args = parse("--pipeline-model-parallel-size 4", 4)
+    assert args.pipeline_schedule is None and pipeline_placement(args) is None
+    for text, pp, chunks, name, stages in (
+        (f"{USER_ORDERS}:down_and_up", 4, 2, "down-and-up", (0, 7)),
+        ("down-and-up", 2, 2, "down-and-up", (0, 3)),  # as the file has registered it
+        ("gpipe", 4, None, "gpipe", (0,)),
+        ("1f1b", 4, None, "1f1b", (0,)),
+        ("breadth-first", 4, None, "breadth-first", (0,)),
+        ("breadth-first --num-virtual-stages-per-pipeline-rank 2", 4, 2, "breadth-first", (0, 4)),
+        ("interleaved --num-layers-per-virtual-pipeline-stage 1", 4, 2, "interleaved", (0, 4)),
+        ("no-pipelining", 1, None, "no-pipelining", (0,)),
+    ):
+        args = parse(f"--pipeline-model-parallel-size {pp} --pipeline-schedule {text}", pp)
+        assert (args.pipeline_schedule, args.virtual_pipeline_model_parallel_size) == (name, chunks)
+        assert pipeline_placement(args).stages[0] == stages
+        assert core_transformer_config_from_args(args).pipeline_schedule == name
+    # Groups of microbatches are a matter of interleaving alone.
+    args = parse(
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+        "--global-batch-size 5 --pipeline-schedule breadth-first",
+        4,
+    )
+    assert args.overlap_p2p_comm
 
 
 def test_configuration_for_core():

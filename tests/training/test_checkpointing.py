@@ -11,6 +11,7 @@ from minimegatron.core.dist_checkpointing.serialization import load_plain_tensor
 from minimegatron.training.checkpoint_folder import find_checkpoint
 from tests.figures import figure
 from tests.ranks import run_ranks
+from tests.training.bad_configs import USER_ORDERS
 from tests.training.short_runs import PP2, PP4, TP2, TP4, VP2, ZERO1, run
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -20,6 +21,31 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 def newest(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the newest checkpoint, whole."""
     return load_plain_tensors(find_checkpoint(folder))
+
+
+# -- Another placement: names are the full model's --
+
+DOWN_AND_UP = f"{PP2} --pipeline-schedule {USER_ORDERS}:down_and_up"
+
+
+def save_and_load_over_a_v(folder: str) -> list[int]:
+    """A step in a loop; then through a V and back, without a step."""
+    places = [f"{PP2} {VP2}", DOWN_AND_UP, PP4]
+    began = []
+    for number, flags in enumerate(places):
+        flags += f" --global-batch-size 8 --save {folder}/{number}"
+        load = f"--load {folder}/{number - 1}" if number else ""
+        began.append(run(f"{flags} {load}", 1)["began"])
+    return began
+
+
+def test_a_checkpoint_of_one_placement_loads_at_another(tmp_path):
+    assert run_ranks(save_and_load_over_a_v, 4, str(tmp_path))[0] == [0, 1, 1]
+    loop, v, line = (newest(tmp_path / str(number)) for number in range(3))
+    places_differ = {name for name in {*loop, *v, *line} if name.startswith("rng.")}
+    for name in {*loop} - places_differ:
+        assert torch.equal(loop[name], v[name]) and torch.equal(loop[name], line[name]), name
+    assert {*loop} - places_differ == {*v} - places_differ == {*line} - places_differ
 
 
 # -- The same layout: not one bit differs --

@@ -2,7 +2,7 @@
 
 Called by: the schedules (`no_sync`), `finalize_model_grads` (`finish_grad_sync`,
 `scale_gradients`), `training.train_step` (`zero_grad_buffer`), the optimizers (`get_main_grad`,
-`start_param_sync`). Counterpart: `megatron.core.distributed.data_parallel_base`.
+`start_param_sync`). Calls: `placement`. Counterpart: `megatron.core.distributed.data_parallel_base`.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from minimegatron.core.pipeline_parallel.orders import get_schedule
+from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 
 
 def get_main_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -30,6 +34,16 @@ def named_parameters_inside(model: torch.nn.Module) -> list[tuple[str, torch.nn.
     while named and all(name.startswith("module.") for name, _ in named):
         named = [(name.removeprefix("module."), param) for name, param in named]
     return named
+
+
+def placement_over(pp_group: dist.ProcessGroup, config: Any) -> Placement:
+    """Which rank of `pp_group` holds which stage of the model, for the schedule that `config` names.
+
+    The group counts, not the config's number of stages: a chunk may be used by itself.
+    """
+    sizes = (pp_group.size(), config.virtual_pipeline_model_parallel_size)
+    name = config.pipeline_schedule
+    return usual_placement(*sizes) if name is None else get_schedule(name).placed(*sizes)
 
 
 class _BaseDataParallel(torch.nn.Module):

@@ -21,6 +21,7 @@ from minimegatron.core.collectives import broadcast
 from minimegatron.core.distributed.data_parallel_base import (
     _BaseDataParallel,
     named_parameters_inside,
+    placement_over,
 )
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -65,9 +66,10 @@ class DistributedDataParallel(_BaseDataParallel):
         config: of the model; `calculate_per_token_loss` decides the scaling of gradients.
         ddp_config: buckets, overlap, precision.
         module: the chunk. Parameters with `requires_grad=False` are left alone.
-        disable_bucketing: one bucket per dtype. `get_model` sets it for chunks after the first, and
-            stages after the first do the same: in a pipeline's flush only stage 0 computes until
-            the end, so only there is communication hidden by being cut up.
+        disable_bucketing: one bucket per dtype. `get_model` sets it for all chunks but the one that
+            the model begins in, and other ranks than that one's do the same: in a pipeline's flush
+            only stage 0 computes until the end, so only there is communication hidden by being cut
+            up.
         pg_collection: needs `dp_cp` and `pp`; None for those of `parallel_state`.
 
     `bucket_groups` are in the order of backward, so the next forward meets them in reverse.
@@ -91,7 +93,7 @@ class DistributedDataParallel(_BaseDataParallel):
         if (
             ddp_config.overlap_grad_reduce
             and not disable_bucketing
-            and pg_collection.pp.rank() == 0
+            and placement_over(pg_collection.pp, config).is_first_rank(pg_collection.pp.rank())
         ):
             default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
             self.bucket_size = ddp_config.bucket_size or default

@@ -1,7 +1,7 @@
 """After the last backward: every gradient becomes what one process with the whole batch would have.
 
 Called by: the schedules, once per step, as `config.finalize_model_grads_func`. Calls: the
-data-parallel wrappers, `core.collectives`. Counterpart:
+data-parallel wrappers, `core.collectives`, `placement`. Counterpart:
 `megatron.core.distributed.finalize_model_grads`, under the same names.
 
 The order matters. Every later sum works on gradients that are already summed over data-parallel
@@ -9,7 +9,7 @@ ranks, so it may treat them elementwise; the tokens come last, one factor for al
 
     1. data parallel     sum over dp_cp        (what backward launched is waited for here)
     2. tensor parallel   sum over tp           gradients of replicated parameters that are partial
-    3. tied embedding    sum over embd         first stage's and last stage's copy
+    3. tied embedding    sum over embd         first stage's and last stage's copy, wherever they are
     4. tokens            divide by their number, which only the last stage knows
 """
 
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import all_reduce, broadcast
-from minimegatron.core.distributed.data_parallel_base import get_main_grad
+from minimegatron.core.distributed.data_parallel_base import get_main_grad, placement_over
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import unwrap_model
+from minimegatron.core.utils import get_model_config, unwrap_model
 
 
 def _is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
@@ -65,16 +65,32 @@ def _allreduce_word_embedding_grads(
 ) -> None:
     """Adds up the two gradients of a tied embedding: as a lookup table and as output weights.
 
-    At one stage both went into one parameter already, and the group has one rank.
+    Without a pipeline both went into one parameter already, and the group has one rank. Where a
+    placement has both ends of the model on one rank, two chunks of that rank have a copy each.
     """
-    if embd_group is None or embd_group.size() == 1:
+    if embd_group is None:
         return
-    # The embedding is in the first stage's first chunk, the output layer in the last stage's last.
-    chunk = unwrap_model(model[0] if pp_group.rank() == 0 else model[-1])
-    if getattr(chunk, "share_embeddings_and_output_weights", False):
-        grad = get_main_grad(chunk.shared_embedding_or_output_weight())
-        if grad is not None:
+    tied = [
+        chunk
+        for chunk in unwrap_model(list(model))
+        if getattr(chunk, "share_embeddings_and_output_weights", False)
+    ]
+    copies = [chunk.shared_embedding_or_output_weight() for chunk in tied]
+    grads = [get_main_grad(copy) for copy in copies if copy is not None]
+    if tied and not grads:
+        raise RuntimeError(
+            f"rank {pp_group.rank()} of the pipeline is in the embedding group, but none of its "
+            f"{len(model)} chunks has the tied embedding; choose other embedding ranks"
+        )
+    grads = [grad for grad in grads if grad is not None]
+    if grads:
+        grad, *others = grads
+        for other in others:
+            grad.add_(other)
+        if embd_group.size() > 1:
             all_reduce(grad, embd_group)
+        for other in others:
+            other.copy_(grad)
 
 
 @traced("position-embedding-grads-all-reduce")
@@ -84,9 +100,12 @@ def _allreduce_position_embedding_grads(
     """The same for position embeddings that several stages hold, as an encoder-decoder's do."""
     if pos_embd_group is None or pos_embd_group.size() == 1:
         return
-    grad = get_main_grad(unwrap_model(model[0]).embedding.position_embeddings.weight)
-    if grad is not None:
-        all_reduce(grad, pos_embd_group)
+    for chunk in unwrap_model(list(model)):
+        if getattr(chunk, "embedding", None) is None:
+            continue
+        grad = get_main_grad(chunk.embedding.position_embeddings.weight)
+        if grad is not None:
+            all_reduce(grad, pos_embd_group)
 
 
 @traced("scale-gradients")
@@ -98,7 +117,8 @@ def _divide_by_num_tokens(
 ) -> None:
     """Divides all gradients by the number of tokens in the global batch; by 1 if there are none."""
     num_tokens = num_tokens.clone()
-    broadcast(num_tokens, pp_group.size() - 1, pp_group)
+    last_stage = placement_over(pp_group, get_model_config(model[0])).last_rank
+    broadcast(num_tokens, last_stage, pp_group)
     all_reduce(num_tokens, dp_cp_group)
     scaling = 1.0 / max(num_tokens.item(), 1)
     for chunk in model:

@@ -237,9 +237,10 @@ class MegatronOptimizer(ABC):
     # -- Norm, clipping, zeros --
 
     def _is_counted(self, shard: ParamShard) -> bool:
-        """True on exactly one of the ranks that have this parameter, data-parallel ones aside.
+        """True for exactly one copy of this parameter, data-parallel ones aside.
 
-        A tied embedding is counted on the first stage, a parameter that tensor-parallel ranks
+        A tied embedding is counted on the first stage (the second copy may be in another chunk of the
+        same rank), a parameter that tensor-parallel ranks
         replicate on the first of them.
         """
         param = shard.model_param
@@ -248,7 +249,7 @@ class MegatronOptimizer(ABC):
         return param_is_not_tensor_parallel_duplicate(param, self.tp_group)
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        """Gradients of this rank that no other rank counts."""
+        """Gradients of this rank that are counted here, each once in the model."""
         return [
             shard.main_param.grad
             for shard in self.shards

@@ -1,16 +1,18 @@
 """Which chunk builds which layers. Arithmetic only, torch-free.
 
 Called by: `TransformerBlock` (how many), `TransformerLayer` (from which number on), the planner.
-Calls: `PipelineParallelLayerLayout`, where a layout is given. Megatron computes the two numbers
-separately, in `transformer_block` and `transformer_layer`, which re-export them here too.
+Calls: `placement_of`; `PipelineParallelLayerLayout`, where a layout is given. Megatron computes the
+two numbers separately, in `transformer_block` and `transformer_layer`, which re-export them here too.
 
-A model is cut into p x v virtual stages, in model order; chunk `vp_stage` of pipeline rank `pp_rank`
-is virtual stage vp_stage x p + pp_rank. A chunk's offset is by definition the number of layers that
-all earlier virtual stages build, so every layer is built once, whatever the rule for the numbers.
+A model is cut into p x v virtual stages, in model order; the schedule's placement says which of them
+is chunk `vp_stage` of pipeline rank `pp_rank`. A chunk's offset is by definition the number of layers
+that all earlier virtual stages build, so every layer is built once, whatever the rule for the numbers.
 """
 
 from typing import Any
 
+from minimegatron.core.pipeline_parallel.orders import placement_of
+from minimegatron.core.pipeline_parallel.placement import Placement
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
@@ -24,8 +26,23 @@ def _layout_of(config: Any) -> PipelineParallelLayerLayout | None:
     return layout
 
 
+def _check_ranks_take_turns(placement: Placement) -> None:
+    """Uneven numbers are those of whole ranks: the one that each turn begins with, or ends with."""
+    ranks = [placement.place_of(stage).rank for stage in range(placement.num_stages)]
+    if ranks != ranks[: placement.pp_size] * placement.num_model_chunks:
+        raise ValueError(
+            "num_layers_in_first/last_pipeline_stage is a number for all chunks of a rank, but with "
+            f"placement {placement.name} the rank of the first stage has the stages "
+            f"{sorted(placement.stages[placement.first_rank])}; use pipeline_model_parallel_layout, "
+            "which says it for each stage"
+        )
+
+
 def _layers_of_ranks(config: Any) -> list[int]:
-    """Layers of each pipeline rank, all chunks together; embedding and loss counted if asked to."""
+    """Layers of each pipeline rank, all chunks together; embedding and loss counted if asked to.
+
+    Ranks come in the order of their first stages.
+    """
     p = config.pipeline_model_parallel_size
     first = config.num_layers_in_first_pipeline_stage
     last = config.num_layers_in_last_pipeline_stage
@@ -43,6 +60,7 @@ def _layers_of_ranks(config: Any) -> list[int]:
                 "or num_layers_in_last_pipeline_stage"
             )
         return [total // p] * p
+    _check_ranks_take_turns(placement_of(config))
     if extra:
         raise ValueError(
             "account_for_embedding/loss_in_pipeline_split and num_layers_in_first/last_"
@@ -78,12 +96,11 @@ def _uneven_layers_of_ranks(
 
 
 def layers_of_virtual_stages(config: Any) -> list[int]:
-    """Layers of each virtual stage, in model order: entry chunk x p + rank.
+    """Layers of each virtual stage, in model order.
 
     Raises:
         ValueError: the layers cannot be divided so, with the numbers and the remedy.
     """
-    p = config.pipeline_model_parallel_size
     v = config.virtual_pipeline_model_parallel_size or 1
     layout = _layout_of(config)
     if layout is not None:
@@ -92,10 +109,10 @@ def layers_of_virtual_stages(config: Any) -> list[int]:
                 f"the pipeline layout has {layout.virtual_pipeline_model_parallel_size} chunks "
                 f"per rank but virtual_pipeline_model_parallel_size is {v}; make them equal"
             )
+        places = map(layout.placement.place_of, range(layout.placement.num_stages))
         stages = [
             layout.get_num_layers_to_build(LayerType.decoder, vp_stage=chunk, pp_rank=rank)
-            for chunk in range(v)
-            for rank in range(p)
+            for rank, chunk in places
         ]
         if sum(stages) != config.num_layers:
             raise ValueError(
@@ -129,7 +146,7 @@ def _virtual_stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> in
         raise ValueError(f"pp_rank is None but there are {p} stages; pass the pipeline rank")
     if vp_stage is None and v is not None and v > 1:
         raise ValueError(f"vp_stage is None but each stage has {v} chunks; pass the chunk's number")
-    return (vp_stage or 0) * p + (pp_rank or 0)
+    return placement_of(config).stage_of(pp_rank or 0, vp_stage or 0)
 
 
 def get_num_layers_to_build(

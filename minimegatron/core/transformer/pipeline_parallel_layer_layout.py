@@ -1,7 +1,7 @@
 """Which stage holds which layer, when the user says so: `"Et*3|(tt|)*29,m|L"`.
 
-Read by: `get_num_layers_to_build`, `get_transformer_layer_offset`, and `minimegatron layout`. Calls
-nothing. Counterpart: `megatron.core.transformer.pipeline_parallel_layer_layout`, under the same
+Read by: `get_num_layers_to_build`, `get_transformer_layer_offset`, and `minimegatron layout`. Calls:
+`placement`. Counterpart: `megatron.core.transformer.pipeline_parallel_layer_layout`, under the same
 names; there the class asks `parallel_state` for the rank, here the rank is passed in, so that this
 file needs no torch.
 
@@ -11,12 +11,13 @@ The grammar, after commas (cosmetic) are dropped:
     symbol := "E" | "t" | "m" | "L"     embedding, transformer decoder layer, MTP layer, loss
 
 `|` splits stages; a group in parentheses needs a count; groups nest; a stage may be empty. Stages
-come in model order, which is also virtual-stage order: stage number = chunk x pp + rank.
+come in model order, which is also virtual-stage order; a placement says which rank holds which.
 """
 
 from functools import lru_cache
 from itertools import groupby
 
+from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.transformer.enums import LayerType
 
 SYMBOLS = {
@@ -145,6 +146,7 @@ class PipelineParallelLayerLayout:
     Args:
         layout: a layout string, or a list of stages, each a list of `LayerType` or its names.
         pipeline_model_parallel_size: p; the number of stages must be p times the chunks per rank.
+        placement: which rank holds which stage; None for a line or, with several chunks, a loop.
 
     Attributes:
         layout: `layout[pp_rank][vp_stage]`, the list of `LayerType` of that chunk.
@@ -152,11 +154,16 @@ class PipelineParallelLayerLayout:
         virtual_pipeline_model_parallel_size: chunks per rank, 1 or more.
 
     Raises ValueError, with a caret under the fault, for a string outside the grammar and for a
-    number of stages that p does not divide. What the layers are is checked by
-    `validate_layer_layout`.
+    number of stages that p does not divide, or that is not the placement's. What the layers are is
+    checked by `validate_layer_layout`.
     """
 
-    def __init__(self, layout: str | list, pipeline_model_parallel_size: int):
+    def __init__(
+        self,
+        layout: str | list,
+        pipeline_model_parallel_size: int,
+        placement: Placement | None = None,
+    ):
         p = pipeline_model_parallel_size
         if p < 1:
             raise ValueError(f"pipeline_model_parallel_size is {p}; give 1 or more")
@@ -166,18 +173,26 @@ class PipelineParallelLayerLayout:
         self._stages = _split_stages(items)
         if len(self._stages) % p:
             raise self._wrong_number_of_stages(items, p)
-        v = len(self._stages) // p
+        self.placement = placement or usual_placement(p, len(self._stages) // p)
+        self._check_placement(p)
         self.pipeline_model_parallel_size = p
-        self.virtual_pipeline_model_parallel_size = v
+        self.virtual_pipeline_model_parallel_size = self.placement.num_model_chunks
         self._placed = [item for stage in self._stages for item in stage]
         self.flatten_layout = [SYMBOLS[letter] for letter, _ in self._placed]
         self.layout = [
-            [
-                [SYMBOLS[letter] for letter, _ in self._stages[chunk * p + rank]]
-                for chunk in range(v)
-            ]
-            for rank in range(p)
+            [[SYMBOLS[letter] for letter, _ in self._stages[stage]] for stage in of_rank]
+            for of_rank in self.placement.stages
         ]
+
+    def _check_placement(self, p: int) -> None:
+        placement, count = self.placement, len(self._stages)
+        if (placement.pp_size, placement.num_stages) != (p, count):
+            raise _fault(
+                self.text,
+                len(self.text),
+                f"{count} stages over {p} pipeline ranks do not fit placement {placement.name}, which "
+                f"has {placement.num_stages} over {placement.pp_size}; write {placement.num_stages}",
+            )
 
     def _wrong_number_of_stages(self, items: list[Placed], p: int) -> ValueError:
         count = len(self._stages)
@@ -255,14 +270,18 @@ class PipelineParallelLayerLayout:
         if len(holders) > 1:
             second = next(where for s, where in self._stages[holders[1]] if s == "m")
             raise _fault(self.text, second, "m stands in two stages; put all m into one stage")
-        if holders[0] < (v - 1) * p:
+        rank, chunk = self.placement.place_of(holders[0])
+        last_of_ranks = [max(stages) for stages in self.placement.stages]
+        if holders[0] not in last_of_ranks:
+            where = f"the last stage of a rank, such as {last_of_ranks[rank]} (counted from 0)"
+            if min(last_of_ranks) == (v - 1) * p:
+                where = f"one of the last {p} stages (chunk {v - 1})"
             raise _fault(
                 self.text,
                 first_m,
-                f"m is in chunk {holders[0] // p} of pipeline rank {holders[0] % p}; "
-                f"move it to one of the last {p} stages (chunk {v - 1})",
+                f"m is in chunk {chunk} of pipeline rank {rank}; move it to {where}",
             )
-        return holders[0] % p != p - 1
+        return rank != self.placement.last_rank
 
     # -- What one chunk holds --
 
@@ -275,7 +294,7 @@ class PipelineParallelLayerLayout:
                 )
             if value is not None and not 0 <= value < size:
                 raise ValueError(f"{name} is {value}; this layout has 0 to {size - 1}")
-        return (vp_stage or 0) * p + (pp_rank or 0)
+        return self.placement.stage_of(pp_rank or 0, vp_stage or 0)
 
     def get_num_layers_to_build(
         self,
@@ -331,9 +350,11 @@ class PipelineParallelLayerLayout:
 
     @staticmethod
     @lru_cache
-    def from_str(layout: str, pipeline_model_parallel_size: int) -> "PipelineParallelLayerLayout":
+    def from_str(
+        layout: str, pipeline_model_parallel_size: int, placement: Placement | None = None
+    ) -> "PipelineParallelLayerLayout":
         """The layout of a string; the same object for the same arguments."""
-        return PipelineParallelLayerLayout(layout, pipeline_model_parallel_size)
+        return PipelineParallelLayerLayout(layout, pipeline_model_parallel_size, placement)
 
     @staticmethod
     def get_num_stages_from_str(layout: str) -> int:

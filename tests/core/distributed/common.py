@@ -3,6 +3,7 @@
 import torch
 
 from minimegatron.core import parallel_state
+from minimegatron.core.pipeline_parallel.placement import Placement
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import Call
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -10,10 +11,12 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 WIDTH = 24
 
 
-def make_groups(tp: int = 1, pp: int = 1) -> ProcessGroupCollection:
+def make_groups(
+    tp: int = 1, pp: int = 1, vp: int | None = None, placement: Placement | None = None
+) -> ProcessGroupCollection:
     """Fresh groups; the data-parallel size is what remains of the world."""
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp)
+    parallel_state.initialize_model_parallel(tp, pp, vp, pipeline_placement=placement)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 

@@ -1,5 +1,6 @@
 """What happens to gradients after the last backward, with values one can add up by hand."""
 
+import pytest
 import torch
 
 from minimegatron.core.distributed import (
@@ -7,6 +8,8 @@ from minimegatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from minimegatron.core.pipeline_parallel.orders import register_order, unregister
+from minimegatron.core.pipeline_parallel.placement import V
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import observed_by
 from tests.core.distributed.common import Recorder, make_config, make_groups
@@ -135,9 +138,56 @@ def _tied_gradients_and_tokens():
     assert ddp.module.word.main_grad.eq(1.0 + stage).all()
 
 
+def _both_ends_on_one_rank():
+    register_order("v", placement=V)(_both_ends_on_one_rank)
+    groups = make_groups(pp=2, vp=2, placement=V(2))  # and dp=2
+    stage, dp = groups.pp.rank(), groups.dp_cp.rank()
+    assert (groups.embd is None) == (stage == 1)
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    config = make_config(calculate_per_token_loss=True, pipeline_schedule="v", **sizes)
+    for sharded in (False, True):
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+        chunks = [_Stage(chunk == 0, tied=stage == 0) for chunk in range(2)]
+        chunks = [
+            DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
+            for chunk in chunks
+        ]
+        for number, chunk in enumerate(chunks):
+            for param in chunk.bucket_groups[0].params:
+                param.main_grad.fill_(1.0 + number + 10.0 * dp)
+        # The model ends on the pipeline's first rank; what the other counts must not matter.
+        num_tokens = torch.tensor(7 + dp if stage == 0 else -99)
+        finalize_model_grads(chunks, num_tokens, groups, force_all_reduce=True)
+        sums = [1.0 + 11.0, 2.0 + 12.0]  # over dp, per chunk
+        for number, chunk in enumerate(chunks):
+            word = sum(sums) if stage == 0 else sums[number]
+            for param, value in (
+                (chunk.module.word, word / 15),
+                (chunk.module.position_embeddings.weight, sums[number] / 15),
+            ):
+                assert (param.main_grad / value - 1.0).abs().max() < 1e-15
+    unregister("v")
+
+
+def _a_rank_without_a_copy_says_so():
+    groups = make_groups(pp=4)
+    everybody = ProcessGroupCollection(
+        tp=groups.tp, pp=groups.pp, embd=groups.pp, pos_embd=None, dp_cp=groups.dp_cp
+    )
+    module = _Stage(is_first=False)
+    module.shared_embedding_or_output_weight = lambda: None
+    ddp = DistributedDataParallel(
+        make_config(), DistributedDataParallelConfig(), module, pg_collection=groups
+    )
+    with pytest.raises(RuntimeError, match="is in the embedding group, but none of its 1 chunks"):
+        finalize_model_grads([ddp], pg_collection=everybody)
+
+
 def _finalize_over_ranks():
     _partial_gradients_are_summed_over_tp()
     _tied_gradients_and_tokens()
+    _both_ends_on_one_rank()
+    _a_rank_without_a_copy_says_so()
 
 
 def test_finalize_over_real_ranks():

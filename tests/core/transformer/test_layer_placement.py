@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minimegatron.core.pipeline_parallel.orders import register_order, unregister
+from minimegatron.core.pipeline_parallel.placement import BOTH, Placement, V
 from minimegatron.core.transformer.layer_placement import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
@@ -161,6 +163,102 @@ def test_divisions_that_do_not_come_out():
         placed(make_config(8, 1, **both))
     with pytest.raises(ValueError, match="0 other stages"):
         placed(make_config(9, 2, **both))
+
+
+def shuffled(p: int, v: int | None) -> Placement:
+    """A loop over the ranks in another order, the middle ones first."""
+    ranks = [*range(1, p), 0]
+    return Placement("shuffled", [[c * p + ranks[r] for c in range(v or 1)] for r in range(p)])
+
+
+def mixed(p: int, v: int | None) -> Placement:
+    """For three ranks of two chunks; a rank's first chunk may be the later stage."""
+    return Placement("mixed", ((4, 1), (0, 2), (3, 5)))
+
+
+RULES = {"a-v": V, "a-shuffled-loop": shuffled, "a-mixture": mixed, "both-ways": BOTH}
+
+
+@pytest.fixture
+def other_placements():
+    for name, rule in RULES.items():
+        register_order(name, placement=rule)(lambda rank: iter(()))
+    yield
+    for name in RULES:
+        unregister(name)
+
+
+def layers_of_chunks(config: TransformerConfig) -> list[list[list[int]]]:
+    """Layer ids per rank and chunk."""
+    p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    return [
+        [
+            list(
+                range(
+                    offset := get_transformer_layer_offset(config, chunk, rank),
+                    offset + get_num_layers_to_build(config, chunk, rank),
+                )
+            )
+            for chunk in range(v or 1)
+        ]
+        for rank in range(p)
+    ]
+
+
+def test_layers_follow_the_placement(other_placements):
+    config = make_config(8, 2, 2, pipeline_schedule="a-v")
+    assert layers_of_chunks(config) == [[[0, 1], [6, 7]], [[2, 3], [4, 5]]]
+    config = make_config(6, 3, 2, pipeline_schedule="a-shuffled-loop")
+    assert layers_of_chunks(config) == [[[1], [4]], [[2], [5]], [[0], [3]]]
+    config = make_config(6, 3, 2, pipeline_schedule="a-mixture")
+    assert layers_of_chunks(config) == [[[4], [1]], [[0], [2]], [[3], [5]]]
+    config = make_config(
+        6,
+        2,
+        2,
+        pipeline_schedule="a-v",
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )
+    assert layers_of_chunks(config) == [[[0], [5]], [[1, 2], [3, 4]]]
+    config = make_config(
+        4, 2, 2, pipeline_schedule="a-v", pipeline_model_parallel_layout="Et|tt||tL"
+    )
+    assert layers_of_chunks(config) == [[[0], [3]], [[1, 2], []]]
+
+
+@given(st.sampled_from(["a-v", "a-shuffled-loop"]), st.integers(2, 6), st.integers(1, 3))
+def test_every_placement_builds_each_layer_once(name, p, per_chunk):
+    register_order(name, placement=RULES[name])(layers_of_chunks)
+    config = make_config(2 * p * per_chunk, p, 2, pipeline_schedule=name)
+    built = [layer for chunks in layers_of_chunks(config) for chunk in chunks for layer in chunk]
+    unregister(name)
+    assert sorted(built) == list(range(config.num_layers))
+
+
+def test_uneven_ranks_need_ranks_that_take_turns(other_placements):
+    """In a loop of any ranks the first stage's rank has the first stage of each turn."""
+    first = {"num_layers_in_first_pipeline_stage": 2}
+    config = make_config(10, 3, 2, pipeline_schedule="a-shuffled-loop", **first)
+    assert layers_of_chunks(config) == [[[1, 2], [6, 7]], [[3, 4], [8, 9]], [[0], [5]]]
+    for name, p, stages in (("a-v", 3, r"\[0, 5\]"), ("a-mixture", 3, r"\[0, 2\]")):
+        with pytest.raises(ValueError, match=rf"has the stages {stages}; use pipeline_model_par"):
+            layers_of_chunks(make_config(10, p, 2, pipeline_schedule=name, **first))
+
+
+def test_sizes_that_a_placement_cannot_have(other_placements):
+    for name, p, v, match in (
+        ("a-v", 2, 3, "a-v: placement v has 2 chunks on each rank, but 3 are asked for; use 2"),
+        ("a-v", 2, None, "2 chunks per stage; set virtual_pipeline_model_parallel_size=2, not Non"),
+        ("both-ways", 2, 2, "2 copies of the model, which can be planned but not trained"),
+        ("a-mixture", 2, 2, "on 3 ranks, but pipeline_model_parallel_size is 2"),
+        ("no-pipelining", 2, None, "runs on one stage, but pipeline_model_parallel_size is 2"),
+        ("interleaved", 2, None, "set virtual_pipeline_model_parallel_size to 2"),
+        ("1f1b", 2, 2, "placement line has 1 chunk on each rank, but 2 are asked for"),
+        ("no-such", 2, None, "unknown schedule 'no-such'; known are"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make_config(12, p, v, pipeline_schedule=name)
 
 
 def test_a_chunk_must_be_named():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minimegatron.core.pipeline_parallel.placement import LOOP, Placement, V
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     SYMBOLS,
@@ -193,6 +194,38 @@ def test_chunks_hold_every_layer_once_in_model_order(model) -> None:
     assert met == list(range(sum(counts)))
     for kind, rank, chunk in ((E, 0, 0), (L, p - 1, v - 1)):
         assert layout.get_num_layers_to_build(kind, chunk, rank) == 1
+
+
+def test_a_placement_deals_out_the_stages() -> None:
+    layout = PipelineParallelLayerLayout("Et|tt||tL", 2, V(2))
+    assert layout.layout == [[[E, T], [T, L]], [[T, T], []]]
+    assert layout.get_layer_id_list(vp_stage=1, pp_rank=0) == [3]
+    assert layout.get_layer_id_list(vp_stage=0, pp_rank=1) == [1, 2]
+    assert (
+        layout.pretty_repr().splitlines()[2]
+        == "0             | embedding + decoder | decoder + loss"
+    )
+    with pytest.raises(ValueError, match="6 stages over 2 pipeline ranks do not fit placement v"):
+        PipelineParallelLayerLayout("Et|t|t|t|t|L", 2, V(2))
+    with pytest.raises(ValueError, match="has 8 over 4; write 8"):
+        PipelineParallelLayerLayout("Et|t|t|L", 2, LOOP(4, 2))
+
+
+def test_mtp_beside_the_loss_is_a_matter_of_ranks() -> None:
+    for text, placement, standalone in (
+        ("Et|t||mL", V(2), False),
+        ("Et|t|m|L", V(2), True),
+        ("Et|t|m|L", Placement("mine", ((0, 2), (1, 3))), True),
+        ("Et|t|m|L", Placement("mine", ((0, 1), (2, 3))), None),
+    ):
+        layout = PipelineParallelLayerLayout(text, 2, placement)
+        if standalone is None:
+            with pytest.raises(
+                ValueError, match="m is in chunk 0 of pipeline rank 1; move it to the"
+            ):
+                layout.validate_layer_layout(2, 1)
+        else:
+            assert layout.validate_layer_layout(2, 1) is standalone
 
 
 def test_deepseek_v3_as_documented() -> None:

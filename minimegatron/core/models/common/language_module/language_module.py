@@ -47,8 +47,9 @@ class LanguageModule(MegatronModule):
         """Marks the vocabulary's weights for modules that treat them specially.
 
         With a pipeline, a tied weight lives twice: on the first stage as the embedding and on the
-        last as the output layer. `shared_embedding` on both: they are one parameter, their
-        gradients to be summed. `shared` on the second: the gradient norm counts the first only.
+        last as the output layer, perhaps in two chunks of one rank. `shared_embedding` on both: they
+        are one parameter, their gradients to be summed. `shared` on the second: the gradient norm
+        counts the first only.
         """
         if self.post_process and self.output_layer.weight is not None:
             self.output_layer.weight.is_embedding_or_output_parameter = True

@@ -1,0 +1,81 @@
+"""`--pipeline-schedule`: which order of work the run follows, and where it puts the model's stages.
+
+Called by: `arguments` and `argument_checks`, before anything is started; `initialize`, for the
+placement; `training`, `evaluation` and `text_generation`, for the function that runs a step. Calls:
+`core.pipeline_parallel`, `user_file`. Megatron has no counterpart: its schedule follows from the sizes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from minimegatron.core.pipeline_parallel.orders import (
+    INTERLEAVED,
+    get_schedule,
+    placement_of,
+    schedule_of,
+)
+from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.training.global_vars import get_args
+from minimegatron.user_file import load_user_function
+
+FLAG = "--pipeline-schedule"
+
+
+def registered_name(schedule: str) -> str:
+    """The name of a registered order: `schedule` itself, or what FILE.py:FUNCTION registers.
+
+    Raises ValueError, listing the known names or saying what the file lacks, if there is none.
+    """
+    if ":" not in schedule:
+        try:
+            return get_schedule(schedule).name
+        except ValueError as error:
+            raise ValueError(
+                f"{FLAG}: {error}; FILE.py:FUNCTION names one of your own, which it registers"
+            ) from None
+    function = load_user_function(schedule, FLAG, "user_pipeline_schedule")
+    found = schedule_of(function)
+    if found.order is not function:
+        raise ValueError(
+            f"{FLAG} {schedule}: the function is not registered; put @register_order and a name "
+            "before it"
+        )
+    return found.name
+
+
+def pipeline_placement(args: Any) -> Placement | None:
+    """Where the schedule puts the model's stages; None if nobody asked for one."""
+    return None if args.pipeline_schedule is None else placement_of(args)
+
+
+def schedule_of_run() -> Callable:
+    """The function that runs this run's steps; see `get_forward_backward_func`."""
+    name = get_args().pipeline_schedule
+    if name is None:
+        return get_forward_backward_func()
+    return get_forward_backward_func(pipeline_schedule=name)
+
+
+def smallest_num_microbatches() -> int:
+    """The fewest that a step of this run can have."""
+    args = get_args()
+    if is_interleaved(args):
+        # It needs a whole group of microbatches.
+        return args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    return smallest_of_order(args)
+
+
+def is_interleaved(args: Any) -> bool:
+    """Whether the run follows Megatron's interleaved schedule, because it must or was told to."""
+    if args.pipeline_schedule is None:
+        return args.virtual_pipeline_model_parallel_size is not None
+    return args.pipeline_schedule == INTERLEAVED
+
+
+def smallest_of_order(args: Any) -> int:
+    """The fewest microbatches that the named order can do, as it was registered."""
+    smallest = None
+    if args.pipeline_schedule is not None:
+        smallest = get_schedule(args.pipeline_schedule).smallest
+    return 1 if smallest is None else smallest(args.pipeline_model_parallel_size)

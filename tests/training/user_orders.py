@@ -1,0 +1,35 @@
+"""Orders of work as a user may write them: for `--pipeline-schedule` in tests.
+
+Used by: `test_arguments`, `test_bad_configs`, `test_checkpointing`, each through the file's path, as
+a user names it.
+"""
+
+from minimegatron.core.pipeline_parallel.orders import register_order
+from minimegatron.core.pipeline_parallel.placement import BOTH, Placement, V
+
+
+def one_at_a_time(rank):
+    """Not registered."""
+    for i in range(rank.num_microbatches):
+        for chunk in range(rank.num_model_chunks):
+            yield rank.forward(i, chunk)
+        for chunk in reversed(range(rank.num_model_chunks)):
+            yield rank.backward(i, chunk)
+
+
+@register_order("down-and-up", placement=V, smallest=lambda p: 2 * p)
+def down_and_up(rank):
+    """A V that wants two microbatches for each rank."""
+    yield from one_at_a_time(rank)
+
+
+@register_order("both-ways", placement=BOTH)
+def both_ways(rank):
+    """Two copies of the model."""
+    yield from one_at_a_time(rank)
+
+
+@register_order("too-short", placement=lambda p, v: Placement("too short", ((0,), (1,))))
+def too_short(rank):
+    """Two ranks, however many are asked for."""
+    yield from one_at_a_time(rank)
