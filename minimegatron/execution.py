@@ -6,17 +6,15 @@ Called by: whoever wrote a schedule, as a `forward_backward_func` (pass it where
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from minimegatron.core.pipeline_parallel.orders import OrderFunction, get_schedule
+from minimegatron.core.pipeline_parallel.orders import OrderFunction, get_schedule, schedule_of
 from minimegatron.core.pipeline_parallel.planned_schedule import (
     get_messages_forward_backward_func,
     get_named_forward_backward_func,
 )
-from minimegatron.planner import schedules
-from minimegatron.planner.registry import ScheduleFunction, schedule_with
-
-# The written schedules are known with their messages once this is imported.
-assert schedules.ONE_F_ONE_B
+from minimegatron.planner.registry import ScheduleFunction
+from minimegatron.planner.unreceived import make_step
 
 
 def get_planned_forward_backward_func(
@@ -33,7 +31,7 @@ def get_planned_forward_backward_func(
     schedule could not work: before any message is sent, and on every rank alike.
     """
     is_name = isinstance(name_or_function, str)
-    found = get_schedule(name_or_function) if is_name else schedule_with(name_or_function)
+    found = get_schedule(name_or_function) if is_name else schedule_of(name_or_function)
     if found.messages is None:
         return get_named_forward_backward_func(found.name)
-    return get_messages_forward_backward_func(found)
+    return get_messages_forward_backward_func(replace(found, make_step=make_step))

@@ -11,13 +11,19 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
+from minimegatron.core.pipeline_parallel.order_check import ScheduleError
+from minimegatron.core.pipeline_parallel.orders import (
+    TAGGED,
+    UNTAGGED,
+    get_schedule,
+    schedule_names,
+)
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
-from minimegatron.planner import schedules
-from minimegatron.planner.check import check
+from minimegatron.planner.actions import COMMUNICATE
+from minimegatron.planner.check import Problem, check
 from minimegatron.planner.plan import Plan, plan
-from minimegatron.planner.registry import get_schedule, schedule_names
 from minimegatron.planner.render import FORMATS, render
 from minimegatron.planner.simulator import Costs, simulate
 from minimegatron.planner.transport import BUFFERED, RENDEZVOUS
@@ -56,7 +62,14 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--user-schedule",
         metavar="FILE.py:FUNCTION",
-        help="a schedule of your own: a function of one stage that yields its actions",
+        help="a schedule of your own: an order of work (@register_order), or a function of one stage "
+        "that yields its actions",
+    )
+    add(
+        "--wire",
+        choices=(TAGGED, UNTAGGED),
+        help="add the messages to the schedule's order, for a wire that knows payloads apart, or one "
+        "that does not (default: the messages that the schedule names or, if none, tagged)",
     )
     add("--forward-only", action="store_true", help="an evaluation step")
     add("--overlap-p2p-comm", action="store_true", help="interleaving: send while computing")
@@ -101,13 +114,12 @@ def run(args: argparse.Namespace) -> int:
     function = None
     if args.user_schedule:
         function = load_user_function(args.user_schedule, "--user-schedule", "user_schedule")
-    planned = _plan(args, function, layout)
-    if _may_be_wrong(planned, function):
-        problems = check(planned)
-        if problems:
-            for problem in problems:
-                print(problem, file=sys.stderr)
-            return 1
+    try:
+        planned = _plan(args, function, layout)
+    except ScheduleError as error:
+        return _print(error.problems)
+    if _may_be_wrong(planned, function) and (problems := check(planned)):
+        return _print(problems)
     simulation = simulate(planned, _costs(args, planned, layout), args.transport)
     is_terminal = args.output is None and sys.stdout.isatty()
     text = render(
@@ -125,6 +137,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print(problems: list[Problem]) -> int:
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1
+
+
 # -- The plan --
 
 
@@ -139,7 +157,7 @@ def _plan(
     if layout is not None and vpp is None and layout.virtual_pipeline_model_parallel_size > 1:
         vpp = layout.virtual_pipeline_model_parallel_size
     try:
-        return plan(
+        planned = plan(
             function or args.schedule,
             args.pp,
             args.microbatches,
@@ -149,24 +167,34 @@ def _plan(
             args.overlap_p2p_comm,
             args.batch_p2p_comm,
             args.message_bytes,
+            args.wire,
         )
+    except ScheduleError:
+        raise
     except Exception as error:
         where = place_in(error, args.user_schedule)
         if where is None:
             raise
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    if function is not None and args.pp > 1 and _has_only_work(planned):
+        raise ValueError(
+            f"--user-schedule: {planned.config.schedule} yields work but no messages; yield those of "
+            "its stage, or put @register_order(NAME) before an order of work"
+        )
+    return planned
+
+
+def _has_only_work(planned: Plan) -> bool:
+    kinds = {action.kind for actions in planned.ranks for action in actions}
+    return bool(kinds) and COMMUNICATE not in kinds
 
 
 def _may_be_wrong(planned: Plan, function: Callable | None) -> bool:
     """Tests hold the built-in schedules right, but for messages that two ranks may swap."""
-    known = (
-        schedules.no_pipelining,
-        schedules.gpipe,
-        schedules.one_forward_one_backward,
-        schedules.interleaved,
-    )
-    is_built_in = function is None and get_schedule(planned.config.schedule) in known
-    return not is_built_in or planned.config.pp_size == 2
+    if function is not None or planned.config.pp_size == 2:
+        return True
+    order = get_schedule(planned.config.schedule).order
+    return order is None or not order.__module__.startswith("minimegatron.")
 
 
 # -- Costs --
@@ -214,7 +242,8 @@ def _costs(
             raise ValueError(
                 f"--imbalance has {len(args.imbalance)} factors for {args.pp} stages; give one each"
             )
-        v = planned.config.num_model_chunks
+        # Chunks of one copy of the model: with two copies each stage is there twice.
+        v = planned.config.num_virtual_stages // args.pp
         return Costs.of_stages(forward, backward, v, args.imbalance, latency, args.bandwidth)
     times = {"embedding": (0, 0), "loss": (0, 0), "mtp": (0, 0), "decoder": (forward, backward)}
     for text in args.layer_time:

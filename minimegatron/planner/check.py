@@ -5,12 +5,14 @@ Megatron has no counterpart: there a wrong schedule hangs, or trains on wrong gr
 
 Three looks at the plan, each with its kinds of problem:
 
-1. Each rank alone. `absent`, `duplicate`: a forward or backward that is missing or done twice.
-   `range`: one of a microbatch or chunk that does not exist. `order`: a backward before its
-   forward. `dependency`: work before its input has been received, a tensor sent before it exists.
-   `peer`: a message to a rank that is no neighbour in the model.
+1. Each rank alone. `absent`, `duplicate`: a forward, or one of the two gradients, that is missing
+   or computed twice. `range`: work of a kind, microbatch or chunk that does not exist. `order`: a
+   backward before its forward, a weight gradient before its input gradient. `dependency`: work
+   before its input is there, a tensor sent before it exists. `peer`: a message to a rank that is no
+   neighbour in the model, or to the rank itself.
 2. Each pair of ranks. `leak`: a message that nobody receives, or nobody sends. `crossed`: both do,
-   but the n-th send meets a receive that is meant for another tensor.
+   but the n-th send meets a receive that is meant for another tensor. On a tagged wire the n-th send
+   of a payload meets the n-th receive of that payload.
 3. All together, on the imagined transport: `deadlock`, with the cycle of who waits for whom.
 
 >>> from minimegatron.planner.plan import plan
@@ -22,54 +24,47 @@ microbatch 0, but rank 1 takes it for the activation of microbatch 2 (4 messages
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from minimegatron.core.pipeline_parallel.order_check import Problem, ScheduleError
+from minimegatron.core.pipeline_parallel.orders import TAGGED
+from minimegatron.core.pipeline_parallel.placement import Place
+from minimegatron.core.pipeline_parallel.work import INPUT_GRADIENT, WEIGHT_GRADIENT
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,
     COMMUNICATE,
     FORWARD,
     GRADIENT,
+    KINDS,
+    PAIR,
     SEND,
     Action,
     Message,
+    parts_of,
 )
 from minimegatron.planner.plan import Plan
 from minimegatron.planner.stage import PlanConfig
 from minimegatron.planner.transport import Side, execute, match_messages
 
+__all__ = ["Problem", "ScheduleError", "check", "find_cycle", "require_valid"]
+
 Unit = tuple[int, int]
 
-
-class ScheduleError(ValueError):
-    """A plan with problems; `problems` lists them."""
-
-    def __init__(self, problems: list["Problem"]):
-        self.problems = problems
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        super().__init__(f"{problems[0]}{more}")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One fault of a plan. `str()` gives it in a line."""
-
-    kind: str
-    """`absent`, `duplicate`, `range`, `order`, `dependency`, `peer`, `leak`, `crossed` or
-    `deadlock`."""
-    rank: int
-    microbatch: int | None
-    chunk: int | None
-    text: str
-    index: int | None = None
-    """Where in the rank's list of actions; None for what is absent."""
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank}, microbatch {self.microbatch}, chunk {self.chunk}: "
-            f"{self.kind}: {self.text}"
-        )
+SINGLE = [kind for kind in KINDS if kind != PAIR]
+NEEDS = {
+    ACTIVATION: ("input", "recv_forward", FORWARD),
+    GRADIENT: ("gradient", "recv_backward", BACKWARD),
+}
+"""Payload -> what it is to the work that takes it, the call that receives it, the work in a word."""
+MAKERS = {payload: [kind for kind in SINGLE if KINDS[kind].gives == payload] for payload in NEEDS}
+TAKERS = {payload: [kind for kind in SINGLE if KINDS[kind].takes == payload] for payload in NEEDS}
+RIVALS = {
+    kind: [other for other in SINGLE if other != kind and KINDS[other].computes & mine.computes]
+    for kind, mine in KINDS.items()
+}
+"""Kind of work -> the others that compute something that it computes."""
 
 
 def check(plan: Plan) -> list[Problem]:
@@ -101,7 +96,8 @@ class _RankCheck:
 
     config: PlanConfig
     rank: int
-    done: dict[str, set[Unit]] = field(default_factory=lambda: {FORWARD: set(), BACKWARD: set()})
+    done: dict[str, dict[Unit, int]] = field(default_factory=lambda: {kind: {} for kind in SINGLE})
+    """Kind of work -> unit -> index of the (first) action that did it."""
     received: dict[str, set[Unit]] = field(
         default_factory=lambda: {ACTIVATION: set(), GRADIENT: set()}
     )
@@ -114,101 +110,153 @@ class _RankCheck:
                 for message in action.messages:
                     self._check_message(index, action, message)
             else:
-                self._check_work(index, action)
+                for part in parts_of(action):
+                    self._check_work(index, part)
         self._check_complete()
         return self.problems
 
     def _report(self, kind: str, unit: Unit, text: str, index: int | None = None) -> None:
         self.problems.append(Problem(kind, self.rank, *unit, text, index))
 
-    def _virtual_stage(self, chunk: int) -> int:
-        return chunk * self.config.pp_size + self.rank
+    def _neighbour(self, payload: str, chunk: int, is_send: bool) -> Place | None:
+        """Who makes the payload for a chunk or, where the chunk sends it, who needs it."""
+        placement = self.config.placement
+        is_next = is_send == (payload == ACTIVATION)
+        return (placement.next_of if is_next else placement.previous_of)(self.rank, chunk)
 
-    def _needs_input(self, chunk: int) -> bool:
-        return self._virtual_stage(chunk) > 0
+    def _is_done(self, kinds: Iterable[str], unit: Unit, before: int | None = None) -> bool:
+        """Whether one of the kinds of work is done, by an action before that index if one is given.
 
-    def _needs_gradient(self, chunk: int) -> bool:
-        return self._virtual_stage(chunk) < self.config.num_virtual_stages - 1
+        The two parts of a pair start together: neither is done before the other.
+        """
+        found = (self.done[kind].get(unit) for kind in kinds)
+        return any(index is not None and (before is None or index < before) for index in found)
 
     def _exists(self, unit: Unit) -> bool:
-        microbatch, chunk = unit
-        return (
-            0 <= microbatch < self.config.num_microbatches
-            and 0 <= chunk < self.config.num_model_chunks
-        )
+        M, v = self.config.num_microbatches, self.config.num_model_chunks
+        return 0 <= unit[0] < M and 0 <= unit[1] < v
+
+    def _is_here(self, unit: Unit) -> bool:
+        return self._exists(unit) and self.config.placement.has(*unit, self.config.num_microbatches)
+
+    # -- Work --
 
     def _check_work(self, index: int, action: Action) -> None:
         unit = (action.microbatch, action.chunk)
-        if not self._exists(unit):
+        if action.kind not in SINGLE:
+            text = f"{action.kind} is no single kind of work; those are {', '.join(SINGLE)}"
+            return self._report("range", unit, text, index)
+        kind = KINDS[action.kind]
+        if not self._is_here(unit):
             M, v = self.config.num_microbatches, self.config.num_model_chunks
-            text = f"{action.kind} of what does not exist; there are {M} microbatches, {v} chunk"
-            return self._report("range", unit, text + "s" * (v > 1), index)
-        if unit in self.done[action.kind]:
-            self._report("duplicate", unit, f"{action.kind} is done a second time", index)
-        self.done[action.kind].add(unit)
-        if action.kind == FORWARD:
-            if self._needs_input(action.chunk) and unit not in self.received[ACTIVATION]:
-                text = "forward starts before its input was received (recv_forward must precede it)"
-                self._report("dependency", unit, text, index)
+            text = f"{kind.words} of what does not exist; there are {M} microbatches, {v} chunk"
+            text += "s" * (v > 1)
+            if self._exists(unit):
+                text += ", and this chunk is of the copy that runs other microbatches"
+            return self._report("range", unit, text, index)
+        self._check_once(index, action.kind, unit)
+        self.done[action.kind].setdefault(unit, index)
+        if kind.after and self.config.forward_only:
+            self._report("order", unit, f"{kind.words} in a forward-only step", index)
+        elif kind.after and not self._is_done(kind.after, unit, index):
+            text = f"{kind.words} comes before its {KINDS[kind.after[0]].words}"
+            self._report("order", unit, text, index)
+        if kind.takes is not None:
+            self._check_needs(index, action.kind, unit)
+
+    def _check_once(self, index: int, kind: str, unit: Unit) -> None:
+        words = KINDS[kind].words
+        if unit in self.done[kind]:
+            return self._report("duplicate", unit, f"{words} is done a second time", index)
+        for other in RIVALS[kind]:
+            if unit in self.done[other]:
+                (what, *_) = sorted(KINDS[kind].computes & KINDS[other].computes)
+                text = f"its {what} is computed a second time, by {words}"
+                self._report("duplicate", unit, text, index)
+
+    def _check_needs(self, index: int, kind: str, unit: Unit) -> None:
+        """Is what the work takes from a neighbour there?"""
+        payload, words = KINDS[kind].takes, KINDS[kind].words
+        needed, call, _ = NEEDS[payload]
+        place = self._neighbour(payload, unit[1], is_send=False)
+        if place is None:
             return
-        if self.config.forward_only:
-            self._report("order", unit, "backward in a forward-only step", index)
-        elif unit not in self.done[FORWARD]:
-            self._report("order", unit, "backward comes before its forward", index)
-        if self._needs_gradient(action.chunk) and unit not in self.received[GRADIENT]:
-            text = (
-                "backward starts before its gradient was received (recv_backward must precede it)"
-            )
+        if place.rank == self.rank:
+            if not self._is_done(MAKERS[payload], (unit[0], place.chunk), index):
+                text = (
+                    f"{words} starts before chunk {place.chunk} of this rank has made its {needed}"
+                )
+                self._report("dependency", unit, text, index)
+        elif unit not in self.received[payload]:
+            call = call if self.config.wire is None else "an exchange that receives it"
+            text = f"{words} starts before its {needed} was received ({call} must precede it)"
             self._report("dependency", unit, text, index)
+
+    # -- Messages --
 
     def _check_message(self, index: int, action: Action, message: Message) -> None:
         unit = (message.microbatch, message.chunk)
-        is_send = message.direction == SEND
-        step = 1 if is_send == (message.payload == ACTIVATION) else -1
-        neighbour = self._virtual_stage(message.chunk) + step
-        words = f"{action.call}: {message.direction}s the {message.payload}"
-        if not self._exists(unit) or not 0 <= neighbour < self.config.num_virtual_stages:
+        is_send, payload = message.direction == SEND, message.payload
+        words = f"{action.call}: {message.direction}s the {payload}"
+        place = self._neighbour(payload, unit[1], is_send) if self._is_here(unit) else None
+        if place is None:
             return self._report("peer", unit, f"{words}, but no such message exists", index)
-        if message.peer != neighbour % self.config.pp_size:
-            other = neighbour % self.config.pp_size
-            to_or_from, goes = ("to", "belongs to") if is_send else ("from", "comes from")
-            text = f"{words} {to_or_from} rank {message.peer}, but it {goes} rank {other}"
+        to_or_from, goes = ("to", "belongs to") if is_send else ("from", "comes from")
+        text = f"{words} {to_or_from} rank {message.peer}, but it {goes}"
+        if place.rank == self.rank:
+            text += f" chunk {place.chunk} of this rank and needs no message"
             self._report("peer", unit, text, index)
-        seen = (self.sent if is_send else self.received)[message.payload]
+        elif message.peer != place.rank:
+            self._report("peer", unit, f"{text} rank {place.rank}", index)
+        seen = (self.sent if is_send else self.received)[payload]
         if unit in seen:
             self._report("duplicate", unit, f"{words} a second time", index)
         seen.add(unit)
-        if is_send:
-            maker = FORWARD if message.payload == ACTIVATION else BACKWARD
-            if unit not in self.done[maker]:
-                self._report("dependency", unit, f"{words} before its {maker} made it", index)
+        if is_send and not self._is_done(MAKERS[payload], unit):
+            maker = NEEDS[payload][2]
+            self._report("dependency", unit, f"{words} before its {maker} made it", index)
+
+    # -- The whole step --
 
     def _check_complete(self) -> None:
-        forwards, backwards = self.done[FORWARD], self.done[BACKWARD]
         for unit in self._all_units():
-            if unit not in forwards:
-                self._report("absent", unit, "forward is never done")
-            if unit not in backwards and not self.config.forward_only:
-                text = "backward is never done"
-                if unit in forwards:
-                    text += ", so the activation of its forward is never freed (leak)"
-                self._report("absent", unit, text)
-        for payload, work in ((ACTIVATION, FORWARD), (GRADIENT, BACKWARD)):
-            for unit in sorted(self.received[payload] - self.done[work]):
+            self._check_unit(unit)
+        for payload, (_, _, work) in NEEDS.items():
+            done = {unit for kind in TAKERS[payload] for unit in self.done[kind]}
+            for unit in sorted(self.received[payload] - done):
                 text = f"{payload} is received, but no {work} uses it, so it is never freed"
                 self._report("leak", unit, text)
+
+    def _check_unit(self, unit: Unit) -> None:
+        has_forward = unit in self.done[FORWARD]
+        if not has_forward:
+            self._report("absent", unit, "forward is never done")
+        if self.config.forward_only:
+            return
+        computed = {
+            what for kind in SINGLE if unit in self.done[kind] for what in KINDS[kind].computes
+        }
+        absent = [what for what in (INPUT_GRADIENT, WEIGHT_GRADIENT) if what not in computed]
+        if not absent:
+            return
+        text = "backward is never done" if len(absent) > 1 else f"its {absent[0]} is never computed"
+        if has_forward:
+            text += ", so the activation of its forward is never freed (leak)"
+        self._report("absent", unit, text)
 
     def _all_units(self) -> Iterator[Unit]:
         for microbatch in range(self.config.num_microbatches):
             for chunk in range(self.config.num_model_chunks):
-                yield microbatch, chunk
+                if self._is_here((microbatch, chunk)):
+                    yield microbatch, chunk
 
 
 # -- Pairs of ranks --
 
 
 def _check_messages(plan: Plan) -> Iterator[Problem]:
-    for (source, target), (sends, receives) in sorted(match_messages(plan).items()):
+    is_tagged = plan.config.wire == TAGGED
+    for (source, target, *_), (sends, receives) in sorted(match_messages(plan).items()):
         sent = {_content(plan.config, side): side for side in sends}
         expected = {_content(plan.config, side): side for side in receives}
         for content in [c for c in sent if c not in expected]:
@@ -231,8 +279,9 @@ def _check_messages(plan: Plan) -> Iterator[Problem]:
         ]
         if crossed:
             number, a, b = crossed[0]
+            name = f"{a.message.payload} {number}" if is_tagged else f"message {number}"
             text = (
-                f"message {number} from rank {source} to rank {target} is the {_words(a.message)}, "
+                f"{name} from rank {source} to rank {target} is the {_words(a.message)}, "
                 f"but rank {target} takes it for the {_words(b.message)} "
                 f"({len(crossed)} messages of this pair cross)"
             )
@@ -244,13 +293,16 @@ def _check_messages(plan: Plan) -> Iterator[Problem]:
 def _content(config: PlanConfig, side: Side) -> tuple[str, int, int]:
     """What the message is, the same at both ends: payload, microbatch, boundary in the model.
 
-    Boundary s lies between the virtual stages s and s + 1.
+    Boundary s lies between the virtual stages s and s + 1. With two copies of the model the
+    microbatch says in which one.
     """
-    message = side.message
-    virtual_stage = message.chunk * config.pp_size + side.place[0]
+    message, (rank, _) = side.message, side.place
+    if not 0 <= message.chunk < config.num_model_chunks:
+        return message.payload, message.microbatch, -2
     made_here = message.direction == SEND
     is_lower_end = made_here == (message.payload == ACTIVATION)
-    return message.payload, message.microbatch, virtual_stage - (0 if is_lower_end else 1)
+    stage = config.placement.stage_of(rank, message.chunk)
+    return message.payload, message.microbatch, stage - (0 if is_lower_end else 1)
 
 
 def _words(message: Message) -> str:
@@ -269,8 +321,8 @@ def _message_problem(kind: str, side: Side, text: str) -> Problem:
 
 def _check_progress(plan: Plan) -> Iterator[Problem]:
     """A deadlock, if there is one. That a rank waits for one that has finished is a leak, above."""
-    no_times = [[0] * plan.config.num_model_chunks] * plan.config.pp_size
-    stuck = execute(plan, no_times, no_times, defaultdict(int)).stuck
+    no_times = dict.fromkeys(KINDS, [defaultdict(int)] * plan.config.pp_size)
+    stuck = execute(plan, no_times, defaultdict(int)).stuck
     waits = {
         rank: {m.peer: m for m in reversed(where.messages) if m.peer in stuck}
         for rank, where in stuck.items()

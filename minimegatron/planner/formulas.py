@@ -2,18 +2,26 @@
 
 Called by: the renderers (which print each beside the counted figure), tests, the documentation's
 formula page. Calls: `schedule_table` for the warm-up count. Megatron has no counterpart; sources
-are Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, and Huang et al. 2019 (arXiv:1811.06965).
+are Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, Huang et al. 2019 (arXiv:1811.06965) and
+Lamy-Poirier 2023 (arXiv:2211.05953).
 
-Each returns None for a schedule that has no closed form here (a user's own). The first two assume
+Each returns None for a schedule that has no closed form here (a user's own, or the breadth-first one
+with fewer microbatches than stages). The first two assume
 that every chunk takes equally long and that messages are free.
 """
 
 from fractions import Fraction
 from typing import NamedTuple
 
+from minimegatron.core.pipeline_parallel.orders import (
+    BREADTH_FIRST,
+    GPIPE,
+    INTERLEAVED,
+    NO_PIPELINING,
+    ONE_F_ONE_B,
+)
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
 from minimegatron.planner.actions import Time
-from minimegatron.planner.schedules import GPIPE, INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.planner.stage import PlanConfig
 
 
@@ -38,7 +46,7 @@ def makespan_formula(config: PlanConfig, forward: Time, backward: Time) -> Formu
         return Formula(f"M {words}" if config.forward_only else f"M{words}", M * work)
     if config.schedule in (GPIPE, ONE_F_ONE_B):
         return Formula(f"(M + p - 1){words}", (M + p - 1) * work)
-    if config.schedule == INTERLEAVED:
+    if _is_looped(config):
         return Formula(f"(M + (p - 1)/v){words}", (M + Fraction(p - 1, v)) * work)
     return None
 
@@ -54,7 +62,7 @@ def bubble_formulas(config: PlanConfig) -> tuple[Formula, Formula] | None:
         return Formula("0", Fraction(0)), Formula("0", Fraction(0))
     if config.schedule in (GPIPE, ONE_F_ONE_B):
         over_ideal, over_total = "(p - 1)/M", "(p - 1)/(M + p - 1)"
-    elif config.schedule == INTERLEAVED:
+    elif _is_looped(config):
         over_ideal, over_total = "(p - 1)/(Mv)", "(p - 1)/(Mv + p - 1)"
     else:
         return None
@@ -68,13 +76,13 @@ def peak_in_flight_formula(config: PlanConfig, rank: int) -> Formula | None:
     """Microbatches (each counted once per chunk) whose activations a stage holds at its peak.
 
     Plain 1F1B: a stage's warm-up forwards and one more. Interleaving likewise; w, its warm-up, is
-    2(p - r - 1) + (v - 1)G. GPipe: all.
+    2(p - r - 1) + (v - 1)G. GPipe and the breadth-first order: all.
 
     >>> [peak_in_flight_formula(PlanConfig("1f1b", 4, 8), rank).value for rank in range(4)]
     [4, 3, 2, 1]
     """
     p, M, v = config.pp_size, config.num_microbatches, config.num_model_chunks
-    if config.schedule not in (NO_PIPELINING, GPIPE, ONE_F_ONE_B, INTERLEAVED):
+    if config.schedule not in (NO_PIPELINING, GPIPE, ONE_F_ONE_B, INTERLEAVED, BREADTH_FIRST):
         return None
     if config.forward_only:
         return Formula("0", 0)
@@ -82,6 +90,8 @@ def peak_in_flight_formula(config: PlanConfig, rank: int) -> Formula | None:
         return Formula("1", 1)
     if config.schedule == GPIPE:
         return Formula("M", M)
+    if config.schedule == BREADTH_FIRST:
+        return Formula("Mv", M * v)
     if config.schedule == ONE_F_ONE_B:
         return Formula("min(M, p - r)", min(M, p - rank))
     counts = count_rank_microbatches(p, rank, M, v, config.microbatch_group_size_per_vp_stage)
@@ -99,6 +109,13 @@ def message_formula(config: PlanConfig) -> Formula | None:
         return Formula("0", 0)
     if config.schedule in (GPIPE, ONE_F_ONE_B):
         return Formula("(p - 1)M", (p - 1) * M)
-    if config.schedule == INTERLEAVED:
+    if config.schedule in (INTERLEAVED, BREADTH_FIRST):
         return Formula("(pv - 1)M", (p * v - 1) * M)
     return None
+
+
+def _is_looped(config: PlanConfig) -> bool:
+    """Several chunks per stage, and none waits for a microbatch that comes round the loop."""
+    if config.schedule == BREADTH_FIRST:
+        return config.num_microbatches >= config.pp_size or config.num_model_chunks == 1
+    return config.schedule == INTERLEAVED

@@ -8,11 +8,11 @@ Letters: s sequence length, b micro-batch size, h hidden size, a attention heads
 ranks, c context-parallel ranks, d data-parallel ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from minimegatron.planner.actions import COMMUNICATE, FORWARD, Time
+from minimegatron.planner.actions import COMMUNICATE, KINDS, Time, parts_of
 from minimegatron.planner.plan import Plan
 from minimegatron.planner.simulator import Simulation
 
@@ -22,14 +22,19 @@ Bytes = int | Fraction
 
 
 def activation_timeline(
-    simulation: Simulation, rank: int, bytes_per_microbatch: Bytes | Sequence[Bytes] = 1
+    simulation: Simulation,
+    rank: int,
+    bytes_per_microbatch: Bytes | Sequence[Bytes] = 1,
+    share: int | Fraction = 1,
 ) -> list[tuple[Time, Bytes]]:
     """(time, held from then on) for each change: what the rank's activations take up.
 
     A forward's activations count from its start, and are freed at the end of its backward; so the
-    backward and the forward of one moment do not share. `bytes_per_microbatch` is one number per
-    chunk and microbatch, or one per virtual stage in model order; 1 counts microbatches. A
-    forward-only step keeps nothing.
+    backward and the forward of one moment do not share. Where the backward comes in two parts,
+    `share` is what must be kept between them, of what the forward kept.
+
+    `bytes_per_microbatch` is one number per chunk and microbatch, or one per virtual stage in model
+    order; 1 counts microbatches. A forward-only step keeps nothing.
 
     >>> from minimegatron.planner.plan import plan
     >>> from minimegatron.planner.simulator import simulate
@@ -41,29 +46,44 @@ def activation_timeline(
         return [(0, 0)]
     held: Bytes = 0
     points: list[tuple[Time, Bytes]] = []
-    for index, action in enumerate(plan.ranks[rank]):
-        if action.kind == COMMUNICATE:
-            continue
-        size = _size_of(plan, rank, action.chunk, bytes_per_microbatch)
-        is_forward = action.kind == FORWARD
-        held += size if is_forward else -size
-        times = simulation.starts if is_forward else simulation.ends
+    for index, change in _changes(plan, rank, bytes_per_microbatch, share):
+        held += change
+        times = simulation.starts if change > 0 else simulation.ends
         points.append((times[rank][index], held))
     return points
 
 
 def peak_activation_bytes(
-    plan: Plan, rank: int, bytes_per_microbatch: Bytes | Sequence[Bytes] = 1
+    plan: Plan,
+    rank: int,
+    bytes_per_microbatch: Bytes | Sequence[Bytes] = 1,
+    share: int | Fraction = 1,
 ) -> Bytes:
     """The most that the rank's activations take up at once. Needs no times: order is enough."""
     if plan.config.forward_only:
         return 0
     held = peak = 0
-    for action in plan.work(rank):
-        size = _size_of(plan, rank, action.chunk, bytes_per_microbatch)
-        held += size if action.kind == FORWARD else -size
+    for _, change in _changes(plan, rank, bytes_per_microbatch, share):
+        held += change
         peak = max(peak, held)
     return peak
+
+
+def _changes(
+    plan: Plan, rank: int, sizes: Bytes | Sequence[Bytes], share: int | Fraction
+) -> Iterator[tuple[int, Bytes]]:
+    """(index of the action, what it adds), for work that changes what is held.
+
+    Of a pair, first what the one part adds, then what the other one frees.
+    """
+    for index, action in enumerate(plan.ranks[rank]):
+        if action.kind == COMMUNICATE:
+            continue
+        changes = [
+            KINDS[part.kind].held(share) * _size_of(plan, rank, part.chunk, sizes)
+            for part in parts_of(action)
+        ]
+        yield from ((index, change) for change in sorted(changes, reverse=True) if change)
 
 
 def _size_of(plan: Plan, rank: int, chunk: int, sizes: Bytes | Sequence[Bytes]) -> Bytes:
@@ -74,7 +94,7 @@ def _size_of(plan: Plan, rank: int, chunk: int, sizes: Bytes | Sequence[Bytes]) 
             f"{len(sizes)} activation sizes for {plan.config.num_virtual_stages} virtual stages; "
             "give one number, or one per virtual stage in model order"
         )
-    return sizes[chunk * plan.config.pp_size + rank]
+    return sizes[plan.config.placement.stage_of(rank, chunk)]
 
 
 # -- Activations, from the model's sizes --

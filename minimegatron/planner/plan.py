@@ -17,7 +17,7 @@ chunk 0 -> send_forward_recv_backward()
 import dataclasses
 import gc
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     Schedule,
     get_schedule,
     order_of_ranks,
+    schedule_of,
 )
 from minimegatron.core.pipeline_parallel.placement import LINE, Placement, usual_placement
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
@@ -51,7 +52,6 @@ from minimegatron.planner.actions import (
     timeline_from_json,
     timeline_to_json,
 )
-from minimegatron.planner.registry import ScheduleFunction, schedule_with
 from minimegatron.planner.stage import Stage
 
 
@@ -167,7 +167,7 @@ class Plan:
 
 
 def plan(
-    schedule: str | ScheduleFunction | OrderFunction | Schedule | None,
+    schedule: str | Callable[[Stage], Iterable[Action]] | OrderFunction | Schedule | None,
     pp: int,
     num_microbatches: int,
     vpp: int | None = None,
@@ -205,7 +205,7 @@ def plan(
     if isinstance(schedule, str):
         found = get_schedule(schedule)
     else:
-        found = schedule if isinstance(schedule, Schedule) else schedule_with(schedule)
+        found = schedule if isinstance(schedule, Schedule) else schedule_of(schedule)
     if wire is None and found.messages is None:
         wire = TAGGED
     _check_sizes(pp, num_microbatches, vpp, message_bytes)
@@ -306,7 +306,7 @@ def _check_wire(found: Schedule, wire: str | None) -> None:
         )
 
 
-def _plan_rank(function: ScheduleFunction, config: PlanConfig, rank: int) -> list[Action]:
+def _plan_rank(function: Callable, config: PlanConfig, rank: int) -> list[Action]:
     stage = Stage(config, rank)
     try:
         inspect.signature(function).bind(stage)

@@ -1,26 +1,23 @@
 """Schedules with their messages, by name: how one is added, and which exist.
 
-Called by: `schedules` (registers the built-in ones), users, `plan`. Calls:
-`core.pipeline_parallel.orders`, which keeps all schedules. Megatron has no counterpart: there a
-schedule is a function that runs.
+Called by: users. Calls: `core.pipeline_parallel.orders`, which keeps all schedules, and what makes a
+step of them ready to run. Megatron has no counterpart: there a schedule is a function that runs.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from minimegatron.core.pipeline_parallel import orders
 from minimegatron.core.pipeline_parallel.orders import Schedule, schedule_names
 from minimegatron.planner.actions import Action
 from minimegatron.planner.stage import Stage
+from minimegatron.planner.unreceived import make_step
 
 __all__ = [
     "ScheduleFunction",
     "get_schedule",
     "register_schedule",
     "schedule_names",
-    "schedule_with",
     "unregister_schedule",
-    "written_as",
 ]
 
 ScheduleFunction = Callable[[Stage], Iterable[Action]]
@@ -51,35 +48,10 @@ def register_schedule(name: str) -> Callable[[ScheduleFunction], ScheduleFunctio
     """
 
     def register(function: ScheduleFunction) -> ScheduleFunction:
-        orders.add_schedule(schedule_with(function, name))
+        orders.add_schedule(Schedule(name, messages=function, make_step=make_step))
         return function
 
     return register
-
-
-def written_as(name: str) -> Callable[[ScheduleFunction], ScheduleFunction]:
-    """Gives the registered order `name` the messages that its written schedule sends."""
-
-    def register(function: ScheduleFunction) -> ScheduleFunction:
-        orders.add_messages(name, function, _make_step)
-        return function
-
-    return register
-
-
-def schedule_with(function: Callable, name: str | None = None) -> Schedule:
-    """The schedule of a function: of one registered as an order, or of one with its messages."""
-    if name is None and (known := orders.schedule_of_order(function)) is not None:
-        return known
-    name = name or getattr(function, "__name__", "schedule")
-    return Schedule(name, messages=function, make_step=_make_step)
-
-
-def _make_step(schedule: Schedule, *args: Any, **sizes: Any) -> Any:
-    # Imported here, because planning begins with what is registered in this module.
-    from minimegatron.planner.unreceived import make_step
-
-    return make_step(schedule, *args, **sizes)
 
 
 def unregister_schedule(name: str) -> None:

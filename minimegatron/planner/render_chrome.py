@@ -4,7 +4,8 @@ Called by: `render`. Calls: `simulator`, `transport`. Megatron has no counterpar
 
 One process per rank, with one track for forwards and backwards and one for communication calls; an
 arrow for each message, from the work that made the tensor to the work that needs it; a counter of
-microbatches in flight. Format: "Trace Event Format" of the Chromium project, its JSON object form.
+microbatches in flight. The two parts of a pair are slices of one length, which viewers draw one
+below the other. Format: "Trace Event Format" of the Chromium project, its JSON object form.
 """
 
 import json
@@ -12,15 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from minimegatron.planner.actions import (
-    ACTIVATION,
-    BACKWARD,
     COMMUNICATE,
-    FORWARD,
+    KINDS,
     SCHEMA,
     SCHEMA_VERSION,
+    Action,
     Time,
     describe_message,
+    parts_of,
 )
+from minimegatron.planner.memory import activation_timeline
 from minimegatron.planner.plan import plan_config_to_json
 from minimegatron.planner.report import gap_words, title
 from minimegatron.planner.simulator import Simulation
@@ -77,56 +79,57 @@ class _Trace:
         simulation = self.simulation
         gaps = {gap.before: gap for gap in simulation.gaps(rank)}
         for index, action in enumerate(simulation.plan.ranks[rank]):
-            start = self._us(simulation.starts[rank][index])
-            event = {
-                "ph": "X",
-                "pid": rank,
-                "tid": MESSAGE_TRACK if action.kind == COMMUNICATE else COMPUTE_TRACK,
-                "ts": start,
-                "dur": round(self._us(simulation.ends[rank][index]) - start, 3),
-            }
-            if action.kind == COMMUNICATE:
-                args: dict[str, Any] = {"messages": [describe_message(m) for m in action.messages]}
-                args["waiting_us"] = self._us(simulation.waits[rank][index])
-                event |= {"name": action.call, "cat": "communication"}
-            else:
-                args = {"microbatch": action.microbatch, "chunk": action.chunk}
+            for part in parts_of(action):
+                event, args = self._slice(rank, index, part)
                 if index in gaps:
                     args["idle before"] = gap_words(simulation, gaps[index])
-                event |= {"name": f"{action.kind} {action.microbatch}", "cat": action.kind}
-            if action.phase:
-                args["phase"] = action.phase
-            yield event | {"args": args}
+                if action.phase:
+                    args["phase"] = action.phase
+                yield event | {"args": args}
+
+    def _slice(self, rank: int, index: int, action: Action) -> tuple[dict, dict]:
+        """The slice of a call, or of single work, and its arguments."""
+        simulation = self.simulation
+        start = self._us(simulation.starts[rank][index])
+        event = {
+            "ph": "X",
+            "pid": rank,
+            "tid": MESSAGE_TRACK if action.kind == COMMUNICATE else COMPUTE_TRACK,
+            "ts": start,
+            "dur": round(self._us(simulation.ends[rank][index]) - start, 3),
+        }
+        if action.kind == COMMUNICATE:
+            args: dict[str, Any] = {"messages": [describe_message(m) for m in action.messages]}
+            args["waiting_us"] = self._us(simulation.waits[rank][index])
+            return event | {"name": action.call, "cat": "communication"}, args
+        args = {"microbatch": action.microbatch, "chunk": action.chunk}
+        name = f"{KINDS[action.kind].words} {action.microbatch}"
+        return event | {"name": name, "cat": action.kind}, args
 
     def _counter(self, rank: int) -> Iterator[dict[str, Any]]:
-        simulation, held = self.simulation, 0
-        if simulation.plan.config.forward_only:
+        if self.simulation.plan.config.forward_only:
             return
-        for index, action in enumerate(simulation.plan.ranks[rank]):
-            if action.kind == COMMUNICATE:
-                continue
-            is_forward = action.kind == FORWARD
-            held += 1 if is_forward else -1
-            times = simulation.starts if is_forward else simulation.ends
+        for time, held in activation_timeline(self.simulation, rank):
             yield {
                 "ph": "C",
                 "pid": rank,
-                "ts": self._us(times[rank][index]),
+                "ts": self._us(time),
                 "name": "microbatches in flight",
                 "args": {"held": held},
             }
 
     def _arrows(self) -> Iterator[dict[str, Any]]:
-        places = {
-            (rank, action.kind, action.microbatch, action.chunk): (rank, index)
-            for rank, actions in enumerate(self.simulation.plan.ranks)
-            for index, action in enumerate(actions)
-            if action.kind != COMMUNICATE
-        }
+        makers, takers = {}, {}
+        for rank, actions in enumerate(self.simulation.plan.ranks):
+            for index, action in enumerate(actions):
+                if action.kind != COMMUNICATE:
+                    for part in parts_of(action):
+                        unit, kind = (rank, part.microbatch, part.chunk), KINDS[part.kind]
+                        makers[kind.gives, *unit] = takers[kind.takes, *unit] = (rank, index)
         number = 0
         for sends, receives in match_messages(self.simulation.plan).values():
             for send, receive in zip(sends, receives, strict=False):
-                source, target = places.get(_work(send)), places.get(_work(receive))
+                source, target = makers.get(_tensor(send)), takers.get(_tensor(receive))
                 if source is not None and target is not None:
                     yield from self._arrow(number, send.message.payload, source, target)
                     number += 1
@@ -145,8 +148,7 @@ class _Trace:
         yield {"ph": "f", "bp": "e", "pid": target[0], "ts": arrival} | common
 
 
-def _work(side: Side) -> tuple[int, str, int, int]:
-    """What made the sent tensor, or needs the received one: the same kind of work."""
+def _tensor(side: Side) -> tuple[str, int, int, int]:
+    """What is moved, as the work of this end knows it: payload, rank, microbatch, chunk."""
     message = side.message
-    kind = FORWARD if message.payload == ACTIVATION else BACKWARD
-    return side.place[0], kind, message.microbatch, message.chunk
+    return message.payload, side.place[0], message.microbatch, message.chunk

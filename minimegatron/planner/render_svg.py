@@ -2,8 +2,9 @@
 
 Called by: `render`, the documentation. Calls: `report`. Megatron has no counterpart.
 
-Blue is forward and orange is backward, told apart under every common colour blindness and in grey
-(Okabe and Ito 2008); chunks are shades, dark first. The picture follows the reader's light or dark
+Colours come from the table `KINDS`: blue is forward and orange is backward, told apart under every
+common colour blindness and in grey (Okabe and Ito 2008); chunks are shades, dark first. A pair is a
+bar of two halves, the first part above. The picture follows the reader's light or dark
 scheme. Each bar and each gap says what it is when pointed at.
 """
 
@@ -12,14 +13,15 @@ from fractions import Fraction
 from xml.sax.saxutils import escape
 
 from minimegatron.planner.actions import (
-    BACKWARD,
     COMMUNICATE,
     COOLDOWN,
-    FORWARD,
+    KINDS,
+    PAIR,
     STEADY,
     WARMUP,
     Action,
     Time,
+    parts_of,
 )
 from minimegatron.planner.report import (
     cost_words,
@@ -36,11 +38,6 @@ from minimegatron.planner.simulator import Simulation
 
 # -- Colours --
 
-# Three stops per kind of work: dark, plain, light.
-SHADES = {
-    FORWARD: ("#00507d", "#0072b2", "#b5def5"),
-    BACKWARD: ("#a86200", "#e69f00", "#ffe3b0"),
-}
 # With these two, one always has a contrast of 4.5 or more, on any colour.
 DARK_TEXT, LIGHT_TEXT = "#000000", "#ffffff"
 PHASES = {WARMUP: ("warm-up", "7 3"), STEADY: ("steady", ""), COOLDOWN: ("cool-down", "2 3")}
@@ -64,13 +61,14 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Ari
 def shade(kind: str, chunk: int, num_chunks: int) -> str:
     """The colour of a chunk's bars.
 
-    >>> shade(FORWARD, 0, 1), shade(FORWARD, 0, 2), shade(FORWARD, 1, 2)
+    >>> shade("forward", 0, 1), shade("forward", 0, 2), shade("forward", 1, 2)
     ('#0072b2', '#0072b2', '#b5def5')
     """
     darkest = 1.0 if num_chunks <= 2 else 0.0
     place = darkest + (2 - darkest) * chunk / max(num_chunks - 1, 1)
     low = min(int(place), 1)
-    return _mix(SHADES[kind][low], SHADES[kind][low + 1], place - low)
+    stops = KINDS[kind].shades
+    return _mix(stops[low], stops[low + 1], place - low)
 
 
 def _channels(colour: str) -> list[int]:
@@ -132,15 +130,13 @@ class _Picture:
         self.right = self.left + self.chart_width
         self.width = self.right + RIGHT_WIDTH + MARGIN
         self.bottom = TOP + self.num_ranks * ROW_HEIGHT
-        self.number_classes = {kind: self._number_class(kind) for kind in (FORWARD, BACKWARD)}
+        self.number_classes = {kind: self._number_class(kind) for kind in self._shown_kinds()}
         self.figures = figures(simulation)
         self.height = self.bottom + 92 + 20 * (len(self.figures) + 1) + MARGIN
 
     def _chart_width(self) -> float:
         # Wide enough for a number in the shortest bar, within what a page can show.
-        lengths = self._lengths(FORWARD)
-        if not self.config.forward_only:
-            lengths |= self._lengths(BACKWARD)
+        lengths = set().union(*(self._lengths(kind) for kind in self._shown_kinds()))
         if not lengths:
             return LEAST_WIDTH
         digits = len(str(self.config.num_microbatches - 1))
@@ -151,9 +147,14 @@ class _Picture:
         )
         return round(min(max(wanted, LEAST_WIDTH), MOST_WIDTH))
 
+    def _shown_kinds(self) -> list[str]:
+        """The kinds of work that have bars: those of the plan, and pairs."""
+        has_pairs = PAIR in self.simulation.times
+        return [*self.simulation.kinds, PAIR] if has_pairs else self.simulation.kinds
+
     def _lengths(self, kind: str) -> set[Time]:
-        times = self.simulation.costs.of_chunks(self.config)[0 if kind == FORWARD else 1]
-        return {time for of_rank in times for time in of_rank if time}
+        times = self.simulation.times.get(kind, [])
+        return {time for of_rank in times for time in of_rank.values() if time}
 
     def _number_class(self, kind: str) -> str | None:
         """The largest type in which every bar of this kind holds its number, if there is one."""
@@ -239,31 +240,46 @@ class _Picture:
     def _bar(self, rank: int, index: int, action: Action, top: float) -> str:
         start, end = self.simulation.starts[rank][index], self.simulation.ends[rank][index]
         x, width = self._x(start), float(end - start) * self.scale
-        fill = shade(action.kind, action.chunk, self.config.num_model_chunks)
-        # Half a pixel of paper on either side keeps neighbours apart, whatever their colours.
-        inset = 0.5 if width > 3 else 0
+        parts = parts_of(action)
+        height = BAR_HEIGHT // len(parts)
         shapes = [
-            _rect(x + inset, top, max(width - 2 * inset, 0.4), BAR_HEIGHT, f'rx="2" fill="{fill}"')
+            shape
+            for number, part in enumerate(parts)
+            for shape in self._bar_of(action.kind, part, x, width, top + number * height, height)
         ]
         if (rank, index) in self.critical:
-            shapes.append(
-                _rect(x + 1.5, top + 1, max(width - 3, 0.4), BAR_HEIGHT - 2, 'class="critical"')
+            outline = _rect(
+                x + 1.5, top + 1, max(width - 3, 0.4), BAR_HEIGHT - 2, 'class="critical"'
             )
-        css = self.number_classes[action.kind]
-        if css and width:
-            shapes.append(
-                f'<text class="{css}" x="{x + width / 2:.2f}" y="{top + 17}" '
-                f'style="fill:{text_colour(fill)}">{action.microbatch}</text>'
-            )
+            shapes.insert(1 if len(parts) == 1 else len(shapes), outline)
         return _tipped("".join(shapes), self._tip(rank, action, start, end))
 
+    def _bar_of(
+        self, kind: str, part: Action, x: float, width: float, y: float, height: float
+    ) -> Iterator[str]:
+        """The shapes of single work, or of one half of a pair: `kind` is that of the whole."""
+        fill = shade(part.kind, part.chunk, self.config.num_model_chunks)
+        # Half a pixel of paper on either side keeps neighbours apart, whatever their colours.
+        inset = 0.5 if width > 3 else 0
+        yield _rect(x + inset, y, max(width - 2 * inset, 0.4), height, f'rx="2" fill="{fill}"')
+        css = self.number_classes[kind]
+        if css and width:
+            css = css if kind != PAIR else "num small"
+            baseline = y + 17 if kind != PAIR else y + height - 3.5
+            yield (
+                f'<text class="{css}" x="{x + width / 2:.2f}" y="{baseline}" '
+                f'style="fill:{text_colour(fill)}">{part.microbatch}</text>'
+            )
+
     def _tip(self, rank: int, action: Action, start: Time, end: Time) -> str:
-        chunk = f", chunk {action.chunk}" if self.config.num_model_chunks > 1 else ""
-        phase = f" ({PHASES[action.phase][0]})" if action.phase in PHASES else ""
-        return (
-            f"rank {rank}: {action.kind} of microbatch {action.microbatch}{chunk}{phase}, "
-            f"{number_words(start)} to {number_words(end)}"
+        has_chunks = self.config.num_model_chunks > 1
+        work = " and ".join(
+            f"{KINDS[part.kind].words} of microbatch {part.microbatch}"
+            + (f", chunk {part.chunk}" if has_chunks else "")
+            for part in parts_of(action)
         )
+        phase = f" ({PHASES[action.phase][0]})" if action.phase in PHASES else ""
+        return f"rank {rank}: {work}{phase}, {number_words(start)} to {number_words(end)}"
 
     def _phase_lines(self, rank: int, y: float) -> Iterator[str]:
         spans: dict[str, tuple[Time, Time]] = {}
@@ -287,10 +303,11 @@ class _Picture:
 
     def _legend_entries(self) -> Iterator[tuple[list[tuple[str, int]], str]]:
         num_chunks = self.config.num_model_chunks
-        for kind in (FORWARD,) if self.config.forward_only else (FORWARD, BACKWARD):
+        for kind in self.simulation.kinds:
             fills = [shade(kind, chunk, num_chunks) for chunk in range(num_chunks)]
             swatches = [(_rect(0, 0, 18, 14, f'rx="2" fill="{fill}"'), 20) for fill in fills]
-            yield swatches, kind if num_chunks == 1 else f"{kind}, chunk 0 to {num_chunks - 1}"
+            words = KINDS[kind].words
+            yield swatches, words if num_chunks == 1 else f"{words}, chunk 0 to {num_chunks - 1}"
         track = _rect(0, 0, 18, 14, 'class="track"') + _rect(0, 0, 18, 14, 'fill="url(#idle)"')
         yield [(track, 20)], "idle"
         if self.critical:

@@ -5,10 +5,10 @@ Called by: `render`. Calls: `report`. Megatron has no counterpart.
 
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import chain, groupby
+from itertools import groupby
 from math import ceil, gcd, lcm
 
-from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, Action, Time
+from minimegatron.planner.actions import COMMUNICATE, FORWARD, KINDS, PAIR, Action, Time, parts_of
 from minimegatron.planner.report import (
     cost_words,
     figures,
@@ -22,8 +22,6 @@ from minimegatron.planner.report import (
 from minimegatron.planner.simulator import Simulation
 
 IDLE = "·"
-FILL = {FORWARD: "-", BACKWARD: "="}
-COLOURS = {FORWARD: "\033[44;97m", BACKWARD: "\033[43;30m"}
 NO_COLOUR = "\033[0m"
 MOST_LINES = 200
 """A timeline of more lines than these is squeezed into one block."""
@@ -75,13 +73,18 @@ class _Gantt:
         return label if self.num_chunks == 1 else f"{label} chunk {chunk}"
 
     def _shortest_bars(self) -> set[Time]:
-        """Every length of bar that occurs, but 0."""
-        times = self.simulation.costs.of_chunks(self.simulation.plan.config)
-        lengths = set(chain.from_iterable(chain.from_iterable(times[: 1 + self._has_backward()])))
+        """Every length of bar that occurs, but 0; of a pair on one line, that of its halves."""
+        lengths = set()
+        for kind, of_ranks in self.simulation.times.items():
+            if kind == FORWARD or kind in self.simulation.kinds:
+                lengths.update(time for of_rank in of_ranks for time in of_rank.values())
+            elif kind == PAIR:
+                lengths.update(
+                    time if key[0][1] != key[1][1] else _half(time)
+                    for of_rank in of_ranks
+                    for key, time in of_rank.items()
+                )
         return lengths - {0}
-
-    def _has_backward(self) -> bool:
-        return not self.simulation.plan.config.forward_only
 
     def _choose_scale(self, lengths: set[Time]) -> Time:
         """Columns per unit of time: as many as labels need, and more if one block has room."""
@@ -137,15 +140,20 @@ class _Gantt:
             for chunk, (cells, kinds) in enumerate(rows):
                 # The rank is busy, if only with another chunk.
                 cells[start:end] = " " * (end - start)
-                if action.chunk == chunk and end > start:
-                    cells[start:end] = self._label(action).ljust(end - start, FILL[action.kind])
-                    kinds[start:end] = [action.kind] * (end - start)
+                here = [part for part in parts_of(action) if part.chunk == chunk]
+                # Two parts of a pair that share a line share the bar.
+                for number, part in enumerate(here):
+                    first = start + (end - start) * number // len(here)
+                    width = start + (end - start) * (number + 1) // len(here) - first
+                    bar = self._label(part, width).ljust(width, KINDS[part.kind].fill)
+                    cells[first : first + width] = bar
+                    kinds[first : first + width] = [part.kind] * width
         return rows
 
-    def _label(self, action: Action) -> str:
-        if self.letters:
-            return f"{action.kind[0].upper()}{action.microbatch}"
-        return str(action.microbatch) if self.numbers else ""
+    def _label(self, action: Action, width: int) -> str:
+        number = str(action.microbatch)
+        label = f"{KINDS[action.kind].letter}{number}" if self.letters else number
+        return label if (self.letters or self.numbers) and len(label) <= width else ""
 
     def _axis(self) -> list[str]:
         step = tick_step(12 / Fraction(self.scale))
@@ -161,21 +169,30 @@ class _Gantt:
         return ticks[: self.num_columns]
 
     def _legend(self) -> str:
-        if self.letters:
-            meaning = "F0 forward of microbatch 0, B0 its backward"
-        elif self.numbers:
-            meaning = f"0{FILL[FORWARD]} forward of microbatch 0, 0{FILL[BACKWARD]} its backward"
-        else:
-            meaning = f"{FILL[FORWARD]} forward, {FILL[BACKWARD]} backward (too many to number)"
-        if not self._has_backward():
-            meaning = meaning.split(",")[0]
+        words = []
+        for name in self.simulation.kinds:
+            kind = KINDS[name]
+            if self.letters:
+                sample = f"{kind.letter}0 "
+            else:
+                sample = f"0{kind.fill} " if self.numbers else f"{kind.fill} "
+            of_which = " of microbatch 0" if name == FORWARD else ""
+            its = "its " if name != FORWARD and (self.letters or self.numbers) else ""
+            words.append(f"{sample}{its}{kind.words}{of_which if self.numbers else ''}")
+        meaning = ", ".join(words)
+        if not self.numbers and len(words) > 1:
+            meaning += " (too many to number)"
         return f"{'':{self.indent}}{meaning}, {IDLE} idle"
+
+
+def _half(time: Time) -> Time:
+    return time / 2 if isinstance(time, float) else Fraction(time) / 2
 
 
 def _paint(cells: list[str], kinds: list[str | None]) -> str:
     runs = groupby(zip(cells, kinds, strict=True), key=lambda cell: cell[1])
     return "".join(
-        (COLOURS[kind] + text + NO_COLOUR) if kind else text
+        (KINDS[kind].terminal + text + NO_COLOUR) if kind else text
         for kind, text in ((kind, "".join(c for c, _ in run)) for kind, run in runs)
     )
 

@@ -8,15 +8,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from minimegatron.core.pipeline_parallel.orders import (
+    BREADTH_FIRST,
+    GPIPE,
+    INTERLEAVED,
+    NO_PIPELINING,
+    ONE_F_ONE_B,
+    PlanConfig,
+)
+from minimegatron.core.pipeline_parallel.placement import usual_placement
 from minimegatron.planner.actions import (
     ACTIVATION,
-    BACKWARD,
     COOLDOWN,
-    FORWARD,
     GRADIENT,
+    KINDS,
+    PAIR,
     STEADY,
     WARMUP,
+    Action,
     Time,
+    parts_of,
 )
 from minimegatron.planner.formulas import (
     Formula,
@@ -25,7 +36,6 @@ from minimegatron.planner.formulas import (
     message_formula,
     peak_in_flight_formula,
 )
-from minimegatron.planner.schedules import GPIPE, INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 from minimegatron.planner.simulator import Gap, Simulation
 
 NAMES = {
@@ -33,6 +43,7 @@ NAMES = {
     GPIPE: "GPipe",
     ONE_F_ONE_B: "1F1B",
     INTERLEAVED: "Interleaved 1F1B",
+    BREADTH_FIRST: "Breadth-first",
 }
 
 
@@ -63,14 +74,22 @@ def title(simulation: Simulation) -> str:
     parts = [NAMES.get(config.schedule, config.schedule), _count(config.pp_size, "stage")]
     microbatches = _count(config.num_microbatches, "microbatch", "es")
     if config.num_model_chunks > 1:
-        parts.append(f"{config.num_model_chunks} chunks per stage")
-        microbatches += f" in groups of {config.microbatch_group_size_per_vp_stage}"
+        parts.append(f"{config.num_model_chunks} chunks per stage{_placement_words(config)}")
+        if config.schedule == INTERLEAVED or config.wire is None:
+            microbatches += f" in groups of {config.microbatch_group_size_per_vp_stage}"
     parts.append(microbatches)
     if config.forward_only:
         parts.append("forward only")
     if config.overlap_p2p_comm:
         parts.append("messages overlapped")
+    if config.wire is not None:
+        parts.append(f"{config.wire} wire")
     return ", ".join(parts)
+
+
+def _placement_words(config: PlanConfig) -> str:
+    usual = usual_placement(config.pp_size, config.num_model_chunks)
+    return "" if config.placement == usual else f" (placement {config.placement.name})"
 
 
 def cost_words(simulation: Simulation) -> str:
@@ -81,10 +100,11 @@ def cost_words(simulation: Simulation) -> str:
     >>> cost_words(simulate(plan("1f1b", 2, 2), Costs([1, 2], 3, latency=Fraction(1, 4))))
     'forward 1 to 2, backward 3, message 0.25'
     """
-    costs, config = simulation.costs, simulation.plan.config
-    words = [f"forward {_range_words(costs.forward)}"]
-    if not config.forward_only:
-        words.append(f"backward {_range_words(costs.backward)}")
+    costs, config, times = simulation.costs, simulation.plan.config, simulation.times
+    words = [f"{KINDS[kind].words} {_range_words(costs.given(kind))}" for kind in simulation.kinds]
+    if PAIR in times:
+        lengths = [time for of_rank in times[PAIR] for time in of_rank.values()]
+        words.append(f"pair {_range_words(lengths)}")
     message = costs.message_time(config.message_bytes)
     if message:
         words.append(f"message {number_words(message)}")
@@ -158,7 +178,7 @@ class RankFigures:
 
     rank: int
     phases: dict[str, str]
-    """Phase -> how many forwards and backwards, in words."""
+    """Phase -> how many pieces of work of each kind, in words."""
     busy: Time
     idle: Time
     peak_in_flight: int
@@ -169,12 +189,14 @@ class RankFigures:
 def rank_figures(simulation: Simulation, rank: int) -> RankFigures:
     """What the rank does in each phase, what it holds, and what it waits for longest."""
     plan = simulation.plan
-    counts = Counter((action.phase, action.kind) for action in plan.work(rank))
+    counts = Counter(
+        (action.phase, part.kind) for action in plan.work(rank) for part in parts_of(action)
+    )
     phases = {}
     for phase in (WARMUP, STEADY, COOLDOWN):
         words = [
-            f"{counts[phase, kind]} {kind[0].upper()}"
-            for kind in (FORWARD, BACKWARD)
+            f"{counts[phase, kind]} {KINDS[kind].letter}"
+            for kind in simulation.kinds
             if counts[phase, kind]
         ]
         phases[phase] = " ".join(words) or "-"
@@ -205,11 +227,15 @@ def gap_words(simulation: Simulation, gap: Gap) -> str:
     if gap.waits_for is None:
         return f"{length} for messages"
     action = simulation.action(gap.waits_for)
-    work = f"{action.kind[0].upper()}{action.microbatch}"
-    if simulation.plan.config.num_model_chunks > 1:
-        work += f" (chunk {action.chunk})"
+    has_chunks = simulation.plan.config.num_model_chunks > 1
+    work = " & ".join(_short_words(part, has_chunks) for part in parts_of(action))
     where = "" if gap.waits_for[0] == gap.rank else f" on rank {gap.waits_for[0]}"
     return f"{length} for {work}{where}" if where else f"{length} for messages after its own {work}"
+
+
+def _short_words(action: Action, has_chunks: bool) -> str:
+    words = f"{KINDS[action.kind].letter}{action.microbatch}"
+    return f"{words} (chunk {action.chunk})" if has_chunks else words
 
 
 # -- Numbers in words --

@@ -16,13 +16,13 @@ from minimegatron.core.pipeline_parallel.orders import (
     INTERLEAVED,
     NO_PIPELINING,
     ONE_F_ONE_B,
+    written_as,
 )
 from minimegatron.core.pipeline_parallel.schedule_table import (
     InterleavedOrder,
     get_num_warmup_microbatches,
 )
 from minimegatron.planner.actions import COOLDOWN, STEADY, WARMUP, Action
-from minimegatron.planner.registry import written_as
 from minimegatron.planner.stage import Stage
 
 

@@ -13,17 +13,22 @@ Called by: the renderers, `memory`, `minimegatron plan`, tests, the documentatio
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from math import lcm
+from operator import attrgetter
 from typing import Any
 
+from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.planner.actions import (
+    BACKWARD,
     COMMUNICATE,
     FORWARD,
+    KINDS,
+    PAIR,
     Action,
     Event,
     Time,
@@ -32,7 +37,16 @@ from minimegatron.planner.actions import (
 )
 from minimegatron.planner.plan import Plan, plan_config_to_json, without_garbage_collection
 from minimegatron.planner.stage import PlanConfig
-from minimegatron.planner.transport import BUFFERED, RENDEZVOUS, Place, execute
+from minimegatron.planner.transport import (
+    BUFFERED,
+    RENDEZVOUS,
+    CostKey,
+    Place,
+    cost_key,
+    execute,
+)
+
+PairTime = Callable[[Time, Time], Time]
 
 
 @dataclass(frozen=True)
@@ -43,18 +57,28 @@ class Costs:
     """
 
     forward: Time | Sequence[Time] = 1
-    """Of one chunk, one microbatch. One number; or p numbers, one per stage, for each of its
-    chunks; or p * v numbers, one per virtual stage in model order (chunk c of stage r is number
-    c * p + r)."""
+    """Of one chunk, one microbatch. One number; or one per virtual stage, in model order; or p
+    numbers, one per rank, for each of its chunks. (With two copies of the model there are p virtual
+    stages, and p numbers are theirs.)"""
     backward: Time | Sequence[Time] = 2
+    """Of a backward in one go."""
     latency: Time = 0
     """Of one message, whatever its size."""
     bandwidth: Time | None = None
     """Bytes per unit of time on each link; None for no limit."""
+    backward_input: Time | Sequence[Time] | None = None
+    """Of a backward for the input's gradient alone; None for half of `backward`."""
+    backward_weight: Time | Sequence[Time] | None = None
+    """Of a backward for the weight gradients alone; None for half of `backward`."""
+    pair: PairTime | None = None
+    """Of two pieces of work that start and end together, a function of the times of the two:
+    `max`, or `lambda first, second: 3` for a measured time. None: one after the other."""
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "latency"):
+        for name in ("forward", "backward", "latency", "backward_input", "backward_weight"):
             value = getattr(self, name)
+            if value is None:
+                continue
             for number in value if isinstance(value, Sequence) else (value,):
                 if not number >= 0:
                     raise ValueError(f"{name} time {number} is negative; give 0 or more")
@@ -72,22 +96,29 @@ class Costs:
         imbalance: Sequence[Time] | None = None,
         latency: Time = 0,
         bandwidth: Time | None = None,
+        backward_input: Time | None = None,
+        backward_weight: Time | None = None,
+        pair: PairTime | None = None,
     ) -> "Costs":
         """Costs from the times of a *whole* stage, which its chunks share equally.
 
         So a model keeps its costs while it is cut into more chunks. `imbalance` holds one factor
-        per stage.
+        per stage. `pair` is a function of the times of chunks, as everywhere.
 
-        >>> Costs.of_stages(1, 2, num_model_chunks=2)
-        Costs(forward=Fraction(1, 2), backward=1, latency=0, bandwidth=None)
+        >>> costs = Costs.of_stages(1, 2, num_model_chunks=2)
+        >>> costs.forward, costs.backward
+        (Fraction(1, 2), 1)
         """
 
-        def share(time: Time) -> Time | list[Time]:
+        def share(time: Time | None) -> Time | list[Time] | None:
+            if time is None:
+                return None
             if imbalance is None:
                 return _divide(time, num_model_chunks)
             return [_divide(time * factor, num_model_chunks) for factor in imbalance]
 
-        return cls(share(forward), share(backward), latency, bandwidth)
+        split = share(backward_input), share(backward_weight)
+        return cls(share(forward), share(backward), latency, bandwidth, *split, pair)
 
     @classmethod
     def from_layout(
@@ -96,6 +127,7 @@ class Costs:
         layer_times: Mapping[str, tuple[Time, Time]],
         latency: Time = 0,
         bandwidth: Time | None = None,
+        placement: Placement | None = None,
     ) -> "Costs":
         """Costs from what each chunk holds.
 
@@ -103,35 +135,76 @@ class Costs:
             layout: a `PipelineParallelLayerLayout`, or nested lists [stage][chunk] of layer names.
             layer_times: (forward, backward) time per layer name, e.g. {"decoder": (1, 2),
                 "embedding": (0, 0), "loss": (1, 1)}.
+            placement: which virtual stage each chunk of the layout is; None for a line or a loop.
 
         >>> Costs.from_layout([[["embedding", "decoder"]], [["decoder", "loss"]]],
         ...                   {"embedding": (0, 0), "decoder": (2, 4), "loss": (1, 2)}).forward
         [2, 3]
         """
         stages = getattr(layout, "layout", layout)
-        num_chunks = len(stages[0])
+        placement = placement or usual_placement(len(stages), len(stages[0]))
         forward, backward = [], []
-        for chunk in range(num_chunks):
-            for stage in stages:
-                names = [getattr(layer, "name", layer) for layer in stage[chunk]]
-                for name in names:
-                    if name not in layer_times:
-                        raise ValueError(
-                            f"the layout has a layer {name!r}, but layer_times knows only "
-                            f"{', '.join(layer_times)}; add its forward and backward time"
-                        )
-                forward.append(sum(layer_times[name][0] for name in names))
-                backward.append(sum(layer_times[name][1] for name in names))
+        for stage in range(placement.num_stages):
+            rank, chunk = placement.place_of(stage)
+            names = [getattr(layer, "name", layer) for layer in stages[rank][chunk]]
+            for name in names:
+                if name not in layer_times:
+                    raise ValueError(
+                        f"the layout has a layer {name!r}, but layer_times knows only "
+                        f"{', '.join(layer_times)}; add its forward and backward time"
+                    )
+            forward.append(sum(layer_times[name][0] for name in names))
+            backward.append(sum(layer_times[name][1] for name in names))
         return cls(forward, backward, latency, bandwidth)
 
-    def of_chunks(self, config: PlanConfig) -> tuple[list[list[Time]], list[list[Time]]]:
-        """Forward and backward times as lists [rank][chunk].
+    def of_chunks(
+        self, config: PlanConfig, kinds: Iterable[str] = (FORWARD, BACKWARD)
+    ) -> tuple[list[list[Time]], ...]:
+        """For each kind of work its times as lists [rank][chunk]. Pairs have none of their own.
 
         Raises ValueError where the number of times fits neither stages nor virtual stages.
         """
-        p, v = config.pp_size, config.num_model_chunks
-        forward = _of_chunks(self.forward, p, v, "forward")
-        return forward, _of_chunks(self.backward, p, v, "backward")
+        return tuple(_of_chunks(self.given(kind), config, KINDS[kind].cost) for kind in kinds)
+
+    def given(self, kind: str) -> Time | Sequence[Time]:
+        """What was given for a kind of single work, or half of what was given for a backward."""
+        times = getattr(self, KINDS[kind].cost)
+        if times is not None:
+            return times
+        if isinstance(self.backward, Sequence):
+            return [_divide(time, 2) for time in self.backward]
+        return _divide(self.backward, 2)
+
+    def of_plan(self, plan: Plan) -> dict[str, list[dict[CostKey, Time]]]:
+        """How long each kind of work in the plan takes: [kind][rank][`cost_key` of an action].
+
+        Raises as `of_chunks`, and ValueError for a pair of negative length.
+        """
+        has_pairs = PAIR in (kinds := kinds_of(plan))
+        singles = [kind for kind in KINDS if kind in kinds | {FORWARD, BACKWARD} and kind != PAIR]
+        of_chunks = self.of_chunks(plan.config, singles)
+        times: dict[str, list[dict[CostKey, Time]]] = {
+            kind: [dict(enumerate(chunks)) for chunks in of_ranks]
+            for kind, of_ranks in zip(singles, of_chunks, strict=True)
+        }
+        if has_pairs:
+            times[PAIR] = [
+                {
+                    key: self._of_pair([times[kind][rank][chunk] for kind, chunk in key])
+                    for key in {cost_key(action) for action in actions if action.parts}
+                }
+                for rank, actions in enumerate(plan.ranks)
+            ]
+        return times
+
+    def _of_pair(self, parts: list[Time]) -> Time:
+        time = sum(parts) if self.pair is None else self.pair(*parts)
+        if not time >= 0:
+            raise ValueError(
+                f"a pair of work that takes {parts[0]} and {parts[1]} takes {time}, which is "
+                "negative; let pair return 0 or more"
+            )
+        return time
 
     def message_time(self, num_bytes: int) -> Time:
         """How long one message takes once both ends are ready."""
@@ -155,17 +228,29 @@ def _whole(value: Fraction) -> int | Fraction:
     return value.numerator if value.denominator == 1 else value
 
 
-def _of_chunks(times: Time | Sequence[Time], p: int, v: int, name: str) -> list[list[Time]]:
+def _of_chunks(times: Time | Sequence[Time], config: PlanConfig, name: str) -> list[list[Time]]:
+    placement = config.placement
+    p, v, num_stages = placement.pp_size, placement.num_model_chunks, placement.num_stages
     if not isinstance(times, Sequence):
         return [[times] * v for _ in range(p)]
+    if len(times) == num_stages:
+        return [[times[stage] for stage in stages] for stages in placement.stages]
     if len(times) == p:
         return [[times[rank]] * v for rank in range(p)]
-    if len(times) == p * v:
-        return [[times[chunk * p + rank] for chunk in range(v)] for rank in range(p)]
     raise ValueError(
         f"{len(times)} {name} times for {p} stages of {v} chunk{'s' * (v > 1)}; give one number, "
-        f"{p} (one per stage)" + (f" or {p * v} (one per virtual stage)" if v > 1 else "")
+        f"{p} (one per stage)"
+        + (f" or {num_stages} (one per virtual stage)" if num_stages > p else "")
     )
+
+
+def kinds_of(plan: Plan) -> set[str]:
+    """The kinds of work in the plan; of a pair, `PAIR` and the kinds of its parts."""
+    kinds = set(chain.from_iterable(map(attrgetter("kind"), actions) for actions in plan.ranks))
+    if PAIR in kinds:
+        actions = chain.from_iterable(plan.ranks)
+        kinds |= {part.kind for action in actions for part in action.parts}
+    return kinds - {COMMUNICATE}
 
 
 @dataclass(frozen=True)
@@ -176,10 +261,10 @@ class Gap:
     start: Time
     end: Time
     before: int | None
-    """Index of the forward or backward that ends the gap; None for the end of the step."""
+    """Index of the work that ends the gap; None for the end of the step."""
     waits_for: Place | None
-    """(rank, index) of the forward or backward whose end (plus transfers) ends the gap. None where
-    only transfers fill it: before the first action of all."""
+    """(rank, index) of the work whose end (plus transfers) ends the gap. None where only transfers
+    fill it: before the first action of all."""
 
     @property
     def length(self) -> Time:
@@ -208,14 +293,21 @@ class Simulation:
         """From the start of the step to the end of its last action."""
         return max((ends[-1] for ends in self.ends if ends), default=0)
 
+    @cached_property
+    def times(self) -> dict[str, list[dict[CostKey, Time]]]:
+        """How long work takes: [kind][rank][`cost_key`]."""
+        return self.costs.of_plan(self.plan)
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """The kinds of single work in the plan, in the order of `KINDS`."""
+        found = kinds_of(self.plan) or {FORWARD}
+        return [kind for kind in KINDS if kind in found and kind != PAIR]
+
     def busy(self, rank: int) -> Time:
-        """Time that the rank spends in forwards and backwards."""
-        forward, backward = (times[rank] for times in self.costs.of_chunks(self.plan.config))
-        counts = Counter((action.kind, action.chunk) for action in self.plan.work(rank))
-        return sum(
-            count * (forward if kind == FORWARD else backward)[chunk]
-            for (kind, chunk), count in counts.items()
-        )
+        """Time that the rank spends in work. A pair counts once."""
+        counts = Counter((action.kind, cost_key(action)) for action in self.plan.work(rank))
+        return sum(count * self.times[kind][rank][key] for (kind, key), count in counts.items())
 
     def idle(self, rank: int) -> Time:
         """The rest: waiting and transfers. This is the rank's bubble."""
@@ -267,7 +359,7 @@ class Simulation:
 
     @cached_property
     def _last_work(self) -> Place | None:
-        """The forward or backward that ends last; of several, the one on the lowest rank."""
+        """The work that ends last; of several pieces, the one on the lowest rank."""
         last = None
         for rank, actions in enumerate(self.plan.ranks):
             index = len(actions) - 1
@@ -280,7 +372,7 @@ class Simulation:
         return last
 
     def critical_path(self) -> list[Place]:
-        """The chain of forwards and backwards that makes the step as long as it is, in order.
+        """The chain of work that makes the step as long as it is, in order.
 
         Each could start only when the one before it had ended (and its message had come); making
         one of them shorter shortens the step, unless another chain is as long.
@@ -350,16 +442,16 @@ def simulate(plan: Plan, costs: Costs | None = None, transport: str = RENDEZVOUS
     costs = costs or Costs()
     if transport not in (RENDEZVOUS, BUFFERED):
         raise ValueError(f"unknown transport {transport!r}; use {RENDEZVOUS!r} or {BUFFERED!r}")
-    forward_times, backward_times = costs.of_chunks(plan.config)
+    times = costs.of_plan(plan)
     message_times = {n: costs.message_time(n) for n in _message_sizes(plan)}
     # Integers are quicker than Fractions: count in the smallest unit, and translate at the end.
-    unit = _common_unit([*chain(*forward_times, *backward_times), *message_times.values()])
+    tables = [of_rank for of_ranks in times.values() for of_rank in of_ranks]
+    unit = _common_unit([*chain(*(table.values() for table in tables)), *message_times.values()])
     with without_garbage_collection():
         execution = execute(
             plan,
-            _in_units(forward_times, unit),
-            _in_units(backward_times, unit),
-            dict(zip(message_times, _in_units([message_times.values()], unit)[0], strict=True)),
+            {kind: [_in_units(table, unit) for table in times[kind]] for kind in times},
+            _in_units(message_times, unit),
             transport,
         )
         if execution.stuck:
@@ -387,10 +479,10 @@ def _common_unit(times: list[Time]) -> Fraction | None:
     return None if denominator == 1 else Fraction(1, denominator)
 
 
-def _in_units(lists: Iterable[Iterable[Time]], unit: Fraction | None) -> list[list[Time]]:
+def _in_units(table: dict[Any, Time], unit: Fraction | None) -> dict[Any, Time]:
     if unit is None:
-        return [list(times) for times in lists]
-    return [[int(time / unit) for time in times] for times in lists]
+        return table
+    return {key: int(time / unit) for key, time in table.items()}
 
 
 def _from_units(lists: list[list[Time]], unit: Fraction | None) -> list[list[Time]]:

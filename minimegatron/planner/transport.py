@@ -3,7 +3,8 @@
 Called by: `check` (does everybody finish?) and `simulator` (when?). Calls: `plan`. Megatron has no
 counterpart; what is imagined here is NCCL: messages between two ranks have no tags and meet in the
 order in which they were started, and neither end goes on before the other is there (rendezvous; on
-NCCL that is true of the GPU's stream, not of the program).
+NCCL that is true of the GPU's stream, not of the program). In a plan for a tagged wire, activations
+meet activations and gradients meet gradients; among those, order decides.
 
 Because the n-th send from a to b always meets the n-th receive of b from a, the outcome does not
 depend on who is quicker. So each rank can be run until it must wait, in any order, and times are
@@ -11,15 +12,16 @@ plain sums and maxima: exact for integers and Fractions.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from minimegatron.core.pipeline_parallel.orders import TAGGED
 from minimegatron.planner.actions import (
     ACTIVATION,
     COMMUNICATE,
-    FORWARD,
     GRADIENT,
+    KINDS,
     SEND,
     Action,
     Message,
@@ -34,6 +36,9 @@ Place = tuple[int, int]
 """(rank, index): the index-th action of a rank."""
 
 
+TAKES = {kind.name: kind.takes for kind in KINDS.values()}
+
+
 class Side(NamedTuple):
     """One end of a message: the call that started it, and the message as that rank sees it."""
 
@@ -41,16 +46,42 @@ class Side(NamedTuple):
     message: Message
 
 
-def match_messages(plan: Plan) -> dict[tuple[int, int], tuple[list[Side], list[Side]]]:
-    """For each (sender, receiver): all sends and all receives; the n-th ones meet."""
-    pairs: dict[tuple[int, int], tuple[list[Side], list[Side]]] = defaultdict(lambda: ([], []))
+def match_messages(plan: Plan) -> dict[tuple, tuple[list[Side], list[Side]]]:
+    """For each (sender, receiver): all sends and all receives; the n-th ones meet.
+
+    In a plan for a tagged wire for each (sender, receiver, payload).
+    """
+    is_tagged = plan.config.wire == TAGGED
+    pairs: dict[tuple, tuple[list[Side], list[Side]]] = defaultdict(lambda: ([], []))
     for rank, actions in enumerate(plan.ranks):
         for index, action in enumerate(actions):
             for message in action.messages:
                 is_send = message.direction == SEND
-                pair = (rank, message.peer) if is_send else (message.peer, rank)
+                pair: tuple = (rank, message.peer) if is_send else (message.peer, rank)
+                if is_tagged:
+                    pair += (message.payload,)
                 pairs[pair][0 if is_send else 1].append(Side((rank, index), message))
     return pairs
+
+
+# -- How long work takes --
+
+CostKey = int | tuple[tuple[str, int], ...]
+"""The chunk; of a pair, kind and chunk of each of its parts."""
+Times = Mapping[str, Sequence[Mapping[CostKey, Time] | Sequence[Time]]]
+"""[kind][rank][`cost_key`] -> how long such work takes."""
+
+
+def cost_key(action: Action) -> CostKey:
+    """What `Times` are asked for.
+
+    >>> cost_key(Action("pair", 0, parts=(Action("forward", 0, None, 3, 1),
+    ...                                   Action("backward", 0, None, 0, 0))))
+    (('forward', 1), ('backward', 0))
+    """
+    if action.parts:
+        return tuple((part.kind, part.chunk) for part in action.parts)
+    return action.chunk
 
 
 class Stuck(NamedTuple):
@@ -64,9 +95,9 @@ class Stuck(NamedTuple):
 class Execution:
     """What happened. All lists are per rank, and within a rank per action that was finished.
 
-    `causes` holds for a forward or backward the one whose end (plus transfers) let it start, on
-    this or on another rank; None for those that could start at once. For a communication: the one
-    that let it end.
+    `causes` holds for a piece of work the one whose end (plus transfers) let it start, on this or
+    on another rank; None for those that could start at once. For a communication: the one that let
+    it end.
     """
 
     starts: list[list[Time]]
@@ -79,24 +110,25 @@ class Execution:
 
 def execute(
     plan: Plan,
-    forward_times: list[list[Time]],
-    backward_times: list[list[Time]],
+    times: Times,
     message_times: Mapping[int, Time],
     transport: str = RENDEZVOUS,
 ) -> Execution:
     """Runs the plan until every rank has finished or none can go on.
 
     Args:
-        forward_times, backward_times: [rank][chunk], length of one forward or backward there.
+        times: how long work takes; see `Times`.
         message_times: bytes -> length of one transfer, from when both ends are ready.
         transport: `RENDEZVOUS`; or `BUFFERED`, where a send never waits for its receiver, as on
             gloo.
 
     Within one call, batched messages start together; separate ones start one after the other. A
-    call with `overlap` waits for nothing; what it receives is waited for by the forward or backward
-    that needs it. Messages do not slow each other down.
+    call with `overlap` waits for nothing; what it receives is waited for by the work that needs it.
+    Messages do not slow each other down. A pair starts when the inputs of both its parts are there,
+    and both results exist when it ends. What one chunk of a rank makes for another one of the same
+    rank needs no message: it is there once it is made.
     """
-    return _Engine(plan, forward_times, backward_times, message_times, transport).run()
+    return _Engine(plan, times, message_times, transport).run()
 
 
 class _Rank:
@@ -108,8 +140,6 @@ class _Rank:
         "cause",
         "causes",
         "ends",
-        "forward_times",
-        "backward_times",
         "groups",
         "index",
         "is_stuck",
@@ -120,14 +150,16 @@ class _Rank:
         "received",
         "sent",
         "starts",
+        "times",
         "waited",
         "waits",
     )
 
-    def __init__(self, rank: int, actions: list[Action], num_ranks: int):
+    def __init__(self, rank: int, actions: list[Action], times: dict, plan: Plan):
         self.rank, self.actions, self.index = rank, actions, 0
+        self.times = times
         self.now: Time = 0
-        # The forward or backward that `now` goes back to, here or elsewhere.
+        # The work that `now` goes back to, here or elsewhere.
         self.cause: Place | None = None
         self.is_stuck = False
         # The current call: when it began, its groups of messages that are not started yet, the
@@ -138,9 +170,8 @@ class _Rank:
         self.waited: Time = 0
         # Receives of overlapped calls, by what needs them: (payload, microbatch, chunk).
         self.on_their_way: dict[tuple, _Open] = {}
-        # (time, cause) of every message started so far, per peer.
-        self.sent: list[list] = [[] for _ in range(num_ranks)]
-        self.received: list[list] = [[] for _ in range(num_ranks)]
+        # (time, cause) of every message started so far, per payload and peer.
+        self.sent, self.received = _per_payload(plan), _per_payload(plan)
         self.starts: list[Time] = []
         self.ends: list[Time] = []
         self.waits: list[Time] = []
@@ -154,19 +185,27 @@ class _Rank:
         self.causes.append(self.cause)
 
 
+def _per_payload(plan: Plan) -> dict[str, list[list]]:
+    """[payload][peer], an empty list each; where there are no tags, one list for both payloads."""
+    activations: list[list] = [[] for _ in plan.ranks]
+    is_tagged = plan.config.wire == TAGGED
+    gradients: list[list] = [[] for _ in plan.ranks] if is_tagged else activations
+    return {ACTIVATION: activations, GRADIENT: gradients}
+
+
 _Open = tuple[Message, list, int, Time]
 """A started message: itself, its partners (the other end's list), its number there, its time."""
 
 
 class _Engine:
-    def __init__(self, plan, forward_times, backward_times, message_times, transport):
+    def __init__(self, plan: Plan, times: Times, message_times: Mapping[int, Time], transport: str):
         self.is_batched = plan.config.batch_p2p_comm
         self.is_buffered = transport == BUFFERED
         self.message_times = message_times
-        self.ranks = [_Rank(r, actions, len(plan.ranks)) for r, actions in enumerate(plan.ranks)]
-        for state in self.ranks:
-            state.forward_times = forward_times[state.rank]
-            state.backward_times = backward_times[state.rank]
+        self.ranks = [
+            _Rank(rank, actions, {kind: of_ranks[rank] for kind, of_ranks in times.items()}, plan)
+            for rank, actions in enumerate(plan.ranks)
+        ]
         self.ready = deque(self.ranks)
 
     def run(self) -> Execution:
@@ -192,23 +231,30 @@ class _Engine:
                 return
             state.index += 1
 
-    # -- Forwards and backwards --
+    # -- Work --
 
     def _compute(self, state: _Rank, action: Action) -> bool:
-        is_forward = action.kind == FORWARD
         if state.on_their_way:
-            needs = (ACTIVATION if is_forward else GRADIENT, action.microbatch, action.chunk)
-            receive = state.on_their_way.get(needs)
-            if receive is not None:
-                if not self._finish(state, [receive]):
+            needs = self._needs(state, action)
+            if needs:
+                if not self._finish(state, [state.on_their_way[need] for need in needs]):
                     return False
-                del state.on_their_way[needs]
+                for need in needs:
+                    del state.on_their_way[need]
         start = state.now
-        times = state.forward_times if is_forward else state.backward_times
-        state.now = start + times[action.chunk]
+        key = cost_key(action) if action.parts else action.chunk
+        state.now = start + state.times[action.kind][key]
         state.record(start, 0)
         state.cause = (state.rank, state.index)
         return True
+
+    def _needs(self, state: _Rank, action: Action) -> list[tuple]:
+        """The keys of what is on its way for this work."""
+        if action.parts:
+            keys = [(TAKES[part.kind], part.microbatch, part.chunk) for part in action.parts]
+            return [key for key in keys if key in state.on_their_way]
+        key = (TAKES[action.kind], action.microbatch, action.chunk)
+        return [key] if key in state.on_their_way else []
 
     # -- Messages --
 
@@ -240,9 +286,11 @@ class _Engine:
     def _start(self, state: _Rank, message: Message) -> _Open:
         peer = self.ranks[message.peer]
         if message.direction == SEND:
-            mine, partners = state.sent[peer.rank], peer.received[state.rank]
+            mine = state.sent[message.payload][peer.rank]
+            partners = peer.received[message.payload][state.rank]
         else:
-            mine, partners = state.received[peer.rank], peer.sent[state.rank]
+            mine = state.received[message.payload][peer.rank]
+            partners = peer.sent[message.payload][state.rank]
         mine.append((state.now, state.cause))
         if peer.is_stuck:
             peer.is_stuck = False
@@ -274,8 +322,7 @@ class _Engine:
         action = state.actions[state.index]
         group = state.open
         if action.kind != COMMUNICATE:
-            payload = ACTIVATION if action.kind == FORWARD else GRADIENT
-            group = [state.on_their_way[payload, action.microbatch, action.chunk]]
+            group = [state.on_their_way[need] for need in self._needs(state, action)]
         missing = [
             message
             for message, partners, number, _ in group

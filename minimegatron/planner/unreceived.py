@@ -9,10 +9,11 @@ from typing import Any
 
 from minimegatron.core.pipeline_parallel.lowering import Step
 from minimegatron.core.pipeline_parallel.orders import Schedule
-from minimegatron.planner.actions import ACTIVATION, COMMUNICATE, FORWARD, GRADIENT, SEND, Time
+from minimegatron.planner.actions import COMMUNICATE, KINDS, Time, parts_of
 from minimegatron.planner.check import require_valid
 from minimegatron.planner.plan import Plan, plan
-from minimegatron.planner.transport import BUFFERED, Execution, execute
+from minimegatron.planner.simulator import Costs
+from minimegatron.planner.transport import BUFFERED, execute, match_messages
 
 Channel = tuple[str, int]
 """(payload, chunk that sends it), on one rank."""
@@ -30,52 +31,42 @@ def make_step(schedule: Schedule, *args: Any, **sizes: Any) -> Step:
 def count_unreceived(plan: Plan) -> list[dict[Channel, int]]:
     """Per rank and channel, the most messages that are sent and not yet received, at any time.
 
-    A forward takes one unit of time, a backward two, a message none, and no send waits. A message of
-    an overlapped call counts until the work that needs it begins. What is sent and received at the
-    same moment counts.
+    A forward takes one unit of time, a backward two, either half of it one, a message none, and no
+    send waits. A message of an overlapped call counts until the work that needs it begins. What is
+    sent and received at the same moment counts.
 
     >>> from minimegatron.planner.plan import plan
     >>> count_unreceived(plan("1f1b", 2, 4))
     [{('activation', 0): 1}, {('gradient', 0): 1}]
     """
-    times = [[1] * plan.config.num_model_chunks] * plan.config.pp_size
-    twice = [[2] * plan.config.num_model_chunks] * plan.config.pp_size
-    execution = execute(plan, times, twice, defaultdict(int), BUFFERED)
-    received = _receive_times(plan, execution)
+    execution = execute(plan, Costs(1, 2).of_plan(plan), defaultdict(int), BUFFERED)
+    needed = _needed_at(plan, execution.starts)
     changes: list[dict[Channel, list]] = [defaultdict(list) for _ in plan.ranks]
-    number: dict[tuple[int, int], int] = defaultdict(int)
-    for rank, actions in enumerate(plan.ranks):
-        for index, action in enumerate(actions):
-            for message in action.messages:
-                if message.direction != SEND:
-                    continue
-                pair = (rank, message.peer)
-                channel = (message.payload, message.chunk)
-                changes[rank][channel].append((execution.starts[rank][index], 1))
-                changes[rank][channel].append((received[pair][number[pair]], -1))
-                number[pair] += 1
+    for sends, receives in match_messages(plan).values():
+        for send, receive in zip(sends, receives, strict=True):
+            (rank, index), sent = send.place, send.message
+            channel = (sent.payload, sent.chunk)
+            changes[rank][channel].append((execution.starts[rank][index], 1))
+            (rank, index), message = receive.place, receive.message
+            received = execution.ends[rank][index]
+            if plan.ranks[rank][index].overlap:
+                received = needed[rank][message.payload, message.microbatch, message.chunk]
+            changes[send.place[0]][channel].append((received, -1))
     return [{channel: _peak(of) for channel, of in sorted(mine.items())} for mine in changes]
 
 
-def _receive_times(plan: Plan, execution: Execution) -> dict[tuple[int, int], list[Time]]:
-    """(sender, receiver) -> when each of its messages is received, in order."""
-    received: dict[tuple[int, int], list[Time]] = defaultdict(list)
+def _needed_at(
+    plan: Plan, starts: list[list[Time]]
+) -> list[dict[tuple[str | None, int, int], Time]]:
+    """Per rank: (payload, microbatch, chunk) -> when the work begins that takes it."""
+    needed: list[dict[tuple[str | None, int, int], Time]] = [{} for _ in plan.ranks]
     for rank, actions in enumerate(plan.ranks):
-        needed = {}
-        for index, action in enumerate(actions):
+        for action, start in zip(actions, starts[rank], strict=True):
             if action.kind != COMMUNICATE:
-                payload = ACTIVATION if action.kind == FORWARD else GRADIENT
-                unit = (payload, action.microbatch, action.chunk)
-                needed[unit] = execution.starts[rank][index]
-        for index, action in enumerate(actions):
-            for message in action.messages:
-                if message.direction == SEND:
-                    continue
-                at = execution.ends[rank][index]
-                if action.overlap:
-                    at = needed[message.payload, message.microbatch, message.chunk]
-                received[message.peer, rank].append(at)
-    return received
+                for part in parts_of(action):
+                    unit = (KINDS[part.kind].takes, part.microbatch, part.chunk)
+                    needed[rank][unit] = start
+    return needed
 
 
 def _peak(changes: list[tuple[Time, int]]) -> int:

@@ -212,14 +212,22 @@ def add_schedule(schedule: Schedule) -> None:
     _SCHEDULES[schedule.name] = schedule
 
 
-def add_messages(name: str, messages: Callable, make_step: Callable) -> None:
-    """Gives a registered order the messages that its written schedule sends."""
-    _SCHEDULES[name] = replace(_SCHEDULES[name], messages=messages, make_step=make_step)
+def written_as(name: str) -> Callable[[Callable], Callable]:
+    """Gives the registered order `name` the messages that its written schedule sends."""
+
+    def register(function: Callable) -> Callable:
+        _SCHEDULES[name] = replace(_SCHEDULES[name], messages=function)
+        return function
+
+    return register
 
 
-def schedule_of_order(function: Callable) -> Schedule | None:
-    """What is registered with this order; None for another function."""
-    return next((known for known in _SCHEDULES.values() if known.order is function), None)
+def schedule_of(function: Callable) -> Schedule:
+    """What is registered with this order; for any other function, a schedule with its messages."""
+    for known in _SCHEDULES.values():
+        if known.order is function:
+            return known
+    return Schedule(getattr(function, "__name__", "schedule"), messages=function)
 
 
 def unregister(name: str) -> None:
