@@ -258,7 +258,7 @@ def placement_of(config: Any) -> Placement:
         config: a `ModelParallelConfig`, or anything with its pipeline sizes.
     """
     sizes = (config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
-    name = getattr(config, "pipeline_schedule", None)
+    name = config.pipeline_schedule
     return usual_placement(*sizes) if name is None else get_schedule(name).placed(*sizes)
 
 

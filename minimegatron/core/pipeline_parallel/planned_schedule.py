@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.distributed.torch_ddp import TorchDistributedDataParallel
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel import transport
 from minimegatron.core.pipeline_parallel.lowering import (
@@ -273,8 +272,9 @@ def _check(
     if config.pipeline_model_parallel_size == placement.pp_size:
         _check_placement(name, placement, config)
     num_in_flight = 0 if step.config.forward_only else _count_in_flight(step.ranks[rank])
-    kinds = (TorchDistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
-    if num_in_flight > 1 and any(isinstance(model, kinds) for model in models):
+    wrappers = (part for model in models for part in model.modules())
+    ddp = torch.nn.parallel.DistributedDataParallel
+    if num_in_flight > 1 and any(isinstance(part, ddp) for part in wrappers):
         raise ValueError(
             f"this schedule has {num_in_flight} microbatches in flight, but torch's "
             "DistributedDataParallel pairs each backward with the latest forward and would not sum "
