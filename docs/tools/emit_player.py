@@ -148,23 +148,24 @@ def _actions(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[Frame]]:
-    """GPipe has no function of its own in the chain: `execution` runs it from its plan.
+    """GPipe has no function of its own in the chain: the runner of all orders runs its plan.
 
     Nor has a reader's own schedule, of which no line is in the annotated source: "".
     """
     planned = ("minimegatron.planner.schedules", schedule)
-    runner = ("minimegatron.execution", "get_planned_forward_backward_func")
+    runner = (
+        "minimegatron.core.pipeline_parallel.planned_schedule",
+        "planned_forward_backward_func",
+    )
     chains = {}
     for key, line, last in (
         ("F warmup", "yield stage.forward(i)", "forward_step"),
         ("B cooldown", "yield stage.backward(i)", "backward_step"),
     ):
         chains[key] = [
-            _named(package, *runner, "_PlannedRun(actions, frame.chunks, p2p, shape).run()"),
+            _named(package, *runner, "PlannedRun(step, rank, frame.chunks, p2p, shape).run()"),
             *([_named(package, *planned, line)] if schedule else []),
-            _named(
-                package, "minimegatron.core.pipeline_parallel.model_chunk", f"ModelChunk.{last}"
-            ),
+            _named(package, "minimegatron.core.pipeline_parallel.steps", f"ModelChunk.{last}"),
             _named(package, "minimegatron.core.pipeline_parallel.steps", last),
         ]
     return chains

@@ -22,7 +22,7 @@ FAULTS = (
     # -- Schedules --
     Fault(
         "backward-of-the-newest",
-        _PP + "model_chunk.py",
+        _PP + "steps.py",
         "next(iter(self._in_flight))",
         "next(reversed(self._in_flight))",
         "Backwards take the newest microbatch. The gradient that arrives belongs to the oldest.",
@@ -116,8 +116,8 @@ FAULTS = (
     Fault(
         "empty-batch-is-started",
         _PP + "p2p_communication.py",
-        "        if not parts:\n            return {}  # NCCL refuses an empty batch\n",
-        "",
+        "                if messages:  # NCCL refuses an empty batch\n",
+        "                if True:\n",
         "An exchange with nothing in it starts a batch of no messages, which NCCL refuses.",
     ),
     Fault(
@@ -130,8 +130,8 @@ FAULTS = (
     Fault(
         "gradient-to-the-next-stage",
         _PP + "p2p_communication.py",
-        "peer = self.next_rank if forwards else self.prev_rank",
-        "peer = self.next_rank",
+        "before, after = self.prev_rank, self.next_rank",
+        "before, after = self.next_rank, self.next_rank",
         "Whatever a stage exchanges, its partner is the next stage. So a stage waits for its input "
         "from the stage after it, which waits in the same way: the ranks wait for each other for "
         "ever, before there is any gradient.",
@@ -139,21 +139,21 @@ FAULTS = (
     Fault(
         "freed-while-being-sent",
         _PP + "p2p_communication.py",
-        "            tensor = tensor.detach().contiguous()\n",
-        "            pass\n",
+        "            tensor = message.tensor.detach().contiguous()\n",
+        "            tensor = message.tensor\n",
         "The message shares the output that is freed next; a slow transport sends one element.",
     ),
     Fault(
         "input-without-gradient",
         _PP + "p2p_communication.py",
-        "requires_grad=payload == ACTIVATION,",
+        "requires_grad=message.payload == ACTIVATION,",
         "requires_grad=False,",
         "The input that arrives does not ask for a gradient. So there would be nothing to send back; "
         "`retain_grad` raises a RuntimeError.",
     ),
     Fault(
         "full-sequence-buffer",
-        _PP + "utils.py",
+        _PP + "step_frame.py",
         "    if config.sequence_parallel:\n        length //= tp_group.size()\n",
         "",
         "The buffer is for the whole sequence, but a part is sent: the receive raises an error.",
@@ -314,7 +314,7 @@ FAULTS = (
     ),
     Fault(
         "no-sync-forgotten",
-        _PP + "utils.py",
+        _PP + "step_frame.py",
         "                held.enter_context(function())\n",
         "                pass\n",
         "Buckets leave after the first microbatch. What comes later would stay on its rank and make "

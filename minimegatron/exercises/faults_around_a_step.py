@@ -66,7 +66,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "sends-that-never-wait",
         _PP + "p2p_communication.py",
-        "while self._may_run_on and len(unfinished) >= limit:",
+        "while len(unfinished) >= limits.get((payload, chunk), least):",
         "while False:",
         "In a forward-only step nothing holds the first stage back, and its messages pile up.",
     ),
@@ -101,7 +101,7 @@ FAULTS_AROUND_A_STEP = (
     ),
     Fault(
         "deferral-not-drained",
-        _PP + "utils.py",
+        _PP + "step_frame.py",
         "    if is_last_stage and config.defer_embedding_wgrad_compute:\n",
         "    if False:\n",
         "The output layer's weight gradients are put off, and nobody comes back to compute them.",

@@ -359,7 +359,6 @@ class P2PCommunicator:
         try:
             if self.config.batch_p2p_comm and not self.transport.matches_by_tag:
                 if messages:  # NCCL refuses an empty batch
-                    message = messages[0]
                     works = self.transport.start_batch(messages)
             else:
                 for message in messages:
@@ -370,6 +369,7 @@ class P2PCommunicator:
                     else:
                         works.append(connection.expect(message.tensor, LENT, lane))
         except (RuntimeError, OSError) as error:
+            message = message or messages[0]
             raise ConnectionError(
                 f"stage {self.curr_rank_in_pg} lost stage {message.peer} while starting a message "
                 f"({message.payload}): {error}"

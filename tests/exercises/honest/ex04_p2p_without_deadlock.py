@@ -1,6 +1,6 @@
 """P2P without deadlock: the order in which a stage starts its messages.
 
-`P2PCommunicator._start` is missing. It is given up to four messages of one exchange, by name:
+`_start` is missing. It is given up to four messages of one exchange, by name:
 
     "send_next"   an activation to the next stage         "recv_prev"   one from the previous stage
     "send_prev"   a gradient to the previous stage        "recv_next"   one from the next stage

@@ -8,9 +8,9 @@ EXERCISE = Exercise(
     tier="core",
     minutes=25,
     num_ranks=4,
-    mirrors="minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._start",
+    mirrors="minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._in_order",
     summary="Order the sends and receives of one exchange so that nobody waits for ever.",
-    real=("minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._start",),
+    real=("minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._in_order",),
     question=(
         "Why is the order on even ranks another one than on odd ranks, and what happens in a "
         "ring of an odd number of stages?"

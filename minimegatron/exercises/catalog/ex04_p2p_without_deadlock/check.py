@@ -11,13 +11,13 @@ import torch.distributed as dist
 from minimegatron.core.collectives import Done
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import ACTIVATION, Message, Work
+from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, Message, Work
 from minimegatron.exercises.bench_gpt import Seat, StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
 from minimegatron.exercises.bench_rendezvous import GET_TRANSPORT, RendezvousTransport
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
-OURS = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._start"
+OURS = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator.exchange"
 REPLACES = (OURS,)
 WORLD = 4
 RINGS = (4, 3, 2)
@@ -28,6 +28,12 @@ OTHER_END = {
     "recv_next": (1, "send_prev"),
 }
 """Of each message: how far its other end is, and what it is called there."""
+NAMES = {
+    (True, ACTIVATION): "send_next",
+    (False, ACTIVATION): "recv_prev",
+    (True, GRADIENT): "send_prev",
+    (False, GRADIENT): "recv_next",
+}
 
 
 def cases(seed: int) -> list[Case]:
@@ -46,12 +52,16 @@ def cases(seed: int) -> list[Case]:
 def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
     """One ring, or one training step, over messages without names."""
 
-    def start(self: P2PCommunicator, parts: dict[str, Message]) -> dict[str, Work]:
-        handles = student._start(self, parts)
+    def exchange(
+        self: P2PCommunicator, messages: Sequence[Message], overlap: bool = False
+    ) -> list[Any]:
+        parts = {NAMES[m.is_send, m.payload]: self._prepared(m) for m in messages}
+        handles: dict[str, Work] = student._start(self, parts)
         _check_handles(handles, parts)
-        return handles
+        may_run_on = overlap or self.config.overlap_p2p_comm
+        return [self._handle(part, handles[name], may_run_on) for name, part in parts.items()]
 
-    with installed(start, OURS):
+    with installed(exchange, OURS):
         if case.part == "the order":
             return _orders(dist.get_rank())
         return _run_ring(case.ring) if case.part == "rings" else _run_step(case)

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.tracing import Call, observed_by
 from minimegatron.exercises.check import Wrong, installed
 from minimegatron.exercises.noting import note
 
-CHUNK = "minimegatron.core.pipeline_parallel.model_chunk.ModelChunk."
+CHUNK = "minimegatron.core.pipeline_parallel.steps.ModelChunk."
 FINISH = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator.finish"
 CALLS = {
     "forward-compute": "F",

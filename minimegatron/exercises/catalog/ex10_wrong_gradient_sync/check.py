@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.schedule_table import get_num_warmup_microbatches
+from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.pipeline_parallel.utils import GradSync
 from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench_gpt_judge import Reference
@@ -20,8 +20,8 @@ from minimegatron.exercises.catalog.ex10_wrong_gradient_sync.alone import (
 )
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
-CHUNK = "minimegatron.core.pipeline_parallel.model_chunk.ModelChunk."
-SYNC = "minimegatron.core.pipeline_parallel.utils.GradSync"
+CHUNK = "minimegatron.core.pipeline_parallel.steps.ModelChunk."
+SYNC = "minimegatron.core.pipeline_parallel.step_frame.GradSync"
 OURS = {"backward_step": ModelChunk.backward_step}
 """In a dict, where `installed` does not replace it."""
 REFUSALS = ("another gradient of", "no gradient came")
