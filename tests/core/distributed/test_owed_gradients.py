@@ -1,6 +1,7 @@
 """Gradient buffers under weight gradients that come after backward: whole, sent once, never lost."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from minimegatron.core.distributed import (
     TorchDistributedDataParallel,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel import weight_grad_store
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
+from minimegatron.core.tensor_parallel.random import checkpoint
 from minimegatron.core.tensor_parallel.weight_grad_store import is_owed
 from minimegatron.core.tracing import observed_by
 from tests.core.distributed.common import Recorder, make_batch, make_config, make_groups
@@ -246,3 +249,25 @@ def torch_refuses() -> None:
 
 def test_torch_ddp_refuses_weight_gradients_that_come_later():
     run_ranks(torch_refuses, 2)
+
+
+def calls_into_the_store(options: dict) -> int:
+    """Of one microbatch, with overlap and recompute, in a process that has built nothing before."""
+    ddp = wrap(alone(), ddp_options={"overlap_grad_reduce": True}, **options)
+    file, entered = weight_grad_store.__file__, []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename == file:
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    ddp.zero_grad_buffer()
+    x = make_batch(0, 0, 0, torch.float64).requires_grad_()
+    checkpoint(ddp, False, x, tp_group=PretendGroup()).pow(2).mean().backward()
+    sys.setprofile(None)
+    return len(entered)
+
+
+def test_who_delays_nothing_calls_no_store():
+    assert run_ranks(calls_into_the_store, 1, {}) == [0]
+    assert run_ranks(calls_into_the_store, 1, DELAY)[0] > 0
