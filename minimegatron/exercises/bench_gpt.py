@@ -26,6 +26,7 @@ from minimegatron.core.distributed.finalize_model_grads import finalize_model_gr
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.pipeline_parallel.orders import placement_of
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     get_forward_backward_func,
@@ -184,14 +185,15 @@ class GptStep:
         self.data = batches(case.seed, case.num_microbatches * dp_size)[dp_rank::dp_size]
 
     def _chunk(self, chunk_id: int) -> DistributedDataParallel:
-        case, pp_rank = self.case, self.groups.pp.rank()
+        case, place = self.case, (self.groups.pp.rank(), chunk_id)
+        placement = placement_of(self.config)
         model = GPTModel(
             self.config,
             get_gpt_layer_local_spec(),
             VOCAB,
             SEQ,
-            pre_process=pp_rank == 0 and chunk_id == 0,
-            post_process=pp_rank == case.pp - 1 and chunk_id == (case.vp or 1) - 1,
+            pre_process=placement.is_first(*place),
+            post_process=placement.is_last(*place),
             share_embeddings_and_output_weights=case.tied,
             pg_collection=self.groups,
             vp_stage=None if case.vp is None else chunk_id,

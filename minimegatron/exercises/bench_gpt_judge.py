@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.pipeline_parallel.placement import usual_placement
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rank_generator import DEFAULT_ORDER, RankGenerator
 from minimegatron.exercises.bench_gpt import GptStep, Seat, StepCase
@@ -60,7 +61,7 @@ class Reference:
 
     def is_last_stage(self, rank: int) -> bool:
         """Whether it has the losses."""
-        return self.places[rank]["pp"] == self.case.pp - 1
+        return usual_placement(self.case.pp, self.case.vp).is_last_rank(self.places[rank]["pp"])
 
     @cache  # noqa: B019  as long as the reference itself
     def as_rank(self, rank: int) -> GptStep:
