@@ -1,7 +1,7 @@
 """Orders with a split backward, written down as published, and random ones: for tests to register.
 
-A word is a piece of work: F forward, A backward, B input gradient, W weight gradient; a small letter
-is that of the second chunk; [X&Y] is a pair.
+A word is a piece of work: F forward, A backward, B input gradient, W weight gradient; a small
+letter is that of the second chunk; [X&Y] is a pair.
 """
 
 import random

@@ -414,7 +414,7 @@ def joined(first: tuple, second: tuple):
             remove(BACKWARD_WEIGHT, 2),
             "absent",
             (2, 0),
-            "its weight gradient is never computed, so the activation of its forward is never freed",
+            "its weight gradient is never computed, so the activation of its forward is never",
         ),
         (1, remove(BACKWARD_INPUT, 2), "absent", (2, 0), "its input gradient is never computed"),
         (1, repeat(BACKWARD_WEIGHT, 1), "duplicate", (1, 0), "weight gradient is done a second"),
@@ -496,8 +496,8 @@ def test_neighbours_on_one_rank():
     problem = check(changed(step, 3, send_to_itself))[0]
     assert (problem.kind, problem.text) == (
         "peer",
-        "exchange: sends the activation to rank 3, but it belongs to chunk 1 of this rank and needs "
-        "no message",
+        "exchange: sends the activation to rank 3, but it belongs to chunk 1 of this rank and "
+        "needs no message",
     )
 
 
