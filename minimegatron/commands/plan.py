@@ -62,14 +62,14 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--user-schedule",
         metavar="FILE.py:FUNCTION",
-        help="a schedule of your own: an order of work (@register_order), or a function of one stage "
-        "that yields its actions",
+        help="a schedule of your own: an order of work (@register_order), or a function of one "
+        "stage that yields its actions",
     )
     add(
         "--wire",
         choices=(TAGGED, UNTAGGED),
-        help="add the messages to the schedule's order, for a wire that knows payloads apart, or one "
-        "that does not (default: the messages that the schedule names or, if none, tagged)",
+        help="add messages to the schedule's order, for a wire that knows payloads apart, or one that "
+        "does not (default: the messages that the schedule names or, if none, tagged)",
     )
     add("--forward-only", action="store_true", help="an evaluation step")
     add("--overlap-p2p-comm", action="store_true", help="interleaving: send while computing")
@@ -178,8 +178,8 @@ def _plan(
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
     if function is not None and args.pp > 1 and _has_only_work(planned):
         raise ValueError(
-            f"--user-schedule: {planned.config.schedule} yields work but no messages; yield those of "
-            "its stage, or put @register_order(NAME) before an order of work"
+            f"--user-schedule: {planned.config.schedule} yields work but no messages; yield those "
+            "of its stage, or put @register_order(NAME) before an order of work"
         )
     return planned
 

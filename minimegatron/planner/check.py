@@ -11,8 +11,8 @@ Three looks at the plan, each with its kinds of problem:
    before its input is there, a tensor sent before it exists. `peer`: a message to a rank that is no
    neighbour in the model, or to the rank itself.
 2. Each pair of ranks. `leak`: a message that nobody receives, or nobody sends. `crossed`: both do,
-   but the n-th send meets a receive that is meant for another tensor. On a tagged wire the n-th send
-   of a payload meets the n-th receive of that payload.
+   but the n-th send meets a receive that is meant for another tensor. On a tagged wire the n-th
+   send of a payload meets the n-th receive of that payload.
 3. All together, on the imagined transport: `deadlock`, with the cycle of who waits for whom.
 
 >>> from minimegatron.planner.plan import plan
@@ -57,7 +57,7 @@ NEEDS = {
     ACTIVATION: ("input", "recv_forward", FORWARD),
     GRADIENT: ("gradient", "recv_backward", BACKWARD),
 }
-"""Payload -> what it is to the work that takes it, the call that receives it, the work in a word."""
+"""Payload -> what it is to the work that takes it; the call that receives it, the work."""
 MAKERS = {payload: [kind for kind in SINGLE if KINDS[kind].gives == payload] for payload in NEEDS}
 TAKERS = {payload: [kind for kind in SINGLE if KINDS[kind].takes == payload] for payload in NEEDS}
 RIVALS = {

@@ -172,13 +172,13 @@ class _Gantt:
         words = []
         for name in self.simulation.kinds:
             kind = KINDS[name]
-            if self.letters:
-                sample = f"{kind.letter}0 "
-            else:
-                sample = f"0{kind.fill} " if self.numbers else f"{kind.fill} "
-            of_which = " of microbatch 0" if name == FORWARD else ""
-            its = "its " if name != FORWARD and (self.letters or self.numbers) else ""
-            words.append(f"{sample}{its}{kind.words}{of_which if self.numbers else ''}")
+            if not self.numbers:
+                words.append(f"{kind.fill} {kind.words}")
+                continue
+            sample = f"{kind.letter}0" if self.letters else f"0{kind.fill}"
+            is_first = name == FORWARD
+            its, of_which = ("", " of microbatch 0") if is_first else ("its ", "")
+            words.append(f"{sample} {its}{kind.words}{of_which}")
         meaning = ", ".join(words)
         if not self.numbers and len(words) > 1:
             meaning += " (too many to number)"

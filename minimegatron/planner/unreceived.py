@@ -44,14 +44,14 @@ def count_unreceived(plan: Plan) -> list[dict[Channel, int]]:
     changes: list[dict[Channel, list]] = [defaultdict(list) for _ in plan.ranks]
     for sends, receives in match_messages(plan).values():
         for send, receive in zip(sends, receives, strict=True):
-            (rank, index), sent = send.place, send.message
-            channel = (sent.payload, sent.chunk)
-            changes[rank][channel].append((execution.starts[rank][index], 1))
-            (rank, index), message = receive.place, receive.message
-            received = execution.ends[rank][index]
-            if plan.ranks[rank][index].overlap:
-                received = needed[rank][message.payload, message.microbatch, message.chunk]
-            changes[send.place[0]][channel].append((received, -1))
+            sender, index = send.place
+            changed = changes[sender][send.message.payload, send.message.chunk]
+            changed.append((execution.starts[sender][index], 1))
+            receiver, index = receive.place
+            received, message = execution.ends[receiver][index], receive.message
+            if plan.ranks[receiver][index].overlap:
+                received = needed[receiver][message.payload, message.microbatch, message.chunk]
+            changed.append((received, -1))
     return [{channel: _peak(of) for channel, of in sorted(mine.items())} for mine in changes]
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from minimegatron.__main__ import main
+from minimegatron.core.pipeline_parallel.orders import schedule_names, unregister
 
 
 def run(line: str) -> int:
@@ -184,3 +185,93 @@ def test_problems_of_a_user_schedule_are_listed(capsys, user_file):
 )
 def test_a_broken_user_file_is_refused_with_its_line(capsys, user_file, text, words):
     assert words in refused(capsys, user_file(text))
+
+
+# -- Orders --
+
+ORDER = """
+from minimegatron.core.pipeline_parallel.orders import register_order
+
+
+@register_order("of-a-test")
+def mine(rank):
+    for i in range(rank.num_microbatches):
+        yield rank.forward(i)
+        yield rank.backward_input(i)
+        yield rank.backward_weight(i)
+"""
+
+
+@pytest.fixture
+def forgotten():
+    yield
+    if "of-a-test" in schedule_names():
+        unregister("of-a-test")
+
+
+@pytest.mark.parametrize("wire", ["", "--wire tagged", "--wire untagged"])
+def test_an_order_needs_no_messages(capsys, user_file, forgotten, wire):
+    assert run(f"{user_file(ORDER)} {wire}") == 0
+    text = capsys.readouterr().out
+    expected = wire.removeprefix("--wire ") or "tagged"
+    assert text.startswith(f"of-a-test, 3 stages, 4 microbatches, {expected} wire\n")
+
+
+def test_problems_of_an_order_are_listed(capsys, user_file, forgotten):
+    assert run(user_file(ORDER.replace("yield rank.backward_weight(i)", "pass"))) == 1
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert len(streams.err.splitlines()) == 12
+    assert streams.err.startswith(
+        "rank 0, microbatch 0, chunk 0: absent: its weight gradient is never computed\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("yield rank.forward(i)", "yield rank.froward(i)", "user.py:8: AttributeError"),
+        ("yield rank.forward(i)", "yield i", "order of-a-test yielded 0 on rank 0"),
+        ('@register_order("of-a-test")', "", "no attribute 'backward_input'"),
+    ],
+)
+def test_a_broken_order_is_refused_with_its_line(capsys, user_file, forgotten, old, new, words):
+    assert words in refused(capsys, user_file(ORDER.replace(old, new)))
+
+
+def test_an_order_that_is_not_registered_is_told_how(capsys, user_file):
+    text = "def mine(rank):\n    yield rank.forward(0)\n    yield rank.backward(0)\n"
+    assert "put @register_order(NAME) before an order" in refused(capsys, user_file(text))
+
+
+def test_every_registered_name_is_known(capsys):
+    for name in schedule_names():
+        options = {"interleaved": "--vpp 2", "breadth-first": "--vpp 2"}.get(name, "")
+        p = 1 if name == "no-pipelining" else 4
+        assert run(f"--pp {p} --microbatches 8 --schedule {name} --wire untagged {options}") == 0
+        assert "untagged wire" in capsys.readouterr().out
+
+
+def test_with_lowered_messages_two_ranks_cross_nothing(capsys):
+    assert run("--pp 2 --microbatches 4 --vpp 2 --batch-p2p-comm --wire untagged") == 0
+    capsys.readouterr()
+    assert "invalid choice: 'bare'" in refused(capsys, "--pp 2 --microbatches 4 --wire bare")
+
+
+def test_with_two_copies_a_chunk_is_a_whole_stage(capsys, user_file, forgotten):
+    """Two copies of the model: a chunk is a p-th of it, not half of a p-th."""
+    text = ORDER.replace("import register_order\n", "import register_order\n" + BOTH_IMPORT)
+    text = text.replace('"of-a-test"', '"of-a-test", placement=BOTH')
+    text = text.replace("yield rank.", "yield from both(rank, i, rank.").replace("(i)", ")")
+    assert run(f"{user_file(text)} --format json") == 0
+    data = json.loads(capsys.readouterr().out)
+    lengths = {e["end"] - e["start"] for e in data["ranks"][0] if e["kind"] == "forward"}
+    assert lengths == {1}
+
+
+BOTH_IMPORT = """from minimegatron.core.pipeline_parallel.placement import BOTH
+
+
+def both(rank, i, make):
+    yield make(i, 0 if i < rank.num_microbatches // 2 else 1)
+"""

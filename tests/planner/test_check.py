@@ -7,11 +7,24 @@ from collections.abc import Callable
 import pytest
 
 from minimegatron.planner import schedules
-from minimegatron.planner.actions import BACKWARD, FORWARD, SEND, Action
+from minimegatron.planner.actions import (
+    ACTIVATION,
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMMUNICATE,
+    FORWARD,
+    PAIR,
+    SEND,
+    Action,
+    Message,
+)
 from minimegatron.planner.check import Problem, ScheduleError, check, require_valid
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.simulator import simulate
+from minimegatron.planner.transport import match_messages
 from tests.planner.grid import legal_groups
+from tests.planner.known_orders import PUBLISHED, registered, zb_h1
 
 
 def changed(step: Plan, rank: int, change: Callable[[list[Action]], None]) -> Plan:
@@ -351,3 +364,191 @@ def test_check_of_an_empty_plan_names_everything_absent():
     problems = check(plan(lambda stage: (), 2, 2))
     assert len(problems) == 8
     assert kinds(problems) == {"absent"}
+
+
+# -- Split backwards, pairs, placements --
+
+
+def split(p: int = 3, M: int = 4, wire: str = "tagged") -> Plan:
+    with registered(zb_h1) as name:
+        return plan(name, p, M, wire=wire)
+
+
+def on(name: str, wire: str = "tagged") -> Plan:
+    order, placement, p, M = PUBLISHED[name]
+    with registered(order, placement) as registered_name:
+        return plan(registered_name, p, M, wire=wire)
+
+
+def replace(of_kind: str, of_microbatch: int, **values):
+    def change(actions):
+        index = place(actions, of_kind, of_microbatch)
+        actions[index] = actions[index]._replace(**values)
+
+    return change
+
+
+def joined(first: tuple, second: tuple):
+    """Makes two pieces of work a pair, where the first of them stands."""
+
+    def change(actions):
+        parts = tuple(actions[place(actions, *one)] for one in (first, second))
+        actions[place(actions, *first)] = parts[0]._replace(kind=PAIR, parts=parts)
+        actions.pop(place(actions, *second))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "kind", "unit", "words"),
+    [
+        (
+            1,
+            swap((BACKWARD_INPUT, 2), (BACKWARD_WEIGHT, 2)),
+            "order",
+            (2, 0),
+            "weight gradient comes before its input gradient",
+        ),
+        (
+            1,
+            remove(BACKWARD_WEIGHT, 2),
+            "absent",
+            (2, 0),
+            "its weight gradient is never computed, so the activation of its forward is never",
+        ),
+        (1, remove(BACKWARD_INPUT, 2), "absent", (2, 0), "its input gradient is never computed"),
+        (1, repeat(BACKWARD_WEIGHT, 1), "duplicate", (1, 0), "weight gradient is done a second"),
+        (1, repeat(BACKWARD_INPUT, 1), "duplicate", (1, 0), "input gradient is done a second time"),
+        (
+            1,
+            replace(BACKWARD_INPUT, 1, kind=BACKWARD),
+            "duplicate",
+            (1, 0),
+            "its weight gradient is computed a second time, by weight gradient",
+        ),
+        (
+            1,
+            replace(BACKWARD_WEIGHT, 1, kind=BACKWARD),
+            "duplicate",
+            (1, 0),
+            "its input gradient is computed a second time, by backward",
+        ),
+        (
+            2,
+            joined((FORWARD, 1), (BACKWARD_INPUT, 1)),
+            "order",
+            (1, 0),
+            "input gradient comes before its forward",
+        ),
+        (
+            1,
+            remove("exchange", 0),
+            "dependency",
+            (0, 0),
+            "before its input was received .an exchange that receives it must precede it",
+        ),
+        (1, replace(FORWARD, 0, kind="forwards"), "range", (0, 0), "forwards is no single kind"),
+    ],
+)
+def test_planted_error_in_a_split_backward(rank, change, kind, unit, words):
+    assert check(split()) == []
+    found = check(changed(split(), rank, change))
+    assert any(
+        re.search(words, p.text) for p in found if (p.kind, p.microbatch, p.chunk) == (kind, *unit)
+    ), "\n".join(map(str, found))
+
+
+def test_a_step_without_backwards_has_no_weight_gradients():
+    def one(stage):
+        yield stage.forward(0)
+        yield Action(BACKWARD_WEIGHT, 0, None, 0, 0)
+
+    (problem,) = check(plan(one, 1, 1, forward_only=True))
+    assert problem.text == "weight gradient in a forward-only step"
+
+
+def test_a_pair_needs_the_inputs_of_both_its_parts():
+    step = on("dualpipe-v")
+    # On rank 3 of a V, chunk 1 needs what chunk 0 makes.
+    problems = check(changed(step, 3, joined((FORWARD, 0), (FORWARD, 0, 1))))
+    assert [(p.kind, p.chunk, p.text) for p in problems] == [
+        ("dependency", 1, "forward starts before chunk 0 of this rank has made its input")
+    ]
+
+
+def test_neighbours_on_one_rank():
+    step = on("zb-v")
+    problems = check(changed(step, 3, swap((FORWARD, 0), (FORWARD, 0, 1))))
+    assert ("dependency", "forward starts before chunk 0 of this rank has made its input") in [
+        (p.kind, p.text) for p in problems
+    ]
+    problems = check(changed(step, 3, swap((BACKWARD_INPUT, 0), (BACKWARD_INPUT, 0, 1))))
+    assert (
+        "dependency",
+        "input gradient starts before chunk 1 of this rank has made its gradient",
+    ) in [(p.kind, p.text) for p in problems]
+
+    def send_to_itself(actions):
+        index = place(actions, FORWARD, 0) + 1
+        message = Message(SEND, ACTIVATION, 3, 0, 0)
+        actions.insert(index, Action(COMMUNICATE, 3, call="exchange", messages=(message,)))
+
+    problem = check(changed(step, 3, send_to_itself))[0]
+    assert (problem.kind, problem.text) == (
+        "peer",
+        "exchange: sends the activation to rank 3, but it belongs to chunk 1 of this rank and "
+        "needs no message",
+    )
+
+
+def test_each_copy_of_the_model_has_its_own_microbatches():
+    step = on("dualpipe")
+    problems = check(changed(step, 0, replace(FORWARD, 2, microbatch=6)))
+    assert ("range", 6, 0) in [(p.kind, p.microbatch, p.chunk) for p in problems]
+    assert "of the copy that runs other microbatches" in problems[0].text
+    assert ("absent", 2, 0) in [(p.kind, p.microbatch, p.chunk) for p in problems]
+
+
+def reordered_receives(step: Plan, rank: int, payloads: tuple[str, str]) -> Plan:
+    """The rank takes two messages of one peer in the other order."""
+
+    def change(actions):
+        first, second = (
+            next(
+                (i, m)
+                for i, action in enumerate(actions)
+                for m in action.messages
+                if m.direction != SEND and m.payload == payload and m.microbatch == microbatch
+            )
+            for microbatch, payload in enumerate(payloads)
+        )
+        for (index, mine), (_, other) in ((first, second), (second, first)):
+            messages = [other if m == mine else m for m in actions[index].messages]
+            actions[index] = actions[index]._replace(messages=tuple(messages))
+
+    return changed(step, rank, change)
+
+
+@pytest.mark.parametrize("wire", ["tagged", "untagged"])
+def test_on_a_tagged_wire_only_messages_of_one_payload_cross(wire):
+    # Of two ranks, both send activations and gradients to each other.
+    step = plan("interleaved", 2, 4, 2, wire=wire)
+    assert check(step) == []
+    two_activations = check(reordered_receives(step, 1, (ACTIVATION, ACTIVATION)))
+    assert "crossed" in kinds(two_activations)
+    name = "activation" if wire == "tagged" else "message"
+    pattern = rf"{name} \d from rank 0 to rank 1 is the activation"
+    assert any(re.match(pattern, p.text) for p in two_activations)
+
+
+def test_matching_by_payload():
+    """Where each payload keeps its order, a gradient may overtake an activation: with tags."""
+    step = on("zb-v")
+    assert check(step) == []
+    # Three pairs of neighbours, two directions; in each a payload of either kind.
+    assert len(match_messages(step)) == 12
+    untagged = Plan(dataclasses.replace(step.config, wire="untagged"), step.ranks)
+    assert len(match_messages(untagged)) == 6
+    problems = check(untagged)
+    assert kinds(problems) == {"crossed"}
+    assert all("takes it for the" in problem.text for problem in problems)

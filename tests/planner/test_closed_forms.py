@@ -117,3 +117,28 @@ def test_two_steps_of_warm_up_per_stage_are_needed_by_one_exchange_and_hide_mess
         assert short.peak_in_flight(0) < usual.peak_in_flight(0), (p, v, M)
         for message in ("1/100", "1/5"):
             assert makespan(short, message) > makespan(usual, message), (p, v, M, message)
+
+
+@pytest.mark.parametrize("wire", ["tagged", "untagged"])
+def test_breadth_first_is_as_long_as_interleaving_and_holds_everything(wire):
+    for p in range(2, 7):
+        for v in range(1, 5):
+            for M in (p, p + 1, 2 * p, 3 * p):
+                for forward_only in (False, True):
+                    step = plan("breadth-first", p, M, v, forward_only=forward_only, wire=wire)
+                    assert_closed_forms(step, 1, 2)
+                    assert_closed_forms(step, Fraction(1, 3), Fraction(1, 7), BUFFERED)
+    # Where p divides M, interleaving is as long, and holds less.
+    same = [plan(name, 4, 8, 2) for name in ("interleaved", "breadth-first")]
+    assert len({simulate(step).makespan for step in same}) == 1
+    assert [step.peak_in_flight(0) for step in same] == [11, 16]
+    # With fewer microbatches than stages, each chunk waits for the last stage of the one before.
+    few = plan("breadth-first", 4, 3, 2)
+    assert makespan_formula(few.config, 2, 4) is bubble_formulas(few.config) is None
+    assert simulate(few).makespan > (3 * 2 + 3) * 3
+
+
+def test_no_closed_form_of_what_is_not_known():
+    step = plan(lambda stage: (), 4, 8)
+    assert makespan_formula(step.config, 1, 2) is bubble_formulas(step.config) is None
+    assert peak_in_flight_formula(step.config, 0) is message_formula(step.config) is None

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD
+from minimegatron.core.pipeline_parallel.work import pair
+from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, KINDS
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.render import FORMATS, render
 from minimegatron.planner.render_svg import contrast, shade, text_colour
 from minimegatron.planner.render_text import render_text
 from minimegatron.planner.simulator import Costs, simulate
+from tests.planner.known_orders import PUBLISHED, registered
 
 GOLDEN = Path(__file__).parent / "golden"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -263,3 +265,127 @@ def test_json_is_the_schema():
 def test_unknown_format():
     with pytest.raises(ValueError, match=f"unknown format 'gif'; use one of {', '.join(FORMATS)}"):
         render(simulated(("1f1b", 2, 2)), "gif")
+
+
+# -- Orders with split backwards and pairs --
+
+
+def published(name: str, costs: Costs | None = None):
+    order, placement, p, M = PUBLISHED[name]
+    with registered(order, placement) as registered_name:
+        return simulate(plan(registered_name, p, M), costs or Costs(1, 2))
+
+
+def test_text_of_a_split_backward():
+    text = render_text(published("zb-h1"))
+    assert text.startswith(
+        "of-a-test, 4 stages, 8 microbatches, tagged wire\n"
+        "forward 1, input gradient 1, weight gradient 1\n"
+    )
+    lines = text.splitlines()
+    assert next(line for line in lines if line.startswith("rank 3")).startswith(
+        "rank 3  ·········F0-I0~F1-I1~F2-I2~F3-I3~W0+F4-"
+    )
+    assert (
+        "F0 forward of microbatch 0, I0 its input gradient, W0 its weight gradient, · idle" in text
+    )
+    assert next(line for line in lines if line.startswith("makespan")).split() == ["makespan", "27"]
+    for kind in ("forward", "backward-input", "backward-weight"):
+        assert KINDS[kind].terminal in render_text(published("zb-h1"), colour=True)
+
+
+def test_text_of_pairs():
+    text = render_text(published("dualpipe-v", Costs(1, 2, pair=max)), width=140)
+    assert "2 chunks per stage (placement v)" in text
+    assert "pair 2\n" in text
+    rank_0 = re.search(r"^rank 0 chunk 0  (.*)\n +chunk 1  (.*)$", text, re.MULTILINE)
+    first, second = rank_0.groups()
+    # The two parts, one in each chunk, stand one below the other.
+    assert first.index("F7") == second.index("B3")
+    assert "F4 (chunk 1) & B0 (chunk 0) on rank 1" in text
+
+
+def test_a_pair_within_one_chunk_shares_its_bar():
+    def one(rank):
+        yield rank.forward(0)
+        yield pair(rank.forward(1), rank.backward(0))
+        yield rank.backward(1)
+
+    with registered(one) as name:
+        text = render_text(simulate(plan(name, 1, 2), Costs(2, 4)))
+    bars = next(line for line in text.splitlines() if line.startswith("rank 0"))
+    assert re.fullmatch(r"rank 0  F0-+F1-+B0=+B1=+", bars)
+    widths = [len(bar) for bar in re.findall(r"[FB]\d[-=]+", bars)]
+    assert widths[1] == pytest.approx(widths[2], abs=1)
+    assert widths[1] + widths[2] == 3 * widths[0]
+
+
+def test_svg_of_pairs_and_split_backwards():
+    simulation = published("dualpipe-v")
+    root = ElementTree.fromstring(render(simulation, "svg", critical_path=True))
+    bars = [
+        g
+        for g in root.iter(f"{SVG}g")
+        if " of microbatch " in g.findtext(f"{SVG}title", default="")
+    ]
+    tips = Counter(" and " in bar.findtext(f"{SVG}title") for bar in bars)
+    num_pairs = sum(bool(a.parts) for actions in simulation.plan.ranks for a in actions)
+    assert tips[True] == num_pairs > 0
+    for bar in bars:
+        shapes = [r for r in bar.iter(f"{SVG}rect") if r.get("class") is None]
+        is_pair = " and " in bar.findtext(f"{SVG}title")
+        assert len(shapes) == 1 + is_pair
+        assert sum(float(shape.get("height")) for shape in shapes) == 26
+        if is_pair:
+            assert shapes[0].get("fill") != shapes[1].get("fill")
+            assert float(shapes[1].get("y")) == float(shapes[0].get("y")) + 13
+    texts = {text.text for text in root.iter(f"{SVG}text")}
+    assert {"input gradient, chunk 0 to 1", "weight gradient, chunk 0 to 1"} <= texts
+
+
+def test_legends_name_only_the_kinds_that_occur():
+    for arguments, absent in ((("1f1b", 2, 2), "input gradient"), (SIZES[4], "backward")):
+        assert absent not in render(simulated(arguments), "svg").partition('id="rank-0"')[2]
+
+
+def test_chrome_trace_of_pairs():
+    simulation = published("dualpipe-v")
+    events = json.loads(render(simulation, "chrome"))["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    work = [a for rank in range(4) for a in simulation.plan.work(rank)]
+    assert len(slices) == sum(len(a.parts) or 1 for a in work)
+    assert {e["cat"] for e in slices} == {
+        "forward",
+        "backward",
+        "backward-input",
+        "backward-weight",
+    }
+    arrows = [e for e in events if e["ph"] == "s"]
+    assert len(arrows) == sum(simulation.plan.message_counts().values())
+    held = [e["args"]["held"] for e in events if e["ph"] == "C" and e["pid"] == 0]
+    assert (max(held), held[-1]) == (9, 0)
+
+
+def test_json_of_pairs_is_of_the_second_version():
+    data = published("dualpipe-v").to_json()
+    assert data["version"] == 2
+    assert data["summary"]["makespan"] == 54
+    assert Plan.from_json(data).config.placement.name == "v"
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "breadth-first"])
+def test_every_format_draws_every_order(name):
+    if name in PUBLISHED:
+        simulation = published(name, Costs(1, 3, latency=Fraction(1, 4), pair=max))
+    else:
+        simulation = simulate(plan(name, 3, 6, 2))
+    for format in FORMATS:
+        for colour in (False, True):
+            assert render(simulation, format, colour=colour, critical_path=colour)
+
+
+def test_numbers_that_rounding_leaves_no_room_are_left_out():
+    """Was: a bar one column too narrow was drawn wider, and in colour that ended in an error."""
+    simulation = simulate(plan("gpipe", 3, 12), Costs(1, 3, latency=Fraction(1, 4)), "buffered")
+    plain, coloured = (render_text(simulation, colour=colour) for colour in (False, True))
+    assert re.sub("\033\\[[0-9;]*m", "", coloured) == plain
