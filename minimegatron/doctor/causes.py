@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
+from minimegatron.core.pipeline_parallel.placement import LOOP
 from minimegatron.doctor.case import Case
 from minimegatron.doctor.records import (
     SENDING,
@@ -31,7 +32,7 @@ from minimegatron.doctor.situation import (
     collective_text,
     group_text,
 )
-from minimegatron.doctor.units import StepUnits, unit_in_words
+from minimegatron.doctor.units import StepUnits, placement_of, unit_in_words
 from minimegatron.doctor.verdict import (
     CYCLE,
     LEFT,
@@ -54,6 +55,7 @@ MUST_AGREE = {
     "microbatch_group_size_per_vp_stage": "microbatches per group",
     "forward_only": "forward_only",
     "schedule": "schedule",
+    "wire": "wire",
 }
 """What the steps of one pipeline's stages must have in common -> in words."""
 
@@ -200,24 +202,36 @@ def find_wrong_peer(case: Case) -> Diagnosis | None:
     for rank, record in case.records.items():
         if rank not in record.pipeline or not case.waits:
             continue
-        place, size = record.pipeline.index(rank), len(record.pipeline)
         for count in record.messages:
             if not count.payload:
                 continue
             onwards = (count.doing == SENDING) == count.payload.startswith("activation")
-            right = record.pipeline[(place + (1 if onwards else -1)) % size]
-            if count.peer == right:
+            right = _neighbours(record, onwards)
+            if count.peer in right:
                 continue
             verb, preposition = ("sends", "to") if count.doing == SENDING else ("expects", "from")
             side = "next" if onwards else "previous"
+            stage = f"{side} stage is" if len(right) == 1 else f"{side} stages are on"
             return case.verdict(
                 WRONG_PEER,
-                f"Rank {rank} (stage {place}) {verb} {count.payload}s {preposition} rank "
-                f"{count.peer}, but its {side} stage is rank {right}.",
+                f"Rank {rank} (stage {record.pipeline.index(rank)}) {verb} {count.payload}s "
+                f"{preposition} rank {count.peer}, but its {stage} {ranks_in_words(right)}.",
                 [rank],
                 cycle=case.circle,
             )
     return None
+
+
+def _neighbours(record: RankRecord, onwards: bool) -> list[int]:
+    """The ranks that hold a next (or previous) stage of one of this rank's chunks."""
+    ranks = record.pipeline
+    place, size = ranks.index(record.rank), len(ranks)
+    # Without a plan, ranks are a ring: the last one's next is the first.
+    placement = placement_of(record) or LOOP(size, 2)
+    neighbour = placement.next_of if onwards else placement.previous_of
+    found = [neighbour(place, chunk) for chunk in range(placement.num_model_chunks)]
+    places = {one.rank for one in found if one is not None} - {place}
+    return [ranks[one] for one in sorted(places or {(place + (1 if onwards else -1)) % size})]
 
 
 # -- Where the arrows end --

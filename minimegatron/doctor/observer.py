@@ -24,20 +24,17 @@ from minimegatron.core.tracing import Call, add_observer
 from minimegatron.core.utils import get_model_config
 from minimegatron.doctor.shared_record import MAX_CALLS, NONE, CallFields, RecordWriter, pad_shape
 from minimegatron.doctor.torch_calls import note_torch_calls
-from minimegatron.planner import schedules
+from minimegatron.planner.actions import ACTIVATION, GRADIENT, KINDS
+from minimegatron.planner.links import KIND_OF_LINK, config_of_run, schedule_of_run
+from minimegatron.planner.plan import plan_config_to_json
 
 PICKED = [kind.name for kind in GROUP_KINDS if kind.token is None]
 TITLES = {kind.name: kind.title for kind in GROUP_KINDS} | {"default_pg": "world"}
-SCHEDULES = {
-    "forward_backward_no_pipelining": schedules.NO_PIPELINING,
-    "forward_backward_pipelining_without_interleaving": schedules.ONE_F_ONE_B,
-    "forward_backward_pipelining_with_interleaving": schedules.INTERLEAVED,
-}
-"""The function that runs a schedule -> its name among plans."""
 DTYPES = {
     d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)
 }
-WORK = ("forward-compute", "backward-compute")
+MAX_PLACED = 256
+"""Stages of a placement that is written down; a larger one is left to the schedule's name."""
 
 
 def start_recording(path: str | os.PathLike, rank: int, world_size: int) -> RecordWriter:
@@ -77,17 +74,17 @@ class RecordingObserver:
         self._group_indices: dict[str, int] = {}
         self._num_collectives: dict[int, int] = {}
         self._handles: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._num_messages: dict[tuple[str, str, str], int] = {}
+        self._num_messages: dict[tuple[str, str, str, int], int] = {}
         self._counts: dict[tuple[int, int, int], list[int]] = {}
         self._shapes: dict[tuple, tuple] = {}
         self._layers: dict[tuple[int, int], CallFields] = {}
         self._raising: int | None = None
-        self._num_steps = self._num_forwards = self._num_backwards = 0
+        self._num_steps = 0
+        self._count_work_anew()
         self._pipeline: Any = None
         self._describe: dict[str, Callable[[Call, CallFields], CallFields]] = {
             "forward-backward": self._step,
-            "forward-compute": self._forward,
-            "backward-compute": self._backward,
+            **dict.fromkeys(KIND_OF_LINK, self._work),
             "collective-wait": self._wait_for_collective,
         }
 
@@ -160,10 +157,15 @@ class RecordingObserver:
         if self._pipeline is not None:
             self._set_pipeline(self._pipeline)
         self._num_steps += 1
-        self._num_forwards = self._num_backwards = 0
+        self._count_work_anew()
         self._clear_messages()
         self._set_counts()
         return fields._replace(number=self._num_steps - 1)
+
+    def _count_work_anew(self) -> None:
+        """Work begun in this step: by its link, and by the payload that it gives."""
+        self._num_work = dict.fromkeys(KIND_OF_LINK, 0)
+        self._num_given: dict[str | None, int] = {ACTIVATION: 0, GRADIENT: 0, None: 0}
 
     def _clear_messages(self) -> None:
         self._num_messages.clear()
@@ -171,26 +173,24 @@ class RecordingObserver:
         self.writer.clear_messages()
 
     def _set_counts(self) -> None:
-        self.writer.set_counts(self._num_steps, self._num_forwards, self._num_backwards)
+        given = self._num_given
+        self.writer.set_counts(self._num_steps, given[ACTIVATION], given[GRADIENT])
 
     def _set_pipeline(self, group: Any) -> None:
         self._pipeline = group
         self.writer.tell(pipeline=list(self._ranks(group)))
 
-    def _forward(self, call: Call, fields: CallFields) -> CallFields:
-        self._num_forwards += 1
+    def _work(self, call: Call, fields: CallFields) -> CallFields:
+        number = self._num_work[call.name]
+        self._num_work[call.name] = number + 1
+        self._num_given[KINDS[KIND_OF_LINK[call.name]].gives] += 1
         self._set_counts()
-        microbatch = call.attributes["microbatch"]
+        microbatch, chunk = call.attributes.get("microbatch"), call.attributes.get("chunk")
         return fields._replace(
-            number=self._num_forwards - 1,
+            number=number,
             microbatch=NONE if microbatch is None else microbatch,
-            chunk=call.attributes["chunk"],
+            chunk=NONE if chunk is None else chunk,
         )
-
-    def _backward(self, call: Call, fields: CallFields) -> CallFields:
-        self._num_backwards += 1
-        self._set_counts()
-        return fields._replace(number=self._num_backwards - 1)
 
     def _layer(self, call: Call, fields: CallFields) -> CallFields:
         key = (fields.link, call.attributes["layer"])
@@ -219,10 +219,11 @@ class RecordingObserver:
             peer = self._ranks(group)[peer]
         if self._pipeline is None and name == "p2p-start" and group is not None:
             self._set_pipeline(group)
-        # Messages of one kind are started and awaited in the same order.
-        kind = (name, doing, payload)
-        number = self._num_messages.get(kind, 0)
-        self._num_messages[kind] = number + 1
+        # Messages of one kind to one peer are started in order, and awaited in order unless they say.
+        kind = (name, doing, payload, peer)
+        counted = self._num_messages.get(kind, 0)
+        self._num_messages[kind] = counted + 1
+        number = attributes.get("number", counted)
         doing, payload = self.writer.word(doing), self.writer.word(payload)
         key = (doing, payload, peer)
         counts = self._counts.get(key)
@@ -296,7 +297,7 @@ class RecordingObserver:
         for call, fields, _, _ in reversed(self._open):
             if layer == NONE:
                 layer = fields.layer
-            if call.name in WORK:
+            if call.name in KIND_OF_LINK:
                 return layer, fields.link, fields.number
         return layer, NONE, NONE
 
@@ -338,7 +339,7 @@ class RecordingObserver:
         self._raising = id(exception)
         # Of a forward or backward, whichever of its links it came from.
         for around, its_fields, _, _ in self._open:
-            if around.name in WORK:
+            if around.name in KIND_OF_LINK:
                 call, fields = around, its_fields
         text = f"{type(exception).__name__}: {exception}"
         self.writer.tell(
@@ -370,26 +371,26 @@ def step_places(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_config(call: Call) -> dict[str, Any]:
-    """The `planner.stage.PlanConfig` of a schedule run, of which any may be written by a student."""
-    function = call.symbol.rpartition(".")[2]
-    schedule = call.attributes.get("schedule") or SCHEDULES.get(function, function)
-    model = call.arguments.get("model")
+    """The `PlanConfig` of a schedule run, as JSON holds it. A student may have written the run."""
+    arguments, attributes = call.arguments, call.attributes
+    model = arguments.get("model")
     chunks = model if isinstance(model, list) else [model]
     options = _options(chunks[0])
-    pipeline = step_places(call.arguments).get("pp")
-    pp_size = 1 if pipeline is None else pipeline.size()
-    group_size = options.get("microbatch_group_size_per_vp_stage") or pp_size
-    return {
-        "schedule": schedule,
-        "pp_size": pp_size,
-        "num_microbatches": call.arguments.get("num_microbatches"),
-        "num_model_chunks": len(chunks),
-        "microbatch_group_size_per_vp_stage": (
-            group_size if schedule == schedules.INTERLEAVED else None
-        ),
-        "forward_only": bool(call.arguments.get("forward_only")),
-        "batch_p2p_comm": bool(options.get("batch_p2p_comm", True)),
-    }
+    pipeline = step_places(arguments).get("pp")
+    config = config_of_run(
+        schedule_of_run(call.symbol, attributes),
+        1 if pipeline is None else pipeline.size(),
+        arguments.get("num_microbatches"),
+        len(chunks),
+        group_size=options.get("microbatch_group_size_per_vp_stage"),
+        forward_only=bool(arguments.get("forward_only")),
+        batch_p2p_comm=bool(options.get("batch_p2p_comm", True)),
+        wire=attributes.get("wire"),
+    )
+    data = plan_config_to_json(config)
+    if config.pp_size * config.num_model_chunks > MAX_PLACED:
+        data.pop("placement", None)  # the record has little room, and its reader knows schedules
+    return data
 
 
 def _options(model: Any) -> dict[str, Any]:

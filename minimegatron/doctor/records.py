@@ -35,8 +35,8 @@ class OpenCall:
     """The function's dotted path."""
     since: float = 0.0
     number: int | None = None
-    """How many of its like came before it: in this step (forwards, backwards, messages of this
-    direction and payload), or since the beginning in this group (collectives)."""
+    """How many of its like came before it: in this step (work of this name; messages of this
+    direction and payload to or from this peer), or since the beginning in this group (collectives)."""
     microbatch: int | None = None
     chunk: int | None = None
     layer: int | None = None
@@ -64,7 +64,7 @@ class Collective:
     dtype: str | None = None
     op: str | None = None
     work: str | None = None
-    """The forward or backward it belongs to ("forward-compute", "backward-compute"), and"""
+    """The work it belongs to, by its link ("forward-compute", "backward-compute", ...), and"""
     work_number: int | None = None
     """that one's number in the step."""
     layer: int | None = None
@@ -130,8 +130,9 @@ class RankRecord:
     num_forwards: int = 0
     """Begun in this step."""
     num_backwards: int = 0
+    """Likewise, in one go or for the input's gradient alone."""
     step: Mapping[str, Any] | None = None
-    """The `planner.stage.PlanConfig` of the latest step, as a dict."""
+    """The `PlanConfig` of the latest step, as `planner.plan.plan_config_to_json` writes it."""
     pipeline: tuple[int, ...] = ()
     """The ranks of this rank's pipeline, first stage first."""
     coordinates: Mapping[str, int] = field(default_factory=dict)

@@ -18,7 +18,9 @@ from minimegatron.doctor.records import (
     group_of,
     ranks_in_words,
 )
-from minimegatron.doctor.units import KIND_OF_WORK, UNKNOWN, StepUnits, unit_in_words
+from minimegatron.doctor.units import UNKNOWN, StepUnits, unit_in_words
+from minimegatron.planner.actions import KINDS
+from minimegatron.planner.links import KIND_OF_LINK
 
 MESSAGE = "waits for a message"
 COLLECTIVE = "waits in a collective"
@@ -74,10 +76,10 @@ class Situation:
     """The innermost open call."""
     group: GroupUse | None = None
     microbatch: int | None = None
-    """Of the message, or of the forward or backward that it is in."""
+    """Of the message, or of the work that it is in."""
     chunk: int | None = None
     work: str | None = None
-    """"forward" or "backward", where it is in one."""
+    """The words for the work that it is in: "forward", "backward", ..."""
     path: tuple[str, ...] = ()
     """Names of its open calls, outermost first."""
 
@@ -140,10 +142,10 @@ def absent_from(group: GroupUse, number: int, records: Mapping[int, RankRecord])
 
 
 def _work_of(record: RankRecord, units: StepUnits) -> tuple[str | None, Unit]:
-    """The forward or backward that a rank is in, if it is in one."""
+    """The words for the work that a rank is in, and its unit, if it is in some."""
     for call in reversed(record.calls):
-        if call.name in KIND_OF_WORK:
-            return KIND_OF_WORK[call.name], units.of_call(call)
+        if call.name in KIND_OF_LINK:
+            return KINDS[KIND_OF_LINK[call.name]].words, units.of_call(call)
     return None, UNKNOWN
 
 

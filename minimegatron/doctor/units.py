@@ -1,26 +1,27 @@
 """Which microbatch the n-th message of a step carries: told by the plan of the rank's schedule.
 
-Called by: `situation`. Calls: `planner` (torch-free). Megatron has no counterpart.
+Called by: `situation`, `causes`. Calls: `planner` (torch-free). Megatron has no counterpart.
 
 A rank that waits to receive cannot know what will come; its schedule says what should. Messages of
-one payload and direction travel in order, so the plan's n-th is the run's n-th.
+one payload and direction travel in order between two ranks, so the plan's n-th is the run's n-th.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from minimegatron.core.pipeline_parallel import orders
+from minimegatron.core.pipeline_parallel.lowering import lowered_step
+from minimegatron.core.pipeline_parallel.orders import TAGGED
+from minimegatron.core.pipeline_parallel.placement import Placement
 from minimegatron.doctor.records import RECEIVING, SENDING, OpenCall, RankRecord, Unit
-from minimegatron.planner import schedules
-from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, RECEIVE, SEND, Action
-from minimegatron.planner.registry import get_schedule
+from minimegatron.planner.actions import COMMUNICATE, RECEIVE, SEND, Action, parts_of
+from minimegatron.planner.links import KIND_OF_LINK, placement_of_run
+from minimegatron.planner.plan import plan_config_from_json
 from minimegatron.planner.stage import PlanConfig, Stage
 
 UNKNOWN: Unit = (None, None)
-KIND_OF_WORK = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
 DIRECTIONS = {SENDING: SEND, RECEIVING: RECEIVE}
-
-# The built-in schedules register themselves when they are imported.
-assert schedules.ONE_F_ONE_B
 
 
 class StepUnits:
@@ -28,26 +29,32 @@ class StepUnits:
 
     def __init__(self, record: RankRecord):
         self._work: dict[str, list[Unit]] = {}
-        self._messages: dict[tuple[str, str], list[Unit]] = {}
+        self._messages: dict[tuple[str, str, int | None], list[Unit]] = {}
         step = record.step or {}
         # Without a plan: a stage of one chunk takes its microbatches in turn, whatever its schedule.
         self._count = 0 if step.get("num_model_chunks") != 1 else step.get("num_microbatches") or 0
         for action in _planned_actions(record):
-            if action.kind != COMMUNICATE:
-                self._work.setdefault(action.kind, []).append((action.microbatch, action.chunk))
+            for part in parts_of(action):
+                if part.kind != COMMUNICATE:
+                    self._work.setdefault(part.kind, []).append((part.microbatch, part.chunk))
             for message in action.messages:
-                kind = (message.direction, message.payload)
                 unit = (message.microbatch, message.chunk)
-                self._messages.setdefault(kind, []).append(unit)
+                # A call that names no neighbour of its own is looked up among all of them.
+                for peer in (record.pipeline[message.peer], None):
+                    kind = (message.direction, message.payload, peer)
+                    self._messages.setdefault(kind, []).append(unit)
 
     def of_work(self, name: str | None, number: int | None) -> Unit:
-        """Of the n-th "forward-compute" or "backward-compute" of the step."""
-        return self._get(self._work, KIND_OF_WORK.get(name or ""), number)
+        """Of the n-th link of this name, such as "forward-compute", in the step."""
+        return self._get(self._work, KIND_OF_LINK.get(name or ""), number)
 
     def of_message(self, call: OpenCall) -> Unit:
         """Of the message that a call starts or waits for."""
         payload = (call.payload or "").removesuffix(" shape")
-        return self._get(self._messages, (DIRECTIONS[call.doing], payload), call.number)
+        kind = (DIRECTIONS[call.doing], payload, call.peer)
+        if kind not in self._messages:
+            kind = (*kind[:2], None)
+        return self._get(self._messages, kind, call.number)
 
     def of_call(self, call: OpenCall) -> Unit:
         """Of any call that itself has a microbatch, as far as it is known."""
@@ -69,13 +76,37 @@ class StepUnits:
 def _planned_actions(record: RankRecord) -> Sequence[Action]:
     if record.step is None or record.rank not in record.pipeline:
         return ()
+    rank = record.pipeline.index(record.rank)
     try:
-        config = PlanConfig(**record.step)
-        stage = Stage(config, record.pipeline.index(record.rank))
-        return list(get_schedule(config.schedule)(stage))
+        config = recorded_config(record.step)
+        schedule = orders.get_schedule(config.schedule)
+        if config.pp_size != len(record.pipeline):
+            return ()
+        if config.wire is None and schedule.messages is not None:
+            return list(schedule.messages(Stage(config, rank)))
+        return lowered_step(replace(config, wire=config.wire or TAGGED)).ranks[rank]
     except (TypeError, ValueError, ArithmeticError, LookupError):
         # A schedule this process does not know, or sizes that no plan has: then there is no plan.
         return ()
+
+
+def recorded_config(step: Mapping[str, Any]) -> PlanConfig:
+    """The config of a recorded step. Raises TypeError or ValueError for what is none."""
+    config = plan_config_from_json(dict(step))
+    if step.get("placement") is not None:
+        return config
+    placement = placement_of_run(config.schedule, config.pp_size, config.num_model_chunks)
+    return config if placement is None else replace(config, placement=placement)
+
+
+def placement_of(record: RankRecord) -> Placement | None:
+    """Where the stages of a rank's latest step are; None where it is not known."""
+    try:
+        placement = None if record.step is None else recorded_config(record.step).placement
+    except (TypeError, ValueError):
+        return None
+    fits = placement is not None and placement.pp_size == len(record.pipeline)
+    return placement if fits else None
 
 
 def unit_in_words(unit: Unit, record: RankRecord) -> str:

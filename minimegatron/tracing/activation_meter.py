@@ -18,6 +18,7 @@ import torch
 
 from minimegatron.core import tracing
 from minimegatron.core.tracing import Call
+from minimegatron.planner.links import KIND_OF_LINK
 
 
 class Kept(NamedTuple):
@@ -47,7 +48,7 @@ class ActivationMeter:
         self.now = 0
         self.peak = 0
         self.after_each: list[int] = []
-        """`now` at the end of each `forward_step` and `backward_step`, in the order they ran."""
+        """`now` at the end of each piece of work (`forward_step`, `backward_step`, ...), in order."""
 
     def __enter__(self) -> "ActivationMeter":
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -75,7 +76,7 @@ class ActivationMeter:
 
     def stop(self, call: Call) -> None:
         """A traced call ends."""
-        if call.name in ("forward-compute", "backward-compute"):
+        if call.name in KIND_OF_LINK:
             self.after_each.append(self.now)
 
     # -- As hooks --

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, Event
+from minimegatron.planner.actions import COMMUNICATE, KINDS, Event
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.step import Step, Transfer
@@ -95,7 +95,7 @@ def _calls(rank: RankTrace, refined: dict[int, Event]) -> Iterator[dict[str, Any
 
 def _name(event: Event, num_chunks: int) -> str:
     action = event.action
-    if action.kind in (FORWARD, BACKWARD):
+    if action.kind in KINDS:
         return unit_name(action.kind, action.microbatch, action.chunk, num_chunks)
     return action.call if action.kind == COMMUNICATE else function_name(event)
 

@@ -3,15 +3,17 @@
 Called by: `minimegatron trace diff`, tests, exercises. Calls: `step` (which knows its plan).
 Torch-free. Megatron has no counterpart.
 
-The comparison is exact: every forward, backward and call of the communicator, in order, with its
-phase and with each message's direction, payload, peer, microbatch, chunk and bytes. Then every
-message itself: the microbatch and chunk that made it must be those that its receiver used it for.
+The comparison is exact: every piece of work and call of the communicator, in order, with its phase
+and with each message's direction, payload, peer, microbatch, chunk and bytes; a pair counts as its two
+parts, because a run does one after the other. Then every message itself: it must reach the rank, and be
+used for the chunk, that the placement says, and for the microbatch that made it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minimegatron.planner.actions import ACTIVATION, Action
+from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.planner.actions import ACTIVATION, Action, parts_of
 from minimegatron.tracing.step import Step, Transfer, plan_of
 
 
@@ -89,15 +91,16 @@ def compare_with_plan(step: Step) -> list[Divergence]:
 def _comparable(
     ranks: Sequence[Sequence[Action]], has_phases: bool, has_bytes: bool
 ) -> list[list[Action]]:
-    if has_phases and has_bytes:
-        return [list(actions) for actions in ranks]
-    return [[_without(action, has_phases, has_bytes) for action in actions] for actions in ranks]
+    return [
+        [_without(part, has_phases, has_bytes) for action in actions for part in parts_of(action)]
+        for actions in ranks
+    ]
 
 
 def _without(action: Action, has_phases: bool, has_bytes: bool) -> Action:
     if not has_phases:
         action = action._replace(phase=None)
-    if not has_bytes:  # their sizes are not known ahead
+    if not has_bytes and action.messages:  # their sizes are not known ahead
         messages = tuple(message._replace(num_bytes=0) for message in action.messages)
         action = action._replace(messages=messages)
     return action
@@ -106,25 +109,31 @@ def _without(action: Action, has_phases: bool, has_bytes: bool) -> Action:
 def wrong_messages(step: Step) -> list[str]:
     """Messages that were never received, or were used for something else than they were made by."""
     problems = []
-    p = step.config.pp_size
     for message in step.transfers:
         what = (
             f"{message.payload} of microbatch {message.sent_unit[0]}, chunk {message.sent_unit[1]} "
             f"from rank {message.sender} to rank {message.receiver}"
         )
+        rank, unit = _destination(message, step.config.placement)
         if message.received_unit is None:
             problems.append(f"the {what} was never received")
-        elif message.received_unit != _destination(message, p):
+        elif message.received_unit != unit:
             problems.append(
                 f"the {what} was used for microbatch {message.received_unit[0]}, "
                 f"chunk {message.received_unit[1]}"
             )
+        elif rank not in (None, message.receiver):
+            problems.append(f"the {what} was meant for rank {rank}")
     return problems
 
 
-def _destination(message: Transfer, p: int) -> tuple[int | None, int | None]:
+def _destination(message: Transfer, placement: Placement) -> tuple[int | None, tuple | None]:
+    """(rank, (microbatch, chunk)) that need the message; no unit if it leads out of the model."""
     microbatch, chunk = message.sent_unit
     if chunk is None:
-        return (None, None)
-    virtual_stage = chunk * p + message.sender + (1 if message.payload == ACTIVATION else -1)
-    return microbatch, virtual_stage // p
+        return None, (None, None)
+    if not 0 <= chunk < placement.num_model_chunks:
+        return None, None
+    after = placement.next_of if message.payload == ACTIVATION else placement.previous_of
+    place = after(message.sender, chunk)
+    return (None, None) if place is None else (place.rank, (microbatch, place.chunk))

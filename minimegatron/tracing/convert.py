@@ -5,13 +5,15 @@ Called by: `recorder`, once, after the last call. Calls: `planner.actions` (the 
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
 from minimegatron.planner import schedules
 from minimegatron.planner.actions import (
     BACKWARD,
+    CALL,
     COMMUNICATE,
     COOLDOWN,
     FORWARD,
@@ -20,19 +22,19 @@ from minimegatron.planner.actions import (
     Action,
     Event,
     Message,
+    parts_of,
 )
+from minimegatron.planner.links import KIND_OF_LINK
+from minimegatron.planner.plan import Plan, plan_config_from_json
 from minimegatron.planner.registry import schedule_names
 from minimegatron.planner.stage import PlanConfig
 from minimegatron.tracing.clock import Alignment, to_rank_0
-from minimegatron.tracing.identity import METHODS, SeenMessage
+from minimegatron.tracing.identity import CALLS, SeenMessage
 from minimegatron.tracing.rank_trace import ClockFigures, RankTrace
 from minimegatron.tracing.source_text import SourceTexts, module_name, short_path
 from minimegatron.tracing.step import plan_of
 
-CALL = "call"
-"""The kind of an event that is no action of the schedule."""
-
-_KINDS = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
+PlanOf = Callable[[PlanConfig], Plan]
 
 
 def to_rank_trace(recorder: Any, begin: Alignment, end: Alignment | None) -> RankTrace:
@@ -53,7 +55,7 @@ def to_rank_trace(recorder: Any, begin: Alignment, end: Alignment | None) -> Ran
             max(alignment.worst_residual for alignment in ends) / 1e3,
             begin.is_shared,
         ),
-        pace=None if surroundings.pace is None else asdict(surroundings.pace),
+        pace=None if surroundings.pace is None else surroundings.pace.lengths(),
         is_cut=recorder.is_cut,
         events=events,
         stacks=converter.texts.stacks,
@@ -122,6 +124,7 @@ class _Converter:
             attributes["shape"] = list(finding.messages[0].shape)
             attributes["dtype"] = finding.messages[0].dtype
         if finding is not None and finding.ordinal is not None:
+            attributes.pop("number", None)
             attributes["ordinal"] = finding.ordinal
         return attributes
 
@@ -137,8 +140,8 @@ class _Converter:
         return start, end
 
     def _action(self, record: Any, parent: Event | None, attributes: dict[str, Any]) -> Action:
-        method, finding = METHODS.get(record.name), record.finding
-        if method is not None and finding is not None:
+        finding = record.finding
+        if record.name in CALLS and finding is not None:
             return Action(
                 COMMUNICATE,
                 self._pp_rank,
@@ -151,7 +154,7 @@ class _Converter:
             microbatch, chunk = finding.unit
         elif parent is not None and parent.action.kind != COMMUNICATE and microbatch is None:
             microbatch, chunk = parent.action.microbatch, parent.action.chunk
-        kind = _KINDS.get(record.name, CALL)
+        kind = KIND_OF_LINK.get(record.name, CALL)
         return Action(kind, self._pp_rank, None, microbatch, chunk)
 
 
@@ -174,33 +177,39 @@ def _with_phases(events: list[Event]) -> list[Event]:
             steps[step], configs[step] = [], event.attributes["config"]
         elif event.action.kind != CALL and step in steps:
             steps[step].append(index)
+    planned = lru_cache(maxsize=4)(plan_of)  # most steps of a recording have one plan
     for step, indices in steps.items():
         actions = [events[index].action for index in indices]
-        phases = phases_of(actions, configs[step])
+        phases = phases_of(actions, plan_config_from_json(configs[step]), planned)
         for index, phase in zip(indices, phases, strict=True):
             event = events[index]
             events[index] = replace(event, action=event.action._replace(phase=phase))
     return events
 
 
-def phases_of(actions: list[Action], config: dict[str, Any]) -> list[str | None]:
+def phases_of(
+    actions: list[Action], config: PlanConfig, planned: PlanOf = plan_of
+) -> list[str | None]:
     """The phase of each action of one rank's step.
 
-    A forward or backward has the phase that the schedule's arithmetic gives it. A call that only
-    receives belongs to what follows it; any other call, to what it follows.
+    Of the written schedules, a forward or backward has the phase that the schedule's arithmetic gives
+    it. A call that only receives belongs to what follows it; any other call, to what it follows. Other
+    schedules, and those whose messages were lowered, say it in their plan (`planned`).
     """
-    if config["schedule"] == schedules.NO_PIPELINING:
+    if config.schedule == schedules.NO_PIPELINING and config.wire is None:
         return [STEADY] * len(actions)
-    if config["schedule"] not in (schedules.ONE_F_ONE_B, schedules.INTERLEAVED):
-        return _planned_phases(actions, config)
+    is_written = config.schedule in (schedules.ONE_F_ONE_B, schedules.INTERLEAVED)
+    if not is_written or config.wire is not None:
+        return _planned_phases(actions, config, planned)
+    is_interleaved = config.schedule == schedules.INTERLEAVED
     counts = count_rank_microbatches(
-        config["pp_size"],
+        config.pp_size,
         actions[0].rank if actions else 0,
-        config["num_microbatches"],
-        config["num_model_chunks"],
-        config["microbatch_group_size_per_vp_stage"] or 0,
-        is_interleaved=config["schedule"] == schedules.INTERLEAVED,
-        forward_only=config["forward_only"] and config["schedule"] == schedules.INTERLEAVED,
+        config.num_microbatches,
+        config.num_model_chunks,
+        config.microbatch_group_size_per_vp_stage or 0,
+        is_interleaved=is_interleaved,
+        forward_only=config.forward_only and is_interleaved,
     )
     phases: list[str | None] = [None] * len(actions)
     num_forwards = num_backwards = 0
@@ -212,7 +221,7 @@ def phases_of(actions: list[Action], config: dict[str, Any]) -> list[str | None]
             phases[index] = STEADY if num_backwards < counts.num_remaining else COOLDOWN
             num_backwards += 1
     _fill_from_neighbours(phases, actions)
-    if config["schedule"] == schedules.INTERLEAVED:
+    if is_interleaved:
         # Its first call belongs to warm-up even on a stage that has nothing to warm up.
         phases = [
             WARMUP if a.call == "recv_forward" else phase
@@ -221,15 +230,19 @@ def phases_of(actions: list[Action], config: dict[str, Any]) -> list[str | None]
     return phases
 
 
-def _planned_phases(actions: list[Action], config: dict[str, Any]) -> list[str | None]:
-    """The phases that a user's own schedule gives its actions, where the run did just these."""
+def _planned_phases(actions: list[Action], config: PlanConfig, planned: PlanOf) -> list[str | None]:
+    """The phases that the plan gives its actions, where the run did just these."""
     unknown: list[str | None] = [None] * len(actions)
-    if config["schedule"] not in schedule_names() or not actions:
+    if config.schedule not in schedule_names() or not actions:
         return unknown
-    planned = plan_of(PlanConfig(**config)).ranks[actions[0].rank]
-    if [action._replace(phase=None) for action in planned] != actions:
+    try:
+        plan = planned(config)
+    except ValueError:  # a run that no plan has is still worth its recording
         return unknown
-    return [action.phase for action in planned]
+    in_plan = [part for action in plan.ranks[actions[0].rank] for part in parts_of(action)]
+    if [action._replace(phase=None) for action in in_plan] != actions:
+        return unknown
+    return [action.phase for action in in_plan]
 
 
 def _fill_from_neighbours(phases: list[str | None], actions: list[Action]) -> None:

@@ -6,7 +6,7 @@ counterpart.
 
 from collections.abc import Iterator
 
-from minimegatron.planner.actions import BACKWARD, FORWARD
+from minimegatron.planner.actions import KINDS
 from minimegatron.tracing.compare import Divergence, first_divergences
 from minimegatron.tracing.step import Gap, Step
 from minimegatron.tracing.words import action_name, gap_words, milliseconds, percent, step_title
@@ -53,10 +53,10 @@ def _times(a: Step, b: Step) -> Iterator[str]:
         f"{percent(b.bubble_over_total):>12}{'':9}{beside}"
     )
     for rank in range(len(a.stages)):
-        for kind in (FORWARD, BACKWARD):
-            lengths = [_mean_length(step, rank, kind) for step in (a, b)]
+        for kind in KINDS.values():
+            lengths = [_mean_length(step, rank, kind.name) for step in (a, b)]
             if any(lengths):
-                yield _row(f"stage {rank}: mean {kind}", *lengths)
+                yield _row(f"stage {rank}: mean {kind.words}", *lengths)
         for name in ("waiting", "transfer"):
             sums = [sum(getattr(gap, name) for gap in step.gaps(rank)) for step in (a, b)]
             yield _row(f"stage {rank}: {name}", *sums)

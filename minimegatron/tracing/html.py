@@ -13,7 +13,7 @@ or two letters long, since there are thousands of events:
   what it waited for, `x` words;
 * a message: `a` [stage, index, time] of its start, `b` the same of its arrival, `d` index of the work
   that made it, `u` of the work that used it, `x` words;
-* a bar of the plan: `k`, `a`, `c`, `s`, `l`.
+* a bar of the plan: `k`, `a`, `c`, `s`, `l`; of a pair, `h` [its place, how many there are].
 """
 
 import os
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from minimegatron.core.json_text import json_for_html
-from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, Event
+from minimegatron.planner.actions import COMMUNICATE, KINDS, Event, parts_of
 from minimegatron.planner.render_svg import shade, text_colour
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.rank_trace import RankTrace
@@ -132,8 +132,9 @@ def _step_data(
             kind: [
                 [colour, text_colour(colour)] for colour in (shade(kind, c, v) for c in range(v))
             ]
-            for kind in (FORWARD, BACKWARD)
+            for kind in step.all_kinds
         },
+        "words": {kind: KINDS[kind].words for kind in step.all_kinds},
         "figures": _figures(step),
         "length": _us(max(step.makespan, float(step.simulation.makespan))),
         "ranks": [
@@ -205,7 +206,7 @@ def _event(step: Step, rank: int, index: int, texts: _Texts) -> dict[str, Any]:
         words.append("not finished")
     optional = {
         "p": event.parent if event.parent in step.events[rank] else None,
-        "a": action_name(action, v) if action.kind in (FORWARD, BACKWARD, COMMUNICATE) else None,
+        "a": action_name(action, v) if action.kind in (*KINDS, COMMUNICATE) else None,
         "m": action.microbatch,
         "c": action.chunk,
         "ph": action.phase,
@@ -233,16 +234,18 @@ def _planned(step: Step, rank: int) -> list[dict[str, Any]]:
     simulation, v = step.simulation, step.config.num_model_chunks
     return [
         {
-            "k": action.kind,
-            "a": action_name(action, v),
-            "c": action.chunk,
+            "k": part.kind,
+            "a": action_name(part, v),
+            "c": part.chunk,
             "s": _us(float(start)),
             "l": _us(float(end - start)),
+            **({"h": [place, len(action.parts)]} if action.parts else {}),
         }
         for action, start, end in zip(
             simulation.plan.ranks[rank], simulation.starts[rank], simulation.ends[rank], strict=True
         )
         if action.kind != COMMUNICATE
+        for place, part in enumerate(parts_of(action))
     ]
 
 

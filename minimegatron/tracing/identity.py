@@ -9,6 +9,9 @@ Only `forward_step` is told its microbatch. The rest follows from which object i
 * what was received is the input of a forward step, or the gradient given to a backward step;
 * what a backward step returned is the gradient that is sent.
 
+The step of the weight gradients takes no tensor and names its microbatch itself. What one stage hands
+to the next on the same rank is not received, and so belongs to no message.
+
 In which order a call's messages were started follows from the calls of the transport within it.
 
 No schedule has to say anything, so one that mixes up its tensors is seen to do so. Tensors are
@@ -22,9 +25,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minimegatron.core.tracing import Call
-from minimegatron.planner.actions import ACTIVATION, GRADIENT, RECEIVE, SEND
+from minimegatron.planner.actions import ACTIVATION, GRADIENT, KINDS, RECEIVE, SEND
+from minimegatron.planner.links import KIND_OF_LINK
 
 PAYLOADS = (ACTIVATION, GRADIENT)
+
+Channel = tuple[str, str, int]
+"""(direction, payload, peer): messages of one channel travel in order."""
 
 
 class Unit(NamedTuple):
@@ -42,7 +49,7 @@ class SeenMessage:
     payload: str
     peer: int
     ordinal: int
-    """How many of this direction and payload came before it in this step."""
+    """How many of this direction, payload and peer came before it in this step."""
     num_bytes: int
     shape: tuple[int, ...]
     dtype: str
@@ -78,7 +85,11 @@ METHODS = {
         (("output_tensor", ACTIVATION), ("input_tensor_grad", GRADIENT)), (ACTIVATION, GRADIENT)
     ),
 }
-"""The communicator's nine methods, by the names they are traced under."""
+"""Megatron's nine methods of the communicator, by the names they are traced under."""
+
+EXCHANGE = "exchange"
+"""The communicator's own method: its messages name their peers themselves."""
+CALLS = (*METHODS, EXCHANGE)
 
 
 @dataclass(slots=True)
@@ -90,8 +101,8 @@ class Finding:
     overlap: bool = False
     ordinal: int | None = None
     """Of the message that a call below the communicator starts or waits for."""
-    started: list[tuple[str, str]] = field(default_factory=list)
-    """(direction, payload) of each message that the transport was given, in that order."""
+    started: list[Channel] = field(default_factory=list)
+    """The channel of each message that the transport was given, in that order."""
 
     def messages_as_started(self) -> list[SeenMessage]:
         """The messages in the order of `started`. Last come those that no transport was given."""
@@ -99,7 +110,7 @@ class Finding:
         in_order = []
         for key in self.started:
             for place, message in enumerate(waiting):
-                if (message.direction, message.payload) == key:
+                if (message.direction, message.payload, message.peer) == key:
                     in_order.append(waiting.pop(place))
                     break
         return in_order + waiting
@@ -128,15 +139,18 @@ class UnitFinder:
 
     def begin_step(self) -> None:
         """Forgets all tensors and starts counting messages anew."""
-        self._unit_of_output, self._unit_of_grad = _ByIdentity(), _ByIdentity()
+        self._made_by = {payload: _ByIdentity() for payload in PAYLOADS}
         self._received = _ByIdentity()
-        self._num_messages: dict[tuple[str, str], int] = defaultdict(int)
-        self._num_started: dict[tuple[str, str], int] = defaultdict(int)
-        self._num_awaited: dict[tuple[str, str], int] = defaultdict(int)
+        self._num_messages: dict[Channel, int] = defaultdict(int)
+        self._num_started: dict[Channel, int] = defaultdict(int)
+        self._num_awaited: dict[Channel, int] = defaultdict(int)
         self._exchange = Finding()
 
     def begin(self, call: Call) -> Finding | None:
         """What can be told when a call begins: sizes of sends must be read before they are freed."""
+        kind = KIND_OF_LINK.get(call.name)
+        if kind is not None:
+            return self._BEGIN_WORK[KINDS[kind].takes](self, call)
         begin = self._BEGIN.get(call.name)
         return None if begin is None else begin(self, call)
 
@@ -144,14 +158,14 @@ class UnitFinder:
         """Adds what only the result tells. Nothing if the call raised."""
         if call.result is None:
             return
-        if call.name == "forward-compute":
-            for tensor in _tensors(call.result[0]):
-                self._unit_of_output[tensor] = finding.unit
-        elif call.name == "backward-compute":
-            for tensor in _tensors(call.result):
-                self._unit_of_grad[tensor] = finding.unit
-        elif call.name in METHODS:
-            self._end_exchange(call, METHODS[call.name], finding)
+        if call.name in METHODS:
+            self._end_method(call, METHODS[call.name], finding)
+        elif call.name == EXCHANGE:
+            self._end_exchange(call, finding)
+        elif (kind := KIND_OF_LINK.get(call.name)) is not None and KINDS[kind].gives:
+            made = call.result[0] if KINDS[kind].gives == ACTIVATION else call.result
+            for tensor in _tensors(made):
+                self._made_by[KINDS[kind].gives][tensor] = finding.unit
 
     # -- Forwards and backwards --
 
@@ -163,9 +177,12 @@ class UnitFinder:
     def _begin_backward(self, call: Call) -> Finding:
         unit = None
         for tensor in _tensors(call.arguments["output_tensor"]):
-            unit = self._unit_of_output.get(tensor)
+            unit = self._made_by[ACTIVATION].get(tensor)
         self._use(call.arguments["output_tensor_grad"], unit)
         return Finding(unit)
+
+    def _begin_weight(self, call: Call) -> Finding:
+        return Finding(Unit(call.attributes.get("microbatch"), call.attributes.get("chunk", 0)))
 
     def _use(self, received: Any, unit: Unit | None) -> None:
         for tensor in _tensors(received):
@@ -175,39 +192,57 @@ class UnitFinder:
 
     # -- Messages --
 
-    def _begin_exchange(self, call: Call) -> Finding:
+    def _begin_method(self, call: Call) -> Finding:
         method, arguments = METHODS[call.name], call.arguments
         finding = Finding(messages=[], overlap=bool(arguments.get("overlap_p2p_comm")))
         if method.silent_if is None or not arguments[method.silent_if]:
             for argument, payload in method.sends:
-                units = self._unit_of_output if payload == ACTIVATION else self._unit_of_grad
                 for tensor in _tensors(arguments[argument]):
-                    message = self._message(call, SEND, payload, tensor)
-                    message.unit = units.get(tensor)
-                    finding.messages.append(message)
+                    peer = _neighbour(call, SEND, payload)
+                    finding.messages.append(self._sent(payload, peer, tensor))
         self._exchange = finding
         return finding
 
-    def _end_exchange(self, call: Call, method: _Method, finding: Finding) -> None:
+    def _end_method(self, call: Call, method: _Method, finding: Finding) -> None:
         result = call.result
         if finding.overlap:
             result = result[0]
         results = result if len(method.receives) > 1 else (result,)
         for payload, received in zip(method.receives, results, strict=False):
             for tensor in _tensors(received):
-                message = self._message(call, RECEIVE, payload, tensor)
-                self._received[tensor] = message
-                finding.messages.append(message)
+                peer = _neighbour(call, RECEIVE, payload)
+                finding.messages.append(self._expected(payload, peer, tensor))
 
-    def _message(self, call: Call, direction: str, payload: str, tensor: Any) -> SeenMessage:
-        communicator = call.arguments["self"]
-        goes_on = (direction == SEND) == (payload == ACTIVATION)
-        ordinal = self._num_messages[direction, payload]
-        self._num_messages[direction, payload] += 1
+    def _begin_exchange(self, call: Call) -> Finding:
+        finding = Finding(messages=[], overlap=True)
+        for message in call.arguments["messages"]:
+            if message.is_send and message.payload in PAYLOADS:
+                finding.messages.append(self._sent(message.payload, message.peer, message.tensor))
+        self._exchange = finding
+        return finding
+
+    def _end_exchange(self, call: Call, finding: Finding) -> None:
+        for message, result in zip(call.arguments["messages"], call.result, strict=False):
+            if not message.is_send and message.payload in PAYLOADS:
+                seen = self._expected(message.payload, message.peer, result.tensor)
+                finding.messages.append(seen)
+
+    def _sent(self, payload: str, peer: int, tensor: Any) -> SeenMessage:
+        message = self._message(SEND, payload, peer, tensor)
+        message.unit = self._made_by[payload].get(tensor)
+        return message
+
+    def _expected(self, payload: str, peer: int, tensor: Any) -> SeenMessage:
+        message = self._received[tensor] = self._message(RECEIVE, payload, peer, tensor)
+        return message
+
+    def _message(self, direction: str, payload: str, peer: int, tensor: Any) -> SeenMessage:
+        ordinal = self._num_messages[direction, payload, peer]
+        self._num_messages[direction, payload, peer] += 1
         return SeenMessage(
             direction,
             payload,
-            communicator.next_rank if goes_on else communicator.prev_rank,
+            peer,
             ordinal,
             tensor.numel() * tensor.element_size(),
             tuple(tensor.shape),
@@ -215,31 +250,51 @@ class UnitFinder:
         )
 
     def _begin_start(self, call: Call) -> Finding | None:
-        finding = self._count(call, self._num_started)
-        if finding is not None:  # the exchange that began last is the one that starts messages
-            direction = SEND if call.attributes["doing"] == "sending" else RECEIVE
-            self._exchange.started.append((direction, call.attributes["payload"]))
-        return finding
+        channel = _channel(call)
+        if channel is None:
+            return None
+        # The exchange that began last is the one that starts messages.
+        self._exchange.started.append(channel)
+        return Finding(ordinal=_count(self._num_started, channel))
 
     def _begin_wait(self, call: Call) -> Finding | None:
-        return self._count(call, self._num_awaited)
-
-    def _count(self, call: Call, counts: dict[tuple[str, str], int]) -> Finding | None:
-        # Messages of one kind travel between two stages in order, so counting is enough here.
-        payload = call.attributes["payload"]
-        if payload not in PAYLOADS:
+        channel = _channel(call)
+        if channel is None:
             return None
-        key = (SEND if call.attributes["doing"] == "sending" else RECEIVE, payload)
-        counts[key] += 1
-        return Finding(ordinal=counts[key] - 1)
+        # Where messages are awaited in another order than they were started, a wait says which it is.
+        counted = _count(self._num_awaited, channel)
+        return Finding(ordinal=call.attributes.get("number", counted))
 
+    _BEGIN_WORK = {ACTIVATION: _begin_forward, GRADIENT: _begin_backward, None: _begin_weight}
+    """By the payload that a kind of work takes."""
     _BEGIN = {
-        "forward-compute": _begin_forward,
-        "backward-compute": _begin_backward,
         "p2p-start": _begin_start,
         "p2p-wait": _begin_wait,
-        **dict.fromkeys(METHODS, _begin_exchange),
+        EXCHANGE: _begin_exchange,
+        **dict.fromkeys(METHODS, _begin_method),
     }
+
+
+def _neighbour(call: Call, direction: str, payload: str) -> int:
+    """Whom Megatron's methods send a payload to, or receive it from."""
+    communicator = call.arguments["self"]
+    goes_on = (direction == SEND) == (payload == ACTIVATION)
+    return communicator.next_rank if goes_on else communicator.prev_rank
+
+
+def _channel(call: Call) -> Channel | None:
+    """Of the message that a call starts or awaits; None for a message of sizes."""
+    attributes = call.attributes
+    if attributes["payload"] not in PAYLOADS:
+        return None
+    direction = SEND if attributes["doing"] == "sending" else RECEIVE
+    return direction, attributes["payload"], attributes["peer"]
+
+
+def _count(counts: dict[Channel, int], channel: Channel) -> int:
+    """How many came before this one; counts it."""
+    counts[channel] += 1
+    return counts[channel] - 1
 
 
 def _tensors(tensors: Any) -> list:

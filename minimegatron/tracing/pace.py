@@ -1,8 +1,8 @@
 """Paced runs: every forward and backward padded to a fixed length, so that a laptop draws textbooks.
 
 Called by: people, `training.pretrain` (for `--pace-forward-ms`, `--pace-backward-ms`). Calls:
-`core.tracing`: the padding happens where `forward_step` and `backward_step` are observed, so the
-schedules know nothing of it. Megatron has no counterpart.
+`core.tracing`: the padding happens where the links of work (`forward_step`, `backward_step`, ...) are
+observed, so the schedules know nothing of it. Megatron has no counterpart.
 
 Everything else is real: processes, tensors, messages, losses, gradients. A stage that sleeps leaves
 the processor to the others, as a stage on a device of its own would. Recordings of paced runs, and
@@ -19,6 +19,8 @@ import torch
 from minimegatron.core import tracing
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_device
+from minimegatron.planner.links import KIND_OF_LINK
+from minimegatron.tracing.rank_trace import paced_ms
 
 SPIN_SECONDS = 0.0005
 """The end of each pause is waited for awake: sleeping overshoots by a few tenths of a millisecond."""
@@ -26,22 +28,31 @@ SPIN_SECONDS = 0.0005
 
 @dataclass(frozen=True)
 class Pace:
-    """Milliseconds that one forward and one backward of one chunk take, at least."""
+    """Milliseconds that one forward and one backward of one chunk take, at least.
+
+    Where a schedule splits its backwards, either part takes half of `backward_ms`, or its own length.
+    """
 
     forward_ms: float
     backward_ms: float
+    backward_input_ms: float | None = None
+    backward_weight_ms: float | None = None
 
     def __post_init__(self) -> None:
-        for name, length in asdict(self).items():
+        for name, length in self.lengths().items():
             if not 0 <= length < float("inf"):
                 raise ValueError(f"{name} is {length}; give 0 or more milliseconds")
 
+    def lengths(self) -> dict[str, float]:
+        """Those that were given, by name."""
+        return {name: length for name, length in asdict(self).items() if length is not None}
+
     def __str__(self) -> str:
-        return f"{self.forward_ms:g}/{self.backward_ms:g} ms"
+        return "/".join(f"{length:g}" for length in self.lengths().values()) + " ms"
 
 
 class Pacer:
-    """An observer that holds each forward and backward back until its time is over.
+    """An observer that holds each piece of work back until its time is over.
 
     `num_late` counts those that took longer than the pace by themselves: with any, the pace is too
     fast for this machine.
@@ -50,10 +61,8 @@ class Pacer:
     def __init__(self, pace: Pace):
         self.pace = pace
         self.num_late = 0
-        self._seconds = {
-            "forward-compute": pace.forward_ms / 1e3,
-            "backward-compute": pace.backward_ms / 1e3,
-        }
+        lengths = pace.lengths()
+        self._seconds = {link: paced_ms(lengths, kind) / 1e3 for link, kind in KIND_OF_LINK.items()}
         self._began = 0.0
 
     def start(self, call: Call) -> None:
@@ -79,15 +88,21 @@ _current: list[Pacer] = []
 
 
 @contextmanager
-def pace(forward_ms: float, backward_ms: float) -> Iterator[Pacer]:
+def pace(
+    forward_ms: float,
+    backward_ms: float,
+    backward_input_ms: float | None = None,
+    backward_weight_ms: float | None = None,
+) -> Iterator[Pacer]:
     """Pads every forward and backward that runs inside the `with` block.
 
-    Lengths are those of one microbatch in one chunk. Raises ValueError for negative ones, and
+    Lengths are those of one microbatch in one chunk; the last two are those of a split backward's
+    parts, half of `backward_ms` each unless given. Raises ValueError for negative ones, and
     inside another `pace`.
     """
     if _current:
         raise ValueError(f"this is paced already, to {_current[0].pace}; end that first")
-    pacer = Pacer(Pace(forward_ms, backward_ms))
+    pacer = Pacer(Pace(forward_ms, backward_ms, backward_input_ms, backward_weight_ms))
     _current.append(pacer)
     tracing.add_observer(pacer, innermost=True)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimegatron.planner.actions import BACKWARD, FORWARD
+from minimegatron.planner.actions import COMMUNICATE, KINDS, parts_of
 from minimegatron.planner.render_svg import shade, text_colour
 from minimegatron.tracing.step import Step
 from minimegatron.tracing.words import late_words, milliseconds, pace_words, percent, step_title
@@ -177,13 +177,17 @@ class _Gantt:
         for action, start, end in zip(
             simulation.plan.ranks[rank], simulation.starts[rank], simulation.ends[rank], strict=True
         ):
-            if action.kind in (FORWARD, BACKWARD):
+            if action.kind == COMMUNICATE:
+                continue
+            parts = parts_of(action)  # a pair's two start and end together: one below the other
+            height = 0.13 / len(parts)
+            for place, part in enumerate(parts):
                 self.axes.broken_barh(
                     [(float(start) / 1e3, float(end - start) / 1e3)],
-                    (rank * ROW + BAR / 2 + 0.05, 0.13),
-                    facecolor=shade(action.kind, action.chunk or 0, num_chunks),
+                    (rank * ROW + BAR / 2 + 0.05 + place * height, height),
+                    facecolor=shade(part.kind, part.chunk or 0, num_chunks),
                     edgecolor=self.theme.paper,
-                    linewidth=0.8,
+                    linewidth=0.8 / len(parts),
                     zorder=3,
                 )
 
@@ -235,11 +239,10 @@ class _Gantt:
 
         num_chunks, theme = self.step.config.num_model_chunks, self.theme
         handles = []
-        for kind in (FORWARD, BACKWARD):
-            if kind == BACKWARD and self.step.config.forward_only:
-                continue
+        for kind in self.step.kinds:
+            words = KINDS[kind].words
             for chunk in range(num_chunks):
-                label = kind if num_chunks == 1 else f"{kind}, chunk {chunk}"
+                label = words if num_chunks == 1 else f"{words}, chunk {chunk}"
                 handles.append(Patch(facecolor=shade(kind, chunk, num_chunks), label=label))
         handles.append(
             Patch(

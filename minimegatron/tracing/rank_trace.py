@@ -26,11 +26,13 @@ An event's `attributes`, each only where it applies:
 | `transfer` | of the wait for a message, what is left after `wait` |
 | `host_start`, `host_end` | on a GPU, when the program made the call; `start` and `end` are the GPU's |
 | `unfinished` | the call had not returned when the recording ended |
+
+`ordinal` counts a step's messages of one direction and payload to or from one peer.
 """
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +40,8 @@ from typing import Any
 
 from minimegatron.core.json_text import read_json
 from minimegatron.planner.actions import (
+    FORWARD,
+    KINDS,
     SCHEMA_VERSION,
     Event,
     timeline_from_json,
@@ -46,6 +50,22 @@ from minimegatron.planner.actions import (
 from minimegatron.tracing.recording_shape import check_recording
 
 AXES = ("pp", "tp", "dp", "cp")
+VERSIONS = range(1, SCHEMA_VERSION + 1)
+
+
+def paced_ms(pace: Mapping[str, float], kind: str) -> float:
+    """How long a piece of work takes in a paced run, at least.
+
+    A backward that computes one gradient takes half of one that computes both, unless told otherwise.
+
+    >>> pace = {"forward_ms": 10.0, "backward_ms": 20.0, "backward_weight_ms": 8.0}
+    >>> [paced_ms(pace, kind) for kind in ("forward", "backward-input", "backward-weight")]
+    [10.0, 10.0, 8.0]
+    """
+    own = pace.get(f"{KINDS[kind].cost}_ms")
+    if own is not None or kind == FORWARD:
+        return own
+    return pace["backward_ms"] * len(KINDS[kind].computes) / 2
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,7 @@ class RankTrace:
     device: str = "cpu"
     clock: ClockFigures = ClockFigures()
     pace: dict[str, float] | None = None
-    """{"forward_ms", "backward_ms"} where computation was padded to a fixed length."""
+    """Where computation was padded to fixed lengths: those of `pace.Pace`, for `paced_ms`."""
     is_cut: bool = False
     events: list[Event] = field(default_factory=list)
     stacks: list[list[tuple[str, int]]] = field(default_factory=list)
@@ -199,7 +219,8 @@ def load_ranks(directory: str | os.PathLike) -> list[RankTrace]:
 def _load_rank(path: Path) -> RankTrace:
     data = read_json(path)
     try:
-        if isinstance(data, dict) and "rank" in data and data.get("version") == SCHEMA_VERSION:
+        is_readable = isinstance(data, dict) and data.get("version") in VERSIONS
+        if is_readable and "rank" in data:
             check_recording(data)
         return RankTrace.from_json(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Union
 
-from minimegatron.planner.actions import COMMUNICATE
-from minimegatron.planner.stage import PlanConfig
+from minimegatron.planner.actions import COMMUNICATE, PAIR
+from minimegatron.planner.plan import plan_config_from_json
 
 NUMBER = (int, float)
 LARGEST = 1e15
@@ -17,7 +17,7 @@ LARGEST = 1e15
 MOST_NESTED = 200
 """Traced calls within each other; a step has about twenty."""
 MOST_RANKS = 1_000_000
-"""Ranks of a job: more than anybody has."""
+"""Ranks of a job: more than anybody has. Stages of a model likewise."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,11 @@ CONFIG = Keys(
         "overlap_p2p_comm": bool,
         "batch_p2p_comm": bool,
         "message_bytes": int,
+        "placement": (dict, NOTHING),
+        "wire": (str, NOTHING),
     },
 )
+PLACEMENT = Keys({"name": str, "stages": [[int]]}, {})
 ATTRIBUTES = Keys(
     {},
     {
@@ -105,7 +108,10 @@ CLOCK = Keys(
     {},
     {"offset_us": NUMBER, "residual_us": NUMBER, "worst_residual_us": NUMBER, "is_shared": bool},
 )
-PACE = Keys({"forward_ms": NUMBER, "backward_ms": NUMBER}, {})
+PACE = Keys(
+    {"forward_ms": NUMBER, "backward_ms": NUMBER},
+    {"backward_input_ms": NUMBER, "backward_weight_ms": NUMBER},
+)
 ABOUT = Keys(
     {"rank": int, "world_size": int, "coordinates": Keys(AXES, {}), "sizes": Keys(AXES, {})},
     {"device": str, "clock": CLOCK, "is_cut": bool},
@@ -145,6 +151,8 @@ def check_recording(data: Any) -> None:
             raise ValueError(f"{where}.waits_for is no pair of a rank and an index")
         if event["kind"] == COMMUNICATE and event.get("call") is None:
             raise ValueError(f"{where} is a communication without a call")
+        if event["kind"] == PAIR:
+            raise ValueError(f"{where} is a pair; a recording holds the two parts, one by one")
         _check_together(event, attributes, where)
         if attributes.get("step") not in {None, *steps}:
             steps.add(attributes["step"])
@@ -179,14 +187,26 @@ def _check_together(event: dict[str, Any], attributes: dict[str, Any], where: st
 
 def _check_config(config: dict[str, Any], num_stages: int, num_events: int, where: str) -> None:
     """A plan is made of it; so it must not ask for more than was recorded."""
-    try:
-        of_plan = PlanConfig(**config)
-    except TypeError as error:
-        raise ValueError(f"{where} is no plan's: {error}") from None
-    if of_plan.pp_size != num_stages:
-        raise ValueError(f"{where} has {of_plan.pp_size} stages, but the rank's pp is {num_stages}")
-    if of_plan.num_microbatches * of_plan.num_model_chunks > num_events:
+    if config.get("placement") is not None:
+        _check(config["placement"], PLACEMENT, f"{where}.placement")
+    # Sizes come first: the config itself makes a table of all stages.
+    p, v = config["pp_size"], config.get("num_model_chunks", 1)
+    if p != num_stages:
+        raise ValueError(f"{where} has {p} stages, but the rank's pp is {num_stages}")
+    if config["num_microbatches"] * v > num_events:
         raise ValueError(f"{where} has more microbatches than there are {num_events} events")
+    if p * v > MOST_RANKS:
+        raise ValueError(f"{where} has {p * v} stages and chunks; up to {MOST_RANKS} are read")
+    try:
+        of_plan = plan_config_from_json(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} is no plan's: {error}") from None
+    placed = (of_plan.placement.pp_size, of_plan.placement.num_model_chunks)
+    if placed != (p, v):
+        raise ValueError(
+            f"{where}.placement has {placed[0]} ranks of {placed[1]} chunks, but pp_size is {p} and "
+            f"num_model_chunks is {v}"
+        )
 
 
 def _check(value: Any, shape: Shape, where: str) -> None:

@@ -17,23 +17,24 @@ from functools import cached_property
 from typing import Any
 
 from minimegatron.planner.actions import (
-    ACTIVATION,
     BACKWARD,
     COMMUNICATE,
     FORWARD,
+    KINDS,
     RECEIVE,
     SEND,
     Action,
     Event,
     Message,
+    parts_of,
 )
 from minimegatron.planner.formulas import Formula, bubble_formulas
-from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan import Plan, plan, plan_config_from_json
 from minimegatron.planner.registry import schedule_names
 from minimegatron.planner.simulator import Costs, Simulation, simulate
 from minimegatron.planner.stage import PlanConfig
 from minimegatron.planner.transport import BUFFERED
-from minimegatron.tracing.rank_trace import RankTrace
+from minimegatron.tracing.rank_trace import RankTrace, paced_ms
 
 Place = tuple[int, int]
 """(stage, index of an event in that stage's recording)."""
@@ -72,9 +73,9 @@ class Gap:
     start: float
     end: float
     before: int | None
-    """Index of the forward or backward that ends the gap; None for the end of the step."""
+    """Index of the work that ends the gap; None for the end of the step."""
     waits_for: Place | None
-    """The forward or backward of another stage that the gap waited for longest."""
+    """The work of another stage that the gap waited for longest."""
     waiting: float
     """Of the gap: until that stage, and others, had begun to send."""
     transfer: float
@@ -101,25 +102,38 @@ class Step:
             for stage, indices in zip(stages, self.indices, strict=True)
         ]
         schedule_run = stages[0].events[self.indices[0][0]]
-        self.config = PlanConfig(**schedule_run.attributes["config"])
+        self.config = plan_config_from_json(schedule_run.attributes["config"])
         self.transfers = _match(self)
         _split_waits(self)
 
     @property
     def pace(self) -> dict[str, float] | None:
-        """{"forward_ms", "backward_ms"} if computation was padded."""
+        """{"forward_ms", "backward_ms", ...} if computation was padded."""
         return next((stage.pace for stage in self.stages if stage.pace), None)
 
     @property
     def num_late(self) -> int:
-        """Forwards and backwards of a paced run that took clearly longer than the pace."""
+        """Pieces of work of a paced run that took clearly longer than the pace."""
         if self.pace is None:
             return 0
-        pace = {FORWARD: self.pace["forward_ms"] * 1e3, BACKWARD: self.pace["backward_ms"] * 1e3}
+        pace = {kind: 1e3 * paced_ms(self.pace, kind) for kind in self.kinds}
         events = [self.event(place) for place in self._all_work()]
         return sum(
             event.end - event.start > LATE * pace[event.action.kind] + 100 for event in events
         )
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """The kinds of work that the step did, in the order of `KINDS`."""
+        found = {self.event(place).action.kind for place in self._all_work()}
+        return [kind for kind in KINDS if kind in found]
+
+    @cached_property
+    def all_kinds(self) -> list[str]:
+        """Forward, backward, and what else was done or planned, in the order of `KINDS`."""
+        work = (part for actions in self.plan.ranks for a in actions for part in parts_of(a))
+        found = {FORWARD, BACKWARD, *self.kinds, *(part.kind for part in work)}
+        return [kind for kind in KINDS if kind in found]
 
     def event(self, place: Place) -> Event:
         """The event at (stage, index)."""
@@ -131,8 +145,8 @@ class Step:
 
     @cached_property
     def action_indices(self) -> list[list[int]]:
-        """Per stage, the indices of its actions: forwards, backwards, communicator calls."""
-        kinds = (FORWARD, BACKWARD, COMMUNICATE)
+        """Per stage, the indices of its actions: pieces of work, communicator calls."""
+        kinds = (*KINDS, COMMUNICATE)
         return [
             [index for index in indices if events[index].action.kind in kinds]
             for indices, events in zip(self.indices, self.events, strict=True)
@@ -143,7 +157,7 @@ class Step:
         return [self.events[rank][index].action for index in self.action_indices[rank]]
 
     def work(self, rank: int) -> list[int]:
-        """Indices of the stage's forwards and backwards, in order."""
+        """Indices of the stage's pieces of work, in order."""
         events = self.events[rank]
         return [i for i in self.action_indices[rank] if events[i].action.kind != COMMUNICATE]
 
@@ -164,7 +178,7 @@ class Step:
         return self.end - self.start
 
     def busy(self, rank: int) -> float:
-        """Time that the stage spent in forwards and backwards."""
+        """Time that the stage spent in work."""
         events = self.events[rank]
         return sum(events[i].end - events[i].start for i in self.work(rank))
 
@@ -208,22 +222,24 @@ class Step:
     @cached_property
     def simulation(self) -> Simulation:
         """The plan with this run's own mean times per chunk (or its pace), messages free."""
-        return simulate(self.plan, Costs(*self._costs()), BUFFERED)
+        return simulate(self.plan, Costs(**self._costs()), BUFFERED)
 
-    def _costs(self) -> list[Any]:
+    def _costs(self) -> dict[str, Any]:
+        """The fields of `Costs`: of each kind of work a time, or one per virtual stage."""
         if self.pace is not None:
-            return [self.pace["forward_ms"] * 1e3, self.pace["backward_ms"] * 1e3]
-        p, v = self.config.pp_size, self.config.num_model_chunks
-        costs = []
-        for kind in (FORWARD, BACKWARD):
-            times: dict[tuple[int, int], list[float]] = defaultdict(list)
-            for rank, index in self._all_work():
-                event = self.events[rank][index]
-                if event.action.kind == kind:
-                    times[event.action.chunk or 0, rank].append(event.end - event.start)
-            order = [(chunk, rank) for chunk in range(v) for rank in range(p)]
-            costs.append([sum(times[at]) / max(len(times[at]), 1) for at in order])
-        return costs
+            return {KINDS[kind].cost: 1e3 * paced_ms(self.pace, kind) for kind in self.all_kinds}
+        placement = self.config.placement
+        times: dict[tuple, list[float]] = defaultdict(list)
+        for rank, index in self._all_work():
+            event = self.events[rank][index]
+            chunk = event.action.chunk or 0
+            if 0 <= chunk < placement.num_model_chunks:
+                of_stage = times[event.action.kind, placement.stage_of(rank, chunk)]
+                of_stage.append(event.end - event.start)
+        return {
+            KINDS[kind].cost: [_mean(times[kind, s]) for s in range(placement.num_stages)]
+            for kind in self.all_kinds
+        }
 
     # -- Why --
 
@@ -264,23 +280,28 @@ class Step:
         return received
 
     def maker(self, message: Transfer) -> Place | None:
-        """The forward or backward that made a message."""
-        kind = FORWARD if message.payload == ACTIVATION else BACKWARD
-        return self._work_by_unit.get((message.sender, kind, *message.sent_unit))
+        """The work that made a message."""
+        return self._makers.get((message.sender, message.payload, message.sent_unit))
 
     def user(self, message: Transfer) -> Place | None:
-        """The forward or backward that used a message."""
-        kind = FORWARD if message.payload == ACTIVATION else BACKWARD
-        if message.received_unit is None:
-            return None
-        return self._work_by_unit.get((message.receiver, kind, *message.received_unit))
+        """The work that used a message."""
+        return self._users.get((message.receiver, message.payload, message.received_unit))
 
     @cached_property
-    def _work_by_unit(self) -> dict[tuple, Place]:
+    def _makers(self) -> dict[tuple, Place]:
+        return self._work_by("gives")
+
+    @cached_property
+    def _users(self) -> dict[tuple, Place]:
+        return self._work_by("takes")
+
+    def _work_by(self, field: str) -> dict[tuple, Place]:
+        """(rank, payload that the work gives or takes, its unit) -> where it is."""
         places = {}
         for rank, index in self._all_work():
             action = self.events[rank][index].action
-            places[rank, action.kind, action.microbatch, action.chunk] = (rank, index)
+            payload = getattr(KINDS[action.kind], field)
+            places[rank, payload, (action.microbatch, action.chunk)] = (rank, index)
         return places
 
 
@@ -288,11 +309,15 @@ def _overlap(start: float, end: float, other_start: float, other_end: float) -> 
     return max(0.0, min(end, other_end) - max(start, other_start))
 
 
+def _mean(lengths: list[float]) -> float:
+    return sum(lengths) / max(len(lengths), 1)
+
+
 def plan_of(config: PlanConfig) -> Plan:
     """The plan of a recorded config. Raises ValueError for a schedule that is not registered."""
     has_chunks = (
         config.num_model_chunks > 1 or config.microbatch_group_size_per_vp_stage is not None
-    )
+    ) and config.pp_size > 1
     return plan(
         config.schedule,
         config.pp_size,
@@ -303,6 +328,7 @@ def plan_of(config: PlanConfig) -> Plan:
         overlap_p2p_comm=config.overlap_p2p_comm,
         batch_p2p_comm=config.batch_p2p_comm,
         message_bytes=config.message_bytes,
+        wire=config.wire,
     )
 
 
@@ -360,18 +386,20 @@ def _split_waits(step: Step) -> None:
     counts: dict[tuple, int] = defaultdict(int)
     for message in step.transfers:
         for direction, rank in ((SEND, message.sender), (RECEIVE, message.receiver)):
-            number = counts[direction, rank, message.payload]
-            counts[direction, rank, message.payload] += 1
-            by_end[direction, rank, message.payload, number] = message
+            peer = message.receiver if direction == SEND else message.sender
+            channel = (direction, rank, message.payload, peer)
+            by_end[(*channel, counts[channel])] = message
+            counts[channel] += 1
     waits: list[tuple[int, int, str, Transfer]] = []
     for rank, indices in enumerate(step.indices):
         for index in indices:
             event = step.events[rank][index]
             if "ordinal" not in event.attributes:
                 continue
-            direction = SEND if event.attributes["doing"] == "sending" else RECEIVE
-            key = (direction, rank, event.attributes["payload"], event.attributes["ordinal"])
-            message = by_end.get(key)
+            attributes = event.attributes
+            direction = SEND if attributes["doing"] == "sending" else RECEIVE
+            of_message = (attributes["payload"], attributes["peer"], attributes["ordinal"])
+            message = by_end.get((direction, rank, *of_message))
             if message is None:
                 continue
             if event.name == "p2p-wait":

@@ -12,16 +12,10 @@ from minimegatron.core import parallel_state
 from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_model_config
-from minimegatron.planner import schedules
+from minimegatron.planner.links import config_of_run, schedule_of_run
+from minimegatron.planner.plan import plan_config_to_json
 from minimegatron.tracing.pace import Pace, current_pace
 from minimegatron.tracing.rank_trace import AXES
-
-SCHEDULES = {
-    "forward_backward_no_pipelining": schedules.NO_PIPELINING,
-    "forward_backward_pipelining_without_interleaving": schedules.ONE_F_ONE_B,
-    "forward_backward_pipelining_with_interleaving": schedules.INTERLEAVED,
-}
-"""The function that runs a schedule -> its name among plans."""
 
 
 class Surroundings:
@@ -49,27 +43,27 @@ class Surroundings:
             self._read_groups({axis: getattr(collection, axis, None) for axis in AXES})
         if p2p is not None:
             self._read_groups({"pp": p2p.pp_group})
-        function = call.symbol.rpartition(".")[2]
-        name = call.attributes.get("schedule") or SCHEDULES.get(function, function)
-        return self._plan_config(name, arguments)
+        return self._plan_config(call)
 
-    def _plan_config(self, schedule: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _plan_config(self, call: Call) -> dict[str, Any]:
+        arguments, attributes = call.arguments, call.attributes
         model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
-        is_interleaved = schedule == schedules.INTERLEAVED
-        group_size = config.microbatch_group_size_per_vp_stage or self.sizes["pp"]
-        return {
-            "schedule": schedule,
-            "pp_size": self.sizes["pp"],
-            "num_microbatches": arguments["num_microbatches"],
-            "num_model_chunks": len(chunks),
-            "microbatch_group_size_per_vp_stage": group_size if is_interleaved else None,
-            "forward_only": bool(arguments.get("forward_only")),
-            "overlap_p2p_comm": config.overlap_p2p_comm and (is_interleaved or len(chunks) > 1),
-            "batch_p2p_comm": config.batch_p2p_comm,
-            "message_bytes": self._message_bytes(config, arguments),
-        }
+        return plan_config_to_json(
+            config_of_run(
+                schedule_of_run(call.symbol, attributes),
+                self.sizes["pp"],
+                arguments["num_microbatches"],
+                len(chunks),
+                group_size=config.microbatch_group_size_per_vp_stage,
+                forward_only=bool(arguments.get("forward_only")),
+                overlap_p2p_comm=config.overlap_p2p_comm,
+                batch_p2p_comm=config.batch_p2p_comm,
+                message_bytes=self._message_bytes(config, arguments),
+                wire=attributes.get("wire"),
+            )
+        )
 
     def _message_bytes(self, config: Any, arguments: dict[str, Any]) -> int:
         """Bytes between two stages; 0 where there are none, or where they are not known ahead."""

@@ -5,9 +5,8 @@ counterpart.
 """
 
 from minimegatron.planner.actions import (
-    BACKWARD,
     COMMUNICATE,
-    FORWARD,
+    KINDS,
     SEND,
     Action,
     Event,
@@ -56,17 +55,18 @@ def size(num_bytes: int) -> str:
 def unit_name(kind: str, microbatch: int | None, chunk: int | None, num_chunks: int) -> str:
     """The short name of one piece of work.
 
-    >>> unit_name(FORWARD, 3, 0, 1), unit_name(BACKWARD, 3, 1, 2)
-    ('F3', 'B3 of chunk 1')
+    >>> unit_name("forward", 3, 0, 1), unit_name("backward-weight", 3, 1, 2)
+    ('F3', 'W3 of chunk 1')
     """
-    letter = {FORWARD: "F", BACKWARD: "B"}[kind]
-    name = f"{letter}{'?' if microbatch is None else microbatch}"
+    name = f"{KINDS[kind].letter}{'?' if microbatch is None else microbatch}"
     return f"{name} of chunk {chunk}" if num_chunks > 1 else name
 
 
 def action_name(action: Action, num_chunks: int = 1) -> str:
-    """`F3`, `B0 of chunk 1`, or the name of the communicator's method."""
-    if action.kind in (FORWARD, BACKWARD):
+    """`F3`, `B0 of chunk 1`, `F3 & B0`, or the name of the communicator's method."""
+    if action.parts:
+        return " & ".join(action_name(part, num_chunks) for part in action.parts)
+    if action.kind in KINDS:
         return unit_name(action.kind, action.microbatch, action.chunk, num_chunks)
     return action.call or action.kind
 
@@ -86,7 +86,7 @@ def message_words(message: Message, num_chunks: int = 1) -> str:
 def event_title(event: Event, num_chunks: int = 1) -> str:
     """What an event is, in a few words: the call's own name, and what it works on."""
     action = event.action
-    if action.kind in (FORWARD, BACKWARD):
+    if action.kind in KINDS:
         name = action_name(action, num_chunks)
         return f"{function_name(event)}  {name}"
     if action.kind == COMMUNICATE:
@@ -161,7 +161,12 @@ def pace_words(pace: dict[str, float] | None) -> str:
     """
     if pace is None:
         return ""
-    return f"paced: forward {pace['forward_ms']:g} ms, backward {pace['backward_ms']:g} ms"
+    lengths = [
+        f"{kind.words} {pace[f'{kind.cost}_ms']:g} ms"
+        for kind in KINDS.values()
+        if f"{kind.cost}_ms" in pace
+    ]
+    return f"paced: {', '.join(lengths)}"
 
 
 def late_words(step: Step) -> str:

@@ -30,7 +30,8 @@ function ms(us) {
 const step = () => DATA.steps[state.step];
 const left = (us) => (100 * us) / step().length + "%";
 const PHASES = { warmup: "warm-up", steady: "steady state", cooldown: "cool-down" };
-const ACTIONS = ["forward", "backward", "communicate"];
+const isWork = (event) => event.k in step().words;
+const isAction = (event) => isWork(event) || event.k === "communicate";
 
 function eventsOf(rank) {
   const owner = step().ranks[rank];
@@ -39,9 +40,9 @@ function eventsOf(rank) {
 }
 
 function title(event) {
-  if (event.k === "forward") return `Forward of microbatch ${event.m}` + chunkWords(event);
-  if (event.k === "backward") return `Backward of microbatch ${event.m}` + chunkWords(event);
-  return event.a || event.n;
+  if (!isWork(event)) return event.a || event.n;
+  const words = step().words[event.k];
+  return `${words[0].toUpperCase()}${words.slice(1)} of microbatch ${event.m}` + chunkWords(event);
 }
 
 function chunkWords(event) {
@@ -88,7 +89,7 @@ function drawRow(rank, owner) {
   const cells = [];
   for (const gap of owner.gaps) cells.push({ rank, gap, at: gap.s, length: gap.l });
   for (const event of owner.events)
-    if (event.k === "forward" || event.k === "backward")
+    if (isWork(event))
       cells.push({ rank, event, at: event.s, length: event.l });
   cells.sort((a, b) => a.at - b.at);
   for (const cell of cells) row.append(drawCell(cell));
@@ -99,9 +100,17 @@ function drawRow(rank, owner) {
   if ($("show-plan").checked)
     for (const planned of owner.plan)
       row.append(make("div", { class: "planned", style: {
-        left: left(planned.s), width: left(planned.l), background: colour(planned)[0] } }));
+        left: left(planned.s), width: left(planned.l), background: colour(planned)[0],
+        ...halfOf(planned) } }));
   state.cells.push(cells);
   return row;
+}
+
+// The two of a pair start and end together: one below the other.
+function halfOf({ h }) {
+  if (!h) return {};
+  const [place, count] = h;
+  return { clipPath: `inset(${(100 * place) / count}% 0 ${100 - (100 * (place + 1)) / count}% 0)` };
 }
 
 const colour = (action) => step().colours[action.k][action.c || 0];
@@ -124,10 +133,10 @@ function drawCell(cell) {
 function drawLegend() {
   const now = step();
   const entries = [];
-  for (const kind of ["forward", "backward"]) {
+  for (const [kind, words] of Object.entries(now.words)) {
     if (!now.ranks.some((owner) => owner.events.some((event) => event.k === kind))) continue;
     now.colours[kind].forEach(([background], chunk) =>
-      entries.push([{ background }, now.chunks > 1 ? `${kind}, chunk ${chunk}` : kind]));
+      entries.push([{ background }, now.chunks > 1 ? `${words}, chunk ${chunk}` : words]));
   }
   const hatch = "repeating-linear-gradient(-45deg, transparent 0 4px, var(--hatch) 4px 5.2px) var(--track)";
   entries.push([{ background: hatch }, "idle"], [{ background: "var(--transfer)" }, "transfer"]);
@@ -367,7 +376,7 @@ function callList(rank, event) {
 function drawTable() {
   if ($("table").childElementCount) return;
   $("table").replaceChildren(...step().ranks.map((owner, rank) => {
-    const rows = owner.events.filter((event) => ACTIONS.includes(event.k)).map((event) =>
+    const rows = owner.events.filter((event) => isAction(event)).map((event) =>
       make("tr", {}, make("td", { class: "right" }, ms(event.s)), make("td", { class: "right" }, ms(event.l)),
         make("td", {}, event.k === "communicate" ? event.a : title(event)), make("td", {}, PHASES[event.ph] || ""),
         make("td", {}, waitWords(event) || ""), make("td", {}, (event.x || []).join("; "))));
