@@ -87,6 +87,7 @@ __all__ = [
     "parts_of",
     "timeline_from_json",
     "timeline_to_json",
+    "version_of",
 ]
 
 SCHEMA = "minimegatron-timeline"
@@ -203,6 +204,11 @@ def event_from_json(data: dict[str, Any]) -> Event:
     return Event(action_from_json(data), data["start"], data["end"], data.get("wait", 0), **values)
 
 
+def version_of(actions: Iterable[Action]) -> int:
+    """The lowest version of the schema that knows these actions."""
+    return 1 if {action.kind for action in actions} <= set(_FIRST_KINDS) else SCHEMA_VERSION
+
+
 def timeline_to_json(
     ranks: Iterable[Iterable[Action | Event]],
     source: str,
@@ -212,10 +218,9 @@ def timeline_to_json(
 ) -> dict[str, Any]:
     """The whole timeline as a dict for `json.dumps`; the module's docstring shows its shape."""
     ranks = [list(rank) for rank in ranks]
-    kinds = {getattr(x, "action", x).kind for rank in ranks for x in rank}
     data: dict[str, Any] = {
         "schema": SCHEMA,
-        "version": 1 if kinds <= set(_FIRST_KINDS) else SCHEMA_VERSION,
+        "version": version_of(getattr(x, "action", x) for rank in ranks for x in rank),
         "source": source,
         "config": config,
     }

@@ -114,8 +114,13 @@ class Plan:
         return history
 
     def peak_in_flight(self, rank: int) -> int:
-        """The largest of `in_flight`: how many microbatches' activations the rank needs room for."""
-        return max(self.in_flight(rank), default=0)
+        """How many microbatches' activations the rank needs room for: in a pair both are held."""
+        held = peak = 0
+        for action in self.work(rank) if not self.config.forward_only else ():
+            changes = [KINDS[part.kind].held() for part in parts_of(action)]
+            peak = max(peak, held + sum(change for change in changes if change > 0))
+            held += sum(changes)
+        return peak
 
     def message_counts(self) -> dict[str, int]:
         """Messages sent in the whole pipeline, by payload."""

@@ -16,7 +16,7 @@ from minimegatron.planner.actions import (
     COMMUNICATE,
     KINDS,
     SCHEMA,
-    SCHEMA_VERSION,
+    version_of,
     Action,
     Time,
     describe_message,
@@ -38,7 +38,7 @@ def render_chrome(simulation: Simulation, microseconds_per_unit: float = 1000.0)
         "displayTimeUnit": "ms",
         "otherData": {
             "schema": SCHEMA,
-            "version": SCHEMA_VERSION,
+            "version": version_of(a for actions in simulation.plan.ranks for a in actions),
             "title": title(simulation),
             "source": "simulation",
             "config": plan_config_to_json(simulation.plan.config),

@@ -36,6 +36,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     UNTAGGED,
     PlanConfig,
     Schedule,
+    get_schedule,
     order_of_ranks,
 )
 from minimegatron.core.pipeline_parallel.placement import Place, Placement
@@ -73,9 +74,16 @@ class Step:
     """The most messages of each channel that are sent and not yet used; see `send_limits`."""
 
 
+def lowered_step(config: PlanConfig, schedule: Schedule | None = None) -> Step:
+    """The step of an order: that of `schedule`, or else of what `config.schedule` names.
+
+    Raises `ScheduleError`, a ValueError, if it cannot be done.
+    """
+    return _lowered_step(config, schedule or get_schedule(config.schedule))
+
+
 @lru_cache(maxsize=64)
-def lowered_step(config: PlanConfig, schedule: Schedule) -> Step:
-    """The step of an order. Raises `ScheduleError`, a ValueError, if it cannot be done."""
+def _lowered_step(config: PlanConfig, schedule: Schedule) -> Step:
     orders = order_of_ranks(config, schedule)
     times = simulate_orders(orders, config)
     ranks = [_with_messages(orders, times, config, rank) for rank in range(config.pp_size)]

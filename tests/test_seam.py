@@ -1,0 +1,183 @@
+"""The proof of the seam: schedules that this file adds train, with nothing changed outside of it.
+
+A V (hand-over on one rank, loss on rank 0), a loop whose work is shuffled, and a loop whose ranks are:
+losses and gradients as in one process, trace = plan, evaluation between steps, checkpoints, and a
+schedule of twelve lines from the command line.
+"""
+
+import random
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import minimegatron
+from minimegatron.core.pipeline_parallel.orders import register_order
+from minimegatron.core.pipeline_parallel.placement import LOOP, Placement, V
+from minimegatron.core.pipeline_parallel.work import BACKWARD, FORWARD, Work
+from minimegatron.planner.check import check
+from minimegatron.planner.plan import plan
+from minimegatron.tiny_gpt import TinyGPT
+from minimegatron.tracing.compare import compare_with_plan, wrong_messages
+from tests.figures import figure
+from tests.ranks import run_ranks
+
+# -- The orders --
+
+
+@register_order("fill-and-drain", placement=V)
+def fill_and_drain(rank):
+    for chunk in (0, 1):
+        for i in range(rank.num_microbatches):
+            yield rank.forward(i, chunk)
+    for chunk in (1, 0):
+        for i in range(rank.num_microbatches):
+            yield rank.backward(i, chunk)
+
+
+@register_order("shuffled", placement=LOOP)
+def shuffled(rank):
+    yield from shuffled_orders(rank.placement, rank.num_microbatches, 1)[rank.pp_rank]
+
+
+def turned(pp_size: int, num_model_chunks: int | None) -> Placement:
+    """A loop that begins on rank 1, and goes on where no ring has a link."""
+    ranks = [(2 * r + 1) % pp_size if pp_size % 2 else r ^ 1 for r in range(pp_size)]
+    ranks = ranks[::-1] if pp_size % 2 else ranks
+    return Placement("turned", [[chunk * pp_size + r for chunk in (0, 1)] for r in ranks])
+
+
+@register_order("turned", placement=turned)
+def shuffled_and_turned(rank):
+    yield from shuffled_orders(rank.placement, rank.num_microbatches, 2)[rank.pp_rank]
+
+
+@cache
+def shuffled_orders(placement: Placement, num_microbatches: int, seed: int) -> list[list[Work]]:
+    """Any order that can be done: at each turn any rank does any work whose input exists."""
+    draw = random.Random(seed)
+    orders = [[] for _ in range(placement.pp_size)]
+    last = placement.num_stages - 1
+    # Of each microbatch: the stage whose forward, then whose backward, comes next.
+    ready = [(FORWARD, microbatch, 0) for microbatch in range(num_microbatches)]
+    while ready:
+        kind, microbatch, stage = ready.pop(draw.randrange(len(ready)))
+        rank, chunk = placement.place_of(stage)
+        orders[rank].append(Work(kind, microbatch, chunk))
+        if kind == FORWARD:
+            ready.append(
+                (FORWARD, microbatch, stage + 1) if stage < last else (BACKWARD, microbatch, last)
+            )
+        elif stage:
+            ready.append((BACKWARD, microbatch, stage - 1))
+    return orders
+
+
+# -- Real ranks --
+
+LAYERS = {"num_layers": 8, "params_dtype": torch.float64, "hidden_size": 16}
+OVERLAPPED = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
+CASES = {
+    2: [
+        ("fill-and-drain", 3, {}),
+        ("fill-and-drain", 1, {"deallocate_pipeline_outputs": True}),
+        ("fill-and-drain", 4, {"variable_seq_lengths": True, "batch_p2p_comm": True}),
+        ("shuffled", 5, {"calculate_per_token_loss": True}),
+        ("turned", 4, {"delay_wgrad_compute": True}),
+        ("shuffled", 4, {"defer_embedding_wgrad_compute": True, "vp": 4}),
+    ],
+    4: [
+        ("fill-and-drain", 6, {"pp": 4, "deallocate_pipeline_outputs": True}),
+        ("shuffled", 6, {"pp": 4, "vp": 2}),
+        ("turned", 6, {"pp": 4}),
+        ("breadth-first", 5, {"pp": 4, "vp": 2}),
+        ("fill-and-drain", 4, {"ddp": OVERLAPPED}),
+        ("shuffled", 4, {"ddp": OVERLAPPED, "vp": 2, "calculate_per_token_loss": True}),
+        ("fill-and-drain", 3, {"tp": 2, "sequence_parallel": True}),
+        ("gpipe", 3, {"tp": 2, "pp": 2, "recompute_granularity": "full", "vp": None}),
+    ],
+}
+CASES[3] = [
+    ("fill-and-drain", 4, {"pp": 3, "num_layers": 6}),
+    ("turned", 5, {"pp": 3, "num_layers": 6}),
+]
+
+
+def steps_of(name: str | None, num_microbatches: int, cut: dict) -> dict:
+    """Two steps with an evaluation between; the second is recorded."""
+    cut = {"pp": 2, **cut} if name else cut
+    if name in ("shuffled", "breadth-first"):
+        cut = {"vp": 2, **cut}
+    gpt = TinyGPT(**{**LAYERS, **cut}, pipeline_schedule=name)
+    optimizer = gpt.optimizer(adam_eps=1e-3)
+    found = {"copy": gpt.groups.dp.rank(), "losses": [], "gradients": []}
+    for _ in range(2):
+        with minimegatron.trace() as recorded:
+            reports = gpt.step(num_microbatches // gpt.groups.dp.size())
+        found["losses"] += [float(report["loss"]) for report in reports]
+        found["gradients"].append(gpt.gradients())
+        optimizer.step()
+        with torch.no_grad():
+            reports = gpt.step(num_microbatches // gpt.groups.dp.size(), forward_only=True)
+        found["losses"] += [float(report["loss"]) for report in reports]
+    if name is not None and dist.get_rank() == 0:
+        recorded_step = recorded.step(0)
+        found["divergences"] = list(map(str, compare_with_plan(recorded_step)))
+        found["wrong"] = wrong_messages(recorded_step)
+        found["messages"] = len(recorded_step.transfers)
+        found["schedule"] = recorded_step.config.schedule
+    return found
+
+
+def all_steps(cases: list) -> list[dict]:
+    return [steps_of(*case) for case in cases]
+
+
+def serial_cut(cut: dict) -> dict:
+    """What of a case matters to one process too."""
+    kept = ("calculate_per_token_loss", "num_layers")
+    return {key: value for key, value in cut.items() if key in kept}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_new_schedules_train_as_one_process_does(size):
+    cases = CASES[size]
+    copies = [size // (cut.get("tp", 1) * cut.get("pp", 2)) for _, _, cut in cases]
+    alone = [(None, M, serial_cut(cut)) for _, M, cut in cases]
+    expected = run_ranks(all_steps, 1, alone, timeout=120)[0]
+    of_ranks = run_ranks(all_steps, size, cases, timeout=240)
+    worst = num_messages = 0.0
+    for number, (name, _, cut) in enumerate(cases):
+        found, serial = [results[number] for results in of_ranks], expected[number]
+        assert found[0]["schedule"] == name
+        assert found[0]["divergences"] == [] and found[0]["wrong"] == [], (name, cut)
+        num_messages += found[0]["messages"]
+        losses = [one for one in found if one["losses"]]
+        # Of a tensor-parallel group each rank has them; of a pipeline, the rank where the model ends.
+        assert len(losses) == copies[number] * cut.get("tp", 1), (name, cut)
+        for one in losses:
+            mine = serial["losses"][one["copy"] :: copies[number]]
+            assert one["losses"] == pytest.approx(mine, abs=1e-9, rel=0), (name, cut)
+        for step in range(2):
+            seen = set()
+            for one in found:
+                for parameter, grad in one["gradients"][step].items():
+                    seen.add(parameter)
+                    whole = serial["gradients"][step][parameter]
+                    if grad.shape == whole.shape and "ddp" not in cut:
+                        worst = max(worst, (grad - whole).abs().max().item())
+            assert seen == set(serial["gradients"][step]), (name, cut)
+    figure(
+        f"{size} ranks: {len(cases)} cases, {num_messages:.0f} messages, worst gradient {worst:.1e}"
+    )
+    assert worst <= 1e-10
+
+
+def test_the_loss_of_a_v_is_on_the_rank_that_has_the_data():
+    step = plan("fill-and-drain", 4, 4)
+    assert check(step) == []
+    assert step.config.placement.is_first_rank(0) and step.config.placement.is_last_rank(0)
+    handed_over = step.config.placement.next_of(3, 0)
+    assert handed_over == (3, 1)
+    assert step.message_counts() == {"activation": 4 * 6, "gradient": 4 * 6}
