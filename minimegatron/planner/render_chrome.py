@@ -16,11 +16,11 @@ from minimegatron.planner.actions import (
     COMMUNICATE,
     KINDS,
     SCHEMA,
-    version_of,
     Action,
     Time,
     describe_message,
     parts_of,
+    version_of,
 )
 from minimegatron.planner.memory import activation_timeline
 from minimegatron.planner.plan import plan_config_to_json

@@ -89,7 +89,7 @@ def _lowered(
 ) -> Step:
     vp_size = p2p.virtual_pipeline_model_parallel_size
     placement = schedule.placed(p2p.pp_group.size(), vp_size)
-    is_tagged = p2p.transport.matches_by_tag
+    wire = _wire_of(p2p.transport.matches_by_tag, p2p.config)
     config = PlanConfig(
         schedule.name,
         p2p.pp_group.size(),
@@ -97,11 +97,16 @@ def _lowered(
         placement.num_model_chunks,
         None if vp_size is None else p2p.config.microbatch_group_size_per_vp_stage,
         forward_only,
-        batch_p2p_comm=is_tagged or p2p.config.batch_p2p_comm,
+        batch_p2p_comm=wire == TAGGED or p2p.config.batch_p2p_comm,
         placement=placement,
-        wire=TAGGED if is_tagged else UNTAGGED,
+        wire=wire,
     )
     return lowered_step(config, schedule)
+
+
+def _wire_of(is_tagged: bool, config: ModelParallelConfig) -> str:
+    """The wire to lower for. A receive that waits for its sizes must not be asked for early."""
+    return TAGGED if is_tagged and not config.variable_seq_lengths else UNTAGGED
 
 
 def _with_its_messages(
@@ -123,15 +128,14 @@ def _with_its_messages(
 
 def _describe_wire(arguments: dict[str, Any]) -> dict[str, Any]:
     """What observers are told of a step whose messages were lowered."""
-    p2p = arguments.get("p2p_communicator")
+    p2p, models = arguments.get("p2p_communicator"), arguments["model"]
+    model = models[0] if isinstance(models, list) else models
     if p2p is not None:
         is_tagged = p2p.transport.matches_by_tag
     else:
-        models = arguments["model"]
-        model = models[0] if isinstance(models, list) else models
         group = groups_of(model, arguments.get("pg_collection")).pp
         is_tagged = dist.get_backend(group) == "gloo"
-    return {"wire": TAGGED if is_tagged else UNTAGGED}
+    return {"wire": _wire_of(is_tagged, get_model_config(model))}
 
 
 def planned_forward_backward_func(
