@@ -78,6 +78,11 @@ def shuffled_orders(placement: Placement, num_microbatches: int, seed: int) -> l
 
 LAYERS = {"num_layers": 8, "params_dtype": torch.float64, "hidden_size": 16}
 OVERLAPPED = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 CASES = {
     2: [
         ("fill-and-drain", 3, {}),
@@ -95,7 +100,7 @@ CASES = {
         ("fill-and-drain", 4, {"ddp": OVERLAPPED}),
         ("shuffled", 4, {"ddp": OVERLAPPED, "vp": 2, "calculate_per_token_loss": True}),
         ("fill-and-drain", 3, {"tp": 2, "sequence_parallel": True}),
-        ("gpipe", 3, {"tp": 2, "pp": 2, "recompute_granularity": "full", "vp": None}),
+        ("gpipe", 3, {"tp": 2, "pp": 2, "vp": None, **RECOMPUTED}),
     ],
 }
 CASES[3] = [
@@ -146,7 +151,7 @@ def test_new_schedules_train_as_one_process_does(size):
     copies = [size // (cut.get("tp", 1) * cut.get("pp", 2)) for _, _, cut in cases]
     alone = [(None, M, serial_cut(cut)) for _, M, cut in cases]
     expected = run_ranks(all_steps, 1, alone, timeout=120)[0]
-    of_ranks = run_ranks(all_steps, size, cases, timeout=240)
+    of_ranks = run_ranks(all_steps, size, cases, timeout=100)
     worst = num_messages = 0.0
     for number, (name, _, cut) in enumerate(cases):
         found, serial = [results[number] for results in of_ranks], expected[number]

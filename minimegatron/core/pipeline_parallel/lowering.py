@@ -13,8 +13,9 @@ it waits. What is left to decide is where that call stands:
 * On an untagged wire (NCCL) the n-th send of a pair of ranks meets the n-th receive, whatever is in
   them, and each may block the stream until the other is there. So all messages of a step get one
   order, that of the moments at which they are sent when a forward takes one unit of time and a
-  backward two; every rank starts its sends and receives in that order. The message that comes first of
-  those that are not through has nothing to wait for, so no rank waits for ever.
+  backward two; every rank starts its sends and receives in that order, one exchange for each moment.
+  The message that comes first of those that are not through has nothing to wait for, so no rank waits
+  for ever.
 
 >>> from minimegatron.core.pipeline_parallel.orders import order_of_ranks
 >>> config = PlanConfig("1f1b", pp_size=2, num_microbatches=2, wire=UNTAGGED)
@@ -29,6 +30,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from minimegatron.core.pipeline_parallel.order_check import check_orders, stuck_order
@@ -213,10 +215,14 @@ def _peak(changes: list[tuple[int, int]]) -> int:
 
 
 class _Placed(NamedTuple):
-    """A message, the piece of work that it stands before, and its place among those that do."""
+    """A message, and its place among one rank's work and messages."""
 
     before: int
+    """The piece of work that it stands before."""
+    turn: int
+    """Of the exchanges that stand there, which: on an untagged wire one for each moment."""
     key: tuple
+    """Its place in the common order; its two ends compute the same."""
     message: Message
 
 
@@ -229,23 +235,19 @@ def _with_messages(
         placed += _at_their_sends(receives, times.starts[rank])
     else:
         placed += _before_their_use(receives)
-    messages: dict[int, list[Message]] = defaultdict(list)
-    for one in sorted(placed, key=lambda one: (one.before, one.key)):
-        messages[one.before].append(one.message)
+    exchanges: dict[int, list[list[_Placed]]] = defaultdict(list)
+    for (before, _), together in groupby(sorted(placed), key=lambda one: (one.before, one.turn)):
+        exchanges[before].append(list(together))
     actions: list[Action] = []
     for index, work in enumerate([*orders[rank], None]):
-        if index in messages:
+        for together in exchanges[index]:
             # What only receives belongs to what follows; what sends, to what it follows.
-            sends = index > 0 and any(m.direction == SEND for m in messages[index])
-            phase = (orders[rank][index - 1] if sends or work is None else work).phase
+            sends = any(one.message.direction == SEND for one in together)
+            owner = orders[rank][index - 1] if sends or work is None else work
+            messages = tuple(one.message for one in together)
             actions.append(
                 Action(
-                    COMMUNICATE,
-                    rank,
-                    phase,
-                    call=EXCHANGE,
-                    messages=tuple(messages[index]),
-                    overlap=True,
+                    COMMUNICATE, rank, owner.phase, call=EXCHANGE, messages=messages, overlap=True
                 )
             )
         if work is not None:
@@ -269,7 +271,8 @@ def _sends(order: list[Work], ends: list[int], config: PlanConfig, rank: int) ->
             message = Message(
                 SEND, payload, peer, part.microbatch, part.chunk, config.message_bytes
             )
-            yield _Placed(index + 1, _key(ends[index], rank, payload, part), message)
+            turn = ends[index] if config.wire == UNTAGGED else 0
+            yield _Placed(index + 1, turn, _key(ends[index], rank, payload, part), message)
 
 
 def _receives(order: list[Work], times: Times, config: PlanConfig, rank: int) -> Iterator[_Placed]:
@@ -284,7 +287,8 @@ def _receives(order: list[Work], times: Times, config: PlanConfig, rank: int) ->
                 RECEIVE, payload, peer, part.microbatch, part.chunk, config.message_bytes
             )
             sent = times.made[payload, part.microbatch, peer, chunk]
-            yield _Placed(index, _key(sent, peer, payload, part._replace(chunk=chunk)), message)
+            key = _key(sent, peer, payload, part._replace(chunk=chunk))
+            yield _Placed(index, sent if config.wire == UNTAGGED else 0, key, message)
 
 
 def _key(moment: int, sender: int, payload: str, made_by: Work) -> tuple:

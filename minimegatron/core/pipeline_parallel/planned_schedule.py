@@ -183,7 +183,7 @@ def planned_forward_backward_func(
         for chunk_id, (chunk, iterator) in enumerate(zip(models, iterators, strict=True)):
             frame.add_chunk(
                 forward_step_func,
-                iterator,
+                _data_in_order(iterator, _forwards_of(step, rank, chunk_id)),
                 chunk,
                 num_microbatches,
                 collect_non_loss_data=collect_non_loss_data,
@@ -202,7 +202,7 @@ def planned_forward_backward_func(
         )
         with frame:
             PlannedRun(step, rank, frame.chunks, p2p, shape).run()
-        return frame.forward_data_store
+        return _in_order_of_microbatches(frame.forward_data_store, step, rank)
 
     return framed_schedule(forward_backward_planned, name, describe)
 
@@ -240,6 +240,41 @@ def _work(actions: list[Action]) -> Iterator[Action]:
     for action in actions:
         if action.kind != COMMUNICATE:
             yield from parts_of(action)
+
+
+def _forwards_of(step: Step, rank: int, chunk: int) -> list[int]:
+    """The microbatches of one chunk's forwards, in the order in which they are run."""
+    work = _work(step.ranks[rank])
+    return [a.microbatch for a in work if a.kind == FORWARD and a.chunk == chunk]
+
+
+def _data_in_order(data_iterator: Iterator | None, microbatches: list[int]) -> Iterator | None:
+    """What a chunk's forwards read, one sample each, if they do not come in the order of the data."""
+    if data_iterator is None or microbatches == sorted(microbatches):
+        return data_iterator
+    return _reordered(data_iterator, microbatches)
+
+
+def _reordered(data_iterator: Iterator, microbatches: list[int]) -> Iterator:
+    read: list[Any] = []
+    for microbatch in microbatches:
+        while len(read) <= microbatch:
+            read.append(next(data_iterator))
+        yield read[microbatch]
+        read[microbatch] = None
+
+
+def _in_order_of_microbatches(reports: list, step: Step, rank: int) -> list:
+    """What the loss function reported, by microbatch, whatever the order of the forwards."""
+    last = [c for c in range(len(step.config.placement.stages[rank])) if _ends(step, rank, c)]
+    if not last or len(reports) != step.config.num_microbatches:
+        return reports
+    found = dict(zip(_forwards_of(step, rank, last[0]), reports, strict=True))
+    return [found[microbatch] for microbatch in sorted(found)]
+
+
+def _ends(step: Step, rank: int, chunk: int) -> bool:
+    return step.config.placement.is_last(rank, chunk)
 
 
 def _count_in_flight(actions: list[Action]) -> int:
