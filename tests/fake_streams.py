@@ -26,8 +26,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-PAIRS, TOGETHER = "pairs", "together"
-"""Lone messages: a communicator for each pair of ranks (what torch makes), or one for all of them."""
+PAIRS, TOGETHER, TAGS = "pairs", "together", "tags"
+"""Lone messages: a communicator for each pair of ranks (what torch makes), or one for all of them. Or,
+as on gloo, a way of its own for each payload in each direction, where nobody meets anybody."""
 
 
 class Deadlock(Exception):
@@ -262,6 +263,10 @@ class Machine:
         return True
 
     def _communicator(self, rank: int, post: Post) -> tuple[str, tuple[int, ...]]:
+        if self.lone == TAGS:
+            (part,) = post.parts
+            ends = (rank, part.peer) if part.is_send else (part.peer, rank)
+            return f"{part.payload} from {ends[0]} to {ends[1]}", ()
         if post.is_batch or self.lone == TOGETHER:
             return "batch" if post.is_batch else "lone", tuple(range(len(self.ranks)))
         return "lone", tuple(sorted((rank, post.parts[0].peer)))

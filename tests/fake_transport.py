@@ -115,11 +115,20 @@ class Handle:
 class FakeTransport:
     """One rank's end of a `Network`: the transport of its program, and its compute stream."""
 
-    matches_by_tag = False
+    keeps_messages = False
 
-    def __init__(self, network: Network, rank: int):
-        self.network, self.rank = network, rank
+    def __init__(self, network: Network, rank: int, matches_by_tag: bool = False):
+        self.network, self.rank, self.matches_by_tag = network, rank, matches_by_tag
         self._memory, self._num_posts = _Memory(), 0
+
+    def begin_step(self) -> None:
+        """Nothing is left of an earlier step."""
+
+    def end_step(self) -> None:
+        """Nothing follows."""
+
+    def abandon(self, reason: str) -> None:
+        """Nobody is told."""
 
     def start(self, message: Message) -> Handle:
         return self._post([message], is_batch=False)[0]

@@ -1,56 +1,89 @@
-"""The files of the package that one training step enters, and the frames between schedule and wire.
+"""Which files of the package one training step enters, and how deep a message's way to the wire is.
 
-    python -m tests.step_files [--train] [--layout vpp]
+    python -m tests.step_files
 
-Two ranks take a step of plain 1F1B (p = 2, t = 1, no observer, messages in shared memory); a third
-one has nothing to warm up. A file counts where a function of it was entered; the frames of module
-bodies and comprehensions do not count.
+Two ranks do a step of a GPT with plain 1F1B (p = 2, t = 1), over shared memory, with nobody watching. A file
+counts if a function of it is called in the second step, before the optimizer's part. `core/tracing.py` does not count: nobody
+watches, so its decorators hand the call on.
 """
 
 import sys
 from collections import Counter
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import minimegatron
+from minimegatron.core.local_channels import Connection
+from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.tiny_gpt import TinyGPT
 from tests.ranks import run_ranks
 
-PACKAGE = Path(minimegatron.__file__).parent
-NOT_PLUMBING = ("core/models/", "core/transformer/", "core/tensor_parallel/", "core/distributed/")
+PACKAGE = f"{Path(minimegatron.__file__).parent}/"
+DECORATORS = "core/tracing.py"
 USERS_FILE = "tiny_gpt.py"
+NOT_PLUMBING = (
+    "core/models/",
+    "core/transformer/",
+    "core/tensor_parallel/",
+    "core/distributed/",
+    USERS_FILE,
+)
+"""What computes, and what the user writes. The rest lies between the schedule and the wire."""
+MOST_PLUMBING, MOST_FILES = 9, 27
 
 
-def files_of_a_step(rank_step) -> dict[str, int]:
-    """Calls `rank_step`; returns how many calls entered each file of the package."""
+def watch_a_step() -> tuple[dict[str, int], list[list[str]]]:
+    """In a rank: calls per file of one step, and each message's way from its front to the wire."""
+    gpt = TinyGPT(pp=2, num_layers=4)
+    schedule = get_forward_backward_func()
+    gpt.step(4, schedule)
     entered: Counter[str] = Counter()
-    root = f"{PACKAGE}/"
+    ways = []
 
-    def profile(frame, event, argument):
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(root):
-            entered[name.removeprefix(root)] += 1
+        if event == "call" and name.startswith(PACKAGE):
+            entered[name.removeprefix(PACKAGE)] += 1
+            if frame.f_code is Connection.send.__code__:
+                ways.append(_way_from_schedule(frame))
 
     sys.setprofile(profile)
     try:
-        rank_step()
+        gpt.step(4, schedule)
     finally:
         sys.setprofile(None)
-    return dict(entered)
+    del entered[DECORATORS]
+    return dict(entered), [way for way in ways if "exchange" in way]
 
 
-def rank_program(vp: int | None = None) -> dict[str, int]:
-    gpt = TinyGPT(pp=2, vp=vp, num_layers=4)
-    gpt.step(4)
-    return files_of_a_step(lambda: gpt.step(4))
+def _way_from_schedule(frame: FrameType | None) -> list[str]:
+    """The functions that a message passes, from the one that the schedule calls; [] for others."""
+    way: list[str] = []
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("pipeline_parallel/schedules.py"):
+            return way[::-1]
+        if not frame.f_code.co_filename.endswith(DECORATORS):
+            way.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return []
 
 
-def main():
-    found = run_ranks(rank_program, 2)
-    union = sorted(set(found[0]) | set(found[1]))
-    plumbing = [f for f in union if not f.startswith(NOT_PLUMBING) and f != USERS_FILE]
-    print(len(union), "files;", len(plumbing), "plumbing")
-    for f in union:
-        print("  ", "*" if f in plumbing else " ", f, [x.get(f, 0) for x in found])
+def plumbing(files: list[str]) -> list[str]:
+    """Of the files of a step, those between the schedule and the wire."""
+    return [file for file in files if not file.startswith(NOT_PLUMBING)]
+
+
+def main() -> None:
+    """Prints the files, with the calls of each rank, and the ways of the messages."""
+    ranks = run_ranks(watch_a_step, 2)
+    files = sorted({file for entered, _ in ranks for file in entered})
+    print(f"{len(files)} files, {len(plumbing(files))} of them plumbing (*); calls on rank 0 and 1")
+    for file in files:
+        calls = [entered.get(file, 0) for entered, _ in ranks]
+        print(f"  {'*' if file in plumbing(files) else ' '} {file:56} {calls[0]:5} {calls[1]:5}")
+    for way in sorted({" -> ".join(way) for _, ways in ranks for way in ways}):
+        print(f"  {way}")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,20 @@ import torch
 
 from minimegatron.core import utils
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.execution import get_planned_forward_backward_func
 from minimegatron.planner.actions import ACTIVATION, BACKWARD, FORWARD, GRADIENT, SEND
 from minimegatron.planner.plan import Plan, plan
-from tests.fake_streams import PAIRS, TOGETHER, Machine, Post
+from tests.fake_streams import PAIRS, TAGS, TOGETHER, Machine, Post
 from tests.fake_transport import FakeGroup, FakeTransport, Network, no_numbers
 
 SHAPE = (1, 1, 2)
@@ -43,6 +46,10 @@ class Case:
     variable: bool = False
     planned: str | None = None
     """Run this plan with the planned runner, instead of the schedule that is written out."""
+    order: str | None = None
+    """Run this registered order, with its messages lowered; the same for a model placed so."""
+    tagged: bool = False
+    """A transport that matches messages by their payload."""
 
     def config(self) -> ModelParallelConfig:
         config = ModelParallelConfig(
@@ -54,6 +61,7 @@ class Case:
             deallocate_pipeline_outputs=self.deallocate,
             variable_seq_lengths=self.variable,
             pipeline_dtype=torch.float64,
+            pipeline_schedule=self.order,
         )
         config.hidden_size = SHAPE[-1]
         return config
@@ -61,8 +69,11 @@ class Case:
     def plan(self) -> Plan:
         """What the planner says of the same step; raises ValueError if it refuses."""
         written = "interleaved" if self.v else "no-pipelining" if self.p == 1 else "1f1b"
+        wire = None
+        if self.order is not None:
+            wire = "tagged" if self.tagged and not self.variable else "untagged"
         return plan(
-            self.planned or written,
+            self.planned or self.order or written,
             self.p,
             self.M,
             self.v,
@@ -70,7 +81,14 @@ class Case:
             forward_only=self.forward_only,
             overlap_p2p_comm=self.overlap,
             batch_p2p_comm=self.batched and not self.overlap,
+            wire=wire,
         )
+
+    def placement(self) -> Placement:
+        """Where its stages are."""
+        if self.order is not None:
+            return get_schedule(self.order).placed(self.p, self.v)
+        return usual_placement(self.p, self.v)
 
 
 class Made(NamedTuple):
@@ -149,12 +167,11 @@ def forward_step_func(data_iterator, model):
 
 def run_program(case: Case, network: Network, rank: int) -> list:
     """The program of one rank, into `network`; returns what its schedule reported."""
-    config, transport = case.config(), FakeTransport(network, rank)
-    group = FakeGroup(rank, case.p)
-    num_chunks = case.v or 1
+    config, transport = case.config(), FakeTransport(network, rank, case.tagged)
+    group, placement = FakeGroup(rank, case.p), case.placement()
     chunks = [
-        FakeChunk(config, chunk * case.p + rank, num_chunks * case.p, transport)
-        for chunk in range(num_chunks)
+        FakeChunk(config, placement.stage_of(rank, chunk), placement.num_stages, transport)
+        for chunk in range(case.v or 1)
     ]
     arguments = {
         "forward_step_func": forward_step_func,
@@ -174,6 +191,8 @@ def run_program(case: Case, network: Network, rank: int) -> list:
             function = forward_backward_pipelining_with_interleaving
         if case.planned is not None:
             function = get_planned_forward_backward_func(case.planned)
+        if case.order is not None:
+            function = get_forward_backward_func(case.p, case.v, case.order)
         reports = function(p2p_communicator=P2PCommunicator(group, config, transport), **arguments)
     transport.compute("whatever follows the step")  # the communicator is gone, and what it held
     return reports
@@ -189,6 +208,8 @@ def run_programs(case: Case) -> tuple[list[list], Network]:
 def run_case(case: Case) -> tuple[list[list], Network, Machine]:
     """Both passes, with each choice of communicators. The machine is the last one's."""
     reports, network = run_programs(case)
+    if case.tagged:
+        return reports, network, network.run(TAGS)
     if not case.batched:
         network.run(TOGETHER)
     return reports, network, network.run(PAIRS)
@@ -218,19 +239,19 @@ def done_by(rank: int, network: Network, machine: Machine) -> list[tuple]:
 def planned_for(rank: int, step: Plan) -> list[tuple]:
     """Forwards ("F", microbatch, virtual stage), backwards, and what is started at once: ("batch" or
     "lone", messages). A message is (is it a send, payload, peer, microbatch, stage that made it)."""
-    p, planned = step.config.pp_size, []
+    stage_of, planned = step.config.placement.stage_of, []
     for action in step.ranks[rank]:
         if action.kind in (FORWARD, BACKWARD):
             kind = "F" if action.kind == FORWARD else "B"
-            planned.append((kind, action.microbatch, action.chunk * p + rank))
+            planned.append((kind, action.microbatch, stage_of(rank, action.chunk)))
             continue
         messages = []
         for message in action.messages:
-            is_send, stage = message.direction == SEND, message.chunk * p + rank
+            is_send, stage = message.direction == SEND, stage_of(rank, message.chunk)
             if not is_send:
                 stage += -1 if message.payload == ACTIVATION else 1
             messages.append((is_send, message.payload, message.peer, message.microbatch, stage))
-        if not step.config.batch_p2p_comm:
+        if not step.config.batch_p2p_comm or step.config.wire == "tagged":
             planned += [("lone", message) for message in messages]
         elif messages:
             planned.append(("batch", *messages))
