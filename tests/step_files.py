@@ -2,9 +2,9 @@
 
     python -m tests.step_files
 
-Two ranks do a step of a GPT with plain 1F1B (p = 2, t = 1), over shared memory, with nobody watching. A file
-counts if a function of it is called in the second step, before the optimizer's part. `core/tracing.py` does not count: nobody
-watches, so its decorators hand the call on.
+Two ranks do a step of a GPT with plain 1F1B (p = 2, t = 1), over shared memory, with nobody watching. A
+file counts if a function of it is called in the second step, before the optimizer's part of it.
+`core/tracing.py` does not count: nobody watches, so its decorators hand the call on.
 """
 
 import sys

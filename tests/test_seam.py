@@ -6,7 +6,11 @@ schedule of twelve lines from the command line.
 """
 
 import random
+import re
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,3 +190,43 @@ def test_the_loss_of_a_v_is_on_the_rank_that_has_the_data():
     handed_over = step.config.placement.next_of(3, 0)
     assert handed_over == (3, 1)
     assert step.message_counts() == {"activation": 4 * 6, "gradient": 4 * 6}
+
+
+# -- A user's schedule of twelve lines, from the command line --
+
+TWELVE_LINES = """\
+from minimegatron.core.pipeline_parallel.orders import register_order
+from minimegatron.core.pipeline_parallel.placement import V
+
+
+@register_order("down-and-up", placement=V)
+def down_and_up(rank):
+    for i in range(rank.num_microbatches):
+        yield rank.forward(i, 0)
+        yield rank.forward(i, 1)
+    for i in range(rank.num_microbatches):
+        yield rank.backward(i, 1)
+        yield rank.backward(i, 0)
+"""
+RUN = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
+    "--seq-length 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-2 "
+    "--log-interval 2 --eval-iters 1 --eval-interval 2 --pipeline-model-parallel-size 2"
+)
+
+
+def test_twelve_lines_train_from_the_command_line(tmp_path):
+    assert len(TWELVE_LINES.splitlines()) == 12
+    file = tmp_path / "mine.py"
+    file.write_text(TWELVE_LINES)
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [torchrun, "--standalone", "--nproc-per-node", "2", "-m", "minimegatron.pretrain_gpt"]
+    command += [*RUN.split(), "--pipeline-schedule", f"{file}:down_and_up"]
+    command += ["--save", str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^ iteration (\d)/4 \| lm loss (\d\.\d+) \|", done.stdout, re.M)
+    assert [number for number, _ in lines] == ["2", "4"]
+    assert float(lines[1][1]) < float(lines[0][1])
+    assert "validation loss at iteration 2" in done.stdout
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"

@@ -14,16 +14,17 @@ from minimegatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     update_num_microbatches,
 )
-from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.utils import get_model_config
 from minimegatron.training import training
 from minimegatron.training.arguments import parse_args
 from minimegatron.training.evaluation import evaluate
 from minimegatron.training.global_vars import destroy_global_vars, get_train_state
 from minimegatron.training.initialize import initialize_megatron
+from minimegatron.training.pipeline_schedule import schedule_of_run
 from minimegatron.training.text_generation import generate
 from minimegatron.training.utils import broadcast_from_last_stage
 from tests.ranks import run_ranks
+from tests.training.bad_configs import USER_ORDERS
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 "
@@ -58,7 +59,7 @@ def train_and_evaluate(flags: str, steps: int = 3) -> dict:
             optimizer,
             scheduler,
             config,
-            get_forward_backward_func(),
+            schedule_of_run(),
         )
         assert skipped == 0
         state.iteration += 1
@@ -99,6 +100,9 @@ LAYOUTS = [
     "--DDP-impl torch",
     f"{PP2} {TP2} --pipeline-model-parallel-layout Et|tttL",
     f"{TP4} {DROPOUT}",
+    f"{PP2} --pipeline-schedule {USER_ORDERS}:down_and_up --use-distributed-optimizer",
+    f"{PP2} {TP2} {VP2} --pipeline-schedule breadth-first --sequence-parallel",
+    f"{PP4} --pipeline-schedule gpipe",
 ]
 
 
