@@ -8,6 +8,7 @@ threads about several of these mistakes.
 
 from minimegatron.exercises.fault import Fault, apply_fault
 from minimegatron.exercises.faults_around_a_step import FAULTS_AROUND_A_STEP
+from minimegatron.exercises.faults_of_orders import FAULTS_OF_ORDERS
 
 __all__ = ["FAULTS", "FORMER_NAMES", "Fault", "apply_fault"]
 
@@ -414,4 +415,5 @@ FAULTS = (
         "One rank skips the step and the others do not.",
     ),
     *FAULTS_AROUND_A_STEP,
+    *FAULTS_OF_ORDERS,
 )
