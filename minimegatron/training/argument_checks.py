@@ -35,6 +35,7 @@ from minimegatron.training.checkpoint_args import check_against_checkpoint
 from minimegatron.training.checkpoint_folder import find_checkpoint
 from minimegatron.training.config import SECTIONS
 from minimegatron.training.pipeline_schedule import (
+    check_order,
     is_interleaved,
     pipeline_placement,
     smallest_of_order,
@@ -139,6 +140,7 @@ def check_pipeline(args: argparse.Namespace) -> None:
                 f"--pipeline-model-parallel-size {p} needs {smallest} or more; raise the global "
                 "batch size or lower the micro batch size"
             )
+        check_order(args, num_microbatches)
 
 
 def _count_microbatches(args: argparse.Namespace, batch: int) -> tuple[int, str]:

@@ -8,13 +8,19 @@ placement; `training`, `evaluation` and `text_generation`, for the function that
 from collections.abc import Callable
 from typing import Any
 
+from minimegatron.core.pipeline_parallel.lowering import lowered_step
 from minimegatron.core.pipeline_parallel.orders import (
     INTERLEAVED,
+    NO_PIPELINING,
+    ONE_F_ONE_B,
+    TAGGED,
+    PlanConfig,
     get_schedule,
     placement_of,
     schedule_of,
 )
 from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.pipeline_parallel.planned_schedule import require_runnable
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.training.global_vars import get_args
 from minimegatron.user_file import load_user_function
@@ -71,6 +77,33 @@ def is_interleaved(args: Any) -> bool:
     if args.pipeline_schedule is None:
         return args.virtual_pipeline_model_parallel_size is not None
     return args.pipeline_schedule == INTERLEAVED
+
+
+def check_order(args: Any, num_microbatches: int) -> None:
+    """Raises ValueError for an order of one's own that no step could follow, and says where.
+
+    So it is known before anything is started. What only a run can see is left to the run.
+    """
+    name = args.pipeline_schedule
+    if name in (None, NO_PIPELINING, ONE_F_ONE_B, INTERLEAVED):
+        return
+    placement = placement_of(args)
+    config = PlanConfig(
+        name,
+        args.pipeline_model_parallel_size,
+        num_microbatches,
+        placement.num_model_chunks,
+        args.microbatch_group_size_per_vp_stage,
+        placement=placement,
+        wire=TAGGED,
+    )
+    try:
+        require_runnable(lowered_step(config))
+    except Exception as error:  # the order is the user's: it may raise anything
+        raise ValueError(
+            f"{FLAG} {name} over --pipeline-model-parallel-size {config.pp_size} with "
+            f"{num_microbatches} microbatches: {error}"
+        ) from error
 
 
 def smallest_of_order(args: Any) -> int:

@@ -286,6 +286,21 @@ BAD_CONFIGS = [
         world_size=2,
     ),
     BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:forgetful",
+        (f"{SCHEDULE} forgetful", "rank 1, microbatch 1, chunk 1: absent: backward is never done"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:backwards_first",
+        (f"{SCHEDULE} backwards-first", "deadlock: rank 0 waits with the forward of microbatch 0"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:split",
+        (f"{SCHEDULE} split", "backward-input", "can be planned and simulated but not run"),
+        world_size=2,
+    ),
+    BadConfig(
         f"{PP4} {SCHEDULE} {USER_ORDERS}:too_short",
         (f"{SCHEDULE} too-short", "on 2 ranks", "--pipeline-model-parallel-size is 4"),
         world_size=4,

@@ -33,3 +33,30 @@ def both_ways(rank):
 def too_short(rank):
     """Two ranks, however many are asked for."""
     yield from one_at_a_time(rank)
+
+
+@register_order("forgetful", placement=V)
+def forgetful(rank):
+    """Rank 1 leaves out one backward."""
+    for work in one_at_a_time(rank):
+        if (rank.pp_rank, str(work)) != (1, "B1 of chunk 1"):
+            yield work
+
+
+@register_order("backwards-first", placement=V)
+def backwards_first(rank):
+    """The second chunk's forward waits for the first chunk's backward, and the other way round."""
+    for i in range(rank.num_microbatches):
+        for chunk in reversed(range(2)):
+            yield rank.forward(i, chunk)
+        for chunk in reversed(range(2)):
+            yield rank.backward(i, chunk)
+
+
+@register_order("split")
+def split(rank):
+    """The two gradients apart."""
+    for i in range(rank.num_microbatches):
+        yield rank.forward(i)
+        yield rank.backward_input(i)
+        yield rank.backward_weight(i)

@@ -286,9 +286,8 @@ def _count_in_flight(actions: list[Action]) -> int:
 # -- What can be run --
 
 
-def _check(
-    step: Step, config: ModelParallelConfig, models: list[torch.nn.Module], rank: int
-) -> None:
+def require_runnable(step: Step) -> None:
+    """Raises ValueError for a step that can be planned, but that this runner cannot run."""
     name, placement = step.config.schedule, step.config.placement
     if placement.num_copies > 1:
         raise ValueError(
@@ -303,6 +302,13 @@ def _check(
             f"schedule {name} has work of the kind {split[0]}, which can be planned and simulated "
             "but not run; yield rank.backward(...), which computes both gradients"
         )
+
+
+def _check(
+    step: Step, config: ModelParallelConfig, models: list[torch.nn.Module], rank: int
+) -> None:
+    require_runnable(step)
+    name, placement = step.config.schedule, step.config.placement
     if len(models) != placement.num_model_chunks:
         raise ValueError(
             f"schedule {name} runs {placement.num_model_chunks} chunks on each rank, but the model "
