@@ -271,6 +271,7 @@ def placement(num_layers: int, p: int, v: int = 1, **more: object) -> list[list[
         num_layers=num_layers,
         pipeline_model_parallel_size=p,
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
+        pipeline_schedule=None,
         pipeline_model_parallel_layout=None,
         num_layers_in_first_pipeline_stage=None,
         num_layers_in_last_pipeline_stage=None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import device, utils
+from minimegatron.core import utils
 from minimegatron.core.enums import ModelType
 from tests.ranks import run_ranks
 
@@ -88,27 +88,27 @@ def test_groups_that_may_be_missing():
 
 
 def test_device_and_backend(monkeypatch):
-    monkeypatch.setattr(device, "_device", None)
+    monkeypatch.setattr(utils, "_device", None)
     with pytest.raises(ValueError, match="device is \"?'?tpu"):
-        device.set_device("tpu")
-    assert device.set_device("cpu") == device.get_device() == torch.device("cpu")
-    assert device.choose_backend(1) == "gloo"
+        utils.set_device("tpu")
+    assert utils.set_device("cpu") == utils.get_device() == torch.device("cpu")
+    assert utils.choose_backend(1) == "gloo"
 
 
 def test_ranks_share_gpus_when_they_outnumber_them(monkeypatch):
-    monkeypatch.setattr(device, "_device", None)
+    monkeypatch.setattr(utils, "_device", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert [device.set_device("auto", rank).index for rank in range(4)] == [0, 1, 0, 1]
-    assert device.choose_backend(2) == "nccl"
-    assert device.choose_backend(4) == "gloo"
-    assert device.set_device("cpu", 1).type == "cpu"
-    assert device.choose_backend(2) == "gloo"
+    assert [utils.set_device("auto", rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert utils.choose_backend(2) == "nccl"
+    assert utils.choose_backend(4) == "gloo"
+    assert utils.set_device("cpu", 1).type == "cpu"
+    assert utils.choose_backend(2) == "gloo"
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no usable GPU here"):
-        device.set_device("cuda")
+        utils.set_device("cuda")
