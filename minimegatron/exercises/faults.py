@@ -30,17 +30,17 @@ FAULTS = (
     ),
     Fault(
         "one-warm-up-too-many",
-        _PP + "schedule_table.py",
-        "return min(pp_size - pp_rank - 1, num_microbatches)",
-        "return min(pp_size - pp_rank, num_microbatches)",
+        _PP + "schedules.py",
+        "num_warmup_microbatches = min(num_stages - stage - 1, num_microbatches)",
+        "num_warmup_microbatches = min(num_stages - stage, num_microbatches)",
         "Every stage does one forward more before its first backward. Nobody waits for that and all "
         "numbers stay right, but every stage holds one microbatch more than it must.",
     ),
     Fault(
         "warm-up-not-clamped",
-        _PP + "schedule_table.py",
-        "return min(pp_size - pp_rank - 1, num_microbatches)",
-        "return pp_size - pp_rank - 1",
+        _PP + "schedules.py",
+        "num_warmup_microbatches = min(num_stages - stage - 1, num_microbatches)",
+        "num_warmup_microbatches = num_stages - stage - 1",
         "With fewer microbatches than stages, the first stages ask for microbatches that do not "
         "exist: the data iterator raises StopIteration.",
     ),
