@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import minimegatron
 from minimegatron.core.pipeline_parallel.orders import register_order
-from minimegatron.core.pipeline_parallel.placement import LOOP, Placement, V
+from minimegatron.core.pipeline_parallel.placement import BOTH, LOOP, Placement, V
+from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.pipeline_parallel.work import BACKWARD, FORWARD, Work
 from minimegatron.planner.check import check
 from minimegatron.planner.plan import plan
@@ -230,3 +231,70 @@ def test_twelve_lines_train_from_the_command_line(tmp_path):
     assert float(lines[1][1]) < float(lines[0][1])
     assert "validation loss at iteration 2" in done.stdout
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+# -- What is refused --
+
+
+@register_order("halves")
+def halves(rank):
+    for i in range(rank.num_microbatches):
+        yield rank.forward(i)
+        yield rank.backward_input(i)
+        yield rank.backward_weight(i)
+
+
+@register_order("two-ways", placement=BOTH)
+def two_ways(rank):
+    half = (rank.num_microbatches + 1) // 2
+    for chunk, of_copy in enumerate((range(half), range(half, rank.num_microbatches))):
+        for i in of_copy:
+            yield rank.forward(i, chunk)
+    for chunk, of_copy in enumerate((range(half), range(half, rank.num_microbatches))):
+        for i in of_copy:
+            yield rank.backward(i, chunk)
+
+
+def refusals(cut: dict, name: str | None) -> str:
+    gpt = TinyGPT(**{**LAYERS, **cut})
+    schedule = get_forward_backward_func(pipeline_schedule=name)
+    try:
+        gpt.step(4, schedule)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def all_refusals() -> list[str]:
+    in_a_v = {"pp": 2, "pipeline_schedule": "fill-and-drain"}
+    return [
+        refusals(in_a_v, None),
+        refusals(in_a_v, "shuffled"),
+        refusals({"pp": 2, "vp": 2}, "fill-and-drain"),
+        refusals({"pp": 2}, "halves"),
+        refusals({"pp": 2, "vp": 2}, "two-ways"),
+        refusals({"pp": 2}, "1f1b"),
+        refusals({"pp": 1}, "1f1b") or refusals({"pp": 1}, "gpipe"),
+    ]
+
+
+def test_a_schedule_that_does_not_fit_the_model_is_refused_on_every_rank():
+    for found in run_ranks(all_refusals, 2):
+        words = [
+            "built for schedule fill-and-drain, which places its stages as [[0, 3], [1, 2]]",
+            "schedule shuffled places the model's stages as loop [[0, 2], [1, 3]], but the model",
+            "schedule fill-and-drain places the model's stages as v [[0, 3], [1, 2]], but the",
+            "schedule halves has work of the kind backward-input",
+            "schedule two-ways runs 2 copies of the model against each other",
+        ]
+        for text, wanted in zip(found, words, strict=False):
+            assert wanted in text
+        assert found[5:] == ["", ""]
+
+
+def test_names_of_schedules_that_do_not_fit_the_sizes_are_refused():
+    with pytest.raises(ValueError, match="unknown schedule 'zigzag'; known are no-pipelining"):
+        get_forward_backward_func(2, None, "zigzag")
+    for sizes, name in (((2, None), "interleaved"), ((2, 2), "1f1b"), ((2, None), "no-pipelining")):
+        with pytest.raises(ValueError, match=f"{name} does not fit pp_size 2"):
+            get_forward_backward_func(*sizes, name)

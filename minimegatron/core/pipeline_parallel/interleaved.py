@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.pipeline_parallel.orders import require_usual_placement
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
 from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_plan
@@ -132,6 +133,8 @@ def _check_arguments(
         )
     if config.overlap_p2p_comm and config.batch_p2p_comm:
         raise ValueError("overlap_p2p_comm needs batch_p2p_comm=False")
+    if config.pipeline_schedule is not None:
+        require_usual_placement(config)
 
 
 class _InterleavedRun:

@@ -262,6 +262,18 @@ def placement_of(config: Any) -> Placement:
     return usual_placement(*sizes) if name is None else get_schedule(name).placed(*sizes)
 
 
+def require_usual_placement(config: Any) -> None:
+    """Raises ValueError for a model that was built for another placement than Megatron's."""
+    p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    placement = placement_of(config)
+    if placement.stages != usual_placement(p, v).stages:
+        raise ValueError(
+            f"the model was built for schedule {config.pipeline_schedule}, which places its stages as "
+            f"{[list(chunks) for chunks in placement.stages]}; run it with "
+            f"get_forward_backward_func(pipeline_schedule={config.pipeline_schedule!r})"
+        )
+
+
 # -- The orders of all ranks --
 
 

@@ -4,7 +4,7 @@ Called by: `training.train_step` and `training.evaluate`, through `get_forward_b
 `forward_step` and `backward_step` once per microbatch, `P2PCommunicator` between them, and around
 them `StepFrame`, which ends with `config.finalize_model_grads_func`. Counterpart:
 `megatron.core.pipeline_parallel.schedules`; what stands there in one file is here in several, and
-its names can be imported from this one (`get_tensor_shapes` and two more are in `utils`):
+its names can be imported from this one:
 
 * `steps`: one microbatch on one stage.
 * `step_frame`: what stands around all of them; the same for every schedule.
@@ -24,7 +24,12 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.interleaved import (
     forward_backward_pipelining_with_interleaving,
 )
-from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
+from minimegatron.core.pipeline_parallel.orders import (
+    INTERLEAVED,
+    NO_PIPELINING,
+    ONE_F_ONE_B,
+    require_usual_placement,
+)
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.planned_schedule import get_named_forward_backward_func
 from minimegatron.core.pipeline_parallel.schedule_table import (
@@ -123,10 +128,12 @@ def get_forward_backward_func(
         name, function = ONE_F_ONE_B, forward_backward_pipelining_without_interleaving
     if pipeline_schedule in (None, name):
         return function
+    if pipeline_schedule == ONE_F_ONE_B and vp_size is None:
+        return forward_backward_pipelining_without_interleaving
     if pipeline_schedule in (NO_PIPELINING, INTERLEAVED, ONE_F_ONE_B):
         raise ValueError(
-            f"the schedule {pipeline_schedule} does not fit {pp_size} stages with {vp_size or 1} "
-            f"chunks each; {name} does"
+            f"the schedule {pipeline_schedule} does not fit pp_size {pp_size} and vp_size {vp_size}; "
+            f"{name} does"
         )
     return get_named_forward_backward_func(pipeline_schedule)
 
@@ -294,6 +301,8 @@ def _groups_for_1f1b(
             "overlap_p2p_comm is on, but plain 1F1B sends and receives in one exchange; turn it "
             "off, or use virtual stages (virtual_pipeline_model_parallel_size)"
         )
+    if config.pipeline_schedule is not None:
+        require_usual_placement(config)
     pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     return p2p_communicator or P2PCommunicator(pg_collection.pp, config), pg_collection
 
