@@ -26,7 +26,7 @@ from minimegatron.planner.plan import plan
 from minimegatron.tiny_gpt import TinyGPT
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from tests.figures import figure
-from tests.ranks import run_ranks
+from tests.ranks import has_shared_memory, run_ranks
 
 # -- The orders --
 
@@ -46,11 +46,14 @@ def shuffled(rank):
     yield from shuffled_orders(rank.placement, rank.num_microbatches, 1)[rank.pp_rank]
 
 
+TURNED = {1: (0,), 2: (1, 0), 3: (2, 0, 1), 4: (1, 3, 0, 2)}
+"""By the number of ranks, each rank's first stage. With 4, stages 0 and 1 are on ranks 2 and 0."""
+
+
 def turned(pp_size: int, num_model_chunks: int | None) -> Placement:
-    """A loop that begins on rank 1, and goes on where no ring has a link."""
-    ranks = [(2 * r + 1) % pp_size if pp_size % 2 else r ^ 1 for r in range(pp_size)]
-    ranks = ranks[::-1] if pp_size % 2 else ranks
-    return Placement("turned", [[chunk * pp_size + r for chunk in (0, 1)] for r in ranks])
+    """A loop that begins on another rank than 0, and goes on where no ring has a link."""
+    stages = TURNED[pp_size]
+    return Placement("turned", [[chunk * pp_size + stage for chunk in (0, 1)] for stage in stages])
 
 
 @register_order("turned", placement=turned)
@@ -298,3 +301,40 @@ def test_names_of_schedules_that_do_not_fit_the_sizes_are_refused():
     for sizes, name in (((2, None), "interleaved"), ((2, 2), "1f1b"), ((2, None), "no-pipelining")):
         with pytest.raises(ValueError, match=f"{name} does not fit pp_size 2"):
             get_forward_backward_func(*sizes, name)
+
+
+# -- A step that fails --
+
+
+def fails_then_goes_on(name: str, pp: int) -> list:
+    """A step fails on the last rank, then on the first; after each, a good step."""
+    gpt = TinyGPT(**LAYERS, pp=pp, vp=2, pipeline_schedule=name)
+    found = []
+    for rank, number in ((pp - 1, 3), (0, 1)):
+        calls = iter(range(100))
+
+        def forward_step(data_iterator, model, rank=rank, number=number, calls=calls):
+            if dist.get_rank() == rank and next(calls) == number:
+                raise RuntimeError("planted")
+            return gpt.forward_step(data_iterator, model)
+
+        try:
+            gpt.step(4, forward_step_func=forward_step)
+        except (RuntimeError, ConnectionError) as error:
+            found.append(type(error).__name__ + ("planted" in str(error)) * " planted")
+        found.append([float(report["loss"]) for report in gpt.step(4)])
+    return found
+
+
+@pytest.mark.skipif(not has_shared_memory(), reason="gloo cannot tell a rank that another failed")
+@pytest.mark.parametrize(("name", "pp"), [("fill-and-drain", 2), ("turned", 4)])
+def test_a_good_step_follows_one_that_failed(name, pp):
+    (serial,) = run_ranks(steps_of, 1, None, 4, {})
+    good = pytest.approx(serial["losses"][:4], abs=1e-9, rel=0)
+    ranks = run_ranks(fails_then_goes_on, pp, name, pp)
+    for rank, found in enumerate(ranks):
+        for failing, (error, losses) in zip((pp - 1, 0), (found[:2], found[2:]), strict=True):
+            own = "RuntimeError planted"
+            assert error == own if rank == failing else error == "ConnectionError planted"
+            assert losses == [] or losses == good
+    assert sum(bool(found[1]) for found in ranks) == 1
