@@ -7,6 +7,19 @@ import pictures
 from package import Package
 
 
+ORDERS = "core.pipeline_parallel.orders"
+OF_ORDERS = (
+    "placement",
+    "work",
+    "schedule_table",
+    "orders",
+    "order_check",
+    "lowering",
+    "send_limits",
+)
+"""Schedules as data, without torch: models and groups ask them, as the planner does."""
+
+
 def component(module: str) -> str:
     """
     >>> component("minimegatron.core.optimizer.clip_grads"), component("minimegatron.training.utils")
@@ -15,6 +28,8 @@ def component(module: str) -> str:
     parts = module.split(".")[1:]
     if not parts:
         return ""
+    if parts[:2] == ["core", "pipeline_parallel"] and parts[-1] in OF_ORDERS:
+        return ORDERS
     return ".".join(parts[:2]) if parts[0] == "core" else parts[0]
 
 
