@@ -6,7 +6,6 @@ Called by: `site_pages`. Calls: `package`, `pictures`.
 import pictures
 from package import Package
 
-
 ORDERS = "core.pipeline_parallel.orders"
 OF_ORDERS = (
     "placement",
