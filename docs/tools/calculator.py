@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import memory_cases
 
-from minimegatron.planner import formulas, memory, schedules
+from minimegatron.core.pipeline_parallel import orders
+from minimegatron.planner import formulas, memory
 
 CONSTANTS = {
-    name: repr(getattr(schedules, name))
-    for name in ("GPIPE", "INTERLEAVED", "NO_PIPELINING", "ONE_F_ONE_B")
+    name: repr(getattr(orders, name))
+    for name in ("BREADTH_FIRST", "GPIPE", "INTERLEAVED", "NO_PIPELINING", "ONE_F_ONE_B")
 }
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 FUNCTIONS = [
@@ -22,6 +23,7 @@ FUNCTIONS = [
     memory.message_bytes,
     memory.num_layer_parameters,
     memory.model_state_bytes,
+    formulas.is_looped,
     formulas.bubble_formulas,
     formulas.message_formula,
     memory_cases.layer_flops_per_token,

@@ -46,7 +46,7 @@ def makespan_formula(config: PlanConfig, forward: Time, backward: Time) -> Formu
         return Formula(f"M {words}" if config.forward_only else f"M{words}", M * work)
     if config.schedule in (GPIPE, ONE_F_ONE_B):
         return Formula(f"(M + p - 1){words}", (M + p - 1) * work)
-    if _is_looped(config):
+    if is_looped(config):
         return Formula(f"(M + (p - 1)/v){words}", (M + Fraction(p - 1, v)) * work)
     return None
 
@@ -62,7 +62,7 @@ def bubble_formulas(config: PlanConfig) -> tuple[Formula, Formula] | None:
         return Formula("0", Fraction(0)), Formula("0", Fraction(0))
     if config.schedule in (GPIPE, ONE_F_ONE_B):
         over_ideal, over_total = "(p - 1)/M", "(p - 1)/(M + p - 1)"
-    elif _is_looped(config):
+    elif is_looped(config):
         over_ideal, over_total = "(p - 1)/(Mv)", "(p - 1)/(Mv + p - 1)"
     else:
         return None
@@ -114,7 +114,7 @@ def message_formula(config: PlanConfig) -> Formula | None:
     return None
 
 
-def _is_looped(config: PlanConfig) -> bool:
+def is_looped(config: PlanConfig) -> bool:
     """Several chunks per stage, and none waits for a microbatch that comes round the loop."""
     if config.schedule == BREADTH_FIRST:
         return config.num_microbatches >= config.pp_size or config.num_model_chunks == 1
