@@ -153,7 +153,14 @@ def _expression(node: ast.expr) -> str:
 def _comparison(left: str, op: ast.cmpop, right: str) -> str:
     if isinstance(op, ast.In | ast.NotIn):
         return f"{'!' if isinstance(op, ast.NotIn) else ''}{right}.includes({left})"
-    signs = {ast.Eq: "===", ast.NotEq: "!==", ast.Lt: "<", ast.Gt: ">", ast.Is: "==="}
+    signs = {
+        ast.Eq: "===",
+        ast.NotEq: "!==",
+        ast.Lt: "<",
+        ast.Gt: ">",
+        ast.GtE: ">=",
+        ast.Is: "===",
+    }
     return f"({left} {signs[type(op)]} {right})"
 
 
