@@ -5,6 +5,7 @@ losses and gradients as in one process, trace = plan, evaluation between steps, 
 schedule of twelve lines from the command line.
 """
 
+import os
 import random
 import re
 import subprocess
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import minimegatron
-from minimegatron.core.pipeline_parallel.orders import register_order
+from minimegatron.core.pipeline_parallel.orders import register_order, unregister
 from minimegatron.core.pipeline_parallel.placement import BOTH, LOOP, Placement, V
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.pipeline_parallel.work import BACKWARD, FORWARD, Work
@@ -199,7 +200,7 @@ def test_the_loss_of_a_v_is_on_the_rank_that_has_the_data():
 # -- A user's schedule of twelve lines, from the command line --
 
 TWELVE_LINES = """\
-from minimegatron.core.pipeline_parallel.orders import register_order
+from minimegatron.core.pipeline_parallel.orders import register_order, unregister
 from minimegatron.core.pipeline_parallel.placement import V
 
 
@@ -338,3 +339,94 @@ def test_a_good_step_follows_one_that_failed(name, pp):
             assert error == own if rank == failing else error == "ConnectionError planted"
             assert losses == [] or losses == good
     assert sum(bool(found[1]) for found in ranks) == 1
+
+
+@register_order("by-chance")
+def by_chance(rank):
+    microbatches = list(range(rank.num_microbatches))
+    random.Random(os.urandom(4)).shuffle(microbatches)
+    for i in microbatches:
+        yield rank.forward(i)
+    for i in microbatches:
+        yield rank.backward(i)
+
+
+def disagreements() -> list[str]:
+    gpt = TinyGPT(**LAYERS, pp=2, pipeline_schedule="by-chance")
+    found = []
+    for _ in range(2):
+        try:
+            gpt.step(12)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_an_order_that_is_another_one_on_each_rank_is_refused():
+    for found in run_ranks(disagreements, 2):
+        assert len(found) == 2 and all("is not the same on all ranks" in text for text in found)
+
+
+def with_wrong_data() -> list[str]:
+    gpt = TinyGPT(**LAYERS, pp=2, pipeline_schedule="fill-and-drain")
+    found = []
+    for chunks, data in ((gpt.chunks, None), (gpt.chunks, [iter(())] * 2), (gpt.chunks[:1], None)):
+        try:
+            get_forward_backward_func(pipeline_schedule="fill-and-drain")(
+                forward_step_func=gpt.forward_step,
+                data_iterator=data,
+                model=chunks,
+                num_microbatches=2,
+                seq_length=gpt.seq_length,
+                micro_batch_size=gpt.micro_batch_size,
+            )
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_data_that_does_not_fit_is_refused_or_missed():
+    first, second = run_ranks(with_wrong_data, 2)
+    for found in (first, second):
+        assert "ValueError: the model is 2 chunks, but there are 1 data iterators" in found[0]
+        assert "runs 2 chunks on each rank, but the model is 1" in found[2]
+    assert first[1].startswith("StopIteration") and second[1].startswith("ConnectionError")
+
+
+NO_ORDERS = {
+    "returned Work": lambda rank: rank.forward(0),
+    "returned None; it must yield": lambda rank: None,
+    "must be a function of one argument, the rank": lambda: iter(()),
+    "return for whole numbers, such as rank.forward(0)": lambda rank: [rank.forward(0.0)],
+    "such as rank.forward(0)": lambda rank: [Work("forwards", 0)],
+    "8 pieces": lambda rank: (rank.forward(0) for _ in range(10**9)),
+}
+
+
+@pytest.mark.parametrize("words", NO_ORDERS)
+def test_what_is_no_order_is_refused(words):
+    register_order("wrong")(NO_ORDERS[words])
+    try:
+        with pytest.raises(ValueError, match=re.escape(words.replace("8 pieces", "6 pieces"))):
+            plan("wrong", 2, 2)
+    finally:
+        unregister("wrong")
+
+
+def test_an_order_without_a_name_or_a_placement_is_refused():
+    with pytest.raises(ValueError, match="the name is missing"):
+        register_order(by_chance)
+    for rule, words in (
+        (V(2), "its placement is no function of p and v"),
+        (
+            lambda p, v: [range(v)],
+            "its placement is no function of p and v, or fails for p = 2 and",
+        ),
+        (lambda p, v: [[0], [1]], "its placement rule returned"),
+    ):
+        register_order("wrong", placement=rule)(by_chance)
+        try:
+            with pytest.raises(ValueError, match=words):
+                plan("wrong", 2, 2)
+        finally:
+            unregister("wrong")

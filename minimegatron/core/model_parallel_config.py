@@ -158,8 +158,9 @@ class ModelParallelConfig:
         schedule = get_schedule(name)
         if schedule.order is None:
             raise ValueError(
-                f"pipeline_schedule {name} is a schedule with messages, which can be planned but not "
-                "run; register its order of work (register_order)"
+                f"pipeline_schedule {name} names its own messages and has no placement to build a "
+                "model for; leave it out here and pass the name to get_forward_backward_func, or "
+                "register an order of work (register_order)"
             )
         if name == NO_PIPELINING and p > 1:
             raise ValueError(

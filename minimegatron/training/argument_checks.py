@@ -141,6 +141,8 @@ def check_pipeline(args: argparse.Namespace) -> None:
                 "batch size or lower the micro batch size"
             )
         check_order(args, num_microbatches)
+    if args.sample_tokens:  # the shortest step there is, without backwards
+        check_order(args, smallest, forward_only=True)
 
 
 def _count_microbatches(args: argparse.Namespace, batch: int) -> tuple[int, str]:

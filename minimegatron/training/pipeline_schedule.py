@@ -20,12 +20,15 @@ from minimegatron.core.pipeline_parallel.orders import (
     schedule_of,
 )
 from minimegatron.core.pipeline_parallel.placement import Placement
-from minimegatron.core.pipeline_parallel.planned_schedule import require_runnable
+from minimegatron.core.pipeline_parallel.runnable import require_runnable
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.training.global_vars import get_args
-from minimegatron.user_file import load_user_function
+from minimegatron.user_file import load_user_function, place_in
 
 FLAG = "--pipeline-schedule"
+
+_files: dict[str, str] = {}
+"""A user's schedule by name -> FILE.py:FUNCTION."""
 
 
 def registered_name(schedule: str) -> str:
@@ -44,9 +47,11 @@ def registered_name(schedule: str) -> str:
     found = schedule_of(function)
     if found.order is not function:
         raise ValueError(
-            f"{FLAG} {schedule}: the function is not registered; put @register_order and a name "
-            "before it"
+            f"{FLAG} {schedule}: the function is not registered as an order of work; put "
+            '@register_order("NAME") before it (a schedule that names its messages is passed to '
+            "get_forward_backward_func by a program)"
         )
+    _files[found.name] = schedule
     return found.name
 
 
@@ -79,7 +84,7 @@ def is_interleaved(args: Any) -> bool:
     return args.pipeline_schedule == INTERLEAVED
 
 
-def check_order(args: Any, num_microbatches: int) -> None:
+def check_order(args: Any, num_microbatches: int, forward_only: bool = False) -> None:
     """Raises ValueError for an order of one's own that no step could follow, and says where.
 
     So it is known before anything is started. What only a run can see is left to the run.
@@ -94,15 +99,18 @@ def check_order(args: Any, num_microbatches: int) -> None:
         num_microbatches,
         placement.num_model_chunks,
         args.microbatch_group_size_per_vp_stage,
+        forward_only,
         placement=placement,
         wire=TAGGED,
     )
     try:
         require_runnable(lowered_step(config))
     except Exception as error:  # the order is the user's: it may raise anything
+        line = place_in(error, _files.get(name))
+        cause = str(error) if line is None else f"{line}: {type(error).__name__}: {error}"
         raise ValueError(
             f"{FLAG} {name} over --pipeline-model-parallel-size {config.pp_size} with "
-            f"{num_microbatches} microbatches: {error}"
+            f"{num_microbatches} microbatches: {cause}"
         ) from error
 
 

@@ -292,7 +292,25 @@ BAD_CONFIGS = [
     ),
     BadConfig(
         f"{PP2} {SCHEDULE} {USER_ORDERS}:backwards_first",
-        (f"{SCHEDULE} backwards-first", "deadlock: rank 0 waits with the forward of microbatch 0"),
+        (
+            f"{SCHEDULE} backwards-first",
+            "deadlock: rank 0 waits with F0 of chunk 1 for the activation",
+        ),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:fails --global-batch-size 8 --micro-batch-size 1",
+        (f"{SCHEDULE} fails", "user_orders.py:", "IndexError: list index out of range"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:for_ever",
+        (f"{SCHEDULE} for-ever", "more than", "pieces of work on rank 0", "let it end"),
+        world_size=2,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:even --sample-tokens 3",
+        (f"{SCHEDULE} even", "with 1 microbatches", "RuntimeError: M is odd"),
         world_size=2,
     ),
     BadConfig(

@@ -60,3 +60,24 @@ def split(rank):
         yield rank.forward(i)
         yield rank.backward_input(i)
         yield rank.backward_weight(i)
+
+
+@register_order("fails")
+def fails(rank):
+    """Raises."""
+    yield rank.forward([0][1])
+
+
+@register_order("for-ever")
+def for_ever(rank):
+    """Does not end."""
+    while True:
+        yield rank.forward(0)
+
+
+@register_order("even")
+def even(rank):
+    """Wants an even number of microbatches, and does not say so."""
+    if rank.num_microbatches % 2:
+        raise RuntimeError("M is odd")
+    yield from one_at_a_time(rank)

@@ -64,6 +64,8 @@ def forward_backward_pipelining_with_interleaving(
     )
     pg_collection = groups_of(model[0], pg_collection)
     p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
+    if isinstance(p2p, P2PCommunicator):  # somebody else's has Megatron's nine methods, and no more
+        p2p.refuse_a_ring_of_two()
     order = InterleavedOrder(
         p2p.pp_group.size(),
         p2p.pp_group.rank(),

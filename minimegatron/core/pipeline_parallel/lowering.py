@@ -9,7 +9,8 @@ makes it, and nobody waits for that. It is received by a call that returns at on
 it waits. What is left to decide is where that call stands:
 
 * On a tagged wire (gloo, shared memory) a message is known by its payload. The receive stands one piece
-  of work before its use, so that the message travels meanwhile.
+  of work before its use, so that the message travels meanwhile; earlier, if a message that is sent
+  later is used before.
 * On an untagged wire (NCCL) the n-th send of a pair of ranks meets the n-th receive, whatever is in
   them, and each may block the stream until the other is there. So all messages of a step get one
   order, that of the moments at which they are sent when a forward takes one unit of time and a
@@ -176,7 +177,7 @@ def simulate_orders(orders: list[list[Work]], config: PlanConfig) -> Times:
     if waiting_for:
         raise stuck_order(
             {
-                rank: (orders[rank][len(times.starts[rank])], key[0], key[2])
+                rank: (orders[rank][len(times.starts[rank])], key[0], Place(*key[2:]))
                 for key, rank in waiting_for.items()
             }
         )

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from minimegatron.core.pipeline_parallel.orders import PlanConfig
+from minimegatron.core.pipeline_parallel.placement import Place
 from minimegatron.core.pipeline_parallel.work import (
-    FORWARD,
     INPUT_GRADIENT,
     KINDS,
     OUTPUT,
@@ -89,7 +89,7 @@ class _RankCheck:
         if not exists or not config.placement.has(*unit, config.num_microbatches):
             M, v = config.num_microbatches, config.num_model_chunks
             text = f"{kind.words} of what does not exist; there are {M} microbatches, {v} chunk"
-            text += "s" * (v > 1)
+            text += "s" * (v > 1) + ", counted from 0 (the placement says how many chunks)"
             if exists:
                 text += ", and this chunk is of the copy that runs other microbatches"
             return Problem("range", self.rank, *unit, text, index)
@@ -117,15 +117,12 @@ class _RankCheck:
             yield Problem("absent", self.rank, *unit, f"its {absent[0]} is never computed")
 
 
-def stuck_order(waiting: Mapping[int, tuple[Work, str, int]]) -> ScheduleError:
-    """The error for ranks that wait for each other: rank -> (its work, payload, rank that makes it)."""
+def stuck_order(waiting: Mapping[int, tuple[Work, str, Place]]) -> ScheduleError:
+    """The error for ranks that wait for each other: rank -> (its work, payload, who makes that)."""
     links = [
-        f"rank {rank} waits with the {KINDS[work.kind].words} of microbatch {work.microbatch}, "
-        f"chunk {work.chunk}, for the {payload} from rank {maker}"
+        f"rank {rank} waits with {work} for the {payload} of microbatch {work.microbatch} from chunk "
+        f"{maker.chunk} of " + ("itself" if maker.rank == rank else f"rank {maker.rank}")
         for rank, (work, payload, maker) in sorted(waiting.items())
     ]
     rank, (work, _, _) = min(waiting.items())
     return ScheduleError([Problem("deadlock", rank, work.microbatch, work.chunk, "; ".join(links))])
-
-
-__all__ = ["FORWARD", "Problem", "ScheduleError", "check_orders", "stuck_order"]

@@ -20,6 +20,7 @@ An order says nothing of messages, of a step without backwards, or of what a ran
 alone are the order of an evaluation, and the rest follows.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +43,7 @@ from minimegatron.core.pipeline_parallel.work import (
     BACKWARD_WEIGHT,
     COOLDOWN,
     FORWARD,
+    KINDS,
     STEADY,
     WARMUP,
     Work,
@@ -52,6 +54,9 @@ GPIPE = "gpipe"
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved"
 BREADTH_FIRST = "breadth-first"
+
+WRITTEN_HERE = (NO_PIPELINING, GPIPE, ONE_F_ONE_B, INTERLEAVED, BREADTH_FIRST)
+"""The orders of this file."""
 
 TAGGED, UNTAGGED = "tagged", "untagged"
 """Wires: with tags an activation cannot be taken for a gradient; without, order is all there is."""
@@ -143,7 +148,11 @@ class Rank:
 
 
 OrderFunction = Callable[[Rank], Iterable[Work]]
-"""Yields everything that one rank computes in a step, in order."""
+"""Yields everything that one rank computes in a step, in order.
+
+It depends on the rank that it is given, and on nothing else: every rank asks it for all ranks, and all
+must get the same answer.
+"""
 
 
 # -- Schedules by name --
@@ -168,7 +177,19 @@ class Schedule:
         """Where its stages are. Raises ValueError where that number of chunks does not fit."""
         if self.placement is None:
             return usual_placement(pp_size, num_model_chunks)
-        return self.placement(pp_size, num_model_chunks)
+        try:
+            placement = self.placement(pp_size, num_model_chunks)
+        except TypeError as error:
+            raise ValueError(
+                f"schedule {self.name}: its placement is no function of p and v, or fails for p = "
+                f"{pp_size} and v = {num_model_chunks}: {error}"
+            ) from error
+        if not isinstance(placement, Placement):
+            raise ValueError(
+                f"schedule {self.name}: its placement rule returned {placement!r}; return a "
+                "Placement(name, table)"
+            )
+        return placement
 
 
 _SCHEDULES: dict[str, Schedule] = {}
@@ -182,12 +203,15 @@ def register_order(
     """Makes an order known as `name`: to the planner, `--pipeline-schedule`, the runtime.
 
     Args:
-        placement: `LINE`, `LOOP`, `V`, or any function of p and v that returns a `Placement`.
+        placement: `LINE`, `LOOP`, `V`, or any function of p and v that returns a `Placement`; v is
+            None where nobody has asked for a number of chunks.
         smallest: from p to the smallest number of microbatches that the order can do.
 
     A function that is defined again, as when a notebook's cell runs twice, takes its own place. Raises
     ValueError when another function has the name.
     """
+    if not isinstance(name, str):
+        raise ValueError('write @register_order("NAME") before the order: the name is missing')
 
     def register(function: OrderFunction) -> OrderFunction:
         add_schedule(Schedule(name, function, placement, smallest))
@@ -296,18 +320,36 @@ def order_of_ranks(config: PlanConfig, schedule: Schedule | None = None) -> list
 
 
 def _order_of(config: PlanConfig, pp_rank: int, function: OrderFunction) -> list[Work]:
-    yielded = function(Rank(config, pp_rank))
-    if not isinstance(yielded, Iterable):
-        raise ValueError(f"order {config.schedule} returned {yielded!r}; it must yield work")
-    order = []
-    for work in yielded:
-        if not isinstance(work, Work):
+    name, rank = config.schedule, Rank(config, pp_rank)
+    try:
+        inspect.signature(function).bind(rank)
+    except TypeError:
+        raise ValueError(f"order {name} must be a function of one argument, the rank") from None
+    yielded = function(rank)
+    if not isinstance(yielded, Iterable) or isinstance(yielded, Work | str):
+        raise ValueError(f"order {name} returned {yielded!r}; it must yield its work")
+    # Of each microbatch and chunk: a forward, and a backward in one piece or in two.
+    most = 3 * config.num_microbatches * config.num_model_chunks
+    order: list[Work] = []
+    for number, work in enumerate(yielded):
+        if not isinstance(work, Work) or not all(map(_is_work, work.parts or (work,))):
             raise ValueError(
-                f"order {config.schedule} yielded {work!r} on rank {pp_rank}; yield what the "
-                "rank's methods return, such as rank.forward(0)"
+                f"order {name} yielded {work!r} on rank {pp_rank}; yield what the rank's methods "
+                "return for whole numbers, such as rank.forward(0)"
+            )
+        if number >= most:
+            raise ValueError(
+                f"order {name} has yielded more than {most} pieces of work on rank {pp_rank}, but "
+                f"{config.num_microbatches} microbatches and {config.num_model_chunks} chunks need "
+                "no more; let it end"
             )
         order += _forwards(work) if config.forward_only else [work]
     return order
+
+
+def _is_work(part: Work) -> bool:
+    numbers = (part.microbatch, part.chunk)
+    return part.kind in KINDS and all(type(number) is int for number in numbers)
 
 
 def _forwards(work: Work) -> list[Work]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from minimegatron.core.local_channels import LENT, get_timeout
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import LocalTransport, make_transport
-from minimegatron.core.pipeline_parallel.orders import placement_of
+from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, placement_of
 from minimegatron.core.pipeline_parallel.send_limits import SendPlan
 from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
@@ -123,18 +123,8 @@ class P2PCommunicator:
         self.next_rank = (self.curr_rank_in_pg + 1) % self.world_size
         self.prev_rank = (self.curr_rank_in_pg - 1) % self.world_size
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
-        if (
-            self.world_size == 2
-            and (self.virtual_pipeline_model_parallel_size or 1) > 1
-            and config.batch_p2p_comm
-            and config.pipeline_schedule is None  # the messages of an order have one order
-        ):
-            raise ValueError(
-                "interleaving over 2 pipeline stages with batched messages can swap activations "
-                "and gradients: each rank is both neighbours of the other, and a batch pairs "
-                "messages by position only; set batch_p2p_comm=False (overlap_p2p_comm may then "
-                "be on or off), or use more than 2 stages"
-            )
+        if config.pipeline_schedule in (None, INTERLEAVED):
+            self.refuse_a_ring_of_two()
         self.device = get_device()
         links = links_of(config)
         if transport is None:
@@ -147,6 +137,20 @@ class P2PCommunicator:
             self.transport.unfinished_sends if self._may_outlive_step else defaultdict(deque)
         )
         self._forget_step(SendPlan())
+
+    def refuse_a_ring_of_two(self) -> None:
+        """Raises ValueError where the nine methods could swap activations and gradients.
+
+        The messages of an order have one order, and are not swapped.
+        """
+        has_chunks = (self.virtual_pipeline_model_parallel_size or 1) > 1
+        if self.world_size == 2 and has_chunks and self.config.batch_p2p_comm:
+            raise ValueError(
+                "interleaving over 2 pipeline stages with batched messages can swap activations "
+                "and gradients: each rank is both neighbours of the other, and a batch pairs "
+                "messages by position only; set batch_p2p_comm=False (overlap_p2p_comm may then "
+                "be on or off), or use more than 2 stages"
+            )
 
     # -- The edges of a step --
 

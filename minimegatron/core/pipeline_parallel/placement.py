@@ -14,7 +14,7 @@ A model is cut into virtual stages, 0 first. A `Placement` is a table of them. F
 | `BOTH` | 0, 3   | 1, 2   | 2, 1   | 3, 0   | two copies of the model, one in each direction      |
 
 A rule makes a placement: `V(4)`, `LOOP(4, 2)`. A placement of one's own is `Placement("mine", table)`,
-or a function of p and v that returns one.
+or a function of p and v (None if nobody has asked for a number) that returns one.
 """
 
 from collections.abc import Callable
@@ -174,8 +174,8 @@ class Placement:
         return microbatch * self.num_copies // num_microbatches == self.copy_of(chunk)
 
 
-PlacementRule = Callable[[int, int], Placement]
-"""From the number of ranks and of chunks per rank to the placement."""
+PlacementRule = Callable[[int, int | None], Placement]
+"""From the number of ranks, and of chunks per rank if one is asked for, to the placement."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,9 @@ class Rule:
     """v, where the rule leaves no choice."""
 
     def __call__(self, pp_size: int, num_model_chunks: int | None = None) -> Placement:
-        v = num_model_chunks or self.num_model_chunks or 1
+        v = num_model_chunks
+        if v is None:
+            v = self.num_model_chunks or 1
         if self.num_model_chunks not in (None, v):
             raise ValueError(
                 f"placement {self.name} has {self.num_model_chunks} chunk"

@@ -30,10 +30,14 @@ from minimegatron.core.pipeline_parallel.orders import (
     PlanConfig,
     Schedule,
     get_schedule,
-    placement_of,
 )
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.pipeline_parallel.runnable import (
+    check_step,
+    count_in_flight,
+    require_agreement,
+    work_of,
+)
 from minimegatron.core.pipeline_parallel.send_limits import (
     FORWARD_ONLY_SEND_LIMIT,
     SEND_LIMIT,
@@ -178,7 +182,7 @@ def planned_forward_backward_func(
         p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
         step = make_step(p2p, num_microbatches, forward_only)
         rank = p2p.pp_group.rank()
-        _check(step, config, models, rank)
+        check_step(step, config, models, iterators)
         frame = _make_frame(config, pg_collection, p2p, step)
         for chunk_id, (chunk, iterator) in enumerate(zip(models, iterators, strict=True)):
             frame.add_chunk(
@@ -188,7 +192,7 @@ def planned_forward_backward_func(
                 num_microbatches,
                 collect_non_loss_data=collect_non_loss_data,
                 first_val_step=first_val_step,
-                num_in_flight=_count_in_flight(step.ranks[rank]),
+                num_in_flight=count_in_flight(step.ranks[rank]),
                 vp_stage=None if p2p.virtual_pipeline_model_parallel_size is None else chunk_id,
                 is_last_stage=step.config.placement.is_last(rank, chunk_id),
             )
@@ -201,6 +205,7 @@ def planned_forward_backward_func(
             cp_group=pg_collection.cp,
         )
         with frame:
+            require_agreement(step, p2p.pp_group)
             PlannedRun(step, rank, frame.chunks, p2p, shape).run()
         return _in_order_of_microbatches(frame.forward_data_store, step, rank)
 
@@ -216,7 +221,7 @@ def _make_frame(
     rank, forward_only = p2p.pp_group.rank(), step.config.forward_only
     forwards = None
     if p2p.virtual_pipeline_model_parallel_size is not None:
-        forwards = [(a.microbatch, a.chunk) for a in _work(step.ranks[rank]) if a.kind == FORWARD]
+        forwards = [(a.microbatch, a.chunk) for a in work_of(step.ranks[rank]) if a.kind == FORWARD]
     least = FORWARD_ONLY_SEND_LIMIT if forward_only else SEND_LIMIT
     limits = limits_above_least(step.limits[rank], forward_only)
     # The nine methods are not told which chunk sends; `exchange` is.
@@ -235,16 +240,9 @@ def _make_frame(
     )
 
 
-def _work(actions: list[Action]) -> Iterator[Action]:
-    """The single pieces of work among a rank's actions, in order."""
-    for action in actions:
-        if action.kind != COMMUNICATE:
-            yield from parts_of(action)
-
-
 def _forwards_of(step: Step, rank: int, chunk: int) -> list[int]:
     """The microbatches of one chunk's forwards, in the order in which they are run."""
-    work = _work(step.ranks[rank])
+    work = work_of(step.ranks[rank])
     return [a.microbatch for a in work if a.kind == FORWARD and a.chunk == chunk]
 
 
@@ -252,16 +250,25 @@ def _data_in_order(data_iterator: Iterator | None, microbatches: list[int]) -> I
     """What a chunk's forwards read, one sample each, if they do not come in the order of the data."""
     if data_iterator is None or microbatches == sorted(microbatches):
         return data_iterator
-    return _reordered(data_iterator, microbatches)
+    return _Reordered(data_iterator, microbatches)
 
 
-def _reordered(data_iterator: Iterator, microbatches: list[int]) -> Iterator:
-    read: list[Any] = []
-    for microbatch in microbatches:
-        while len(read) <= microbatch:
-            read.append(next(data_iterator))
-        yield read[microbatch]
-        read[microbatch] = None
+class _Reordered:
+    """An iterator over samples in another order than that of `data_iterator`."""
+
+    def __init__(self, data_iterator: Iterator, numbers: list[int]):
+        self._data_iterator, self._numbers = data_iterator, iter(numbers)
+        self._read: list[Any] = []
+
+    def __iter__(self) -> "_Reordered":
+        return self
+
+    def __next__(self) -> Any:
+        number = next(self._numbers)
+        while len(self._read) <= number:
+            self._read.append(next(self._data_iterator))
+        sample, self._read[number] = self._read[number], None
+        return sample
 
 
 def _in_order_of_microbatches(reports: list, step: Step, rank: int) -> list:
@@ -275,70 +282,6 @@ def _in_order_of_microbatches(reports: list, step: Step, rank: int) -> list:
 
 def _ends(step: Step, rank: int, chunk: int) -> bool:
     return step.config.placement.is_last(rank, chunk)
-
-
-def _count_in_flight(actions: list[Action]) -> int:
-    """Forwards before the first backward: what a schedule calls its warm-up, and one more."""
-    kinds = [action.kind for action in _work(actions)]
-    return max(1, kinds.index(BACKWARD) if BACKWARD in kinds else len(kinds))
-
-
-# -- What can be run --
-
-
-def require_runnable(step: Step) -> None:
-    """Raises ValueError for a step that can be planned, but that this runner cannot run."""
-    name, placement = step.config.schedule, step.config.placement
-    if placement.num_copies > 1:
-        raise ValueError(
-            f"schedule {name} runs {placement.num_copies} copies of the model against each other, "
-            "and nothing here sums their gradients; plan it (minimegatron plan), or train with "
-            "another schedule"
-        )
-    # Every rank looks at all of them: an error on one alone would leave the others waiting.
-    kinds = {action.kind for actions in step.ranks for action in _work(actions)}
-    if split := sorted(kinds - {FORWARD, BACKWARD}):
-        raise ValueError(
-            f"schedule {name} has work of the kind {split[0]}, which can be planned and simulated "
-            "but not run; yield rank.backward(...), which computes both gradients"
-        )
-
-
-def _check(
-    step: Step, config: ModelParallelConfig, models: list[torch.nn.Module], rank: int
-) -> None:
-    require_runnable(step)
-    name, placement = step.config.schedule, step.config.placement
-    if len(models) != placement.num_model_chunks:
-        raise ValueError(
-            f"schedule {name} runs {placement.num_model_chunks} chunks on each rank, but the model "
-            f"is {len(models)}; set virtual_pipeline_model_parallel_size, and pipeline_schedule"
-        )
-    if config.pipeline_model_parallel_size == placement.pp_size:
-        _check_placement(name, placement, config)
-    num_in_flight = 0 if step.config.forward_only else _count_in_flight(step.ranks[rank])
-    wrappers = (part for model in models for part in model.modules())
-    ddp = torch.nn.parallel.DistributedDataParallel
-    if num_in_flight > 1 and any(isinstance(part, ddp) for part in wrappers):
-        raise ValueError(
-            f"this schedule has {num_in_flight} microbatches in flight, but torch's "
-            "DistributedDataParallel pairs each backward with the latest forward and would not sum "
-            "gradients; use our own, or a schedule with one in flight"
-        )
-
-
-def _check_placement(name: str, placement: Placement, config: ModelParallelConfig) -> None:
-    built_for = placement_of(config)
-    if built_for.stages != placement.stages:
-        raise ValueError(
-            f"schedule {name} places the model's stages as {_words(placement)}, but the model was "
-            f"built as {_words(built_for)}; build it with pipeline_schedule={name!r} "
-            "(--pipeline-schedule)"
-        )
-
-
-def _words(placement: Placement) -> str:
-    return f"{placement.name} {[list(chunks) for chunks in placement.stages]}"
 
 
 # -- The run --

@@ -191,7 +191,7 @@ class Message(NamedTuple):
     payload: str
     """`ACTIVATION` (goes to the next virtual stage) or `GRADIENT` (goes to the previous one)."""
     peer: int
-    """The stage at the other end."""
+    """The rank of the pipeline at the other end."""
     microbatch: int
     chunk: int
     num_bytes: int = 0
@@ -210,7 +210,7 @@ class Action(NamedTuple):
     kind: str
     """A row of `KINDS`, or `COMMUNICATE`."""
     rank: int
-    """The stage, `pp_rank`."""
+    """The rank of the pipeline, `pp_rank`."""
     phase: str | None = None
     """`WARMUP`, `STEADY` or `COOLDOWN`; None where a schedule has no such phases."""
     microbatch: int | None = None
