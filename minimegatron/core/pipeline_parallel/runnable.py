@@ -60,7 +60,7 @@ def require_runnable(step: Step) -> None:
 def check_step(
     step: Step, config: ModelParallelConfig, models: list[torch.nn.Module], iterators: list
 ) -> None:
-    """Raises ValueError for a step that does not fit the model's chunks, their data, or where they are."""
+    """Raises ValueError for a step that does not fit the chunks, their data, or their places."""
     require_runnable(step)
     name, placement = step.config.schedule, step.config.placement
     if len(models) != placement.num_model_chunks:
