@@ -442,12 +442,13 @@ def simulate(plan: Plan, costs: Costs | None = None, transport: str = RENDEZVOUS
     costs = costs or Costs()
     if transport not in (RENDEZVOUS, BUFFERED):
         raise ValueError(f"unknown transport {transport!r}; use {RENDEZVOUS!r} or {BUFFERED!r}")
-    times = costs.of_plan(plan)
-    message_times = {n: costs.message_time(n) for n in _message_sizes(plan)}
-    # Integers are quicker than Fractions: count in the smallest unit, and translate at the end.
-    tables = [of_rank for of_ranks in times.values() for of_rank in of_ranks]
-    unit = _common_unit([*chain(*(table.values() for table in tables)), *message_times.values()])
     with without_garbage_collection():
+        times = costs.of_plan(plan)
+        message_times = {n: costs.message_time(n) for n in _message_sizes(plan)}
+        # Integers are quicker than Fractions: count in the smallest unit, and translate at the end.
+        tables = [of_rank for of_ranks in times.values() for of_rank in of_ranks]
+        costs_of_all = [*chain(*(table.values() for table in tables)), *message_times.values()]
+        unit = _common_unit(costs_of_all)
         execution = execute(
             plan,
             {kind: [_in_units(table, unit) for table in times[kind]] for kind in times},
