@@ -23,13 +23,13 @@ from minimegatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     update_num_microbatches,
 )
-from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.utils import get_model_config
 from minimegatron.training import argument_checks, training
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
 from minimegatron.training.initialize import initialize_megatron
+from minimegatron.training.pipeline_schedule import schedule_of_run
 from minimegatron.training.utils import broadcast_from_last_stage, get_batch_on_this_tp_rank
 
 MODEL = (
@@ -92,7 +92,7 @@ def _run(steps: int, double: bool) -> dict[str, Any]:
                 optimizer,
                 scheduler,
                 config,
-                get_forward_backward_func(),
+                schedule_of_run(),
             )
             state.iteration += 1
             state.consumed_train_samples += get_current_global_batch_size()

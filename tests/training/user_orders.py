@@ -23,6 +23,12 @@ def down_and_up(rank):
     yield from one_at_a_time(rank)
 
 
+@register_order("fold", placement=V)
+def fold(rank):
+    """A V, for any number of microbatches."""
+    yield from one_at_a_time(rank)
+
+
 @register_order("both-ways", placement=BOTH)
 def both_ways(rank):
     """Two copies of the model."""
