@@ -417,10 +417,10 @@ def test_an_order_without_a_name_or_a_placement_is_refused():
     with pytest.raises(ValueError, match="the name is missing"):
         register_order(by_chance)
     for rule, words in (
-        (V(2), "its placement is no function of p and v"),
+        (V(2), "its placement is not a function of p and v"),
         (
             lambda p, v: [range(v)],
-            "its placement is no function of p and v, or fails for p = 2 and",
+            "its placement is not a function of p and v, or fails for p = 2 and",
         ),
         (lambda p, v: [[0], [1]], "its placement rule returned"),
     ):

@@ -95,7 +95,7 @@ SCHEMA_VERSION = 2
 """The newest version that this program reads."""
 
 CALL = "call"
-"""The kind of an event that is no action of the schedule."""
+"""The kind of every other event: a call that the schedule does not plan."""
 
 _FIRST_KINDS = (FORWARD, BACKWARD, COMMUNICATE, CALL)
 """What a timeline of version 1 may hold."""

@@ -7,7 +7,7 @@ return. Calls: `actions`. Counterpart: the methods carry the names of
 
 from dataclasses import dataclass, field
 
-from minimegatron.core.pipeline_parallel.orders import PlanConfig
+from minimegatron.core.pipeline_parallel.orders import PlanConfig, PlannedRank
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,
@@ -37,7 +37,7 @@ ODD_ORDER = (_RECV_PREV, _SEND_NEXT, _RECV_NEXT, _SEND_PREV)
 
 
 @dataclass
-class Stage:
+class Stage(PlannedRank):
     """One stage, handed to a schedule function; its methods make the actions to yield.
 
     A schedule is a generator function of one `Stage`. Pipelining with all forwards first:
@@ -65,9 +65,6 @@ class Stage:
     the call is made, without a message. Set `phase` to name what the following actions belong to.
     """
 
-    config: PlanConfig
-    pp_rank: int
-    phase: str | None = None
     _ends: tuple = field(init=False, repr=False)
     _order: tuple = field(init=False, repr=False)
     _first_chunk: int | None = field(init=False, repr=False)
@@ -91,21 +88,6 @@ class Stage:
             self._order = ODD_ORDER if self.pp_rank % 2 else EVEN_ORDER
 
     # -- Where this stage stands --
-
-    @property
-    def pp_size(self) -> int:
-        """p, the number of stages."""
-        return self.config.pp_size
-
-    @property
-    def num_microbatches(self) -> int:
-        """M, microbatches in the step."""
-        return self.config.num_microbatches
-
-    @property
-    def num_model_chunks(self) -> int:
-        """v, chunks on this stage."""
-        return self.config.num_model_chunks
 
     @property
     def forward_only(self) -> bool:

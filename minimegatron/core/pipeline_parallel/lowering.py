@@ -99,7 +99,7 @@ def lower(orders: list[list[Work]], config: PlanConfig) -> list[list[Action]]:
     return [_with_messages(orders, times, config, rank) for rank in range(config.pp_size)]
 
 
-# -- Who needs what from whom --
+# -- What work needs from a neighbour, and makes for one --
 
 
 def source_of(placement: Placement, rank: int, work: Work | Action) -> tuple[str, Place] | None:

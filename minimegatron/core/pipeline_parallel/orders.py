@@ -100,11 +100,8 @@ class PlanConfig:
 
 
 @dataclass
-class Rank:
-    """One rank of a pipeline; its methods make the work to yield.
-
-    Set `phase` to name what the following work belongs to: `WARMUP`, `STEADY`, `COOLDOWN`.
-    """
+class PlannedRank:
+    """One rank of a pipeline that is being planned: where it is, and the step's sizes."""
 
     config: PlanConfig
     pp_rank: int
@@ -129,6 +126,13 @@ class Rank:
     def placement(self) -> Placement:
         """Which stage each chunk is."""
         return self.config.placement
+
+
+class Rank(PlannedRank):
+    """One rank of a pipeline; its methods make the work to yield.
+
+    Set `phase` to name what the following work belongs to: `WARMUP`, `STEADY`, `COOLDOWN`.
+    """
 
     def forward(self, microbatch: int, chunk: int = 0) -> Work:
         """The forward of one microbatch through one chunk."""
@@ -181,7 +185,7 @@ class Schedule:
             placement = self.placement(pp_size, num_model_chunks)
         except TypeError as error:
             raise ValueError(
-                f"schedule {self.name}: its placement is no function of p and v, or fails for p = "
+                f"schedule {self.name}: its placement is not a function of p and v, or fails for p = "
                 f"{pp_size} and v = {num_model_chunks}: {error}"
             ) from error
         if not isinstance(placement, Placement):

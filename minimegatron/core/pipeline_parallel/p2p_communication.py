@@ -76,8 +76,8 @@ _transports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def get_transport(group: dist.ProcessGroup, links: Iterable[tuple[int, int]] = ()) -> Transport:
     """The transport of `group`, made on first use, by all its ranks together.
 
-    `links` are pairs of ranks that exchange messages though they are no neighbours in the ring. What
-    is new of them is connected now, again by all ranks together.
+    `links` are more pairs of ranks that exchange messages, beside the neighbours in the ring. Pairs
+    that are not connected yet are connected now, again by all ranks together.
     """
     transport = _transports.get(group)
     if transport is None or (links and not transport.has_links(links)):

@@ -214,7 +214,6 @@ LINE = Rule("line", lambda rank, chunk, p, v: rank, 1)
 LOOP = Rule("loop", lambda rank, chunk, p, v: chunk * p + rank)
 V = Rule("v", lambda rank, chunk, p, v: 2 * p - 1 - rank if chunk else rank, 2)
 BOTH = Rule("both", lambda rank, chunk, p, v: p - 1 - rank if chunk else rank, 2)
-RULES = {rule.name: rule for rule in (LINE, LOOP, V, BOTH)}
 
 
 def usual_placement(pp_size: int, num_model_chunks: int | None = None) -> Placement:

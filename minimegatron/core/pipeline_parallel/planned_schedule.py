@@ -273,15 +273,12 @@ class _Reordered:
 
 def _in_order_of_microbatches(reports: list, step: Step, rank: int) -> list:
     """What the loss function reported, by microbatch, whatever the order of the forwards."""
-    last = [c for c in range(len(step.config.placement.stages[rank])) if _ends(step, rank, c)]
+    placement = step.config.placement
+    last = [c for c in range(placement.num_model_chunks) if placement.is_last(rank, c)]
     if not last or len(reports) != step.config.num_microbatches:
         return reports
     found = dict(zip(_forwards_of(step, rank, last[0]), reports, strict=True))
     return [found[microbatch] for microbatch in sorted(found)]
-
-
-def _ends(step: Step, rank: int, chunk: int) -> bool:
-    return step.config.placement.is_last(rank, chunk)
 
 
 # -- The run --

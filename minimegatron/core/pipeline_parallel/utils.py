@@ -1,8 +1,7 @@
 """Where a stage and a chunk are, for schedules that are told groups.
 
-Called by: users of Megatron's names; our schedules ask the placement. Calls nothing. Counterpart:
-`megatron.core.pipeline_parallel.utils`. What schedules share around their microbatches has moved to
-`step_frame` and `steps`; files that import it from here find it.
+Called by: programs that use Megatron's names; the schedules here need none of it. Calls: `step_frame`,
+whose names can be imported from here too. Counterpart: `megatron.core.pipeline_parallel.utils`.
 """
 
 import torch.distributed as dist

@@ -70,7 +70,7 @@ class Kind:
     shades: tuple[str, str, str] = ("#3c4650", "#7b8794", "#d5dbe1")
     """Its colour: dark, plain, light."""
     fill: str = "-"
-    """The character that fills its bars where there is no colour."""
+    """The character that fills its bars in a picture without colours."""
     terminal: str = "\033[47;30m"
     """Its colour in a terminal."""
 
