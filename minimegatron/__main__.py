@@ -18,14 +18,29 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 COMMANDS = {
-    "convert": ("minimegatron.commands.convert", "import or export Hugging Face weights"),
-    "exercises": ("minimegatron.commands.exercises", "write pieces of the chain; checked on ranks"),
-    "groups": ("minimegatron.commands.groups", "print every process group of a parallel layout"),
-    "layout": ("minimegatron.commands.layout", "print which rank holds which layers"),
-    "notebooks": ("minimegatron.commands.notebooks", "put the notebooks into a folder of yours"),
-    "plan": ("minimegatron.commands.plan", "show what every stage does when in a step"),
-    "preprocess": ("minimegatron.commands.preprocess", "turn text into a dataset to train on"),
-    "trace": ("minimegatron.commands.trace", "show what a recorded run did, beside its plan"),
+    "convert": ("minimegatron.commands.convert_command", "import or export Hugging Face weights"),
+    "exercises": (
+        "minimegatron.commands.exercises_command",
+        "write pieces of the chain; checked on ranks",
+    ),
+    "groups": (
+        "minimegatron.commands.groups_command",
+        "print every process group of a parallel layout",
+    ),
+    "layout": ("minimegatron.commands.layout_command", "print which rank holds which layers"),
+    "notebooks": (
+        "minimegatron.commands.notebooks_command",
+        "put the notebooks into a folder of yours",
+    ),
+    "plan": ("minimegatron.commands.plan_command", "show what every stage does when in a step"),
+    "preprocess": (
+        "minimegatron.commands.preprocess_command",
+        "turn text into a dataset to train on",
+    ),
+    "trace": (
+        "minimegatron.commands.trace_command",
+        "show what a recorded run did, beside its plan",
+    ),
 }
 """Command -> (module, what it does)."""
 

@@ -237,7 +237,7 @@ predict(
 # %%px
 from minimegatron.core import tracing
 from minimegatron.notebook.counting import CallCounter
-from minimegatron.tiny_gpt import TinyGPT
+from minimegatron.training.tiny_gpt import TinyGPT
 
 
 def count(**layout):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron import launch
-from minimegatron.launcher import HangError, RankError
+from minimegatron.launching.launcher import HangError, RankError
 from minimegatron.notebook import compare, predict
 from minimegatron.notebook.drawing import draw_programs
 

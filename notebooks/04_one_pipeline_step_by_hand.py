@@ -31,7 +31,7 @@ import torch
 from minimegatron import launch
 from minimegatron.notebook import compare, live_ranks, predict
 from minimegatron.notebook.drawing import draw_snapshots
-from minimegatron.tiny_gpt import TinyGPT
+from minimegatron.training.tiny_gpt import TinyGPT
 
 ranks = live_ranks(4)
 
@@ -39,7 +39,7 @@ ranks = live_ranks(4)
 # %%px
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import backward_step, forward_step
-from minimegatron.tiny_gpt import TinyGPT
+from minimegatron.training.tiny_gpt import TinyGPT
 
 gpt = TinyGPT(pp=4, num_layers=4)
 gpt.step(1)  # once as usual: what is made on first use, such as connections, is made now

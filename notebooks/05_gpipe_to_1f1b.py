@@ -26,15 +26,15 @@ import torch
 from IPython.display import SVG
 
 from minimegatron import launch, pace, trace
-from minimegatron.execution import get_planned_forward_backward_func
+from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from minimegatron.notebook import compare, predict
 from minimegatron.notebook.drawing import draw_held_bytes
-from minimegatron.planner.check import check
+from minimegatron.planner.plan_check import check
 from minimegatron.planner.plan import plan
 from minimegatron.planner.registry import register_schedule
 from minimegatron.planner.render import render
 from minimegatron.planner.simulator import Costs, simulate
-from minimegatron.tiny_gpt import TinyGPT, where_it_runs
+from minimegatron.training.tiny_gpt import TinyGPT, where_it_runs
 from minimegatron.tracing.activation_meter import ActivationMeter
 
 STAGES, MICROBATCHES = 4, 8

@@ -33,7 +33,7 @@ from minimegatron.notebook import compare, predict, show_wide
 from minimegatron.notebook.drawing import draw_waiting
 from minimegatron.planner.plan import plan
 from minimegatron.planner.simulator import Costs, simulate
-from minimegatron.tiny_gpt import TinyGPT, where_it_runs
+from minimegatron.training.tiny_gpt import TinyGPT, where_it_runs
 
 STAGES, MICROBATCHES = 4, 8
 

@@ -29,12 +29,12 @@ from minimegatron.core.pipeline_parallel import schedule_table
 from minimegatron.core.utils import unwrap_model
 from minimegatron.notebook import compare, predict
 from minimegatron.notebook.drawing import draw_lengths
-from minimegatron.planner.check import check
+from minimegatron.planner.plan_check import check
 from minimegatron.planner.formulas import makespan_formula
 from minimegatron.planner.plan import plan
 from minimegatron.planner.render import render
 from minimegatron.planner.simulator import Costs, simulate
-from minimegatron.tiny_gpt import TinyGPT, where_it_runs
+from minimegatron.training.tiny_gpt import TinyGPT, where_it_runs
 from minimegatron.tracing.activation_meter import ActivationMeter
 
 P, M, LAYERS = 4, 8, 8

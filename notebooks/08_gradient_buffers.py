@@ -24,10 +24,10 @@ import torch
 
 from minimegatron import launch, trace
 from minimegatron.core.utils import unwrap_model
-from minimegatron.launcher import RankError
+from minimegatron.launching.launcher import RankError
 from minimegatron.notebook import compare, predict
 from minimegatron.notebook.drawing import draw_buffer, draw_flights
-from minimegatron.tiny_gpt import TinyGPT, where_it_runs
+from minimegatron.training.tiny_gpt import TinyGPT, where_it_runs
 
 COPIES, M = 2, 4
 MODEL = {"num_layers": 4, "hidden_size": 128, "seq_length": 32}

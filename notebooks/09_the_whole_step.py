@@ -38,7 +38,7 @@ from minimegatron.core.utils import get_model_config
 from minimegatron.notebook import compare, predict, show_wide
 from minimegatron.notebook.counting import Diary
 from minimegatron.notebook.drawing import draw_calls, draw_weights
-from minimegatron.tiny_gpt import TinyGPT, where_it_runs
+from minimegatron.training.tiny_gpt import TinyGPT, where_it_runs
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.training import (
     build_train_valid_test_data_iterators,

@@ -25,7 +25,7 @@
 import torch
 
 from minimegatron import launch
-from minimegatron.core.device import get_device
+from minimegatron.core.utils import get_device
 from minimegatron.core.utils import unwrap_model
 from minimegatron.notebook import compare, predict
 from minimegatron.notebook.drawing import draw_stages
@@ -36,7 +36,7 @@ from minimegatron.planner.memory import (
     peak_activation_bytes,
 )
 from minimegatron.planner.plan import plan
-from minimegatron.tiny_gpt import TinyGPT, where_it_runs
+from minimegatron.training.tiny_gpt import TinyGPT, where_it_runs
 from minimegatron.tracing.activation_meter import ActivationMeter
 
 # %%

@@ -28,11 +28,11 @@ from functools import partial
 import torch
 
 from minimegatron import launch
-from minimegatron.core.device import get_device
+from minimegatron.core.utils import get_device
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.notebook import compare, predict
 from minimegatron.notebook.drawing import draw_changes
-from minimegatron.tiny_gpt import TinyGPT, where_it_runs
+from minimegatron.training.tiny_gpt import TinyGPT, where_it_runs
 
 PROMPTS, ANSWERS = 4, 4  # four answers to each of four prompts
 S, PROMPT_LENGTH, V = 16, 4, 64

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from minimegatron.core.pipeline_parallel.transport import Message
+from minimegatron.core.pipeline_parallel.transport import TensorMessage
 from tests.fake_streams import (
     PAIRS,
     Deadlock,
@@ -101,7 +101,7 @@ class _Memory:
 class Handle:
     """Of one message. It does not keep the memory that is sent; whoever sends must."""
 
-    def __init__(self, transport: "FakeTransport", post: Post, message: Message):
+    def __init__(self, transport: "FakeTransport", post: Post, message: TensorMessage):
         self._transport, self._post = transport, post
         self.message = message._replace(tensor=None) if message.is_send else message
 
@@ -130,16 +130,16 @@ class FakeTransport:
     def abandon(self, reason: str) -> None:
         """Nobody is told."""
 
-    def start(self, message: Message) -> Handle:
+    def start(self, message: TensorMessage) -> Handle:
         return self._post([message], is_batch=False)[0]
 
-    def start_batch(self, messages: list[Message]) -> list[Handle]:
+    def start_batch(self, messages: list[TensorMessage]) -> list[Handle]:
         """Raises IndexError for an empty batch, as torch does."""
         if not messages:
             raise IndexError(f"rank {self.rank} starts an empty batch")
         return self._post(messages, is_batch=True)
 
-    def _post(self, messages: list[Message], is_batch: bool) -> list[Handle]:
+    def _post(self, messages: list[TensorMessage], is_batch: bool) -> list[Handle]:
         for message in messages:
             if message.tensor.device.type != self.network.device:
                 raise ValueError(
@@ -154,7 +154,7 @@ class FakeTransport:
         self.network.log[self.rank].append(post)
         return [Handle(self, post, message) for message in messages]
 
-    def _part(self, message: Message) -> Part:
+    def _part(self, message: TensorMessage) -> Part:
         tensor = message.tensor
         return Part(
             message.is_send,

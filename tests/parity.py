@@ -36,7 +36,7 @@ from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_model_config, unwrap_model
-from minimegatron.execution import get_planned_forward_backward_func
+from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from tests.fake_transport import FakeGroup
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 32, 8, 2, 32, 8

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from minimegatron import launcher
-from minimegatron.core import local_channels
+from minimegatron.core.local_host import channels as local_channels
+from minimegatron.launching import launcher
 
 # Test modules import these; importing them once, in the process ranks are forked from, saves that
 # time in every rank.
 launcher.PRELOADED += ["pytest", "hypothesis", "numpy"]
-launcher.PRELOADED += ["minimegatron.pretrain_gpt", "minimegatron.execution"]
+launcher.PRELOADED += ["minimegatron.pretrain_gpt", "minimegatron.training.pipeline_schedule"]
 
 
 WITHOUT_SHARED_MEMORY = "MINIMEGATRON_TESTS_WITHOUT_SHARED_MEMORY"

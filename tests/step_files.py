@@ -15,14 +15,14 @@ from types import FrameType
 from typing import Any
 
 import minimegatron
-from minimegatron.core.local_channels import Connection
+from minimegatron.core.local_host.channels import Connection
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from minimegatron.tiny_gpt import TinyGPT
+from minimegatron.training.tiny_gpt import TinyGPT
 from tests.ranks import run_ranks
 
 PACKAGE = f"{Path(minimegatron.__file__).parent}/"
 DECORATORS = "core/tracing.py"
-USERS_FILE = "tiny_gpt.py"
+USERS_FILE = "training/tiny_gpt.py"
 NOT_PLUMBING = (
     "core/models/",
     "core/transformer/",

@@ -10,8 +10,8 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
 from minimegatron.core.distributed.torch_ddp import TorchDistributedDataParallel
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.execution import get_planned_forward_backward_func
-from minimegatron.planner.check import ScheduleError
+from minimegatron.planner.plan_check import ScheduleError
+from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from tests.core.pipeline_parallel.test_real_ranks import (
     BATCH,
     HIDDEN,

@@ -27,9 +27,6 @@ LAYERS = [
         "core.activations",
         "core.enums",
         "core.json_text",
-        "core.local_backlog",
-        "core.local_handshake",
-        "core.local_memory",
         "core.num_microbatches_calculator",
         "core.optimizer_param_scheduler",
         "core.pipeline_parallel.placement",
@@ -38,16 +35,14 @@ LAYERS = [
         "core.rank_generator",
         "core.tracing",
         "core.utils",
-        "user_file",
+        "moved",
     },
     {"core.pipeline_parallel.orders"},
     {"core.pipeline_parallel.order_check"},
     {"core.pipeline_parallel.lowering"},
     {"core.pipeline_parallel.send_limits"},
     {"core.model_parallel_config"},
-    {"core.device", "core.local_slots"},
-    {"core.local_channels"},
-    {"core.local_collectives"},
+    {"core.local_host"},
     {"core.collectives"},
     {"core.parallel_state", "core.rerun_state_machine", "core.timers"},
     {"core.process_groups_config"},
@@ -56,13 +51,17 @@ LAYERS = [
     {"core.datasets", "core.distributed", "core.models"},
     {"core.dist_checkpointing", "core.optimizer"},
     {"planner"},
-    {"doctor", "execution", "tracing"},
-    {"packing"},
-    {"launcher"},
-    {"notebook", "tiny_gpt", "training"},
+    {"doctor", "tracing"},
+    {"launching"},
+    {"notebook", "training"},
     {"convert"},
     {"pretrain_gpt"},
-    {"exercises"},
+    {"exercises.bench", "exercises.exercise"},
+    {"exercises.room"},
+    {"exercises.check"},
+    {"exercises.catalog", "exercises.labs"},
+    {"exercises.student"},
+    {"exercises.grading"},
     {"commands"},
     {"__main__"},
 ]
@@ -71,6 +70,9 @@ LAYERS = [
 Where a stage of the model is must be known long before messages are sent, so four files of
 `core.pipeline_parallel` have rows of their own.
 """
+
+MEGATRONS_TWICE = ("enums.py", "utils.py")
+"""Names of files that Megatron has in several folders."""
 
 TORCH_FREE = [
     "minimegatron.core.datasets.megatron_tokenizer",
@@ -90,19 +92,19 @@ TORCH_FREE = [
     "minimegatron.doctor.diagnosis",
     "minimegatron.doctor.shared_record",
     "minimegatron.doctor.watchman",
-    "minimegatron.commands.exercises",
-    "minimegatron.commands.trace",
+    "minimegatron.commands.exercises_command",
+    "minimegatron.commands.trace_command",
     "minimegatron.planner",
     "minimegatron.tracing.trace_view",
     "minimegatron.training.checkpoint_args",
     "minimegatron.training.checkpoint_folder",
     "minimegatron.training.config",
-    "minimegatron.user_file",
+    "minimegatron.launching.user_file",
 ]
 """Modules, and all modules of packages, that must load where torch does not exist."""
 
 MAY_ASK_PARALLEL_STATE = re.compile(
-    r"minimegatron\.(training\..*|pretrain_\w+|tiny_gpt|tracing\..*|doctor\..*|exercises\..*"
+    r"minimegatron\.(training\..*|pretrain_\w+|tracing\..*|doctor\..*|exercises\..*"
     r"|core\.parallel_state|core\.process_groups_config"
     r"|core\.pipeline_parallel\.(schedules|p2p_communication)"
     r"|core\.tensor_parallel\.utils)"
@@ -110,8 +112,8 @@ MAY_ASK_PARALLEL_STATE = re.compile(
 """The edges of the package; everything between them is given its process groups."""
 
 MAY_READ_ENVIRONMENT = re.compile(
-    r"minimegatron\.(launcher|training\.(arguments|initialize|failures|rendezvous)"
-    r"|exercises\.(check|torchrun|grading\.cells))"
+    r"minimegatron\.(launching\.launcher|training\.(arguments|initialize|failures|rendezvous)"
+    r"|exercises\.(check|check\.torchrun|grading\.cells))"
 )
 """Before arguments are parsed, or instead of parsing them."""
 
@@ -186,7 +188,7 @@ def component(module: str) -> str:
     parts = module.split(".")[1:]
     if any(".".join(parts) in row for row in LAYERS):
         return ".".join(parts)
-    return ".".join(parts[:2]) if parts[0] == "core" else parts[0]
+    return ".".join(parts[:2]) if parts[0] in ("core", "exercises") else parts[0]
 
 
 def everything_but_inits() -> list[str]:
@@ -228,10 +230,12 @@ def test_code_lines_are_counted_right(tmp_path):
 
 def test_imports_point_downward():
     row_of = {name: row for row, names in enumerate(LAYERS) for name in names}
-    components = {component(name) for name in modules() if name != "minimegatron"} - {"core"}
+    below = [name for name in modules() if name != "minimegatron"]
+    components = {component(name) for name in below} - {"core", "exercises"}
     assert not components - set(row_of), "give these a row in LAYERS"
+    assert not set(row_of) - components, "these rows of LAYERS name nothing"
     wrong = []
-    for name in modules():
+    for name in below:
         for other in imports(name):
             here, there = component(name), component(other)
             if there != here and row_of[there] >= row_of[here]:
@@ -255,6 +259,34 @@ def test_no_import_cycles():
 
     for name in modules():
         visit(name)
+
+
+def test_others_come_to_local_host_by_its_door():
+    """What its `__init__` names is all that the rest of the package uses of it."""
+    inside = "minimegatron.core.local_host."
+    past = [
+        f"{name} imports {other}"
+        for name in modules()
+        if not name.startswith(inside) and name != inside[:-1]
+        for other in imports(name)
+        if other.startswith(inside)
+    ]
+    assert not past
+
+
+def test_one_name_has_one_meaning():
+    """Two files or classes of one name only where Megatron has them, or in folders of exercises."""
+    files: dict[str, list[str]] = {}
+    classes: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        if name.startswith("minimegatron.exercises.catalog."):
+            continue
+        if path.name not in ("__init__.py", "__main__.py", *MEGATRONS_TWICE):
+            files.setdefault(path.name, []).append(name)
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(name)
+    assert not {key: names for key, names in (files | classes).items() if len(names) > 1}
 
 
 def test_schedules_know_no_layer():

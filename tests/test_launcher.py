@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron import packing
-from minimegatron.launcher import RankError, RankProcesses, RankTimeout, launch
+from minimegatron.launching import packing
+from minimegatron.launching.launcher import RankError, RankProcesses, RankTimeout, launch
 from tests.ranks import run_ranks
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from minimegatron.exercises.faults import FAULTS, Fault, apply_fault
-from minimegatron.exercises.labs import copy_package
+from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
+from minimegatron.exercises.labs.labs import copy_package
 
 ROOT = Path(__file__).parents[1]
 ORDER = ("pytest", "tests/core/pipeline_parallel/test_order.py")

@@ -22,10 +22,10 @@ from minimegatron.core.pipeline_parallel.orders import register_order, unregiste
 from minimegatron.core.pipeline_parallel.placement import BOTH, LOOP, Placement, V
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.pipeline_parallel.work import BACKWARD, FORWARD, Work
-from minimegatron.planner.check import check
 from minimegatron.planner.plan import plan
-from minimegatron.tiny_gpt import TinyGPT
+from minimegatron.planner.plan_check import check
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
+from minimegatron.training.tiny_gpt import TinyGPT
 from tests.figures import figure
 from tests.ranks import has_shared_memory, run_ranks
 

@@ -10,8 +10,8 @@ from minimegatron.core.pipeline_parallel.placement import V
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.utils import unwrap_model
 from minimegatron.planner.plan import plan
-from minimegatron.tiny_gpt import TinyGPT
 from minimegatron.tracing.activation_meter import ActivationMeter
+from minimegatron.training.tiny_gpt import TinyGPT
 from tests.ranks import run_ranks
 
 DOUBLE = {"num_layers": 4, "params_dtype": torch.float64}

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from minimegatron.user_file import load_user_file
+from minimegatron.launching.user_file import load_user_file
 
 NAME = "a_users_file"
 

@@ -1,6 +1,6 @@
 "use strict";
 // When everything happens: times a plan from orders.js. The same engine as
-// minimegatron/planner/transport.py and simulator.py, held to them by tests/docs/test_player_timing.py.
+// minimegatron/planner/imagined_transport.py and simulator.py, held to them by tests/docs/test_player_timing.py.
 // It makes no order: what each stage does, and in which sequence, comes from the planner.
 
 (() => {

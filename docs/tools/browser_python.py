@@ -36,7 +36,7 @@ SCHEDULES = {
     "1f1b": ["_steady_iteration", "one_forward_one_backward"],
     "interleaved": ["_Interleaved", "interleaved"],
 }
-"""What a reader may start from: definitions of `planner.schedules`, the schedule last."""
+"""What a reader may start from: definitions of `planner.written_schedules`, the schedule last."""
 
 NOTICE = f"""Pyodide {VERSION}, unchanged, from the npm package `pyodide`: CPython for the browser.
 Licence: Mozilla Public License 2.0. Source: https://github.com/pyodide/pyodide
@@ -152,8 +152,8 @@ def planner_zip(package: Package, path: Path) -> bytes:
 
 
 def starting_text(package: Package, names: list[str]) -> str:
-    """Definitions of `planner.schedules` as a file of their own, with the imports they use."""
-    page = package.pages["minimegatron.planner.schedules"]
+    """Definitions of `planner.written_schedules` as a file of their own, with the imports they use."""
+    page = package.pages["minimegatron.planner.written_schedules"]
     tree = ast.parse("\n".join(page.lines))
     found = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef)}
     nodes = [found[name] for name in names]

@@ -6,7 +6,7 @@ Called by: `cases`. Calls: the planner's way to write a share.
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from minimegatron.planner.report import percent
+from minimegatron.planner.plan_report import percent
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

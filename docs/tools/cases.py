@@ -49,9 +49,9 @@ from minimegatron.planner.memory import (  # noqa: F401  for pages
     num_layer_parameters,
 )
 from minimegatron.planner.plan import plan
+from minimegatron.planner.plan_report import number_words, percent
 from minimegatron.planner.registry import ScheduleFunction
 from minimegatron.planner.render_svg import render_svg
-from minimegatron.planner.report import number_words, percent
 from minimegatron.planner.simulator import Costs, Simulation, simulate
 from minimegatron.planner.stage import PlanConfig, Stage
 

@@ -53,9 +53,9 @@ from minimegatron.planner.actions import (
     Action,
 )
 from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan_report import NAMES
 from minimegatron.planner.render_svg import shade, text_colour
-from minimegatron.planner.report import NAMES
-from minimegatron.planner.schedules import GPIPE, INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
+from minimegatron.planner.written_schedules import GPIPE, INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 
 MAX_PP = 8
 MICROBATCHES = (*range(1, 33), 64)

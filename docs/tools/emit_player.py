@@ -152,7 +152,7 @@ def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[
 
     Nor has a reader's own schedule, of which no line is in the annotated source: "".
     """
-    planned = ("minimegatron.planner.schedules", schedule)
+    planned = ("minimegatron.planner.written_schedules", schedule)
     runner = (
         "minimegatron.core.pipeline_parallel.planned_schedule",
         "planned_forward_backward_func",

@@ -15,9 +15,9 @@ if str(HERE.parents[1]) not in sys.path:
 
 from minimegatron.exercises.catalog import exercises  # noqa: E402
 from minimegatron.exercises.exercise import TIERS, Exercise  # noqa: E402
-from minimegatron.exercises.labs import LABS, OUTCOMES, layout_words, patch_words  # noqa: E402
-from minimegatron.exercises.pages import page_words  # noqa: E402
-from minimegatron.exercises.student_folder import hints  # noqa: E402
+from minimegatron.exercises.labs.labs import LABS, OUTCOMES, layout_words, patch_words  # noqa: E402
+from minimegatron.exercises.student.pages import page_words  # noqa: E402
+from minimegatron.exercises.student.student_folder import hints  # noqa: E402
 
 INTRODUCTION = """\
 # Exercises

@@ -1,7 +1,7 @@
 """Plans and checks a schedule that a reader has typed; the answer is JSON for the page.
 
 Run by: docs/javascripts/python_worker.mjs, in Pyodide, where only the standard library and the planner
-are (see `browser_python`); tests/docs runs it as it is. Calls: `planner.plan`, `planner.check`.
+are (see `browser_python`); tests/docs runs it as it is. Calls: `planner.plan`, `planner.plan_check`.
 """
 
 import functools
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from minimegatron.planner.actions import ACTIVATION, COMMUNICATE, SEND, Action
-from minimegatron.planner.check import Problem, check
 from minimegatron.planner.plan import plan
+from minimegatron.planner.plan_check import Problem, check
 
 FILE = "schedule.py"
 MAX_ACTIONS = 20_000

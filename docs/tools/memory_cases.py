@@ -14,7 +14,7 @@ from minimegatron.planner.memory import (
     num_layer_parameters,
 )
 from minimegatron.planner.plan import plan
-from minimegatron.planner.report import number_words
+from minimegatron.planner.plan_report import number_words
 
 # -- Memory --
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import local_collectives
-from minimegatron.core.local_collectives import get_mesh
+from minimegatron.core import local_host
+from minimegatron.core.local_host import get_mesh
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_device
 
@@ -80,17 +80,17 @@ def begin_step(
     alone: after a step that failed there, make new groups.
     """
     if get_device().type == "cpu":
-        local_collectives.begin_step(groups, others, forward_only)
+        local_host.begin_step(groups, others, forward_only)
 
 
 def end_step(groups: list[dist.ProcessGroup]) -> None:
     """The step has ended well on this rank. What it has launched may still be waited for."""
-    local_collectives.end_step(groups)
+    local_host.end_step(groups)
 
 
 def abandon(groups: list[dist.ProcessGroup], reason: str) -> None:
     """Ends a step that failed on this rank; tells the other ranks of `groups`, where it can."""
-    local_collectives.abandon(groups, reason)
+    local_host.abandon(groups, reason)
 
 
 def needs_staging(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

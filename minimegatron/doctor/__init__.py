@@ -1,7 +1,7 @@
 """The hang doctor: when ranks stop moving, it says who waits for whom, in which call, and why.
 
-Used through `minimegatron.launcher.launch(..., hang_timeout=...)` and `--hang-timeout` of a training
-command. Megatron has no counterpart: there a hang ends, after ten minutes, in a time-out of one
+Used through `minimegatron.launch(..., hang_timeout=...)` and `--hang-timeout` of a training command.
+Megatron has no counterpart: there a hang ends, after ten minutes, in a time-out of one
 collective on every rank, and nobody says which rank did not come.
 
 In the order to read it:

@@ -12,7 +12,21 @@ from math import prod
 from typing import Any
 
 from minimegatron.core.pipeline_parallel.placement import LOOP
-from minimegatron.doctor.case import Case
+from minimegatron.doctor.findings import (
+    CYCLE,
+    LEFT,
+    MISMATCH,
+    MISSING,
+    NOBODY,
+    ORDER,
+    STOPPED_RANK,
+    STUCK,
+    SWALLOWED,
+    UNEQUAL,
+    UNKNOWN,
+    WRONG_PEER,
+    Diagnosis,
+)
 from minimegatron.doctor.records import (
     SENDING,
     Collective,
@@ -33,21 +47,7 @@ from minimegatron.doctor.situation import (
     group_text,
 )
 from minimegatron.doctor.units import StepUnits, placement_of, unit_in_words
-from minimegatron.doctor.verdict import (
-    CYCLE,
-    LEFT,
-    MISMATCH,
-    MISSING,
-    NOBODY,
-    ORDER,
-    STOPPED_RANK,
-    STUCK,
-    SWALLOWED,
-    UNEQUAL,
-    UNKNOWN,
-    WRONG_PEER,
-    Diagnosis,
-)
+from minimegatron.doctor.wait_graph import WaitGraph
 
 MUST_AGREE = {
     "num_microbatches": "microbatches",
@@ -63,7 +63,7 @@ MUST_AGREE = {
 # -- Faults that explain more than where the arrows end --
 
 
-def find_mismatch(case: Case) -> Diagnosis | None:
+def find_mismatch(case: WaitGraph) -> Diagnosis | None:
     """A collective that its ranks entered with different operations, sizes or types."""
     for record in case.records.values():
         for group in record.groups:
@@ -108,7 +108,7 @@ def _signature(entry: Collective) -> tuple:
     return entry.name, size, entry.dtype, entry.op
 
 
-def _matters(found: Mapping[int, Collective], group: GroupUse, case: Case) -> bool:
+def _matters(found: Mapping[int, Collective], group: GroupUse, case: WaitGraph) -> bool:
     """Whether a rank is stuck in this collective or a later one, or has failed since."""
     for rank in found:
         record, seen = case.records[rank], case.situations[rank]
@@ -123,7 +123,7 @@ def _entry_text(entry: Collective) -> str:
     return f"{entry.name}{shape}" + (f" ({entry.op})" if entry.op else "")
 
 
-def _skipped(found: Mapping[int, Collective], group: GroupUse, case: Case) -> Iterable[str]:
+def _skipped(found: Mapping[int, Collective], group: GroupUse, case: WaitGraph) -> Iterable[str]:
     """Whether one rank's collective is the one that others enter next: then it left one out."""
     number = next(iter(found.values())).number
     for rank, entry in found.items():
@@ -138,7 +138,7 @@ def _skipped(found: Mapping[int, Collective], group: GroupUse, case: Case) -> It
                     return
 
 
-def find_swallowed(case: Case) -> Diagnosis | None:
+def find_swallowed(case: WaitGraph) -> Diagnosis | None:
     """A rank that others wait for left something out because of an exception."""
     for rank in [*case.ends, *case.circle]:
         record = case.records.get(rank)
@@ -160,7 +160,7 @@ def find_swallowed(case: Case) -> Diagnosis | None:
     return None
 
 
-def find_unequal(case: Case) -> Diagnosis | None:
+def find_unequal(case: WaitGraph) -> Diagnosis | None:
     """Ranks that should run the same step, and do not."""
     for rank, others in sorted(case.waits.items()):
         for other in others:
@@ -181,7 +181,7 @@ def _must_agree(mine: RankRecord, theirs: RankRecord) -> bool:
     return bool(same_copy) or mine.pipeline == theirs.pipeline
 
 
-def _unequal(case: Case, key: str, what: str, ranks: Iterable[int]) -> Diagnosis:
+def _unequal(case: WaitGraph, key: str, what: str, ranks: Iterable[int]) -> Diagnosis:
     values: dict[Any, list[int]] = {}
     for rank in sorted(ranks):
         if rank in case.records and case.records[rank].step is not None:
@@ -197,7 +197,7 @@ def _unequal(case: Case, key: str, what: str, ranks: Iterable[int]) -> Diagnosis
     )
 
 
-def find_wrong_peer(case: Case) -> Diagnosis | None:
+def find_wrong_peer(case: WaitGraph) -> Diagnosis | None:
     """A stage that exchanges messages with another than its neighbours."""
     for rank, record in case.records.items():
         if rank not in record.pipeline or not case.waits:
@@ -237,7 +237,7 @@ def _neighbours(record: RankRecord, onwards: bool) -> list[int]:
 # -- Where the arrows end --
 
 
-def find_over_or_stopped(case: Case) -> Diagnosis | None:
+def find_over_or_stopped(case: WaitGraph) -> Diagnosis | None:
     """Ranks that others wait for, and that will not come."""
     for kind, found in ((STOPPED_RANK, STOPPED), (LEFT, OVER)):
         ranks = [r for r in case.ends if r in case.records and case.situations[r].kind == found]
@@ -251,7 +251,7 @@ def find_over_or_stopped(case: Case) -> Diagnosis | None:
     return None
 
 
-def _first_difference(case: Case, ranks: Iterable[int]) -> Iterable[str]:
+def _first_difference(case: WaitGraph, ranks: Iterable[int]) -> Iterable[str]:
     """Where a rank that entered fewer collectives than the others did something else than they."""
     for rank in ranks:
         for group in case.records[rank].groups:
@@ -290,7 +290,7 @@ def _place_text(entry: Collective) -> str:
     return f" in {work} #{entry.work_number}{layer}"
 
 
-def find_circle(case: Case) -> Diagnosis | None:
+def find_circle(case: WaitGraph) -> Diagnosis | None:
     """Ranks that wait for each other."""
     if not case.circle:
         return None
@@ -319,7 +319,7 @@ def find_circle(case: Case) -> Diagnosis | None:
     return case.verdict(MISSING, cause, [partner], cycle=case.circle)
 
 
-def _absent_one(case: Case) -> Diagnosis | None:
+def _absent_one(case: WaitGraph) -> Diagnosis | None:
     """A rank that alone is absent from a collective, while it waits in another for those in there."""
     for rank in case.circle:
         seen = case.situations[rank]
@@ -338,7 +338,7 @@ def _absent_one(case: Case) -> Diagnosis | None:
     return None
 
 
-def _other_order(case: Case, circle: str) -> Diagnosis:
+def _other_order(case: WaitGraph, circle: str) -> Diagnosis:
     calls = [case.situations[rank] for rank in case.circle]
     entered = "; ".join(
         f"rank {seen.rank} is in {collective_text(seen.call, seen.group)}" for seen in calls
@@ -347,7 +347,7 @@ def _other_order(case: Case, circle: str) -> Diagnosis:
     return case.verdict(ORDER, cause, case.circle, cycle=case.circle)
 
 
-def find_stuck(case: Case) -> Diagnosis | None:
+def find_stuck(case: WaitGraph) -> Diagnosis | None:
     """A rank that others wait for, and that is busy with something else."""
     ranks = [rank for rank in case.ends if rank in case.records]
     if not ranks:
@@ -359,7 +359,7 @@ def find_stuck(case: Case) -> Diagnosis | None:
     return case.verdict(kind, f"{who}. {waiting} for {_them(ranks)}.", ranks)
 
 
-def find_rest(case: Case) -> Diagnosis:
+def find_rest(case: WaitGraph) -> Diagnosis:
     """What is left: an unknown rank, a broken connection, or no hang at all."""
     unseen = sorted(case.waited_for - case.records.keys())
     if unseen:

@@ -26,11 +26,12 @@ Ranks 0 and 1 wait for each other in a circle, so none of them can go on.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from minimegatron.doctor import verdict, words
-from minimegatron.doctor.case import Case
+from minimegatron.doctor import advice as words
+from minimegatron.doctor import findings as verdict
 from minimegatron.doctor.causes import FINDERS
+from minimegatron.doctor.findings import Diagnosis
 from minimegatron.doctor.records import RankRecord
-from minimegatron.doctor.verdict import Diagnosis
+from minimegatron.doctor.wait_graph import WaitGraph
 
 
 def diagnose(records: Iterable[RankRecord]) -> Diagnosis:
@@ -39,7 +40,7 @@ def diagnose(records: Iterable[RankRecord]) -> Diagnosis:
     Where no rank waits for another, the answer is `verdict.NOBODY`: no hang, as far as one can see.
     """
     by_rank = {record.rank: record for record in sorted(records, key=lambda record: record.rank)}
-    case = Case(by_rank)
+    case = WaitGraph(by_rank)
     found = next(filter(None, (find(case) for find in FINDERS)))
     return replace(found, text=words.render(found, by_rank))
 

@@ -37,7 +37,7 @@ SOCKET_NAME_BYTES = len("/listener-12345678")
 
 
 @dataclass
-class _Held:
+class _HeldFolder:
     """A folder that this process has made."""
 
     lock: int
@@ -47,7 +47,7 @@ class _Held:
     """None where none was wanted, or none could be started."""
 
 
-_held: dict[Path, _Held] = {}
+_held: dict[Path, _HeldFolder] = {}
 _may_start_keepers = True
 
 
@@ -73,7 +73,7 @@ def make_folder(prefix: str, *, has_keeper: bool = True, place: Path | None = No
             break
         os.close(lock)
     keeper = _start_keeper(folder, lock) if has_keeper and _may_start_keepers else None
-    _held[folder] = _Held(lock, os.getpid(), has_keeper, keeper)
+    _held[folder] = _HeldFolder(lock, os.getpid(), has_keeper, keeper)
     return folder
 
 

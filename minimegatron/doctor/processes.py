@@ -25,7 +25,12 @@ STACK_SECONDS = 2.0
 OWN_THREADS = ("_die_with_parent", "doctor/session.py", "training/failures.py")
 """Threads that wait in every rank and say nothing about what it does."""
 
-OWN_FRAMES = ("multiprocessing/", "minimegatron/launcher.py", "<frozen runpy>", "<string>")
+OWN_FRAMES = (
+    "multiprocessing/",
+    "minimegatron/launching/launcher.py",
+    "<frozen runpy>",
+    "<string>",
+)
 """The outermost frames of every launched rank, likewise."""
 
 
@@ -136,7 +141,7 @@ def main_stack(stacks: str) -> str:
     ...
     ... Current thread 0x2 (most recent call first):
     ...   File "b.py", line 7 in train
-    ...   File "minimegatron/launcher.py", line 9 in _report'''))
+    ...   File "minimegatron/launching/launcher.py", line 9 in _report'''))
       File "b.py", line 7 in train
     """
     threads = [part.strip("\n") for part in stacks.split("\n\n") if part.strip()]

@@ -24,7 +24,7 @@ TENSORS = ("tensor", "input_tensor", "input", "output")
 """Parameters, of which one holds the tensor whose size all ranks must agree on."""
 
 
-class Recorder(Protocol):
+class TorchCallRecorder(Protocol):
     """Who is told."""
 
     def start(self, call: Call) -> None: ...
@@ -34,7 +34,7 @@ class Recorder(Protocol):
     def is_communicating(self) -> bool: ...
 
 
-def note_torch_calls(recorder: Recorder) -> None:
+def note_torch_calls(recorder: TorchCallRecorder) -> None:
     """From now on, tells `recorder` of every call of such a function."""
     for name in (*MESSAGES, *TORCH_COLLECTIVES):
         function = getattr(dist, name, None)
@@ -42,7 +42,7 @@ def note_torch_calls(recorder: Recorder) -> None:
             setattr(dist, name, _noting(name, function, recorder))
 
 
-def _noting(name: str, function: Callable, recorder: Recorder) -> Callable:
+def _noting(name: str, function: Callable, recorder: TorchCallRecorder) -> Callable:
     signature = inspect.signature(function)
 
     @functools.wraps(function)

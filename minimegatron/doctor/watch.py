@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from minimegatron.doctor.diagnosis import diagnose
+from minimegatron.doctor.findings import Diagnosis
 from minimegatron.doctor.processes import (
     Sample,
     main_stack,
@@ -24,7 +25,6 @@ from minimegatron.doctor.processes import (
 )
 from minimegatron.doctor.records import RAISED, RETURNED, STARTING, RankRecord
 from minimegatron.doctor.shared_record import read_progress, read_record
-from minimegatron.doctor.verdict import Diagnosis
 
 STARVED_FACTOR = 4
 """How many times the time-out a rank may take that gets less than half of a processor."""

@@ -17,14 +17,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from minimegatron.doctor.advice import headline, render_stacks
 from minimegatron.doctor.diagnosis import diagnose
+from minimegatron.doctor.findings import NOBODY
 from minimegatron.doctor.folders import remove_folder
 from minimegatron.doctor.machines import END, REPORT, Branch, Head
 from minimegatron.doctor.processes import sample
 from minimegatron.doctor.records import RETURNED
-from minimegatron.doctor.verdict import NOBODY
 from minimegatron.doctor.watch import Watch
-from minimegatron.doctor.words import headline, render_stacks
 
 HANG_EXIT_CODE = 75
 """With which ranks end after a hang: "temporary failure", the one that invites to try again."""

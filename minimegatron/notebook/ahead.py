@@ -22,7 +22,7 @@ PRELOADED = [
     "torch",
     "torch.distributed",
     "torch._dynamo",  # which the first embedding, or optimizer, would import for a second
-    "minimegatron.launcher",
+    "minimegatron.launching.launcher",
     "minimegatron.notebook.engines",
 ]
 """The launcher's list and the engines; it is written here again, for to import it takes seconds."""

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from minimegatron import launcher
 from minimegatron.core.utils import choose_backend
+from minimegatron.doctor.findings import Diagnosis
 from minimegatron.doctor.folders import make_folder, remove_folder
-from minimegatron.doctor.verdict import Diagnosis
 from minimegatron.doctor.watch import Watch
+from minimegatron.launching import launcher
 
 try:
     import ipyparallel

@@ -39,7 +39,7 @@ from minimegatron.core.pipeline_parallel.orders import (
 )
 from minimegatron.core.pipeline_parallel.placement import LINE, Placement, usual_placement
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
-from minimegatron.planner import schedules as _with_messages  # noqa: F401 (registers them)
+from minimegatron.planner import written_schedules as _with_messages  # noqa: F401 (registers them)
 from minimegatron.planner.actions import (
     ACTIVATION,
     CALL,

@@ -22,11 +22,11 @@ from minimegatron.planner.actions import (
     parts_of,
     version_of,
 )
+from minimegatron.planner.imagined_transport import Place, Side, match_messages
 from minimegatron.planner.memory import activation_timeline
 from minimegatron.planner.plan import plan_config_to_json
-from minimegatron.planner.report import gap_words, title
+from minimegatron.planner.plan_report import gap_words, title
 from minimegatron.planner.simulator import Simulation
-from minimegatron.planner.transport import Place, Side, match_messages
 
 COMPUTE_TRACK, MESSAGE_TRACK = 0, 1
 TRACKS = {COMPUTE_TRACK: "forward and backward", MESSAGE_TRACK: "communication"}

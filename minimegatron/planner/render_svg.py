@@ -23,7 +23,7 @@ from minimegatron.planner.actions import (
     Time,
     parts_of,
 )
-from minimegatron.planner.report import (
+from minimegatron.planner.plan_report import (
     cost_words,
     figures,
     formula_words,

@@ -9,7 +9,7 @@ from itertools import groupby
 from math import ceil, gcd, lcm
 
 from minimegatron.planner.actions import COMMUNICATE, FORWARD, KINDS, PAIR, Action, Time, parts_of
-from minimegatron.planner.report import (
+from minimegatron.planner.plan_report import (
     cost_words,
     figures,
     formula_words,
@@ -34,7 +34,7 @@ def render_text(simulation: Simulation, width: int = 100, colour: bool = False) 
     numbers where they are wide enough. `colour` adds terminal colours.
     """
     lines = [title(simulation), cost_words(simulation), ""]
-    lines += _Gantt(simulation, width).lines(colour)
+    lines += _TextGantt(simulation, width).lines(colour)
     lines.append("")
     lines += _rank_table(simulation)
     lines.append("")
@@ -45,7 +45,7 @@ def render_text(simulation: Simulation, width: int = 100, colour: bool = False) 
 # -- Bars --
 
 
-class _Gantt:
+class _TextGantt:
     """Bars on a grid of characters. Time t is drawn at column round(t * scale).
 
     A step too long for one line goes on in further blocks; one too long even for that is squeezed

@@ -35,9 +35,7 @@ from minimegatron.planner.actions import (
     number_to_json,
     timeline_to_json,
 )
-from minimegatron.planner.plan import Plan, plan_config_to_json, without_garbage_collection
-from minimegatron.planner.stage import PlanConfig
-from minimegatron.planner.transport import (
+from minimegatron.planner.imagined_transport import (
     BUFFERED,
     RENDEZVOUS,
     CostKey,
@@ -45,6 +43,8 @@ from minimegatron.planner.transport import (
     cost_key,
     execute,
 )
+from minimegatron.planner.plan import Plan, plan_config_to_json, without_garbage_collection
+from minimegatron.planner.stage import PlanConfig
 
 PairTime = Callable[[Time, Time], Time]
 

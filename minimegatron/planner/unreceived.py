@@ -7,25 +7,25 @@ Called by: the planned runner, whose sends wait beyond that number (see
 from collections import defaultdict
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.lowering import Step
+from minimegatron.core.pipeline_parallel.lowering import LoweredStep
 from minimegatron.core.pipeline_parallel.orders import Schedule
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Time, parts_of
-from minimegatron.planner.check import require_valid
+from minimegatron.planner.imagined_transport import BUFFERED, execute, match_messages
 from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan_check import require_valid
 from minimegatron.planner.simulator import Costs
-from minimegatron.planner.transport import BUFFERED, execute, match_messages
 
 Channel = tuple[str, int]
 """(payload, chunk that sends it), on one rank."""
 
 
-def make_step(schedule: Schedule, *args: Any, **sizes: Any) -> Step:
+def make_step(schedule: Schedule, *args: Any, **sizes: Any) -> LoweredStep:
     """A step of a schedule that names its messages, ready to run; arguments as for `plan.plan`.
 
     Raises `ScheduleError`, a ValueError, if it could not work.
     """
     step = require_valid(plan(schedule, *args, **sizes))
-    return Step(step.config, step.ranks, count_unreceived(step))
+    return LoweredStep(step.config, step.ranks, count_unreceived(step))
 
 
 def count_unreceived(plan: Plan) -> list[dict[Channel, int]]:

@@ -81,9 +81,9 @@ class ActivationMeter:
 
     # -- As hooks --
 
-    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Held":
+    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _HeldTensors":
         memory = _memory(tensor)
-        return tensor if memory in self._not_counted else _Held(self, memory, tensor)
+        return tensor if memory in self._not_counted else _HeldTensors(self, memory, tensor)
 
     def _take(self, memory: int, tensor: torch.Tensor) -> None:
         self._num_users[memory] += 1
@@ -100,7 +100,7 @@ class ActivationMeter:
             self.now -= self._kept.pop(memory).num_bytes
 
 
-class _Held:
+class _HeldTensors:
     """What the graph holds in a tensor's place. It dies with the graph's last need of it."""
 
     def __init__(self, meter: ActivationMeter, memory: int, tensor: torch.Tensor):
@@ -111,8 +111,8 @@ class _Held:
         self.meter._drop(self.memory)
 
 
-def _unpack(packed: "torch.Tensor | _Held") -> torch.Tensor:
-    return packed.tensor if isinstance(packed, _Held) else packed
+def _unpack(packed: "torch.Tensor | _HeldTensors") -> torch.Tensor:
+    return packed.tensor if isinstance(packed, _HeldTensors) else packed
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from minimegatron.planner.actions import COMMUNICATE, Event
 from minimegatron.tracing.rank_trace import RankTrace
-from minimegatron.tracing.words import (
+from minimegatron.tracing.trace_words import (
     event_title,
     message_words,
     moved_words,

@@ -17,7 +17,7 @@ from minimegatron.planner.actions import COMMUNICATE, KINDS, Event
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.step import Step, Transfer
-from minimegatron.tracing.words import (
+from minimegatron.tracing.trace_words import (
     event_title,
     function_name,
     message_words,

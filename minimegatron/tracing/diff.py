@@ -8,8 +8,14 @@ from collections.abc import Iterator
 
 from minimegatron.planner.actions import KINDS
 from minimegatron.tracing.compare import Divergence, first_divergences
-from minimegatron.tracing.step import Gap, Step
-from minimegatron.tracing.words import action_name, gap_words, milliseconds, percent, step_title
+from minimegatron.tracing.step import Step, TracedGap
+from minimegatron.tracing.trace_words import (
+    action_name,
+    gap_words,
+    milliseconds,
+    percent,
+    step_title,
+)
 
 NUM_GAPS = 8
 
@@ -90,7 +96,7 @@ def _gap_lines(a: Step, b: Step) -> Iterator[str]:
             yield f"    {label}  {gap_words(step, gap) if gap is not None else 'no gap'}"
 
 
-def _gaps_by_work(step: Step) -> dict[tuple[int, str], Gap]:
+def _gaps_by_work(step: Step) -> dict[tuple[int, str], TracedGap]:
     gaps = {}
     for rank in range(len(step.stages)):
         for gap in step.gaps(rank):

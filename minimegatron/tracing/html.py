@@ -27,8 +27,8 @@ from minimegatron.planner.render_svg import shade, text_colour
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run
-from minimegatron.tracing.step import Gap, Step, Transfer
-from minimegatron.tracing.words import (
+from minimegatron.tracing.step import Step, TracedGap, Transfer
+from minimegatron.tracing.trace_words import (
     action_name,
     function_name,
     gap_words,
@@ -217,7 +217,7 @@ def _event(step: Step, rank: int, index: int, texts: _Texts) -> dict[str, Any]:
     return data | {key: value for key, value in optional.items() if value is not None}
 
 
-def _gap(step: Step, gap: Gap) -> dict[str, Any]:
+def _gap(step: Step, gap: TracedGap) -> dict[str, Any]:
     return {
         "s": _us(gap.start - step.start),
         "l": _us(gap.length),

@@ -15,7 +15,13 @@ from typing import Any
 from minimegatron.planner.actions import COMMUNICATE, KINDS, parts_of
 from minimegatron.planner.render_svg import shade, text_colour
 from minimegatron.tracing.step import Step
-from minimegatron.tracing.words import late_words, milliseconds, pace_words, percent, step_title
+from minimegatron.tracing.trace_words import (
+    late_words,
+    milliseconds,
+    pace_words,
+    percent,
+    step_title,
+)
 
 ROW, BAR = 1.0, 0.62
 """Height of a stage's row, and of the bars in it."""

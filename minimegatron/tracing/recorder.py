@@ -21,11 +21,11 @@ from minimegatron.core import tracing
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_device
 from minimegatron.tracing.clock import align_clocks
-from minimegatron.tracing.convert import to_rank_trace
 from minimegatron.tracing.device_clock import DeviceClock, close_range, open_range, profiler_enabled
 from minimegatron.tracing.identity import Finding, UnitFinder
 from minimegatron.tracing.rank_trace import RankTrace, save_rank
 from minimegatron.tracing.surroundings import Surroundings
+from minimegatron.tracing.to_events import to_rank_trace
 from minimegatron.tracing.trace_view import Trace
 
 MAX_CALLS = 200_000

@@ -29,11 +29,11 @@ from minimegatron.planner.actions import (
     parts_of,
 )
 from minimegatron.planner.formulas import Formula, bubble_formulas
+from minimegatron.planner.imagined_transport import BUFFERED
 from minimegatron.planner.plan import Plan, plan, plan_config_from_json
 from minimegatron.planner.registry import schedule_names
 from minimegatron.planner.simulator import Costs, Simulation, simulate
 from minimegatron.planner.stage import PlanConfig
-from minimegatron.planner.transport import BUFFERED
 from minimegatron.tracing.rank_trace import RankTrace, paced_ms
 
 Place = tuple[int, int]
@@ -66,7 +66,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Gap:
+class TracedGap:
     """A stretch in which a stage computed nothing. Microseconds."""
 
     rank: int
@@ -243,7 +243,7 @@ class Step:
 
     # -- Why --
 
-    def gaps(self, rank: int) -> list[Gap]:
+    def gaps(self, rank: int) -> list[TracedGap]:
         """Every stretch in which the stage computed nothing, with its blame."""
         events, work = self.events[rank], self.work(rank)
         gaps, free_since = [], self.start
@@ -255,10 +255,10 @@ class Step:
                 free_since = max(free_since, events[index].end)
         return gaps
 
-    def _gap(self, rank: int, start: float, end: float, before: int | None) -> Gap:
+    def _gap(self, rank: int, start: float, end: float, before: int | None) -> TracedGap:
         if before is None:  # the step goes on elsewhere; nobody is waited for
             last = max(self._all_work(), key=lambda place: self.event(place).end)
-            return Gap(rank, start, end, None, last, end - start, 0.0)
+            return TracedGap(rank, start, end, None, last, end - start, 0.0)
         waiting = transfer = longest = 0.0
         blamed = None
         for message in self._received_by_stage[rank]:
@@ -270,7 +270,7 @@ class Step:
                 waiting, transfer = waiting + until_sent, transfer + on_its_way
                 if until_sent + on_its_way > longest:
                     longest, blamed = until_sent + on_its_way, self.maker(message)
-        return Gap(rank, start, end, before, blamed, waiting, transfer)
+        return TracedGap(rank, start, end, before, blamed, waiting, transfer)
 
     @cached_property
     def _received_by_stage(self) -> dict[int, list[Transfer]]:

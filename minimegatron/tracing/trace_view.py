@@ -12,8 +12,8 @@ from minimegatron.tracing.chrome import write_chrome
 from minimegatron.tracing.compare import Divergence, compare_with_plan
 from minimegatron.tracing.html import write_html
 from minimegatron.tracing.plot import plot_step
-from minimegatron.tracing.report import step_report
 from minimegatron.tracing.run import Run
+from minimegatron.tracing.step_report import step_report
 
 
 class Trace(Run):

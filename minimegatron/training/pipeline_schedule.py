@@ -6,6 +6,7 @@ placement; `training`, `evaluation` and `text_generation`, for the function that
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from minimegatron.core.pipeline_parallel.lowering import lowered_step
@@ -14,16 +15,23 @@ from minimegatron.core.pipeline_parallel.orders import (
     NO_PIPELINING,
     ONE_F_ONE_B,
     TAGGED,
+    OrderFunction,
     PlanConfig,
     get_schedule,
     placement_of,
     schedule_of,
 )
 from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.pipeline_parallel.planned_schedule import (
+    get_messages_forward_backward_func,
+    get_named_forward_backward_func,
+)
 from minimegatron.core.pipeline_parallel.runnable import require_runnable
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.launching.user_file import load_user_function, place_in
+from minimegatron.planner.registry import ScheduleFunction
+from minimegatron.planner.unreceived import make_step
 from minimegatron.training.global_vars import get_args
-from minimegatron.user_file import load_user_function, place_in
 
 FLAG = "--pipeline-schedule"
 
@@ -120,3 +128,23 @@ def smallest_of_order(args: Any) -> int:
     if args.pipeline_schedule is not None:
         smallest = get_schedule(args.pipeline_schedule).smallest
     return 1 if smallest is None else smallest(args.pipeline_model_parallel_size)
+
+
+def get_planned_forward_backward_func(
+    name_or_function: str | ScheduleFunction | OrderFunction,
+) -> Callable:
+    """A function like those of `get_forward_backward_func`, in the order of a planned schedule.
+
+    Args:
+        name_or_function: what `register_schedule` or `register_order` registered, or the function
+            itself. A schedule that names its messages runs with these, also if it has an order.
+
+    The returned function takes the same keyword arguments; `adjust_tensor_shapes_fn` must be None.
+    It raises `planner.plan_check.ScheduleError` (a ValueError), naming rank and microbatch, if the
+    schedule could not work: before any message is sent, and on every rank alike.
+    """
+    is_name = isinstance(name_or_function, str)
+    found = get_schedule(name_or_function) if is_name else schedule_of(name_or_function)
+    if found.messages is None:
+        return get_named_forward_backward_func(found.name)
+    return get_messages_forward_backward_func(replace(found, make_step=make_step))

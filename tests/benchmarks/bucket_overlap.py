@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minimegatron
-from minimegatron import launcher
+from minimegatron.launching import launcher
 from tests.benchmarks import results
 from tests.benchmarks.megatron_like import OURS, THEIRS, load, surroundings
 from tests.benchmarks.peers import PeerMissing

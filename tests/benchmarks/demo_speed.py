@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 
 import minimegatron
-from minimegatron import launcher, pretrain_gpt
+from minimegatron import pretrain_gpt
 from minimegatron.core.enums import ModelType
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.utils import get_model_config
+from minimegatron.launching import launcher
 from minimegatron.training import training
 from minimegatron.training.arguments import parse_args
 from minimegatron.training.initialize import initialize_megatron

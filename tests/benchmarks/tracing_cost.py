@@ -30,8 +30,8 @@ from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.tracing.clock import Alignment
-from minimegatron.tracing.convert import to_rank_trace
 from minimegatron.tracing.recorder import Recorder
+from minimegatron.tracing.to_events import to_rank_trace
 from tests.benchmarks import results
 
 NUM_STAGES, NUM_MICROBATCHES, SEQ, BATCH, VOCAB = 2, 8, 64, 8, 256

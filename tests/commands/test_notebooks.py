@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from minimegatron.__main__ import main
-from minimegatron.commands import notebooks
+from minimegatron.commands import notebooks_command as notebooks
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))

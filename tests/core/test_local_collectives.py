@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import collectives, local_collectives
-from minimegatron.core.local_channels import connect
-from minimegatron.core.local_collectives import MAX_BYTES, get_mesh
+from minimegatron.core import collectives
+from minimegatron.core.local_host import local_collectives
+from minimegatron.core.local_host.channels import connect
+from minimegatron.core.local_host.local_collectives import MAX_BYTES, get_mesh
 from tests.ranks import run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from minimegatron.planner.actions import ACTIVATION, SEND, Action
+from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS
 from minimegatron.planner.plan import Plan
 from minimegatron.planner.simulator import Costs, simulate
-from minimegatron.planner.transport import BUFFERED, RENDEZVOUS
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent

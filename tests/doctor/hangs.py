@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import local_channels
 from minimegatron.core.collectives import all_gather, all_reduce, broadcast
+from minimegatron.core.local_host import channels as local_channels
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import (
@@ -22,7 +22,7 @@ from minimegatron.core.pipeline_parallel.schedules import (
 from minimegatron.core.pipeline_parallel.transport import TorchTransport
 from minimegatron.core.pipeline_parallel.utils import schedule
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.execution import get_planned_forward_backward_func
+from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 
 SHAPE = (4, 1, 2)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from minimegatron.doctor import verdict
+from minimegatron.doctor import findings as verdict
 from minimegatron.doctor.diagnosis import diagnose
 from minimegatron.doctor.records import (
     CaughtException,

@@ -6,7 +6,7 @@ import pytest
 
 from minimegatron.core import tracing
 from minimegatron.core.tracing import Call
-from minimegatron.doctor import verdict
+from minimegatron.doctor import findings as verdict
 from minimegatron.doctor.diagnosis import diagnose
 from minimegatron.doctor.observer import MAX_PLACED, RecordingObserver, step_config
 from minimegatron.doctor.records import MessageCount, OpenCall, RankRecord

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from minimegatron.doctor import verdict
-from minimegatron.doctor.verdict import Diagnosis
-from minimegatron.launcher import HangError, RankError, RankTimeout, launch
+from minimegatron.doctor import findings as verdict
+from minimegatron.doctor.findings import Diagnosis
+from minimegatron.launching.launcher import HangError, RankError, RankTimeout, launch
 from tests.doctor import hangs
 from tests.figures import slowness
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minimegatron.doctor.watchman import HANG_EXIT_CODE
-from minimegatron.launcher import RankError, launch
+from minimegatron.launching.launcher import RankError, launch
 from tests.doctor import watched_ranks
 
 

@@ -167,7 +167,7 @@ def test_a_thread_that_computes_is_seen_while_the_main_thread_waits():
 
 
 STACKS = """Thread 0x1 (most recent call first):
-  File "/x/minimegatron/launcher.py", line 3 in _die_with_parent
+  File "/x/minimegatron/launching/launcher.py", line 3 in _die_with_parent
 
 Thread 0x2 (most recent call first):
   File "/x/loader.py", line 5 in fetch
@@ -175,7 +175,7 @@ Thread 0x2 (most recent call first):
 Current thread 0x3 (most recent call first):
   File "/x/minimegatron/core/tracing.py", line 1 in _watch
   File "/x/model.py", line 9 in forward
-  File "/x/minimegatron/launcher.py", line 7 in _report
+  File "/x/minimegatron/launching/launcher.py", line 7 in _report
 """
 
 

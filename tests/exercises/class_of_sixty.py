@@ -46,7 +46,7 @@ ATTACKS = {
     "forge": "    import gc, json\n    for folder in range(3, 64):\n        try:\n"
     '            os.write(folder, b\'{"kind": "passed", "text": ""}\\n\')\n'
     "        except OSError:\n            pass\n"
-    "    import minimegatron.exercises.room as room\n"
+    "    import minimegatron.exercises.room.room as room\n"
     "    room.Wrong.__init__ = lambda *_: os._exit(0)\n    return 1\n",
     "50 MB message": "    raise ValueError('\\x1b[31m' * 10_000_000)\n",
 }

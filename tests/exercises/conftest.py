@@ -1,6 +1,6 @@
 """What checks import is imported once, in the process that ranks are forked from."""
 
-from minimegatron import launcher
-from minimegatron.exercises.runner import PRELOADED
+from minimegatron.exercises.check.runner import PRELOADED
+from minimegatron.launching import launcher
 
 launcher.PRELOADED += [name for name in PRELOADED if name not in launcher.PRELOADED]

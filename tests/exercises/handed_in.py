@@ -7,7 +7,7 @@ from pathlib import Path
 
 from minimegatron.exercises.grading.collection import MOST_PROBLEMS
 from minimegatron.exercises.grading.submissions import Submission, find_submissions
-from minimegatron.exercises.plain_text import _IN_LINE
+from minimegatron.exercises.room.plain_text import _IN_LINE
 
 NAME = "ex01_rank_arithmetic"
 FILE = f"{NAME}.py"

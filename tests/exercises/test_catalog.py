@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from minimegatron.exercises import verdict
-from minimegatron.exercises.beside import beside
 from minimegatron.exercises.catalog import exercises, find
-from minimegatron.exercises.engine import Sheet, check_file
+from minimegatron.exercises.check.engine import Sheet, check_file
 from minimegatron.exercises.exercise import Exercise
-from minimegatron.exercises.plain_data import from_line
-from minimegatron.exercises.source import wanted_names
-from minimegatron.exercises.student_folder import hints
-from minimegatron.exercises.verdict import Verdict
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.room.plain_data import from_line
+from minimegatron.exercises.room.source import wanted_names
+from minimegatron.exercises.room.verdict import Verdict
+from minimegatron.exercises.student.beside import beside
+from minimegatron.exercises.student.student_folder import hints
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from minimegatron.exercises import verdict
-from minimegatron.exercises.engine import check_file
-from minimegatron.exercises.runner import ROOT, Runner
-from minimegatron.exercises.verdict import Verdict, render
+from minimegatron.exercises.check.engine import check_file
+from minimegatron.exercises.check.runner import ROOT, Runner
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.room.verdict import Verdict, render
 from tests.exercises.sample.ex00_ring import EXERCISE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ WRONG = {
         "It failed outside your file, with something that your code returned",
     ),
     "forged": (
-        "    import minimegatron.exercises.room as room\n"
+        "    import minimegatron.exercises.room.room as room\n"
         "    room.to_line = lambda value: '{}'\n    return value\n",
         verdict.FORGED,
         "minimegatron.exercises.room.to_line is not what it was before",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.commands import exercises as command
+from minimegatron.commands import exercises_command as command
 from minimegatron.exercises.grading import reports
 from minimegatron.exercises.grading.cell import SAME_USER
 from minimegatron.exercises.grading.grade import NOT_RUN, PASSED, Grade

@@ -23,9 +23,8 @@ from xml.etree import ElementTree
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import exercises, find
-from minimegatron.exercises.engine import Sheet
+from minimegatron.exercises.check.engine import Sheet
 from minimegatron.exercises.grading import cell, cells
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
 from minimegatron.exercises.grading.cells import NUM_ROOMS, Cell, CellEnded, Template
@@ -44,7 +43,8 @@ from minimegatron.exercises.grading.grade import (
 from minimegatron.exercises.grading.remarks import SAME_CODE
 from minimegatron.exercises.grading.reports import form_of, summary, to_csv, to_junit, write_report
 from minimegatron.exercises.grading.submissions import find_submissions
-from minimegatron.exercises.verdict import Verdict
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.room.verdict import Verdict
 from tests.exercises.class_of_sixty import (
     ATTACKS,
     BODY,

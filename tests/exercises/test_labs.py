@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.exercises import labs, verdict
-from minimegatron.exercises.faults import FAULTS, FORMER_NAMES
-from minimegatron.exercises.labs import (
+from minimegatron.exercises.labs import labs
+from minimegatron.exercises.labs.faults import FAULTS, FORMER_NAMES
+from minimegatron.exercises.labs.labs import (
     LABS,
     OUTCOMES,
     check_lab,
@@ -20,8 +20,9 @@ from minimegatron.exercises.labs import (
     patch_words,
     start_lab,
 )
-from minimegatron.exercises.student_folder import STATE, StudentFolder
-from minimegatron.exercises.verdict import Verdict
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.room.verdict import Verdict
+from minimegatron.exercises.student.student_folder import STATE, StudentFolder
 
 PATIENCE = 4.0
 
@@ -123,7 +124,9 @@ def test_names_and_numbers():
 def test_predict_run_explain(tmp_path, capsys, monkeypatch):
     words = ["exercises", "--folder", str(tmp_path), "lab"]
     found = Verdict(verdict.WRONG, "rank 0: gradient of w is wrong: it is 2, expected 1")
-    monkeypatch.setattr("minimegatron.commands.exercises.run_lab", lambda lab, folder: found)
+    monkeypatch.setattr(
+        "minimegatron.commands.exercises_command.run_lab", lambda lab, folder: found
+    )
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main([*words, "start", "gradients-ov"]) == 0
     out = capsys.readouterr().out

@@ -19,9 +19,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minimegatron.exercises import plain_text, verdict
 from minimegatron.exercises.catalog import find
-from minimegatron.exercises.engine import Sheet
+from minimegatron.exercises.check.engine import Sheet
 from minimegatron.exercises.grading import grade as grading
 from minimegatron.exercises.grading.cell import SAME_USER
 from minimegatron.exercises.grading.cells import Cell, CellEnded
@@ -47,8 +46,9 @@ from minimegatron.exercises.grading.reports import (
     write_report,
 )
 from minimegatron.exercises.grading.submissions import Submission
-from minimegatron.exercises.plain_data import to_line
-from minimegatron.exercises.verdict import Verdict
+from minimegatron.exercises.room import plain_text, verdict
+from minimegatron.exercises.room.plain_data import to_line
+from minimegatron.exercises.room.verdict import Verdict
 from tests.exercises.sample.ex00_ring import EXERCISE
 
 ROOT = Path(__file__).parents[2]

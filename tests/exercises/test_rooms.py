@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import find
-from minimegatron.exercises.collect import Collected, Question, collect
-from minimegatron.exercises.engine import Sheet, check_file
-from minimegatron.exercises.plain_data import NotPlain, from_line, to_line
-from minimegatron.exercises.verdict import render
+from minimegatron.exercises.check.engine import Sheet, check_file
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.room.collect import collect
+from minimegatron.exercises.room.collected import Collected, Question
+from minimegatron.exercises.room.plain_data import NotPlain, from_line, to_line
+from minimegatron.exercises.room.verdict import render
 from tests.exercises.cheats import CHEATS
 from tests.test_launcher import wait_until_gone
 
@@ -193,7 +194,9 @@ def test_nothing_is_left_of_a_check_that_is_killed(body, tmp_path):
         f"    open({str(begun)!r}, 'w').write(str(os.getpid()))\n    {body}\n"
         "\n\nPREDICTION = {0: 'F0', 1: 'F0', 2: 'F0'}\n"
     )
-    check = subprocess.Popen([sys.executable, "-m", "minimegatron.exercises.engine", str(path)])
+    check = subprocess.Popen(
+        [sys.executable, "-m", "minimegatron.exercises.check.engine", str(path)]
+    )
     deadline = time.monotonic() + 60
     while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)

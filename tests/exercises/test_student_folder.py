@@ -11,10 +11,10 @@ import pytest
 
 import minimegatron
 from minimegatron.__main__ import main
-from minimegatron.exercises import pages
 from minimegatron.exercises.catalog import exercises, find
-from minimegatron.exercises.student_folder import STATE, StudentFolder, digest, hints
-from minimegatron.exercises.verdict import PASSED, WRONG, Verdict
+from minimegatron.exercises.room.verdict import PASSED, WRONG, Verdict
+from minimegatron.exercises.student import pages
+from minimegatron.exercises.student.student_folder import STATE, StudentFolder, digest, hints
 
 FIRST = exercises()[0]
 PACKAGE = Path(minimegatron.__file__).parent

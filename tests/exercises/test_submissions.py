@@ -10,8 +10,8 @@ import pytest
 from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.grading import collection, submissions
 from minimegatron.exercises.grading.collection import MOST_PROBLEMS, MOST_TAKEN
+from minimegatron.exercises.grading.decoded_text import decode
 from minimegatron.exercises.grading.file_names import exercise_number, exported_name
-from minimegatron.exercises.grading.source_text import decode
 from minimegatron.exercises.grading.submissions import (
     Submission,
     find_submissions,

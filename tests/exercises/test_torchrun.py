@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minimegatron.exercises import torchrun
+from minimegatron.exercises.check import torchrun
 from tests.exercises.sample.ex00_ring import EXERCISE
 from tests.rank_programs import run_programs
 from tests.ranks import run_ranks

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from minimegatron.exercises.catalog import exercises
-from minimegatron.exercises.student_folder import StudentFolder, digest
-from minimegatron.exercises.verdict import PASSED, WRONG, Verdict
-from minimegatron.exercises.watching import _Watching
+from minimegatron.exercises.room.verdict import PASSED, WRONG, Verdict
+from minimegatron.exercises.student.student_folder import StudentFolder, digest
+from minimegatron.exercises.student.watch_files import _Watching
 
 FIRST, SECOND = exercises()[:2]
 

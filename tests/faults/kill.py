@@ -30,10 +30,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from minimegatron import launcher, pretrain_gpt
+from minimegatron import pretrain_gpt
 from minimegatron.core import parallel_state
 from minimegatron.core.dist_checkpointing.core import ASIDE, check_files, load_common_state_dict
 from minimegatron.core.dist_checkpointing.serialization import load_plain_tensors
+from minimegatron.launching import launcher
 from minimegatron.training.checkpoint_folder import complete_iterations, find_checkpoint
 from minimegatron.training.global_vars import destroy_global_vars
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from minimegatron import launcher, pretrain_gpt
+from minimegatron import pretrain_gpt
 from minimegatron.core.enums import ModelType
+from minimegatron.launching import launcher
 from minimegatron.training.training import pretrain
 
 

@@ -13,8 +13,8 @@ from minimegatron.core.dist_checkpointing.core import (
     load_common_state_dict,
 )
 from minimegatron.doctor.machines import Head
-from minimegatron.exercises.student_folder import STATE, StudentFolder
-from minimegatron.exercises.verdict import Verdict
+from minimegatron.exercises.room.verdict import Verdict
+from minimegatron.exercises.student.student_folder import STATE, StudentFolder
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.tracing.rank_trace import load_ranks
 from tests.faults.test_fuzz_inputs import check_answer, run_command

@@ -50,7 +50,7 @@ if __name__ == "__main__":
 CHECK = """
 import sys
 from pathlib import Path
-from minimegatron.exercises.runner import Runner
+from minimegatron.exercises.check.runner import Runner
 from tests.exercises.sample.ex00_ring import EXERCISE
 
 with Runner() as runner:

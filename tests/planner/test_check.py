@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from minimegatron.planner import schedules
+from minimegatron.planner import written_schedules as schedules
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,
@@ -19,10 +19,10 @@ from minimegatron.planner.actions import (
     Action,
     Message,
 )
-from minimegatron.planner.check import Problem, ScheduleError, check, require_valid
+from minimegatron.planner.imagined_transport import match_messages
 from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan_check import Problem, ScheduleError, check, require_valid
 from minimegatron.planner.simulator import simulate
-from minimegatron.planner.transport import match_messages
 from tests.planner.grid import legal_groups
 from tests.planner.known_orders import PUBLISHED, registered, zb_h1
 

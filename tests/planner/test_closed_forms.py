@@ -6,16 +6,16 @@ import pytest
 from short_warmup import both_warmups, makespan
 
 from minimegatron.planner.actions import ACTIVATION, GRADIENT
-from minimegatron.planner.check import check
 from minimegatron.planner.formulas import (
     bubble_formulas,
     makespan_formula,
     message_formula,
     peak_in_flight_formula,
 )
+from minimegatron.planner.imagined_transport import BUFFERED
 from minimegatron.planner.plan import plan
+from minimegatron.planner.plan_check import check
 from minimegatron.planner.simulator import Costs, simulate
-from minimegatron.planner.transport import BUFFERED
 from tests.planner.grid import MOST_CHUNKS, MOST_MICROBATCHES, MOST_STAGES, legal_groups
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from minimegatron.core.pipeline_parallel.lowering import lowered_step
 from minimegatron.core.pipeline_parallel.placement import BOTH, LINE, LOOP, V
 from minimegatron.planner.actions import KINDS
-from minimegatron.planner.check import check
+from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS
 from minimegatron.planner.memory import activation_timeline, peak_activation_bytes
 from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan_check import check
 from minimegatron.planner.simulator import Costs, simulate
-from minimegatron.planner.transport import BUFFERED, RENDEZVOUS
 from minimegatron.planner.unreceived import count_unreceived
 from tests.planner.known_orders import (
     DUALPIPE_V_RANK_1,

@@ -11,11 +11,11 @@ from minimegatron.core.pipeline_parallel.schedule_table import (
     get_schedule_table,
 )
 from minimegatron.planner.actions import BACKWARD, FORWARD
-from minimegatron.planner.check import check
+from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS, match_messages
 from minimegatron.planner.memory import activation_timeline, peak_activation_bytes
 from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan_check import check
 from minimegatron.planner.simulator import Costs, simulate
-from minimegatron.planner.transport import BUFFERED, RENDEZVOUS, match_messages
 
 
 @st.composite

@@ -20,13 +20,13 @@ from minimegatron.core.pipeline_parallel.orders import (
     unregister,
 )
 from minimegatron.core.pipeline_parallel.placement import V
-from minimegatron.core.pipeline_parallel.transport import Message
+from minimegatron.core.pipeline_parallel.transport import TensorMessage
 from minimegatron.core.pipeline_parallel.work import pair
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.planner.actions import COMMUNICATE, FORWARD, KINDS, SEND, parts_of
 from minimegatron.tracing.clock import Alignment
-from minimegatron.tracing.convert import to_rank_trace
 from minimegatron.tracing.recorder import Recorder
+from minimegatron.tracing.to_events import to_rank_trace
 from minimegatron.tracing.trace_view import Trace
 
 SHAPE = (3, 1, 2)
@@ -172,7 +172,7 @@ class Player:
         for m in action.messages:
             is_send = m.direction == SEND
             tensor = made[m.payload][m.microbatch, m.chunk] if is_send else torch.empty(SHAPE)
-            messages.append(Message(is_send, tensor, m.peer, m.payload, m.chunk))
+            messages.append(TensorMessage(is_send, tensor, m.peer, m.payload, m.chunk))
         for m, handle in zip(action.messages, self.communicator.exchange(messages), strict=True):
             if m.direction == SEND:
                 self.sends.append(handle)

@@ -8,8 +8,8 @@ from minimegatron.planner.actions import ACTIVATION, BACKWARD, COMMUNICATE, FORW
 from minimegatron.planner.plan import plan
 from minimegatron.tracing.compare import compare_with_plan, first_divergences, wrong_messages
 from minimegatron.tracing.diff import diff_report, divergences
-from minimegatron.tracing.report import step_report
 from minimegatron.tracing.step import Step
+from minimegatron.tracing.step_report import step_report
 
 
 def changed(step: Step, rank: int, number: int, **fields) -> Step:

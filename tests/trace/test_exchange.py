@@ -23,7 +23,7 @@ from minimegatron.tracing.diff import diff_report
 from minimegatron.tracing.rank_trace import paced_ms, save_rank
 from minimegatron.tracing.step import Step
 from minimegatron.tracing.trace_view import Trace
-from minimegatron.tracing.words import action_name, pace_words
+from minimegatron.tracing.trace_words import action_name, pace_words
 from tests.trace.fake_run import NUM_BYTES, config_of, record, registered
 
 

@@ -15,13 +15,13 @@ from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicato
 from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
     GRADIENT,
-    Message,
+    TensorMessage,
     TorchTransport,
 )
-from minimegatron.execution import get_planned_forward_backward_func
 from minimegatron.planner.actions import RECEIVE
 from minimegatron.planner.registry import register_schedule
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
+from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from tests.core.pipeline_parallel.test_order import legal_groups
 from tests.core.pipeline_parallel.test_real_ranks import run_mode
 from tests.figures import figure
@@ -97,13 +97,13 @@ def count_messages(step) -> dict[str, int]:
 # -- Raw order --
 
 
-def backwards(self, send_next=(), recv_prev=(), send_prev=(), recv_next=()) -> list[Message]:
+def backwards(self, send_next=(), recv_prev=(), send_prev=(), recv_next=()) -> list[TensorMessage]:
     """`P2PCommunicator._in_order`, in another order."""
     before, after = self.prev_rank, self.next_rank
     return [
-        *(Message(False, None, after, GRADIENT, 0, shape) for shape in recv_next),
+        *(TensorMessage(False, None, after, GRADIENT, 0, shape) for shape in recv_next),
         *(self._sending(tensor, after, ACTIVATION) for tensor in send_next),
-        *(Message(False, None, before, ACTIVATION, 0, shape) for shape in recv_prev),
+        *(TensorMessage(False, None, before, ACTIVATION, 0, shape) for shape in recv_prev),
         *(self._sending(tensor, before, GRADIENT) for tensor in send_prev),
     ]
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimegatron import launcher, pretrain_gpt
+from minimegatron import pretrain_gpt
 from minimegatron.core import parallel_state
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.rerun_state_machine import RerunStateMachine, get_rerun_state_machine
+from minimegatron.launching import launcher
 from minimegatron.training import exit_conditions, failures
 from minimegatron.training.checkpoint_folder import complete_iterations
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state

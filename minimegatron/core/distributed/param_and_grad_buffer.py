@@ -29,7 +29,7 @@ from minimegatron.core.collectives import ReduceOp, all_gather, all_reduce, redu
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.local_collectives import new_lane
+from minimegatron.core.local_host import new_lane
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
 from minimegatron.core.tracing import traced
 

@@ -1,7 +1,7 @@
 """Messages between stages on one host, through shared memory instead of gloo.
 
 Called by: `P2PCommunicator`, in place of `TorchTransport`, where all stages of a pipeline share a
-host and gloo would carry their messages. Calls: `core.local_channels`, which tells how and why.
+host and gloo would carry their messages. Calls: `core.local_host.channels`, which tells how and why.
 Megatron has no counterpart.
 """
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minimegatron.core.local_channels import LENT, Connection, connect
+from minimegatron.core.local_host import LENT, Connection, connect
 from minimegatron.core.pipeline_parallel.transport import (
     LANES,
     PAYLOADS,
-    Message,
+    Handle,
+    TensorMessage,
     TorchTransport,
     Transport,
-    Work,
 )
 from minimegatron.core.tracing import traced
 
@@ -85,14 +85,14 @@ class LocalTransport:
         """Whether all these pairs of ranks are connected."""
         return _once(links) <= self.links
 
-    def start(self, message: Message) -> Work:
+    def start(self, message: TensorMessage) -> Handle:
         """Sends at once, or notes a receive, which its `wait` completes."""
         connection, lane = self.connections[message.peer], LANES[message.payload]
         if message.is_send:
             return connection.send(message.tensor, (message.payload, message.chunk), lane)
         return connection.expect(message.tensor, LENT, lane)
 
-    def start_batch(self, messages: list[Message]) -> list[Work]:
+    def start_batch(self, messages: list[TensorMessage]) -> list[Handle]:
         """No message waits for another, so a batch is nothing special."""
         return [self.start(message) for message in messages]
 

@@ -68,7 +68,7 @@ Channel = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Step:
+class LoweredStep:
     """A step that is ready to run. Lists are per rank."""
 
     config: PlanConfig
@@ -77,7 +77,7 @@ class Step:
     """The most messages of each channel that are sent and not yet used; see `send_limits`."""
 
 
-def lowered_step(config: PlanConfig, schedule: Schedule | None = None) -> Step:
+def lowered_step(config: PlanConfig, schedule: Schedule | None = None) -> LoweredStep:
     """The step of an order: that of `schedule`, or else of what `config.schedule` names.
 
     Raises `ScheduleError`, a ValueError, if it cannot be done.
@@ -86,11 +86,11 @@ def lowered_step(config: PlanConfig, schedule: Schedule | None = None) -> Step:
 
 
 @lru_cache(maxsize=64)
-def _lowered_step(config: PlanConfig, schedule: Schedule) -> Step:
+def _lowered_step(config: PlanConfig, schedule: Schedule) -> LoweredStep:
     orders = order_of_ranks(config, schedule)
     times = simulate_orders(orders, config)
     ranks = [_with_messages(orders, times, config, rank) for rank in range(config.pp_size)]
-    return Step(config, ranks, count_unreceived(orders, times, config.placement))
+    return LoweredStep(config, ranks, count_unreceived(orders, times, config.placement))
 
 
 def lower(orders: list[list[Work]], config: PlanConfig) -> list[list[Action]]:

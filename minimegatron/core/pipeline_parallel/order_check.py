@@ -1,7 +1,7 @@
 """Is an order of work complete, and can it be done? Each fault is found before any message is sent.
 
 Called by: `lowering`. Calls: `work`. Torch-free. Megatron has no counterpart. What is sent where is
-checked in `planner.check`, whose problems are of the same kind.
+checked in `planner.plan_check`, whose problems are of the same kind.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,13 +56,13 @@ def check_orders(orders: list[list[Work]], config: PlanConfig) -> None:
     problems = [
         problem
         for rank, order in enumerate(orders)
-        for problem in _RankCheck(config, rank).problems_of(order)
+        for problem in _OrderOfRank(config, rank).problems_of(order)
     ]
     if problems:
         raise ScheduleError(problems)
 
 
-class _RankCheck:
+class _OrderOfRank:
     """One rank's order; `_done` has, by unit, what was computed of it, and by which kinds."""
 
     def __init__(self, config: PlanConfig, rank: int):

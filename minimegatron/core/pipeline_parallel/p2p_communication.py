@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.local_channels import LENT, get_timeout
+from minimegatron.core.local_host import LENT, get_timeout
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import LocalTransport, make_transport
 from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, placement_of
@@ -33,10 +33,10 @@ from minimegatron.core.pipeline_parallel.transport import (
     ACTIVATION,
     GRADIENT,
     LANES,
-    Message,
+    Handle,
     Peers,
+    TensorMessage,
     Transport,
-    Work,
 )
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_device
@@ -56,7 +56,7 @@ def is_single_shape(x: Any) -> bool:
 class Receive:
     """A message that is on its way to this stage. `tensor` is what it will be in."""
 
-    def __init__(self, message: Message, work: Work, stage: int, number: int):
+    def __init__(self, message: TensorMessage, work: Handle, stage: int, number: int):
         self.message, self.tensor = message, message.tensor
         self._work, self._stage, self._number = work, stage, number
 
@@ -308,14 +308,14 @@ class P2PCommunicator:
         recv_prev: Sequence = (),
         send_prev: Sequence = (),
         recv_next: Sequence = (),
-    ) -> list[Message]:
+    ) -> list[TensorMessage]:
         """The messages of one call, tensors to send and shapes to receive, as they must be started."""
         before, after = self.prev_rank, self.next_rank
         parts = {
             "send_next": [self._sending(tensor, after, ACTIVATION) for tensor in send_next],
-            "recv_prev": [Message(False, None, before, ACTIVATION, 0, s) for s in recv_prev],
+            "recv_prev": [TensorMessage(False, None, before, ACTIVATION, 0, s) for s in recv_prev],
             "send_prev": [self._sending(tensor, before, GRADIENT) for tensor in send_prev],
-            "recv_next": [Message(False, None, after, GRADIENT, 0, s) for s in recv_next],
+            "recv_next": [TensorMessage(False, None, after, GRADIENT, 0, s) for s in recv_next],
         }
         if self.config.batch_p2p_comm:
             # To and from the previous stage first, as in Megatron. The order has a meaning where
@@ -329,16 +329,18 @@ class P2PCommunicator:
             order = ["send_next", "recv_prev", "send_prev", "recv_next"]
         return [message for name in order for message in parts[name]]
 
-    def _sending(self, tensor: torch.Tensor, peer: int, payload: str) -> Message:
+    def _sending(self, tensor: torch.Tensor, peer: int, payload: str) -> TensorMessage:
         # The nine methods are not told which chunk made a tensor: the plan knows the order of all.
         number = self._num_sends[payload]
         self._num_sends[payload] += 1
         chunks = self._sends.chunks.get(payload, ())
-        return Message(True, tensor, peer, payload, chunks[number] if number < len(chunks) else 0)
+        return TensorMessage(
+            True, tensor, peer, payload, chunks[number] if number < len(chunks) else 0
+        )
 
     # -- The exchange itself --
 
-    def exchange(self, messages: Sequence[Message], overlap: bool = False) -> list[Any]:
+    def exchange(self, messages: Sequence[TensorMessage], overlap: bool = False) -> list[Any]:
         """Starts messages, in this order; returns a handle for each.
 
         Args:
@@ -358,7 +360,7 @@ class P2PCommunicator:
         may_run_on = overlap or self.transport.matches_by_tag or self.config.overlap_p2p_comm
         if may_run_on:
             self._wait_for_room(messages)
-        works: list[Work] = []
+        works: list[Handle] = []
         message = None
         try:
             if self.config.batch_p2p_comm and not self.transport.matches_by_tag:
@@ -380,7 +382,7 @@ class P2PCommunicator:
             ) from error
         return [self._handle(m, work, may_run_on) for m, work in zip(messages, works, strict=True)]
 
-    def _prepared(self, message: Message) -> Message:
+    def _prepared(self, message: TensorMessage) -> TensorMessage:
         """The message with the tensor that the transport reads or fills."""
         if message.is_send:
             # A view of its own: freeing the output's `.data` must not touch what is being sent.
@@ -397,7 +399,7 @@ class P2PCommunicator:
             )
         return message._replace(tensor=tensor)
 
-    def _handle(self, message: Message, work: Work, may_run_on: bool) -> Any:
+    def _handle(self, message: TensorMessage, work: Handle, may_run_on: bool) -> Any:
         kind = (message.is_send, message.payload, message.peer)
         number = self._num_started[kind]
         self._num_started[kind] += 1
@@ -413,7 +415,7 @@ class P2PCommunicator:
             self._finish_send(send)
         return work
 
-    def _wait_for_room(self, messages: list[Message]) -> None:
+    def _wait_for_room(self, messages: list[TensorMessage]) -> None:
         """Before a send: waits while its channel holds K messages that nobody has received."""
         for message in messages:
             if message.is_send:
@@ -429,7 +431,9 @@ class P2PCommunicator:
         where = (self.curr_rank_in_pg, send.peer, send.payload, "sending", send.shape, send.number)
         wait(send.work, *where)
 
-    def _with_shapes(self, messages: Sequence[Message], overlap: bool) -> Sequence[Message]:
+    def _with_shapes(
+        self, messages: Sequence[TensorMessage], overlap: bool
+    ) -> Sequence[TensorMessage]:
         # Three int64 per message, so tensors between stages must have three dimensions.
         if all(message.payload not in (ACTIVATION, GRADIENT) for message in messages):
             return messages  # none, or these are the shapes
@@ -439,7 +443,7 @@ class P2PCommunicator:
             for message, handle in zip(messages, handles, strict=True)
         ]
 
-    def _size_message(self, message: Message) -> Message:
+    def _size_message(self, message: TensorMessage) -> TensorMessage:
         if not message.is_send:
             sizes = torch.empty(3, dtype=torch.int64, device=self.device)
         elif message.tensor.dim() == 3:
@@ -467,7 +471,7 @@ class P2PCommunicator:
 class _UnfinishedSend(NamedTuple):
     """A message that has been sent and may not have been received."""
 
-    work: Work
+    work: Handle
     peer: int
     payload: str
     shape: Shape
@@ -478,7 +482,7 @@ class _UnfinishedSend(NamedTuple):
 
 
 def _await(
-    work: Work, stage: int, peer: int, payload: str, doing: str, shape: Shape, number: int
+    work: Handle, stage: int, peer: int, payload: str, doing: str, shape: Shape, number: int
 ) -> None:
     try:
         work.wait()
@@ -525,7 +529,7 @@ def _first(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     return tensors[0] if tensors else None
 
 
-def _by_name(messages: Sequence[Message], started: list[Any]) -> dict[str, Any]:
+def _by_name(messages: Sequence[TensorMessage], started: list[Any]) -> dict[str, Any]:
     """Handles under Megatron's names for them."""
     names = {
         (True, ACTIVATION): "send_next",

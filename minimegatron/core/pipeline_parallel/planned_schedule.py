@@ -19,7 +19,7 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel import transport
 from minimegatron.core.pipeline_parallel.lowering import (
     EXCHANGE,
-    Step,
+    LoweredStep,
     lowered_step,
     source_of,
     target_of,
@@ -67,7 +67,7 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config
 
-StepMaker = Callable[[P2PCommunicator, int, bool], Step]
+StepMaker = Callable[[P2PCommunicator, int, bool], LoweredStep]
 """From the communicator, the number of microbatches and forward_only to the step to run."""
 
 
@@ -90,7 +90,7 @@ def get_messages_forward_backward_func(schedule: Schedule) -> Callable:
 
 def _lowered(
     schedule: Schedule, p2p: P2PCommunicator, num_microbatches: int, forward_only: bool
-) -> Step:
+) -> LoweredStep:
     vp_size = p2p.virtual_pipeline_model_parallel_size
     placement = schedule.placed(p2p.pp_group.size(), vp_size)
     wire = _wire_of(p2p.transport.matches_by_tag, p2p.config)
@@ -115,7 +115,7 @@ def _wire_of(is_tagged: bool, config: ModelParallelConfig) -> str:
 
 def _with_its_messages(
     schedule: Schedule, p2p: P2PCommunicator, num_microbatches: int, forward_only: bool
-) -> Step:
+) -> LoweredStep:
     vp_size = p2p.virtual_pipeline_model_parallel_size
     is_interleaved = vp_size is not None
     return schedule.make_step(
@@ -216,7 +216,7 @@ def _make_frame(
     config: ModelParallelConfig,
     pg_collection: ProcessGroupCollection,
     p2p: P2PCommunicator,
-    step: Step,
+    step: LoweredStep,
 ) -> StepFrame:
     rank, forward_only = p2p.pp_group.rank(), step.config.forward_only
     forwards = None
@@ -240,7 +240,7 @@ def _make_frame(
     )
 
 
-def _forwards_of(step: Step, rank: int, chunk: int) -> list[int]:
+def _forwards_of(step: LoweredStep, rank: int, chunk: int) -> list[int]:
     """The microbatches of one chunk's forwards, in the order in which they are run."""
     work = work_of(step.ranks[rank])
     return [a.microbatch for a in work if a.kind == FORWARD and a.chunk == chunk]
@@ -271,7 +271,7 @@ class _Reordered:
         return sample
 
 
-def _in_order_of_microbatches(reports: list, step: Step, rank: int) -> list:
+def _in_order_of_microbatches(reports: list, step: LoweredStep, rank: int) -> list:
     """What the loss function reported, by microbatch, whatever the order of the forwards."""
     placement = step.config.placement
     last = [c for c in range(placement.num_model_chunks) if placement.is_last(rank, c)]
@@ -296,7 +296,7 @@ class PlannedRun:
 
     def __init__(
         self,
-        step: Step,
+        step: LoweredStep,
         rank: int,
         chunks: list[ModelChunk],
         p2p: P2PCommunicator,
@@ -376,13 +376,15 @@ class PlannedRun:
             return None
         return self._made.pop((message.payload, message.microbatch, message.chunk))
 
-    def _message(self, message: Message, tensor: torch.Tensor | None) -> transport.Message:
+    def _message(self, message: Message, tensor: torch.Tensor | None) -> transport.TensorMessage:
         if tensor is not None:
-            return transport.Message(True, tensor, message.peer, message.payload, message.chunk)
+            return transport.TensorMessage(
+                True, tensor, message.peer, message.payload, message.chunk
+            )
         user = FORWARD if message.payload == ACTIVATION else BACKWARD
         work = Action(user, self.rank, None, message.microbatch, message.chunk)
         _, maker = source_of(self.placement, self.rank, work)
-        return transport.Message(
+        return transport.TensorMessage(
             False, None, message.peer, message.payload, maker.chunk, self.shape
         )
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.lowering import Step
+from minimegatron.core.pipeline_parallel.lowering import LoweredStep
 from minimegatron.core.pipeline_parallel.orders import WRITTEN_HERE, placement_of
 from minimegatron.core.pipeline_parallel.placement import Placement
 from minimegatron.core.pipeline_parallel.work import (
@@ -39,7 +39,7 @@ def count_in_flight(actions: list[Action]) -> int:
     return max(1, kinds.index(BACKWARD) if BACKWARD in kinds else len(kinds))
 
 
-def require_runnable(step: Step) -> None:
+def require_runnable(step: LoweredStep) -> None:
     """Raises ValueError for a step that can be planned, but that this runner cannot run."""
     name, placement = step.config.schedule, step.config.placement
     if placement.num_copies > 1:
@@ -58,7 +58,7 @@ def require_runnable(step: Step) -> None:
 
 
 def check_step(
-    step: Step, config: ModelParallelConfig, models: list[torch.nn.Module], iterators: list
+    step: LoweredStep, config: ModelParallelConfig, models: list[torch.nn.Module], iterators: list
 ) -> None:
     """Raises ValueError for a step that does not fit the chunks, their data, or their places."""
     require_runnable(step)
@@ -89,7 +89,7 @@ def check_step(
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def require_agreement(step: Step, pp_group: dist.ProcessGroup) -> None:
+def require_agreement(step: LoweredStep, pp_group: dist.ProcessGroup) -> None:
     """Once for each step of a user's own: raises ValueError on every rank if the ranks' plans differ.
 
     Each rank plans for all. Where these plans differ, messages of one microbatch would be taken for

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import needs_staging
-from minimegatron.core.local_channels import get_timeout
+from minimegatron.core.local_host import get_timeout
 from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
 from minimegatron.core.tracing import traced
 
@@ -32,7 +32,7 @@ PAYLOADS = {lane: payload for payload, lane in LANES.items()}
 _TAGS_PER_STEP, _MAX_STEPS = 8, 1 << 24
 
 
-class Message(NamedTuple):
+class TensorMessage(NamedTuple):
     """One tensor to or from `peer` (a rank within the pipeline group)."""
 
     is_send: bool
@@ -58,10 +58,14 @@ def describe_message(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Work(Protocol):
+class Handle(Protocol):
     """The handle of a message under way. Until `wait` returns, its tensor may still be read."""
 
     def wait(self) -> Any: ...
+
+
+Message, Work = TensorMessage, Handle
+"""The same under the names that students' files import."""
 
 
 class Transport(Protocol):
@@ -73,10 +77,10 @@ class Transport(Protocol):
     """True if a message that was sent is safe without its sender: the step's end need not wait.
     This and the last three methods are asked of a transport that matches by tag alone."""
 
-    def start(self, message: Message) -> Work:
+    def start(self, message: TensorMessage) -> Handle:
         """Starts one message. Where the transport does not match by tag, order is meaning."""
 
-    def start_batch(self, messages: list[Message]) -> list[Work]:
+    def start_batch(self, messages: list[TensorMessage]) -> list[Handle]:
         """Starts all messages, at least one, together: none waits for another of its batch."""
 
     def begin_step(self) -> None:
@@ -107,11 +111,11 @@ class _Peer:
     def __init__(self, transport: Transport, peer: int):
         self._start, self._peer = transport.start, peer
 
-    def send(self, tensor: torch.Tensor, channel: tuple[str, int], lane: int) -> Work:
-        return self._start(Message(True, tensor, self._peer, *channel))
+    def send(self, tensor: torch.Tensor, channel: tuple[str, int], lane: int) -> Handle:
+        return self._start(TensorMessage(True, tensor, self._peer, *channel))
 
-    def expect(self, tensor: torch.Tensor, how: str, lane: int) -> Work:
-        return self._start(Message(False, tensor, self._peer, PAYLOADS[lane]))
+    def expect(self, tensor: torch.Tensor, how: str, lane: int) -> Handle:
+        return self._start(TensorMessage(False, tensor, self._peer, PAYLOADS[lane]))
 
 
 class TorchTransport:
@@ -148,14 +152,14 @@ class TorchTransport:
     def abandon(self, reason: str) -> None:
         """Nobody can be told."""
 
-    def start(self, message: Message) -> Work:
+    def start(self, message: TensorMessage) -> Handle:
         """Raises what `torch.distributed` raises, for example if the peer has gone."""
         if needs_staging(message.tensor, self.group):
             return _Staged(message, self.group, self.step)
         work = _start(message, message.tensor, self.group, self.step)
         return _Limited(work, get_timeout(self.group)) if self.matches_by_tag else work
 
-    def start_batch(self, messages: list[Message]) -> list[Work]:
+    def start_batch(self, messages: list[TensorMessage]) -> list[Handle]:
         """gloo needs no batch; NCCL gets one, and one handle comes back for all of it.
 
         Raises ValueError for an empty batch: NCCL refuses it, so gloo does too.
@@ -169,7 +173,9 @@ class TorchTransport:
 
 
 @traced("p2p-start", describe_message)
-def _start(message: Message, tensor: torch.Tensor, group: dist.ProcessGroup, step: int) -> Work:
+def _start(
+    message: TensorMessage, tensor: torch.Tensor, group: dist.ProcessGroup, step: int
+) -> Handle:
     tag = LANES[message.payload] + (step % _MAX_STEPS) * _TAGS_PER_STEP
     if message.is_send:
         return dist.isend(tensor, group=group, group_dst=message.peer, tag=tag)
@@ -177,7 +183,7 @@ def _start(message: Message, tensor: torch.Tensor, group: dist.ProcessGroup, ste
 
 
 @traced("p2p-start", describe_message)
-def _operation(message: Message, group: dist.ProcessGroup) -> dist.P2POp:
+def _operation(message: TensorMessage, group: dist.ProcessGroup) -> dist.P2POp:
     start = dist.isend if message.is_send else dist.irecv
     return dist.P2POp(start, message.tensor, group=group, group_peer=message.peer)
 
@@ -195,7 +201,7 @@ class _Limited:
 class _Staged:
     """A message of a device tensor over gloo: through a host copy that lives as long as this."""
 
-    def __init__(self, message: Message, group: dist.ProcessGroup, step: int):
+    def __init__(self, message: TensorMessage, group: dist.ProcessGroup, step: int):
         self._message = message
         tensor = message.tensor.detach()
         self._host = tensor.cpu() if message.is_send else torch.empty_like(tensor, device="cpu")

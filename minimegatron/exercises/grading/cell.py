@@ -91,7 +91,9 @@ def run_cell(
             connection.close()
             os.waitpid(keeper, 0)
             os._exit(0)
-    room = {NAMESPACES: ClosedRoom, OTHER_USER: StrangersRoom, SAME_USER: Room}[order.kind](order)
+    room = {NAMESPACES: ClosedRoom, OTHER_USER: StrangersRoom, SAME_USER: CellRoom}[order.kind](
+        order
+    )
     work = room.prepare()
     if (checker := os.fork()) == 0:
         _check(connection, room, work, check)
@@ -103,7 +105,7 @@ def run_cell(
 
 
 def _check(
-    connection: socket.socket, room: "Room", work: Path, check: Callable[[Path], Iterable[str]]
+    connection: socket.socket, room: "CellRoom", work: Path, check: Callable[[Path], Iterable[str]]
 ) -> None:
     """The checker's process: gives up its privileges, then answers."""
     try:
@@ -124,7 +126,7 @@ def _check(
     os._exit(0)
 
 
-def _keep(connection: socket.socket, room: "Room", checker: int) -> str:
+def _keep(connection: socket.socket, room: "CellRoom", checker: int) -> str:
     """Waits until the checker is done, or a limit is reached, or nobody listens; says which."""
     limits, deadline = room.order.limits, time.monotonic() + room.order.limits.seconds
     own_namespace, listener = _namespace(os.getpid()), select.poll()
@@ -166,7 +168,7 @@ def _fate(status: int) -> str:
 # -- Rooms, the weakest first --
 
 
-class Room:
+class CellRoom:
     """Limits only, for the teacher's own user."""
 
     def __init__(self, order: Order):
@@ -220,7 +222,7 @@ class Room:
         remove_folder(self.work)
 
 
-class StrangersRoom(Room):
+class StrangersRoom(CellRoom):
     """For a user who owns nothing else."""
 
     @property

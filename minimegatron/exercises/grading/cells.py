@@ -14,8 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from minimegatron.core.json_text import parse_json
-from minimegatron.exercises.collect import Collected, Question
-from minimegatron.exercises.runner import ROOT
+from minimegatron.exercises.check.runner import ROOT
+from minimegatron.exercises.room.collected import Collected, Question
 
 KEPT = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
 """Of the environment, what cells get."""

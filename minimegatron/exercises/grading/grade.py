@@ -12,7 +12,7 @@ Each file is checked three times, with
 
 A cell is told what to ask the student's functions, and says what they answered: plain data, through a
 connection that ranks do not have. Seed, cases and expected values stay with a judge, a process outside
-of all cells (`exercises.judge`). What is printed and exit codes count for nothing, and no answer is no
+of all cells (`judge`). What is printed and exit codes count for nothing, and no answer is no
 point.
 """
 
@@ -28,17 +28,17 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import exercises
-from minimegatron.exercises.engine import Sheet
+from minimegatron.exercises.check.engine import Sheet
+from minimegatron.exercises.check.judge import Judge
+from minimegatron.exercises.check.runner import ROOT
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits, Order
 from minimegatron.exercises.grading.cells import NUM_ROOMS, Cell, CellEnded, Template
 from minimegatron.exercises.grading.remarks_apart import remarks_apart
 from minimegatron.exercises.grading.submissions import Submission
-from minimegatron.exercises.judge import Judge
-from minimegatron.exercises.runner import ROOT
-from minimegatron.exercises.verdict import Verdict
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.room.verdict import Verdict
 
 PASSED, FAILED, NOT_RUN, NOT_SUBMITTED = "passed", "failed", "not run", "not submitted"
 UNGRADED = (

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from minimegatron.exercises import plain_text
 from minimegatron.exercises.exercise import Exercise
 from minimegatron.exercises.grading.collection import FILE, LINK, kind_of, reason
 from minimegatron.exercises.grading.grade import (
@@ -39,6 +38,7 @@ from minimegatron.exercises.grading.grade import (
     Settings,
 )
 from minimegatron.exercises.grading.submissions import Submission
+from minimegatron.exercises.room import plain_text
 
 GRADESCOPE = "results.json"
 MOST_FOLDER = 60

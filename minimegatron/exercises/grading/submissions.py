@@ -19,7 +19,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from minimegatron.exercises import plain_text
 from minimegatron.exercises.catalog import exercises
 from minimegatron.exercises.grading import collection
 from minimegatron.exercises.grading.archives import read_archive
@@ -35,6 +34,7 @@ from minimegatron.exercises.grading.collection import (
     reason,
     short,
 )
+from minimegatron.exercises.grading.decoded_text import decode
 from minimegatron.exercises.grading.file_names import (
     exercise_number,
     exported_name,
@@ -42,7 +42,7 @@ from minimegatron.exercises.grading.file_names import (
     without_archive_suffix,
     without_unread_suffix,
 )
-from minimegatron.exercises.grading.source_text import decode
+from minimegatron.exercises.room import plain_text
 
 MOST_ARCHIVES = 3
 """In one student's folder."""

@@ -19,20 +19,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import find
-from minimegatron.exercises.collect import Collected, Question, collect
+from minimegatron.exercises.check.runner import PRELOADED, hide_memory
 from minimegatron.exercises.grading.cell import Limits, Order, run_cell
-from minimegatron.exercises.plain_data import NotPlain
-from minimegatron.exercises.runner import PRELOADED, hide_memory
-from minimegatron.exercises.source import check_source
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.room.collect import collect
+from minimegatron.exercises.room.collected import Collected, Question
+from minimegatron.exercises.room.plain_data import NotPlain
+from minimegatron.exercises.room.source import check_source
 
 
 def serve(file: int) -> None:
     """Forks until the socket's other end is closed."""
     for name in PRELOADED:
         importlib.import_module(name)
-    on_ranks = importlib.import_module("minimegatron.exercises.on_ranks")
+    on_ranks = importlib.import_module("minimegatron.exercises.room.on_ranks")
     # A cell's process is forked for one check, has no threads, and cannot reach a server outside.
     on_ranks.StudentRanks.start_method = "fork"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

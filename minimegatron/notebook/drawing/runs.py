@@ -23,7 +23,7 @@ from minimegatron.planner.render_svg import text_colour
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.step import Step
 from minimegatron.tracing.trace_view import Trace
-from minimegatron.tracing.words import function_name
+from minimegatron.tracing.trace_words import function_name
 
 # -- Memory over a step --
 

@@ -14,7 +14,7 @@ from minimegatron.core.distributed import (
 )
 from minimegatron.core.distributed.param_and_grad_buffer import shard_buffer
 from minimegatron.core.tracing import observed_by
-from minimegatron.launcher import RankError
+from minimegatron.launching.launcher import RankError
 from tests.core.distributed.common import (
     Recorder,
     Toy,

@@ -22,9 +22,9 @@ from minimegatron.core.pipeline_parallel.schedules import (
     get_forward_backward_func,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.execution import get_planned_forward_backward_func
 from minimegatron.planner.actions import ACTIVATION, BACKWARD, FORWARD, GRADIENT, SEND
 from minimegatron.planner.plan import Plan, plan
+from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from tests.fake_streams import PAIRS, TAGS, TOGETHER, Machine, Post
 from tests.fake_transport import FakeGroup, FakeTransport, Network, no_numbers
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, Message
+from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, TensorMessage
 from tests.fake_streams import PAIRS, TOGETHER
 from tests.fake_transport import Deadlock, FakeTransport, Leftover, Network, Race
 
@@ -17,10 +17,10 @@ class Rank(FakeTransport):
         return tensor
 
     def send(self, tensor: torch.Tensor, peer: int, payload: str = ACTIVATION):
-        return self.start(Message(True, tensor, peer, payload))
+        return self.start(TensorMessage(True, tensor, peer, payload))
 
     def receive(self, peer: int, payload: str = ACTIVATION):
-        return self.start(Message(False, torch.empty(1), peer, payload))
+        return self.start(TensorMessage(False, torch.empty(1), peer, payload))
 
     def use(self, handle, value) -> None:
         handle.wait()
@@ -36,8 +36,8 @@ def pair_of_exchanges(network: Network, a: Rank, b: Rank, batched: bool) -> None
     """Both send first, and then receive."""
     for rank, peer in ((a, 1), (b, 0)):
         messages = [
-            Message(True, rank.made(f"number {rank.rank}"), peer, ACTIVATION),
-            Message(False, torch.empty(1), peer, ACTIVATION),
+            TensorMessage(True, rank.made(f"number {rank.rank}"), peer, ACTIVATION),
+            TensorMessage(False, torch.empty(1), peer, ACTIVATION),
         ]
         handles = rank.start_batch(messages) if batched else list(map(rank.start, messages))
         handles[0].wait()
@@ -76,9 +76,9 @@ def test_a_message_behind_a_wait_starts_after_it():
     network, (a, b) = ranks(2)
     for rank, peer in ((a, 1), (b, 0)):
         tensor = rank.made("anything")
-        batch = [Message(False, torch.empty(1), peer, ACTIVATION)]
+        batch = [TensorMessage(False, torch.empty(1), peer, ACTIVATION)]
         rank.use(rank.start_batch(batch)[0], "anything")
-        rank.start_batch([Message(True, tensor, peer, ACTIVATION)])[0].wait()
+        rank.start_batch([TensorMessage(True, tensor, peer, ACTIVATION)])[0].wait()
     with pytest.raises(Deadlock, match=r"rank 0 waits: receive from.*rank 1 waits: receive from"):
         network.run()
 

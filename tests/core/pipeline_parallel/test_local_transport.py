@@ -9,17 +9,17 @@ import torch.distributed as dist
 from minimegatron.core.pipeline_parallel import p2p_communication
 from minimegatron.core.pipeline_parallel.local_transport import LocalTransport
 from minimegatron.core.pipeline_parallel.p2p_communication import get_transport
-from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, Message
+from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, TensorMessage
 from tests.ranks import run_ranks
 
 
 def _send(transport, value, peer, payload=ACTIVATION, shape=(3, 2)):
-    return transport.start(Message(True, torch.full(shape, float(value)), peer, payload))
+    return transport.start(TensorMessage(True, torch.full(shape, float(value)), peer, payload))
 
 
 def _receive(transport, peer, payload=ACTIVATION, shape=(3, 2)):
     tensor = torch.empty(shape)
-    return tensor, transport.start(Message(False, tensor, peer, payload))
+    return tensor, transport.start(TensorMessage(False, tensor, peer, payload))
 
 
 def exchange_in_a_ring():

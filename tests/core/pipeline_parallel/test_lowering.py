@@ -25,10 +25,10 @@ from minimegatron.core.pipeline_parallel.orders import (
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.placement import LINE, LOOP, Placement, V
 from minimegatron.core.pipeline_parallel.send_limits import SendPlan
-from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, Message
+from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, TensorMessage
 from minimegatron.core.pipeline_parallel.work import BACKWARD, COMMUNICATE, FORWARD, Work
-from minimegatron.planner.check import check
 from minimegatron.planner.plan import plan
+from minimegatron.planner.plan_check import check
 from tests.core.pipeline_parallel.fake_step import (
     SHAPE,
     Case,
@@ -204,9 +204,9 @@ def exchange_all(rank: int, p: int, messages: list, network: Network, batched: b
             if sender == rank:
                 tensor = torch.empty(SHAPE, dtype=torch.float64)
                 transport.compute(f"makes {number}", writes={tensor: number})
-                batch.append(Message(True, tensor, receiver, payload, chunk))
+                batch.append(TensorMessage(True, tensor, receiver, payload, chunk))
             else:
-                batch.append(Message(False, None, sender, payload, chunk, SHAPE))
+                batch.append(TensorMessage(False, None, sender, payload, chunk, SHAPE))
         handles = communicator.exchange(batch, overlap=True)
         assert len(handles) == len(batch)
         pending += [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from minimegatron.planner.check import require_valid
+from minimegatron.planner.plan_check import require_valid
 from tests.core.pipeline_parallel.fake_step import Case, run_case
 from tests.core.pipeline_parallel.test_order import check, legal_groups
 

@@ -20,7 +20,7 @@ from minimegatron.core.distributed.finalize_model_grads import finalize_model_gr
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.execution import get_planned_forward_backward_func
+from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from tests.core.pipeline_parallel.test_real_ranks import (
     BATCH,
     HIDDEN,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.pipeline_parallel.transport import Message, TorchTransport
+from minimegatron.core.pipeline_parallel.transport import TensorMessage, TorchTransport
 from tests.ranks import run_ranks
 
 
@@ -14,7 +14,10 @@ def _exchange_with_the_other(batched: bool) -> float:
     group = groups[dist.get_rank() % 2]
     transport, peer = TorchTransport(group), 1 - group.rank()
     mine, theirs = torch.full((3,), float(dist.get_rank())), torch.empty(3)
-    messages = [Message(True, mine, peer, "activation"), Message(False, theirs, peer, "activation")]
+    messages = [
+        TensorMessage(True, mine, peer, "activation"),
+        TensorMessage(False, theirs, peer, "activation"),
+    ]
     if batched:
         works = transport.start_batch(messages)
     else:

@@ -22,7 +22,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from minimegatron.exercises.bench_schedule import with_messages
+from minimegatron.exercises.bench.schedule_of_order import with_messages
 from minimegatron.planner.actions import Action
 from minimegatron.planner.plan import plan
 from minimegatron.planner.simulator import simulate

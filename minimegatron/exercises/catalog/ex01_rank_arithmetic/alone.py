@@ -8,7 +8,7 @@ from typing import Any
 
 from minimegatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, all_groups
 from minimegatron.exercises.check import Case, Result, Wrong, check_value, installed, wrong_value
-from minimegatron.exercises.stand_ins import stood_for, used_words
+from minimegatron.exercises.room.stand_ins import stood_for, used_words
 
 GENERATOR = "minimegatron.core.rank_generator.RankGenerator."
 REPLACES = (GENERATOR + "coordinates", GENERATOR + "get_ranks")

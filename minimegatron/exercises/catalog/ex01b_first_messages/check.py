@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed
-from minimegatron.exercises.feedback_numbers import check_numbers
 
 WORLD = 2
 SUM, MESSAGE, HANG = "the sum", "the message", "the hang"

@@ -9,11 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from minimegatron.exercises.bench_gpt import StepCase, make_groups, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
-from minimegatron.exercises.bench_sent import all_sent_counted
+from minimegatron.exercises.bench.feedback_numbers import check_numbers
+from minimegatron.exercises.bench.gpt_step import StepCase, make_groups, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
+from minimegatron.exercises.bench.sent_bytes import all_sent_counted
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
-from minimegatron.exercises.feedback_numbers import check_numbers
 
 OURS = "minimegatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy"
 REPLACES = (OURS,)

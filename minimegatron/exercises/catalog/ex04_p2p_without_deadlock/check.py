@@ -12,9 +12,9 @@ from minimegatron.core.collectives import Done
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, Message, Work
-from minimegatron.exercises.bench_gpt import Seat, StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
-from minimegatron.exercises.bench_rendezvous import GET_TRANSPORT, RendezvousTransport
+from minimegatron.exercises.bench.gpt_step import Seat, StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
+from minimegatron.exercises.bench.untagged_messages import GET_TRANSPORT, RendezvousTransport
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 OURS = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator.exchange"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from minimegatron.exercises.bench_gpt import (
+from minimegatron.exercises.bench.gpt_step import (
     MICRO_BATCH,
     SEQ,
     GptStep,
@@ -20,8 +20,10 @@ from minimegatron.exercises.bench_gpt import (
     forward_step_func,
     on_these_ranks,
 )
-from minimegatron.exercises.bench_gpt_judge import Reference
-from minimegatron.exercises.bench_rendezvous import GET_TRANSPORT, RendezvousTransport
+from minimegatron.exercises.bench.gpt_step_judge import Reference
+from minimegatron.exercises.bench.noting import note
+from minimegatron.exercises.bench.recorded_run import recorded, run_of
+from minimegatron.exercises.bench.untagged_messages import GET_TRANSPORT, RendezvousTransport
 from minimegatron.exercises.catalog.ex06_one_f_one_b.watch import (
     COMPLAINT,
     END,
@@ -31,8 +33,6 @@ from minimegatron.exercises.catalog.ex06_one_f_one_b.watch import (
     named_shapes,
 )
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed, wrong_order
-from minimegatron.exercises.noting import note
-from minimegatron.exercises.recording import recorded, run_of
 from minimegatron.planner.actions import COMMUNICATE, COOLDOWN, STEADY, WARMUP, Action
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.tracing.step import Step

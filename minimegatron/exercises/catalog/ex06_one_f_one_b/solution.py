@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from minimegatron.core.pipeline_parallel.model_chunk import ModelChunk
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import _groups_for_1f1b, _message_shapes, _only
+from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.pipeline_parallel.utils import (
     GradSync,
     finish_step,

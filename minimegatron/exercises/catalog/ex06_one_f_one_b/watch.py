@@ -19,8 +19,8 @@ import torch.distributed as dist
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.tracing import Call, observed_by
+from minimegatron.exercises.bench.noting import note
 from minimegatron.exercises.check import Wrong, installed
-from minimegatron.exercises.noting import note
 
 CHUNK = "minimegatron.core.pipeline_parallel.steps.ModelChunk."
 FINISH = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator.finish"

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
-from minimegatron.exercises.bench_rendezvous import GET_TRANSPORT, RendezvousTransport
+from minimegatron.exercises.bench.feedback_numbers import check_numbers
+from minimegatron.exercises.bench.gpt_step import StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
+from minimegatron.exercises.bench.untagged_messages import GET_TRANSPORT, RendezvousTransport
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
-from minimegatron.exercises.feedback_numbers import check_numbers
 
 STEPS = "minimegatron.core.pipeline_parallel.steps."
 REPLACES = (STEPS + "deallocate_output_tensor", STEPS + "custom_backward")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference, is_close
+from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference, is_close
 from minimegatron.exercises.catalog.ex08_loss_contract.table import judge_table, run_table
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 

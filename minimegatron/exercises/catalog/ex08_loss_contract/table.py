@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.check import Case, Wrong
-from minimegatron.exercises.feedback_numbers import check_numbers
 
 NUM_TOKENS = 3
 MASKED, ELSEWHERE = "a microbatch without tokens", "a stage that is not the last"

@@ -12,11 +12,11 @@ import torch
 from minimegatron.core.distributed import param_and_grad_buffer
 from minimegatron.core.distributed.param_and_grad_buffer import BufferLayout
 from minimegatron.core.tracing import Call, observed_by
-from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.bench.feedback_numbers import check_numbers
+from minimegatron.exercises.bench.gpt_step import StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.catalog.ex09_grad_buffers.launching import judge_launch, run_launch
 from minimegatron.exercises.check import Case, Result, Wrong, check_value, data_seed, installed
-from minimegatron.exercises.feedback_numbers import check_numbers
 
 BUFFER = "minimegatron.core.distributed.param_and_grad_buffer."
 DDP = "minimegatron.core.distributed.distributed_data_parallel.DistributedDataParallel."

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from minimegatron.core.pipeline_parallel.schedule_table import get_num_warmup_microbatches
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.pipeline_parallel.utils import GradSync
-from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.catalog.ex10_wrong_gradient_sync.alone import (
     CHOICE,
     about_edited,

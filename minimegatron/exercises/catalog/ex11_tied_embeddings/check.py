@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference, is_close
+from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference, is_close
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
-from minimegatron.exercises.room import student_frames
+from minimegatron.exercises.room.room import student_frames
 
 OURS = "minimegatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads"
 REPLACES = (OURS,)

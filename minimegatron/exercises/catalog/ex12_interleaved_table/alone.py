@@ -13,10 +13,10 @@ from minimegatron.exercises.check import (
     Wrong,
     installed,
 )
-from minimegatron.exercises.stand_ins import stood_for
-from minimegatron.planner.check import check
+from minimegatron.exercises.room.stand_ins import stood_for
 from minimegatron.planner.plan import Plan, plan
-from minimegatron.planner.report import percent
+from minimegatron.planner.plan_check import check
+from minimegatron.planner.plan_report import percent
 from minimegatron.planner.simulator import Costs, simulate
 
 TABLE = "minimegatron.core.pipeline_parallel.schedule_table."

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.bench.gpt_step import StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
+from minimegatron.exercises.bench.recorded_run import recorded, run_of
 from minimegatron.exercises.catalog.ex12_interleaved_table.alone import (
     NAMES,
     REPLACES,
@@ -14,7 +15,6 @@ from minimegatron.exercises.catalog.ex12_interleaved_table.alone import (
     figures,
 )
 from minimegatron.exercises.check import Case, Result, check_order, data_seed, installed
-from minimegatron.exercises.recording import recorded, run_of
 from minimegatron.planner.plan import plan
 
 __all__ = ["REPLACES"]

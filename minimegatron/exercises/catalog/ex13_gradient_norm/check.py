@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.bench.feedback_numbers import check_numbers, told_apart
+from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.catalog.ex13_gradient_norm.differences import (
     Squares,
     differ,
     rounding_words,
 )
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
-from minimegatron.exercises.feedback_numbers import check_numbers, told_apart
 
 SELECTION = "minimegatron.core.optimizer.optimizer.MegatronOptimizer.get_main_grads_for_grad_norm"
 NORM = "minimegatron.core.optimizer.clip_grads.get_grad_norm_fp32"

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from minimegatron.exercises.bench_gpt_judge import Reference
-from minimegatron.exercises.feedback_numbers import told_apart
+from minimegatron.exercises.bench.feedback_numbers import told_apart
+from minimegatron.exercises.bench.gpt_step_judge import Reference
 
 EMBEDDING = "embedding.word_embeddings.weight"
 ROUNDING = 1e-5

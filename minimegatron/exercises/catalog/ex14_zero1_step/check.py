@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
-from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference, is_close
+from minimegatron.exercises.bench.feedback_numbers import check_numbers
+from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference, is_close
 from minimegatron.exercises.catalog.ex14_zero1_step.ranges import OURS, judge_ranges, run_ranges
 from minimegatron.exercises.catalog.ex14_zero1_step.sent import (
     check_sent,
@@ -19,7 +20,6 @@ from minimegatron.exercises.catalog.ex14_zero1_step.sent import (
     sent_words,
 )
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
-from minimegatron.exercises.feedback_numbers import check_numbers
 
 BUFFER = "minimegatron.core.distributed.param_and_grad_buffer."
 GROUP = BUFFER + "_ParamAndGradBucketGroup."

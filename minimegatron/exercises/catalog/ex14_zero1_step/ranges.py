@@ -10,7 +10,7 @@ import torch
 
 from minimegatron.core.distributed.param_and_grad_buffer import lay_out_buffer
 from minimegatron.core.optimizer.distrib_optimizer import local_ranges
-from minimegatron.exercises.bench_gpt import Seat
+from minimegatron.exercises.bench.gpt_step import Seat
 from minimegatron.exercises.check import Case, Result, Wrong
 
 OURS = {"local_ranges": local_ranges}

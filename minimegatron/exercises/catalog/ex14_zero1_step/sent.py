@@ -6,7 +6,7 @@ Called by: `check`. Megatron has no counterpart.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minimegatron.exercises.bench_sent import BY_TORCH, all_sent_counted
+from minimegatron.exercises.bench.sent_bytes import BY_TORCH, all_sent_counted
 from minimegatron.exercises.check import Wrong
 
 WANTED = {"_reduce": "reduce-scatter", "_gather": "all-gather"}

@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from minimegatron.core.optimizer.grad_scaler import DynamicGradScaler
-from minimegatron.exercises.bench_gpt import GptStep, StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.bench.feedback_numbers import check_numbers
+from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
-from minimegatron.exercises.feedback_numbers import check_numbers
 
 UNSCALE = (
     "minimegatron.core.optimizer.optimizer.MegatronOptimizer._unscale_main_grads_and_check_for_nan"

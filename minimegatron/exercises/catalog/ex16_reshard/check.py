@@ -19,10 +19,10 @@ from minimegatron.core.tensor_parallel.sharding import (
     shard_parameter,
 )
 from minimegatron.doctor.folders import make_folder, remove_folder
-from minimegatron.exercises.bench_gpt import GptStep, StepCase, batches, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.bench.feedback_numbers import check_numbers
+from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, batches, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
-from minimegatron.exercises.feedback_numbers import check_numbers
 from minimegatron.training.checkpointing import sharded_model_state, sharded_optimizer_state
 
 OURS = "minimegatron.core.dist_checkpointing.mapping.make_sharded_tensors"

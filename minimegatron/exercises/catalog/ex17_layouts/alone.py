@@ -13,7 +13,7 @@ from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
 )
 from minimegatron.exercises.check import Case, Result, Wrong
 from minimegatron.planner.plan import plan
-from minimegatron.planner.report import number_words, percent
+from minimegatron.planner.plan_report import number_words, percent
 from minimegatron.planner.simulator import Costs, Simulation, simulate
 
 NUM_MICROBATCHES = 8

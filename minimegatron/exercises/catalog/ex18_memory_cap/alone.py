@@ -7,13 +7,13 @@ from itertools import pairwise, product
 from types import ModuleType
 from typing import Any
 
-from minimegatron.exercises.bench_schedule import shortened_1f1b, with_messages
+from minimegatron.exercises.bench.schedule_of_order import shortened_1f1b, with_messages
 from minimegatron.exercises.check import Case, Result, Wrong
 from minimegatron.planner.actions import BACKWARD, FORWARD, Action
-from minimegatron.planner.check import Problem, check
 from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan_check import Problem, check
+from minimegatron.planner.plan_report import percent
 from minimegatron.planner.render_text import render_text
-from minimegatron.planner.report import percent
 from minimegatron.planner.simulator import Simulation, simulate
 from minimegatron.planner.stage import Stage
 

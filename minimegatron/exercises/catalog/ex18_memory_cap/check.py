@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from minimegatron.execution import get_planned_forward_backward_func
-from minimegatron.exercises.bench_gpt import StepCase, on_these_ranks
-from minimegatron.exercises.bench_gpt_judge import Reference
+from minimegatron.exercises.bench.gpt_step import StepCase, on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
+from minimegatron.exercises.bench.recorded_run import recorded, run_of
 from minimegatron.exercises.catalog.ex18_memory_cap.alone import judged, planned
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed
-from minimegatron.exercises.recording import recorded, run_of
 from minimegatron.planner.actions import Action
 from minimegatron.planner.plan import Plan
 from minimegatron.planner.stage import Stage
+from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 
 WORLD = 4
 

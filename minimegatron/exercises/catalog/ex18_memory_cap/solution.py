@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
-from minimegatron.exercises.bench_schedule import shortened_1f1b, with_messages
+from minimegatron.exercises.bench.schedule_of_order import shortened_1f1b, with_messages
 from minimegatron.planner.actions import Action
 from minimegatron.planner.plan import plan
 from minimegatron.planner.simulator import simulate

@@ -29,7 +29,7 @@ It raises ValueError for orders that never finish.
 
 from collections.abc import Iterator
 
-from minimegatron.exercises.bench_schedule import with_messages  # noqa: F401
+from minimegatron.exercises.bench.schedule_of_order import with_messages  # noqa: F401
 from minimegatron.planner.actions import Action
 from minimegatron.planner.stage import Stage
 

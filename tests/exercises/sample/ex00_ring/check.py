@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.check import Case, Result, data_seed
-from minimegatron.exercises.feedback_numbers import check_numbers
 
 WORLD = 2
 

@@ -3,7 +3,7 @@
 Expected: deadlock: rank 1 does B2 before F3, and rank 2 does F3 before B2
 """
 
-from minimegatron.exercises.bench_schedule import with_messages
+from minimegatron.exercises.bench.schedule_of_order import with_messages
 
 
 def schedule(stage, caps):

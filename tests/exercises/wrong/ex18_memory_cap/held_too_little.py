@@ -4,7 +4,7 @@ Expected: This is 1F1B with warm-ups of 2, 1, 0, 0 forwards. With a longer warm-
 gets shorter.
 """
 
-from minimegatron.exercises.bench_schedule import with_messages
+from minimegatron.exercises.bench.schedule_of_order import with_messages
 
 
 def schedule(stage, caps):

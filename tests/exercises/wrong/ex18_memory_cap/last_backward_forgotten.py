@@ -3,7 +3,7 @@
 Expected: rank 0, microbatch 7: backward is never done
 """
 
-from minimegatron.exercises.bench_schedule import with_messages
+from minimegatron.exercises.bench.schedule_of_order import with_messages
 
 
 def schedule(stage, caps):

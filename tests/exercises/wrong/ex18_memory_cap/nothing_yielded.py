@@ -3,7 +3,7 @@
 Expected: schedule returned None; it must yield actions: yield from with_messages(stage, order)
 """
 
-from minimegatron.exercises.bench_schedule import with_messages
+from minimegatron.exercises.bench.schedule_of_order import with_messages
 
 
 def schedule(stage, caps):

@@ -3,7 +3,7 @@
 Expected: the step takes 96, and may take 48
 """
 
-from minimegatron.exercises.bench_schedule import with_messages
+from minimegatron.exercises.bench.schedule_of_order import with_messages
 
 
 def schedule(stage, caps):

@@ -3,7 +3,7 @@
 Expected: it needs 8 F's, 8 B's
 """
 
-from minimegatron.exercises.bench_schedule import with_messages
+from minimegatron.exercises.bench.schedule_of_order import with_messages
 
 
 def schedule(stage, caps):

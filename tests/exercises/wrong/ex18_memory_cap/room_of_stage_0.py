@@ -3,7 +3,7 @@
 Expected: deadlock: rank 0 does B0 before F1, and rank 1 does F1 before B0
 """
 
-from minimegatron.exercises.bench_schedule import with_messages
+from minimegatron.exercises.bench.schedule_of_order import with_messages
 
 
 def schedule(stage, caps):

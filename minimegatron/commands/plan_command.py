@@ -1,0 +1,268 @@
+"""`minimegatron plan --pp 4 --microbatches 8`: who does what when, without starting a process.
+
+Called by: `minimegatron.__main__`. Calls: `planner`, `user_file`. Torch-free. Exit code 1 means that
+the schedule was planned but is wrong; then each problem stands on a line of its own.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+from minimegatron.core.pipeline_parallel.order_check import ScheduleError
+from minimegatron.core.pipeline_parallel.orders import (
+    TAGGED,
+    UNTAGGED,
+    get_schedule,
+    schedule_names,
+)
+from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
+from minimegatron.launching.user_file import load_user_function, place_in
+from minimegatron.planner.actions import COMMUNICATE
+from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS
+from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan_check import Problem, check
+from minimegatron.planner.render import FORMATS, render
+from minimegatron.planner.simulator import Costs, simulate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to plan, what it costs, and what to write."""
+    _add_plan_arguments(parser.add_argument_group("what to plan"))
+    _add_cost_arguments(
+        parser.add_argument_group(
+            "what it costs",
+            "Times are numbers or fractions (0.5, 1/3) of any unit; whole stages share theirs "
+            "equally among their chunks.",
+        )
+    )
+    add = parser.add_argument_group("what to write").add_argument
+    add("--format", choices=FORMATS, default="text", help="default: text")
+    add("--output", metavar="FILE", help="write to a file instead of the terminal")
+    add("--width", type=int, metavar="N", help="text: columns (default: the terminal's, or 100)")
+    add("--no-colour", action="store_true", help="text: none, even on a terminal")
+    add("--critical-path", action="store_true", help="svg: outline what makes the step this long")
+
+
+def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--pp", type=int, required=True, metavar="N", help="stages")
+    add("--microbatches", type=int, required=True, metavar="N", help="microbatches in a step")
+    add("--vpp", type=int, metavar="N", help="chunks per stage, for interleaving")
+    add("--group-size", type=int, metavar="N", help="interleaving: microbatches per chunk's turn")
+    add(
+        "--schedule",
+        metavar="NAME",
+        help=f"{', '.join(schedule_names())} (default: what get_forward_backward_func chooses)",
+    )
+    add(
+        "--user-schedule",
+        metavar="FILE.py:FUNCTION",
+        help="a schedule of your own: an order of work (@register_order), or a function of one "
+        "stage that yields its actions",
+    )
+    add(
+        "--wire",
+        choices=(TAGGED, UNTAGGED),
+        help="add messages to the schedule's order, for a wire that knows payloads apart, or one that "
+        "does not (default: the messages that the schedule names or, if none, tagged)",
+    )
+    add("--forward-only", action="store_true", help="an evaluation step")
+    add("--overlap-p2p-comm", action="store_true", help="interleaving: send while computing")
+    add(
+        "--batch-p2p-comm",
+        action=argparse.BooleanOptionalAction,
+        help="start the messages of one call as a batch (default: wherever a run can)",
+    )
+    add("--message-bytes", type=int, default=0, metavar="N", help="size of one message")
+
+
+def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--forward-time", type=_time, default=1, metavar="T", help="of a stage (default: 1)")
+    add("--backward-time", type=_time, default=2, metavar="T", help="of a stage (default: 2)")
+    add("--comm-time", type=_time, default=0, metavar="T", help="of a message (default: 0)")
+    add("--bandwidth", type=_time, metavar="B", help="bytes per unit of time, with --message-bytes")
+    add("--imbalance", type=_times, metavar="X,X,...", help="one factor per stage")
+    add(
+        "--layout",
+        metavar="STRING",
+        help="costs from a pipeline layout; the two times are then those of one transformer layer",
+    )
+    add(
+        "--layer-time",
+        action="append",
+        default=[],
+        metavar="NAME=F:B",
+        help="with --layout: times of another layer (embedding, loss, mtp; default: 0)",
+    )
+    add(
+        "--transport",
+        choices=(RENDEZVOUS, BUFFERED),
+        default=RENDEZVOUS,
+        help="does a send wait for its receiver? (default: rendezvous, it does)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, checks, simulates, writes. Raises ValueError for what cannot be planned."""
+    layout = _layout(args)
+    function = None
+    if args.user_schedule:
+        function = load_user_function(args.user_schedule, "--user-schedule", "user_schedule")
+    try:
+        planned = _plan(args, function, layout)
+    except ScheduleError as error:
+        return _print(error.problems)
+    if _may_be_wrong(planned, function) and (problems := check(planned)):
+        return _print(problems)
+    simulation = simulate(planned, _costs(args, planned, layout), args.transport)
+    is_terminal = args.output is None and sys.stdout.isatty()
+    text = render(
+        simulation,
+        args.format,
+        width=_width(args, is_terminal),
+        colour=is_terminal and not args.no_colour,
+        critical_path=args.critical_path,
+    )
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        Path(args.output).write_text(text, encoding="utf-8")
+        print(f"wrote {args.output}")
+    return 0
+
+
+def _print(problems: list[Problem]) -> int:
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1
+
+
+# -- The plan --
+
+
+def _plan(
+    args: argparse.Namespace,
+    function: Callable | None,
+    layout: PipelineParallelLayerLayout | None,
+) -> Plan:
+    if function is not None and args.schedule is not None:
+        raise ValueError("--schedule and --user-schedule exclude each other; leave one out")
+    vpp = args.vpp
+    if layout is not None and vpp is None and layout.virtual_pipeline_model_parallel_size > 1:
+        vpp = layout.virtual_pipeline_model_parallel_size
+    try:
+        planned = plan(
+            function or args.schedule,
+            args.pp,
+            args.microbatches,
+            vpp,
+            args.group_size,
+            args.forward_only,
+            args.overlap_p2p_comm,
+            args.batch_p2p_comm,
+            args.message_bytes,
+            args.wire,
+        )
+    except ScheduleError:
+        raise
+    except Exception as error:
+        where = place_in(error, args.user_schedule)
+        if where is None:
+            raise
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    if function is not None and args.pp > 1 and _has_only_work(planned):
+        raise ValueError(
+            f"--user-schedule: {planned.config.schedule} yields work but no messages; yield those "
+            "of its stage, or put @register_order(NAME) before an order of work"
+        )
+    return planned
+
+
+def _has_only_work(planned: Plan) -> bool:
+    kinds = {action.kind for actions in planned.ranks for action in actions}
+    return bool(kinds) and COMMUNICATE not in kinds
+
+
+def _may_be_wrong(planned: Plan, function: Callable | None) -> bool:
+    """Tests hold the built-in schedules right, but for messages that two ranks may swap."""
+    if function is not None or planned.config.pp_size == 2:
+        return True
+    order = get_schedule(planned.config.schedule).order
+    return order is None or not order.__module__.startswith("minimegatron.")
+
+
+# -- Costs --
+
+
+def _time(text: str) -> Fraction:
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write 2, 0.5 or 1/3") from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative; give 0 or more")
+    return value
+
+
+def _times(text: str) -> list[Fraction]:
+    return [_time(part) for part in text.split(",")]
+
+
+def _layout(args: argparse.Namespace) -> PipelineParallelLayerLayout | None:
+    if args.layout is None:
+        if args.layer_time:
+            raise ValueError("--layer-time gives times of a layout's layers; add --layout")
+        return None
+    if args.imbalance is not None:
+        raise ValueError("--layout and --imbalance exclude each other; leave one out")
+    layout = PipelineParallelLayerLayout.from_str(args.layout, args.pp)
+    chunks = layout.virtual_pipeline_model_parallel_size
+    if args.vpp is not None and args.vpp != chunks:
+        raise ValueError(
+            f"the layout has {chunks} chunk{'s' * (chunks > 1)} per stage, but --vpp is "
+            f"{args.vpp}; leave --vpp out"
+        )
+    return layout
+
+
+def _costs(
+    args: argparse.Namespace, planned: Plan, layout: PipelineParallelLayerLayout | None
+) -> Costs:
+    if args.bandwidth is not None and not args.message_bytes:
+        raise ValueError("--bandwidth needs the size of a message; add --message-bytes")
+    forward, backward, latency = args.forward_time, args.backward_time, args.comm_time
+    if layout is None:
+        if args.imbalance is not None and len(args.imbalance) != args.pp:
+            raise ValueError(
+                f"--imbalance has {len(args.imbalance)} factors for {args.pp} stages; give one each"
+            )
+        # Chunks of one copy of the model: with two copies each stage is there twice.
+        v = planned.config.num_virtual_stages // args.pp
+        return Costs.of_stages(forward, backward, v, args.imbalance, latency, args.bandwidth)
+    times = {"embedding": (0, 0), "loss": (0, 0), "mtp": (0, 0), "decoder": (forward, backward)}
+    for text in args.layer_time:
+        name, _, pair = text.partition("=")
+        parts = pair.split(":")
+        if name not in times or len(parts) != 2:
+            raise ValueError(
+                f"--layer-time {text!r}: write NAME=FORWARD:BACKWARD, NAME one of {', '.join(times)}"
+            )
+        try:
+            times[name] = (_time(parts[0]), _time(parts[1]))
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--layer-time {text!r}: {error}") from None
+    return Costs.from_layout(layout, times, latency, args.bandwidth)
+
+
+def _width(args: argparse.Namespace, is_terminal: bool) -> int:
+    if args.width is not None:
+        if args.width < 40:
+            raise ValueError(f"--width is {args.width}; give 40 or more")
+        return args.width
+    return max(os.get_terminal_size().columns, 40) if is_terminal else 100

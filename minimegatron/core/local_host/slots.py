@@ -1,0 +1,168 @@
+"""Slots: the places in shared memory that messages lie in, as the sender and the receiver see them.
+
+Called by: `local_channels`. Calls: `local_memory`. Megatron has no counterpart.
+
+A byte beside each slot, its mark, tells the sender what the receiver does with it:
+
+    free -- the sender writes a message --> sent -- the receiver copies it out ------> free
+                                            sent -- the receiver uses it --> lent ---> free
+"""
+
+import os
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from minimegatron.core.local_host.shared_memory import PAGE_BYTES, Arena, Piece, map_piece
+
+_FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
+
+
+# -- The sender's side --
+
+
+@dataclass(eq=False)
+class Slot:
+    """Room for one message, and the byte that says whether the receiver still needs it."""
+
+    offset: int
+    piece: Piece
+    marks: Piece
+    mark_at: int
+    mark_place: int
+    """Where the mark is in the file; `mark_at`: where it is in `marks`."""
+    number: int = 0
+    """How many messages this slot has carried: tells a later one from an earlier one."""
+    shaped: torch.Tensor | None = None
+    """The slot as the tensor it carried last: most messages have the shape of the one before."""
+
+    def is_free(self) -> bool:
+        return self.marks[self.mark_at] == _FREE
+
+    def is_taken(self) -> bool:
+        return self.marks[self.mark_at] != _SENT
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copies a message into the slot."""
+        self.view(tensor).copy_(tensor.detach())
+        self.marks[self.mark_at] = _SENT
+        self.number += 1
+
+    def view(self, like: torch.Tensor) -> torch.Tensor:
+        """The slot as a tensor of this shape and dtype."""
+        shaped = self.shaped
+        if shaped is None or shaped.shape != like.shape or shaped.dtype != like.dtype:
+            shaped = self.shaped = _view(self.piece, like)
+        return shaped
+
+
+class Slots:
+    """The slots of one channel: as many as were ever in use at a time, none larger than needed."""
+
+    def __init__(self, arena: Arena):
+        self._arena = arena
+        self.slots: list[Slot] = []
+        self._marks: tuple[int, Piece] | None = None
+        self._num_marks = 0
+
+    def take(self, num_bytes: int) -> tuple[Slot, int]:
+        """A free slot that is large enough, and the offset of the slot that it replaces (0: none)."""
+        old = None
+        for slot in self.slots:
+            if slot.is_free():
+                if len(slot.piece) >= num_bytes:
+                    return slot, 0
+                old = slot
+        if old is None:
+            return self._make(num_bytes), 0
+        # The free ones are too small. One of them makes room, so that their number does not grow.
+        retired, (old.offset, piece) = old.offset, self._arena.cut(num_bytes)
+        self._arena.give_back(old.piece)
+        old.piece, old.shaped = piece, None
+        return old, retired
+
+    def _make(self, num_bytes: int) -> Slot:
+        if self._marks is None or self._num_marks == PAGE_BYTES:
+            self._marks, self._num_marks = self._arena.cut(PAGE_BYTES), 0
+        marks_offset, marks = self._marks
+        offset, piece = self._arena.cut(num_bytes)
+        at = self._num_marks
+        self._num_marks += 1
+        self.slots.append(Slot(offset, piece, marks, at, marks_offset + at))
+        return self.slots[-1]
+
+
+# -- The receiver's side --
+
+
+class TheirSlot:
+    """A slot of the peer's, mapped here. `lent` has, by its page of marks, each slot that is lent."""
+
+    def __init__(self, piece: Piece, marks: Piece, mark_place: int, lent: dict[int, weakref.ref]):
+        self.piece, self._marks, self._lent = piece, marks, lent
+        self._page, self._mark_at = divmod(mark_place, PAGE_BYTES)
+        self.shaped: torch.Tensor | None = None
+
+    view = Slot.view
+
+    def free(self) -> None:
+        """The sender may use the slot again."""
+        self._marks[self._mark_at] = _FREE
+
+    def may_be_lent(self) -> bool:
+        """One slot per channel may: a page of marks belongs to one channel."""
+        return self._page not in self._lent
+
+    def lend(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """The slot as a tensor that owns it: the slot is free once nobody has the tensor any more."""
+        memory, lent, page = memoryview(self.piece)[:num_bytes], self._lent, self._page
+        owner = os.getpid()
+
+        def give_back(_: weakref.ref) -> None:
+            if os.getpid() == owner:  # a process that was forked meanwhile has a tensor too
+                lent.pop(page, None)
+                self.free()
+
+        self._marks[self._mark_at] = _LENT
+        lent[page] = weakref.ref(memory, give_back)  # the tensor's storage keeps `memory` alive
+        return torch.frombuffer(memory, dtype=dtype)
+
+
+class TheirSlots:
+    """The slots of all channels of one peer, mapped here when they are first used."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+        self._slots: dict[int, TheirSlot] = {}
+        self._lent: dict[int, weakref.ref] = {}
+        self._marks: dict[int, Piece] = {}
+        weakref.finalize(self, os.close, descriptor)
+
+    def get(self, offset: int, num_bytes: int, mark_place: int) -> TheirSlot:
+        """The slot at `offset` of the peer's file."""
+        slot = self._slots.get(offset)
+        if slot is None:
+            page = mark_place - mark_place % PAGE_BYTES
+            if page not in self._marks:
+                self._marks[page] = map_piece(self._descriptor, page, PAGE_BYTES)
+            piece = map_piece(self._descriptor, offset, num_bytes)
+            slot = self._slots[offset] = TheirSlot(piece, self._marks[page], mark_place, self._lent)
+        return slot
+
+    def forget(self, offset: int) -> None:
+        """The peer uses this slot no longer."""
+        self._slots.pop(offset, None)
+
+
+# -- Both sides --
+
+
+def _view(piece: Piece, like: torch.Tensor) -> torch.Tensor:
+    num_bytes = like.numel() * like.element_size()
+    # The view is used for later messages too, so it must not be one of `torch.inference_mode`.
+    with torch.inference_mode(False):
+        if num_bytes == 0:
+            return torch.empty(like.shape, dtype=like.dtype)
+        flat = torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes)
+        return flat.view(like.dtype).view(like.shape)

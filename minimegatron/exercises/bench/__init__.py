@@ -1,0 +1,1 @@
+"""What checks use: cases, comparisons, a small training step. This file imports nothing."""

@@ -1,0 +1,76 @@
+"""Counts what a student's code sends, also past the package's own collectives.
+
+Used by: checks whose exercise is about sending little. Calls: `bench_counting`, torch. Megatron has no
+counterpart.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minimegatron.core.tracing import Call, observed_by
+from minimegatron.exercises.bench.counted_collectives import COLLECTIVES, CountedCollective, Counter
+
+BY_TORCH = "torch.distributed "
+SPOKEN = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+}
+"""How torch begins the names of its operations, and what they are called."""
+
+
+class SentTensors(Counter):
+    """Counts collectives of `core.collectives`, and also calls of torch.distributed beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+
+    def start(self, call: Call) -> None:
+        self.depth += call.name in COLLECTIVES
+        super().start(call)
+
+    def stop(self, call: Call) -> None:
+        self.depth -= call.name in COLLECTIVES
+
+
+class _Noticing(TorchDispatchMode):
+    """Notices what is given to torch.distributed, by whichever of its functions."""
+
+    def __init__(self, sent: SentTensors):
+        super().__init__()
+        self.sent = sent
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function.namespace.startswith("c10d") and not self.sent.depth:
+            given = dict(zip((one.name for one in function._schema.arguments), args, strict=False))
+            inputs = [one for name, one in given.items() if name.startswith("input")]
+            tensors = [one for one in tree_leaves(inputs or args) if isinstance(one, torch.Tensor)]
+            size = sum(one.nbytes for one in tensors)
+            if size:
+                self.sent.calls.append(
+                    CountedCollective(BY_TORCH + _spoken(function._opname), size, ())
+                )
+        return function(*args, **(kwargs or {}))
+
+
+def _spoken(operation: str) -> str:
+    name = operation.strip("_")
+    return next(
+        (words for begin, words in SPOKEN.items() if name.startswith(begin)),
+        name.replace("_", " "),
+    )
+
+
+@contextmanager
+def all_sent_counted(sent: SentTensors | None = None) -> Iterator[SentTensors]:
+    """Counts what is sent inside the block; more of it where `sent` has counted before."""
+    sent = sent or SentTensors()
+    with observed_by(sent), _Noticing(sent):
+        yield sent

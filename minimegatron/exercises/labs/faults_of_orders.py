@@ -1,0 +1,67 @@
+"""Known mistakes in orders of work, their messages and their placement, as patches.
+
+Read by: `faults`, which says what they are for. Calls nothing, needs no torch. Megatron has no
+counterpart.
+"""
+
+from minimegatron.exercises.labs.fault import Fault
+
+_PP = "core/pipeline_parallel/"
+
+FAULTS_OF_ORDERS = (
+    Fault(
+        "received-as-early-as-possible",
+        _PP + "lowering.py",
+        "        placed += _at_their_sends(receives, times.starts[rank])\n",
+        "        placed += _before_their_use(receives)\n",
+        "On a wire without tags two ranks no longer agree on the order of their messages: a gradient "
+        "is taken for an activation, or both wait for ever.",
+    ),
+    Fault(
+        "handed-over-with-its-graph",
+        _PP + "planned_schedule.py",
+        "            leaf = output.detach()\n",
+        "            leaf = output\n",
+        "Two neighbouring stages are on one rank. The backward of the second runs on into the first, "
+        "whose own backward then finds its graph gone.",
+    ),
+    Fault(
+        "handed-over-to-the-next-rank",
+        _PP + "placement.py",
+        'V = Rule("v", lambda rank, chunk, p, v: 2 * p - 1 - rank if chunk else rank, 2)',
+        'V = Rule("v", lambda rank, chunk, p, v: p + rank if chunk else rank, 2)',
+        "The model is folded as a loop, not as a V: loss and gradients are right, but the last stage "
+        "is on the last rank, and messages go where none should be needed.",
+    ),
+    Fault(
+        "data-in-the-order-of-the-loader",
+        _PP + "planned_schedule.py",
+        "                _data_in_order(iterator, _forwards_of(step, rank, chunk_id)),\n",
+        "                iterator,\n",
+        "The first stage forwards its microbatches in another order than the last stage compares them "
+        "in: each loss is computed with another microbatch's labels.",
+    ),
+    Fault(
+        "reports-in-the-order-of-work",
+        _PP + "planned_schedule.py",
+        "        return _in_order_of_microbatches(frame.forward_data_store, step, rank)\n",
+        "        return frame.forward_data_store\n",
+        "The losses come back in the order in which the last stage has computed them.",
+    ),
+    Fault(
+        "asked-for-sizes-too-early",
+        _PP + "planned_schedule.py",
+        "    return TAGGED if is_tagged and not config.variable_seq_lengths else UNTAGGED\n",
+        "    return TAGGED if is_tagged else UNTAGGED\n",
+        "With lengths that vary, a receive waits for the sizes of a tensor that its sender can make "
+        "only after this rank has gone on.",
+    ),
+    Fault(
+        "tied-copies-of-one-rank-not-summed",
+        "core/distributed/finalize_model_grads.py",
+        "            grad.add_(other)\n",
+        "            pass\n",
+        "Where the model begins and ends on one rank, its two copies of the tied embedding become "
+        "different.",
+    ),
+)

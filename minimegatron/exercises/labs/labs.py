@@ -1,0 +1,214 @@
+"""Break it on purpose: a copy of the package with one known fault; predict, run, explain.
+
+Called by: `minimegatron exercises lab`. Calls: `faults` (the same that the suite's mutation tests
+apply), `lab_side` on the ranks, through `engine`, in a process of its own. Torch-free. Megatron has
+no counterpart.
+"""
+
+import importlib
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimegatron.exercises.check.runner import ROOT
+from minimegatron.exercises.labs.faults import FAULTS, FORMER_NAMES, Fault, apply_fault
+from minimegatron.exercises.labs.lab_job import LabJob
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.room.collected import Collected
+from minimegatron.exercises.room.plain_data import from_line
+from minimegatron.exercises.room.verdict import Verdict
+
+PACKAGE = Path(__file__).parents[2]
+
+OUTCOMES = {
+    "hang": "the ranks wait for each other for ever",
+    "error": "an exception",
+    "loss": "it runs, but the loss is wrong",
+    "gradient": "the loss is right, but a gradient is wrong",
+    "memory": "every number is right, but a stage holds more activations than it must",
+    "update": "loss and gradients are right, but the norm or the weights after the update are not",
+    "nothing": "nothing that one step could show",
+}
+"""What one may predict."""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A fault, and the smallest layout that shows it."""
+
+    name: str
+    layout: dict[str, Any]
+    """Of `bench_gpt.StepCase`."""
+    num_ranks: int
+    strict: bool = False
+    """Messages meet as NCCL's do, the n-th send the n-th receive; gloo would hide the fault."""
+
+    @property
+    def fault(self) -> Fault:
+        """What is changed, and the story."""
+        return next(fault for fault in FAULTS if fault.name == self.name)
+
+
+def start_lab(lab: Lab, folder: Path) -> str:
+    """Makes the copy in `folder`; returns the change, as lines of a patch."""
+    shutil.rmtree(folder, ignore_errors=True)
+    copy_package(folder)
+    apply_fault(lab.fault, folder / "minimegatron")
+    return patch_words(lab.fault)
+
+
+def copy_package(folder: Path) -> None:
+    """The package as it is, with what Python has compiled, or every rank would compile it again."""
+    being_written = shutil.ignore_patterns("*.pyc.*")
+    shutil.copytree(PACKAGE, folder / "minimegatron", ignore=being_written)
+
+
+def patch_words(fault: Fault) -> str:
+    """The file, and the lines before and after."""
+    source = (PACKAGE / fault.file).read_text()
+    before, _, after = source.partition(fault.old)
+    first = before.rpartition("\n")[2]
+    last = after.partition("\n")[0]
+    old = (first + fault.old + last).rstrip("\n").splitlines()
+    new = (first + fault.new + last).rstrip("\n").splitlines()
+    number = before.count("\n") + 1
+    lines = [f"minimegatron/{fault.file}, line {number}:"]
+    lines += [f"  - {line}" for line in old] + [f"  + {line}" for line in new if line.strip()]
+    return "\n".join(lines)
+
+
+def run_lab(lab: Lab, folder: Path, timeout: float = 120.0) -> Verdict:
+    """Runs one training step with the copy in `folder`, in a process of its own."""
+    program = (
+        f"import sys; sys.path[:0] = [] if {ROOT!r} in sys.path else [{ROOT!r}]; "
+        f"from minimegatron.exercises.labs.labs import serve; serve({lab.name!r}, {str(folder)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        timeout=timeout,
+    )
+    try:
+        return Verdict.from_json(done.stdout.decode().splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise RuntimeError(f"the lab ended without an answer: {error}") from error
+
+
+def serve(name: str, folder: str) -> None:
+    """In that process: prints the verdict as JSON."""
+    print(check_lab(find_lab(name), Path(folder)).to_json())
+
+
+def check_lab(lab: Lab, folder: Path, patience: float = 3.0) -> Verdict:
+    """The step on ranks; `folder` holds the copy."""
+    on_ranks = importlib.import_module("minimegatron.exercises.room.on_ranks")
+    side = importlib.import_module("minimegatron.exercises.labs.lab_side")
+    path = (folder / "minimegatron" / lab.fault.file).resolve()
+    job = LabJob(str(folder.resolve()), str(path), lab.layout, lab.strict)
+    found = on_ranks.collect_on_ranks(job, lab.num_ranks, patience, side.step_on_rank)
+    return _noticed(found)
+
+
+def _noticed(found: Collected) -> Verdict:
+    """What the first rank that failed has told; how the ranks ended, if none did."""
+    told = [(rank, from_line(lines[0])) for rank, lines in enumerate(found.lines) if lines]
+    told.sort(key=lambda pair: pair[0] != found.rank)
+    if told and found.ending == verdict.RAISED:
+        rank, first = told[0]
+        return Verdict(first["failed"], first["text"], rank=rank, printed=found.printed)
+    if found.ending:
+        return Verdict(found.ending, found.text, rank=found.rank, printed=found.printed)
+    return Verdict(verdict.PASSED, num_cases=1, num_passed=1)
+
+
+def outcome_of(found: Verdict) -> str:
+    """Which of `OUTCOMES` a verdict is."""
+    if found.kind == verdict.PASSED:
+        return "nothing"
+    if found.kind != verdict.WRONG:
+        return "hang" if found.kind in (verdict.HANG, verdict.TIMEOUT) else "error"
+    first = found.text.splitlines()[0]
+    for word in ("gradient", "loss"):
+        if f" {word} " in first.partition("is wrong")[0]:
+            return word
+    return "memory" if "activations" in first else "update"
+
+
+def find_lab(text: str) -> Lab:
+    """The lab whose name begins with `text`, or its number in the list. Raises ValueError."""
+    labs, text = LABS, FORMER_NAMES.get(text, text)
+    if text.isdigit() and 0 < int(text) <= len(labs):
+        return labs[int(text) - 1]
+    fitting = [lab for lab in labs if lab.name == text] or [
+        lab for lab in labs if lab.name.startswith(text)
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    names = ", ".join(lab.name for lab in fitting or labs)
+    raise ValueError(f"{len(fitting)} labs fit {text!r}; name one of: {names}")
+
+
+def layout_words(lab: Lab) -> str:
+    """The layout in words: "tp 2, pp 2, 4 ranks"."""
+    sizes = {key: value for key, value in lab.layout.items() if not isinstance(value, bool)}
+    flags = [key for key, value in lab.layout.items() if value is True]
+    parts = [f"{key.replace('num_', '')} {value}" for key, value in sizes.items()]
+    ranks = f"{lab.num_ranks} rank{'s' * (lab.num_ranks > 1)}"
+    return ", ".join([*parts, *(flag.replace("_", " ") for flag in flags), ranks])
+
+
+_PP2 = {"pp": 2, "num_microbatches": 3}
+_PP3 = {"pp": 3, "num_microbatches": 4}
+_VP = {"pp": 2, "vp": 2, "num_microbatches": 4}
+_TP = {"tp": 2, "num_microbatches": 2}
+_SP = _TP | {"sequence_parallel": True}
+_CLIP = {"clip_grad": 0.1}
+_TOKENS = {"per_token": True}
+_OVERLAP = {"pp": 2, "num_microbatches": 3, "overlap_grad_reduce": True}
+
+LABS = (
+    # -- One rank --
+    Lab("loss-not-divided-by-microbatches", {"num_microbatches": 3}, 1),
+    Lab("gradients-overwritten", {"num_microbatches": 3}, 1),
+    # -- Data parallel --
+    Lab("gradients-not-averaged", {"num_microbatches": 2}, 2),
+    Lab("tokens-of-one-replica", {"num_microbatches": 2} | _TOKENS, 2),
+    # -- Pipeline --
+    Lab("backward-of-the-newest", _PP2, 2),
+    Lab("one-warm-up-too-many", _PP2, 2),
+    Lab("warm-up-not-clamped", {"pp": 3, "num_microbatches": 1}, 3),
+    Lab("input-without-gradient", _PP2, 2),
+    Lab("gradient-to-the-next-stage", _PP3, 3, strict=True),
+    Lab("tied-embedding-not-summed", _PP2, 2),
+    Lab("embedding-group-of-all-stages", _PP3, 3),
+    Lab("tokens-of-every-stage", _PP2 | _TOKENS, 2),
+    Lab("loss-scale-on-every-stage", _PP2 | {"loss_scale": 4.0}, 2),
+    Lab("shared-weight-counted-twice", _PP2 | _CLIP, 2),
+    Lab("no-sync-forgotten", _OVERLAP, 4),
+    # -- Interleaved --
+    Lab("interleaved-warm-up-once", _VP, 2, strict=True),
+    Lab("all-stages-send-first", _VP, 2, strict=True),
+    Lab("backward-chunks-in-forward-order", _VP, 2),
+    Lab("one-receive-too-many", _VP, 2),
+    Lab("short-group-allowed", _VP | {"num_microbatches": 3}, 2),
+    Lab("chunks-share-an-iterator", _VP, 2),
+    Lab("input-of-another-chunk", _VP, 2),
+    Lab("chunks-laid-out-by-rank", _VP, 2),
+    # -- Tensor parallel --
+    Lab("input-gradient-not-summed", _TP, 2),
+    Lab("bias-on-every-rank", _TP, 2),
+    Lab("foreign-tokens-not-masked", _TP, 2),
+    Lab("softmax-of-a-part", _TP, 2),
+    Lab("same-draw-on-every-rank", _TP, 2),
+    Lab("clipped-by-the-local-norm", _TP | _CLIP, 2),
+    Lab("replicas-counted-often", _TP | _CLIP, 2),
+    Lab("sequence-parallel-gradient-not-scattered", _SP, 2),
+    Lab("norm-gradients-not-summed", _SP, 2),
+    Lab("norm-gradients-averaged", _SP, 2),
+    Lab("full-sequence-buffer", _SP | {"pp": 2}, 4),
+)
+"""Those faults that one step of a small model can show, the simplest layouts first."""

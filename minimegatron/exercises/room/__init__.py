@@ -1,0 +1,1 @@
+"""Where a student's code runs, and what comes out of there. This file imports nothing."""

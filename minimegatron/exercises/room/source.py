@@ -1,0 +1,82 @@
+"""What can be said of a student's file by reading it: before any process starts.
+
+Called by: `engine`. Torch-free. Megatron has no counterpart.
+"""
+
+import ast
+from pathlib import Path
+
+from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.room.verdict import Verdict
+
+MOST_BYTES = 1 << 20
+MOST_SHOWN = 200
+"""Characters of the line that Python cannot read."""
+
+
+def check_source(exercise: Exercise, path: Path) -> Verdict | None:
+    """Why the file cannot be run at all; None if it can."""
+    try:
+        source = path.read_bytes()
+        if len(source) > MOST_BYTES:
+            return _missing(f"{path.name} has {len(source)} bytes; no solution needs {MOST_BYTES}")
+        tree = ast.parse(source, filename=str(path))
+    except FileNotFoundError:
+        return _missing(f"{path} does not exist; `minimegatron exercises start {exercise.number}`")
+    except (OSError, ValueError) as error:
+        return _missing(f"{path} cannot be read: {error}")
+    except SyntaxError as error:
+        return Verdict(verdict.SYNTAX, _syntax_words(error, path))
+    lost = [name for name in wanted_names(exercise) if name not in _defined(tree)]
+    if lost:
+        names = " and ".join(f"`{name}`" for name in lost)
+        return _missing(
+            f"{path.name} no longer defines {names}. The check calls it by this name: keep the "
+            f"stub's names. `minimegatron exercises reset {exercise.number}` brings the stub back."
+        )
+    return None
+
+
+def wanted_names(exercise: Exercise) -> list[str]:
+    """What the exercise's stub leaves to write."""
+    return unwritten_names(exercise.folder / "stub.py")
+
+
+def unwritten_names(stub: Path) -> list[str]:
+    """The stub's functions and classes that raise NotImplementedError."""
+    tree = ast.parse(stub.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and _is_unwritten(node)]
+
+
+def _is_unwritten(node: ast.AST) -> bool:
+    raised = [inner.exc for inner in ast.walk(node) if isinstance(inner, ast.Raise)]
+    return any(exc is not None and "NotImplementedError" in ast.unparse(exc) for exc in raised)
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Every name that the file binds at its top level, also within an `if`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
+
+
+def _missing(text: str) -> Verdict:
+    return Verdict(verdict.MISSING, text)
+
+
+def _syntax_words(error: SyntaxError, path: Path) -> str:
+    lines = [f"{path.name}:{error.lineno}: {error.msg}"]
+    if error.text:
+        text = error.text.rstrip("\n")
+        lines += ["", f"    {text[:MOST_SHOWN]}"]
+        if error.offset and error.offset <= MOST_SHOWN:
+            lines.append("    " + " " * (error.offset - 1) + "^")
+    return "\n".join(lines)

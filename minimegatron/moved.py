@@ -1,0 +1,119 @@
+"""Old names of modules: programs, notebooks and students' files that import them keep working.
+
+Counterpart: Megatron has none; it keeps a file that imports everything from the new place.
+Read by: `minimegatron/__init__.py`, the look-up of recorded lines, the site.
+
+`minimegatron/__init__.py` puts `OldPaths` at the end of `sys.meta_path`, so it is asked for a name that
+no file has. The old name and the new one are then the same module.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "commands.convert": "commands.convert_command",
+    "commands.exercises": "commands.exercises_command",
+    "commands.groups": "commands.groups_command",
+    "commands.layout": "commands.layout_command",
+    "commands.notebooks": "commands.notebooks_command",
+    "commands.plan": "commands.plan_command",
+    "commands.preprocess": "commands.preprocess_command",
+    "commands.trace": "commands.trace_command",
+    "core.device": "core.utils",
+    "core.local_backlog": "core.local_host.backlog",
+    "core.local_channels": "core.local_host.channels",
+    "core.local_collectives": "core.local_host.local_collectives",
+    "core.local_handshake": "core.local_host.handshake",
+    "core.local_memory": "core.local_host.shared_memory",
+    "core.local_slots": "core.local_host.slots",
+    "core.pipeline_parallel.model_chunk": "core.pipeline_parallel.steps",
+    "doctor.case": "doctor.wait_graph",
+    "doctor.verdict": "doctor.findings",
+    "doctor.words": "doctor.advice",
+    "execution": "training.pipeline_schedule",
+    "exercises.alone_side": "exercises.room.alone_side",
+    "exercises.bench_counting": "exercises.bench.counted_collectives",
+    "exercises.bench_gpt": "exercises.bench.gpt_step",
+    "exercises.bench_gpt_judge": "exercises.bench.gpt_step_judge",
+    "exercises.bench_rendezvous": "exercises.bench.untagged_messages",
+    "exercises.bench_schedule": "exercises.bench.schedule_of_order",
+    "exercises.bench_sent": "exercises.bench.sent_bytes",
+    "exercises.beside": "exercises.student.beside",
+    "exercises.cases": "exercises.bench.cases",
+    "exercises.collect": "exercises.room.collect",
+    "exercises.engine": "exercises.check.engine",
+    "exercises.fault": "exercises.labs.fault",
+    "exercises.faults": "exercises.labs.faults",
+    "exercises.faults_around_a_step": "exercises.labs.faults_around_a_step",
+    "exercises.faults_of_orders": "exercises.labs.faults_of_orders",
+    "exercises.feedback": "exercises.bench.feedback",
+    "exercises.feedback_numbers": "exercises.bench.feedback_numbers",
+    "exercises.grading.source_text": "exercises.grading.decoded_text",
+    "exercises.integrity": "exercises.room.integrity",
+    "exercises.judge": "exercises.check.judge",
+    "exercises.lab_side": "exercises.labs.lab_side",
+    "exercises.noting": "exercises.bench.noting",
+    "exercises.on_ranks": "exercises.room.on_ranks",
+    "exercises.pages": "exercises.student.pages",
+    "exercises.pipes": "exercises.room.pipes",
+    "exercises.plain_data": "exercises.room.plain_data",
+    "exercises.plain_text": "exercises.room.plain_text",
+    "exercises.rank_side": "exercises.room.rank_side",
+    "exercises.recording": "exercises.bench.recorded_run",
+    "exercises.replacing": "exercises.bench.replacing",
+    "exercises.runner": "exercises.check.runner",
+    "exercises.source": "exercises.room.source",
+    "exercises.stand_ins": "exercises.room.stand_ins",
+    "exercises.student_folder": "exercises.student.student_folder",
+    "exercises.torchrun": "exercises.check.torchrun",
+    "exercises.verdict": "exercises.room.verdict",
+    "exercises.watching": "exercises.student.watch_files",
+    "launcher": "launching.launcher",
+    "packing": "launching.packing",
+    "planner.check": "planner.plan_check",
+    "planner.report": "planner.plan_report",
+    "planner.schedules": "planner.written_schedules",
+    "planner.transport": "planner.imagined_transport",
+    "tiny_gpt": "training.tiny_gpt",
+    "tracing.convert": "tracing.to_events",
+    "tracing.report": "tracing.step_report",
+    "tracing.source_text": "tracing.recorded_source",
+    "tracing.words": "tracing.trace_words",
+    "user_file": "launching.user_file",
+}
+"""Old module -> new module, both below `minimegatron`."""
+
+
+def new_file(file: str) -> str:
+    """Where the code of a file of the package is now; other paths stay as they are.
+
+    >>> new_file("minimegatron/launcher.py"), new_file("minimegatron/core/utils.py")
+    ('minimegatron/launching/launcher.py', 'minimegatron/core/utils.py')
+    """
+    before, package, rest = file.rpartition("minimegatron/")
+    old = rest.removesuffix(".py").replace("/", ".")
+    return f"{before}{package}{MOVED[old].replace('.', '/')}.py" if old in MOVED else file
+
+
+class OldPaths(MetaPathFinder):
+    """Finds the module that has an old name."""
+
+    @staticmethod
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Python asks this for every module that it finds nowhere else."""
+        package, _, old = fullname.partition(".")
+        is_old = package == "minimegatron" and old in MOVED
+        return ModuleSpec(fullname, _NewModule()) if is_old else None
+
+
+class _NewModule(Loader):
+    def exec_module(self, module: ModuleType) -> None:
+        # Python hands out what stands in `sys.modules` afterwards.
+        old = module.__name__.removeprefix("minimegatron.")
+        sys.modules[module.__name__] = importlib.import_module(f"minimegatron.{MOVED[old]}")

@@ -1,0 +1,260 @@
+"""From what was kept while recording to events: names, phases, one clock, lines of source.
+
+Called by: `recorder`, once, after the last call. Calls: `planner.actions` (the schema),
+`schedule_table` (which phase), `source_text`. Megatron has no counterpart.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
+from minimegatron.planner import written_schedules as schedules
+from minimegatron.planner.actions import (
+    BACKWARD,
+    CALL,
+    COMMUNICATE,
+    COOLDOWN,
+    FORWARD,
+    STEADY,
+    WARMUP,
+    Action,
+    Event,
+    Message,
+    parts_of,
+)
+from minimegatron.planner.links import KIND_OF_LINK
+from minimegatron.planner.plan import Plan, plan_config_from_json
+from minimegatron.planner.registry import schedule_names
+from minimegatron.planner.stage import PlanConfig
+from minimegatron.tracing.clock import Alignment, to_rank_0
+from minimegatron.tracing.identity import CALLS, SeenMessage
+from minimegatron.tracing.rank_trace import ClockFigures, RankTrace
+from minimegatron.tracing.recorded_source import SourceTexts, module_name, short_path
+from minimegatron.tracing.step import plan_of
+
+PlanOf = Callable[[PlanConfig], Plan]
+
+
+def to_rank_trace(recorder: Any, begin: Alignment, end: Alignment | None) -> RankTrace:
+    """A `Recorder`'s records as a `RankTrace`, in microseconds since the recording began."""
+    surroundings = recorder.surroundings
+    converter = _Converter(recorder, _clock(recorder, begin, end))
+    events = _with_phases([converter.event(record) for record in recorder.records])
+    ends = [begin] if end is None else [begin, end]
+    return RankTrace(
+        rank=surroundings.rank,
+        world_size=surroundings.world_size,
+        coordinates=surroundings.coordinates,
+        sizes=surroundings.sizes,
+        device="cpu" if recorder.device_clock is None else "cuda",
+        clock=ClockFigures(
+            begin.offset / 1e3,
+            max(alignment.residual for alignment in ends) / 1e3,
+            max(alignment.worst_residual for alignment in ends) / 1e3,
+            begin.is_shared,
+        ),
+        pace=None if surroundings.pace is None else surroundings.pace.lengths(),
+        is_cut=recorder.is_cut,
+        events=events,
+        stacks=converter.texts.stacks,
+        sources=converter.texts.sources,
+    )
+
+
+def _clock(recorder: Any, begin: Alignment, end: Alignment | None) -> Callable[[int], float]:
+    """Nanoseconds of this rank's clock -> microseconds since rank 0 began recording."""
+
+    def read(when: int) -> float:
+        return (to_rank_0(when, begin, end) - begin.at_rank_0) / 1e3
+
+    return read
+
+
+class _Converter:
+    """Makes the events of one rank, one after the other."""
+
+    def __init__(self, recorder: Any, read: Callable[[int], float]):
+        self.texts = SourceTexts(recorder.codes)
+        self._events: list[Event] = []
+        self._read, self._ended = read, recorder.ended
+        self._time_of = None if recorder.device_clock is None else recorder.device_clock.times()
+        self._pp_rank = recorder.surroundings.coordinates["pp"]
+        self._step = -1
+
+    def event(self, record: Any) -> Event:
+        """The event of the next record."""
+        symbol, file = record.symbol, record.file
+        if symbol.startswith("__main__."):
+            symbol = module_name(file) + symbol.removeprefix("__main__")
+        parent = None if record.parent is None else self._events[record.parent.index]
+        attributes = self._attributes(record, parent)
+        start, end = self._times(record, attributes)
+        event = Event(
+            self._action(record, parent, attributes),
+            start,
+            end,
+            name=record.name,
+            symbol=symbol,
+            file=short_path(file),
+            line=record.line,
+            parent=None if record.parent is None else record.parent.index,
+            attributes=attributes,
+        )
+        self.texts.add_function(file, record.line, symbol)
+        self._events.append(event)
+        return event
+
+    def _attributes(self, record: Any, parent: Event | None) -> dict[str, Any]:
+        attributes = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in record.attributes.items()
+            if key not in ("microbatch", "chunk", "stage")
+        }
+        if "config" in attributes:
+            self._step += 1
+            attributes["step"] = self._step
+        elif parent is not None and "step" in parent.attributes:
+            attributes["step"] = parent.attributes["step"]
+        if record.frames:
+            attributes["stack"] = self.texts.add_stack(record.frames)
+        finding = record.finding
+        if finding is not None and finding.messages:
+            attributes["shape"] = list(finding.messages[0].shape)
+            attributes["dtype"] = finding.messages[0].dtype
+        if finding is not None and finding.ordinal is not None:
+            attributes.pop("number", None)
+            attributes["ordinal"] = finding.ordinal
+        return attributes
+
+    def _times(self, record: Any, attributes: dict[str, Any]) -> tuple[float, float]:
+        host_end = record.end
+        if host_end is None:
+            attributes["unfinished"] = True
+            host_end = self._ended
+        start, end = self._read(record.start), self._read(host_end)
+        if self._time_of is not None and record.marks is not None and len(record.marks) == 2:
+            attributes["host_start"], attributes["host_end"] = start, end
+            start, end = (self._read(self._time_of(mark)) for mark in record.marks)
+        return start, end
+
+    def _action(self, record: Any, parent: Event | None, attributes: dict[str, Any]) -> Action:
+        finding = record.finding
+        if record.name in CALLS and finding is not None:
+            return Action(
+                COMMUNICATE,
+                self._pp_rank,
+                call=record.symbol.rpartition(".")[2],
+                messages=tuple(map(_message, finding.messages_as_started())),
+                overlap=finding.overlap,
+            )
+        microbatch, chunk = record.attributes.get("microbatch"), record.attributes.get("chunk")
+        if finding is not None and finding.unit is not None:
+            microbatch, chunk = finding.unit
+        elif parent is not None and parent.action.kind != COMMUNICATE and microbatch is None:
+            microbatch, chunk = parent.action.microbatch, parent.action.chunk
+        kind = KIND_OF_LINK.get(record.name, CALL)
+        return Action(kind, self._pp_rank, None, microbatch, chunk)
+
+
+def _message(seen: SeenMessage) -> Message:
+    microbatch, chunk = seen.unit if seen.unit is not None else (None, None)
+    return Message(seen.direction, seen.payload, seen.peer, microbatch, chunk, seen.num_bytes)
+
+
+# -- Phases --
+
+
+def _with_phases(events: list[Event]) -> list[Event]:
+    """Says of every action whether it belongs to warm-up, steady state or cool-down."""
+    events = list(events)
+    steps: dict[int, list[int]] = {}
+    configs: dict[int, dict[str, Any]] = {}
+    for index, event in enumerate(events):
+        step = event.attributes.get("step")
+        if "config" in event.attributes:
+            steps[step], configs[step] = [], event.attributes["config"]
+        elif event.action.kind != CALL and step in steps:
+            steps[step].append(index)
+    planned = lru_cache(maxsize=4)(plan_of)  # most steps of a recording have one plan
+    for step, indices in steps.items():
+        actions = [events[index].action for index in indices]
+        phases = phases_of(actions, plan_config_from_json(configs[step]), planned)
+        for index, phase in zip(indices, phases, strict=True):
+            event = events[index]
+            events[index] = replace(event, action=event.action._replace(phase=phase))
+    return events
+
+
+def phases_of(
+    actions: list[Action], config: PlanConfig, planned: PlanOf = plan_of
+) -> list[str | None]:
+    """The phase of each action of one rank's step.
+
+    Of the written schedules, a forward or backward has the phase that the schedule's arithmetic gives
+    it. A call that only receives belongs to what follows it; any other call, to what it follows. Other
+    schedules, and those whose messages were lowered, say it in their plan (`planned`).
+    """
+    if config.schedule == schedules.NO_PIPELINING and config.wire is None:
+        return [STEADY] * len(actions)
+    is_written = config.schedule in (schedules.ONE_F_ONE_B, schedules.INTERLEAVED)
+    if not is_written or config.wire is not None:
+        return _planned_phases(actions, config, planned)
+    is_interleaved = config.schedule == schedules.INTERLEAVED
+    counts = count_rank_microbatches(
+        config.pp_size,
+        actions[0].rank if actions else 0,
+        config.num_microbatches,
+        config.num_model_chunks,
+        config.microbatch_group_size_per_vp_stage or 0,
+        is_interleaved=is_interleaved,
+        forward_only=config.forward_only and is_interleaved,
+    )
+    phases: list[str | None] = [None] * len(actions)
+    num_forwards = num_backwards = 0
+    for index, action in enumerate(actions):
+        if action.kind == FORWARD:
+            phases[index] = WARMUP if num_forwards < counts.num_warmup else STEADY
+            num_forwards += 1
+        elif action.kind == BACKWARD:
+            phases[index] = STEADY if num_backwards < counts.num_remaining else COOLDOWN
+            num_backwards += 1
+    _fill_from_neighbours(phases, actions)
+    if is_interleaved:
+        # Its first call belongs to warm-up even on a stage that has nothing to warm up.
+        phases = [
+            WARMUP if a.call == "recv_forward" else phase
+            for a, phase in zip(actions, phases, strict=True)
+        ]
+    return phases
+
+
+def _planned_phases(actions: list[Action], config: PlanConfig, planned: PlanOf) -> list[str | None]:
+    """The phases that the plan gives its actions, where the run did just these."""
+    unknown: list[str | None] = [None] * len(actions)
+    if config.schedule not in schedule_names() or not actions:
+        return unknown
+    try:
+        plan = planned(config)
+    except ValueError:  # a run that no plan has is still worth its recording
+        return unknown
+    in_plan = [part for action in plan.ranks[actions[0].rank] for part in parts_of(action)]
+    if [action._replace(phase=None) for action in in_plan] != actions:
+        return unknown
+    return [action.phase for action in in_plan]
+
+
+def _fill_from_neighbours(phases: list[str | None], actions: list[Action]) -> None:
+    after: list[str | None] = [None] * len(actions)
+    following = None
+    for index in reversed(range(len(actions))):
+        following = phases[index] or following
+        after[index] = following
+    before = None
+    for index, action in enumerate(actions):
+        if action.kind != COMMUNICATE:
+            before = phases[index]
+            continue
+        only_receives = action.call.startswith("recv")
+        phases[index] = (after[index] or before) if only_receives else (before or after[index])
