@@ -57,9 +57,10 @@ LAYERS = [
     {"convert"},
     {"pretrain_gpt"},
     {"exercises.bench", "exercises.exercise"},
+    {"exercises.catalog"},
     {"exercises.room"},
     {"exercises.check"},
-    {"exercises.catalog", "exercises.labs"},
+    {"exercises.catalog.*", "exercises.labs"},
     {"exercises.student"},
     {"exercises.grading"},
     {"commands"},
@@ -188,6 +189,8 @@ def component(module: str) -> str:
     parts = module.split(".")[1:]
     if any(".".join(parts) in row for row in LAYERS):
         return ".".join(parts)
+    if parts[:2] == ["exercises", "catalog"] and len(parts) > 2:
+        return "exercises.catalog.*"
     return ".".join(parts[:2]) if parts[0] in ("core", "exercises") else parts[0]
 
 

@@ -13,6 +13,7 @@ from package import ROOT, Package
 from rosetta import rosetta_page
 from source_pages import first_sentence
 
+from minimegatron.moved import MOVED
 from minimegatron.planner.render_svg import STYLE
 
 DOCS = ROOT / "docs"
@@ -41,11 +42,28 @@ def write_pages(package: Package, out: Path, pieces: Path) -> None:
     _write(out / "source" / "index.md", source_index(package))
     _write(out / "rosetta.md", rosetta_page(package))
     write_reference(package, out / "reference")
+    write_redirects(out / "source")
     _write(out / "stylesheets" / "timeline.css", timeline_css())
     _write(out / "javascripts" / "formulas.js", calculator_script())
     _write(out / "assets" / "favicon.svg", FAVICON)
     # The theme asks for this file when pages are opened from a folder, where search cannot run.
     _write(out / "search" / "search_index.js", "var __index = {config: {}, docs: []};\n")
+
+
+def write_redirects(folder: Path) -> None:
+    """A page at each old address of a module's source; it keeps the part behind the #."""
+    for old, new in MOVED.items():
+        target = f"minimegatron.{new}.html"
+        _write(folder / f"minimegatron.{old}.html", REDIRECT.format(target=target))
+
+
+REDIRECT = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Moved</title>
+<link rel="canonical" href="{target}"><meta name="robots" content="noindex">
+<script>location.replace("{target}" + location.hash)</script>
+<noscript><meta http-equiv="refresh" content="0; url={target}"></noscript>
+<p>This module has moved: <a href="{target}">{target}</a></p></html>
+"""
 
 
 def _write(path: Path, text: str) -> None:

@@ -158,7 +158,7 @@ def test_plan_equals_trace_in_batches_as_nccl_gets_them():
     assert len(starts) == 2 * len(step.transfers)
 
 
-# -- Schedules of a user's own, run by `execution` --
+# -- Schedules of a user's own --
 
 
 @register_schedule("last-first")

@@ -76,7 +76,7 @@ def get_mesh(
 
 
 def new_lane(group: dist.ProcessGroup) -> int:
-    """A lane over `group` for collectives that belong to no step; see `local_channels`.
+    """A lane over `group` for collectives that belong to no step; see `channels`.
 
     Every rank of the group must ask for its lanes in one order. A stand-in for a group has none.
     """

@@ -5,7 +5,7 @@ schedule, gradient buffers and optimizer, everything in float64. Megatron has no
 
 Initial weights depend on names only and microbatches on their number in the global batch, so every
 way of cutting the step must give the gradients that one process gets. The student's room has
-`on_these_ranks`; `bench_gpt_judge`, in another process, has `one_process`, and compares.
+`on_these_ranks`; `gpt_step_judge`, in another process, has `one_process`, and compares.
 """
 
 from collections.abc import Callable, Iterator

@@ -41,7 +41,7 @@ class Lab:
 
     name: str
     layout: dict[str, Any]
-    """Of `bench_gpt.StepCase`."""
+    """Of `gpt_step.StepCase`."""
     num_ranks: int
     strict: bool = False
     """Messages meet as NCCL's do, the n-th send the n-th receive; gloo would hide the fault."""
