@@ -10,7 +10,7 @@ no file has. The old name and the new one are then the same module.
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -99,7 +99,7 @@ def new_file(file: str) -> str:
     return f"{before}{package}{MOVED[old].replace('.', '/')}.py" if old in MOVED else file
 
 
-class OldPaths(MetaPathFinder):
+class OldPaths:
     """Finds the module that has an old name."""
 
     @staticmethod

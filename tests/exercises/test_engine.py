@@ -60,7 +60,7 @@ WRONG = {
         "    import minimegatron.exercises.room.room as room\n"
         "    room.to_line = lambda value: '{}'\n    return value\n",
         verdict.FORGED,
-        "minimegatron.exercises.room.to_line is not what it was before",
+        "minimegatron.exercises.room.room.to_line is not what it was before",
     ),
     "torch_patched": (
         "    torch.isclose = lambda a, b, **_: a == a\n    return value\n",

@@ -18,7 +18,10 @@ from minimegatron.exercises.student.student_folder import STATE, StudentFolder, 
 
 FIRST = exercises()[0]
 PACKAGE = Path(minimegatron.__file__).parent
-SAID_BY_ALL = ("feedback", "feedback_numbers", "on_ranks", "room", "collect", "engine")
+SAID_BY_ALL = (
+    *("bench/feedback", "bench/feedback_numbers", "check/engine"),
+    *("room/collect", "room/collected", "room/on_ranks", "room/room"),
+)
 """Modules of `exercises` whose messages any exercise may show."""
 
 
