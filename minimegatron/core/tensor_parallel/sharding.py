@@ -9,6 +9,10 @@ Every parameter says how it is cut, by three attributes that the layers set:
 - `partition_dim`: the dimension that is cut.
 - `partition_stride`: how many matrices lie stacked along it, each cut by itself. SwiGLU's first
   projection stacks gate and up (stride 2): full = [gate; up], rank r holds [gate_r; up_r].
+- `partition_sizes`: for stacked matrices of unequal sizes, what one rank holds of each. A Mamba
+  layer's projection stacks z, x, B, C and dt. None for equal ones.
+
+Over which ranks a parameter is cut depends on its kind; see `core.parameter`.
 """
 
 from collections.abc import Sequence
@@ -21,12 +25,17 @@ from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_gr
 
 
 def set_tensor_model_parallel_attributes(
-    tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int
+    tensor: torch.Tensor,
+    is_parallel: bool,
+    dim: int,
+    stride: int,
+    partition_sizes: Sequence[int] | None = None,
 ) -> None:
     """Records how `tensor` is cut over the tensor-parallel ranks. Mirrors: `layers`, same name."""
     tensor.tensor_model_parallel = is_parallel
     tensor.partition_dim = dim
     tensor.partition_stride = stride
+    tensor.partition_sizes = partition_sizes
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
@@ -45,6 +54,7 @@ def copy_tensor_model_parallel_attributes(
         source_tensor.tensor_model_parallel,
         source_tensor.partition_dim,
         source_tensor.partition_stride,
+        getattr(source_tensor, "partition_sizes", None),
     )
 
 
@@ -58,6 +68,23 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = 
 def is_cut(param: torch.Tensor, tp_size: int) -> bool:
     """True if the ranks hold different pieces of `param`."""
     return tp_size > 1 and getattr(param, "tensor_model_parallel", False)
+
+
+def section_sizes(param: torch.Tensor, length: int) -> list[int]:
+    """Sizes of the matrices stacked along the cut dimension of `param`, the first one first.
+
+    `length` is that dimension's, of one rank's piece or of the whole. Raises ValueError if the
+    matrices cannot add up to it.
+    """
+    sizes = getattr(param, "partition_sizes", None) or [1] * param.partition_stride
+    times, rest = divmod(length, sum(sizes))
+    if rest:
+        raise ValueError(
+            f"dimension {param.partition_dim} has {length} elements, but what one rank holds of the "
+            f"matrices stacked there is {list(sizes)}, {sum(sizes)} together; give each rank's own "
+            "sizes, whose sum is the size of its piece"
+        )
+    return [times * size for size in sizes]
 
 
 def full_shape(param: torch.Tensor, tp_size: int) -> torch.Size:
@@ -78,18 +105,20 @@ def shard_parameter(
         param: says how it is cut; its own values are not read.
 
     Raises:
-        ValueError: the cut dimension is not divisible by `tp_size` x stride.
+        ValueError: the cut dimension cannot be divided so.
     """
     if not is_cut(param, tp_size):
         return full
-    dim, stride = param.partition_dim, param.partition_stride
-    if full.size(dim) % (tp_size * stride):
+    dim = param.partition_dim
+    sizes = getattr(param, "partition_sizes", None)
+    multiple = tp_size * (sum(sizes) if sizes else param.partition_stride)
+    if full.size(dim) % multiple:
         raise ValueError(
-            f"dimension {dim} of a parameter of shape {tuple(full.shape)} holds {stride} stacked "
-            f"matrices and cannot be cut over {tp_size} ranks; make it a multiple of "
-            f"{tp_size * stride}"
+            f"dimension {dim} of a parameter of shape {tuple(full.shape)} holds "
+            f"{len(sizes or ()) or param.partition_stride} stacked matrices and cannot be cut over "
+            f"{tp_size} ranks; make it a multiple of {multiple}"
         )
-    stacked = full.chunk(stride, dim)
+    stacked = full.split(section_sizes(param, full.size(dim)), dim)
     return torch.cat([matrix.chunk(tp_size, dim)[tp_rank] for matrix in stacked], dim)
 
 
@@ -97,9 +126,9 @@ def unshard_parameter(shards: Sequence[torch.Tensor], param: torch.Tensor) -> to
     """The inverse: `shards` of all ranks, in rank order, put together to the full parameter."""
     if not is_cut(param, len(shards)):
         return shards[0]
-    dim, stride = param.partition_dim, param.partition_stride
-    per_rank = [shard.chunk(stride, dim) for shard in shards]
-    return torch.cat([shard[k] for k in range(stride) for shard in per_rank], dim)
+    dim = param.partition_dim
+    per_rank = [shard.split(section_sizes(param, shard.size(dim)), dim) for shard in shards]
+    return torch.cat([piece for matrix in zip(*per_rank, strict=True) for piece in matrix], dim)
 
 
 def gather_parameter(shard: torch.Tensor, param: torch.Tensor, tp_group: Any) -> torch.Tensor:
