@@ -270,7 +270,9 @@ BREAKS = {
     "one section for all": (
         "each expert cut, nothing else",
         "loss",
-        lambda: instead("tensor_parallel.sharding.section_sizes", lambda param, length: [length]),
+        lambda: instead(
+            "tensor_parallel.sharding.section_sizes", lambda param, length, *tp_size: [length]
+        ),
     ),
 }
 

@@ -70,21 +70,21 @@ def is_cut(param: torch.Tensor, tp_size: int) -> bool:
     return tp_size > 1 and getattr(param, "tensor_model_parallel", False)
 
 
-def section_sizes(param: torch.Tensor, length: int) -> list[int]:
+def section_sizes(param: torch.Tensor, length: int, tp_size: int = 1) -> list[int]:
     """Sizes of the matrices stacked along the cut dimension of `param`, the first one first.
 
-    `length` is that dimension's, of one rank's piece or of the whole. Raises ValueError if the
-    matrices cannot add up to it.
+    `length` is that dimension's: of one rank's piece, or of the whole. Raises ValueError if it is not
+    such a stack of which each matrix can be cut over `tp_size` ranks.
     """
     sizes = getattr(param, "partition_sizes", None) or [1] * param.partition_stride
-    times, rest = divmod(length, sum(sizes))
-    if rest:
+    if length % (tp_size * sum(sizes)):
         raise ValueError(
-            f"dimension {param.partition_dim} has {length} elements, but what one rank holds of the "
-            f"matrices stacked there is {list(sizes)}, {sum(sizes)} together; give each rank's own "
-            "sizes, whose sum is the size of its piece"
+            f"dimension {param.partition_dim} has {length} elements, which cannot be "
+            f"{len(sizes)} stacked matrices of sizes {':'.join(map(str, sizes))}, each cut over "
+            f"{tp_size} ranks; make it a multiple of {tp_size * sum(sizes)} (partition_sizes are "
+            "those of one rank's pieces)"
         )
-    return [times * size for size in sizes]
+    return [length // sum(sizes) * size for size in sizes]
 
 
 def full_shape(param: torch.Tensor, tp_size: int) -> torch.Size:
@@ -110,15 +110,7 @@ def shard_parameter(
     if not is_cut(param, tp_size):
         return full
     dim = param.partition_dim
-    sizes = getattr(param, "partition_sizes", None)
-    multiple = tp_size * (sum(sizes) if sizes else param.partition_stride)
-    if full.size(dim) % multiple:
-        raise ValueError(
-            f"dimension {dim} of a parameter of shape {tuple(full.shape)} holds "
-            f"{len(sizes or ()) or param.partition_stride} stacked matrices and cannot be cut over "
-            f"{tp_size} ranks; make it a multiple of {multiple}"
-        )
-    stacked = full.split(section_sizes(param, full.size(dim)), dim)
+    stacked = full.split(section_sizes(param, full.size(dim), tp_size), dim)
     return torch.cat([matrix.chunk(tp_size, dim)[tp_rank] for matrix in stacked], dim)
 
 
