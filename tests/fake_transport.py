@@ -33,7 +33,7 @@ from tests.fake_streams import (
 __all__ = ["Deadlock", "FakeGroup", "FakeTransport", "Leftover", "Network", "Race", "no_numbers"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class FakeGroup:
     """A process group as far as schedules look at it."""
 

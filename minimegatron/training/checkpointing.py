@@ -30,6 +30,7 @@ from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.parameter import kind_of
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.utils import get_device
 from minimegatron.training.checkpoint_args import SAVED_STATE, load_common
@@ -132,7 +133,7 @@ def sharded_optimizer_state(
 def _sharded(
     key: str, param: torch.nn.Parameter, data: torch.Tensor, start: int = 0
 ) -> list[ShardedTensor]:
-    tp_group = parallel_state.get_tensor_model_parallel_group()
+    tp_group = parallel_state.get_group(kind_of(param).tensor)
     # The last stage's copy of a tied embedding is read, but the first stage's is written.
     second_copy = getattr(param, "shared", False)
     return make_sharded_tensors(

@@ -8,19 +8,19 @@ A checkpoint knows no ranks, only tensors of the whole model, each a set of boxe
 asks for other boxes, and `torch.distributed.checkpoint` finds the overlaps. So all that must be told
 is where a rank's memory lies in the whole. Three cuts can come together:
 
-    tensor parallelism    a slice along `partition_dim`; with stride k, a slice of each of k blocks
+    tensor parallelism    a slice along `partition_dim`; a slice of each of the stacked matrices
     pipeline, chunks      whole parameters, under their names in the full model
     distributed optimizer elements [start, end) of the flattened local slice: up to 2n - 1 boxes of
                           a tensor of n dimensions
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from minimegatron.core.tensor_parallel.sharding import full_shape, is_cut
+from minimegatron.core.tensor_parallel.sharding import full_shape, is_cut, section_sizes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size in every dimension."""
@@ -90,19 +90,19 @@ def make_sharded_tensors(
         replica_id = tp_rank
     if not shape:
         return [ShardedTensor(key, data, (), (), replica_id)]
+    dim, sections = 0, [shape[0]]
+    if cut:
+        dim = param.partition_dim
+        sections = section_sizes(param, shape[dim])
     result, position = [], 0
     for offset, size in boxes_of_range(shape, start, start + data.numel()):
         count = math.prod(size)
         part = data if tuple(data.shape) == size else data.reshape(-1)[position : position + count]
         part, position = part.view(size), position + count
-        dim = param.partition_dim if cut else 0
-        block = shape[dim] // (param.partition_stride if cut else 1)
-        for begin, end in _within_blocks(offset[dim], offset[dim] + size[dim], block):
+        for begin, end, first, section in _overlaps(sections, offset[dim], offset[dim] + size[dim]):
             global_offset = list(offset)
-            global_offset[dim] = begin
             if cut:
-                stacked, inside = divmod(begin, block)
-                global_offset[dim] = (stacked * tp_size + tp_rank) * block + inside
+                global_offset[dim] = tp_size * first + tp_rank * section + begin - first
             result.append(
                 ShardedTensor(
                     key,
@@ -144,9 +144,11 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box
             yield (index, *offset), (1, *size)
 
 
-def _within_blocks(begin: int, end: int, block: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) cut where a multiple of `block` lies inside."""
-    while begin < end:
-        stop = min((begin // block + 1) * block, end)
-        yield begin, stop
-        begin = stop
+def _overlaps(sections: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """[begin, end) cut at the ends of sections: each part, with its section's first and size."""
+    first = 0
+    for section in sections:
+        start, stop = max(begin, first), min(end, first + section)
+        if start < stop:
+            yield start, stop, first, section
+        first += section

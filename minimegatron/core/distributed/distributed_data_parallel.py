@@ -30,6 +30,7 @@ from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
 )
+from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.weight_grad_store import (
     WeightGradStore,
@@ -42,13 +43,20 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def gradient_scaling_factor(
-    config: TransformerConfig, ddp_config: DistributedDataParallelConfig, num_ranks: int
+    config: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig,
+    num_ranks: int,
+    group_size: int | None = None,
 ) -> float:
-    """What gradients are multiplied by before they are summed over `num_ranks` ranks.
+    """What gradients are multiplied by before they are summed.
 
     1 / num_ranks makes the sum a mean. With `calculate_per_token_loss` the sum is wanted as it is,
     for `finalize_model_grads` divides by the global number of tokens; with `average_in_collective`
     the collective divides. Raises ValueError for both.
+
+    Args:
+        num_ranks: that have a loss each: the size of `dp_cp`.
+        group_size: of the group that is summed over, if that is another; see `core.parameter`.
     """
     per_token = config.calculate_per_token_loss
     if per_token and ddp_config.average_in_collective:
@@ -56,7 +64,10 @@ def gradient_scaling_factor(
             "average_in_collective divides by the number of ranks, calculate_per_token_loss by the "
             "number of tokens; turn one of them off"
         )
-    return 1.0 if per_token or ddp_config.average_in_collective else 1.0 / num_ranks
+    if per_token:
+        return 1.0
+    divided = (group_size or num_ranks) if ddp_config.average_in_collective else 1
+    return divided / num_ranks
 
 
 class DistributedDataParallel(_BaseDataParallel):
@@ -66,11 +77,12 @@ class DistributedDataParallel(_BaseDataParallel):
         config: of the model; `calculate_per_token_loss` decides the scaling of gradients.
         ddp_config: buckets, overlap, precision.
         module: the chunk. Parameters with `requires_grad=False` are left alone.
-        disable_bucketing: one bucket per dtype. `get_model` sets it for all chunks but the one that
+        disable_bucketing: one bucket per buffer. `get_model` sets it for all chunks but the one that
             the model begins in, and other ranks than that one's do the same: in a pipeline's flush
             only stage 0 computes until the end, so only there is communication hidden by being cut
             up.
-        pg_collection: needs `dp_cp` and `pp`; None for those of `parallel_state`.
+        pg_collection: needs `dp_cp`, `pp` and what the parameters are reduced over; None for the
+            groups of `parallel_state`.
 
     `bucket_groups` are in the order of backward, so the next forward meets them in reverse.
     """
@@ -87,6 +99,7 @@ class DistributedDataParallel(_BaseDataParallel):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.ddp_config = ddp_config
+        self.pg_collection = pg_collection
         self.dp_cp_group = pg_collection.dp_cp
         # Without overlap nothing is gained by several launches.
         self.bucket_size = None
@@ -109,30 +122,31 @@ class DistributedDataParallel(_BaseDataParallel):
         self._register_hooks()
 
     def _allocate_buffers(self) -> list[_ParamAndGradBuffer]:
-        """One buffer per (parameter dtype, gradient dtype)."""
+        """One buffer per (parameter dtype, gradient dtype, group that gradients are summed over)."""
         param_to_name: dict[torch.nn.Parameter, str] = {}
-        params_by_dtype: dict[tuple[torch.dtype, torch.dtype], list[torch.nn.Parameter]] = {}
+        params_of: dict[tuple[torch.dtype, torch.dtype, Any], list[torch.nn.Parameter]] = {}
         for name, param in named_parameters_inside(self.module):
             if not param.requires_grad:
                 continue
             param.grad_added_to_main_grad = False
             param_to_name[param] = name
             in_fp32 = self.ddp_config.grad_reduce_in_fp32 and param.dtype in HALF_DTYPES
-            key = (param.dtype, torch.float32 if in_fp32 else param.dtype)
-            params_by_dtype.setdefault(key, []).append(param)
-        scaling = gradient_scaling_factor(self.config, self.ddp_config, self.dp_cp_group.size())
+            grad_dtype = torch.float32 if in_fp32 else param.dtype
+            key = (param.dtype, grad_dtype, reduce_group(param, self.pg_collection))
+            params_of.setdefault(key, []).append(param)
+        num_ranks = self.dp_cp_group.size()
         return [
             _ParamAndGradBuffer(
                 self.ddp_config,
                 param_dtype,
                 grad_dtype,
                 params,
-                self.dp_cp_group,
+                group,
                 self.bucket_size,
                 param_to_name,
-                scaling,
+                gradient_scaling_factor(self.config, self.ddp_config, num_ranks, group.size()),
             )
-            for (param_dtype, grad_dtype), params in params_by_dtype.items()
+            for (param_dtype, grad_dtype, group), params in params_of.items()
         ]
 
     def _register_hooks(self) -> None:
@@ -265,6 +279,6 @@ class DistributedDataParallel(_BaseDataParallel):
             group.reset()
 
     def broadcast_params(self) -> None:
-        """Copies every parameter from data-parallel rank 0 to the others."""
+        """Copies every parameter from the first rank that has it to the others."""
         for param in self.module.parameters():
-            broadcast(param.data, 0, self.dp_cp_group)
+            broadcast(param.data, 0, reduce_group(param, self.pg_collection))

@@ -344,7 +344,7 @@ class _ParamAndGradBucketGroup:
 
 
 class _ParamAndGradBuffer:
-    """The memory: gradients of all parameters of one dtype, and with ZeRO-1 the parameters too.
+    """The memory: gradients of parameters of one dtype, and with ZeRO-1 the parameters too.
 
     Args:
         param_dtype, grad_dtype: of `param_data` and `grad_data`.
@@ -443,20 +443,23 @@ def partition_buckets(
     backward_order: Iterable[torch.nn.Parameter],
     force_single_bucket_group: bool = False,
 ) -> list[_ParamAndGradBucketGroup]:
-    """One group per bucket, or a single one for all; in the order in which they should fill up.
+    """One group per bucket, or a single one for all that are summed over the same ranks.
 
-    `backward_order` are all parameters, last layer first. Buckets of several buffers (dtypes) take
-    their places between each other: by the last gradient that each has to wait for.
+    In the order in which they should fill up. `backward_order` are all parameters, last layer first.
+    Buckets of several buffers take their places between each other: by the last gradient that each
+    has to wait for.
     """
-    buffers = list(buffers)
-    if not buffers:
-        return []
-    config, process_group = buffers[0].ddp_config, buffers[0].data_parallel_group
     place = {param: i for i, param in enumerate(backward_order)}
-    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
-    buckets.sort(key=lambda bucket: max(place[param] for param in bucket.params))
-    parts = [buckets] if force_single_bucket_group else [[bucket] for bucket in buckets]
-    groups = [_ParamAndGradBucketGroup(part, config, process_group) for part in parts]
+    buckets = [(bucket, buffer) for buffer in buffers for bucket in buffer.buckets]
+    buckets.sort(key=lambda pair: max(place[param] for param in pair[0].params))
+    parts: dict[Any, tuple[list[_ParamAndGradBucket], _ParamAndGradBuffer]] = {}
+    for bucket, buffer in buckets:
+        key = buffer.data_parallel_group if force_single_bucket_group else bucket
+        parts.setdefault(key, ([], buffer))[0].append(bucket)
+    groups = [
+        _ParamAndGradBucketGroup(part, buffer.ddp_config, buffer.data_parallel_group)
+        for part, buffer in parts.values()
+    ]
     for earlier, later in pairwise(groups):
         earlier.next_bucket_group = later
         later.previous_bucket_group = earlier

@@ -15,6 +15,7 @@ from minimegatron.core.distributed.distributed_data_parallel import gradient_sca
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
+from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
@@ -58,6 +59,16 @@ class TorchDistributedDataParallel(_BaseDataParallel):
                     f"torch's DistributedDataParallel sends a gradient at the end of its backward, "
                     f"but {name} computes weight gradients after it; turn {name} off or use our own"
                 )
+        others = [
+            name
+            for name, param in module.named_parameters()
+            if reduce_group(param, pg_collection) is not pg_collection.dp_cp
+        ]
+        if others:
+            raise ValueError(
+                f"torch's DistributedDataParallel sums all gradients over one group, but those of "
+                f"{len(others)} parameters, such as {others[0]}, need another; use our own"
+            )
         super().__init__(config, module)
         self.ddp_config = ddp_config
         self.buffers, self.bucket_groups = [], []

@@ -101,7 +101,7 @@ def get_megatron_optimizer(
         model_chunks: as the schedules get them, each in its data-parallel wrapper.
         no_weight_decay_cond: (name within the chunk, parameter) -> True for no weight decay; None
             for biases and one-dimensional parameters, as Megatron does.
-        pg_collection: needs `tp`, `mp` and `dp_cp`; None for those of `parallel_state`.
+        pg_collection: see `MegatronOptimizer`; None for the groups of `parallel_state`.
 
     Raises ValueError for no learning rate, or where model and configuration contradict each other.
     """

@@ -20,6 +20,7 @@ With gradients and parameters of one dtype, the bytes sent are those of one all-
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
@@ -30,6 +31,7 @@ from minimegatron.core.optimizer.optimizer import (
     ParamShard,
 )
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
+from minimegatron.core.parameter import ParameterKind
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
 
@@ -81,8 +83,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             for param, part in local_ranges(buffer).items()
         }
         super().__init__(param_groups, config, grad_scaler, pg_collection)
-        # Every element is on one data-parallel rank, so norms and overflow concern them all.
-        self.grad_stats_parallel_groups = (pg_collection.dp_cp, pg_collection.mp)
+
+    def _grad_stats_groups(self, kind: ParameterKind) -> tuple[dist.ProcessGroup, ...]:
+        # Every element is on one of the ranks that have the parameter, so these count too.
+        return (getattr(self.pg_collection, kind.reduce), *super()._grad_stats_groups(kind))
 
     def _make_shard(self, name: str, param: torch.nn.Parameter) -> ParamShard | None:
         if param not in self._ranges:

@@ -13,6 +13,7 @@ ones the update rule works on:
     DistributedOptimizer                this rank's shard, an fp32 copy of it if it is bf16 or fp16
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from minimegatron.core.optimizer.clip_grads import (
 )
 from minimegatron.core.optimizer.grad_scaler import MegatronGradScaler
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
+from minimegatron.core.parameter import KINDS, ParameterKind, kind_of, tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.sharding import param_is_not_tensor_parallel_duplicate
 from minimegatron.core.tracing import traced
@@ -105,7 +107,8 @@ class MegatronOptimizer(ABC):
         param_groups: this rank's parameters, by name.
         config: see `OptimizerConfig`.
         grad_scaler: None for gradients that come unscaled.
-        pg_collection: needs `tp` and `mp`, for the distributed optimizer `dp_cp` too.
+        pg_collection: needs `tp` and `mp`, for the distributed optimizer `dp_cp` too; and the like
+            for other kinds of parameters (see `core.parameter`).
     """
 
     def __init__(
@@ -117,8 +120,14 @@ class MegatronOptimizer(ABC):
     ):
         self.config = config
         self.grad_scaler = grad_scaler
-        self.tp_group = pg_collection.tp
-        self.grad_stats_parallel_groups: tuple[dist.ProcessGroup, ...] = (pg_collection.mp,)
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp  # as in Megatron; of dense parameters
+        # By the groups that complete a sum over a kind's gradients, in turn. Every rank must have
+        # the same, also one without any such parameter: so it follows from the groups alone.
+        self.kinds_of_groups: dict[tuple[dist.ProcessGroup, ...], list[ParameterKind]] = {}
+        for kind in KINDS.values():
+            if hasattr(pg_collection, kind.model):
+                self.kinds_of_groups.setdefault(self._grad_stats_groups(kind), []).append(kind)
         self.model_params = [param for group in param_groups for _, param in group.params]
         self.shards: list[ParamShard] = []
         torch_groups = []
@@ -129,6 +138,15 @@ class MegatronOptimizer(ABC):
             main_params = [shard.main_param for shard in shards]
             torch_groups.append({"params": main_params, "wd_mult": group.wd_mult})
         self.optimizer = make_torch_optimizer(torch_groups, config)
+
+    def _grad_stats_groups(self, kind: ParameterKind) -> tuple[dist.ProcessGroup, ...]:
+        """Sums over these groups, one after the other, count every gradient of the kind once."""
+        return (getattr(self.pg_collection, kind.model),)
+
+    @property
+    def grad_stats_parallel_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of all kinds: together they reach every rank that has another gradient."""
+        return tuple(dict.fromkeys(group for groups in self.kinds_of_groups for group in groups))
 
     @abstractmethod
     def _make_shard(self, name: str, param: torch.nn.Parameter) -> ParamShard | None:
@@ -240,28 +258,40 @@ class MegatronOptimizer(ABC):
         """True for exactly one copy of this parameter, data-parallel ones aside.
 
         A tied embedding is counted on the first stage (the second copy may be in another chunk of the
-        same rank), a parameter that tensor-parallel ranks
-        replicate on the first of them.
+        same rank), a parameter that the ranks of its tensor group have whole on the first of them.
         """
         param = shard.model_param
         if getattr(param, "shared", False):
             return False
-        return param_is_not_tensor_parallel_duplicate(param, self.tp_group)
+        group = tensor_group(param, self.pg_collection)
+        return param_is_not_tensor_parallel_duplicate(param, group)
 
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        """Gradients of this rank that are counted here, each once in the model."""
+    def _counted_params(self, kinds: Sequence[ParameterKind]) -> list[torch.Tensor]:
+        """Main parameters of these kinds that have a gradient which is counted here."""
         return [
-            shard.main_param.grad
+            shard.main_param
             for shard in self.shards
-            if shard.main_param.grad is not None and self._is_counted(shard)
+            if shard.main_param.grad is not None
+            and kind_of(shard.model_param) in kinds
+            and self._is_counted(shard)
         ]
+
+    def get_main_grads_for_grad_norm(
+        self, kinds: Sequence[ParameterKind] | None = None
+    ) -> list[torch.Tensor]:
+        """Gradients of this rank that are counted here, each once in the model; None for all kinds."""
+        kinds = list(KINDS.values()) if kinds is None else kinds
+        return [param.grad for param in self._counted_params(kinds)]
 
     def get_grad_norm(self) -> float:
         """2-norm of the whole model's gradient; every rank must call it."""
-        return get_grad_norm_fp32(
-            self.get_main_grads_for_grad_norm(),
-            grad_stats_parallel_group=self.grad_stats_parallel_groups,
-        )
+        norms = [
+            get_grad_norm_fp32(
+                self.get_main_grads_for_grad_norm(kinds), grad_stats_parallel_group=groups
+            )
+            for groups, kinds in self.kinds_of_groups.items()
+        ]
+        return norms[0] if len(norms) == 1 else math.hypot(*norms)
 
     @traced("optimizer-clip-main-grad")
     def clip_grad_norm(self, clip_grad: float) -> float:
@@ -274,8 +304,10 @@ class MegatronOptimizer(ABC):
     @traced("optimizer-count-zeros")
     def count_zeros(self) -> int:
         """Zero elements in the whole model's gradient; every rank must call it."""
-        counted = [shard.main_param for shard in self.shards if self._is_counted(shard)]
-        return count_zeros_fp32(counted, self.grad_stats_parallel_groups)
+        return sum(
+            count_zeros_fp32(self._counted_params(kinds), groups)
+            for groups, kinds in self.kinds_of_groups.items()
+        )
 
     # -- Main and model parameters --
 

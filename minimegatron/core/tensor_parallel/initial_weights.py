@@ -11,7 +11,7 @@ same full model, whatever its dtype.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,7 @@ def new_weight(
     tp_group: Any,
     stride: int = 1,
     vocabulary: bool = False,
+    partition_sizes: Sequence[int] | None = None,
 ) -> torch.nn.Parameter:
     """A weight of this rank's `shape`, cut along `partition_dim` (-1: not cut).
 
@@ -61,7 +62,9 @@ def new_weight(
     except within `weights_drawn_later`. The parameter keeps `init_method` for that.
     """
     weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
-    set_tensor_model_parallel_attributes(weight, partition_dim >= 0, partition_dim, stride)
+    set_tensor_model_parallel_attributes(
+        weight, partition_dim >= 0, partition_dim, stride, partition_sizes
+    )
     weight.init_method = init_method
     weight.is_embedding_or_output_parameter = vocabulary
     if not _drawn_later:

@@ -12,7 +12,7 @@ For Y = X W^T with t ranks (Shoeybi et al. 2019, https://arxiv.org/abs/1909.0805
 A column-parallel layer followed by a row-parallel one needs no exchange in between.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,10 +48,12 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
 InitMethod = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _new_bias(size: int, dtype: torch.dtype, cut: bool, stride: int = 1) -> torch.nn.Parameter:
+def _new_bias(
+    size: int, dtype: torch.dtype, cut: bool, stride: int = 1, sizes: Sequence[int] | None = None
+) -> torch.nn.Parameter:
     """Biases start at zero, for any layout."""
     bias = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
-    set_tensor_model_parallel_attributes(bias, is_parallel=cut, dim=0 if cut else -1, stride=stride)
+    set_tensor_model_parallel_attributes(bias, cut, 0 if cut else -1, stride, sizes)
     return bias
 
 
@@ -306,6 +308,7 @@ class ColumnParallelLinear(torch.nn.Module):
         tp_group: None for `parallel_state`'s.
         delay_wgrad_compute: leave the gradient of the layer's own weight to `backward_dw`; None for
             the config's. A weight that `forward` is given gets its gradient in backward.
+        partition_sizes: for stacked matrices of unequal sizes, this rank's rows of each.
     """
 
     def __init__(
@@ -325,6 +328,7 @@ class ColumnParallelLinear(torch.nn.Module):
         disable_grad_reduce: bool = False,
         tp_group: Any = None,
         delay_wgrad_compute: bool | None = None,
+        partition_sizes: Sequence[int] | None = None,
     ):
         super().__init__()
         self.input_size = input_size
@@ -348,7 +352,13 @@ class ColumnParallelLinear(torch.nn.Module):
         if not skip_weight_param_allocation:
             shape = (self.output_size_per_partition, input_size)
             self.weight = new_weight(
-                shape, config.params_dtype, init_method, 0, self.tp_group, stride
+                shape,
+                config.params_dtype,
+                init_method,
+                0,
+                self.tp_group,
+                stride,
+                partition_sizes=partition_sizes,
             )
             _mark_delayed(self.weight, self.delay_wgrad_compute)
         self._sequence_group = self.tp_group if self.sequence_parallel else None
@@ -364,7 +374,7 @@ class ColumnParallelLinear(torch.nn.Module):
         self.bias = None
         if bias:
             size = self.output_size_per_partition
-            self.bias = _new_bias(size, config.params_dtype, cut=True, stride=stride)
+            self.bias = _new_bias(size, config.params_dtype, True, stride, partition_sizes)
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None

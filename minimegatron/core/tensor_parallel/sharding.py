@@ -9,6 +9,10 @@ Every parameter says how it is cut, by three attributes that the layers set:
 - `partition_dim`: the dimension that is cut.
 - `partition_stride`: how many matrices lie stacked along it, each cut by itself. SwiGLU's first
   projection stacks gate and up (stride 2): full = [gate; up], rank r holds [gate_r; up_r].
+- `partition_sizes`: for stacked matrices of unequal sizes, what one rank holds of each. A Mamba
+  layer's projection stacks z, x, B, C and dt. None for equal ones.
+
+Over which ranks a parameter is cut depends on its kind; see `core.parameter`.
 """
 
 from collections.abc import Sequence
@@ -21,12 +25,17 @@ from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_gr
 
 
 def set_tensor_model_parallel_attributes(
-    tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int
+    tensor: torch.Tensor,
+    is_parallel: bool,
+    dim: int,
+    stride: int,
+    partition_sizes: Sequence[int] | None = None,
 ) -> None:
     """Records how `tensor` is cut over the tensor-parallel ranks. Mirrors: `layers`, same name."""
     tensor.tensor_model_parallel = is_parallel
     tensor.partition_dim = dim
     tensor.partition_stride = stride
+    tensor.partition_sizes = partition_sizes
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
@@ -45,6 +54,7 @@ def copy_tensor_model_parallel_attributes(
         source_tensor.tensor_model_parallel,
         source_tensor.partition_dim,
         source_tensor.partition_stride,
+        getattr(source_tensor, "partition_sizes", None),
     )
 
 
@@ -58,6 +68,23 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = 
 def is_cut(param: torch.Tensor, tp_size: int) -> bool:
     """True if the ranks hold different pieces of `param`."""
     return tp_size > 1 and getattr(param, "tensor_model_parallel", False)
+
+
+def section_sizes(param: torch.Tensor, length: int, tp_size: int = 1) -> list[int]:
+    """Sizes of the matrices stacked along the cut dimension of `param`, the first one first.
+
+    `length` is that dimension's: of one rank's piece, or of the whole. Raises ValueError if it is not
+    such a stack of which each matrix can be cut over `tp_size` ranks.
+    """
+    sizes = getattr(param, "partition_sizes", None) or [1] * param.partition_stride
+    if length % (tp_size * sum(sizes)):
+        raise ValueError(
+            f"dimension {param.partition_dim} has {length} elements, which cannot be "
+            f"{len(sizes)} stacked matrices of sizes {':'.join(map(str, sizes))}, each cut over "
+            f"{tp_size} ranks; make it a multiple of {tp_size * sum(sizes)} (partition_sizes are "
+            "those of one rank's pieces)"
+        )
+    return [length // sum(sizes) * size for size in sizes]
 
 
 def full_shape(param: torch.Tensor, tp_size: int) -> torch.Size:
@@ -78,18 +105,12 @@ def shard_parameter(
         param: says how it is cut; its own values are not read.
 
     Raises:
-        ValueError: the cut dimension is not divisible by `tp_size` x stride.
+        ValueError: the cut dimension cannot be divided so.
     """
     if not is_cut(param, tp_size):
         return full
-    dim, stride = param.partition_dim, param.partition_stride
-    if full.size(dim) % (tp_size * stride):
-        raise ValueError(
-            f"dimension {dim} of a parameter of shape {tuple(full.shape)} holds {stride} stacked "
-            f"matrices and cannot be cut over {tp_size} ranks; make it a multiple of "
-            f"{tp_size * stride}"
-        )
-    stacked = full.chunk(stride, dim)
+    dim = param.partition_dim
+    stacked = full.split(section_sizes(param, full.size(dim), tp_size), dim)
     return torch.cat([matrix.chunk(tp_size, dim)[tp_rank] for matrix in stacked], dim)
 
 
@@ -97,9 +118,9 @@ def unshard_parameter(shards: Sequence[torch.Tensor], param: torch.Tensor) -> to
     """The inverse: `shards` of all ranks, in rank order, put together to the full parameter."""
     if not is_cut(param, len(shards)):
         return shards[0]
-    dim, stride = param.partition_dim, param.partition_stride
-    per_rank = [shard.chunk(stride, dim) for shard in shards]
-    return torch.cat([shard[k] for k in range(stride) for shard in per_rank], dim)
+    dim = param.partition_dim
+    per_rank = [shard.split(section_sizes(param, shard.size(dim)), dim) for shard in shards]
+    return torch.cat([piece for matrix in zip(*per_rank, strict=True) for piece in matrix], dim)
 
 
 def gather_parameter(shard: torch.Tensor, param: torch.Tensor, tp_group: Any) -> torch.Tensor:

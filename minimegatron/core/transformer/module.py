@@ -1,22 +1,21 @@
 """What every model and layer is: a torch module that knows its config; and its 16-bit wrapper.
 
 Called by: all of `transformer` and `models`; `training.get_model` for the wrapper. Calls:
-`tensor_parallel.initial_weights`. Counterpart: `megatron.core.transformer.module`.
+`core.parameter`, `tensor_parallel.initial_weights`. Counterpart: `megatron.core.transformer.module`.
 """
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from minimegatron.core.parameter import tensor_group
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 class MegatronModule(torch.nn.Module):
@@ -26,18 +25,42 @@ class MegatronModule(torch.nn.Module):
         super().__init__()
         self.config = config
 
-    def initialize_weights(self, tp_group: Any) -> None:
+    def global_name(self, name: str) -> str:
+        """The name in the full model, from this module on, of what this chunk calls `name`.
+
+        `name` is dotted, and right below the first dot: the module there has been asked. A module
+        that has a part of something longer, or a copy of something, overrides this.
+        """
+        return name
+
+    def initialize_weights(self, pg_collection: ProcessGroupCollection) -> None:
         """Draws every weight by its name in the full model (see `initial_weights`).
 
         A model calls this once it is built. Parameters without an `init_method` (norms, biases)
         keep their constants.
         """
-        for name, param in self.named_parameters():
+        for name, param in named_global_parameters(self):
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
             if hasattr(param, "init_method"):
-                global_name = global_parameter_name(self, name)
-                rank, size = tp_group.rank(), tp_group.size()
-                draw_named_weight(param, global_name, self.config.init_seed, rank, size)
+                group = tensor_group(param, pg_collection)
+                rank, size = group.rank(), group.size()
+                draw_named_weight(param, name, self.config.init_seed, rank, size)
+
+
+class PartOfModuleList(torch.nn.ModuleList):
+    """Some neighbours out of a list of the full model, where the first is number `first`.
+
+    The layers of a chunk; the experts of a rank.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], first: int = 0):
+        super().__init__(modules)
+        self.first = first
+
+    def global_name(self, name: str) -> str:
+        """Here the module "0" is the full model's `first`."""
+        index, dot, rest = name.partition(".")
+        return f"{self.first + int(index)}{dot}{rest}"
 
 
 # -- Names that do not depend on the layout --
@@ -46,8 +69,9 @@ class MegatronModule(torch.nn.Module):
 def global_parameter_name(model: torch.nn.Module, name: str) -> str:
     """The name in the full model of what the chunk `model` calls `name`.
 
-    `decoder.layers.0.` of a later chunk becomes `decoder.layers.{its place in the model}.`; the last
-    stage's copy of a tied embedding gets the embedding's own name.
+    Every module on the way from the parameter up to `model` that has a `global_name` is asked for
+    it. `decoder.layers.0.` of a later chunk becomes `decoder.layers.{its place in the model}.`; the
+    last stage's copy of a tied embedding gets the embedding's own name.
 
     Args:
         model: a model chunk, wrapped (`Float16Module`, DDP) or not.
@@ -56,13 +80,10 @@ def global_parameter_name(model: torch.nn.Module, name: str) -> str:
     while hasattr(model, "module"):
         model = model.module
         name = name.removeprefix("module.")
-    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-        return "embedding.word_embeddings.weight"
-    match = _LAYER.match(name)
-    if match is None:
-        return name
-    layer = model.decoder.layers[int(match.group(1))]
-    return f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
+    child, dot, rest = name.partition(".")
+    if dot:
+        name = f"{child}.{global_parameter_name(getattr(model, child), rest)}"
+    return model.global_name(name) if hasattr(model, "global_name") else name
 
 
 def named_global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -12,8 +12,11 @@ import torch
 
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
-from minimegatron.core.transformer.layer_placement import get_num_layers_to_build
-from minimegatron.core.transformer.module import MegatronModule
+from minimegatron.core.transformer.layer_placement import (
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+)
+from minimegatron.core.transformer.module import MegatronModule, PartOfModuleList
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -103,7 +106,7 @@ class TransformerBlock(MegatronModule):
         self.vp_stage = vp_stage
         self.input_tensor: torch.Tensor | None = None
         submodules = get_block_submodules(config, spec, vp_stage, pg_collection.pp.rank())
-        self.layers = torch.nn.ModuleList(
+        layers = (
             build_module(
                 layer_spec,
                 config=config,
@@ -113,6 +116,8 @@ class TransformerBlock(MegatronModule):
             )
             for number, layer_spec in enumerate(submodules.layer_specs, start=1)
         )
+        first = get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+        self.layers = PartOfModuleList(layers, first)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm = None
         if post_process and post_layer_norm:

@@ -309,7 +309,7 @@ FAULTS = (
     Fault(
         "gradients-not-averaged",
         _DDP + "distributed_data_parallel.py",
-        "return 1.0 if per_token or ddp_config.average_in_collective else 1.0 / num_ranks",
+        "return divided / num_ranks",
         "return 1.0",
         "The sum over d data-parallel ranks is not divided by d: gradients are d times too large.",
     ),

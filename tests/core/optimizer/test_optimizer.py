@@ -15,6 +15,7 @@ from minimegatron.core.distributed import (
 from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.parameter import KINDS
 from tests.core.distributed.common import (
     Toy,
     loss_of,
@@ -98,7 +99,7 @@ def _true_norm(local_norm_only):
         )
         optimizer = get_megatron_optimizer(config, [chunk], pg_collection=groups)
         if local_norm_only:
-            optimizer.grad_stats_parallel_groups = ()
+            optimizer.kinds_of_groups = {(): list(KINDS.values())}
         chunk.module.set_main_grads()
         successful, grad_norm, zeros = optimizer.step()
         if local_norm_only:

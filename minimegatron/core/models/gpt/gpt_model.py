@@ -97,7 +97,7 @@ class GPTModel(LanguageModule):
         with weights_drawn_later():
             self._build(transformer_layer_spec)
         self.setup_embeddings_and_output_layer()
-        self.initialize_weights(self.tp_group)
+        self.initialize_weights(self.pg_collection)
 
     def _build(self, transformer_layer_spec: Any) -> None:
         if self.pre_process:

@@ -167,7 +167,7 @@ def _watched(student: ModuleType, faults: list[str]) -> tuple[Callable, Callable
             faults.append(f"{name} changed gradients in place; it may only read them")
             before.clear()
 
-    def select(optimizer: Any) -> Any:
+    def select(optimizer: Any, *kinds: Any) -> Any:
         grads = [shard.main_param.grad for shard in optimizer.shards]
         before.extend((grad, grad.clone()) for grad in grads if grad is not None)
         selection = _gradients(student.get_main_grads_for_grad_norm(optimizer), faults)

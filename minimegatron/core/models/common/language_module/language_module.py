@@ -43,6 +43,11 @@ class LanguageModule(MegatronModule):
         loss = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
         return make_viewless_tensor(loss.transpose(0, 1).contiguous())
 
+    def global_name(self, name: str) -> str:
+        """The last stage's copy of a tied embedding has the embedding's name."""
+        is_copy = name == "output_layer.weight" and self.share_embeddings_and_output_weights
+        return "embedding.word_embeddings.weight" if is_copy else name
+
     def setup_embeddings_and_output_layer(self) -> None:
         """Marks the vocabulary's weights for modules that treat them specially.
 

@@ -1,0 +1,62 @@
+"""What a parameter knows: of which kind it is, how it is cut, and over which ranks.
+
+Asked by: `DistributedDataParallel`, the optimizers, initial weights, checkpoints. Calls: nothing.
+Megatron keeps the same facts as attributes of parameters, and each of these asks for an expert.
+
+A layer sets attributes of its parameters, under Megatron's names:
+
+    tensor_model_parallel, partition_dim,    how it is cut over its tensor group;
+    partition_stride, partition_sizes        see `core.tensor_parallel.sharding`
+    allreduce                                False for an expert's parameter
+    shared_embedding, shared                 a copy of the tied embedding; its second copy
+
+Whoever needs a group asks for the group of the parameter. The answer depends on its kind:
+
+                                             dense      expert
+    tensor   ranks that share it             tp         expt_tp
+    reduce   ranks that have the same of it  dp_cp      expt_dp
+    model    ranks that have all of them     mp         tp_ep_pp
+
+One number is the same for all kinds: gradients are multiplied by 1 / (size of dp_cp). So many ranks
+have a loss each. An expert sees the tokens of several of them, and adds up what the group lacks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """Names of groups in a `ProcessGroupCollection`."""
+
+    tensor: str
+    """Ranks that share one parameter: each has a piece, or all have the whole."""
+    reduce: str
+    """Ranks that have the same values: gradients are summed over them, ZeRO-1 divides them."""
+    model: str
+    """Ranks that together have every parameter of the kind: norms are summed over them."""
+
+
+KINDS = {
+    "dense": ParameterKind(tensor="tp", reduce="dp_cp", model="mp"),
+    "expert": ParameterKind(tensor="expt_tp", reduce="expt_dp", model="tp_ep_pp"),
+}
+"""A further kind is added here, on every rank; its parameters have the attribute `kind`, its name."""
+
+
+def kind_of(param: Any) -> ParameterKind:
+    """Raises ValueError for a `param.kind` that is not in `KINDS`."""
+    name = getattr(param, "kind", "dense" if getattr(param, "allreduce", True) else "expert")
+    if name not in KINDS:
+        raise ValueError(f"no kind of parameter is called {name!r}; use {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def tensor_group(param: Any, pg_collection: Any) -> Any:
+    """The ranks that `param` is cut over."""
+    return getattr(pg_collection, kind_of(param).tensor)
+
+
+def reduce_group(param: Any, pg_collection: Any) -> Any:
+    """The ranks that `param`'s gradient is summed over."""
+    return getattr(pg_collection, kind_of(param).reduce)
