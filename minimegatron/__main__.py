@@ -18,31 +18,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 COMMANDS = {
-    "convert": ("minimegatron.commands.convert_command", "import or export Hugging Face weights"),
-    "exercises": (
-        "minimegatron.commands.exercises_command",
-        "write pieces of the chain; checked on ranks",
-    ),
-    "groups": (
-        "minimegatron.commands.groups_command",
-        "print every process group of a parallel layout",
-    ),
-    "layout": ("minimegatron.commands.layout_command", "print which rank holds which layers"),
-    "notebooks": (
-        "minimegatron.commands.notebooks_command",
-        "put the notebooks into a folder of yours",
-    ),
-    "plan": ("minimegatron.commands.plan_command", "show what every stage does when in a step"),
-    "preprocess": (
-        "minimegatron.commands.preprocess_command",
-        "turn text into a dataset to train on",
-    ),
-    "trace": (
-        "minimegatron.commands.trace_command",
-        "show what a recorded run did, beside its plan",
-    ),
+    "convert": "import or export Hugging Face weights",
+    "exercises": "write pieces of the chain; checked on ranks",
+    "groups": "print every process group of a parallel layout",
+    "layout": "print which rank holds which layers",
+    "notebooks": "put the notebooks into a folder of yours",
+    "plan": "show what every stage does when in a step",
+    "preprocess": "turn text into a dataset to train on",
+    "trace": "show what a recorded run did, beside its plan",
 }
-"""Command -> (module, what it does)."""
+"""Command -> what it does. Its module is `commands/NAME_command.py`."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,9 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         advice = f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(COMMANDS)}"
         return _refuse("minimegatron", f"there is no command {name!r}; {advice}")
-    module_name, summary = COMMANDS[name]
-    module = importlib.import_module(module_name)
-    parser = _Parser(prog=f"minimegatron {name}", description=summary, allow_abbrev=False)
+    module = importlib.import_module(f"minimegatron.commands.{name}_command")
+    parser = _Parser(prog=f"minimegatron {name}", description=COMMANDS[name], allow_abbrev=False)
     module.add_arguments(parser)
     arguments = parser.parse_args(argv[1:])
     try:
@@ -82,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
         ["usage: minimegatron <command> [options]", "", "commands:", *lines, ""]
         + ["`minimegatron <command> --help` lists a command's options."]

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimegatron.exercises.catalog import find
+from minimegatron.exercises.exercise import find
 from tests.busy import busy_loops
 
 ROOT = Path(__file__).parents[1]

@@ -135,7 +135,9 @@ def _imported(package: Package, tree: ast.Module) -> list[str]:
 
 def planner_zip(package: Package, path: Path) -> bytes:
     """The modules and their packages' `__init__`, as one archive that Python can unpack."""
-    names = {package.pages[name].path for name in needed_modules(package, ENTRY.read_text())}
+    # `minimegatron/__init__.py` imports the old names of modules.
+    text = f"import minimegatron.moved\n{ENTRY.read_text()}"
+    names = {package.pages[name].path for name in needed_modules(package, text)}
     for name in list(names):
         parents = Path(name).parents
         names |= {str(folder / "__init__.py") for folder in parents if folder != Path(".")}

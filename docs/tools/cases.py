@@ -39,7 +39,7 @@ from minimegatron.core.pipeline_parallel.schedule_table import (
 from minimegatron.core.pipeline_parallel.send_limits import get_interleaved_send_limits
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
-from minimegatron.exercises.catalog import exercises
+from minimegatron.exercises.exercise import exercises
 from minimegatron.exercises.grading import archives, collection
 from minimegatron.planner import formulas, memory
 from minimegatron.planner.actions import Action

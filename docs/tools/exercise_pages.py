@@ -13,8 +13,11 @@ HERE = Path(__file__).resolve().parent
 if str(HERE.parents[1]) not in sys.path:
     sys.path.insert(0, str(HERE.parents[1]))
 
-from minimegatron.exercises.catalog import exercises  # noqa: E402
-from minimegatron.exercises.exercise import TIERS, Exercise  # noqa: E402
+from minimegatron.exercises.exercise import (  # noqa: E402
+    TIERS,
+    Exercise,
+    exercises,
+)
 from minimegatron.exercises.labs.labs import LABS, OUTCOMES, layout_words, patch_words  # noqa: E402
 from minimegatron.exercises.student.pages import page_words  # noqa: E402
 from minimegatron.exercises.student.student_folder import hints  # noqa: E402

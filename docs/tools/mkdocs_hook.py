@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from stash import fill
 from trim_css import trim_site
 
-from minimegatron.exercises.catalog import exercises
+from minimegatron.exercises.exercise import exercises
 
 ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 """As in the list that the command prints: what is quick comes first."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.check.runner import Runner
+from minimegatron.exercises.exercise import exercises, find
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
 from minimegatron.exercises.grading.grade import (
     NOT_RUN,

@@ -6,7 +6,7 @@ Used by: `test_rooms` (a student's own check) and `test_grading`. Each must fail
 from pathlib import Path
 
 import minimegatron
-from minimegatron.exercises.catalog import find
+from minimegatron.exercises.exercise import find
 
 ROOT = Path(minimegatron.__file__).parent
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimegatron.exercises.catalog import exercises, find
+from minimegatron.exercises.exercise import exercises, find
 from tests.exercises.cheats import CHEATS, TEACHERS_CHEATS
 from tests.exercises.handed_in import tar_bytes, zip_bytes
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from minimegatron.exercises.catalog import find
+from minimegatron.exercises.exercise import find
 
 ROOT = Path(__file__).parents[2]
 PURE, RANKED = find("ex05"), find("ex06")

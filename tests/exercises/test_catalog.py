@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.check.engine import Sheet, check_file
-from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.exercise import Exercise, exercises, find
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.plain_data import from_line
 from minimegatron.exercises.room.source import wanted_names

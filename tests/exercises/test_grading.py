@@ -23,8 +23,8 @@ from xml.etree import ElementTree
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.check.engine import Sheet
+from minimegatron.exercises.exercise import exercises, find
 from minimegatron.exercises.grading import cell, cells
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
 from minimegatron.exercises.grading.cells import NUM_ROOMS, Cell, CellEnded, Template

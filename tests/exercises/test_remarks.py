@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minimegatron.exercises.catalog import exercises, find
+from minimegatron.exercises.exercise import exercises, find
 from minimegatron.exercises.grading import remarks
 from minimegatron.exercises.grading.remarks import SAME_CODE, TOO_DEEP, remarks_on
 

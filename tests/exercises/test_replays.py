@@ -1,7 +1,7 @@
 """A run in an order that only the student's file knows can be replayed like any other."""
 
-from minimegatron.exercises.catalog import find
 from minimegatron.exercises.check.engine import check_file
+from minimegatron.exercises.exercise import find
 
 
 def test_a_schedule_of_the_students_own_is_replayed(tmp_path):

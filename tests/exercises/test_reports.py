@@ -19,8 +19,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minimegatron.exercises.catalog import find
 from minimegatron.exercises.check.engine import Sheet
+from minimegatron.exercises.exercise import find
 from minimegatron.exercises.grading import grade as grading
 from minimegatron.exercises.grading.cell import SAME_USER
 from minimegatron.exercises.grading.cells import Cell, CellEnded

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minimegatron.exercises.catalog import find
 from minimegatron.exercises.check.engine import Sheet, check_file
+from minimegatron.exercises.exercise import find
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.collect import collect
 from minimegatron.exercises.room.collected import Collected, Question

@@ -11,7 +11,7 @@ import pytest
 
 import minimegatron
 from minimegatron.__main__ import main
-from minimegatron.exercises.catalog import exercises, find
+from minimegatron.exercises.exercise import exercises, find
 from minimegatron.exercises.room.verdict import PASSED, WRONG, Verdict
 from minimegatron.exercises.student import pages
 from minimegatron.exercises.student.student_folder import STATE, StudentFolder, digest, hints

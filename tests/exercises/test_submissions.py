@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minimegatron.exercises.catalog import exercises, find
+from minimegatron.exercises.exercise import exercises, find
 from minimegatron.exercises.grading import collection, submissions
 from minimegatron.exercises.grading.collection import MOST_PROBLEMS, MOST_TAKEN
 from minimegatron.exercises.grading.decoded_text import decode

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from minimegatron.exercises.catalog import exercises
+from minimegatron.exercises.exercise import exercises
 from minimegatron.exercises.room.verdict import PASSED, WRONG, Verdict
 from minimegatron.exercises.student.student_folder import StudentFolder, digest
 from minimegatron.exercises.student.watch_files import _Watching

@@ -21,8 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from minimegatron.exercises.bench.cases import Case, Result, Wrong
-from minimegatron.exercises.catalog import find
-from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.exercise import Exercise, find
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.collect import collect
 from minimegatron.exercises.room.collected import ALONE, CHECK, Collected, Question

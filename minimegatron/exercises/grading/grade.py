@@ -28,11 +28,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from minimegatron.exercises.catalog import exercises
 from minimegatron.exercises.check.engine import Sheet
 from minimegatron.exercises.check.judge import Judge
 from minimegatron.exercises.check.runner import ROOT
-from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.exercise import Exercise, exercises
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits, Order
 from minimegatron.exercises.grading.cells import NUM_ROOMS, Cell, CellEnded, Template
 from minimegatron.exercises.grading.remarks_apart import remarks_apart

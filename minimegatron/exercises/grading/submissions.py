@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from minimegatron.exercises.catalog import exercises
+from minimegatron.exercises.exercise import exercises
 from minimegatron.exercises.grading import collection
 from minimegatron.exercises.grading.archives import read_archive
 from minimegatron.exercises.grading.collection import (

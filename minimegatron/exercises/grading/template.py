@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from minimegatron.exercises.catalog import find
 from minimegatron.exercises.check.runner import PRELOADED, hide_memory
+from minimegatron.exercises.exercise import find
 from minimegatron.exercises.grading.cell import Limits, Order, run_cell
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.collect import collect

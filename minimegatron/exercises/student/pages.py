@@ -5,8 +5,7 @@ Called by: the command, `watch`. Calls: `student_folder`. Torch-free. Megatron h
 
 import shutil
 
-from minimegatron.exercises.catalog import exercises
-from minimegatron.exercises.exercise import TIERS, Exercise
+from minimegatron.exercises.exercise import TIERS, Exercise, exercises
 from minimegatron.exercises.labs.labs import (
     LABS,
     OUTCOMES,

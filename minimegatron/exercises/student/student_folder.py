@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from minimegatron.core.json_text import parse_json
-from minimegatron.exercises.catalog import exercises, find
-from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.exercise import Exercise, exercises, find
 from minimegatron.exercises.labs.faults import FORMER_NAMES
 from minimegatron.exercises.room.verdict import HANG, Verdict
 
