@@ -62,9 +62,7 @@ SPACE = Space(
         Rule(
             ("overlap_grad_reduce", "overlap_param_gather"), lambda reduce, gather: reduce >= gather
         ),
-        Rule(
-            ("overlap_param_gather", "align_param_gather"), lambda gather, align: gather >= align
-        ),
+        Rule(("overlap_param_gather", "align_param_gather"), lambda gather, align: gather >= align),
     ],
 )
 """The options of parity. World sizes are an axis, so that every option is on in each of them."""
@@ -83,9 +81,21 @@ def pairwise_cases(shared_memory: bool) -> list[Case]:
 
 def case_of(row: Row) -> Case:
     """A row of `SPACE` as a case."""
-    same = "tp pp dp vp planned deallocate llama sp recompute num_partial dist_opt".split()
-    same += "overlap_grad_reduce align_grad_reduce overlap_param_gather".split()
-    same += "align_param_gather per_token delay_wgrad loss_scale evaluates dtype".split()
+    same = [
+        "tp",
+        "pp",
+        "dp",
+        "vp",
+        "planned",
+        "deallocate",
+        "llama",
+        "sp",
+        "recompute",
+        "num_partial",
+        "dist_opt",
+    ]
+    same += ["overlap_grad_reduce", "align_grad_reduce", "overlap_param_gather"]
+    same += ["align_param_gather", "per_token", "delay_wgrad", "loss_scale", "evaluates", "dtype"]
     options = {name: row[name] for name in same}
     p = row["pp"]
     if row["vp"] is None:
