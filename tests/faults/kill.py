@@ -220,7 +220,7 @@ def wait_for_moment(
         if is_there and (is_writing(folder) or not during_save):
             time.sleep(dice.uniform(0.0, 0.005 if during_save else 0.1))
             return None if job.is_over() else "between saves"
-        time.sleep(0.0002)
+        time.sleep(0.002)
     return None
 
 
