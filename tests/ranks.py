@@ -11,7 +11,7 @@ from minimegatron.core import local_channels
 # Test modules import these; importing them once, in the process ranks are forked from, saves that
 # time in every rank.
 launcher.PRELOADED += ["pytest", "hypothesis", "numpy"]
-launcher.PRELOADED += ["minimegatron.pretrain_gpt", "minimegatron.execution"]
+launcher.PRELOADED += ["minimegatron.pretrain_gpt", "minimegatron.execution", "tests.preloaded"]
 
 
 WITHOUT_SHARED_MEMORY = "MINIMEGATRON_TESTS_WITHOUT_SHARED_MEMORY"
