@@ -1,6 +1,7 @@
 # make demo    train a small GPT over four processes on this machine, about two minutes
 # make test    run the tests
-# make test-full  the same, and the cases that take longer to say what others say already
+# make test-full  the same, and the cases that take longer to say what others say already; its log is
+#                 tests/full_log.jsonl
 # make test-gloo  the tests whose ranks exchange tensors, as on systems without memory shared by ranks
 # make test-stress  run those that start processes ten times beside busy loops; goes on where it stopped
 # make lint    check style
@@ -56,7 +57,7 @@ test: $(VENV)/.installed-conformance chromium
 
 test-full: export PYTHONDONTWRITEBYTECODE =
 test-full: $(VENV)/.installed-conformance chromium
-	$(BIN)/python -m pytest -v -n 2 --dist loadfile -m 'full or not full'
+	$(BIN)/python -m tests.full -n 2 --dist loadfile
 
 # What macOS has: `tests.ranks` lets ranks find no shared memory, and gloo carries all they exchange.
 # Left out are the tests of shared memory itself.

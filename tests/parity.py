@@ -41,6 +41,8 @@ from tests.fake_transport import FakeGroup
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 32, 8, 2, 32, 8
 GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-10, 1e-9
+IN_FLOAT32 = 1e-5 / GRADIENT_TOLERANCE
+"""What differences in float32 are divided by; there they are relative to the largest number."""
 NUM_STEPS = 3
 
 
@@ -82,6 +84,8 @@ class Case:
     """The schedule launches gradients (`grad_sync_func`), not backward."""
     align_param_gather: bool = False
     """The schedule gathers parameters (`param_sync_func`), not forward alone."""
+    dtype: str = "float64"
+    """Of weights, activations and messages."""
 
     @property
     def world(self) -> int:
@@ -94,9 +98,12 @@ class Case:
     def serial(self) -> "Case":
         """The case that this one must equal: all of one global batch in one process."""
         layers = self.num_layers or self.pp * (self.vp or 1)
-        return Case(
-            M=self.M * self.dp, llama=self.llama, per_token=self.per_token, num_layers=layers
-        )
+        same = {name: getattr(self, name) for name in ("llama", "per_token", "dtype")}
+        return Case(M=self.M * self.dp, num_layers=layers, **same)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
 
 def transformer_config(case: Case) -> TransformerConfig:
@@ -118,8 +125,8 @@ def transformer_config(case: Case) -> TransformerConfig:
         num_attention_heads=HEADS,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=torch.float64,
-        pipeline_dtype=torch.float64,
+        params_dtype=case.torch_dtype,
+        pipeline_dtype=case.torch_dtype,
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp,
@@ -205,7 +212,7 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
         lr=0.05,
         adam_eps=1e-3,
         clip_grad=0.5,
-        params_dtype=torch.float64,
+        params_dtype=case.torch_dtype,
         use_distributed_optimizer=case.dist_opt,
         overlap_param_gather=case.overlap_param_gather,
     )
@@ -316,6 +323,8 @@ def compare(
     def check(what: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
         nonlocal compared, worst
         difference = (found - wanted).abs().max().item()
+        if case.dtype == "float32":
+            difference /= IN_FLOAT32 * max(1.0, wanted.abs().max().item())
         compared, worst = compared + 1, max(worst, difference)
         if not difference <= tolerance:
             problems.append(f"{case}: {what} is off by {difference:.3g}")

@@ -1,12 +1,160 @@
 """The cases of parity: which layouts, schedules and options are compared with one process.
 
-Used by tests/test_parity.py. `parity` compares them.
+Used by tests/test_parity.py. `parity` compares them. `make test` runs `pairwise_cases` and
+`NAMED_CASES`; `make test-full` runs the grids `all_cases` and `system_cases`, and `unusual_cases`.
 """
 
 import random
 from dataclasses import replace
+from functools import cache
 
+from tests.covering import Row, Rule, Space, covering_array
 from tests.parity import Case
+
+# -- Every pair of options --
+
+SPACE = Space(
+    {
+        "world": (2, 3, 4, 6, 8),
+        "tp": (1, 2, 4),
+        "pp": (1, 2, 3, 4),
+        "dp": (1, 2),
+        "vp": (None, 2, 3),
+        "group": (None, "p", "p + 1", "2p"),
+        "microbatches": ("one group", "remainder", "two groups"),
+        "p2p": ("batched", "unbatched", "overlap"),
+        "planned": (False, True),
+        "deallocate": (False, True),
+        "llama": (False, True),
+        "sp": (False, True),
+        "recompute": (None, "selective", "full"),
+        "num_partial": (None, 1, 2),
+        "dist_opt": (False, True),
+        "overlap_grad_reduce": (False, True),
+        "align_grad_reduce": (False, True),
+        "overlap_param_gather": (False, True),
+        "align_param_gather": (False, True),
+        "per_token": (False, True),
+        "delay_wgrad": (False, True),
+        "deferral": (None, 0, 1, 2),
+        "loss_scale": (1.0, 65536.0),
+        "evaluates": (False, True),
+        "dtype": ("float64", "float32"),
+        "shared_memory": (True, False),
+    },
+    [
+        Rule(("world", "tp", "pp", "dp"), lambda world, tp, pp, dp: world == tp * pp * dp),
+        Rule(("pp", "vp"), lambda pp, vp: vp is None or pp > 1),
+        Rule(("vp", "group"), lambda vp, group: (vp is None) == (group is None)),
+        # What is batched may cross on a ring of two; overlapping is of the interleaved schedule.
+        Rule(("pp", "vp", "p2p"), lambda pp, vp, p2p: p2p != "batched" or vp is None or pp > 2),
+        Rule(("vp", "p2p"), lambda vp, p2p: p2p != "overlap" or vp is not None),
+        Rule(("pp", "p2p"), lambda pp, p2p: p2p == "batched" or pp > 1),
+        Rule(("tp", "sp"), lambda tp, sp: not sp or tp > 1),
+        Rule(("pp", "num_partial"), lambda pp, num_partial: num_partial is None or pp > 1),
+        Rule(
+            ("recompute", "num_partial"),
+            lambda recompute, num_partial: num_partial is None or recompute != "selective",
+        ),
+        Rule(("dp", "dist_opt"), lambda dp, dist_opt: not dist_opt or dp > 1),
+        Rule(("overlap_grad_reduce", "align_grad_reduce"), lambda overlap, align: overlap >= align),
+        Rule(("dist_opt", "overlap_param_gather"), lambda zero, gather: zero >= gather),
+        Rule(
+            ("overlap_grad_reduce", "overlap_param_gather"), lambda reduce, gather: reduce >= gather
+        ),
+        Rule(("overlap_param_gather", "align_param_gather"), lambda gather, align: gather >= align),
+    ],
+)
+"""The options of parity. World sizes are an axis, so that every option is on in each of them."""
+
+
+@cache
+def pairwise_rows() -> list[Row]:
+    """Rows of `SPACE` in which every two values that may meet do meet."""
+    return covering_array(SPACE)
+
+
+def pairwise_cases(shared_memory: bool) -> list[Case]:
+    """The cases of `pairwise_rows`, with shared memory between the ranks or over gloo alone."""
+    return [case_of(row) for row in pairwise_rows() if row["shared_memory"] == shared_memory]
+
+
+def case_of(row: Row) -> Case:
+    """A row of `SPACE` as a case."""
+    same = [
+        "tp",
+        "pp",
+        "dp",
+        "vp",
+        "planned",
+        "deallocate",
+        "llama",
+        "sp",
+        "recompute",
+        "num_partial",
+        "dist_opt",
+    ]
+    same += ["overlap_grad_reduce", "align_grad_reduce", "overlap_param_gather"]
+    same += ["align_param_gather", "per_token", "delay_wgrad", "loss_scale", "evaluates", "dtype"]
+    options = {name: row[name] for name in same}
+    p = row["pp"]
+    if row["vp"] is None:
+        options["M"] = {"one group": 1, "remainder": 3, "two groups": 6}[row["microbatches"]]
+    else:
+        group = {"p": p, "p + 1": p + 1, "2p": 2 * p}[row["group"]]
+        options["M"] = {"one group": group, "remainder": group + p, "two groups": 2 * group}[
+            row["microbatches"]
+        ]
+        options |= {"G": group, "batched": row["p2p"] == "batched"}
+    options |= {"overlap": row["p2p"] == "overlap"}
+    if row["vp"] is None and p > 1:
+        options["batched"] = row["p2p"] == "batched"
+    if row["deferral"] is not None:
+        options |= {"defer_embedding": True, "deferral_limit": row["deferral"]}
+    return Case(**options)
+
+
+# -- What was wrong once, or is right only together --
+
+RING = {"pp": 2, "vp": 2, "G": 2, "M": 4, "batched": False}
+ZERO1 = {"dp": 2, "dist_opt": True, "overlap_grad_reduce": True}
+
+NAMED_CASES = {
+    "one microbatch, and fewer than stages": Case(pp=4, M=1),
+    "tied embedding on two of three stages": Case(pp=3, M=3),
+    "a remainder group over a ring of two": Case(**RING | {"G": 3, "M": 5, "overlap": True}),
+    "three chunks and freed outputs": Case(
+        pp=4, vp=3, G=8, M=8, batched=False, deallocate=True, llama=True
+    ),
+    "a deferred embedding after an evaluation": Case(
+        pp=2, M=3, defer_embedding=True, deferral_limit=1, evaluates=True, planned=True
+    ),
+    "the planned runner gathers what the schedule asks for": Case(
+        **RING | ZERO1, overlap_param_gather=True, align_param_gather=True, planned=True
+    ),
+    "the planned runner launches no gradient in an evaluation": Case(
+        **RING | ZERO1, align_grad_reduce=True, evaluates=True, planned=True
+    ),
+    "the planned runner recomputes as many as the written one": Case(
+        pp=4, M=5, recompute="full", num_partial=1, planned=True
+    ),
+    "an evaluation between steps that gather late": Case(
+        **ZERO1, M=2, num_layers=4, overlap_param_gather=True, evaluates=True
+    ),
+    "a delayed gradient in a bucket on its way": Case(
+        pp=2, dp=2, M=3, overlap_grad_reduce=True, delay_wgrad=True, defer_embedding=True
+    ),
+    "sequence, tokens and copies at once": Case(
+        tp=2, pp=2, dp=2, M=3, sp=True, per_token=True, llama=True
+    ),
+    "ZeRO-1 in chunks that free and recompute": Case(
+        **RING | ZERO1, overlap=True, deallocate=True, recompute="full", tp=2, sp=True
+    ),
+}
+"""By what is said of them: configurations that failed while this package was made, or whose parts
+are right alone."""
+
+# -- Whole grids, for `make test-full` --
 
 
 def layouts() -> list[Case]:

@@ -11,7 +11,11 @@ from minimegatron.launching import launcher
 # Test modules import these; importing them once, in the process ranks are forked from, saves that
 # time in every rank.
 launcher.PRELOADED += ["pytest", "hypothesis", "numpy"]
-launcher.PRELOADED += ["minimegatron.pretrain_gpt", "minimegatron.training.pipeline_schedule"]
+launcher.PRELOADED += [
+    "minimegatron.pretrain_gpt",
+    "minimegatron.training.pipeline_schedule",
+    "tests.preloaded",
+]
 
 
 WITHOUT_SHARED_MEMORY = "MINIMEGATRON_TESTS_WITHOUT_SHARED_MEMORY"

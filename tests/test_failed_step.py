@@ -132,22 +132,39 @@ def places_of(case: Case, rank: int, groups_of: Any) -> list[tuple[str, bool]]:
     return found + [(p, True) for p in FORWARD_ONLY_PLACES if is_last or p != "loss"]
 
 
-def fail_and_recover(case: Case, path: str) -> tuple[int, list[str]]:
+Failure = tuple[int, str, bool]
+"""Which rank fails, where, and whether the step is forward only."""
+
+
+def failures(case: Case, every: bool) -> list[Failure]:
+    """Of every place on every rank; else every place once, on one rank after the other."""
+    ranks_of: dict[tuple[str, bool], list[int]] = {}
+    for rank in range(case.world):
+        for where in places_of(case, rank, lambda r: r // (case.tp * case.dp)):
+            ranks_of.setdefault(where, []).append(rank)
+    found = []
+    for number, (where, ranks) in enumerate(ranks_of.items()):
+        chosen = ranks if every else [ranks[(number + case.M) % len(ranks)]]
+        found += [(rank, *where) for rank in chosen]
+    assert {rank for rank, _, _ in found} == set(range(case.world))
+    return sorted(found)
+
+
+def fail_and_recover(case: Case, path: str, planned: list[Failure]) -> tuple[int, list[str]]:
     """Each failure, and after each the step that `compare` knows the right numbers of."""
     parallel_state.initialize_model_parallel(case.tp, case.pp, case.vp)
     model_parallel_cuda_manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     problems, num_failures = [], 0
-    for rank in range(case.world):
-        for place, forward_only in places_of(case, rank, lambda r: r // (case.tp * case.dp)):
-            chunks, _ = build(case, groups)
-            raised = fail(case, groups, chunks, place, rank, forward_only)
-            kind = BEFORE_THE_STEP.get(place, Planted).__name__
-            if torch.distributed.get_rank() == rank and kind not in raised:
-                problems.append(f"{place} on rank {rank}: raised {raised!r}")
-            num_failures += 1
-            _, _, found = compare(case, load_reference(path), groups, num_steps=1)
-            problems += [f"after {place} on rank {rank}: {problem}" for problem in found]
+    for rank, place, forward_only in planned:
+        chunks, _ = build(case, groups)
+        raised = fail(case, groups, chunks, place, rank, forward_only)
+        kind = BEFORE_THE_STEP.get(place, Planted).__name__
+        if torch.distributed.get_rank() == rank and kind not in raised:
+            problems.append(f"{place} on rank {rank}: raised {raised!r}")
+        num_failures += 1
+        _, _, found = compare(case, load_reference(path), groups, num_steps=1)
+        problems += [f"after {place} on rank {rank}: {problem}" for problem in found]
     return num_failures, problems
 
 
@@ -155,11 +172,28 @@ def fail_and_recover(case: Case, path: str) -> tuple[int, list[str]]:
 tells = pytest.mark.skipif(not has_shared_memory(), reason="gloo's ranks wait for the time-out")
 
 
+NAMED = pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: str(c).replace("=", "").replace(" ", "-")
+)
+
+
 @tells
-@pytest.mark.parametrize("case", CASES, ids=lambda c: str(c).replace("=", "").replace(" ", "-"))
+@NAMED
 def test_a_good_step_follows_a_failed_one(case, tmp_path_factory):
-    path = reference(case.serial(), Path(tmp_path_factory.getbasetemp()))
-    results = run_ranks(fail_and_recover, case.world, case, path, timeout=250)
+    """Over two ranks every place on every rank; over four every place, and every rank."""
+    check(case, failures(case, every=case.world == 2), tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.full
+@tells
+@NAMED
+def test_a_good_step_follows_a_failed_one_wherever_it_failed(case, tmp_path_factory):
+    check(case, failures(case, every=True), tmp_path_factory.getbasetemp())
+
+
+def check(case: Case, planned: list[Failure], folder: Path) -> None:
+    path = reference(case.serial(), folder)
+    results = run_ranks(fail_and_recover, case.world, case, path, planned, timeout=250)
     assert [problem for _, found in results for problem in found] == []
     figure(f"{case}: {results[0][0]} failures, each followed by a good step")
 
@@ -321,10 +355,12 @@ def test_ranks_that_wait_for_a_failed_one_are_told_why():
         assert "given up this step" in told and "planted" in told
 
 
-def fail_and_make_groups_again(case: Case, path: str) -> tuple[list[str], list[str]]:
+def fail_and_make_groups_again(
+    case: Case, path: str, failing: list[int]
+) -> tuple[list[str], list[str]]:
     """What each rank raised, and what is wrong with the good step after it, in new groups."""
     raised, problems = [], []
-    for rank in range(case.world):
+    for rank in failing:
         parallel_state.initialize_model_parallel(
             case.tp, case.pp, case.vp, distributed_timeout_minutes=3 / 60
         )
@@ -341,10 +377,14 @@ def fail_and_make_groups_again(case: Case, path: str) -> tuple[list[str], list[s
     return raised, problems
 
 
-def test_without_shared_memory_a_good_step_follows_in_new_groups(tmp_path_factory):
+@pytest.mark.parametrize("failing", [[1], pytest.param([0, 1], marks=pytest.mark.full)])
+def test_without_shared_memory_a_good_step_follows_in_new_groups(failing, tmp_path_factory):
+    """The other rank waits for a time-out."""
     case = Case(pp=2, M=3)
     path = reference(case.serial(), Path(tmp_path_factory.getbasetemp()))
-    results = run_ranks(fail_and_make_groups_again, 2, case, path, shared_memory=False, timeout=120)
+    results = run_ranks(
+        fail_and_make_groups_again, 2, case, path, failing, shared_memory=False, timeout=120
+    )
     assert [problem for _, found in results for problem in found] == []
     for first, second in zip(*(raised for raised, _ in results), strict=True):
         assert sorted(text.split(":")[0] for text in (first, second)) == [

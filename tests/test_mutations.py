@@ -1,8 +1,8 @@
 """Each known mistake, made on purpose in a copy of the package: the tests must notice.
 
 A fault's row names what runs against it (a few tests, or one parity case) and a word that must be
-in the output, so that it is noticed for what it is. Every such probe must also pass on the code as
-it is.
+in the output, so that it is noticed for what it is. The cases of those probes must also pass on the
+code as it is.
 """
 
 import json
@@ -19,6 +19,8 @@ import pytest
 
 from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
 from minimegatron.exercises.labs.labs import copy_package
+from tests.parity import Case
+from tests.test_parity import check
 
 ROOT = Path(__file__).parents[1]
 ORDER = ("pytest", "tests/core/pipeline_parallel/test_order.py")
@@ -29,7 +31,7 @@ PLACEMENT = ("pytest", "tests/core/transformer/test_layer_placement.py")
 TRANSPORT = ("pytest", "tests/core/pipeline_parallel/test_transport.py")
 DDP = ("pytest", "tests/core/distributed/test_distributed_data_parallel.py", "-k")
 ZERO = ("tests.probes", '{"pp": 2, "dp": 2, "M": 2, "dist_opt": true}')
-SHORT_PP_TP = ("tests.probes", '{"tp": 2, "pp": 2, "M": 2, "sp": true}', "10")  # seconds
+MADE_BY_ALL = ("pytest", "tests/core/test_parallel_state.py", "-k", "also_those_of_others")
 TP = ("tests.probes", '{"tp": 2, "M": 2}')
 SP = ("tests.probes", '{"tp": 2, "M": 2, "sp": true}')
 SP_PP = ("tests.probes", '{"tp": 2, "pp": 2, "M": 2, "sp": true}')
@@ -77,7 +79,7 @@ CAUGHT_BY = {
     "peer-in-the-world": (TRANSPORT, r"not part of group|rank|peer"),
     "report-changed-in-place": (STEPS, r"shares_storage"),
     "remainder-of-layers-dropped": (PLACEMENT, r"DID NOT RAISE"),
-    "only-members-make-groups": (SHORT_PP_TP, r"not done|did not return|rank"),
+    "only-members-make-groups": (MADE_BY_ALL, r"rank 1 and rank 0 differ"),
     "unused-parameter-not-noticed": (DDP + ("unused",), r"DID NOT RAISE|NoneType"),
     "gradients-in-low-precision": (DDP + ("storage",), r"float32"),
     "tied-embedding-among-others": (ZERO, r"is off|differ"),
@@ -119,10 +121,13 @@ CAUGHT_BY = {
         r"launched twice",
     ),
     "gradients-launched-without-backward": (FRAME + ("planned_forward_only",), r"grad sync"),
-    "messages-of-a-failed-step": (FAILED_STEP + ("[pp2-M3]",), r"must begin every step"),
+    "messages-of-a-failed-step": (
+        CHANNELS + ("leaves_nothing_in_any and receiver",),
+        r"must begin every step",
+    ),
     "evaluation-of-one-copy-alone": (FAILED_STEP + ("copies[dp]",), r"after layer|raised nothing"),
     "hooks-that-keep-the-wrapper": (DDP + ("nobody_has",), r"assert \[\[False"),
-    "failure-kept-secret": (FAILED_STEP + ("told_why",), r"sent nothing|did not return|told"),
+    "failure-kept-secret": (CHANNELS + ("is_told_why",), r"sent nothing within 2 s"),
     "sends-that-never-wait": (CHANNELS + ("channel_is_full",), r"assert \d+ <= 2"),
     "every-message-lent": (CHANNELS + ("no_shared_memory",), r"assert \d+ <= "),
     "anybody-may-call": (CHANNELS + ("of_another_user_is_turned",), r"assert|DID NOT WARN"),
@@ -237,12 +242,17 @@ def test_the_fault_is_noticed(fault, outcomes):
 
 # The probes that are tests of the suite pass as part of it.
 PARITY_PROBES = sorted({probe[:2] for probe, _ in CAUGHT_BY.values() if probe[0] != "pytest"})
+PARITY_CASES = [Case(**json.loads(words)) for _, words in PARITY_PROBES]
 
 
-@pytest.mark.parametrize("probe", PARITY_PROBES, ids=" ".join)
-def test_the_probe_passes_without_a_fault(probe, tmp_path, runners):
+@pytest.mark.parametrize("world", sorted({case.world for case in PARITY_CASES}))
+def test_the_cases_of_the_probes_equal_one_process(world, tmp_path_factory):
+    check(PARITY_CASES, world, tmp_path_factory.getbasetemp())
+
+
+def test_a_probe_passes_without_a_fault(tmp_path, runners):
     copy_with_tests(tmp_path)
-    code, output = run_probe(probe, tmp_path, runners)
+    code, output = run_probe(DP, tmp_path, runners)
     assert code == 0, output
 
 

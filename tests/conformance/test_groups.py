@@ -10,7 +10,7 @@ from tests.figures import figure
 
 parallel_state = megatron_module("parallel_state")
 
-WORLD_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 64)
+WORLD_SIZES = (1, 2, 4, 6, 8, 12, 16, 24)
 SIZES = (1, 2, 3, 4, 8)
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "dp-tp-cp-ep-pp", "tp-pp-dp-cp-ep", "pp-dp-cp-ep-tp")
 
@@ -62,7 +62,9 @@ def test_every_kind_of_group_is_compared():
     assert [kind.name for kind in GROUP_KINDS] == list(DESCRIPTIONS)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "world_size", [*WORLD_SIZES, pytest.param(64, marks=pytest.mark.full, id="64")]
+)
 def test_same_groups(world_size: int):
     """All of (tp, pp, cp, ep, etp, order) whose dense grid fits `world_size`, and some that do not."""
     num_same = num_refused = 0

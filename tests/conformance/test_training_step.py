@@ -65,16 +65,28 @@ class Cut:
 LLAMA = "llama: RMSNorm, SwiGLU, rope, GQA, untied"
 TIED = "gpt2: LayerNorm, GELU, learned, tied"
 CUTS = [
-    *(Cut(tp, pp, None, M) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)) for M in (1, 5)),
-    *(Cut(1, 2, 2, M, mode) for M in (2, 4) for mode in ("unbatched", "overlap")),
-    *(Cut(1, 4, 2, 8, mode) for mode in ("batched", "unbatched", "overlap")),
+    *(
+        Cut(tp, pp, None, M)
+        for tp, pp, M in ((1, 1, 1), (1, 1, 5), (2, 1, 5), (1, 2, 1), (1, 2, 5))
+    ),
+    *(Cut(1, 2, 2, M, mode) for M, mode in ((2, "overlap"), (4, "unbatched"))),
+    Cut(2, 2, None, 5),
+    Cut(1, 4, None, 1),
+    *(Cut(1, 4, 2, 8, mode) for mode in ("batched", "overlap")),
     Cut(2, 2, 2, 4, "unbatched"),
     Cut(1, 2, 1, 4, "unbatched"),
-    Cut(2, 2, None, 4, kind=TIED),
     Cut(1, 4, 2, 4, kind=TIED),
-    *(Cut(*cut, kind=LLAMA, dtype=torch.float32) for cut in ((2, 1), (1, 2), (2, 2), (1, 4))),
+    *(Cut(*cut, kind=LLAMA, dtype=torch.float32) for cut in ((2, 1), (1, 2))),
     Cut(2, 2, 2, 4, "overlap", LLAMA, torch.float32),
 ]
+MORE_CUTS = [
+    *(Cut(tp, pp, None, M) for tp, pp, M in ((2, 1, 1), (2, 2, 1), (1, 4, 5))),
+    *(Cut(1, 2, 2, M, mode) for M, mode in ((2, "unbatched"), (4, "overlap"))),
+    Cut(1, 4, 2, 8, "unbatched"),
+    Cut(2, 2, None, 4, kind=TIED),
+    *(Cut(*cut, kind=LLAMA, dtype=torch.float32) for cut in ((2, 2), (1, 4))),
+]
+"""For `make test-full`."""
 
 
 # -- The same step in both packages --
@@ -248,7 +260,17 @@ def compare_all(cuts: list[Cut]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("size", sorted({cut.tp * cut.pp for cut in CUTS}))
 def test_same_losses_and_gradients(size: int):
-    cuts = [cut for cut in CUTS if cut.tp * cut.pp == size]
+    check(CUTS, size)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", sorted({cut.tp * cut.pp for cut in MORE_CUTS}))
+def test_same_losses_and_gradients_in_more_cuts(size: int):
+    check(MORE_CUTS, size)
+
+
+def check(all_cuts: list[Cut], size: int) -> None:
+    cuts = [cut for cut in all_cuts if cut.tp * cut.pp == size]
     num_compared, worst = 0, dict.fromkeys((cut.dtype for cut in cuts), 0.0)
     for rank, results in enumerate(run_ranks(compare_all, size, cuts)):
         for cut, found in zip(cuts, results, strict=True):

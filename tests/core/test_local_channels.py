@@ -506,6 +506,15 @@ def test_a_wait_that_fails_in_one_lane_fails_the_step_in_all():
     assert [value_of(expect_value(receiver, lane)) for lane in LANES] == list(LANES)
 
 
+def test_who_waits_for_one_that_gives_up_is_told_why():
+    sender, receiver = both_ends(timeout=2.0)
+    for end in (sender, receiver):
+        end.begin_step()
+    sender.abandon("planted")
+    with pytest.raises(ConnectionError, match="given up this step: planted"):
+        expect_value(receiver, 1).wait()
+
+
 def test_a_lane_without_messages_times_out_while_others_have_some():
     """What comes in another lane does not begin the time anew."""
     sender, receiver = both_ends(timeout=0.5)

@@ -5,6 +5,8 @@ import os
 import threading
 import time
 from dataclasses import fields
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from minimegatron.core import parallel_state as mpu
 from minimegatron.core.pipeline_parallel.placement import Placement, V
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups, make_grids
+from tests.groups import PretendGroup
 from tests.ranks import run_ranks
 
 LAYOUTS = [
@@ -414,6 +417,29 @@ def make_groups_slowly() -> bool:
     had_come = store.check(["came"])
     mpu.destroy_model_parallel()
     return had_come
+
+
+def groups_made_by(rank: int) -> tuple[list, set]:
+    """What rank `rank` of 8 asks `torch.distributed` for, which is only pretended to be there."""
+    asked = []
+
+    def new_group(ranks, group_desc, **_):
+        asked.append((tuple(ranks), group_desc))
+        return PretendGroup(ranks.index(rank) if rank in ranks else 0, len(ranks))
+
+    answers = {"get_rank": lambda: rank, "get_backend": lambda group: "pretended"}
+    with mock.patch.multiple(mpu.dist, new_group=new_group, **answers):
+        state = mpu._create_groups(all_groups(8, 2, 2, 1, 1), timedelta(seconds=1), None)
+    return asked, {kind for kind, group in state.groups.items() if group is not None}
+
+
+def test_every_rank_asks_for_all_groups_also_those_of_others():
+    """Making a group is collective over the world: who skips one leaves the others waiting."""
+    asked, mine = groups_made_by(0)
+    for rank in range(1, 8):
+        assert groups_made_by(rank)[0] == asked, f"rank {rank} and rank 0 differ"
+    assert len(asked) > 10 and len({ranks for ranks, _ in asked}) == len(asked)
+    assert {"tp", "pp", "dp", "embd"} <= mine
 
 
 def test_no_rank_leaves_before_all_have_made_the_groups():

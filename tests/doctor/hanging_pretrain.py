@@ -1,4 +1,4 @@
-"""`pretrain_gpt`, but rank 3 is stopped in its third forward of the second step."""
+"""`pretrain_gpt`, but its last rank is stopped in its third forward of the second step."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ num_forwards = 0
 def forward_step(data_iterator, model):
     global num_forwards
     num_forwards += get_train_state().iteration == 1
-    if get_args().rank == 3 and num_forwards == 3:
+    if get_args().rank == get_args().world_size - 1 and num_forwards == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
     return pretrain_gpt.forward_step(data_iterator, model)
 

@@ -1,6 +1,15 @@
-"""Hangs planted in real ranks: each must be found, blamed on the right rank, and explained."""
+"""Hangs planted in real ranks: each must be found, blamed on the right rank, and explained.
 
+Ranks that hang do nothing but wait, so several hangs are waited for at once. What this process tells of
+each is what it would tell of that one alone.
+"""
+
+import functools
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -10,31 +19,71 @@ from minimegatron.launching.launcher import HangError, RankError, RankTimeout, l
 from tests.doctor import hangs
 from tests.figures import slowness
 
-HANG_TIMEOUT = 1.5
+HANG_TIMEOUT = 3.0
+AT_ONCE = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def running_forkserver():
-    """Imports torch before any clock runs."""
-    launch(hangs.nothing, 1, 0, 0, backend="gloo", device="cpu")
+@dataclass
+class Ended:
+    """How a launch ended."""
+
+    value: list[Any] | None
+    error: Exception | None
+    seconds: float
 
 
-def run(fn, nprocs: int, hang_timeout: float = HANG_TIMEOUT, timeout: float = 60):
-    return launch(
-        fn, nprocs, hang_timeout=hang_timeout, timeout=timeout, backend="gloo", device="cpu"
-    )
+def run(fn: Callable, nprocs: int, **options: float | None) -> Ended:
+    began, value, error = time.monotonic(), None, None
+    options = {"hang_timeout": HANG_TIMEOUT, "timeout": 60} | options
+    try:
+        value = launch(fn, nprocs, backend="gloo", device="cpu", **options)
+    except Exception as raised:
+        error = raised
+    return Ended(value, error, time.monotonic() - began)
 
 
-def diagnose(fn, nprocs: int) -> Diagnosis:
-    began = time.monotonic()
-    with pytest.raises(HangError) as caught:
-        run(fn, nprocs)
-    took = time.monotonic() - began
-    assert took < 15 or took < 15 * slowness()
-    found = caught.value.diagnosis
-    assert found.text in str(caught.value)
-    assert caught.value.ranks == list(found.ranks)
-    return found
+LAUNCHES: dict[str, Callable[[], Ended]] = {}
+"""By the test that looks at how it ended."""
+
+
+def after(fn: Callable, nprocs: int, **options: float | None) -> Callable:
+    """Decorates a test that is given how the ranks of `fn` ended, once they have."""
+
+    def decorate(test: Callable) -> Callable:
+        LAUNCHES[test.__name__] = functools.partial(run, fn, nprocs, **options)
+        return test
+
+    return decorate
+
+
+@pytest.fixture(scope="module")
+def running(request):
+    """The launches of the tests that were asked for, several at a time, in the tests' order."""
+    launch(
+        hangs.nothing, 1, 0, 0, backend="gloo", device="cpu"
+    )  # imports torch before any clock runs
+    mine = [item.name for item in request.session.items if item.path == request.path]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        futures = {name: pool.submit(LAUNCHES[name]) for name in mine if name in LAUNCHES}
+        yield futures
+        for future in futures.values():
+            future.cancel()
+
+
+@pytest.fixture
+def ended(running: dict[str, Future], request) -> Ended:
+    return running[request.node.name].result()
+
+
+@pytest.fixture
+def found(ended: Ended) -> Diagnosis:
+    """What the doctor said of a hang."""
+    assert isinstance(ended.error, HangError), ended
+    assert ended.seconds < 15 or ended.seconds < 15 * slowness()
+    diagnosis = ended.error.diagnosis
+    assert diagnosis.text in str(ended.error)
+    assert ended.error.ranks == list(diagnosis.ranks)
+    return diagnosis
 
 
 def unit(found: Diagnosis, rank: int) -> tuple:
@@ -49,8 +98,8 @@ def names(found: Diagnosis, rank: int) -> list[str]:
 # -- Messages --
 
 
-def test_two_ranks_that_both_send_first():
-    found = diagnose(hangs.send_send_cycle, 2)
+@after(hangs.send_send_cycle, 2)
+def test_two_ranks_that_both_send_first(found):
     assert found.kind == verdict.CYCLE
     assert found.cycle == (0, 1)
     assert unit(found, 0) == unit(found, 1) == (0, 0)
@@ -66,8 +115,8 @@ def test_two_ranks_that_both_send_first():
     assert "rank 0 sends the activation of microbatch 0 to rank 1" in found.text
 
 
-def test_a_receive_that_is_missing():
-    found = diagnose(hangs.missing_receive, 2)
+@after(hangs.missing_receive, 2)
+def test_a_receive_that_is_missing(found):
     assert found.kind == verdict.MISSING
     assert found.ranks == (1,)
     assert unit(found, 0) == (3, 0)
@@ -75,16 +124,16 @@ def test_a_receive_that_is_missing():
     assert found.situations[1].call.name == "all-reduce"
 
 
-def test_a_message_to_the_wrong_peer():
-    found = diagnose(hangs.wrong_peer, 3)
+@after(hangs.wrong_peer, 3)
+def test_a_message_to_the_wrong_peer(found):
     assert found.kind == verdict.WRONG_PEER
     assert found.ranks == (0,)
     assert "sends activations to rank 2, but its next stage is rank 1" in found.cause
     assert unit(found, 1) == (0, 0)
 
 
-def test_stages_with_different_numbers_of_microbatches():
-    found = diagnose(hangs.unequal_microbatches, 3)
+@after(hangs.unequal_microbatches, 3)
+def test_stages_with_different_numbers_of_microbatches(found):
     assert found.kind == verdict.UNEQUAL
     assert found.ranks == (1,)
     assert "microbatches: ranks 0 and 2: 4; rank 1: 6" in found.cause
@@ -94,8 +143,8 @@ def test_stages_with_different_numbers_of_microbatches():
 # -- Collectives --
 
 
-def test_a_rank_that_skips_a_collective():
-    found = diagnose(hangs.skipped_collective, 4)
+@after(hangs.skipped_collective, 4)
+def test_a_rank_that_skips_a_collective(found):
     assert found.kind == verdict.MISSING
     assert found.ranks == (2,)
     assert "all-reduce #4 (sum, [4, 8] float32)" in found.cause
@@ -103,40 +152,40 @@ def test_a_rank_that_skips_a_collective():
     assert found.situations[2].call.name == "all-gather"
 
 
-def test_a_rank_that_skips_a_collective_and_returns():
-    found = diagnose(hangs.early_return, 3)
+@after(hangs.early_return, 3)
+def test_a_rank_that_skips_a_collective_and_returns(found):
     assert found.kind == verdict.LEFT
     assert found.ranks == (2,)
     assert {(m.rank, m.waited_for_by) for m in found.missing} == {(2, 0), (2, 1)}
 
 
-def test_mismatched_shapes_in_a_collective():
+@after(hangs.mismatched_shapes, 3)
+def test_mismatched_shapes_in_a_collective(ended):
     # gloo does not hang on these: it ends the process. The doctor says why.
-    with pytest.raises(RankError) as caught:
-        run(hangs.mismatched_shapes, 3)
-    found = caught.value.diagnosis
+    assert isinstance(ended.error, RankError)
+    found = ended.error.diagnosis
     assert found.kind == verdict.MISMATCH
     assert found.ranks == (1,)
     assert "ranks 0 and 2 with all-reduce of [2, 8] float32" in found.cause
     assert "rank 1 with all-reduce of [1, 8] float32" in found.cause
-    assert found.cause in " ".join(str(caught.value).split())
+    assert found.cause in " ".join(str(ended.error).split())
 
 
-def test_different_operations_in_one_collective():
-    found = diagnose(hangs.mismatched_operations, 3)
+@after(hangs.mismatched_operations, 3)
+def test_different_operations_in_one_collective(found):
     assert found.kind == verdict.MISMATCH
     assert found.ranks == (1,)
     assert "rank 1 with broadcast of [16] float32 (from rank 0)" in found.cause
 
 
-def test_two_collectives_in_different_orders():
-    found = diagnose(hangs.wrong_order, 2)
+@after(hangs.wrong_order, 2)
+def test_two_collectives_in_different_orders(found):
     assert found.kind == verdict.ORDER
     assert found.cycle == (0, 1)
 
 
-def test_waiting_for_an_asynchronous_collective():
-    found = diagnose(hangs.never_waits_for_launched, 2)
+@after(hangs.never_waits_for_launched, 2)
+def test_waiting_for_an_asynchronous_collective(found):
     assert found.kind == verdict.STUCK
     assert found.ranks == (1,)
     assert names(found, 0) == ["collective-wait"]
@@ -147,8 +196,8 @@ def test_waiting_for_an_asynchronous_collective():
 # -- Ranks --
 
 
-def test_a_stopped_rank():
-    found = diagnose(hangs.stopped_rank, 3)
+@after(hangs.stopped_rank, 3)
+def test_a_stopped_rank(found):
     assert found.kind == verdict.STOPPED_RANK
     assert found.ranks == (1,)
     assert [unit(found, rank) for rank in range(3)] == [(1, 0), (2, 0), (2, 0)]
@@ -157,8 +206,8 @@ def test_a_stopped_rank():
     assert 1 not in found.stacks
 
 
-def test_a_rank_that_sleeps_in_python():
-    found = diagnose(hangs.asleep, 3)
+@after(hangs.asleep, 3)
+def test_a_rank_that_sleeps_in_python(found):
     assert found.kind == verdict.STUCK
     assert found.ranks == (1,)
     assert unit(found, 1) == (1, 0)
@@ -166,8 +215,8 @@ def test_a_rank_that_sleeps_in_python():
     assert "time.sleep(600)" in found.cause
 
 
-def test_a_rank_in_an_endless_loop_of_an_interleaved_schedule():
-    found = diagnose(hangs.endless_loop, 2)
+@after(hangs.endless_loop, 2)
+def test_a_rank_in_an_endless_loop_of_an_interleaved_schedule(found):
     assert found.kind == verdict.STUCK
     assert found.ranks == (1,)
     assert unit(found, 1) == (3, 1)
@@ -176,8 +225,8 @@ def test_a_rank_in_an_endless_loop_of_an_interleaved_schedule():
     assert "in the forward of microbatch 3, chunk 1" in found.text
 
 
-def test_an_exception_that_somebody_swallows():
-    found = diagnose(hangs.swallowed_exception_over_gloo, 2)
+@after(hangs.swallowed_exception_over_gloo, 2)
+def test_an_exception_that_somebody_swallows(found):
     assert found.kind == verdict.SWALLOWED
     assert found.ranks == (1,)
     assert "ended forward-compute of microbatch 2" in found.cause
@@ -185,16 +234,16 @@ def test_an_exception_that_somebody_swallows():
     assert "more lines" not in found.cause
 
 
-def test_an_exception_that_somebody_swallows_reaches_those_that_wait():
+@after(hangs.swallowed_exception, 2)
+def test_an_exception_that_somebody_swallows_reaches_those_that_wait(ended):
     """Through shared memory they are told, and nobody hangs."""
-    with pytest.raises(RankError) as caught:
-        run(hangs.swallowed_exception, 2)
-    assert caught.value.ranks[0] == 0
-    assert "given up this step: ValueError: a bad sample" in caught.value.summaries[0]
+    assert isinstance(ended.error, RankError)
+    assert ended.error.ranks[0] == 0
+    assert "given up this step: ValueError: a bad sample" in ended.error.summaries[0]
 
 
-def test_a_planned_schedule_that_sticks_in_a_backward():
-    found = diagnose(hangs.planned_schedule, 2)
+@after(hangs.planned_schedule, 2)
+def test_a_planned_schedule_that_sticks_in_a_backward(found):
     assert found.kind == verdict.STUCK
     assert found.ranks == (1,)
     assert found.situations[1].work == "backward"
@@ -206,21 +255,21 @@ def test_a_planned_schedule_that_sticks_in_a_backward():
 # -- Calls of torch.distributed itself --
 
 
-def test_two_ranks_that_both_receive_first():
-    found = diagnose(hangs.both_receive, 2)
+@after(hangs.both_receive, 2)
+def test_two_ranks_that_both_receive_first(found):
     assert found.kind == verdict.CYCLE
     assert found.cycle == (0, 1)
     assert names(found, 0) == ["torch.distributed.recv"]
 
 
-def test_a_barrier_that_one_rank_does_not_enter():
-    found = diagnose(hangs.barrier_of_one, 2)
+@after(hangs.barrier_of_one, 2)
+def test_a_barrier_that_one_rank_does_not_enter(found):
     assert found.kind == verdict.MISSING
     assert found.situations[0].call.name == "torch.distributed.barrier"
 
 
-def test_a_handle_that_nobody_traced():
-    found = diagnose(hangs.handle_of_torch, 2)
+@after(hangs.handle_of_torch, 2)
+def test_a_handle_that_nobody_traced(found):
     assert found.kind == verdict.MISSING
     assert found.ranks == (0,)
     assert "src=1).wait()" in found.cause
@@ -229,22 +278,28 @@ def test_a_handle_that_nobody_traced():
 # -- No hang --
 
 
-def test_a_slow_rank_is_no_hang():
-    assert run(hangs.slow, 2, hang_timeout=8) == ["done", "done"]
+@after(hangs.slow, 2, hang_timeout=8)
+def test_a_slow_rank_is_no_hang(ended):
+    assert ended.value == ["done", "done"], ended
 
 
-def test_without_hang_timeout_nothing_is_recorded():
-    with pytest.raises(RankTimeout) as caught:
-        launch(hangs.asleep, 2, timeout=3, backend="gloo", device="cpu")
-    assert caught.value.diagnosis is None
+@after(hangs.asleep, 2, timeout=3, hang_timeout=None)
+def test_without_hang_timeout_nothing_is_recorded(ended):
+    assert isinstance(ended.error, RankTimeout)
+    assert ended.error.diagnosis is None
 
 
-def test_a_time_out_that_comes_first_has_a_diagnosis_too():
-    with pytest.raises(RankTimeout) as caught:
-        run(hangs.asleep, 2, hang_timeout=60, timeout=4)
-    assert caught.value.diagnosis.kind == verdict.STUCK
+@after(hangs.asleep, 2, hang_timeout=60, timeout=5)
+def test_a_time_out_that_comes_first_has_a_diagnosis_too(ended):
+    assert isinstance(ended.error, RankTimeout)
+    assert ended.error.diagnosis.kind == verdict.STUCK
 
 
 def test_a_hang_timeout_of_zero_is_refused():
     with pytest.raises(ValueError, match="hang_timeout is 0; give more than 0, or None"):
         launch(hangs.slow, 2, hang_timeout=0)
+
+
+def test_every_test_looks_at_a_launch_of_its_own():
+    assert len(LAUNCHES) == 22
+    assert all(name in globals() for name in LAUNCHES)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kill import JOBS, LAYOUTS, Outcome, kill_runs
+from tests.faults.kill import JOBS, LAYOUTS, Outcome, kill_runs, undisturbed
 
 ROWS = {
     # what goes wrong -> tests of it, by a part of their names
@@ -88,7 +88,8 @@ def main(words: list[str] | None = None) -> int:
     table = results.rows()
     folder = Path(tempfile.mkdtemp(prefix="minimegatron-kill-"))
     begin = time.monotonic()
-    outcomes = kill_runs(args.runs, args.launcher, args.ranks, args.seed, folder)
+    expected = undisturbed(folder, args.ranks)
+    outcomes = kill_runs(args.runs, args.launcher, args.ranks, args.seed, folder, expected)
     table += kill_rows(outcomes, time.monotonic() - begin)
     width = max(len(what) for what, _, _ in table)
     print()

@@ -221,7 +221,7 @@ def wait_for_moment(
         if is_there and (is_writing(folder) or not during_save):
             time.sleep(dice.uniform(0.0, 0.005 if during_save else 0.1))
             return None if job.is_over() else "between saves"
-        time.sleep(0.0002)
+        time.sleep(0.002)
     return None
 
 
@@ -249,14 +249,19 @@ def differences(folder: Path, expected: Path) -> list[str]:
 # -- All runs --
 
 
-def kill_runs(runs: int, kind: str, num_ranks: int, seed: int, folder: Path) -> list[Outcome]:
-    """As the module says; one outcome per run."""
-    dice, outcomes = random.Random(seed), []
-    reference = folder / "undisturbed"
-    failure = RanksJob(reference, num_ranks).wait()
+def undisturbed(folder: Path, num_ranks: int) -> Path:
+    """The last checkpoint of a run that nobody disturbs."""
+    failure = RanksJob(folder / "undisturbed", num_ranks).wait()
     if failure:
         raise RuntimeError(f"the undisturbed run {failure}")
-    expected = find_checkpoint(reference)
+    return find_checkpoint(folder / "undisturbed")
+
+
+def kill_runs(
+    runs: int, kind: str, num_ranks: int, seed: int, folder: Path, expected: Path
+) -> list[Outcome]:
+    """As the module says, with `expected` from `undisturbed`; one outcome per run."""
+    dice, outcomes = random.Random(seed), []
     with tqdm(total=runs, unit="run", disable=None) as bar:
         number = 0
         while len(outcomes) < runs:
@@ -288,7 +293,8 @@ def main(words: list[str] | None = None) -> int:
     # Ended, it ends what it has started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="minimegatron-kill-"))
-    outcomes = kill_runs(args.runs, args.launcher, args.ranks, args.seed, folder)
+    expected = undisturbed(folder, args.ranks)
+    outcomes = kill_runs(args.runs, args.launcher, args.ranks, args.seed, folder, expected)
     wrong = [outcome for outcome in outcomes if outcome.problems]
     moments = Counter(outcome.moment for outcome in outcomes)
     print(

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from minimegatron import pretrain_gpt
-from minimegatron.core.enums import ModelType
 from minimegatron.launching import launcher
-from minimegatron.training.training import pretrain
+
+# Ranks that only wait need no more of what is imported once for all.
+launcher.PRELOADED[:] = ["torch", "torch.distributed", "minimegatron.launching.launcher"]
 
 
 def ready(name: object) -> None:
@@ -59,6 +59,10 @@ def forward_step(data_iterator, model):
 
 def training() -> None:
     """A rank of a training run under torchrun, watched by the hang doctor."""
+    from minimegatron import pretrain_gpt
+    from minimegatron.core.enums import ModelType
+    from minimegatron.training.training import pretrain
+
     pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,
         pretrain_gpt.model_provider,

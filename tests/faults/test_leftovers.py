@@ -201,11 +201,14 @@ def next_run(job: Job) -> None:
 
 
 def ways(here: list[str], full: list[str]) -> pytest.MarkDecorator:
-    """`here`: in every run of the tests; `full`: in `make test-full` as well."""
+    """`here`: in every run of the tests; `full`: in `make test-full` as well.
+
+    In every run each program is ended once, and each way of ending ends some program.
+    """
     return pytest.mark.parametrize("how", [*here, *(pytest.param(w, marks=FULL) for w in full)])
 
 
-@ways(["interrupt", "all"], full=["program", "rank"])
+@ways(["all"], full=["interrupt", "program", "rank"])
 def test_launched_ranks_leave_nothing(start, how):
     job = start([*LEAVING, "launched"], 2)
     assert job.folders(), "the test would show nothing"
@@ -223,7 +226,7 @@ def test_a_program_killed_between_two_launches_leaves_nothing(start):
     assert not job.left()
 
 
-@ways(["program", "interrupt"], full=["all"])
+@ways(["interrupt"], full=["program", "all"])
 def test_live_ranks_leave_nothing(start, how):
     pytest.importorskip("ipyparallel", reason="the extra `notebooks` is missing")
     job = start([*LEAVING, "live"], 2)
@@ -244,7 +247,7 @@ def test_the_check_of_an_exercise_leaves_nothing(start, tmp_path, how):
     assert not job.left()
 
 
-@ways(["program", "interrupt"], full=["rank"])
+@ways(["program"], full=["interrupt", "rank"])
 def test_an_exercise_under_torchrun_leaves_nothing(start, tmp_path, how):
     """`program` is torchrun's agent."""
     file = tmp_path / "ex00_ring.py"
@@ -254,7 +257,7 @@ def test_an_exercise_under_torchrun_leaves_nothing(start, tmp_path, how):
     assert not job.left()
 
 
-@ways(["program", "interrupt"], full=["all"])
+@ways(["interrupt"], full=["program", "all"])
 def test_training_under_torchrun_leaves_nothing(start, how):
     job = start([*TORCHRUN, "-m", "tests.faults.leaving", "training", *TRAINING.split()], 1)
     end(job, how)

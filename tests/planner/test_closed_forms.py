@@ -35,10 +35,26 @@ def assert_closed_forms(step, forward, backward, transport="rendezvous"):
     assert step.message_counts() == {ACTIVATION: count, GRADIENT: gradients}, config
 
 
+EVERY = 8
+"""In every run of the tests: one of so many (M, G) of the whole grid, others for each p and v."""
+
+
+@pytest.mark.parametrize("p", range(2, MOST_STAGES + 1))
+@pytest.mark.parametrize("v", range(1, MOST_CHUNKS + 1))
+def test_interleaved_makespan_on_parts_of_the_grid(p, v):
+    of_p = list(legal_groups(p, MOST_MICROBATCHES))
+    assert_makespans(p, v, [*of_p[(p + v) % EVERY :: EVERY], of_p[0], of_p[-1]])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("p", range(2, MOST_STAGES + 1))
 @pytest.mark.parametrize("v", range(1, MOST_CHUNKS + 1))
 def test_interleaved_makespan_on_the_whole_grid(p, v):
-    for M, G in legal_groups(p, MOST_MICROBATCHES):
+    assert_makespans(p, v, legal_groups(p, MOST_MICROBATCHES))
+
+
+def assert_makespans(p, v, groups):
+    for M, G in groups:
         simulation = simulate(plan("interleaved", p, M, v, G), Costs(1, 2))
         # (M + (p - 1)/v)(f + b) in chunk times.
         assert simulation.makespan == (M * v + p - 1) * 3, (p, M, v, G)

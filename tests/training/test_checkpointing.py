@@ -52,7 +52,7 @@ def test_a_checkpoint_of_one_placement_loads_at_another(tmp_path):
 
 SAME_LAYOUT = [
     # steps, flags of both halves, flags of the second half only, which change no bit
-    (20, f"{TP2} {PP2} {DROPOUT}", ""),
+    (6, f"{TP2} {PP2} {DROPOUT}", ""),
     (4, f"{TP2} {DROPOUT} --data-parallel-random-init", ""),
     (4, f"{TP2} {DROPOUT} --bf16", ZERO1),
     (4, f"{TP2} {ZERO1} {DROPOUT} --swiglu --dataloader-type cyclic --rampup-batch-size 2 2 8", ""),

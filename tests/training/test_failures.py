@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from minimegatron.training import failures
@@ -43,8 +44,9 @@ def test_rank_that_raises():
     figure(f"raised: {seconds:.1f} s in all, of which most is starting")
 
 
+@pytest.mark.full
 def test_rank_that_is_killed():
-    """Of three, so that there are two who could speak of it."""
+    """Of three, so that there are two who could speak of it. Of two: tests/faults/test_kill.py."""
     code, stderr, seconds = run_job(3, "--fail-rank", "0", "--fail-how", "kill")
     place = "rank 0 (stage 0/3, tp 0, dp 0)"
     assert code != 0

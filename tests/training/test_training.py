@@ -28,7 +28,7 @@ from tests.training.bad_configs import USER_ORDERS
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 "
-    "--seq-length 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 "
+    "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 "
     "--lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 "
     "--eval-interval 1000 --padded-vocab-size 512"
 )
@@ -70,14 +70,14 @@ def train_and_evaluate(flags: str, steps: int = 3) -> dict:
     result = {"losses": losses, "norms": norms, "consumed": state.consumed_train_samples}
     evaluated, _ = evaluate(pretrain_gpt.forward_step, valid_iterator, model, None, config)
     result["valid"] = evaluated["lm loss"]
-    result["text"] = generate(model, "def ", num_tokens=4)
+    result["text"] = generate(model, "def ", num_tokens=2)
     destroy_global_vars()
     parallel_state.destroy_model_parallel()
     return result
 
 
-def run_all(all_flags: list[str]) -> list[dict]:
-    return [train_and_evaluate(flags) for flags in all_flags]
+def run_all(all_flags: list[str], steps: int = 3) -> list[dict]:
+    return [train_and_evaluate(flags, steps) for flags in all_flags]
 
 
 DROPOUT = "--hidden-dropout 0.1"
@@ -85,9 +85,13 @@ DROPOUT = "--hidden-dropout 0.1"
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict]:
-    """The same run in one process, without dropout and with it."""
-    without, with_dropout = run_ranks(run_all, 1, ["", DROPOUT], timeout=120)[0]
-    return {"": without, DROPOUT: with_dropout}
+    """The same run in one process, without dropout and with it; and a longer one."""
+    return run_ranks(run_alone, 1, timeout=120)[0]
+
+
+def run_alone() -> dict[str, dict]:
+    without, with_dropout = run_all(["", DROPOUT], steps=2)
+    return {"": without, DROPOUT: with_dropout, "longer": run_all([""])[0]}
 
 
 LAYOUTS = [
@@ -100,14 +104,14 @@ LAYOUTS = [
     "--DDP-impl torch",
     f"{PP2} {TP2} --pipeline-model-parallel-layout Et|tttL",
     f"{TP4} {DROPOUT}",
-    f"{PP2} --pipeline-schedule {USER_ORDERS}:down_and_up --use-distributed-optimizer",
+    f"{PP2} {TP2} --pipeline-schedule {USER_ORDERS}:down_and_up --sequence-parallel",
     f"{PP2} {TP2} {VP2} --pipeline-schedule breadth-first --sequence-parallel",
     f"{PP4} --pipeline-schedule gpipe",
 ]
 
 
 def test_every_layout_trains_the_same_model(alone):
-    results = run_ranks(run_all, 4, LAYOUTS, timeout=240)
+    results = run_ranks(run_all, 4, LAYOUTS, 2, timeout=240)
     for number, flags in enumerate(LAYOUTS):
         for rank in range(4):
             result = results[rank][number]
@@ -115,14 +119,14 @@ def test_every_layout_trains_the_same_model(alone):
             assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), (flags, rank)
             assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4), (flags, rank)
             assert result["valid"] == pytest.approx(expected["valid"], rel=1e-5), (flags, rank)
-            assert result["consumed"] == 24
+            assert result["consumed"] == 8
             assert result["text"] == results[0][number]["text"]
 
 
 def test_losses_fall(alone):
-    losses = alone[""]["losses"]
-    assert losses[2] < losses[0]
-    assert alone[DROPOUT]["losses"] != losses
+    losses = alone["longer"]["losses"]
+    assert losses[2] < losses[0] and losses[:2] == alone[""]["losses"]
+    assert alone[DROPOUT]["losses"] != losses[:2]
     assert losses[0] == pytest.approx(6.2, abs=0.3)  # ln of the padded vocabulary
     assert alone[""]["text"].startswith("def ")
 
@@ -133,7 +137,8 @@ def test_other_kinds_of_step():
         "--bf16 --untie-embeddings-and-output-weights",
         "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear",
         "--group-query-attention --num-query-groups 2 --log-num-zeros-in-grad --optimizer sgd",
-        "--rampup-batch-size 4 4 8 --hidden-dropout 0.1 --eod-mask-loss --dataloader-type cyclic",
+        "--global-batch-size 8 --rampup-batch-size 4 4 8 --hidden-dropout 0.1 --eod-mask-loss "
+        "--dataloader-type cyclic",
     ]
     for flags, result in zip(kinds, run_ranks(run_all, 1, kinds, timeout=120)[0], strict=True):
         assert all(0 < loss < 7 for loss in result["losses"]), flags

@@ -23,7 +23,7 @@ from minimegatron.training.global_vars import destroy_global_vars
 from tests.ranks import run_ranks
 
 FLAGS = (
-    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 "
+    "--pipeline-model-parallel-size 2 --num-layers 2 "
     "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 --log-interval 1 "
     "--hidden-dropout 0 --attention-dropout 0 --eval-iters 1"
@@ -66,9 +66,9 @@ def losses(text: str) -> list[str]:
     return re.findall(r"iteration +\d+/4 \| lm loss ([\d.]+)", text)
 
 
-def train() -> str:
+def train(flags: str) -> str:
     """The same run on one machine: what this rank prints."""
-    sys.argv = ["pretrain_gpt.py", *FLAGS.split()]
+    sys.argv = ["pretrain_gpt.py", *flags.split()]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         pretrain_gpt.main()
     destroy_global_vars()
@@ -76,16 +76,19 @@ def train() -> str:
     return out.getvalue()
 
 
-def test_the_recipe_trains_over_two_hosts_as_on_one(two_hosts, tmp_path):
+@pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_the_recipe_trains_over_two_hosts_as_on_one(two_hosts, tmp_path, per_host):
+    flags = f"{FLAGS} --tensor-model-parallel-size {per_host}"
     hosts, devices, address = two_hosts
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    alone = run_ranks(train, 4, timeout=100)[0]
+    alone = run_ranks(train, 2 * per_host, flags, timeout=100)[0]
     port = str(random.randrange(20000, 40000))  # the namespace has all ports to itself
     running = []
     for node, (host, device) in enumerate(zip(hosts, devices, strict=True)):
-        command = ["ip", "netns", "exec", host, TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2"]
+        command = ["ip", "netns", "exec", host, TORCHRUN, "--nnodes", "2"]
+        command += ["--nproc-per-node", str(per_host)]
         command += ["--node-rank", str(node), "--master-addr", address, "--master-port", port]
-        command += ["-m", "minimegatron.pretrain_gpt", *FLAGS.split()]
+        command += ["-m", "minimegatron.pretrain_gpt", *flags.split()]
         log = open(tmp_path / f"{node}.log", "w")  # noqa: SIM115
         running.append(
             subprocess.Popen(

@@ -1,10 +1,12 @@
 """The schedules over real gloo ranks: losses and every gradient equal those of one process.
 
 Stages are plain torch layers, so that only the schedule, the communicator and the transport are
-under test. GPT, with every other kind of parallelism, follows in tests/test_parity.py.
+under test. GPT, with every other kind of parallelism, follows in tests/test_parity.py. Here every two
+options meet; test_order.py has all combinations, over a strict fake transport.
 """
 
 import functools
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -17,6 +19,7 @@ from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicato
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.pipeline_parallel.transport import TorchTransport
 from tests.core.pipeline_parallel.test_order import legal_groups
+from tests.covering import Rule, Space, covering_array
 from tests.figures import figure
 from tests.ranks import has_shared_memory, run_ranks
 
@@ -131,9 +134,12 @@ def run_mode(p: int, M: int, v: int | None, G: int | None, mode: str) -> tuple[i
     return compared, problems
 
 
-def run_grid(p: int) -> tuple[int, int, list[str]]:
-    num_cases = compared = 0
-    problems: list[str] = []
+Config = tuple[int | None, int, int | None, str]
+"""v, M, G and mode, as `run_mode` takes them."""
+
+
+def grid(p: int) -> list[Config]:
+    """Every configuration of p ranks."""
     plain = ["batched", "unbatched", "batched free", "unbatched variable", "batched forward-only"]
     plain += ["gloo batched free", "gloo unbatched variable", "gloo batched forward-only"]
     ring = ["unbatched", "unbatched free", "overlap", "overlap free", "overlap forward-only"]
@@ -141,27 +147,73 @@ def run_grid(p: int) -> tuple[int, int, list[str]]:
     ring += ["gloo unbatched free", "gloo overlap free", "gloo overlap variable"]
     if p > 2:
         ring += ["batched", "batched free", "batched forward-only"]
-    for v in (None, 1, 2, 3):
+    return [
+        (v, M, G, mode)
+        for v in (None, 1, 2, 3)
+        for M in (1, 2, 3, 4, 5, 8)
+        for G in ([None] if v is None else legal_groups(p, M))
+        for mode in (plain if v is None else ring)
+    ]
+
+
+def options(p: int) -> Space:
+    """What may be combined over p ranks."""
+    return Space(
+        {
+            "v": (None, 1, 2, 3),
+            "M": (1, 2, 3, 4, 5, 8),
+            "G": (None, *range(p, 9)),
+            "p2p": ("batched", "unbatched", "overlap"),
+            "kind": ("", "free", "forward-only"),
+            "lengths": ("", "variable"),
+            "wire": ("", "gloo"),
+        },
+        [
+            Rule(("v", "G"), lambda v, G: (v is None) == (G is None)),
+            Rule(("M", "G"), lambda M, G: G is None or G in legal_groups(p, M)),
+            Rule(("v", "p2p"), lambda v, p2p: p2p != "overlap" or v is not None),
+            Rule(("v", "p2p"), lambda v, p2p: p2p != "batched" or v is None or p > 2),
+            Rule(("p2p", "lengths"), lambda p2p, lengths: not lengths or p2p != "batched"),
+        ],
+    )
+
+
+@functools.cache
+def pairwise(p: int) -> list[Config]:
+    """Few of them, in which every two options meet that may. Sorted by v."""
+    found = []
+    for row in covering_array(options(p)):
+        words = (row["wire"], row["p2p"], row["lengths"], row["kind"])
+        found.append((row["v"], row["M"], row["G"], " ".join(filter(None, words))))
+    return sorted(found, key=lambda config: config[0] or 0)
+
+
+def run_configs(p: int, configs: list[Config]) -> tuple[int, list[str]]:
+    compared, problems = 0, []
+    for v, of_v in itertools.groupby(configs, key=lambda config: config[0]):
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=p, virtual_pipeline_model_parallel_size=v
         )
-        for M in (1, 2, 3, 4, 5, 8):
-            for G in [None] if v is None else legal_groups(p, M):
-                for mode in plain if v is None else ring:
-                    number, found = run_mode(p, M, v, G, mode)
-                    num_cases, compared, problems = (
-                        num_cases + 1,
-                        compared + number,
-                        problems + found,
-                    )
+        for _, M, G, mode in of_v:
+            number, found = run_mode(p, M, v, G, mode)
+            compared, problems = compared + number, problems + found
         parallel_state.destroy_model_parallel()
-    return num_cases, compared, problems
+    return compared, problems
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_losses_and_gradients_equal_one_process(p):
-    results = run_ranks(run_grid, p, p, timeout=200)
-    for _, compared, problems in results:
-        assert compared > 100
+    check(p, pairwise(p))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_every_configuration_equals_one_process(p):
+    check(p, grid(p))
+
+
+def check(p: int, configs: list[Config]) -> None:
+    for compared, problems in run_ranks(run_configs, p, p, configs, timeout=200):
         assert problems == []
-    figure(f"p={p}: {results[0][0]} configurations")
+        assert compared > 40
+    figure(f"p={p}: {len(configs)} configurations")

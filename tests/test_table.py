@@ -1,0 +1,42 @@
+"""README.md beside this file names every file of tests, and no other."""
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+REQUIRED = {
+    *(f"A{i}" for i in (1, 2, 3, 4, 5, 6, 7, 10, 11)),
+    *(f"{letter}{i}" for letter, last in zip("BCDEFGHI", (3, 5, 6, 5, 6, 3, 4, 4), strict=True)
+      for i in range(1, last + 1)),
+}  # fmt: skip
+
+
+def rows() -> dict[str, list[str]]:
+    """By requirement: its cells, one for each layer."""
+    lines = (TESTS / "README.md").read_text().splitlines()
+    split = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
+    ]
+    return {cells[0]: cells[2:] for cells in split[2:]}
+
+
+def files() -> set[str]:
+    """Files of tests, without those of exercises, whose tests are run by other tests."""
+    found = (str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py"))
+    return {path for path in found if not re.match(r"exercises/\w+/", path)}
+
+
+def named() -> set[str]:
+    return {name for cells in rows().values() for cell in cells for name in cell.split("`")[1::2]}
+
+
+def test_every_requirement_has_a_row_and_every_row_a_layer():
+    assert set(rows()) == REQUIRED | {"own"}
+    for requirement, cells in rows().items():
+        assert len(cells) == 4, requirement
+        assert any(cells), requirement
+
+
+def test_every_file_of_the_table_exists_and_every_file_is_in_it():
+    assert named() - files() == set()
+    assert files() - named() == set()
