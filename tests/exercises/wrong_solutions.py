@@ -6,6 +6,9 @@ In `wrong/` is one file per exercise, with a table per mistake: `why` it is one,
     change   texts of the reference, each with another in its place
     body     function -> other statements, where hardly any of the reference's would be left
     imports  what those need
+    hangs    whether its ranks wait for each other for ever
+    full     whether `make test` leaves the mistake to `make test-full`: those that it makes itself
+             fail in each part of their exercise, alone and on ranks, and by a hang
 
 Functions of the reference that the mistake does without stay in the file, unused.
 """
@@ -36,6 +39,16 @@ class WrongSolution:
         return " ".join(self.patch["says"].split())
 
     @property
+    def is_for_full(self) -> bool:
+        """Whether `make test` leaves it out."""
+        return self.patch.get("full", False)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its ranks wait for each other for ever."""
+        return self.patch.get("hangs", False)
+
+    @property
     def text(self) -> str:
         """The file. Raises ValueError where the patch does not fit the reference."""
         return patched((self.exercise.folder / "solution.py").read_text(), self.patch)
@@ -55,7 +68,7 @@ def wrong_solutions(exercise: Exercise) -> list[WrongSolution]:
 
 def patched(reference: str, patch: Mapping[str, Any]) -> str:
     """The text with the mistake in it."""
-    unknown = patch.keys() - {"why", "says", "change", "body", "imports", "full"}
+    unknown = patch.keys() - {"why", "says", "change", "body", "imports", "hangs", "full"}
     if unknown:
         raise ValueError(f"a patch has no {', '.join(sorted(unknown))}")
     text = reference
