@@ -267,7 +267,7 @@
       const row = (name, value) => [make("dt", {}, name), make("dd", {}, value)];
       this.source.replaceChildren(make("details", {}, make("summary", {}, `A recorded run: ${date}, ${machine}`), make("dl", { class: "mmp-facts" },
         ...row("Command", make("code", {}, command)), ...row("Versions", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(", ")),
-        ...row("Clocks", clock), ...(gone ? row("Source", `${gone} recorded lines were edited since; their links lead to the function`) : []))));
+        ...row("Clocks", clock), ...(gone.length ? row("Source", `${gone.length} recorded calls are no longer there; their links lead to the function`) : []))));
     }
 
     drawTable() {

@@ -1,7 +1,8 @@
 """Writes what the schedule player and the replay load: orders, call chains, packed recordings.
 
 Called by: `build_docs`, `python docs/tools/emit_player.py FOLDER`, tests/docs. Calls: `emit_orders`,
-`package` (to find lines in today's source). Writes below the folder, beside what is copied from docs/:
+`recorded_lines` (to find lines in today's source). Writes below the folder, beside what is copied from
+docs/:
 
     javascripts/orders*.js      every plan, from the planner
     javascripts/links.js        {"chains": schedule -> "F warmup", "send_forward steady", ... -> frames,
@@ -9,12 +10,12 @@ Called by: `build_docs`, `python docs/tools/emit_player.py FOLDER`, tests/docs. 
     recordings/NAME.js          docs/recordings/NAME.json, its frames and functions with links
 
 A frame is [dotted name, url or "", text of the line]. A recorded line is looked up in today's source
-by its text, since lines move: `url` points at it, or at the function where the line is gone.
+(`recorded_lines`): `url` points at it, or at the function where the line is gone.
 """
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+from annotate import AnnotatedPage  # noqa: E402
 from emit_orders import script, write_orders  # noqa: E402
 from package import ROOT, Package  # noqa: E402
+from recorded_lines import MOVED, Finder, Missing, RecordedLine  # noqa: E402
 
 RECORDINGS = ROOT / "docs" / "recordings"
 SCHEDULES = {"1f1b-paced": "1f1b", "interleaved-paced": "interleaved", "one-rank": "no-pipelining"}
@@ -63,63 +66,44 @@ def read_recordings(folder: Path = RECORDINGS) -> dict[str, dict[str, Any]]:
 # -- Recorded lines in today's source --
 
 
-def module_of(path: str) -> str:
+def resolve(
+    data: dict[str, Any], package: Package, moved: Mapping[str, str] = MOVED
+) -> dict[str, Any]:
+    """The recording with links: frames as (name, url, text), functions as (name, url, dotted name).
+
+    All are today's, wherever the recorded ones are still there; "gone" has a sentence for each other.
     """
-    >>> module_of("minimegatron/core/optimizer/__init__.py")
-    'minimegatron.core.optimizer'
-    """
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    finder, gone = Finder(package, moved), {}
 
+    def function(name: str, path: str) -> tuple[str, str]:
+        try:
+            return function_url(*finder.function(name, path)), finder.name_today(name, path)
+        except Missing as missing:
+            gone[str(missing)] = None
+            return "", name
 
-def line_url(package: Package, path: str, name: str, line: int, text: str) -> str | None:
-    """The recorded line's place in the annotated source; None if no line has that text any more.
+    def frame(source: int, line: int, text: str) -> Frame:
+        name, path, first_line = data["sources"][source]
+        try:
+            found = finder.line(RecordedLine(name, path, first_line, line, text))
+        except Missing as missing:
+            gone[str(missing)] = None
+            return name, function(name, path)[0], text
+        return finder.name_today(name, path), found.url, found.text
 
-    Of several lines with the text, the one nearest to where it was, within its function if that is
-    still there.
-    """
-    page = package.pages.get(module_of(path))
-    if page is None or not text:
-        return None
-    numbers = [n for n, found in enumerate(page.lines, 1) if found.strip() == text]
-    definition = page.definitions.get(_symbol(name, page.module))
-    if definition is not None:
-        inside = [n for n in numbers if definition.line <= n <= definition.end_line]
-        numbers = inside or numbers
-    if not numbers:
-        return None
-    return f"source/{page.module}.html#L{min(numbers, key=lambda n: abs(n - line))}"
-
-
-def function_url(package: Package, path: str, name: str) -> str:
-    """Where a function is defined, or its module, or "" outside the package."""
-    page = package.pages.get(module_of(path))
-    if page is None:
-        return ""
-    definition = page.definitions.get(_symbol(name, page.module))
-    anchor = f"#{definition.anchor}" if definition is not None else ""
-    return f"source/{page.module}.html{anchor}"
-
-
-def _symbol(name: str, module: str) -> str:
-    """The name within its module; of a nested function, that of the outer one."""
-    return name.removeprefix(f"{module}.").partition(".<locals>")[0]
-
-
-def resolve(data: dict[str, Any], package: Package) -> dict[str, Any]:
-    """The recording with links: frames as (name, url, text), functions as (name, url, dotted name)."""
-    sources = data["sources"]
-    frames, num_gone = [], 0
-    for source, line, text in data["frames"]:
-        name, path, _ = sources[source]
-        url = line_url(package, path, name, line, text)
-        num_gone += url is None
-        frames.append((name, url or function_url(package, path, name), text))
+    frames = [frame(*recorded) for recorded in data["frames"]]
     functions = [
-        (name, function_url(package, sources[source][1], sources[source][0]), sources[source][0])
-        for name, source in data["functions"]
+        (name, *function(*data["sources"][source][:2])) for name, source in data["functions"]
     ]
     kept = {key: value for key, value in data.items() if key != "sources"}
-    return kept | {"frames": frames, "functions": functions, "gone": num_gone}
+    return kept | {"frames": frames, "functions": functions, "gone": list(gone)}
+
+
+def function_url(page: AnnotatedPage, symbol: str) -> str:
+    """Where a function is defined, or its module."""
+    definition = page.definitions.get(symbol)
+    anchor = f"#{definition.anchor}" if definition is not None else ""
+    return f"source/{page.module}.html{anchor}"
 
 
 # -- Call chains --
@@ -172,16 +156,16 @@ def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[
 
 
 def _named(package: Package, module: str, symbol: str, text: str = "") -> Frame:
-    page = package.pages[module]
-    path, name = page.path, f"{module}.{symbol}"
-    if symbol not in page.definitions:
+    page, name = package.pages[module], f"{module}.{symbol}"
+    definition = page.definitions.get(symbol)
+    if definition is None:
         raise ValueError(f"{module} has no {symbol}, which the player's call chain of GPipe names")
     if not text:
-        return name, function_url(package, path, name), ""
-    url = line_url(package, path, name, page.definitions[symbol].line, text)
-    if url is None:
-        raise ValueError(f"{name} has no line {text!r}, which the player's call chain names")
-    return name, url, text
+        return name, function_url(page, symbol), ""
+    for number in range(definition.line, definition.end_line + 1):
+        if page.lines[number - 1].strip() == text:
+            return name, f"source/{page.module}.html#L{number}", text
+    raise ValueError(f"{name} has no line {text!r}, which the player's call chain names")
 
 
 if __name__ == "__main__":

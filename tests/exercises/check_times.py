@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from minimegatron.exercises.exercise import exercises, find
+from minimegatron.exercises.catalog import exercises, find
+from tests.exercises.wrong_solutions import WrongSolution, wrong_solutions
 
-WRONG = Path(__file__).parent / "wrong"
 HANGS = (("ex04", "all_stages_receive_first"), ("ex06", "no_cool_down"))
 SAVED = ("ex05", "ex06", "ex12")
 PURE_SECONDS, RANKS_SECONDS, WATCH_SECONDS = 2.0, 10.0, 1.0
@@ -45,8 +45,8 @@ def rows() -> Iterator[tuple[str, Callable[[], float], float]]:
         yield f"check {exercise.number} ({kind})", partial(check, exercise, solution, 0), limit
     for number, name in HANGS:
         exercise = find(number)
-        path = WRONG / exercise.name / f"{name}.py"
-        yield f"check {number}, a hang", partial(check, exercise, path, 1), RANKS_SECONDS
+        (wrong,) = (one for one in wrong_solutions(exercise) if one.name == name)
+        yield f"check {number}, a hang", partial(check_wrong, wrong), RANKS_SECONDS
     for number in SAVED:
         yield f"watch {number}, pure part saved", partial(watch, number), WATCH_SECONDS
 
@@ -66,6 +66,12 @@ def seconds_of(*arguments: str, code: int = 0, folder: str | None = None) -> flo
     if done.returncode != code:
         raise SystemExit(f"exit code {done.returncode}, not {code}:\n{done.stdout}{done.stderr}")
     return time.monotonic() - began
+
+
+def check_wrong(wrong: WrongSolution) -> float:
+    """The same for a mistake."""
+    with tempfile.TemporaryDirectory() as folder:
+        return check(wrong.exercise, wrong.write(Path(folder)), 1)
 
 
 def check(exercise, source: Path, code: int) -> float:

@@ -99,16 +99,20 @@ def check(path: Path, **options) -> Verdict:
 @pytest.mark.parametrize("name", WRONG)
 def test_other_mistakes_are_told_plainly(name, tmp_path):
     body, kind, fragment = WRONG[name]
-    found = check(write(tmp_path, name, body), patience=1.0 if name == "hang" else 2.0)
+    found = check(write(tmp_path, name, body), patience=1.0 if kind == verdict.HANG else 2.0)
     assert found.kind == kind, found.text
     assert fragment in " ".join(found.text.split()), found.text
     assert "rank_side.py" not in found.text and "room.py" not in found.text
+    assert "second time" not in found.text
+    if name == "hang":
+        assert "rank 0 is at hang.py:8, in ring_sum:  dist.all_reduce(value)" in found.text
+        assert "rank 1 is at hang.py:10, in ring_sum:  dist.recv(value, src=0)" in found.text
 
 
-def test_a_hang_shows_the_students_lines(tmp_path):
-    found = check(write(tmp_path, "stuck", WRONG["hang"][0]), patience=0.6)
-    assert "rank 0 is at stuck.py:8, in ring_sum:  dist.all_reduce(value)" in found.text
-    assert "rank 1 is at stuck.py:10, in ring_sum:  dist.recv(value, src=0)" in found.text
+def test_a_wrong_answer_that_changes_is_named(tmp_path):
+    found = check(write(tmp_path, "chance", "    return torch.full_like(value, os.getpid())\n"))
+    assert found.kind == verdict.WRONG
+    assert "Asked the same thing a second time, your code gave another answer: " in found.text
 
 
 def test_an_endless_loop_is_found_at_its_line(tmp_path):
@@ -188,19 +192,13 @@ def test_the_runner_is_not_fooled_by_what_is_printed_or_returned(tmp_path):
             runner.ask(EXERCISE, right, 10)
 
 
-def torchrun(path: Path, nprocs: int) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nprocs), path],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=path.parent,
-    )
-
-
 def test_plain_torchrun_says_the_same(tmp_path):
-    """On two ranks of a real exercise's size it is slow; the small one has the same path."""
+    """On two ranks of a real exercise's size it is slow; the small one has the same path.
+
+    What a right file prints, and how its processes end: `test_torchrun`.
+    """
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     tail = (
         "\n\nif __name__ == '__main__':\n"
         "    from minimegatron.exercises import torchrun\n"
@@ -209,12 +207,20 @@ def test_plain_torchrun_says_the_same(tmp_path):
         "    from minimegatron.exercises.check import main\n\n    main(__file__)\n"
     )
     path = write(tmp_path, "ex00_ring", WRONG["half"][0] + tail)
-    done = torchrun(path, 2)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", path],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(temporary),
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+    )
     assert done.returncode == 1
-    assert "[--] ex00_ring: Not right yet" in done.stdout
+    assert done.stdout.count("[--] ex00_ring: Not right yet") == 1
     assert "1 / world (1/2): the sum over ranks is missing" in done.stdout
-    path.write_text(path.read_text().replace("value / 2", "value"))
-    done = torchrun(path, 2)
-    assert done.returncode == 0, done.stderr
-    assert "[ok] ex00_ring: All public checks passed" in done.stdout
-    assert done.stdout.count("[ok]") == 1
+    assert not list(temporary.glob("minimegatron-*"))

@@ -58,6 +58,7 @@ from tests.exercises.class_of_sixty import (
     attacker,
     everybody,
 )
+from tests.exercises.wrong_solutions import wrong_solutions
 from tests.figures import figure, slowness
 
 ROOT = Path(__file__).parents[2]
@@ -113,8 +114,10 @@ def outcome(request, tmp_path_factory) -> Outcome:
 
 def ordinary() -> list[Student]:
     """Who did nothing, or has got it wrong."""
-    mistake = next((ROOT / "tests/exercises/wrong" / FIRST.name).glob("*.py")).read_text()
-    texts = {"wrong": mistake, "stub": (FIRST.folder / "stub.py").read_text()}
+    texts = {
+        "wrong": wrong_solutions(FIRST)[0].text,
+        "stub": (FIRST.folder / "stub.py").read_text(),
+    }
     students = [
         Student(name, WRONG, lambda base, name=name, text=text: hand_in(base, name, text))
         for name, text in texts.items()

@@ -33,39 +33,44 @@ def write(folder: Path, body: str, head: str = HEAD) -> Path:
     return path
 
 
+def run(path: Path, num_ranks: int) -> tuple[list[int], list[str]]:
+    """Exit codes and what was printed; no folder and no group is left."""
+    temporary = path.parent / "temporary"
+    temporary.mkdir()
+    codes, printed = run_programs([path], num_ranks, TMPDIR=temporary)
+    assert all("groups at the end: False" in text for text in printed), printed
+    assert not list(temporary.glob("minimegatron-*"))
+    return codes, printed
+
+
 def test_a_message_still_being_freed_does_not_abort_the_end(tmp_path):
     """The cause of `terminate called without an active exception` after a run that went well."""
     body = f"    if len(value) == 4:\n        linger()\n{RIGHT}"
-    codes, printed = run_programs([write(tmp_path, body)], 2, TMPDIR=tmp_path)
+    codes, printed = run(write(tmp_path, body), 2)
     assert codes == [0, 0], printed
+    assert "".join(printed).count("[ok]") == 1
     assert "[ok] ex00_ring: All public checks passed" in printed[0]
-    assert all("groups at the end: False" in text for text in printed)
 
 
-@pytest.mark.parametrize("how", ["right", "wrong number of ranks", "missing function"])
-def test_groups_are_destroyed_and_nothing_is_left(how, tmp_path):
+def test_the_wrong_number_of_ranks_is_an_exit_code(tmp_path):
+    codes, printed = run(write(tmp_path, RIGHT), 1)
+    assert codes == [2], printed
+
+
+def test_a_missing_function_is_told_once(tmp_path):
     path = write(tmp_path, RIGHT)
-    num_ranks, expected = 2, [0, 0]
-    if how == "wrong number of ranks":
-        num_ranks, expected = 1, [2]
-    elif how == "missing function":
-        path.write_text(path.read_text().replace("def ring_sum", "def another"))
-        expected = [1, 0]
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    codes, printed = run_programs([path], num_ranks, TMPDIR=temporary)
-    assert codes == expected, printed
-    assert all("groups at the end: False" in text for text in printed), printed
-    assert not list(temporary.glob("minimegatron-*"))
+    path.write_text(path.read_text().replace("def ring_sum", "def another"))
+    codes, printed = run(path, 2)
+    assert codes == [1, 0], printed
 
 
-def test_a_wrong_file_leaves_no_folder(tmp_path):
-    path = write(tmp_path, RIGHT.replace("return total", "return total / 2"))
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    codes, printed = run_programs([path], 2, TMPDIR=temporary)
-    assert codes == [1, 0] and "Not right yet" in printed[0], printed
-    assert not list(temporary.glob("minimegatron-check*"))
+@pytest.mark.full
+@pytest.mark.parametrize("change", ["", " / 2"], ids=["right", "wrong"])
+def test_groups_are_destroyed_and_nothing_is_left(change, tmp_path):
+    path = write(tmp_path, RIGHT.replace("return total", f"return total{change}"))
+    codes, printed = run(path, 2)
+    assert codes == [1 if change else 0, 0], printed
+    assert ("Not right yet" in printed[0]) == bool(change), printed
 
 
 def leave_the_board() -> list[bool]:
