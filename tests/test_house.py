@@ -27,6 +27,7 @@ LAYERS = [
         "core.activations",
         "core.enums",
         "core.json_text",
+        "core.knobs",
         "core.local_backlog",
         "core.local_handshake",
         "core.local_memory",
@@ -77,6 +78,7 @@ TORCH_FREE = [
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",
     "minimegatron.core.json_text",
+    "minimegatron.core.knobs",
     "minimegatron.core.num_microbatches_calculator",
     "minimegatron.core.optimizer_param_scheduler",
     "minimegatron.core.pipeline_parallel.orders",
@@ -94,9 +96,7 @@ TORCH_FREE = [
     "minimegatron.commands.trace",
     "minimegatron.planner",
     "minimegatron.tracing.trace_view",
-    "minimegatron.training.checkpoint_args",
     "minimegatron.training.checkpoint_folder",
-    "minimegatron.training.config",
     "minimegatron.user_file",
 ]
 """Modules, and all modules of packages, that must load where torch does not exist."""
