@@ -37,12 +37,12 @@ class ModelParallelConfig:
         is_derived=True, name="--num-virtual-stages-per-pipeline-rank", minimum=1
     )
     """Chunks per stage; None without interleaving."""
-    pipeline_schedule: str | None = knob(
-        help="Order of work by name, such as gpipe, 1f1b or breadth-first, or FILE.py:FUNCTION that "
-        "registers one; by default Megatron's choice for these sizes (no Megatron flag)."
-    )
-    """The order of work by name, see `orders`; None for Megatron's choice. Its placement decides which
-    layers each rank builds."""
+    pipeline_schedule: str | None = knob()
+    """Order of work by name, such as gpipe, 1f1b or breadth-first, or FILE.py:FUNCTION that registers
+    one; by default Megatron's choice for these sizes (no Megatron flag).
+
+    Here a name that is registered, see `orders`. Its placement decides which layers each rank
+    builds."""
     sequence_parallel: bool = knob(False)
     """Split what lies between the tensor-parallel layers along the sequence."""
     context_parallel_size: int = knobs.knob(1, minimum=1)
@@ -91,14 +91,10 @@ class ModelParallelConfig:
     Once, after the last backward."""
 
     # -- Communication between stages --
-    overlap_p2p_comm: bool = knob(
-        False,
-        name="--overlap-p2p-communication",
-        given=None,
-        help="Send between stages while computing; on by default where chunks interleave, and only "
-        "there.",
-    )
-    """Interleaving only: send while computing. Excludes `batch_p2p_comm`."""
+    overlap_p2p_comm: bool = knob(False, name="--overlap-p2p-communication", given=None)
+    """Send between stages while computing; on by default where chunks interleave, and only there.
+
+    Off by default here. Excludes `batch_p2p_comm`."""
     batch_p2p_comm: bool = True
     """Give the transport one batch of sends and receives, instead of an even/odd order."""
     variable_seq_lengths: bool = knob(False)

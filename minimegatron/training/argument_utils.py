@@ -44,10 +44,10 @@ class ArgumentGroupFactory:
                 )
 
     def _options(self, field: dataclasses.Field) -> dict[str, typing.Any]:
-        annotation, optional = _without_none(self.types[field.name])
+        annotation = _without_none(self.types[field.name])
         options: dict[str, typing.Any] = {"help": self.help(field).replace("%", "%%")}
         if annotation is bool:
-            if optional:
+            if field.default is None:
                 return options | {"action": argparse.BooleanOptionalAction}
             return options | {"action": "store_false" if field.default else "store_true"}
         if typing.get_origin(annotation) is typing.Literal:
@@ -71,11 +71,10 @@ def flag_name(field: dataclasses.Field) -> str:
     return field.metadata["knob"].name or "--" + field.name.replace("_", "-")
 
 
-def _without_none(annotation: typing.Any) -> tuple[typing.Any, bool]:
-    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
-        return annotation, False
-    # Where core takes several types, the command line gives the first.
-    return typing.get_args(annotation)[0], True
+def _without_none(annotation: typing.Any) -> typing.Any:
+    """Where core takes several types, the command line gives the first."""
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation)[0] if is_union else annotation
 
 
 @functools.cache

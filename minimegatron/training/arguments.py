@@ -20,7 +20,7 @@ from minimegatron.core.distributed.distributed_data_parallel import gradient_sca
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.knobs import Knob
+from minimegatron.core.knobs import Knob, known_fields
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -81,10 +81,7 @@ def _build_parser(
     if extra_args_provider is not None:
         extra_args_provider(parser)
     known = {action.dest for action in parser._actions}
-    for name in args_defaults:
-        if name not in known:
-            raise ValueError(f"args_defaults has {name!r}, which is not an argument; remove it")
-    parser.set_defaults(**args_defaults)
+    parser.set_defaults(**known_fields(Arguments, args_defaults, also=known))
     return parser
 
 
@@ -250,9 +247,7 @@ def optimizer_config_from_args(args: Arguments | argparse.Namespace) -> Optimize
     return OptimizerConfig(**(values | {"params_dtype": params_dtype(args)}))
 
 
-def ddp_config_from_args(
-    args: Arguments | argparse.Namespace,
-) -> DistributedDataParallelConfig:
+def ddp_config_from_args(args: Arguments | argparse.Namespace) -> DistributedDataParallelConfig:
     """The same for gradients over data-parallel ranks."""
     values = _values_from_args(args, DistributedDataParallelConfig)
     return DistributedDataParallelConfig(**values)

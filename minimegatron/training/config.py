@@ -39,8 +39,6 @@ def section(name: str) -> Callable[[type], type]:
                     default = field.default if about.given is THE_SAME else about.given
                     default = None if about.required else default
                     annotations[dest] = typing.get_type_hints(core)[field.name]
-                    if default is None:
-                        annotations[dest] |= None
                     metadata = {"knob": about, "core": (core, field.name)}
                     setattr(config, dest, dataclasses.field(default=default, metadata=metadata))
         config.__annotations__ = annotations | config.__annotations__

@@ -88,6 +88,8 @@ def test_users_own_flags_and_defaults():
     assert (args.colour, args.extra) == ("red", {"colour": "red"})
     assert args.seed == 7  # a flag beats args_defaults
     assert parse("--clip-grad 2", args_defaults={"min_lr": 1e-4}).min_lr == 1e-4
+    with pytest.raises(ValueError, match="Arguments has no field 'min_lrs'; did you mean 'min_lr'"):
+        parse(args_defaults={"min_lrs": 1e-4})
 
 
 def test_what_follows_from_other_arguments():

@@ -19,12 +19,9 @@ class DistributedDataParallelConfig:
     """How gradients are stored, when they are summed over data-parallel ranks, and how."""
 
     grad_reduce_in_fp32: bool = knobs.knob(
-        False,
-        section="precision",
-        dest="accumulate_allreduce_grads_in_fp32",
-        help="Accumulate and reduce gradients in float32; always on with --bf16.",
+        False, section="precision", dest="accumulate_allreduce_grads_in_fp32"
     )
-    """Accumulate and sum the gradients of bf16 and fp16 parameters in fp32."""
+    """Accumulate and reduce gradients in float32; always on with --bf16."""
     overlap_grad_reduce: bool = knob(False)
     """Reduce each bucket while backward goes on.
 
@@ -43,14 +40,14 @@ class DistributedDataParallelConfig:
         "anyway.",
     )
     """Look for NaN and Inf before summing, when it can still be said which rank they came from."""
-    bucket_size: int | None = knob(dest="ddp_bucket_size", minimum=1, help="Parameters per bucket.")
-    """Elements per bucket with overlap; None for max(40,000,000, 1,000,000 * ranks)."""
-    average_in_collective: bool = knob(
-        False,
-        dest="ddp_average_in_collective",
-        help="Let the collective divide by the number of copies.",
-    )
-    """Let the collective divide by the number of ranks, instead of scaling before a sum."""
+    bucket_size: int | None = knob(dest="ddp_bucket_size", minimum=1)
+    """Parameters per bucket.
+
+    With overlap; None for max(40,000,000, 1,000,000 * ranks)."""
+    average_in_collective: bool = knob(False, dest="ddp_average_in_collective")
+    """Let the collective divide by the number of copies.
+
+    Instead of scaling before a sum."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, with the remedy, for knobs that exclude each other."""

@@ -43,20 +43,18 @@ class TransformerConfig(ModelParallelConfig):
     """Width of the residual stream."""
     num_attention_heads: int = compared(0, required=True, minimum=1)
     """Query heads."""
-    ffn_hidden_size: int | None = compared(
-        minimum=1,
-        help="Width of the MLP; by default 4 x hidden size, or 8/3 of it with --swiglu.",
-    )
-    """Width of the MLP; None for 4 x hidden_size."""
+    ffn_hidden_size: int | None = compared(minimum=1)
+    """Width of the MLP; by default 4 x hidden size, or 8/3 of it with --swiglu.
+
+    None is 4 x hidden_size here, with gated_linear_unit too."""
     kv_channels: int | None = knob(minimum=1, compared=("kv_channels", None))
     """Width of one head; by default hidden size / heads."""
     num_query_groups: int | None = knob(
-        given=1,
-        minimum=1,
-        compared=("group_query_attention", False),
-        help="Key/value heads with --group-query-attention.",
+        given=1, minimum=1, compared=("group_query_attention", False)
     )
-    """Key/value heads (grouped-query attention); None for one per query head."""
+    """Key/value heads with --group-query-attention.
+
+    None for one per query head."""
 
     # -- Layer placement --
     num_layers_in_first_pipeline_stage: int | None = place(
@@ -83,10 +81,10 @@ class TransformerConfig(ModelParallelConfig):
     """Added to the variance."""
     qk_layernorm: bool = compared(False)
     """Normalise queries and keys per head."""
-    gated_linear_unit: bool = compared(
-        False, dest="swiglu", help="Gated MLP with SiLU instead of GELU."
-    )
-    """Two projections into the MLP, one gating the other (SwiGLU with activation silu)."""
+    gated_linear_unit: bool = compared(False, dest="swiglu")
+    """Gated MLP with SiLU instead of GELU.
+
+    Two projections into the MLP, one gating the other; SiLU is the activation_func to set beside."""
     activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
     add_bias_linear: bool = compared(
         True, name="--disable-bias-linear", help="Turn off the biases of the linear layers."
@@ -105,15 +103,11 @@ class TransformerConfig(ModelParallelConfig):
     """For the two projections that write to the residual stream."""
     init_method_std: float = knob(0.02, above=0.0)
     """Standard deviation of the initial weights."""
-    init_seed: int = knobs.knob(
-        1234,
-        section="rng",
-        dest="seed",
-        minimum=1,
-        help="Seed of weights, data order and dropout.",
-    )
-    """Each weight is drawn from a generator seeded by this and its global name, then sliced, so the
-    full model is the same for every tp x pp x vp x dp."""
+    init_seed: int = knobs.knob(1234, section="rng", dest="seed", minimum=1)
+    """Seed of weights, data order and dropout.
+
+    Each weight is drawn from a generator seeded by this and its global name, then sliced, so the full
+    model is the same for every tp x pp x vp x dp."""
 
     # -- Activation recompute --
     recompute_granularity: Literal["selective", "full"] | None = knob()
