@@ -81,8 +81,17 @@ class ModelParallelConfig:
     """Launches the gathering of parameters before a chunk's first forward."""
     finalize_model_grads_func: Callable | None = None
     """Called once, after the last backward, with the model chunks."""
-    aux_loss_scale_funcs: tuple[Callable[[torch.Tensor], None], ...] = ()
-    """Called with the main loss's scale before backward, to scale auxiliary losses alike."""
+    aux_loss_scale_funcs: tuple[Callable[[torch.Tensor, int, int], None], ...] = ()
+    """Called at the end of each forward, on every stage, with the loss scale (a tensor of one element),
+    the number of microbatches M and of context-parallel ranks c. Each sets the scale of the losses that
+    it knows: scale / M for a mean over the microbatch, scale * c / M for a rank's share of one, and
+    with `calculate_per_token_loss` the scale alone for a sum."""
+    after_grads_funcs: tuple[Callable[[list, Any], None], ...] = ()
+    """Called by `finalize_model_grads` when all gradients are final, before the optimizer, with the
+    model chunks and the `ProcessGroupCollection`."""
+    schedule_plan_builders: tuple[Callable[[Any, Any], Callable[[], None] | None], ...] = ()
+    """For orders of work by name: asked before each piece of work, or pair, for another way to do it.
+    See `planned_schedule.PlannedRun`."""
 
     # -- Loss --
     calculate_per_token_loss: bool = knob(False, section="training")
