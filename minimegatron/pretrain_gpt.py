@@ -34,6 +34,7 @@ from minimegatron.training.result_checks import check_loss
 from minimegatron.training.text_generation import generate
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import (
+    batch_keys,
     get_batch_on_this_tp_rank,
     print_rank_0,
 )
@@ -84,9 +85,7 @@ def train_valid_test_datasets_provider(
 
 def has_data(vp_stage: int | None) -> bool:
     """True for the chunk that takes in tokens and for the one that compares with labels."""
-    where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    first = parallel_state.is_pipeline_first_stage(**where)
-    return first or parallel_state.is_pipeline_last_stage(**where)
+    return bool(batch_keys(vp_stage))
 
 
 def get_batch(

@@ -27,6 +27,7 @@ LAYERS = [
         "core.activations",
         "core.enums",
         "core.json_text",
+        "core.knobs",
         "core.num_microbatches_calculator",
         "core.optimizer_param_scheduler",
         "core.pipeline_parallel.placement",
@@ -79,6 +80,7 @@ TORCH_FREE = [
     "minimegatron.core.dist_checkpointing.core",
     "minimegatron.core.enums",
     "minimegatron.core.json_text",
+    "minimegatron.core.knobs",
     "minimegatron.core.num_microbatches_calculator",
     "minimegatron.core.optimizer_param_scheduler",
     "minimegatron.core.parameter",
@@ -97,9 +99,7 @@ TORCH_FREE = [
     "minimegatron.commands.trace_command",
     "minimegatron.planner",
     "minimegatron.tracing.trace_view",
-    "minimegatron.training.checkpoint_args",
     "minimegatron.training.checkpoint_folder",
-    "minimegatron.training.config",
     "minimegatron.launching.user_file",
 ]
 """Modules, and all modules of packages, that must load where torch does not exist."""

@@ -28,6 +28,7 @@ from minimegatron.core.dist_checkpointing import serialization
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
 from minimegatron.core.json_text import read_json
+from minimegatron.core.knobs import known_fields
 from minimegatron.training.checkpoint_folder import TRACKER, checkpoint_name, find_checkpoint
 from minimegatron.training.config import ModelConfig
 
@@ -51,7 +52,7 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
             f"{load_dir / 'config.json'} has model_type {config.get('model_type')!r}; supported "
             f"are {', '.join(FAMILIES)}"
         )
-    args = family.arguments(config)
+    args = known_fields(ModelConfig, family.arguments(config))
     theirs = _read_safetensors(load_dir)
     tensors = []
     for weight in family.weights(args):
@@ -120,7 +121,7 @@ def export_to_hf(
 
 
 def _model_arguments(folder: Path) -> dict[str, Any]:
-    args = load_common_state_dict(folder)["args"]["model"]
+    args = known_fields(ModelConfig, load_common_state_dict(folder)["args"]["model"])
     return {field.name: field.default for field in dataclasses.fields(ModelConfig)} | args
 
 

@@ -10,32 +10,44 @@ model and the optimizer exist, which is why this dataclass is not frozen.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from minimegatron.core import knobs
 from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, NO_PIPELINING, get_schedule
 
+knob = partial(knobs.knob, section="parallel")
 
+
+@knobs.takes_known_fields
 @dataclass
 class ModelParallelConfig:
     """Sizes of every parallel dimension, precision, and schedule hooks."""
 
     # -- Sizes --
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = knob(1, minimum=1)
     """Ranks that share each layer."""
-    pipeline_model_parallel_size: int = 1
-    """Stages: ranks that each hold some of the layers."""
-    virtual_pipeline_model_parallel_size: int | None = None
-    """Chunks per stage for interleaving; None for plain 1F1B."""
-    pipeline_schedule: str | None = None
-    """The order of work by name, see `orders`; None for Megatron's choice. Its placement decides which
-    layers each rank builds."""
-    sequence_parallel: bool = False
-    """Also split what lies between the tensor-parallel layers, along the sequence."""
-    context_parallel_size: int = 1
+    pipeline_model_parallel_size: int = knob(1, minimum=1)
+    """Stages.
+
+    Ranks that each hold some of the layers."""
+    virtual_pipeline_model_parallel_size: int | None = knob(
+        is_derived=True, name="--num-virtual-stages-per-pipeline-rank", minimum=1
+    )
+    """Chunks per stage; None without interleaving."""
+    pipeline_schedule: str | None = knob()
+    """Order of work by name, such as gpipe, 1f1b or breadth-first, or FILE.py:FUNCTION that registers
+    one; by default Megatron's choice for these sizes (no Megatron flag).
+
+    Here a name that is registered, see `orders`. Its placement decides which layers each rank
+    builds."""
+    sequence_parallel: bool = knob(False)
+    """Split what lies between the tensor-parallel layers along the sequence."""
+    context_parallel_size: int = knobs.knob(1, minimum=1)
     """Ranks that share each sequence."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int = knobs.knob(1, minimum=1)
     """Ranks that share the experts of a mixture-of-experts layer."""
     expert_tensor_parallel_size: int | None = None
     """Ranks that share each expert; None for the tensor-parallel size."""
@@ -45,8 +57,10 @@ class ModelParallelConfig:
     (`tensor_parallel.initial_weights`). Accepted because Megatron's first example sets it."""
 
     # -- Precision --
-    fp16: bool = False
-    bf16: bool = False
+    bf16: bool = knob(False, section="precision")
+    """Weights and activations in bfloat16, with float32 main weights in the optimizer."""
+    fp16: bool = knob(False, section="precision")
+    """Weights and activations in float16, likewise, with loss scaling."""
     params_dtype: torch.dtype = torch.float32
     """dtype of the model's weights."""
     pipeline_dtype: torch.dtype | None = None
@@ -67,51 +81,59 @@ class ModelParallelConfig:
     """Launches the gathering of parameters before a chunk's first forward."""
     finalize_model_grads_func: Callable | None = None
     """Called once, after the last backward, with the model chunks."""
-    aux_loss_scale_funcs: tuple[Callable[[torch.Tensor], None], ...] = ()
-    """Called with the main loss's scale before backward, to scale auxiliary losses alike."""
+    aux_loss_scale_funcs: tuple[Callable[[torch.Tensor, int, int], None], ...] = ()
+    """Called at the end of each forward, on every stage, with the loss scale (a tensor of one element),
+    the number of microbatches M and of context-parallel ranks c. Each sets the scale of the losses that
+    it knows: scale / M for a mean over the microbatch, scale * c / M for a rank's share of one, and
+    with `calculate_per_token_loss` the scale alone for a sum."""
+    after_grads_funcs: tuple[Callable[[list, Any], None], ...] = ()
+    """Called by `finalize_model_grads` when all gradients are final, before the optimizer, with the
+    model chunks and the `ProcessGroupCollection`."""
+    schedule_plan_builders: tuple[Callable[[Any, Any], Callable[[], None] | None], ...] = ()
+    """For orders of work by name: asked before each piece of work, or pair, for another way to do it.
+    See `planned_schedule.PlannedRun`."""
 
     # -- Loss --
-    calculate_per_token_loss: bool = False
-    """Divide the summed loss by the global number of tokens, once, after the last backward."""
+    calculate_per_token_loss: bool = knob(False, section="training")
+    """Divide by the number of tokens of the whole global batch, instead of each microbatch's.
+
+    Once, after the last backward."""
 
     # -- Communication between stages --
-    variable_seq_lengths: bool = False
-    """Send three int64 sizes ahead of every message, instead of assuming one fixed shape."""
-    overlap_p2p_comm: bool = False
-    """Interleaving only: send while computing. Excludes `batch_p2p_comm`."""
+    overlap_p2p_comm: bool = knob(False, name="--overlap-p2p-communication", given=None)
+    """Send between stages while computing; on by default where chunks interleave, and only there.
+
+    Off by default here. Excludes `batch_p2p_comm`."""
     batch_p2p_comm: bool = True
     """Give the transport one batch of sends and receives, instead of an even/odd order."""
-    deallocate_pipeline_outputs: bool = False
-    """Free a stage's output once it is sent; only its `grad_fn` is still needed."""
-    microbatch_group_size_per_vp_stage: int | None = None
-    """Interleaving: microbatches run on one chunk before the next chunk's turn; None for p."""
+    variable_seq_lengths: bool = knob(False)
+    """Send the shape ahead of every message between stages.
+
+    Three int64 sizes; without it one fixed shape is assumed."""
+    deallocate_pipeline_outputs: bool = knob(False)
+    """Free a stage's output once it is sent.
+
+    Only its `grad_fn` is still needed."""
+    microbatch_group_size_per_vp_stage: int | None = knob(
+        name="--microbatch-group-size-per-virtual-pipeline-stage", minimum=1
+    )
+    """Interleaving: microbatches per turn of a chunk; by default as many as stages."""
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     """Of the microbatches in flight, how many keep (some of) their activations."""
 
     # -- Weight gradients after the input's gradient --
-    delay_wgrad_compute: bool = False
-    """Compute the weight gradients of the layers' linear layers not in backward, but in
-    `backward_dw`; a schedule may then put other work between the two."""
-    defer_embedding_wgrad_compute: bool = False
-    """Compute the output layer's weight gradient after the pipeline has drained."""
-    wgrad_deferral_limit: int = 0
-    """How many microbatches may be deferred; 0 for all."""
+    delay_wgrad_compute: bool = knob(False)
+    """Compute the layers' weight gradients after the backward of their microbatch, not in it.
+
+    In `backward_dw`; a schedule may then put other work between the two."""
+    defer_embedding_wgrad_compute: bool = knob(False)
+    """Compute the output layer's weight gradients after the last backward."""
+    wgrad_deferral_limit: int = knob(0, minimum=0)
+    """How many microbatches --defer-embedding-wgrad-compute may put off; 0 for all."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, with the numbers and the remedy, for sizes that cannot work."""
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
-        if self.wgrad_deferral_limit < 0:
-            raise ValueError(
-                f"wgrad_deferral_limit is {self.wgrad_deferral_limit}; give 0 for all microbatches, "
-                "or how many"
-            )
+        knobs.check_values(self)
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both on; choose one")
         if self.overlap_p2p_comm and self.batch_p2p_comm:
@@ -135,10 +157,6 @@ class ModelParallelConfig:
     def _check_interleaving(self) -> None:
         p = self.pipeline_model_parallel_size
         v = self.virtual_pipeline_model_parallel_size
-        if v < 1:
-            raise ValueError(
-                f"virtual_pipeline_model_parallel_size is {v}; give 1 or more, or None"
-            )
         if p == 1:
             raise ValueError(
                 f"virtual_pipeline_model_parallel_size={v} needs a pipeline, but "

@@ -24,6 +24,7 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
 from minimegatron.core.datasets.indexed_dataset import IndexedDataset
 from minimegatron.core.datasets.stdlib_corpus import num_blocks, stdlib_files
 from minimegatron.core.datasets.utils import get_blend_from_list
+from minimegatron.core.knobs import check_limits
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -50,12 +51,11 @@ def check_fields(args: argparse.Namespace) -> None:
     """Every field by itself: required ones are there, numbers are within their limits."""
     for config in SECTIONS.values():
         for field in dataclasses.fields(config):
-            if "derived" in field.metadata:
+            if field.metadata["knob"].is_derived:
                 continue
-            value, limits = args.__dict__[field.name], field.metadata
-            name = flag_name(field)
+            value, name = args.__dict__[field.name], flag_name(field)
             if value is None:
-                if limits["required"]:
+                if field.metadata["knob"].required:
                     raise ValueError(f"{name} is missing; give {name} and a number")
                 continue
             for number in value if isinstance(value, list) else [value]:
@@ -63,12 +63,7 @@ def check_fields(args: argparse.Namespace) -> None:
                     raise ValueError(f"{name} is {number}; give less than {TOO_MANY}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; give a finite number")
-            if limits["minimum"] is not None and not value >= limits["minimum"]:
-                raise ValueError(f"{name} is {value}; give {limits['minimum']} or more")
-            if limits["above"] is not None and not value > limits["above"]:
-                raise ValueError(f"{name} is {value}; give more than {limits['above']}")
-            if limits["below"] is not None and not value < limits["below"]:
-                raise ValueError(f"{name} is {value}; give less than {limits['below']}")
+            check_limits(name, value, field.metadata["knob"])
 
 
 def check_world(args: argparse.Namespace) -> None:

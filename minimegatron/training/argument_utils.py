@@ -33,22 +33,21 @@ class ArgumentGroupFactory:
     def __init__(self, config: type):
         self.config = config
         self.types = typing.get_type_hints(config)
-        self.help = _field_docstrings(config)
 
     def build_group(self, parser: argparse.ArgumentParser) -> None:
         """Adds one flag per field; derived fields get none."""
         group = parser.add_argument_group(self.config.__doc__)
         for field in dataclasses.fields(self.config):
-            if "derived" not in field.metadata:
+            if not field.metadata["knob"].is_derived:
                 group.add_argument(
                     flag_name(field), dest=field.name, default=field.default, **self._options(field)
                 )
 
     def _options(self, field: dataclasses.Field) -> dict[str, typing.Any]:
-        annotation, optional = _without_none(self.types[field.name])
-        options: dict[str, typing.Any] = {"help": self.help[field.name].replace("%", "%%")}
+        annotation = _without_none(self.types[field.name])
+        options: dict[str, typing.Any] = {"help": self.help(field).replace("%", "%%")}
         if annotation is bool:
-            if optional:
+            if field.default is None:
                 return options | {"action": argparse.BooleanOptionalAction}
             return options | {"action": "store_false" if field.default else "store_true"}
         if typing.get_origin(annotation) is typing.Literal:
@@ -57,29 +56,34 @@ class ArgumentGroupFactory:
         if typing.get_origin(annotation) is list:
             return options | {
                 "type": typing.get_args(annotation)[0],
-                "nargs": field.metadata["nargs"],
+                "nargs": field.metadata["knob"].nargs,
             }
         return options | {"type": annotation}
+
+    def help(self, field: dataclasses.Field) -> str:
+        """The words of the field's flag."""
+        config, name = field.metadata.get("core", (self.config, field.name))
+        return field.metadata["knob"].help or _field_docstrings(config)[name]
 
 
 def flag_name(field: dataclasses.Field) -> str:
     """`--num-layers` for the field `num_layers`, unless the field names its flag itself."""
-    return field.metadata.get("name") or "--" + field.name.replace("_", "-")
+    return field.metadata["knob"].name or "--" + field.name.replace("_", "-")
 
 
-def _without_none(annotation: typing.Any) -> tuple[typing.Any, bool]:
-    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
-        return annotation, False
-    (rest,) = (a for a in typing.get_args(annotation) if a is not type(None))
-    return rest, True
+def _without_none(annotation: typing.Any) -> typing.Any:
+    """Where core takes several types, the command line gives the first."""
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation)[0] if is_union else annotation
 
 
 @functools.cache
 def _field_docstrings(config: type) -> dict[str, str]:
-    """The string below each field, which Python itself throws away."""
-    body = ast.parse(inspect.getsource(config)).body[0].body
+    """The string below each field up to the first empty line, which Python itself throws away."""
+    bases = [base for base in reversed(config.__mro__) if dataclasses.is_dataclass(base)]
+    body = [node for base in bases for node in ast.parse(inspect.getsource(base)).body[0].body]
     return {
-        field.target.id: " ".join(text.value.value.split())
+        field.target.id: " ".join(text.value.value.partition("\n\n")[0].split())
         for field, text in zip(body, body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
@@ -88,18 +92,12 @@ def _field_docstrings(config: type) -> dict[str, str]:
 @functools.cache
 def flags_by_name() -> dict[str, str]:
     """Field name to flag, also for the names that core's own checks use in their messages."""
-    names = {
-        field.name: flag_name(field)
+    return {
+        name: flag_name(field)
         for config in SECTIONS.values()
         for field in dataclasses.fields(config)
-        if "derived" not in field.metadata
-    }
-    return names | {
-        "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-        "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
-        "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
-        "layernorm_epsilon": "--norm-epsilon",
-        "average_in_collective": "--ddp-average-in-collective",
+        for name in (field.name, *field.metadata.get("core", ())[1:])
+        if field.metadata["knob"].name or not field.metadata["knob"].is_derived
     }
 
 

@@ -20,6 +20,7 @@ from minimegatron.core.distributed.distributed_data_parallel import gradient_sca
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
+from minimegatron.core.knobs import Knob, known_fields
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -80,10 +81,7 @@ def _build_parser(
     if extra_args_provider is not None:
         extra_args_provider(parser)
     known = {action.dest for action in parser._actions}
-    for name in args_defaults:
-        if name not in known:
-            raise ValueError(f"args_defaults has {name!r}, which is not an argument; remove it")
-    parser.set_defaults(**args_defaults)
+    parser.set_defaults(**known_fields(Arguments, args_defaults, also=known))
     return parser
 
 
@@ -210,24 +208,31 @@ def core_transformer_config_from_args(
 ) -> Any:
     """The model's configuration for `core`. Raises ValueError for sizes that do not fit together.
 
-    Most fields have the same name on both sides; the rest is spelled out.
+    Spelled out is what follows from several arguments.
     """
-    names = [field.name for field in dataclasses.fields(config_class)]
-    same = {name: getattr(args, name) for name in names if hasattr(args, name)}
     dtype = params_dtype(args)
     spelled_out = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
-        "layernorm_epsilon": args.norm_epsilon,
-        "gated_linear_unit": args.swiglu,
         "activation_func": _activation_func(args),
-        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
-        "init_seed": args.seed,
     }
-    return config_class(**(same | spelled_out))
+    return config_class(**(_values_from_args(args, config_class) | spelled_out))
+
+
+def _values_from_args(args: Arguments | argparse.Namespace, config_class: type) -> dict[str, Any]:
+    """The values of all fields of `config_class` that are arguments, under the fields' names.
+
+    A field without a section of its own may be an argument too: of another configuration, as `fp16`
+    is, or the user's. Raises AttributeError for a field that has a section and is no argument.
+    """
+    values = {}
+    for field in dataclasses.fields(config_class):
+        about = field.metadata.get("knob", Knob())
+        if about.section or hasattr(args, field.name):
+            values[field.name] = getattr(args, about.dest or field.name)
+    return values
 
 
 def _activation_func(args: Arguments | argparse.Namespace) -> Callable:
@@ -238,24 +243,14 @@ def _activation_func(args: Arguments | argparse.Namespace) -> Callable:
 
 def optimizer_config_from_args(args: Arguments | argparse.Namespace) -> OptimizerConfig:
     """The optimizer's configuration for `core`. Raises ValueError for what excludes itself."""
-    names = [field.name for field in dataclasses.fields(OptimizerConfig) if field.init]
-    same = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return OptimizerConfig(**(same | {"params_dtype": params_dtype(args)}))
+    values = _values_from_args(args, OptimizerConfig)
+    return OptimizerConfig(**(values | {"params_dtype": params_dtype(args)}))
 
 
-def ddp_config_from_args(
-    args: Arguments | argparse.Namespace,
-) -> DistributedDataParallelConfig:
+def ddp_config_from_args(args: Arguments | argparse.Namespace) -> DistributedDataParallelConfig:
     """The same for gradients over data-parallel ranks."""
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=args.overlap_grad_reduce,
-        overlap_param_gather=args.overlap_param_gather,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
-        bucket_size=args.ddp_bucket_size,
-        average_in_collective=args.ddp_average_in_collective,
-    )
+    values = _values_from_args(args, DistributedDataParallelConfig)
+    return DistributedDataParallelConfig(**values)
 
 
 def params_dtype(args: Arguments | argparse.Namespace) -> torch.dtype:

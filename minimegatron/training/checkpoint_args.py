@@ -1,7 +1,7 @@
 """Whether a checkpoint is of the model that the command line describes.
 
-Called by: `argument_checks`, before any process group exists. Calls: `checkpoint_folder`,
-`dist_checkpointing.core`, `schedule_args`; torch-free. Counterpart: `check_checkpoint_args` of
+Called by: `argument_checks`, before any process group exists. Calls: `dist_checkpointing.core`,
+`core.knobs`, `schedule_args`. Counterpart: `check_checkpoint_args` of
 `megatron.training.checkpointing`.
 
 Layout, precision and batch may differ: a checkpoint is of the full model. What the model computes
@@ -9,6 +9,7 @@ may not.
 """
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from minimegatron.core.dist_checkpointing.core import (
     check_files,
     load_common_state_dict,
 )
+from minimegatron.core.knobs import known_fields
 from minimegatron.training.argument_utils import flags_by_name
+from minimegatron.training.config import SECTIONS
 from minimegatron.training.schedule_args import check_schedule
 
 SAVED_STATE = (
@@ -29,35 +32,13 @@ SAVED_STATE = (
 )
 """What of the train state a checkpoint brings back."""
 
-ALWAYS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "group_query_attention",
-    "position_embedding_type",
-    "normalization",
-    "norm_epsilon",
-    "qk_layernorm",
-    "swiglu",
-    "openai_gelu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-)
-"""What makes another model of the same weights, or has weights of another shape."""
-
-ONLY_IF = {
-    "kv_channels": ("kv_channels", None),
-    "num_query_groups": ("group_query_attention", False),
-    "max_position_embeddings": ("position_embedding_type", "rope"),
-    "rotary_base": ("position_embedding_type", "learned_absolute"),
-    "rotary_percent": ("position_embedding_type", "learned_absolute"),
-    "tokenizer_type": ("finetune", True),
+COMPARED = {
+    field.name: field.metadata["knob"].compared
+    for config in SECTIONS.values()
+    for field in dataclasses.fields(config)
+    if field.metadata["knob"].compared
 }
-"""What matters unless another argument has this value."""
-
-
+"""What makes another model of the same weights, or has weights of another shape."""
 COMMON_KEYS = {
     "iteration": int,
     "train_state": dict,
@@ -105,9 +86,11 @@ def check_against_checkpoint(args: argparse.Namespace, folder: Path) -> None:
     except CheckpointingException as error:
         raise ValueError(str(error)) from None
     saved = {name: value for section in common["args"].values() for name, value in section.items()}
-    names = [*ALWAYS]
-    names += [name for name, (other, value) in ONLY_IF.items() if args.__dict__[other] != value]
-    for name in names:
+    known_fields(SECTIONS["model"], common["args"].get("model", {}))
+    for name, compared in COMPARED.items():
+        # Unless another argument says that it does not matter.
+        if compared is not True and args.__dict__[compared[0]] == compared[1]:
+            continue
         if name in saved and saved[name] != args.__dict__[name]:
             raise ValueError(_difference(name, args.__dict__[name], saved[name], folder))
     if not args.finetune and not common["train_state"]:

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
-from minimegatron.core.utils import get_attr_wrapped_model
+from minimegatron.core.utils import unwrap_model
 from minimegatron.training import failures
 from minimegatron.training.global_vars import get_args, get_train_state
 
@@ -56,7 +56,7 @@ def _spiky(loss: torch.Tensor, model: torch.nn.Module) -> str:
 def _where(model: torch.nn.Module) -> str:
     """Microbatch, iteration and samples, in the words of a sentence."""
     args, state = get_args(), get_train_state()
-    microbatch = get_attr_wrapped_model(model, "decoder").current_microbatch
+    microbatch = unwrap_model(model).current_microbatch
     if not model.training:
         return f"microbatch {microbatch} of the evaluation after iteration {state.iteration}"
     # Each step of the samplers deals one microbatch to every copy of the model in turn.

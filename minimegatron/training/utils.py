@@ -5,7 +5,7 @@ Counterpart: `megatron.training.utils`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,24 +103,37 @@ def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, t
 # -- Batches --
 
 
-def get_batch_on_this_tp_rank(
-    data_iterator: Iterator | None, vp_stage: int | None = None
-) -> dict[str, torch.Tensor | None]:
-    """The next microbatch's fields that this stage uses, the same on all tensor-parallel ranks.
+BatchKeys = Sequence[tuple[Callable[..., bool], Sequence[str]]]
+"""Rows of (which chunks, keys of the batch that they need). The function is called as those of
+`parallel_state` are: `(ignore_virtual=False, vp_stage=vp_stage)`."""
 
-    The first tensor-parallel rank reads the iterator and broadcasts. `tokens` and `position_ids`
-    (int64 [b, s]) go to the first stage, `labels` (int64) and `loss_mask` (float32) to the last,
-    which may be another chunk of the same rank; the rest is None. `attention_mask` is None
-    everywhere: causal attention needs none.
+GPT_BATCH_KEYS: BatchKeys = (
+    (parallel_state.is_pipeline_first_stage, ("tokens", "position_ids")),
+    (parallel_state.is_pipeline_last_stage, ("labels", "loss_mask")),
+)
+"""A model whose chunks need more has rows of its own after these."""
+
+
+def batch_keys(vp_stage: int | None = None, needed: BatchKeys = GPT_BATCH_KEYS) -> list[str]:
+    """What this chunk needs of a batch: every key once; nothing for a chunk that reads no data."""
+    rows = [keys for is_here, keys in needed if is_here(ignore_virtual=False, vp_stage=vp_stage)]
+    return list(dict.fromkeys(key for keys in rows for key in keys))
+
+
+def get_batch_on_this_tp_rank(
+    data_iterator: Iterator | None,
+    vp_stage: int | None = None,
+    needed: BatchKeys = GPT_BATCH_KEYS,
+) -> dict[str, torch.Tensor | None]:
+    """The next microbatch's fields that this chunk uses, the same on all tensor-parallel ranks.
+
+    The first tensor-parallel rank reads the iterator and broadcasts. What `needed` has for this chunk
+    (`tokens`, `position_ids`, `labels`: int64 [b, s]; `loss_mask`: float32) is there; the rest is
+    None. `attention_mask` is None everywhere, unless it is asked for: causal attention needs none.
     """
-    keys = []
-    if parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage):
-        keys += ["tokens", "position_ids"]
-    if parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage):
-        keys += ["labels", "loss_mask"]
-    batch: dict[str, Any] = dict.fromkeys(
-        ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    )
+    keys = batch_keys(vp_stage, needed)
+    names = [key for _, row in needed for key in row]
+    batch: dict[str, Any] = dict.fromkeys([*names, "attention_mask"])
     if not keys:
         return batch
     data = None
@@ -129,6 +142,6 @@ def get_batch_on_this_tp_rank(
         # One message, so one dtype: the mask's 0 and 1 travel as integers.
         data = {key: sample[key].to(torch.int64) for key in keys}
     batch |= broadcast_data(keys, data, torch.int64)
-    if batch["loss_mask"] is not None:
+    if batch.get("loss_mask") is not None:
         batch["loss_mask"] = batch["loss_mask"].float()
     return batch

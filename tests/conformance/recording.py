@@ -189,7 +189,7 @@ class _Noted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor, weight, chunk, log):
-        microbatch = chunk.decoder.layers[0].current_microbatch
+        microbatch = chunk.current_microbatch
         ctx.note = (microbatch, chunk.vp_stage, log)
         log.append(("forward_step", microbatch, chunk.vp_stage, _numbers(tensor)))
         return weight.new_tensor([[[1000.0 + 10 * microbatch + (chunk.vp_stage or 0)]]])
@@ -203,13 +203,13 @@ class _Noted(torch.autograd.Function):
 
 
 class RecordingChunk(torch.nn.Module):
-    """A model chunk that computes nothing. Its `decoder` learns the microbatch, as GPT's would."""
+    """A model chunk that computes nothing. It learns the microbatch; from Megatron as a layer."""
 
     def __init__(self, config, model_type, vp_stage, log):
         super().__init__()
         self.config, self.model_type, self.vp_stage, self.log = config, model_type, vp_stage, log
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.decoder = SimpleNamespace(layers=[SimpleNamespace(current_microbatch=None)])
+        self.decoder = SimpleNamespace(layers=[self])
         self.input_tensor = None
 
     def set_input_tensor(self, input_tensor):
@@ -221,7 +221,7 @@ class RecordingChunk(torch.nn.Module):
 
 def _forward_step(data_iterator, model):
     drawn = next(data_iterator)
-    assert drawn == model.decoder.layers[0].current_microbatch
+    assert drawn == model.current_microbatch
 
     def loss_func(output):
         return output.sum(), drawn

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from minimegatron.exercises.catalog import exercises, find
+from minimegatron.exercises.exercise import exercises, find
 from tests.exercises.wrong_solutions import WrongSolution, wrong_solutions
 
 HANGS = (("ex04", "all_stages_receive_first"), ("ex06", "no_cool_down"))

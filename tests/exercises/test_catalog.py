@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from minimegatron.exercises.catalog import exercises, find
 from minimegatron.exercises.check import engine
 from minimegatron.exercises.check.engine import Sheet, check_file
-from minimegatron.exercises.exercise import Exercise
+from minimegatron.exercises.exercise import Exercise, exercises, find
 from minimegatron.exercises.room import on_ranks, verdict
 from minimegatron.exercises.room.plain_data import from_line
 from minimegatron.exercises.room.source import wanted_names

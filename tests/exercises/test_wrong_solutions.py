@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from minimegatron.exercises.catalog import exercises
+from minimegatron.exercises.exercise import exercises
 from tests.exercises.wrong_solutions import FOLDER, patched, wrong_solutions
 
 REFERENCE = '"""Solved."""\n\n\ndef f(x):\n    """One more."""\n    y = x + 1\n    return y\n'

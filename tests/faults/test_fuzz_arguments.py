@@ -62,15 +62,17 @@ def _flags() -> list[st.SearchStrategy[list[str]]]:
     for config in SECTIONS.values():
         types = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
-            if "derived" in field.metadata:
+            if field.metadata["knob"].is_derived:
                 continue
-            annotation, optional = _without_none(types[field.name])
+            annotation = _without_none(types[field.name])
             flag = flag_name(field)
             if annotation is bool:
-                spellings = [flag, flag.replace("--", "--no-", 1)] if optional else [flag]
+                spellings = (
+                    [flag, flag.replace("--", "--no-", 1)] if field.default is None else [flag]
+                )
                 strategies.append(st.sampled_from([[spelling] for spelling in spellings]))
             else:
-                values = _values(annotation, field.metadata["nargs"])
+                values = _values(annotation, field.metadata["knob"].nargs)
                 strategies.append(values.map(lambda words, flag=flag: [flag, *words]))
     return strategies
 

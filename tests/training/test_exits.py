@@ -155,7 +155,7 @@ class Planted:
     def __call__(self, data_iterator, model):
         output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
         chunk = model.module
-        microbatch = chunk.decoder.current_microbatch
+        microbatch = chunk.current_microbatch
         if model.training and (get_train_state().iteration, microbatch) == (1, 3):
             if self.where == "loss" and chunk.post_process:
                 output = output * self.value

@@ -38,7 +38,7 @@ class Overflowing:
     def __call__(self, data_iterator, model):
         output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
         is_here = get_args().rank == self.rank and get_train_state().iteration == 2
-        if is_here and model.module.module.decoder.current_microbatch == 1:
+        if is_here and model.module.module.current_microbatch == 1:
             output.register_hook(lambda gradient: gradient * math.inf)
         return output, loss_func
 

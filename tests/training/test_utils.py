@@ -4,7 +4,9 @@ import torch
 
 from minimegatron.core import parallel_state
 from minimegatron.training.utils import (
+    GPT_BATCH_KEYS,
     average_losses_across_data_parallel_group,
+    batch_keys,
     broadcast_from_last_stage,
     get_batch_on_this_tp_rank,
     logical_and_across_model_parallel_group,
@@ -36,8 +38,22 @@ def batch_of_stage(rank: int) -> dict:
         "loss_mask": torch.tensor([[1.0, 0.0, 1.0]] * b),
         "position_ids": torch.arange(s).expand(b, s),
     }
-    iterator = iter([sample]) if parallel_state.get_tensor_model_parallel_rank() == 0 else None
-    return get_batch_on_this_tp_rank(iterator)
+    is_reader = parallel_state.get_tensor_model_parallel_rank() == 0
+    asked = []
+
+    def second_stage(**where):
+        asked.append(where)
+        return parallel_state.get_pipeline_model_parallel_rank() == 1
+
+    # A model whose last stage predicts further tokens, and has an embedding for them.
+    needed = (*GPT_BATCH_KEYS, (second_stage, ("tokens", "labels", "lengths")))
+    more = sample | {"lengths": torch.tensor([3, 2])}
+    return {
+        "usual": get_batch_on_this_tp_rank(iter([sample]) if is_reader else None),
+        "more": get_batch_on_this_tp_rank(iter([more]) if is_reader else None, None, needed),
+        "keys": batch_keys(None, needed),
+        "asked": asked,
+    }
 
 
 def over_one_model() -> tuple[dict, dict]:
@@ -48,18 +64,24 @@ def over_one_model() -> tuple[dict, dict]:
 
 def test_over_one_model():
     results = run_ranks(over_one_model, 4)
-    for rank, (numbers, batch) in enumerate(results):
+    for rank, (numbers, batches) in enumerate(results):
+        batch, more = batches["usual"], batches["more"]
         assert numbers["max"] == 7.0 and numbers["none"] is None
         assert numbers["and"] is False and numbers["true"] is True
         assert numbers["loss"] == {"lm loss": 1.5}
         first_stage = rank < 2
         assert (batch["tokens"] is not None) == first_stage
         assert (batch["labels"] is not None) == (not first_stage)
-        assert batch["attention_mask"] is None
+        assert batch["attention_mask"] is None and "lengths" not in batch
+        assert batches["asked"] == [{"ignore_virtual": False, "vp_stage": None}] * 2
         if first_stage:
             assert batch["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]]
             assert batch["position_ids"].tolist() == [[0, 1, 2]] * 2
+            assert batches["keys"] == ["tokens", "position_ids"] and more["lengths"] is None
         else:
+            assert batches["keys"] == ["labels", "loss_mask", "tokens", "lengths"]
+            assert more["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]]
+            assert more["lengths"].tolist() == [3, 2] and more["position_ids"] is None
             assert batch["loss_mask"].dtype == torch.float32
             assert batch["loss_mask"].tolist() == [[1.0, 0.0, 1.0]] * 2
 

@@ -150,3 +150,5 @@ def finalize_model_grads(
     _allreduce_position_embedding_grads(model, pg_collection.pos_embd)
     if num_tokens is not None:
         _divide_by_num_tokens(model, num_tokens, pg_collection.pp, pg_collection.dp_cp)
+    for step in get_model_config(model[0]).after_grads_funcs:
+        step(model, pg_collection)

@@ -292,6 +292,11 @@ class PlannedRun:
     `_made` holds what has been computed here and is not yet sent, `_arrived` what has arrived and is
     not yet used, by payload, microbatch and chunk; a received tensor comes with the handle to wait
     for, or None.
+
+    Each of `config.schedule_plan_builders` is called as `build(run, action)` before a piece of work,
+    until one returns a plan: a function that does the work, in place of forward and backward as they
+    come. For each of `parts_of(action)` it gets the input from `run.take` (a pair's two need not wait
+    for each other), computes with `run.chunks[part.chunk]`, and gives what it made to `run.hand_over`.
     """
 
     def __init__(
@@ -309,50 +314,51 @@ class PlannedRun:
         self._arrived: dict[tuple, tuple[torch.Tensor, Any]] = {}
 
     def run(self) -> None:
-        """All of them. Of a pair, one part after the other."""
+        """All of them."""
+        builders = self.chunks[0].config.schedule_plan_builders
         for action in self.actions:
             if action.kind == COMMUNICATE:
                 self._communicate(action)
                 continue
-            for part in parts_of(action):
-                self._forward(part) if part.kind == FORWARD else self._backward(part)
+            plans = (build(self, action) for build in builders)
+            next(filter(None, plans), partial(self._one_by_one, action))()
 
     # -- Work --
 
-    def _forward(self, action: Action) -> None:
-        chunk = self.chunks[action.chunk]
-        output = chunk.forward_step(action.microbatch, self._take(ACTIVATION, action))
-        if chunk.is_last_stage:  # a loss is sent nowhere, and would keep its graph
-            return
-        payload, place = target_of(self.placement, self.rank, action)
-        if place.rank == self.rank:
-            # The next chunk's input is a tensor of its own: its backward ends there, and leaves the
-            # gradient there for this chunk's backward.
-            leaf = output.detach()
-            leaf.requires_grad_(not self.forward_only)
-            self._arrived[payload, action.microbatch, place.chunk] = (leaf, None)
-            chunk.free_output(output)
-        else:
-            self._made[payload, action.microbatch, action.chunk] = output
+    def _one_by_one(self, action: Action) -> None:
+        for part in parts_of(action):
+            chunk, tensor = self.chunks[part.chunk], self.take(part)
+            if part.kind == FORWARD:
+                self.hand_over(part, chunk.forward_step(part.microbatch, tensor))
+            else:
+                self.hand_over(part, chunk.backward_step(tensor, part.microbatch))
 
-    def _backward(self, action: Action) -> None:
-        grad = self._take(GRADIENT, action)
-        input_grad = self.chunks[action.chunk].backward_step(grad, action.microbatch)
-        target = target_of(self.placement, self.rank, action)
-        if target is None:  # the chunk that starts from data
-            return
-        payload, place = target
-        if place.rank == self.rank:
-            self._arrived[payload, action.microbatch, place.chunk] = (input_grad, None)
-        else:
-            self._made[payload, action.microbatch, action.chunk] = input_grad
-
-    def _take(self, payload: str, action: Action) -> torch.Tensor | None:
-        unit = (payload, action.microbatch, action.chunk)
+    def take(self, part: Action) -> torch.Tensor | None:
+        """A forward's input, or the gradient of a backward's output, waited for; None at the ends."""
+        payload = ACTIVATION if part.kind == FORWARD else GRADIENT
+        unit = (payload, part.microbatch, part.chunk)
         tensor, handle = self._arrived.pop(unit, (None, None))
         if handle is not None:
             handle.wait()
         return tensor
+
+    def hand_over(self, part: Action, made: torch.Tensor | None) -> None:
+        """To the neighbour: a forward's output, or the gradient of a backward's input."""
+        target = target_of(self.placement, self.rank, part)
+        if target is None:  # a loss, which would keep its graph; or the chunk that starts from data
+            return
+        payload, place = target
+        if place.rank != self.rank:
+            self._made[payload, part.microbatch, part.chunk] = made
+            return
+        if part.kind == FORWARD:
+            # The next chunk's input is a tensor of its own: its backward ends there, and leaves the
+            # gradient there for this chunk's backward.
+            leaf = made.detach()
+            leaf.requires_grad_(not self.forward_only)
+            self.chunks[part.chunk].free_output(made)
+            made = leaf
+        self._arrived[payload, part.microbatch, place.chunk] = (made, None)
 
     # -- Messages --
 

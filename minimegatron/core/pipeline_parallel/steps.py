@@ -18,7 +18,12 @@ from torch.autograd.variable import Variable
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.tracing import call_traced, traced
-from minimegatron.core.utils import get_attr_wrapped_model, get_device, get_model_config
+from minimegatron.core.utils import (
+    get_attr_wrapped_model,
+    get_device,
+    get_model_config,
+    unwrap_model,
+)
 
 NO_TOKENS = torch.tensor(0, dtype=torch.int)
 
@@ -104,16 +109,8 @@ def _autocast(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
-    """Tells the model's decoder, if it has one, and its layers which microbatch comes now."""
-    try:
-        decoder = get_attr_wrapped_model(model, "decoder")
-    except RuntimeError:
-        return
-    if decoder is None:
-        return
-    decoder.current_microbatch = microbatch_id
-    for layer in decoder.layers:
-        layer.current_microbatch = microbatch_id
+    """Tells the chunk under its wrappers which microbatch comes now; there its layers may ask."""
+    unwrap_model(model).current_microbatch = microbatch_id
 
 
 @traced("loss-compute", lambda a: {"chunk": a["vp_stage"] or 0})
@@ -166,24 +163,25 @@ def forward_step_calc_loss(
                 "(summed loss, number of tokens, report)"
             )
         forward_data_store.append(report)
-    _scale_auxiliary_losses(config, output_tensor, num_microbatches)
+    _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size or 1)
     return output_tensor, num_tokens
 
 
 def _scale_auxiliary_losses(
-    config: ModelParallelConfig, output_tensor: torch.Tensor, num_microbatches: int
+    config: ModelParallelConfig,
+    output_tensor: torch.Tensor,
+    num_microbatches: int,
+    cp_group_size: int,
 ) -> None:
     # Auxiliary losses (experts' balance, extra predicted tokens) are not in the loss that was just
-    # scaled. Their functions get the same scale, on every stage, before its backward.
+    # scaled. Which divisors each needs, its function knows: every stage tells it, before backward.
     if not config.aux_loss_scale_funcs:
         return
     scale = torch.ones(1, device=output_tensor.device)
     if config.grad_scale_func is not None:
         scale = config.grad_scale_func(scale)
-    if not config.calculate_per_token_loss:
-        scale = scale / num_microbatches
     for set_loss_scale in config.aux_loss_scale_funcs:
-        set_loss_scale(scale)
+        set_loss_scale(scale, num_microbatches, cp_group_size)
 
 
 @traced("backward-compute")

@@ -7,10 +7,12 @@ Read by: every module under `core.transformer` and `core.models`. Calls nothing.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core import knobs
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 
 
@@ -24,70 +26,100 @@ def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable:
     return partial(torch.nn.init.normal_, mean=0.0, std=sigma / (2.0 * num_layers) ** 0.5)
 
 
+knob = partial(knobs.knob, section="model")
+compared = partial(knob, compared=True)
+place = partial(knobs.knob, section="parallel")
+
+
+@knobs.takes_known_fields
 @dataclass
 class TransformerConfig(ModelParallelConfig):
     """Sizes, activation, normalisation, dropout and recompute of one transformer."""
 
     # -- Sizes --
-    num_layers: int = 0
-    hidden_size: int = 0
-    num_attention_heads: int = 0
-    num_query_groups: int | None = None
-    """Key/value heads (grouped-query attention); None for one per query head."""
-    ffn_hidden_size: int | None = None
-    """Width of the MLP; None for 4 x hidden_size."""
-    kv_channels: int | None = None
-    """Width of one head; None for hidden_size / num_attention_heads."""
+    num_layers: int = compared(0, required=True, minimum=1)
+    """Transformer layers in all, over all stages."""
+    hidden_size: int = compared(0, required=True, minimum=1)
+    """Width of the residual stream."""
+    num_attention_heads: int = compared(0, required=True, minimum=1)
+    """Query heads."""
+    ffn_hidden_size: int | None = compared(minimum=1)
+    """Width of the MLP; by default 4 x hidden size, or 8/3 of it with --swiglu.
+
+    None is 4 x hidden_size here, with gated_linear_unit too."""
+    kv_channels: int | None = knob(minimum=1, compared=("kv_channels", None))
+    """Width of one head; by default hidden size / heads."""
+    num_query_groups: int | None = knob(
+        given=1, minimum=1, compared=("group_query_attention", False)
+    )
+    """Key/value heads with --group-query-attention.
+
+    None for one per query head."""
 
     # -- Layer placement --
-    num_layers_in_first_pipeline_stage: int | None = None
-    num_layers_in_last_pipeline_stage: int | None = None
-    account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as one layer when dividing layers over stages."""
-    account_for_loss_in_pipeline_split: bool = False
-    """Count the loss as one layer when dividing layers over stages."""
-    pipeline_model_parallel_layout: str | list | None = None
-    """A layout such as "Et*3|(tt|)*29,m|L"; overrides the even division."""
+    num_layers_in_first_pipeline_stage: int | None = place(
+        dest="decoder_first_pipeline_num_layers", minimum=1
+    )
+    """Layers on the first stage, where it should hold another number than the rest."""
+    num_layers_in_last_pipeline_stage: int | None = place(
+        dest="decoder_last_pipeline_num_layers", minimum=1
+    )
+    """Layers on the last stage, likewise."""
+    account_for_embedding_in_pipeline_split: bool = place(False)
+    """Count the embedding as a layer when layers are divided over stages."""
+    account_for_loss_in_pipeline_split: bool = place(False)
+    """Count the loss as a layer when layers are divided over stages."""
+    pipeline_model_parallel_layout: str | list | None = place()
+    """Which stage holds which layer, such as "Et*3|(tt|)*29,m|L".
+
+    Overrides the even division."""
 
     # -- What a layer is made of --
-    normalization: str = "LayerNorm"
-    """"LayerNorm" or "RMSNorm"."""
-    layernorm_epsilon: float = 1e-5
-    qk_layernorm: bool = False
+    normalization: Literal["LayerNorm", "RMSNorm"] = compared("LayerNorm")
+    """Normalisation before each sublayer."""
+    layernorm_epsilon: float = compared(1e-5, dest="norm_epsilon", above=0.0)
+    """Added to the variance."""
+    qk_layernorm: bool = compared(False)
     """Normalise queries and keys per head."""
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    """A bias on the query/key/value projection even where `add_bias_linear` is off."""
-    gated_linear_unit: bool = False
-    """Two projections into the MLP, one gating the other (SwiGLU with activation silu)."""
+    gated_linear_unit: bool = compared(False, dest="swiglu")
+    """Gated MLP with SiLU instead of GELU.
+
+    Two projections into the MLP, one gating the other; SiLU is the activation_func to set beside."""
     activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
+    add_bias_linear: bool = compared(
+        True, name="--disable-bias-linear", help="Turn off the biases of the linear layers."
+    )
+    add_qkv_bias: bool = compared(False)
+    """Keep the bias of the query/key/value projection with --disable-bias-linear."""
+    hidden_dropout: float = knob(0.1, minimum=0.0, below=1.0)
+    """Dropout probability of the residual stream."""
+    attention_dropout: float = knob(0.1, minimum=0.0, below=1.0)
+    """Dropout probability of the attention weights."""
     fp32_residual_connection: bool = False
 
     # -- Initial weights --
     init_method: Callable | None = None
     output_layer_init_method: Callable | None = None
     """For the two projections that write to the residual stream."""
-    init_method_std: float = 0.02
-    init_seed: int = 1234
-    """Each weight is drawn from a generator seeded by this and its global name, then sliced, so the
-    full model is the same for every tp x pp x vp x dp."""
+    init_method_std: float = knob(0.02, above=0.0)
+    """Standard deviation of the initial weights."""
+    init_seed: int = knobs.knob(1234, section="rng", dest="seed", minimum=1)
+    """Seed of weights, data order and dropout.
+
+    Each weight is drawn from a generator seeded by this and its global name, then sliced, so the full
+    model is the same for every tp x pp x vp x dp."""
 
     # -- Activation recompute --
-    recompute_granularity: str | None = None
-    """None, "selective" (core attention only) or "full" (whole layers)."""
-    recompute_method: str | None = None
-    """For "full": "uniform" (groups of layers) or "block" (the first layers of each chunk)."""
-    recompute_num_layers: int | None = None
-    """Layers per group ("uniform") or layers recomputed ("block")."""
+    recompute_granularity: Literal["selective", "full"] | None = knob()
+    """Recompute in backward: attention's core only, or whole layers."""
+    recompute_method: Literal["uniform", "block"] | None = knob()
+    """full: groups of layers, or the first layers of each chunk."""
+    recompute_num_layers: int | None = knob(minimum=1)
+    """full: layers per group, or how many."""
 
     def __post_init__(self) -> None:
         """Fills defaults; raises ValueError with the numbers and the remedy for what cannot be."""
         super().__post_init__()
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
         h, a, t = self.hidden_size, self.num_attention_heads, self.tensor_model_parallel_size
         if self.kv_channels is None:
             if h % a:
@@ -101,13 +133,6 @@ class TransformerConfig(ModelParallelConfig):
         if self.num_query_groups is None:
             self.num_query_groups = a
         self._check_divisible(t)
-        if self.normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(
-                f"normalization {self.normalization!r} is unknown; use 'LayerNorm' or 'RMSNorm'"
-            )
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a value in [0, 1)")
         self._check_recompute()
         if self.init_method is None:
             self.init_method = init_method_normal(self.init_method_std)
@@ -136,19 +161,13 @@ class TransformerConfig(ModelParallelConfig):
 
     def _check_recompute(self) -> None:
         granularity, method = self.recompute_granularity, self.recompute_method
-        if granularity not in (None, "selective", "full"):
+        if granularity == "full" and method is None:
             raise ValueError(
-                f"recompute_granularity {granularity!r} is unknown; use 'selective' or 'full'"
+                "recompute_granularity='full' needs recompute_method 'uniform' or 'block', not None"
             )
-        if granularity == "full" and method not in ("uniform", "block"):
+        if granularity == "full" and self.recompute_num_layers is None:
             raise ValueError(
-                f"recompute_granularity='full' needs recompute_method 'uniform' or 'block', "
-                f"not {method!r}"
-            )
-        if granularity == "full" and (self.recompute_num_layers or 0) < 1:
-            raise ValueError(
-                f"recompute_granularity='full' needs recompute_num_layers of 1 or more, "
-                f"not {self.recompute_num_layers}"
+                "recompute_granularity='full' needs recompute_num_layers of 1 or more, not None"
             )
         if granularity == "selective" and method is not None:
             raise ValueError(

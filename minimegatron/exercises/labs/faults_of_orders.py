@@ -20,8 +20,8 @@ FAULTS_OF_ORDERS = (
     Fault(
         "handed-over-with-its-graph",
         _PP + "planned_schedule.py",
-        "            leaf = output.detach()\n",
-        "            leaf = output\n",
+        "            leaf = made.detach()\n",
+        "            leaf = made\n",
         "Two neighbouring stages are on one rank. The backward of the second runs on into the first, "
         "whose own backward then finds its graph gone.",
     ),

@@ -1,5 +1,7 @@
 """What happens to gradients after the last backward, with values one can add up by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -95,6 +97,12 @@ class _Stage(torch.nn.Module):
             super().__setattr__(name, value)
 
 
+def _look(seen, name, model, pg_collection):
+    """A step that runs when gradients are final."""
+    weight = model[0].module.position_embeddings.weight
+    seen.append((name, model, pg_collection, weight.main_grad.flatten()[0].item()))
+
+
 def _tied_gradients_and_tokens():
     groups = make_groups(pp=2)  # and dp=2
     stage, dp = groups.pp.rank(), groups.dp_cp.rank()
@@ -108,7 +116,12 @@ def _tied_gradients_and_tokens():
                 param.main_grad.fill_(1.0 + stage + 10.0 * dp)
             # Only the last stage's count is a count; the first stage's must not matter.
             num_tokens = torch.tensor(7 + dp if stage == 1 else -99)
+            seen = []
+            config.after_grads_funcs = (partial(_look, seen, "a"), partial(_look, seen, "b"))
             finalize_model_grads([ddp], num_tokens, groups, force_all_reduce=True)
+            # Both saw what the optimizer will see, in their order.
+            weight = module.position_embeddings.weight.main_grad.flatten()[0].item()
+            assert seen == [("a", [ddp], groups, weight), ("b", [ddp], groups, weight)]
             assert int(num_tokens) == (7 + dp if stage == 1 else -99)
             sums = [1.0 + 11.0, 2.0 + 12.0]  # over dp, per stage
             expected = (sum(sums) if tied else sums[stage]) / (7 + 8)

@@ -127,12 +127,20 @@ def test_middle_stages_do_not_call_the_loss_function():
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_auxiliary_losses_are_told_the_scale_of_the_main_loss(per_token, scale):
     told = []
-    config = ModelParallelConfig(aux_loss_scale_funcs=(told.append,))
+
+    def balance(scale, num_microbatches, cp_size):
+        told.append(("balance", scale.item(), num_microbatches, cp_size))
+
+    def more_tokens(*numbers):
+        told.append(("more tokens", *numbers))
+
+    config = ModelParallelConfig(aux_loss_scale_funcs=(balance, more_tokens))
     config.calculate_per_token_loss = per_token
     if scale is not None:
         config.grad_scale_func = lambda loss: loss * scale
-    calc_loss(config, torch.tensor([2.0]), lambda out: (out.sum(), torch.tensor(1), {}))
-    assert told[0].item() == (scale or 1.0) / (1 if per_token else 4)
+    calc_loss(config, torch.tensor([2.0]), lambda out: (out.sum(), torch.tensor(1), {}), cp=2)
+    # Whether M and c divide or multiply is each function's to say.
+    assert told == [("balance", scale or 1.0, 4, 2), ("more tokens", scale or 1.0, 4, 2)]
 
 
 def test_the_loss_scale_enters_on_the_last_stage_only():
@@ -194,17 +202,11 @@ def test_first_validation_step():
     assert check_first_val_step(False, False, True)
 
 
-def test_layers_are_told_the_microbatch():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.decoder = torch.nn.Module()
-            self.decoder.layers = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
-
-    model = Model()
-    set_current_microbatch(model, 7)
-    assert [layer.current_microbatch for layer in model.decoder.layers] == [7, 7]
-    set_current_microbatch(torch.nn.Identity(), 3)  # no decoder: nothing to tell
+def test_the_chunk_under_its_wrappers_is_told_the_microbatch():
+    chunk, wrapper = torch.nn.Identity(), torch.nn.Identity()
+    wrapper.module = chunk
+    set_current_microbatch(wrapper, 7)
+    assert chunk.current_microbatch == 7 and not hasattr(wrapper, "current_microbatch")
 
 
 def test_forward_step_hands_on_input_flags_and_lists():

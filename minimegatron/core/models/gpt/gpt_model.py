@@ -32,7 +32,7 @@ POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 
 def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
     model = arguments["self"]
-    return {"chunk": model.vp_stage or 0, "layers": len(model.decoder.layers)}
+    return {"chunk": model.vp_stage or 0, "layers": model.decoder.num_layers_per_pipeline_rank}
 
 
 class GPTModel(LanguageModule):

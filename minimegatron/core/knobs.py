@@ -1,0 +1,150 @@
+"""What a configuration's field says of itself, once, and which names a configuration takes.
+
+Read by: the configurations of `core` and `training`, which declare their fields with `knob`;
+`training.argument_utils`, which makes command-line flags of them; the checks of a checkpoint. Calls
+nothing; torch-free. Megatron has no counterpart; it writes most knobs twice.
+
+The string below a field is its flag's help, up to the first empty line.
+"""
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MEGATRON_FIELDS: dict[str, dict[str, Any]] = {}
+"""By name of the class: Megatron's fields that it has not, each with Megatron's default."""
+
+THE_SAME = object()
+"""Stands for the field's default, which may be None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """What is said of a field beside its type, default and text: limits, and how it is given.
+
+    Attributes:
+        name: replaces the usual name, `--` and `dest` with dashes. A boolean that is True by default
+            needs one, since its flag turns it off.
+        dest: the argument's name, `args.DEST`, where it is not the field's.
+        section: of `training.config`, for a field of `core`; a field without one is no argument.
+        given: the command line's default, where it is not the field's. For a boolean None means that
+            the flag has a twin, `--no-...`.
+        help: the flag's words, where those below the field are not right for it.
+        required: the command line has no default.
+        minimum, above, below: limits; `minimum` is allowed, the open bounds are not.
+        nargs: words that a list takes, as for `argparse`.
+        is_derived: an argument without a flag, worked out from others. `name` is for messages.
+        compared: a checkpoint must have the same value; or (argument, value): unless that argument
+            has that value.
+    """
+
+    name: str | None = None
+    dest: str | None = None
+    section: str | None = None
+    given: Any = THE_SAME
+    help: str | None = None
+    required: bool = False
+    minimum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    nargs: int | str | None = None
+    is_derived: bool = False
+    compared: bool | tuple[str, Any] = False
+
+
+def knob(default: Any = None, **about: Any) -> Any:
+    """A dataclass field with a `Knob`."""
+    return dataclasses.field(default=default, metadata={"knob": Knob(**about)})
+
+
+def derived(default: Any = None, **about: Any) -> Any:
+    """An argument without a flag, worked out from the others before anything starts."""
+    return knob(default, is_derived=True, **about)
+
+
+# -- Values --
+
+
+def check_limits(name: str, value: Any, limits: Knob) -> None:
+    """Raises ValueError for a number outside its limits; None is within all."""
+    if value is None:
+        return
+    if limits.minimum is not None and not value >= limits.minimum:
+        raise ValueError(f"{name} is {value}; give {limits.minimum} or more")
+    if limits.above is not None and not value > limits.above:
+        raise ValueError(f"{name} is {value}; give more than {limits.above}")
+    if limits.below is not None and not value < limits.below:
+        raise ValueError(f"{name} is {value}; give less than {limits.below}")
+
+
+def check_values(config: Any) -> None:
+    """Raises ValueError for a field of `config` outside its limits, or none of its choices."""
+    choices = _choices(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if "knob" in field.metadata:
+            check_limits(field.name, value, field.metadata["knob"])
+        if field.name in choices and value not in choices[field.name]:
+            words = " or ".join(repr(choice) for choice in choices[field.name] if choice)
+            raise ValueError(f"{field.name} {value!r} is unknown; use {words}")
+
+
+@functools.cache
+def _choices(config: type) -> dict[str, tuple]:
+    """By field, what a Literal allows."""
+    found = {}
+    for name, hint in typing.get_type_hints(config).items():
+        kinds = (hint, *typing.get_args(hint))
+        literals = [typing.get_args(k) for k in kinds if typing.get_origin(k) is typing.Literal]
+        if literals:
+            found[name] = (*literals[0], *([None] if type(None) in kinds else []))
+    return found
+
+
+# -- Names --
+
+
+def known_fields(
+    config: type, given: Mapping[str, Any], also: Iterable[str] = ()
+) -> dict[str, Any]:
+    """`given`, without what is Megatron's and has Megatron's default.
+
+    Decides for everything that makes a configuration from names. A name is known if it is a field of
+    `config`, or one of `also`, or recorded in `MEGATRON_FIELDS` for it or a base.
+
+    Raises:
+        ValueError: a name is unknown; a field of Megatron's has another value than its default.
+    """
+    ours = {*also, *(field.name for field in dataclasses.fields(config))}
+    theirs: dict[str, Any] = {}
+    for base in reversed(config.__mro__):
+        theirs |= MEGATRON_FIELDS.get(base.__name__, {})
+    for name, value in given.items():
+        if name in ours:
+            continue
+        if name not in theirs:
+            near = difflib.get_close_matches(name, ours | set(theirs), n=1)
+            advice = f"did you mean {near[0]!r}?" if near else "remove it"
+            raise ValueError(f"{config.__name__} has no field {name!r}; {advice}")
+        if value != theirs[name]:
+            raise ValueError(
+                f"{config.__name__}: {name} is {value!r}, but the field is Megatron's and not "
+                f"implemented here; leave it at {theirs[name]!r}"
+            )
+    return {name: value for name, value in given.items() if name in ours}
+
+
+def takes_known_fields(config: type) -> type:
+    """Above `@dataclass`: what is given by name goes through `known_fields` first."""
+    init = config.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *values: Any, **given: Any) -> None:
+        init(self, *values, **known_fields(config, given))
+
+    config.__init__ = __init__
+    return config
