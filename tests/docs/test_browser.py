@@ -27,12 +27,12 @@ MAIN_PAGES = [
     "rosetta.html",
     "glossary.html",
     "reference/core.tensor_parallel.html",
-    "teachers.html",
-    "contributing.html",
     "notebooks/05_gpipe_to_1f1b.html",
     "exercises/ex01_rank_arithmetic.html",
 ]
 """One of each type."""
+ALIKE_PAGES = ["teachers.html", "contributing.html"]
+"""More of a type that `make test` has looked at: prose and tables."""
 
 PHONE, WIDE = 360, 1400
 STEPS = "source/minimegatron.core.pipeline_parallel.steps.html"
@@ -77,7 +77,9 @@ def violations(page: Page, **options) -> list[str]:
 # -- Every page once --
 
 
-@pytest.mark.parametrize("name", MAIN_PAGES)
+@pytest.mark.parametrize(
+    "name", MAIN_PAGES + [pytest.param(name, marks=pytest.mark.full) for name in ALIKE_PAGES]
+)
 def test_main_pages(opened, name):
     """Quiet, as wide as the screen, in the reader's colours, nothing serious for axe."""
     size = {"width": PHONE, "height": 800}
