@@ -19,13 +19,13 @@ from unittest import mock
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.exercises import verdict
 from minimegatron.exercises.catalog import find
-from minimegatron.exercises.engine import check_file
+from minimegatron.exercises.check.engine import check_file
 from minimegatron.exercises.grading.cell import SAME_USER
 from minimegatron.exercises.grading.grade import PASSED
 from minimegatron.exercises.grading.submissions import find_submissions
-from minimegatron.exercises.student_folder import StudentFolder
+from minimegatron.exercises.room import verdict
+from minimegatron.exercises.student.student_folder import StudentFolder
 from minimegatron.training import training
 from tests.ranks import run_ranks
 from tests.training import short_runs
