@@ -4,11 +4,10 @@ Nothing here imports the package in this process: the source is read with `ast` 
 """
 
 import ast
-import io
+import importlib
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "minimegatron"
+
+sys.path.insert(0, str(ROOT / "docs" / "tools"))
+code_count = importlib.import_module("code_count")
 
 MAX_FUNCTION_LINES = 60
 """Code lines below the signature, which the formatter gives a line per argument."""
@@ -139,16 +141,7 @@ def tree(path: Path) -> ast.Module:
 @cache
 def code_lines(path: Path) -> frozenset[int]:
     """Numbers of the lines that hold code: no blank lines, comments or docstrings."""
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type not in skipped and token.string:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    # Docstrings, and the strings that document a field, are expressions of their own.
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            lines.difference_update(range(node.lineno, node.end_lineno + 1))
-    return frozenset(lines)
+    return code_count.code_lines(path.read_text())
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
