@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 
 from minimegatron.__main__ import main
-from minimegatron.exercises.catalog import find
 from minimegatron.exercises.check.engine import check_file
+from minimegatron.exercises.exercise import find
 from minimegatron.exercises.grading.cell import SAME_USER
 from minimegatron.exercises.grading.grade import PASSED
 from minimegatron.exercises.grading.submissions import find_submissions
