@@ -18,7 +18,7 @@ import ast
 import io
 import re
 import tokenize
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 NOTE = re.compile(r"#\s*-- (?P<title>.+?) --\s*$")
@@ -62,6 +62,9 @@ class Reference:
     length: int
     target: str
     """Dotted, `module.symbol`; the module alone for an imported module."""
+    is_call: bool = False
+    is_import: bool = False
+    """In an `import` statement."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,15 @@ class AnnotatedPage:
     @property
     def lines(self) -> list[str]:
         return self.source.split("\n")
+
+    def symbol_at(self, line: int) -> str:
+        """The function or method that the line is in, without those inside functions; "" if none."""
+        inside = [
+            name
+            for name, one in self.definitions.items()
+            if one.kind in ("function", "method") and one.first_line <= line <= one.end_line
+        ]
+        return max(inside, key=len, default="")
 
 
 def module_name(path: str) -> str:
@@ -277,6 +289,7 @@ class _Names:
         self.module, self.tree, self.definitions, self.lines = module, tree, definitions, lines
         self.package = module.partition(".")[0]
         self.imports: set[str] = set()
+        self.called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         self.aliases = self._aliases()
 
     def _aliases(self) -> dict[str, str]:
@@ -310,12 +323,13 @@ class _Names:
             owner = f"{owner}.{node.name}" if owner else node.name
         if isinstance(node, ast.ImportFrom) and self._is_ours(node.module):
             for alias in node.names:
-                found.append(self._at(alias, len(alias.name), f"{node.module}.{alias.name}"))
+                reference = self._at(alias, len(alias.name), f"{node.module}.{alias.name}")
+                found.append(replace(reference, is_import=True))
         elif isinstance(node, ast.Name | ast.Attribute):
             target = self._meaning(node, local, owner)
             is_self = isinstance(node, ast.Name) and node.id == "self"
             if target and isinstance(node.ctx, ast.Load) and not is_self:
-                found.append(self._at_end(node, target))
+                found.append(replace(self._at_end(node, target), is_call=id(node) in self.called))
         for child in ast.iter_child_nodes(node):
             self._visit(child, local, owner, found)
 

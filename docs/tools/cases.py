@@ -29,6 +29,7 @@ from memory_cases import (  # noqa: F401  for pages
     state_words,
 )
 from short_warmup import both_warmups, makespan
+from spine import spine_files, spine_hours, spine_lines
 
 from minimegatron.core.pipeline_parallel.schedule_table import (
     convert_schedule_table_to_order,
@@ -486,6 +487,11 @@ def norm_case() -> str:
 
 def num_exercises() -> int:
     return len(exercises())
+
+
+def spine_sentence() -> str:
+    """How many files there are to read first, and how long that takes."""
+    return f"{spine_files()} files, {spine_lines()} lines of code, about {spine_hours()} hours"
 
 
 def num_tour_pages() -> int:

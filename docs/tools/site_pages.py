@@ -4,14 +4,17 @@ Called by: `build_docs`. Calls: `macros`, `rosetta`, `architecture`.
 """
 
 import re
+from itertools import groupby
 from pathlib import Path
 
+from annotate import AnnotatedPage
 from architecture import architecture_svg
 from calculator import calculator_script
 from macros import Macros, read_glossary, read_practice
 from package import ROOT, Package
 from rosetta import rosetta_page
 from source_pages import first_sentence
+from spine import read_spine, spine_files, spine_hours, spine_lines, spine_rate
 
 from minimegatron.moved import MOVED
 from minimegatron.planner.render_svg import STYLE
@@ -123,7 +126,7 @@ ORDER = [
 
 
 def source_index(package: Package) -> str:
-    """Every module with its first sentence, by topic in the order in which to read."""
+    """Every module: those of the spine in its order, then the others by topic."""
     parts = [
         "---\ntitle: Annotated source\nhide: [toc]\n---\n",
         "# Annotated source\n",
@@ -132,6 +135,9 @@ def source_index(package: Package) -> str:
         "line has an address.\n",
     ]
     left = dict(package.pages)
+    parts += _spine_tables(left)
+    parts.append("## Second reading\n")
+    parts.append("All other files, by topic. Read one when you need it.\n")
     for title, prefixes in ORDER:
         rows = []
         for prefix in prefixes.split():
@@ -153,7 +159,33 @@ def _module_table(title: str, rows: list[str]) -> list[str]:
     if not rows:
         return []
     head = '<div class="mm-modules" markdown="1">\n\n| module | what it is |\n|---|---|'
-    return [f"## {title}\n", head, *rows, "\n</div>\n"]
+    return [f"### {title}\n", head, *rows, "\n</div>\n"]
+
+
+SPINE = """## The spine {{ #the-spine }}
+
+The files to read first, in this order: {files} files, {lines} lines of code, about {hours} hours at
+{rate} lines an hour. They go down the chain, from the program to one microbatch's backward, and back up
+to the optimizer's step. Each page leads to the next one. A GPT's training step enters no other file.
+"""
+
+
+def _spine_tables(left: dict[str, AnnotatedPage]) -> list[str]:
+    """The files of the spine, which are taken out of `left`; each with what the list says of it."""
+    parts = [
+        SPINE.format(
+            files=spine_files(), lines=spine_lines(), hours=spine_hours(), rate=spine_rate()
+        )
+    ]
+    head = '<div class="mm-modules mm-links" markdown="1">\n\n| | module | minutes |\n|--:|---|--:|'
+    for section, links in groupby(read_spine(), key=lambda link: link.section):
+        rows = []
+        for link in links:
+            left.pop(link.module)
+            shown = f"[`{link.module.removeprefix('minimegatron.')}`]({link.module}.md)"
+            rows.append(f"| {link.number} | {shown}<br>{link.what} | {link.minutes} |")
+        parts += [f"### {section}\n", head, *rows, "\n</div>\n"]
+    return parts
 
 
 # -- Reference --

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from annotate import AnnotatedPage, Row
 from code_html import code_block, links_of
-from package import Package, Place
+from package import Caller, Package, Place
 from prose import is_line, link_names, to_markdown
+from spine import Link, read_spine
 from stash import Stash
 
 HEADER = """---
@@ -59,7 +60,7 @@ def source_page(page: AnnotatedPage, package: Package, stash: Stash) -> str:
     for row in page.rows:
         prose = link_names(to_markdown(row.prose), find, url) if row.prose else ""
         code = code_block(page, row.code_lines, links, anchors) if row.code_lines else ""
-        parts += _row(row, prose, code, stash)
+        parts += _row(row, prose, callers_of(row, page, package), code, stash)
     parts.append("")
     return "\n".join(parts)
 
@@ -74,7 +75,7 @@ def _line_anchors(page: AnnotatedPage) -> dict[int, list[str]]:
     return found
 
 
-def _row(row: Row, prose: str, code: str, stash: Stash) -> Iterator[str]:
+def _row(row: Row, prose: str, callers: str, code: str, stash: Stash) -> Iterator[str]:
     bare = "" if prose else " mm-bare"
     yield f'<div class="mm-row mm-{row.kind}{bare}" markdown="1">'
     yield '<div class="mm-prose" markdown="1">'
@@ -86,6 +87,9 @@ def _row(row: Row, prose: str, code: str, stash: Stash) -> Iterator[str]:
         yield ""
     yield prose
     yield ""
+    if callers:
+        yield stash.put(callers)
+        yield ""
     yield "</div>"
     if code:
         yield stash.put(code)
@@ -130,6 +134,7 @@ def _top(page: AnnotatedPage, package: Package) -> Iterator[str]:
     yield '<div class="mm-top" data-search-exclude>'
     yield f'<nav class="mm-crumbs" aria-label="Module">{" <span>›</span> ".join(crumbs)}</nav>'
     yield f'<p class="mm-file"><code>{escape(page.path)}</code> · {len(page.lines) - 1} lines</p>'
+    yield _place_in_spine(page.module)
     yield _module_links("Imported by", package.used_by[page.module])
     imported = {
         place.page.module
@@ -148,3 +153,75 @@ def _module_links(title: str, modules: list[str]) -> str:
         for name in modules
     )
     return f"<details><summary>{title} {len(modules)}</summary><p>{links}</p></details>"
+
+
+# -- The spine --
+
+
+def _place_in_spine(module: str) -> str:
+    """Which link of the list the module is, and its neighbours."""
+    links = read_spine()
+    here = next((link for link in links if link.module == module), None)
+    the_spine = '<a href="index.html#the-spine">the spine</a>'
+    if here is None:
+        return (
+            f'<p class="mm-spine">Second reading: not in {the_spine}, the files to read first.</p>'
+        )
+    parts = [f"Link {here.number} of {len(links)} in {the_spine}, {here.minutes} minutes"]
+    if here.number > 1:
+        parts.append(f"previous: {_link(links[here.number - 2])}")
+    if here.number < len(links):
+        parts.append(f"next: {_link(links[here.number])}")
+    return f'<p class="mm-spine">{" · ".join(parts)}</p>'
+
+
+def _link(link: Link) -> str:
+    return f'<a href="{link.module}.html">{escape(link.module.removeprefix("minimegatron."))}</a>'
+
+
+# -- Who calls it --
+
+MOST_CALLERS = 6
+"""More are folded away."""
+SOLUTIONS = "minimegatron.exercises.catalog."
+"""What students are asked to write is not shown to them here."""
+
+
+def callers_of(row: Row, page: AnnotatedPage, package: Package) -> str:
+    """Under a public function or class of the module: which functions call it, or hand it on."""
+    if row.kind not in ("function", "class") or row.symbol.startswith("_"):
+        return ""
+    found = [
+        caller
+        for caller in package.callers.get((page.module, row.symbol), [])
+        if not caller.module.startswith(SOLUTIONS)
+    ]
+    called = [caller for caller in found if caller.is_call]
+    # A class is named by every annotation.
+    named = [caller for caller in found if not caller.is_call and row.kind == "function"]
+    texts = (("Called from", called), ("Handed on in", named))
+    return "".join(_callers(title, callers, page, package) for title, callers in texts)
+
+
+def _callers(title: str, callers: list[Caller], page: AnnotatedPage, package: Package) -> str:
+    if not callers:
+        return ""
+    first = {link.module for link in read_spine()} | {page.module}
+    ordered = sorted(callers, key=lambda caller: (caller.module not in first, caller))
+    items = "".join(f"<li>{_caller(caller, page, package)}</li>" for caller in ordered)
+    if len(ordered) <= MOST_CALLERS:
+        return f'<div class="mm-callers">{title}<ul>{items}</ul></div>'
+    summary = f"<summary>{title} {len(ordered)} places</summary>"
+    return f'<details class="mm-callers">{summary}<ul>{items}</ul></details>'
+
+
+def _caller(caller: Caller, page: AnnotatedPage, package: Package) -> str:
+    """Its name, with the module's if that is another one; in full where one points at it."""
+    place = Place(package.pages[caller.module], caller.symbol)
+    names = caller.module.removeprefix("minimegatron.").split(".")
+    if caller.module == page.module:
+        shown = caller.symbol or "this file"
+    else:
+        shown = ".".join([*names[-1:], caller.symbol] if caller.symbol else names)
+    full = ".".join(filter(None, (caller.module, caller.symbol)))
+    return f'<a href="{escape(place.url)}" title="{escape(full)}"><code>{escape(shown)}</code></a>'

@@ -1,0 +1,117 @@
+"""The spine: which files of the package to read first, in which order, and how long that takes.
+
+Called by: `source_pages`, `site_pages`, `cases`; after an edit of docs/spine.toml or of a file in it,
+run `python docs/tools/spine.py`: it sets the minutes, and the figures in README.md.
+Calls: `code_count`. Megatron has no counterpart.
+"""
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from code_count import code_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = ROOT / "docs" / "spine.toml"
+README = ROOT / "README.md"
+STEP = 5
+"""Minutes are multiples of it."""
+SENTENCE = re.compile(
+    r"(?P<files>\d+)\s+files,\s+about\s+(?P<lines>[\d,]+)\s+lines\s+of\s+code,\s+"
+    r"about\s+(?P<hours>\d+)\s+hours"
+)
+"""In README.md."""
+
+
+class Link(NamedTuple):
+    """One file of the list."""
+
+    number: int
+    """From 1."""
+    file: str
+    """Below minimegatron/."""
+    section: str
+    minutes: int
+    what: str
+
+    @property
+    def path(self) -> Path:
+        return ROOT / "minimegatron" / self.file
+
+    @property
+    def module(self) -> str:
+        name = self.file.removesuffix(".py").removesuffix("/__init__")
+        return "minimegatron." + name.replace("/", ".")
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of code."""
+        return len(code_lines(self.path.read_text()))
+
+
+@cache
+def read_spine() -> tuple[Link, ...]:
+    """The list, in its order."""
+    modules = tomllib.loads(LIST.read_text())["modules"]
+    return tuple(Link(number, **module) for number, module in enumerate(modules, start=1))
+
+
+@cache
+def lines_per_minute() -> int:
+    """The speed of reading that the list assumes."""
+    return tomllib.loads(LIST.read_text())["code_lines_per_minute"]
+
+
+def minutes_of(num_lines: int) -> int:
+    """How long a file of so many lines of code takes: at least `STEP`."""
+    return max(STEP, STEP * round(num_lines / lines_per_minute() / STEP))
+
+
+# -- Figures, for README and pages --
+
+
+def spine_files() -> str:
+    """How many files the list has."""
+    return str(len(read_spine()))
+
+
+def spine_lines() -> str:
+    """Their lines of code, to the next hundred."""
+    return f"{round(sum(link.num_lines for link in read_spine()), -2):,}"
+
+
+def spine_hours() -> str:
+    """All minutes, in hours."""
+    return str(round(sum(link.minutes for link in read_spine()) / 60))
+
+
+def spine_rate() -> str:
+    """Lines of code in an hour."""
+    return str(60 * lines_per_minute())
+
+
+def write() -> None:
+    """Sets `minutes` in the list and the figures in README.md."""
+    text = LIST.read_text()
+    for link in read_spine():
+        entry = re.compile(rf'(file = "{re.escape(link.file)}"\n.*?minutes = )\d+', re.DOTALL)
+        text = entry.sub(rf"\g<1>{minutes_of(link.num_lines)}", text, count=1)
+    LIST.write_text(text)
+    read_spine.cache_clear()
+    files, lines, hours = spine_files(), spine_lines(), spine_hours()
+
+    def filled(found: re.Match) -> str:
+        begin, words = found.start(), found[0]
+        for name, value in (("hours", hours), ("lines", lines), ("files", files)):
+            first, last = found.start(name) - begin, found.end(name) - begin
+            words = words[:first] + value + words[last:]
+        return words
+
+    README.write_text(SENTENCE.sub(filled, README.read_text()))
+    print(f"{files} files, {lines} lines of code, {hours} hours")
+
+
+if __name__ == "__main__":
+    write()

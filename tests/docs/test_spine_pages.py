@@ -1,0 +1,142 @@
+"""The spine on the site, and who calls what: read off the source when the pages are made."""
+
+import importlib
+import re
+
+import pytest
+
+from tests.docs.conftest import ROOT
+
+annotate = importlib.import_module("annotate")
+package_module = importlib.import_module("package")
+site_pages = importlib.import_module("site_pages")
+source_pages = importlib.import_module("source_pages")
+spine = importlib.import_module("spine")
+
+FILES = {
+    "p/a.py": '''"""A."""
+
+
+def work(x):
+    """Works."""
+    return x
+
+
+class Thing:
+    """A thing."""
+
+
+def _hidden():
+    return work(Thing())
+''',
+    "p/b.py": '''"""B."""
+
+from p.a import Thing, work
+
+
+def first():
+    def inner():
+        return work(1)
+
+    return inner
+
+
+class Of:
+    def method(self, thing: Thing):
+        return [work]
+
+
+TABLE = {"work": work}
+''',
+    "p/c.py": '''"""C."""
+
+from p import a
+
+a.work(a.Thing())
+''',
+}
+
+
+@pytest.fixture(scope="module")
+def small():
+    pages = {page.module: page for page in (annotate.annotate(*file) for file in FILES.items())}
+    return package_module.Package(pages)
+
+
+def test_callers_are_found(small):
+    assert small.callers["p.a", "work"] == [
+        ("p.a", "_hidden", True),
+        ("p.b", "", False),
+        ("p.b", "Of.method", False),
+        ("p.b", "first", True),
+        ("p.c", "", True),
+    ]
+    # Annotations name a class; only making one is a call.
+    assert small.callers["p.a", "Thing"] == [
+        ("p.a", "_hidden", True),
+        ("p.b", "Of.method", False),
+        ("p.c", "", True),
+    ]
+    assert ("p.b", "first") not in small.callers
+
+
+def shown(text: str) -> list[list[str]]:
+    lists = re.findall(r'<(?:div|details) class="mm-callers">(.*?)</ul>', text)
+    return [[re.sub("<.*?>", "", words) for words in re.split("<ul>|</li>", one)] for one in lists]
+
+
+def test_callers_are_shown(small):
+    page = small.pages["p.a"]
+    by_symbol = {row.symbol: source_pages.callers_of(row, page, small) for row in page.rows}
+    # This file's own first, then the spine's files and the others.
+    assert shown(by_symbol["work"]) == [
+        ["Called from", "_hidden", "b.first", "p.c", ""],
+        ["Handed on in", "p.b", "b.Of.method", ""],
+    ]
+    assert shown(by_symbol["Thing"]) == [["Called from", "_hidden", "p.c", ""]]
+    assert by_symbol["_hidden"] == by_symbol[""] == ""
+    assert 'href="p.b.html#first"' in by_symbol["work"]
+    assert 'title="p.b.Of.method"' in by_symbol["work"]
+
+
+def test_the_chain_of_the_package_is_found(package):
+    chain = [
+        ("pretrain_gpt", "main", "training.training", "pretrain"),
+        ("training.training", "train", "training.training", "train_step"),
+        ("core.pipeline_parallel.steps", "ModelChunk.backward_step", None, "backward_step"),
+    ]
+    for module, symbol, other, called in chain:
+        there = (f"minimegatron.{other or module}", called)
+        callers = [caller[:2] for caller in package.callers[there]]
+        assert (f"minimegatron.{module}", symbol) in callers
+
+
+def test_every_listed_file_leads_to_the_next(package):
+    links = spine.read_spine()
+    assert {link.module for link in links} <= set(package.pages)
+    for link, following in zip(links, links[1:], strict=False):
+        text = source_pages._place_in_spine(link.module)
+        assert f"Link {link.number} of {len(links)}" in text and f"{link.minutes} minutes" in text
+        assert f'next: <a href="{following.module}.html">' in text
+        assert f'previous: <a href="{link.module}.html">' in source_pages._place_in_spine(
+            following.module
+        )
+    assert "previous" not in source_pages._place_in_spine(links[0].module)
+    assert "next" not in source_pages._place_in_spine(links[-1].module)
+    assert "Second reading" in source_pages._place_in_spine("minimegatron.planner.simulator")
+
+
+def test_the_index_has_every_module_once(package):
+    text = site_pages.source_index(package)
+    assert sorted(re.findall(r"\]\((minimegatron[\w.]*)\.md\)", text)) == sorted(package.pages)
+    first = text[text.index("## The spine") : text.index("## Second reading")]
+    listed = re.findall(r"\]\((minimegatron[\w.]*)\.md\)", first)
+    assert listed == [link.module for link in spine.read_spine()]
+
+
+def test_no_page_types_the_figures():
+    """They are computed: in README by `docs/tools/spine.py`, elsewhere when the site is made."""
+    for path in (ROOT / "docs").rglob("*.md"):
+        assert not spine.SENTENCE.search(path.read_text()), path
+    for name in ("index.md", "tour/index.md"):
+        assert "{{ value spine_sentence() }}" in (ROOT / "docs" / name).read_text()
