@@ -23,7 +23,12 @@ from functools import lru_cache
 from annotate import AnnotatedPage, module_name
 from package import Package
 
-MOVED: dict[str, str] = {}
+from minimegatron import moved
+
+MOVED = {
+    f"minimegatron/{old.replace('.', '/')}.py": f"minimegatron/{new.replace('.', '/')}.py"
+    for old, new in moved.MOVED.items()
+}
 """Former file -> today's, for recordings that are older than the move."""
 ALIKE = 0.6
 """How much of a text without a call must be left; 1 for all of it."""
