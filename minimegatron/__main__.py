@@ -1,8 +1,8 @@
 """The command line: `minimegatron <command> ...`, or `python -m minimegatron <command> ...`.
 
-Called by: people. Calls: the one module that the command names, imported only then, so that
-commands which need no torch start at once and run where torch is absent. Megatron has no such
-module. Training is not a command here: `torchrun -m minimegatron.pretrain_gpt`.
+It imports only the module of the command that is named, so that commands which need no torch start
+at once, also where torch is absent. Megatron has no such module. Training is not a command here:
+`torchrun -m minimegatron.pretrain_gpt`.
 
 A command is a module with `add_arguments(parser)` and `run(args)`, and a row in `COMMANDS`. `run`
 returns an exit code (None for 0); a ValueError or OSError it raises ends in one line and exit code

@@ -1,7 +1,6 @@
 """Old names of modules: programs, notebooks and students' files that import them keep working.
 
 Counterpart: Megatron has none; it keeps a file that imports everything from the new place.
-Read by: `minimegatron/__init__.py`, the look-up of recorded lines, the site.
 
 `minimegatron/__init__.py` puts `OldPaths` at the end of `sys.meta_path`, so it is asked for a name that
 no file has. The old name and the new one are then the same module.

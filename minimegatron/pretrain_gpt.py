@@ -1,7 +1,6 @@
 """Pretrain a GPT: the file a learner copies and edits.
 
-Run by: `torchrun --nproc-per-node 4 -m minimegatron.pretrain_gpt --tensor-model-parallel-size 2 ...`.
-Calls: `pretrain`, once, and is then called back through the five functions below. Counterpart:
+It calls `pretrain` once, and is then called back through the five functions below. Counterpart:
 `pretrain_gpt.py` at the top of Megatron-LM.
 
 The functions come in the order in which a run first calls them, and the last line hands them over.

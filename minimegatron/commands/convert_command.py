@@ -1,7 +1,6 @@
 """`minimegatron convert --from hf --to minimegatron --load-dir gpt2 --save-dir ckpt`, or back.
 
-Called by: `minimegatron.__main__`. Calls: `convert.hugging_face`. Counterpart: Megatron's
-`tools/checkpoint/convert.py`.
+Counterpart: Megatron's `tools/checkpoint/convert.py`.
 """
 
 import argparse

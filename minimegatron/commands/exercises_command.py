@@ -1,8 +1,8 @@
 """`minimegatron exercises list|start|check|watch|hint|reset|submit|...`: write a piece of it.
 
-Called by: `minimegatron.__main__`. Calls: `exercises`. Torch-free: what runs a student's code is a
-process of its own. Works on the folder it is called in, or on `--folder`. Exit code 1 of `check`
-means that something is not right yet.
+Torch-free: what runs a student's code is a process of its own. Works on the folder it is called in,
+or on `--folder`. Exit code 1 of `check` means that something is not right yet. Megatron has no
+counterpart.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """`minimegatron groups`: who talks to whom in a layout, without starting a process.
 
-Called by: `minimegatron.__main__`. Calls: `core.rank_generator`; torch-free. What it prints is what
-`parallel_state.initialize_model_parallel` makes, from the same lists.
+Torch-free. What it prints is what `parallel_state.initialize_model_parallel` makes, from the same
+lists. Megatron has no counterpart.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`minimegatron layout "Et*3|(tt|)*29,m|L" --pp 16`: which rank holds what, as a table.
 
-Called by: `minimegatron.__main__`. Calls: `PipelineParallelLayerLayout`. Torch-free.
+Torch-free. Megatron has no counterpart.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """`minimegatron notebooks`: puts the notebooks into a folder of one's own, to run and to change.
 
-Called by: `minimegatron.__main__`. Torch-free. Megatron has no counterpart. An installed package has
-them beside its other data; a clone has them in `notebooks/`.
+Torch-free. Megatron has no counterpart. An installed package has them beside its other data; a
+clone has them in `notebooks/`.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """`minimegatron plan --pp 4 --microbatches 8`: who does what when, without starting a process.
 
-Called by: `minimegatron.__main__`. Calls: `planner`, `user_file`. Torch-free. Exit code 1 means that
-the schedule was planned but is wrong; then each problem stands on a line of its own.
+Torch-free. Exit code 1 means that the schedule was planned but is wrong; then each problem stands
+on a line of its own. Megatron has no counterpart.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """`minimegatron preprocess --input a.txt b.txt --output-prefix data/ab`: text to token files.
 
-Called by: `minimegatron.__main__`. Calls: `core.datasets.preprocess`. Counterpart: Megatron's
-`tools/preprocess_data.py`. Torch-free.
+Counterpart: Megatron's `tools/preprocess_data.py`. Torch-free.
 """
 
 import argparse

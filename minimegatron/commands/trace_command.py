@@ -1,7 +1,7 @@
 """`minimegatron trace show|diff|export DIR`: what a run recorded with `--trace DIR` did.
 
-Called by: `minimegatron.__main__`. Calls: `tracing`. Torch-free. Exit code 1 of `show` and `diff` means
-that the run did not do what the plan, or the other run, says.
+Torch-free. Exit code 1 of `show` and `diff` means that the run did not do what the plan, or the
+other run, says. Megatron has no counterpart.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """What a family of models calls its weights and sizes, on both sides.
 
-Used by: `gpt2` and `llama`, which fill it in; `hugging_face`, which follows it in either direction.
-Calls nothing. Megatron keeps such tables in its `tools/checkpoint` and in Megatron-Bridge.
+Megatron keeps such tables in its `tools/checkpoint` and in Megatron-Bridge.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorm, GELU by tanh, tied embeddings, biases everywhere.
 
-Used by: `hugging_face`. Calls: `family`. Radford et al. 2019; Hugging Face's `GPT2LMHeadModel`.
+Radford et al. 2019; Hugging Face's `GPT2LMHeadModel`. For Megatron's counterpart see `family`.
 """
 
 from typing import Any

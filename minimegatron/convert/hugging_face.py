@@ -1,7 +1,6 @@
 """Between a Hugging Face folder and a checkpoint of ours.
 
-Called by: `commands.convert_command`. Calls: `gpt2`, `llama` (what is what), `dist_checkpointing` (our
-side), the package safetensors (theirs). Megatron has `tools/checkpoint/convert.py` for this.
+Megatron has `tools/checkpoint/convert.py` for this.
 
     HF folder                             our folder
     config.json                           iter_0000000/common.json

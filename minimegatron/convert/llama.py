@@ -1,6 +1,6 @@
 """Llama: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases.
 
-Used by: `hugging_face`. Calls: `family`. Touvron et al. 2023; Hugging Face's `LlamaForCausalLM`.
+Touvron et al. 2023; Hugging Face's `LlamaForCausalLM`. For Megatron's counterpart see `family`.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """Activation functions that torch knows under other names.
 
-Used by: `training.arguments`, for `TransformerConfig.activation_func`. Calls nothing. Counterpart:
-`megatron.core.activations`.
+Counterpart: `megatron.core.activations`.
 """
 
 import torch

@@ -1,10 +1,9 @@
 """The collectives everything above uses: `torch.distributed`, traced, on any device.
 
-Called by: tensor-parallel mappings, gradient buffers, optimizers, the training loop. Calls:
-`torch.distributed`. Megatron calls `torch.distributed` directly everywhere: each of its ranks has a
-GPU, and NCCL unless told otherwise. Here the same code must also run where several ranks share one GPU:
-then the group's backend is gloo, which moves host memory only; device tensors are staged through it.
-Small tensors between ranks on one host take a shorter way than gloo's (`local_collectives`).
+Megatron calls `torch.distributed` directly everywhere: each of its ranks has a GPU, and NCCL unless
+told otherwise. Here the same code must also run where several ranks share one GPU: then the group's
+backend is gloo, which moves host memory only; device tensors are staged through it. Small tensors
+between ranks on one host take a shorter way than gloo's (`local_collectives`).
 
 Every function takes its process group as an argument and is a no-op, or a copy, for a group of one.
 Asynchronous forms return an object with `wait()`.

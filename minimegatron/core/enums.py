@@ -1,7 +1,6 @@
 """What kind of model is trained.
 
-Read by: `training.pretrain` and `get_model`, to know what chunks to ask the model provider for.
-Calls nothing; torch-free. Counterpart: `megatron.core.enums`.
+Torch-free. Counterpart: `megatron.core.enums`.
 """
 
 import enum

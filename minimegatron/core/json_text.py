@@ -1,7 +1,7 @@
 """JSON from outside, which may be anything, and JSON that becomes part of a page.
 
-Called by: whatever reads a recording, a plan, a verdict, a checkpoint or a model that somebody else may
-have written; `tracing.html`. Calls: the standard library. Torch-free. Megatron has no counterpart.
+It reads what somebody else may have written: recordings, plans, verdicts, checkpoints, models.
+Torch-free. Megatron has no counterpart.
 
 Python's own reader ends in a RecursionError where lists are nested some thousand deep, and other
 functions do so later, at less. Nothing that belongs here is nested deeper than MOST_DEPTH.

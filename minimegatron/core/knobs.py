@@ -1,8 +1,6 @@
 """What a configuration's field says of itself, once, and which names a configuration takes.
 
-Read by: the configurations of `core` and `training`, which declare their fields with `knob`;
-`training.argument_utils`, which makes command-line flags of them; the checks of a checkpoint. Calls
-nothing; torch-free. Megatron has no counterpart; it writes most knobs twice.
+Torch-free. Megatron has no counterpart; it writes most knobs twice.
 
 The string below a field is its flag's help, up to the first empty line.
 """

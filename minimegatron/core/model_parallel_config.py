@@ -1,7 +1,5 @@
 """How a model is cut over ranks, and the hooks through which the schedule reaches the rest.
 
-Read by: every layer, the schedules, `P2PCommunicator`, `DistributedDataParallel`. Calls: `orders`,
-for the placement that a schedule asks for.
 Counterpart: `megatron.core.model_parallel_config.ModelParallelConfig`, under the same field names.
 
 The sizes are fixed once built. The `*_func` hooks are not: `training.train` fills them in after the

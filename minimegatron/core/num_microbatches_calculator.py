@@ -1,6 +1,5 @@
 """How many microbatches make one global batch, and how that number grows during batch ramp-up.
 
-Called by: `training.train` before and after every step, and the data samplers. Calls nothing.
 Counterpart: `megatron.core.num_microbatches_calculator`, under the same names.
 
     num_microbatches = global batch size / (micro batch size * data-parallel size)

@@ -1,7 +1,6 @@
 """Learning rate and weight decay as functions of the step count.
 
-Called by: `training.train_step`, once after every successful `optimizer.step`. Calls nothing; it
-writes `lr` and `weight_decay` into the optimizer's parameter groups. Counterpart:
+It writes `lr` and `weight_decay` into the optimizer's parameter groups. Counterpart:
 `megatron.core.optimizer_param_scheduler.OptimizerParamScheduler`, under the same names.
 
 "Steps" are whatever the caller counts: Megatron counts samples, so that a growing batch size moves

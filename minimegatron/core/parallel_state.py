@@ -1,10 +1,7 @@
 """Who am I, and who are my peers: this process's groups, and the getters everybody asks.
 
-Called by: `training.initialize` (`initialize_model_parallel`), then, through the getters, by the
-edges of the package only: `training`, `pretrain_*.py` and the constructors that fill in missing
-process groups. Everything between takes its groups as arguments (`ProcessGroupCollection`).
-Calls: `rank_generator` for the lists of ranks, `placement` for the stages of the model on them,
-`torch.distributed` for the groups. Counterpart: `megatron.core.parallel_state`, under the same names.
+Everything between takes its groups as arguments (`ProcessGroupCollection`). Counterpart:
+`megatron.core.parallel_state`, under the same names.
 
 One process group stands for each distinct set of ranks: with tp=1, the model group and the pipeline
 group are the same object. A group of all ranks is made anew beside the default group. Megatron makes

@@ -1,6 +1,5 @@
 """What a parameter knows: of which kind it is, how it is cut, and over which ranks.
 
-Asked by: `DistributedDataParallel`, the optimizers, initial weights, checkpoints. Calls: nothing.
 Megatron keeps the same facts as attributes of parameters, and each of these asks for an expert.
 
 A layer sets attributes of its parameters, under Megatron's names:

@@ -1,8 +1,6 @@
 """The process groups of one model, as one argument.
 
-Made by: `training` (from `parallel_state`), or by hand, for a model that has its own idea of
-groups. Read by: layers, schedules, `DistributedDataParallel`, optimizers. Calls: `parallel_state`,
-only in `use_mpu_process_groups`. Counterpart: `megatron.core.process_groups_config`.
+Counterpart: `megatron.core.process_groups_config`.
 """
 
 from collections.abc import Iterable

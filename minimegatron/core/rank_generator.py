@@ -1,8 +1,6 @@
 """Which ranks talk to each other: the whole arithmetic of process groups, without a process.
 
-Called by: `parallel_state.initialize_model_parallel`, which turns the lists made here into process
-groups, and `python -m minimegatron groups`, which prints them. Calls nothing; torch-free. Megatron
-keeps `RankGenerator` inside `megatron.core.parallel_state`.
+Torch-free. Megatron keeps `RankGenerator` inside `megatron.core.parallel_state`.
 
 The idea: give every rank one coordinate per way of being parallel, and number the ranks like the
 cells of an array, the first word of `order` changing fastest. With "tp-cp-ep-dp-pp":

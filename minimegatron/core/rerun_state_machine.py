@@ -1,8 +1,7 @@
 """Judges results while they are computed: a NaN, an Inf or a sudden jump is seen where it arises.
 
-Called by: `training.result_checks`, on each microbatch's loss. Calls nothing. Counterpart:
-`megatron.core.rerun_state_machine`; this is its judging part only. There, a rejected result can
-also be computed again, to tell a fault of the hardware from one of the run.
+Counterpart: `megatron.core.rerun_state_machine`; this is its judging part only. There, a rejected
+result can also be computed again, to tell a fault of the hardware from one of the run.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Wall-clock timers by name: how long each link of the chain took, on the slowest and fastest rank.
 
-Called by: `training` directly (`timers("interval-time").start()`), and by every `@traced` function
-while `config.timers` watches a schedule. Calls: `torch.distributed`, only to compare ranks.
 Counterpart: `megatron.core.timers`, with the same surface; there the schedules call it themselves.
 """
 

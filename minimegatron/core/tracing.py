@@ -1,9 +1,7 @@
 """The one observation seam: `@traced` on the links of the call chain, and who may watch them.
 
-Called by: every function of the chain that carries the decorator. Calls: the registered observers
-(`Timers`, a trace recorder, the hang doctor), and nothing at all while there is none. Megatron has
-no such module; there, `if config.timers is not None: config.timers(...).start()` stands in each
-function instead.
+Megatron has no such module; there, `if config.timers is not None: config.timers(...).start()`
+stands in each function instead.
 
 Torch-free: the planner and the documentation import the names below without torch.
 """

@@ -1,8 +1,7 @@
 """Small helpers that know no layer: model wrappers, exact division, the device, groups, logging.
 
-Called by: schedules, tensor-parallel layers, training, everything that makes tensors. Calls:
-`torch.cuda`, `torch.distributed`. Counterpart: `megatron.core.utils`, a few of its many; the device
-is ours: Megatron's tensors are on CUDA devices, and here every program also runs on a laptop.
+Counterpart: `megatron.core.utils`, a few of its many; the device is ours: Megatron's tensors are on
+CUDA devices, and here every program also runs on a laptop.
 """
 
 import logging

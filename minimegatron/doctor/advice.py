@@ -1,13 +1,12 @@
 """A diagnosis for a person who has never seen ranks wait for each other.
 
-Called by: `diagnosis`, `watch`, the launcher. Calls: `verdict`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import textwrap
 from collections.abc import Mapping
 
-from minimegatron.doctor import findings as verdict
+from minimegatron.doctor import findings
 from minimegatron.doctor.records import RankRecord, ranks_in_words
 from minimegatron.doctor.situation import OVER, Situation
 
@@ -16,58 +15,58 @@ MAX_RANKS = 16
 WIDTH = 100
 
 ADVICE = {
-    verdict.CYCLE: (
+    findings.CYCLE: (
         "A message is over only when both its ranks are there: a send waits for its receive, and a "
         "receive for its send. Let one rank of the circle do its other call first (stages with even "
         "and odd numbers in opposite order), or exchange both messages in one call, such as "
         "send_forward_recv_backward."
     ),
-    verdict.ORDER: (
+    findings.ORDER: (
         "A collective waits until every rank of its group is in it. Let all ranks enter their "
         "collectives in the same order."
     ),
-    verdict.MISSING: (
+    findings.MISSING: (
         "Every send needs one receive on its peer, every receive one send, and a collective needs "
         "every rank of its group. One rank makes a call too many, or another one too few: look at a "
         "loop that ends a turn early or late, at an early return, and at an `if` that asks for the "
         "rank."
     ),
-    verdict.MISMATCH: (
+    findings.MISMATCH: (
         "All ranks of a group must enter the same collective, with tensors of the same size and "
         "type. Print the shapes before the call; if they are as they should be, look for a rank "
         "that left out an earlier collective and is one ahead since."
     ),
-    verdict.WRONG_PEER: (
+    findings.WRONG_PEER: (
         "An activation goes to the next stage, a gradient to the previous one. Peers are counted "
         "within the pipeline group, so they are stages and not ranks of the whole job."
     ),
-    verdict.UNEQUAL: (
+    findings.UNEQUAL: (
         "All stages must agree on the step. Work out its sizes from what every rank has (the "
         "arguments), not from what only some have (their own data)."
     ),
-    verdict.LEFT: (
+    findings.LEFT: (
         "All ranks must go through the same communication to its end. Look for an early return or "
         "break on that rank, or a loop with fewer turns."
     ),
-    verdict.SWALLOWED: (
+    findings.SWALLOWED: (
         "Let the exception end the rank: the others cannot know that it leaves something out. "
         "Repair its cause, and remove the `except` that hides it."
     ),
-    verdict.STOPPED_RANK: (
+    findings.STOPPED_RANK: (
         "Its process does not run at all. Something sent it SIGSTOP: Ctrl-Z, `kill -STOP`, or a "
         "debugger. `kill -CONT` and the process number would let it go on."
     ),
-    verdict.STUCK: (
+    findings.STUCK: (
         "The Python stack below shows what it does. If that is only slow (a first batch, a big "
         "file), allow more time with a larger hang time-out; else it is an endless loop, a lock, or "
         "a wait that the doctor cannot see into."
     ),
-    verdict.NOBODY: "The Python stacks below show what each does. Allow more time, if it is slow.",
-    verdict.UNKNOWN: "The Python stacks below show where each rank stands.",
+    findings.NOBODY: "The Python stacks below show what each does. Allow more time, if it is slow.",
+    findings.UNKNOWN: "The Python stacks below show where each rank stands.",
 }
 
 
-def render(found: verdict.Diagnosis, records: Mapping[int, RankRecord] | None = None) -> str:
+def render(found: findings.Diagnosis, records: Mapping[int, RankRecord] | None = None) -> str:
     """Cause, advice, and each rank's situation."""
     where = {rank: place(record) for rank, record in (records or {}).items()}
     lines = _block("Why: ", found.cause)
@@ -88,7 +87,7 @@ def render(found: verdict.Diagnosis, records: Mapping[int, RankRecord] | None = 
     return "\n".join(lines)
 
 
-def headline(found: verdict.Diagnosis) -> str:
+def headline(found: findings.Diagnosis) -> str:
     """What has been seen, in a line."""
     return f"HANG: for {found.quiet:.1f} s no rank has begun or ended a call."
 
@@ -127,7 +126,7 @@ def _block(first: str, text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent)
 
 
-def _draw_cycle(found: verdict.Diagnosis) -> list[str]:
+def _draw_cycle(found: findings.Diagnosis) -> list[str]:
     """The circle, a rank per line, each with the reason why it waits for the one below."""
     lines = ["  The circle:"]
     for rank in found.cycle:
@@ -137,7 +136,7 @@ def _draw_cycle(found: verdict.Diagnosis) -> list[str]:
     return lines
 
 
-def _more(found: verdict.Diagnosis, seen: Situation) -> list[str]:
+def _more(found: findings.Diagnosis, seen: Situation) -> list[str]:
     lines = []
     lacks = [missing for missing in found.missing if missing.waited_for_by == seen.rank]
     for missing in lacks[:3]:
@@ -149,7 +148,7 @@ def _more(found: verdict.Diagnosis, seen: Situation) -> list[str]:
     return lines
 
 
-def _shown(found: verdict.Diagnosis) -> list[int]:
+def _shown(found: findings.Diagnosis) -> list[int]:
     ranks = sorted(found.situations)
     if len(ranks) <= MAX_RANKS:
         return ranks

@@ -1,10 +1,9 @@
 """The causes a hang can have, each with how to tell it from the others.
 
-Called by: `diagnosis.diagnose`, in the order of `FINDERS`. Calls: `case`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 
 Each finder returns a diagnosis, or None if the hang is not of its kind. They start from
-`case.ends`, the ranks that others wait for and that wait for nobody, and from `case.circle`.
+`graph.ends`, the ranks that others wait for and that wait for nobody, and from `graph.circle`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -63,12 +62,12 @@ MUST_AGREE = {
 # -- Faults that explain more than where the arrows end --
 
 
-def find_mismatch(case: WaitGraph) -> Diagnosis | None:
+def find_mismatch(graph: WaitGraph) -> Diagnosis | None:
     """A collective that its ranks entered with different operations, sizes or types."""
-    for record in case.records.values():
+    for record in graph.records.values():
         for group in record.groups:
-            found = _differing(group, case.records)
-            if found is None or not _matters(found, group, case):
+            found = _differing(group, graph.records)
+            if found is None or not _matters(found, group, graph):
                 continue
             number = next(iter(found.values())).number
             versions: dict[tuple, list[int]] = {}
@@ -80,11 +79,11 @@ def find_mismatch(case: WaitGraph) -> Diagnosis | None:
                 f"{ranks_in_words(members)} with {_entry_text(found[members[0]])}"
                 for members in versions.values()
             ]
-            return case.verdict(
+            return graph.verdict(
                 MISMATCH,
                 f"Collective #{number} of {group_text(group)} was entered by {', by '.join(sides)}.",
                 odd,
-                details=tuple(_skipped(found, group, case)),
+                details=tuple(_skipped(found, group, graph)),
             )
     return None
 
@@ -108,10 +107,10 @@ def _signature(entry: Collective) -> tuple:
     return entry.name, size, entry.dtype, entry.op
 
 
-def _matters(found: Mapping[int, Collective], group: GroupUse, case: WaitGraph) -> bool:
+def _matters(found: Mapping[int, Collective], group: GroupUse, graph: WaitGraph) -> bool:
     """Whether a rank is stuck in this collective or a later one, or has failed since."""
     for rank in found:
-        record, seen = case.records[rank], case.situations[rank]
+        record, seen = graph.records[rank], graph.situations[rank]
         in_it = seen.group is not None and seen.group.name == group.name
         if in_it or record.state == "raised" or record.caught is not None:
             return True
@@ -123,12 +122,12 @@ def _entry_text(entry: Collective) -> str:
     return f"{entry.name}{shape}" + (f" ({entry.op})" if entry.op else "")
 
 
-def _skipped(found: Mapping[int, Collective], group: GroupUse, case: WaitGraph) -> Iterable[str]:
+def _skipped(found: Mapping[int, Collective], group: GroupUse, graph: WaitGraph) -> Iterable[str]:
     """Whether one rank's collective is the one that others enter next: then it left one out."""
     number = next(iter(found.values())).number
     for rank, entry in found.items():
         for other in found:
-            theirs = group_of(case.records[other], group.name)
+            theirs = group_of(graph.records[other], group.name)
             for later in theirs.recent:
                 if later.number > number and _signature(later) == _signature(entry):
                     yield (
@@ -138,19 +137,19 @@ def _skipped(found: Mapping[int, Collective], group: GroupUse, case: WaitGraph) 
                     return
 
 
-def find_swallowed(case: WaitGraph) -> Diagnosis | None:
+def find_swallowed(graph: WaitGraph) -> Diagnosis | None:
     """A rank that others wait for left something out because of an exception."""
-    for rank in [*case.ends, *case.circle]:
-        record = case.records.get(rank)
+    for rank in [*graph.ends, *graph.circle]:
+        record = graph.records.get(rank)
         if record is None or record.caught is None or record.state == "raised":
             continue
-        waiting = [other for other in case.waiting_for([rank]) if other != rank]
-        if record.caught.num_steps < min(case.records[r].num_steps for r in waiting):
+        waiting = [other for other in graph.waiting_for([rank]) if other != rank]
+        if record.caught.num_steps < min(graph.records[r].num_steps for r in waiting):
             continue
         call = record.caught.call
         unit = unit_in_words(StepUnits(record).of_call(call), record)
         of = f" of {unit}" if unit else ""
-        return case.verdict(
+        return graph.verdict(
             SWALLOWED,
             f"On rank {rank} an exception ended {call.name}{of}, somebody caught it, and the rank "
             f"went on without the rest: {record.caught.text}",
@@ -160,18 +159,18 @@ def find_swallowed(case: WaitGraph) -> Diagnosis | None:
     return None
 
 
-def find_unequal(case: WaitGraph) -> Diagnosis | None:
+def find_unequal(graph: WaitGraph) -> Diagnosis | None:
     """Ranks that should run the same step, and do not."""
-    for rank, others in sorted(case.waits.items()):
+    for rank, others in sorted(graph.waits.items()):
         for other in others:
-            mine, theirs = case.records[rank], case.records.get(other)
+            mine, theirs = graph.records[rank], graph.records.get(other)
             if theirs is None or mine.step is None or theirs.step is None:
                 continue
             if mine.num_steps != theirs.num_steps or not _must_agree(mine, theirs):
                 continue
             for key, what in MUST_AGREE.items():
                 if mine.step.get(key) != theirs.step.get(key):
-                    return _unequal(case, key, what, {*mine.pipeline, rank, other})
+                    return _unequal(graph, key, what, {*mine.pipeline, rank, other})
     return None
 
 
@@ -181,26 +180,26 @@ def _must_agree(mine: RankRecord, theirs: RankRecord) -> bool:
     return bool(same_copy) or mine.pipeline == theirs.pipeline
 
 
-def _unequal(case: WaitGraph, key: str, what: str, ranks: Iterable[int]) -> Diagnosis:
+def _unequal(graph: WaitGraph, key: str, what: str, ranks: Iterable[int]) -> Diagnosis:
     values: dict[Any, list[int]] = {}
     for rank in sorted(ranks):
-        if rank in case.records and case.records[rank].step is not None:
-            values.setdefault(case.records[rank].step.get(key), []).append(rank)
+        if rank in graph.records and graph.records[rank].step is not None:
+            values.setdefault(graph.records[rank].step.get(key), []).append(rank)
     fewest = min(values.values(), key=len)
     everyone = [rank for members in values.values() for rank in members]
     odd = fewest if len(fewest) * 2 < len(everyone) else sorted(everyone)
     said = "; ".join(f"{ranks_in_words(members)}: {value}" for value, members in values.items())
-    return case.verdict(
+    return graph.verdict(
         UNEQUAL,
         f"Ranks that work on the same samples run different steps. Their {what}: {said}.",
         odd,
     )
 
 
-def find_wrong_peer(case: WaitGraph) -> Diagnosis | None:
+def find_wrong_peer(graph: WaitGraph) -> Diagnosis | None:
     """A stage that exchanges messages with another than its neighbours."""
-    for rank, record in case.records.items():
-        if rank not in record.pipeline or not case.waits:
+    for rank, record in graph.records.items():
+        if rank not in record.pipeline or not graph.waits:
             continue
         for count in record.messages:
             if not count.payload:
@@ -212,12 +211,12 @@ def find_wrong_peer(case: WaitGraph) -> Diagnosis | None:
             verb, preposition = ("sends", "to") if count.doing == SENDING else ("expects", "from")
             side = "next" if onwards else "previous"
             stage = f"{side} stage is" if len(right) == 1 else f"{side} stages are on"
-            return case.verdict(
+            return graph.verdict(
                 WRONG_PEER,
                 f"Rank {rank} (stage {record.pipeline.index(rank)}) {verb} {count.payload}s "
                 f"{preposition} rank {count.peer}, but its {stage} {ranks_in_words(right)}.",
                 [rank],
-                cycle=case.circle,
+                cycle=graph.circle,
             )
     return None
 
@@ -237,30 +236,30 @@ def _neighbours(record: RankRecord, onwards: bool) -> list[int]:
 # -- Where the arrows end --
 
 
-def find_over_or_stopped(case: WaitGraph) -> Diagnosis | None:
+def find_over_or_stopped(graph: WaitGraph) -> Diagnosis | None:
     """Ranks that others wait for, and that will not come."""
     for kind, found in ((STOPPED_RANK, STOPPED), (LEFT, OVER)):
-        ranks = [r for r in case.ends if r in case.records and case.situations[r].kind == found]
+        ranks = [r for r in graph.ends if r in graph.records and graph.situations[r].kind == found]
         if ranks:
-            who = "; ".join(f"Rank {r} {case.situations[r].text}" for r in ranks)
-            waiting = _subject(case.waiting_for(ranks))
-            details = _first_difference(case, ranks) if kind == LEFT else ()
-            return case.verdict(
+            who = "; ".join(f"Rank {r} {graph.situations[r].text}" for r in ranks)
+            waiting = _subject(graph.waiting_for(ranks))
+            details = _first_difference(graph, ranks) if kind == LEFT else ()
+            return graph.verdict(
                 kind, f"{who}. {waiting} for {_them(ranks)}.", ranks, details=tuple(details)
             )
     return None
 
 
-def _first_difference(case: WaitGraph, ranks: Iterable[int]) -> Iterable[str]:
+def _first_difference(graph: WaitGraph, ranks: Iterable[int]) -> Iterable[str]:
     """Where a rank that entered fewer collectives than the others did something else than they."""
     for rank in ranks:
-        for group in case.records[rank].groups:
+        for group in graph.records[rank].groups:
             for entry in group.recent:
                 theirs = {
                     other: later
                     for other in group.ranks
-                    if other in case.records and other != rank
-                    for later in _recent(case.records[other], group.name)
+                    if other in graph.records and other != rank
+                    for later in _recent(graph.records[other], group.name)
                     if later.number == entry.number
                 }
                 odd = [r for r, their in theirs.items() if _place(their) != _place(entry)]
@@ -290,39 +289,39 @@ def _place_text(entry: Collective) -> str:
     return f" in {work} #{entry.work_number}{layer}"
 
 
-def find_circle(case: WaitGraph) -> Diagnosis | None:
+def find_circle(graph: WaitGraph) -> Diagnosis | None:
     """Ranks that wait for each other."""
-    if not case.circle:
+    if not graph.circle:
         return None
-    kinds = {case.situations[rank].kind for rank in case.circle}
-    who = ranks_in_words(case.circle)
+    kinds = {graph.situations[rank].kind for rank in graph.circle}
+    who = ranks_in_words(graph.circle)
     circle = f"R{who[1:]} wait for each other in a circle, so none of them can go on."
     if kinds == {MESSAGE}:
-        return case.verdict(CYCLE, circle, case.circle, cycle=case.circle)
+        return graph.verdict(CYCLE, circle, graph.circle, cycle=graph.circle)
     if kinds == {COLLECTIVE}:
-        return _absent_one(case) or _other_order(case, circle)
+        return _absent_one(graph) or _other_order(graph, circle)
     # One of them waits for a message, and the other has gone on to something else.
     gone_on = [
-        (rank, case.circle[(place + 1) % len(case.circle)])
-        for place, rank in enumerate(case.circle)
-        if case.situations[rank].kind == MESSAGE
+        (rank, graph.circle[(place + 1) % len(graph.circle)])
+        for place, rank in enumerate(graph.circle)
+        if graph.situations[rank].kind == MESSAGE
     ]
     if not gone_on:
         return None
     rank, partner = next(
-        (pair for pair in gone_on if case.situations[pair[1]].kind != MESSAGE), gone_on[0]
+        (pair for pair in gone_on if graph.situations[pair[1]].kind != MESSAGE), gone_on[0]
     )
     cause = (
-        f"Rank {rank} {case.situations[rank].text}. But rank {partner} has gone on without it, "
-        f"and {case.situations[partner].text}. {circle}"
+        f"Rank {rank} {graph.situations[rank].text}. But rank {partner} has gone on without it, "
+        f"and {graph.situations[partner].text}. {circle}"
     )
-    return case.verdict(MISSING, cause, [partner], cycle=case.circle)
+    return graph.verdict(MISSING, cause, [partner], cycle=graph.circle)
 
 
-def _absent_one(case: WaitGraph) -> Diagnosis | None:
+def _absent_one(graph: WaitGraph) -> Diagnosis | None:
     """A rank that alone is absent from a collective, while it waits in another for those in there."""
-    for rank in case.circle:
-        seen = case.situations[rank]
+    for rank in graph.circle:
+        seen = graph.situations[rank]
         if len(seen.waits_for) != 1 or len(seen.group.ranks) < 3:
             continue
         (absent,) = seen.waits_for
@@ -330,60 +329,60 @@ def _absent_one(case: WaitGraph) -> Diagnosis | None:
         cause = (
             f"Rank {absent} is missing from {collective_text(seen.call, seen.group)}, where "
             f"{ranks_in_words(there)} are. It has gone on without it, and "
-            f"{case.situations[absent].text}. Either it has left a collective out, or it is in one "
+            f"{graph.situations[absent].text}. Either it has left a collective out, or it is in one "
             "that the others do not enter, or it enters them in another order."
         )
-        details = tuple(_first_difference(case, [absent]))
-        return case.verdict(MISSING, cause, [absent], cycle=case.circle, details=details)
+        details = tuple(_first_difference(graph, [absent]))
+        return graph.verdict(MISSING, cause, [absent], cycle=graph.circle, details=details)
     return None
 
 
-def _other_order(case: WaitGraph, circle: str) -> Diagnosis:
-    calls = [case.situations[rank] for rank in case.circle]
+def _other_order(graph: WaitGraph, circle: str) -> Diagnosis:
+    calls = [graph.situations[rank] for rank in graph.circle]
     entered = "; ".join(
         f"rank {seen.rank} is in {collective_text(seen.call, seen.group)}" for seen in calls
     )
     cause = f"The ranks entered their collectives in different orders: {entered}. {circle}"
-    return case.verdict(ORDER, cause, case.circle, cycle=case.circle)
+    return graph.verdict(ORDER, cause, graph.circle, cycle=graph.circle)
 
 
-def find_stuck(case: WaitGraph) -> Diagnosis | None:
+def find_stuck(graph: WaitGraph) -> Diagnosis | None:
     """A rank that others wait for, and that is busy with something else."""
-    ranks = [rank for rank in case.ends if rank in case.records]
+    ranks = [rank for rank in graph.ends if rank in graph.records]
     if not ranks:
         return None
-    who = "; ".join(f"Rank {rank} {case.situations[rank].text}" for rank in ranks)
-    waiting = _subject(case.waiting_for(ranks))
-    hidden = all(case.situations[rank].kind == HIDDEN for rank in ranks)
+    who = "; ".join(f"Rank {rank} {graph.situations[rank].text}" for rank in ranks)
+    waiting = _subject(graph.waiting_for(ranks))
+    hidden = all(graph.situations[rank].kind == HIDDEN for rank in ranks)
     kind = MISSING if hidden else STUCK
-    return case.verdict(kind, f"{who}. {waiting} for {_them(ranks)}.", ranks)
+    return graph.verdict(kind, f"{who}. {waiting} for {_them(ranks)}.", ranks)
 
 
-def find_rest(case: WaitGraph) -> Diagnosis:
+def find_rest(graph: WaitGraph) -> Diagnosis:
     """What is left: an unknown rank, a broken connection, or no hang at all."""
-    unseen = sorted(case.waited_for - case.records.keys())
+    unseen = sorted(graph.waited_for - graph.records.keys())
     if unseen:
-        waiting = _subject(case.waiting_for(unseen))
-        return case.verdict(
+        waiting = _subject(graph.waiting_for(unseen))
+        return graph.verdict(
             MISSING, f"{waiting} for {ranks_in_words(unseen)}, of which nothing is known.", unseen
         )
-    waiting = [rank for rank, seen in case.situations.items() if seen.kind in (*WAITING, HIDDEN)]
-    if waiting and all(_waits_for_unknown(case.situations[rank]) for rank in waiting):
+    waiting = [rank for rank, seen in graph.situations.items() if seen.kind in (*WAITING, HIDDEN)]
+    if waiting and all(_waits_for_unknown(graph.situations[rank]) for rank in waiting):
         cause = (
             f"{_subject(waiting)}, but for which rank is not known: the doctor cannot see the other "
             "side of such a call. Probably it is a message that nobody has sent, or nobody takes; or "
             "a collective that not all ranks of its group have entered."
         )
-        return case.verdict(UNKNOWN, cause, waiting)
+        return graph.verdict(UNKNOWN, cause, waiting)
     if waiting:
         cause = (
             f"{_subject(waiting)}, but everybody they wait for has come: either the connection "
             "between them is slow or broken, or calls are missing that the doctor cannot see."
         )
-        return case.verdict(UNKNOWN, cause, waiting)
-    running = [rank for rank, seen in case.situations.items() if seen.kind != OVER]
+        return graph.verdict(UNKNOWN, cause, waiting)
+    running = [rank for rank, seen in graph.situations.items() if seen.kind != OVER]
     cause = "No rank waits for another. This may be slow rather than stuck."
-    return case.verdict(NOBODY, cause, running)
+    return graph.verdict(NOBODY, cause, running)
 
 
 def _waits_for_unknown(seen: Situation) -> bool:

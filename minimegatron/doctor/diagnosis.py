@@ -1,7 +1,6 @@
 """Why nobody moves: the cause of a hang, from what is known of every rank.
 
-Called by: `watch`, the launcher, exercises, tests. Calls: `situation`, `words`. A pure function of the
-records; torch-free. Megatron has no counterpart.
+A pure function of the records; torch-free. Megatron has no counterpart.
 
 A rank that waits, waits for certain others: the peer of its message, or the members of the group
 that have not entered its collective. Follow these arrows, and one of two things comes:
@@ -26,8 +25,7 @@ Ranks 0 and 1 wait for each other in a circle, so none of them can go on.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from minimegatron.doctor import advice as words
-from minimegatron.doctor import findings as verdict
+from minimegatron.doctor import advice
 from minimegatron.doctor.causes import FINDERS
 from minimegatron.doctor.findings import Diagnosis
 from minimegatron.doctor.records import RankRecord
@@ -37,12 +35,9 @@ from minimegatron.doctor.wait_graph import WaitGraph
 def diagnose(records: Iterable[RankRecord]) -> Diagnosis:
     """Finds the cause of a hang. The records should be of one moment, and of all ranks.
 
-    Where no rank waits for another, the answer is `verdict.NOBODY`: no hang, as far as one can see.
+    Where no rank waits for another, the answer is `findings.NOBODY`: no hang, as far as one can see.
     """
     by_rank = {record.rank: record for record in sorted(records, key=lambda record: record.rank)}
-    case = WaitGraph(by_rank)
-    found = next(filter(None, (find(case) for find in FINDERS)))
-    return replace(found, text=words.render(found, by_rank))
-
-
-__all__ = ["Diagnosis", "diagnose", "verdict"]
+    graph = WaitGraph(by_rank)
+    found = next(filter(None, (find(graph) for find in FINDERS)))
+    return replace(found, text=advice.render(found, by_rank))

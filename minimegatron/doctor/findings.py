@@ -1,7 +1,6 @@
 """What a diagnosis is: its kind, and what is said of the ranks.
 
-Made by: `diagnosis.diagnose`. Read by: whoever asked: the launcher, an autograder, a test. Calls
-nothing but `situation` for a type; torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Folders that processes share, gone when nobody uses them, however their users end.
 
-Called by: the launcher, `session`, `watchman`, live ranks, exercises. Calls: the operating system, and
-a shell. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 Three things remove a folder, and each works where the one before it cannot:
 

@@ -1,6 +1,6 @@
 """Watchmen of several machines: one of them, the head, knows of all ranks.
 
-Used by: `watchman`. Calls: sockets. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 A hang stops every machine, and its cause is on one of them. So each watchman tells the head how long
 its own ranks have been quiet, and the head, when all have been for long enough, asks for their

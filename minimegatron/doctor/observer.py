@@ -1,8 +1,6 @@
 """What a rank notes of each traced call: which it is, whom it concerns, how many came before it.
 
-Called by: `core.tracing`, as an observer; `torch_calls`. Calls: `shared_record`, and
-`torch.distributed` for the ranks of a group that it meets for the first time. Megatron has no
-counterpart.
+Megatron has no counterpart.
 
 Everything that needs thought is left to whoever reads: `units` finds out which microbatch a message
 carries, `diagnosis` who waits for whom. Here a call costs a few lookups and two packed structs.

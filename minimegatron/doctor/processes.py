@@ -1,6 +1,5 @@
 """What the system tells of a process: whether it runs, computes or is stopped, and its Python stack.
 
-Called by: `watch`, the launcher. Calls: the operating system (/proc where there is one, signals).
 Torch-free. Megatron has no counterpart.
 """
 

@@ -1,8 +1,6 @@
 """What is known of one rank at a moment: its open calls, its counts, the state of its process.
 
-Made by: `shared_record` (read from memory that the rank keeps up to date), completed by `watch` with
-what the system says of the process. Read by: `diagnosis.diagnose`, exercises, tests, which also write
-such records by hand. Calls nothing; torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 Ranks are global ranks everywhere here, never places within a group. Times are seconds on the
 machine's monotonic clock, which all its processes share.

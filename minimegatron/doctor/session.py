@@ -1,7 +1,6 @@
 """What the ranks of a job under torchrun do to be watched: records, and a watchman per machine.
 
-Called by: `training.initialize`, or any script of its own, once its process group exists. Calls:
-`observer` (records), `folders`, `watchman` (as a process). Megatron has no counterpart.
+Megatron has no counterpart.
 
 >>> watch_ranks(hang_timeout=30)     # on every rank, after init_process_group     # doctest: +SKIP
 >>> stop_watching()                  # on every rank, at the end                   # doctest: +SKIP

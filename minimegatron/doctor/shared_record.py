@@ -1,8 +1,7 @@
 """A rank's record in memory that another process can read, even while the rank is stuck or stopped.
 
-Written by: `observer`, at each beginning and end of a traced call. Read by: `watch`. Calls: the
-operating system (one small file per rank, mapped into memory; on Linux under /dev/shm, where it
-never reaches a disk). Torch-free. Megatron has no counterpart.
+It is one small file per rank, mapped into memory (on Linux under /dev/shm, where it never reaches a
+disk). Torch-free. Megatron has no counterpart.
 
 Two kinds of content, because calls begin and end thousands of times a second, names do not change:
 

@@ -1,6 +1,6 @@
 """What each rank does, and whom it waits for: one record read with those of the others beside it.
 
-Called by: `diagnosis`. Calls: `units`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import re

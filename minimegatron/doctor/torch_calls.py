@@ -1,7 +1,6 @@
 """Calls of `torch.distributed` that do not go through `core.collectives`: a student's own send, say.
 
-Called by: `observer.start_recording`. Calls: the functions it stands in for. Megatron has no
-counterpart.
+Megatron has no counterpart.
 
 While a rank is recorded, the blocking functions of `torch.distributed` are replaced by ones that note
 themselves first. What the package itself calls is noted by its own links already, and passed through.

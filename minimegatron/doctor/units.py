@@ -1,6 +1,6 @@
 """Which microbatch the n-th message of a step carries: told by the plan of the rank's schedule.
 
-Called by: `situation`, `causes`. Calls: `planner` (torch-free). Megatron has no counterpart.
+Megatron has no counterpart.
 
 A rank that waits to receive cannot know what will come; its schedule says what should. Messages of
 one payload and direction travel in order between two ranks, so the plan's n-th is the run's n-th.

@@ -1,7 +1,6 @@
 """Who waits for whom, as arrows, and where the arrows end.
 
-Made by: `diagnosis.diagnose`. Used by: `causes`. Calls: `situation`, `words`. Torch-free. Megatron has
-no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,6 @@
 """Notices that no rank of this machine moves, and asks what each is doing.
 
-Used by: the launcher, in the process that launched; `watchman`, a process of its own beside ranks
-under torchrun. Calls: `shared_record`, `processes`, `diagnosis`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 
 A hang is: every rank has begun, not all have ended, and for `hang_timeout` seconds none of those left
 has begun or ended a traced call. A slow rank looks just the same, so the time-out must be longer than

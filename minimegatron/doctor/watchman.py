@@ -1,8 +1,7 @@
 """A process beside the ranks of one machine under torchrun: finds a hang, says why, ends the job.
 
-Started by: `session`, on the first rank of each machine. Calls: `watch`, `machines`. Torch-free, so
-that it starts at once and is small; a process of its own, so that it lives when any rank is stopped or
-stuck. Megatron has no counterpart.
+Torch-free, so that it starts at once and is small; a process of its own, so that it lives when any
+rank is stopped or stuck. Megatron has no counterpart.
 
 It ends when the ranks of its machine have, and takes their files along; also when they were killed
 before all of them had begun.

@@ -1,7 +1,6 @@
 """What an exercise is, where its files are, and which exercises there are.
 
-Made by: `catalog/exNN_name/__init__.py`, one each. Read by: the command, the engine, the grader, the
-docs. Torch-free: listing exercises starts no torch. Megatron has no counterpart.
+Torch-free: listing exercises starts no torch. Megatron has no counterpart.
 """
 
 import importlib.util

@@ -1,9 +1,8 @@
 """Ranks without torchrun: calls one function in n processes and returns what each returned.
 
-Called by: tests (`tests/ranks.py`), notebooks, exercises. Calls: `packing`, `core.utils`,
-`torch.distributed`. Megatron has no such module; `torch.multiprocessing.spawn` is the closest, but
-it starts each interpreter afresh (seconds per rank here, against milliseconds for a fork of a
-process that has imported torch already), and when ranks hang it waits for ever.
+Megatron has no such module; `torch.multiprocessing.spawn` is the closest, but it starts each
+interpreter afresh (seconds per rank here, against milliseconds for a fork of a process that has
+imported torch already), and when ranks hang it waits for ever.
 
 What it promises: a rank that raises, dies or hangs is named, with its traceback, its signal or its
 Python stack, and no process is left behind, even when the caller is killed. With `hang_timeout`, the

@@ -1,7 +1,6 @@
 """A function and its arguments on the way to ranks in other processes, and their results back.
 
-Called by: `launcher`, which starts the ranks. Calls: `pickle`, and `cloudpickle` where it is
-installed. Megatron needs no such module: there each rank runs a program of its own.
+Megatron needs no such module: there each rank runs a program of its own.
 """
 
 import linecache

@@ -1,8 +1,6 @@
 """A Python file that the user has written, outside any package, run as a module.
 
-Called by: `exercises.room.rank_side`, for a student's file; `commands.plan_command` and
-`training.pipeline_schedule`, for a user's schedule. Calls: `importlib`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
 """Starts the server that ranks are forked from, while the notebook itself still imports torch.
 
-Imported by: `minimegatron.notebook`, before anything that takes long. Calls: `multiprocessing`,
-`doctor.folders`. Torch-free. Megatron has no counterpart.
+`minimegatron.notebook` imports it before anything that takes long. Torch-free. Megatron has no
+counterpart.
 
 Both import torch, which takes seconds; at the same time, it takes them once. Only in a notebook: a
 program may want another server, or none.

@@ -1,7 +1,6 @@
 """Observers that write down which calls a rank makes, for notebooks to look at.
 
-Called by: notebooks 01, 02 and 09, with `tracing.observed_by`. Calls: nothing; the calls come from
-`core.tracing`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections import Counter

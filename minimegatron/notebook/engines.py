@@ -1,6 +1,5 @@
 """What runs behind live ranks: one ipyparallel engine per rank, and their controller.
 
-Called by: `launcher.RankProcesses`, in processes of their own. Calls: ipyparallel, `doctor`.
 Megatron has no counterpart.
 
 Both are forked from the launcher's server, which has imported everything already; ipyparallel's own

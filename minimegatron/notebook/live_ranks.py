@@ -1,7 +1,6 @@
 """`live_ranks(4)`: starts ranks that run cells and keep their variables, and watches over them.
 
-Called by: notebooks. Calls: `launcher` for the processes, ipyparallel for what travels between them
-and the notebook, `doctor` when ranks hang, `magics`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import atexit

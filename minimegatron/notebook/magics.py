@@ -1,8 +1,6 @@
 """`%%px`: a cell that runs on live ranks, its output labelled and in the order of ranks.
 
-Called by: IPython, for cells that begin with `%%px`; `live_ranks` shows replies with `show`, errors
-with `show_errors`. Calls: `wide_text`, IPython. Megatron has no counterpart. ipyparallel's own `%%px`
-shows what comes first first.
+Megatron has no counterpart. ipyparallel's own `%%px` shows what comes first first.
 """
 
 import re

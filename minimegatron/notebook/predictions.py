@@ -1,6 +1,6 @@
 """Predictions: one cell locks them in, a later one sets them beside what was found.
 
-Called by: notebooks. Calls nothing; torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 >>> predict(stage=None, receives=[2], idle="30%")     # the reader has answered two of three
 Locked in: receives = [2], idle = 30%. Not answered: stage.

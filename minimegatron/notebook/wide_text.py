@@ -1,6 +1,6 @@
 """Text of long lines, such as call trees, in a notebook: the lines are not wrapped.
 
-Called by: notebooks, `magics`. Calls: IPython. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import html

@@ -1,8 +1,6 @@
 """What a rank does, as data: the schema that plans, simulations and recorded runs share.
 
-Made by: `stage.Stage` and `core.pipeline_parallel.lowering` (plans), by a trace recorder (runs). Read
-by: every other module of the planner, the trace tools, the documentation's player. Calls:
-`core.pipeline_parallel.work`, whose names it hands on. Megatron has no counterpart.
+Megatron has no counterpart.
 
 An `Action` says *what*: a forward, a backward, or one call of a `P2PCommunicator` method with the
 messages that this call sends and receives. It holds no time, so the plan of a schedule and the

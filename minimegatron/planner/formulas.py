@@ -1,9 +1,7 @@
 """Closed forms to hold a simulation against: makespan, bubble, activations in flight, messages.
 
-Called by: the renderers (which print each beside the counted figure), tests, the documentation's
-formula page. Calls: `schedule_table` for the warm-up count. Megatron has no counterpart; sources
-are Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, Huang et al. 2019 (arXiv:1811.06965) and
-Lamy-Poirier 2023 (arXiv:2211.05953).
+Megatron has no counterpart; sources are Narayanan et al. 2021 (arXiv:2104.04473), section 2.2,
+Huang et al. 2019 (arXiv:1811.06965) and Lamy-Poirier 2023 (arXiv:2211.05953).
 
 Each returns None for a schedule that has no closed form here: a user's own, and the breadth-first
 one where there are fewer microbatches than stages. The first two assume

@@ -1,10 +1,9 @@
 """Runs a plan on an imagined transport: which message meets which, who waits for whom, and when.
 
-Called by: `check` (does everybody finish?) and `simulator` (when?). Calls: `plan`. Megatron has no
-counterpart; what is imagined here is NCCL: messages between two ranks have no tags and meet in the
-order in which they were started, and neither end goes on before the other is there (rendezvous; on
-NCCL that is true of the GPU's stream, not of the program). In a plan for a tagged wire, activations
-meet activations and gradients meet gradients; among those, order decides.
+Megatron has no counterpart; what is imagined here is NCCL: messages between two ranks have no tags
+and meet in the order in which they were started, and neither end goes on before the other is there
+(rendezvous; on NCCL that is true of the GPU's stream, not of the program). In a plan for a tagged
+wire, activations meet activations and gradients meet gradients; among those, order decides.
 
 Because the n-th send from a to b always meets the n-th receive of b from a, the outcome does not
 depend on who is quicker. So each rank can be run until it must wait, in any order, and times are

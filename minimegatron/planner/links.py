@@ -1,7 +1,6 @@
 """What an observer of a run must know to find its plan: links of work by name, configs of runs.
 
-Called by: `tracing`, `doctor`. Calls: `core.pipeline_parallel.orders`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """What a stage must hold: activations over time, weights, gradients, optimizer state.
 
-Called by: the renderers, `minimegatron plan`, the documentation's calculator. Calls: `plan`,
-`simulator`. Megatron's counterpart, for the activation formula only, is
+Megatron's counterpart, for the activation formula only, is
 `megatron.training.theoretical_memory_usage`.
 
 Letters: s sequence length, b micro-batch size, h hidden size, a attention heads, t tensor-parallel

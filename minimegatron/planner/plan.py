@@ -1,7 +1,5 @@
 """The plan of a step: what every rank does, in order, without doing it.
 
-Called by: the simulator, the renderers, `minimegatron plan`, tests (a run's trace must equal its
-plan), the documentation. Calls: `registry` and through it a schedule function, once per stage.
 Megatron has no counterpart.
 
 >>> step = plan("1f1b", pp=2, num_microbatches=3)

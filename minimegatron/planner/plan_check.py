@@ -1,6 +1,5 @@
 """Is a plan right? Every fault is found before any process starts, and named.
 
-Called by: `minimegatron plan`, exercises, whoever wrote a schedule. Calls: `plan`, `transport`.
 Megatron has no counterpart: there a wrong schedule hangs, or trains on wrong gradients.
 
 Three looks at the plan, each with its kinds of problem:

@@ -1,6 +1,6 @@
 """The figures that go with a timeline: counted from the simulation, each beside its formula.
 
-Called by: the renderers. Calls: `formulas`, `simulator`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections import Counter

@@ -1,7 +1,6 @@
 """Schedules with their messages, by name: how one is added, and which exist.
 
-Called by: users. Calls: `core.pipeline_parallel.orders`, which keeps all schedules, and what makes a
-step of them ready to run. Megatron has no counterpart: there a schedule is a function that runs.
+Megatron has no counterpart: there a schedule is a function that runs.
 """
 
 from collections.abc import Callable, Iterable

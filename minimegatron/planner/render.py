@@ -1,6 +1,5 @@
 """Pictures and files of a simulation: one function, four formats.
 
-Called by: `minimegatron plan`, notebooks, the documentation. Calls: the `render_*` modules.
 Megatron has no counterpart.
 """
 

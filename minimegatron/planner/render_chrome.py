@@ -1,6 +1,6 @@
 """A timeline for https://ui.perfetto.dev and chrome://tracing: the trace-event format.
 
-Called by: `render`. Calls: `simulator`, `transport`. Megatron has no counterpart.
+Megatron has no counterpart.
 
 One process per rank, with one track for forwards and backwards and one for communication calls; an
 arrow for each message, from the work that made the tensor to the work that needs it; a counter of

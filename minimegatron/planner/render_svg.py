@@ -1,6 +1,6 @@
 """A timeline as one SVG picture that needs nothing else: no script, font or file.
 
-Called by: `render`, the documentation. Calls: `report`. Megatron has no counterpart.
+Megatron has no counterpart.
 
 Colours come from the table `KINDS`: blue is forward and orange is backward, told apart under every
 common colour blindness and in grey (Okabe and Ito 2008); chunks are shades, dark first. A pair is a

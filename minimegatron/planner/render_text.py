@@ -1,6 +1,6 @@
 """A timeline for the terminal: one line per rank (and chunk), then the figures beside formulas.
 
-Called by: `render`. Calls: `report`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Iterator

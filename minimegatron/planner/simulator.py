@@ -1,7 +1,6 @@
 """When everything happens, given what it costs: makespan, bubbles, and what each gap waits for.
 
-Called by: the renderers, `memory`, `minimegatron plan`, tests, the documentation. Calls: `plan`,
-`transport`. Megatron has no counterpart.
+Megatron has no counterpart.
 
 >>> from minimegatron.planner.plan import plan
 >>> step = simulate(plan("1f1b", pp=4, num_microbatches=8), Costs(forward=1, backward=2))

@@ -1,7 +1,6 @@
 """One stage of a pipeline that is being planned: the vocabulary a schedule function speaks.
 
-Called by: schedule functions (`schedules`, and a user's own), which yield what these methods
-return. Calls: `actions`. Counterpart: the methods carry the names of
+Counterpart: the methods carry the names of
 `megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator`, which the run calls.
 """
 

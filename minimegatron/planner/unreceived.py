@@ -1,7 +1,6 @@
 """How many messages lie unreceived at a time, if nothing but the plan holds a rank back.
 
-Called by: the planned runner, whose sends wait beyond that number (see
-`core.pipeline_parallel.send_limits`). Calls: `transport`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections import defaultdict

@@ -1,10 +1,9 @@
 """The written schedules as lists of actions: what the real ones call, in the same order.
 
-Called by: `plan`. Calls: `core.pipeline_parallel.schedule_table` for the order of work, the very
-arithmetic that the real schedules use. Counterpart: `forward_backward_no_pipelining`,
-`forward_backward_pipelining_without_interleaving` and `forward_backward_pipelining_with_interleaving`
-of `megatron.core.pipeline_parallel.schedules`. GPipe has none there; here it is with the messages of
-its simplest form, where each call waits for its message.
+Counterpart: `forward_backward_no_pipelining`, `forward_backward_pipelining_without_interleaving`
+and `forward_backward_pipelining_with_interleaving` of `megatron.core.pipeline_parallel.schedules`.
+GPipe has none there; here it is with the messages of its simplest form, where each call waits for
+its message.
 
 What each computes, without the messages, is in `core.pipeline_parallel.orders`.
 """

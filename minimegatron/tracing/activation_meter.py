@@ -1,8 +1,7 @@
 """How many bytes autograd keeps for backward, measured: not by a formula, by asking for each tensor.
 
-Called by: people, notebooks. Calls: `torch.autograd.graph.saved_tensors_hooks`, which sees every
-tensor that an operation keeps, and `core.tracing`, to look after each forward and backward. Megatron
-has no counterpart; on a GPU one reads `torch.cuda.max_memory_allocated`, which counts all else too.
+Megatron has no counterpart; on a GPU one reads `torch.cuda.max_memory_allocated`, which counts all
+else too.
 
     with ActivationMeter(model) as meter:
         forward_backward_func(...)

@@ -1,7 +1,6 @@
 """The calls of one rank as a tree for the terminal.
 
-Called by: `minimegatron trace show`, notebooks. Calls: `step`, `words`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """A trace for Perfetto and chrome://tracing: a process per rank, nested calls, arrows for messages.
 
-Called by: `minimegatron trace export`. Calls: `run`, `step`, `words`. Torch-free. Megatron has no
-counterpart. Format: "Trace Event Format" (Google, 2016), JSON object form.
+Torch-free. Megatron has no counterpart. Format: "Trace Event Format" (Google, 2016), JSON object
+form.
 
 Each rank is a process with two threads: its calls, and what they waited for. A message is an arrow
 from where its sender started it to where its receiver had it.

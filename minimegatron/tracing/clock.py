@@ -1,7 +1,6 @@
 """One clock for all ranks: how far each rank's clock is from rank 0's, and how surely that is known.
 
-Called by: `recorder`, when a recording begins and when it ends. Calls: `torch.distributed`. Megatron
-has no counterpart; its timers compare lengths of time only.
+Megatron has no counterpart; its timers compare lengths of time only.
 
 The method needs nothing but barriers. No rank leaves a barrier before every rank has entered it, so
 rank r's entry comes before rank 0's exit, and rank 0's entry before rank r's exit. With d the

@@ -1,6 +1,5 @@
 """Is what was done what was planned? And where do two runs part?
 
-Called by: `minimegatron trace diff`, tests, exercises. Calls: `step` (which knows its plan).
 Torch-free. Megatron has no counterpart.
 
 The comparison is exact: every piece of work and call of the communicator, in order, with its phase

@@ -1,7 +1,7 @@
 """What the GPU was doing when: CUDA events around each traced call, and ranges for other profilers.
 
-Called by: `recorder`. Calls: `torch.cuda`, `torch.profiler`. Without CUDA, and with no profiler
-running, nothing here does anything. Megatron records CUDA events in its timers only.
+Without CUDA, and with no profiler running, nothing here does anything. Megatron records CUDA events
+in its timers only.
 
 A GPU runs behind the program: a call returns when its work is queued. Events queued with the work
 tell when it ran. Their times are turned into the program's clock, so that all ranks still share one.

@@ -1,7 +1,6 @@
 """Two recorded runs side by side: where they first part, and where the time differs.
 
-Called by: `minimegatron trace diff`. Calls: `compare`, `step`, `words`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 from collections.abc import Iterator

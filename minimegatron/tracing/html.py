@@ -1,7 +1,6 @@
 """One HTML page with an interactive timeline: zoom, hover, and for each call its stack and source.
 
-Called by: `minimegatron trace export`, `trace().to_html`. Calls: `run`, `step`, `words`; the page's own
-style and program are in `assets/`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 The page needs no network and no other file. Everything it shows is in it as JSON; the keys are one
 or two letters long, since there are thousands of events:

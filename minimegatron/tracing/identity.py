@@ -1,7 +1,6 @@
 """Which microbatch and chunk a backward or a message belongs to: told by the tensors themselves.
 
-Called by: `recorder`, at the beginning and end of each traced call. Calls nothing. Megatron has no
-counterpart.
+Megatron has no counterpart.
 
 Only `forward_step` is told its microbatch. The rest follows from which object is which:
 

@@ -1,8 +1,6 @@
 """Paced runs: every forward and backward padded to a fixed length, so that a laptop draws textbooks.
 
-Called by: people, `training.pretrain` (for `--pace-forward-ms`, `--pace-backward-ms`). Calls:
-`core.tracing`: the padding happens where the links of work (`forward_step`, `backward_step`, ...) are
-observed, so the schedules know nothing of it. Megatron has no counterpart.
+Megatron has no counterpart.
 
 Everything else is real: processes, tensors, messages, losses, gradients. A stage that sleeps leaves
 the processor to the others, as a stage on a device of its own would. Recordings of paced runs, and

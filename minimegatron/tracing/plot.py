@@ -1,7 +1,6 @@
 """The step as a matplotlib picture: a row per stage, numbered bars, waiting and transfer told apart.
 
-Called by: `trace().plot()`, `minimegatron trace export`. Calls: `step`, `words`, matplotlib (an extra:
-`pip install minimegatron[plot]`). Megatron has no counterpart.
+Megatron has no counterpart.
 
 Colours are those of `planner.render_svg`: told apart under every common colour blindness, and by
 their lightness in grey. Chunks are shades of the same colour, dark first.

@@ -1,7 +1,6 @@
 """What one rank recorded, and its file: a timeline of the planner's schema with a few keys more.
 
-Made by: `recorder`. Read by: `run`, and through it everything that shows or compares runs. Calls:
-`planner.actions`; torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 `rank-00002.json` is the timeline of `planner.actions`, with one list of events in `ranks`, unit
 "us" (0 is when the recording began, on rank 0's clock), and beside it:

@@ -1,6 +1,6 @@
 """The lines of source that a recording mentions, kept with it, so that it can be read anywhere.
 
-Called by: `convert`. Calls: the standard library. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import functools

@@ -1,8 +1,6 @@
 """`with trace() as t:` records every link of the chain that runs inside.
 
-Called by: people, `training.pretrain` (for `--trace`), notebooks. Calls: `core.tracing` (as an
-observer), `identity` (which microbatch), `clock`, `device_clock`, `rank_trace` (files). Megatron has
-no counterpart; there one profiles with external tools, which know no microbatches.
+Megatron has no counterpart; there one profiles with external tools, which know no microbatches.
 
 While calls run, only clock readings and references are kept. Everything else is worked out after
 the end: that is what keeps recording cheap.

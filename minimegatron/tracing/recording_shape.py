@@ -1,6 +1,5 @@
 """What a rank's recording must look like, so that nothing that reads one stumbles over it later.
 
-Called by: `rank_trace`, on what a file holds. Calls: `planner`, for names.
 Torch-free. Megatron has no counterpart.
 """
 

@@ -1,7 +1,6 @@
 """A recorded run: all ranks together, and its steps one by one.
 
-Made by: `recorder.trace`, or read from the folder of `--trace` by `Run.load`. Used by: every output.
-Calls: `rank_trace` (files), `step`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import os

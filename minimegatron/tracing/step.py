@@ -1,8 +1,6 @@
 """One schedule run of one pipeline, from the recordings of its stages: who waited for whom, and why.
 
-Made by: `run.Run.step`. Read by: everything that shows or compares steps. Calls:
-`planner` (plan, formulas, simulator) for what should have happened. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 
 **Waiting and transfer.** A message has four times: when its sender began to send (s), when its
 receiver began to wait for it (w), when it was there (e), and when the receive was posted. Of the

@@ -1,7 +1,6 @@
 """A recorded step in figures: bubble beside formula, plan beside run, and where the time went.
 
-Called by: `minimegatron trace`, `run.Run.summary`. Calls: `step`, `compare`, `words`. Torch-free.
-Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Where a rank stands, and which plan its step should follow: read off the calls and the groups.
 
-Called by: `recorder`. Calls: `parallel_state` where it was initialised, else reads the groups that
-the schedule was given. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """From what was kept while recording to events: names, phases, one clock, lines of source.
 
-Called by: `recorder`, once, after the last call. Calls: `planner.actions` (the schema),
-`schedule_table` (which phase), `source_text`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
-from minimegatron.planner import written_schedules as schedules
+from minimegatron.planner import written_schedules
 from minimegatron.planner.actions import (
     BACKWARD,
     CALL,
@@ -196,12 +195,12 @@ def phases_of(
     it. A call that only receives belongs to what follows it; any other call, to what it follows. Other
     schedules, and those whose messages were lowered, say it in their plan (`planned`).
     """
-    if config.schedule == schedules.NO_PIPELINING and config.wire is None:
+    if config.schedule == written_schedules.NO_PIPELINING and config.wire is None:
         return [STEADY] * len(actions)
-    is_written = config.schedule in (schedules.ONE_F_ONE_B, schedules.INTERLEAVED)
+    is_written = config.schedule in (written_schedules.ONE_F_ONE_B, written_schedules.INTERLEAVED)
     if not is_written or config.wire is not None:
         return _planned_phases(actions, config, planned)
-    is_interleaved = config.schedule == schedules.INTERLEAVED
+    is_interleaved = config.schedule == written_schedules.INTERLEAVED
     counts = count_rank_microbatches(
         config.pp_size,
         actions[0].rank if actions else 0,

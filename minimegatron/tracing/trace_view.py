@@ -1,7 +1,6 @@
 """What `trace()` yields: a run, and every way of looking at it as a method.
 
-Made by: `recorder.trace`, or `Trace.load(folder)`. Calls: `report`, `call_tree`, `plot`, `chrome`,
-`html`, `compare`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import os

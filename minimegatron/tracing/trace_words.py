@@ -1,7 +1,6 @@
 """Events, gaps and numbers in the words that every output uses.
 
-Called by: `report`, `call_tree`, `chrome`, `plot`, `html`. Calls: `step`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 from minimegatron.planner.actions import (

@@ -1,8 +1,7 @@
 """What cannot work is refused here, before any process group exists.
 
-Called by: `arguments.parse_args`, on every rank, with the same answer on every rank. Calls: the
-checks that `core` makes anyway, so that each rule is written once. Counterpart: `validate_args` of
-`megatron.training.arguments`.
+Every rank makes the same checks, with the same answer. It uses the checks that `core` makes anyway,
+so that each rule is written once. Counterpart: `validate_args` of `megatron.training.arguments`.
 
 Every check raises ValueError with one sentence: the flags, the numbers, what to change.
 """

@@ -1,7 +1,6 @@
 """Dataclass in, command-line flags out.
 
-Called by: `arguments.parse_args` and the checks of `argument_checks`. Calls: argparse. Counterpart:
-`ArgumentGroupFactory` of `megatron.training.argument_utils`.
+Counterpart: `ArgumentGroupFactory` of `megatron.training.argument_utils`.
 
 Everything a user can get wrong here raises ValueError with one line; nothing prints or exits.
 """

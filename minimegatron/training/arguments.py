@@ -1,7 +1,6 @@
 """The command line, read once: flags and launcher's environment in, frozen dataclasses out.
 
-Called by: `initialize.initialize_megatron`, before anything else. Calls: `argument_utils` (flags),
-`argument_checks` (refusals). Counterpart: `megatron.training.arguments`. After this, nothing reads
+It runs before anything else. Counterpart: `megatron.training.arguments`. After this, nothing reads
 `sys.argv` again; of the environment, only the launcher's variables are read.
 """
 

@@ -1,7 +1,6 @@
 """Whether a checkpoint is of the model that the command line describes.
 
-Called by: `argument_checks`, before any process group exists. Calls: `dist_checkpointing.core`,
-`core.knobs`, `schedule_args`. Counterpart: `check_checkpoint_args` of
+It runs before any process group exists. Counterpart: `check_checkpoint_args` of
 `megatron.training.checkpointing`.
 
 Layout, precision and batch may differ: a checkpoint is of the full model. What the model computes

@@ -1,7 +1,6 @@
 """How a folder of checkpoints is laid out, and which checkpoint in it counts.
 
-Called by: `checkpointing`, and `argument_checks` before anything starts. Calls nothing but
-`dist_checkpointing.core`; torch-free. Counterpart: `get_checkpoint_name` and `read_metadata` of
+Torch-free. Counterpart: `get_checkpoint_name` and `read_metadata` of
 `megatron.training.checkpointing`.
 
     SAVE/iter_0000100/...                        complete, or it would not have this name

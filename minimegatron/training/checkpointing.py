@@ -1,8 +1,6 @@
 """The state of a run, to disk and back: what to save, when, and where it goes at another layout.
 
-Called by: `training.train` and `training.pretrain` (save), `setup_model_and_optimizer` (load).
-Calls: `core.dist_checkpointing`, `checkpoint_folder`, `random_state`. Counterpart:
-`megatron.training.checkpointing`.
+Counterpart: `megatron.training.checkpointing`.
 
 A checkpoint knows the full model only, under names that no layout changes:
 

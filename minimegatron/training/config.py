@@ -1,8 +1,8 @@
 """What a training run is told: one frozen dataclass per concern.
 
-Filled in by: `arguments.parse_args`, once. Read by: everything in `training`; changed by nobody. Each
-field is also a command-line flag, under Megatron's name; `argument_utils` makes the one from the
-other, and the string below a field is that flag's help. Counterpart: the dataclasses of
+`arguments.parse_args` fills it in once; nothing changes it afterwards. Each field is also a
+command-line flag, under Megatron's name; `argument_utils` makes the one from the other, and the
+string below a field is that flag's help. Counterpart: the dataclasses of
 `megatron.training.training_config`, and the argument groups of `megatron.training.arguments`.
 
 Written here are the fields that no configuration of `core` has. What one of those has is written

@@ -1,6 +1,5 @@
 """From the user's dataset provider to iterators over microbatches.
 
-Called by: `training.pretrain`, once per model chunk. Calls: the provider, `data_samplers`.
 Counterpart: the functions of the same names in `megatron.training.training`.
 
 Only the first rank of each tensor-parallel group holds data; `get_batch_on_this_tp_rank` shares it.

@@ -1,7 +1,6 @@
 """A signal that asks the run to end is kept until the ranks can end together.
 
-Called by: `pretrain`, which installs it, and `exit_conditions`, which asks it after every step.
-Calls nothing. Counterpart: `megatron.training.dist_signal_handler`.
+Counterpart: `megatron.training.dist_signal_handler`.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
 """The end of a rank's own process: no group of ranks and no thread of ours is left when Python ends.
 
-Called by: `initialize` and an exercise under torchrun, before they make the first process group. Calls:
-`failures` and the hang doctor (their threads), `parallel_state`, `torch.distributed`. Megatron has no
-counterpart.
+Megatron has no counterpart.
 
 While Python ends, a thread that asks for its lock is ended on the spot. If it is inside C++, the whole
 process aborts: "terminate called without an active exception", SIGABRT. Two sorts of threads do:

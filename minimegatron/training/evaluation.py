@@ -1,8 +1,6 @@
 """The loss on data that was not trained on.
 
-Called by: `training.train` at intervals, `training.pretrain` at the end. Calls: the same schedule
-as training, with `forward_only=True`. Counterpart: the functions of the same names in
-`megatron.training.training`.
+Counterpart: the functions of the same names in `megatron.training.training`.
 
 A forward pass over a pipeline needs all of its ranks: every rank enters every call here, also a rank
 that does not use the result.

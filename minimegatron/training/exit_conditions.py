@@ -1,6 +1,5 @@
 """Whether the run goes on after a step, decided by all ranks alike, and the checkpoint if not.
 
-Called by: `training.train`, after every step. Calls: `checkpointing`, `dist_signal_handler`.
 Counterpart: `checkpoint_and_decide_exit` of `megatron.training.training`.
 
 Ranks must leave at the same step: one that left alone would leave the others waiting for it. But a

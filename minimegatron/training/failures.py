@@ -1,9 +1,7 @@
 """When a rank fails, every rank ends, and the log says which one it was and where it stood.
 
-Called by: `training.pretrain` (`reported`), `initialize.initialize_megatron` (`watch_launcher`, then
-`watch_peers`), an exercise under torchrun (`watch_launcher`), `ending`. Calls: `parallel_state` for
-this rank's place. Megatron leaves this to its launcher, which knows the number of the process that
-died, but not its stage.
+Megatron leaves this to its launcher, which knows the number of the process that died, but not its
+stage.
 
 Five ways a job ends early, and what is printed then:
 

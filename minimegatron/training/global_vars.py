@@ -1,8 +1,6 @@
 """The few objects that a user's `forward_step` may ask for by name instead of being given them.
 
-Set by: `initialize_megatron`, once. Asked by: `training` and `pretrain_*.py`, never by `core`.
-Calls: nothing below but `Timers` and the microbatch calculator. Counterpart:
-`megatron.training.global_vars`.
+`core` never asks it. Counterpart: `megatron.training.global_vars`.
 """
 
 from dataclasses import dataclass

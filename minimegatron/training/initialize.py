@@ -1,8 +1,7 @@
 """From the command line to a process that knows its place: arguments, device, groups, seeds.
 
-Called by: `training.pretrain`, first thing. Calls: `arguments.parse_args`, then `global_vars`,
-`core.utils`, `torch.distributed`, `parallel_state.initialize_model_parallel`; `ending`, so that the
-process takes the groups down at its end. Counterpart: `megatron.training.initialize`.
+It is the first thing that `pretrain` does. `ending` makes the process take its groups down at its
+end. Counterpart: `megatron.training.initialize`.
 """
 
 import argparse

@@ -1,8 +1,6 @@
 """This rank's part of the model, wrapped for training, and what updates it.
 
-Called by: `training.pretrain`. Calls: the user's `model_provider`, `DistributedDataParallel`,
-`get_megatron_optimizer`, `OptimizerParamScheduler`. Counterpart: the functions of the same names in
-`megatron.training.training`.
+Counterpart: the functions of the same names in `megatron.training.training`.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """`--pipeline-schedule`: which order of work the run follows, and where it puts the model's stages.
 
-Called by: `arguments` and `argument_checks`, before anything is started; `initialize`, for the
-placement; `training`, `evaluation` and `text_generation`, for the function that runs a step. Calls:
-`core.pipeline_parallel`, `user_file`. Megatron has no counterpart: its schedule follows from the sizes.
+Megatron has no counterpart: its schedule follows from the sizes.
 """
 
 from collections.abc import Callable

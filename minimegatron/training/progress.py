@@ -1,7 +1,6 @@
 """What a person watching a run sees: one bar, and a line every `--log-interval` steps.
 
-Called by: `training.train`. Calls: tqdm, on rank 0 only. Counterpart: `training_log` of
-`megatron.training.training`; the bar is ours.
+Counterpart: `training_log` of `megatron.training.training`; the bar is ours.
 """
 
 import sys

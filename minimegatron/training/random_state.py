@@ -1,7 +1,6 @@
 """The random numbers of one rank, as tensors that a checkpoint can hold.
 
-Called by: `checkpointing`. Calls: the generators of Python, NumPy and torch, and the model-parallel
-tracker. Counterpart: `get_rng_state` of `megatron.training.checkpointing`.
+Counterpart: `get_rng_state` of `megatron.training.checkpointing`.
 
 Random numbers belong to a place, (stage, tensor rank), and with `--data-parallel-random-init` also
 the copy of the model. At the same layout each place goes on where it stopped. At another there are

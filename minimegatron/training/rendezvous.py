@@ -1,6 +1,5 @@
 """Where ranks find each other, swept clean of the ranks that were there before.
 
-Called by: `initialize`, an exercise under torchrun. Calls: `torch.distributed.rendezvous`.
 Megatron has no counterpart.
 
 Ranks meet in a key-value store, where each writes its address and reads the others'. Under

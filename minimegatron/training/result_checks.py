@@ -1,8 +1,7 @@
 """Looks at the loss of every microbatch, on the rank and at the moment it arises.
 
-Called by: `pretrain_gpt.loss_func`. Calls: `core.rerun_state_machine`. Counterpart: the end of
-`loss_func` in Megatron's `pretrain_gpt.py`. Gradients are looked at in their buckets, by
-`DistributedDataParallel`.
+Counterpart: the end of `loss_func` in Megatron's `pretrain_gpt.py`. Gradients are looked at in
+their buckets, by `DistributedDataParallel`.
 """
 
 from functools import partial

@@ -1,8 +1,7 @@
 """The schedule of learning rate and weight decay that the command line asks for.
 
-Called by: `argument_checks` and `checkpoint_args`, before any process group exists; `model_setup`,
-for the real optimizer. Calls: `core.optimizer_param_scheduler`. Counterpart:
-`get_optimizer_param_scheduler` of `megatron.training.training`.
+Part of it runs before any process group exists. Counterpart: `get_optimizer_param_scheduler` of
+`megatron.training.training`.
 """
 
 import argparse

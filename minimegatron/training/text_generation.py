@@ -1,9 +1,7 @@
 """A sample of text from the model as it stands, token by token, through the pipeline.
 
-Called by: `pretrain_gpt`, at each evaluation. Calls: the same schedule as training, with
-`forward_only` and `collect_non_loss_data`. Counterpart: Megatron generates with an inference engine
-of its own (`megatron.core.inference`), which keeps keys and values; this recomputes all positions for
-every token, which is short and slow.
+Counterpart: Megatron generates with an inference engine of its own (`megatron.core.inference`),
+which keeps keys and values; this recomputes all positions for every token, which is short and slow.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """A GPT small enough for a lesson, cut over the ranks it is built in, and one step of it.
 
-Called by: notebooks, in every rank. Calls: `parallel_state`, `GPTModel`, `DistributedDataParallel`,
-`get_forward_backward_func`: what `training` does from a command line, here from keyword arguments.
-Megatron has no counterpart; its own tests build a model of their own in each file.
+It does from keyword arguments what `training` does from a command line. Megatron has no
+counterpart; its own tests build a model of their own in each file.
 
     def one_step():
         gpt = TinyGPT(pp=4, num_layers=8)

@@ -1,8 +1,7 @@
 """What changes while a run goes on, and what a checkpoint must bring back.
 
-Made by: `global_vars.set_global_variables`. Read and advanced by: `training.train`, `evaluation`,
-`data_iterators`. Calls nothing. In Megatron these are mutable fields of `args`; here arguments are
-frozen, and progress has a place of its own.
+In Megatron these are mutable fields of `args`; here arguments are frozen, and progress has a place
+of its own.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The chain from `pretrain` to one step, top to bottom in the order it runs.
 
-Called by: `pretrain_*.py`. Calls, in this order: `initialize_megatron`, `setup_model_and_optimizer`,
+`pretrain` calls, in this order, `initialize_megatron`, `setup_model_and_optimizer`,
 `build_train_valid_test_data_iterators`, `train` (which calls `train_step`, and through it the
-schedule), `evaluate_and_print_results`. Counterpart: `megatron.training.training`; what stands
+schedule) and `evaluate_and_print_results`. Counterpart: `megatron.training.training`; what stands
 there in one file is here in several, and its names can be imported from this one:
 
 * `model_setup`: the model's chunks, the optimizer, its scheduler.

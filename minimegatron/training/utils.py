@@ -1,6 +1,5 @@
 """Small things around a training step: printing once, averaging, sharing a batch.
 
-Called by: the rest of `training`, and `pretrain_*.py`. Calls: `core.collectives`, `parallel_state`.
 Counterpart: `megatron.training.utils`.
 """
 

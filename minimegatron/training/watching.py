@@ -1,7 +1,6 @@
 """What `--trace` and `--pace-forward-ms` ask for, around a run's training and evaluation.
 
-Called by: `training.pretrain`. Calls: `tracing.recorder.trace`, `tracing.pace.pace`. Megatron has no
-counterpart.
+Megatron has no counterpart.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from minimegatron.doctor import findings as verdict
+from minimegatron.doctor import findings
 from minimegatron.doctor.diagnosis import diagnose
 from minimegatron.doctor.records import (
     CaughtException,
@@ -64,7 +64,7 @@ def test_everybody_waits_for_one_that_computes():
             stage(3, receives(2, "activation", 0)),
         ]
     )
-    assert (found.kind, found.ranks, found.cycle) == (verdict.STUCK, (2,), ())
+    assert (found.kind, found.ranks, found.cycle) == (findings.STUCK, (2,), ())
     assert "has been computing for 3.0 s, in the forward of microbatch 0" in found.cause
     assert "Ranks 0, 1 and 3 wait for it." in found.cause
     assert found.quiet == 3.0
@@ -100,7 +100,7 @@ def test_a_schedule_that_nobody_knows_takes_its_microbatches_in_turn():
 
 def test_a_circle_of_four_is_drawn_in_order():
     found = diagnose([stage(rank, sends((rank + 1) % 4, "activation", 0)) for rank in range(4)])
-    assert (found.kind, found.cycle) == (verdict.CYCLE, (0, 1, 2, 3))
+    assert (found.kind, found.cycle) == (findings.CYCLE, (0, 1, 2, 3))
     lines = [line.split() for line in found.text.splitlines() if line.startswith("    +-")]
     assert [line[2] for line in lines[:4]] == ["0", "1", "2", "3"]
     assert found.text.count("and so back to rank 0") == 1
@@ -119,7 +119,7 @@ def test_ranks_behind_a_circle_are_not_in_it():
 def test_a_process_that_is_gone():
     records = [stage(0, receives(1, "gradient", 0)), stage(1, process="gone")]
     found = diagnose(records)
-    assert (found.kind, found.ranks) == (verdict.LEFT, (1,))
+    assert (found.kind, found.ranks) == (findings.LEFT, (1,))
     assert "its process is gone" in found.cause
 
 
@@ -134,7 +134,7 @@ def test_a_rank_that_left_a_collective_out_before_it_returned():
         stage(1, state="returned", groups=(GroupUse("g", (0, 1), "tensor", 2, tuple(short)),)),
     ]
     found = diagnose(records)
-    assert (found.kind, found.ranks) == (verdict.LEFT, (1,))
+    assert (found.kind, found.ranks) == (findings.LEFT, (1,))
     (detail,) = found.details
     assert "as #1 of the tensor group (ranks 0 and 1)" in detail
     assert "in forward #2, layer 1, rank 0" in detail
@@ -151,7 +151,7 @@ def test_a_collective_one_ahead_names_the_rank_that_skipped():
     ]
     group = GroupUse("g", ranks, "tensor", 1, tuple(skipped))
     found = diagnose([*records, stage(2, in_collective(0), groups=(group,))])
-    assert (found.kind, found.ranks) == (verdict.MISMATCH, (2,))
+    assert (found.kind, found.ranks) == (findings.MISMATCH, (2,))
     assert "What rank 2 entered as #0 looks like #1 of rank 0" in found.details[0]
 
 
@@ -162,7 +162,7 @@ def test_a_mismatch_of_long_ago_explains_nothing():
         stage(0, sends(1, "activation", 0), groups=(entered("all-reduce", ranks=ranks),)),
         stage(1, sends(0, "gradient", 0), groups=(entered("broadcast", ranks=ranks),)),
     ]
-    assert diagnose(records).kind == verdict.CYCLE
+    assert diagnose(records).kind == findings.CYCLE
 
 
 def test_copies_of_the_model_may_run_different_steps():
@@ -172,18 +172,18 @@ def test_copies_of_the_model_may_run_different_steps():
         stage(1, process="computing", pipeline=(1,), coordinates={"dp": 1}, step=other),
     ]
     records[0] = replace(records[0], groups=(entered("all-reduce", ranks=(0, 1)),))
-    assert diagnose(records).kind == verdict.STUCK
+    assert diagnose(records).kind == findings.STUCK
     same = [replace(record, coordinates={"dp": 0}) for record in records]
-    assert diagnose(same).kind == verdict.UNEQUAL
+    assert diagnose(same).kind == findings.UNEQUAL
 
 
 def test_an_exception_of_an_earlier_step_explains_nothing():
     caught = CaughtException("OSError: disk", OpenCall("forward-compute"), 1.0, num_steps=1)
     waits = stage(0, receives(1, "gradient", 0), num_steps=3)
     records = [waits, stage(1, process="sleeping", num_steps=3, caught=caught)]
-    assert diagnose(records).kind == verdict.STUCK
+    assert diagnose(records).kind == findings.STUCK
     records[1] = replace(records[1], caught=replace(caught, num_steps=3))
-    assert diagnose(records).kind == verdict.SWALLOWED
+    assert diagnose(records).kind == findings.SWALLOWED
 
 
 def test_where_only_devices_wait_the_counts_tell():
@@ -195,7 +195,7 @@ def test_where_only_devices_wait_the_counts_tell():
         stage(1, OpenCall("train-step"), messages=tuple(counts)),
     ]
     found = diagnose(records)
-    assert (found.kind, found.ranks) == (verdict.STUCK, (0,))
+    assert (found.kind, found.ranks) == (findings.STUCK, (0,))
     ranks = (0, 1)
     groups = [entered("all-reduce", ranks=ranks), entered("all-reduce", "all-reduce", ranks=ranks)]
     records = [stage(r, OpenCall("optimizer"), groups=(groups[r],)) for r in ranks]
@@ -206,14 +206,14 @@ def test_where_only_devices_wait_the_counts_tell():
 
 def test_a_rank_of_which_nothing_is_known():
     found = diagnose([stage(0, receives(1, "gradient", 0))])
-    assert (found.kind, found.ranks) == (verdict.MISSING, (1,))
+    assert (found.kind, found.ranks) == (findings.MISSING, (1,))
     assert "nothing is known" in found.cause
 
 
 def test_everybody_is_there_and_still_waits():
     groups = (entered("all-reduce", ranks=(0, 1)),)
     found = diagnose([stage(r, in_collective(0), groups=groups) for r in (0, 1)])
-    assert found.kind == verdict.UNKNOWN
+    assert found.kind == findings.UNKNOWN
     assert "everybody they wait for has come" in found.cause
 
 
@@ -221,7 +221,7 @@ def test_whom_a_call_waits_for_may_be_unknown():
     """Nobody has come then: neither of the two has sent, and no connection is to blame."""
     stack = '  File "/home/ada/first.py", line 7 in wait\n    handle.wait()'
     found = diagnose([RankRecord(rank, 2, stack=stack, process="sleeping") for rank in (0, 1)])
-    assert (found.kind, found.ranks) == (verdict.UNKNOWN, (0, 1))
+    assert (found.kind, found.ranks) == (findings.UNKNOWN, (0, 1))
     assert "Probably it is a message that nobody has sent" in found.cause
     assert "has come" not in found.cause
     anyone = OpenCall("torch.distributed.recv", doing="receiving")
@@ -231,13 +231,13 @@ def test_whom_a_call_waits_for_may_be_unknown():
 
 def test_nobody_waits():
     found = diagnose([stage(r, OpenCall("forward-compute"), process="computing") for r in (0, 1)])
-    assert found.kind == verdict.NOBODY
+    assert found.kind == findings.NOBODY
     assert found.ranks == (0, 1)
 
 
 def test_one_rank_alone_and_none_at_all():
-    assert diagnose([RankRecord(0, 1)]).kind == verdict.NOBODY
-    assert diagnose([]).kind == verdict.NOBODY
+    assert diagnose([RankRecord(0, 1)]).kind == findings.NOBODY
+    assert diagnose([]).kind == findings.NOBODY
 
 
 def test_a_large_job_shows_those_at_fault():
@@ -249,7 +249,7 @@ def test_a_large_job_shows_those_at_fault():
     late = (GroupUse("g", ranks, "data", 6),)
     records[63] = RankRecord(63, 100, groups=late, process="sleeping", seen_at=9)
     found = diagnose(records)
-    assert (found.kind, found.ranks) == (verdict.STUCK, (63,))
+    assert (found.kind, found.ranks) == (findings.STUCK, (63,))
     assert " * rank 63" in found.text
     assert "and 84 more ranks" in found.text
     assert len(found.text.splitlines()) < 100

@@ -6,7 +6,7 @@ import pytest
 
 from minimegatron.core import tracing
 from minimegatron.core.tracing import Call
-from minimegatron.doctor import findings as verdict
+from minimegatron.doctor import findings
 from minimegatron.doctor.diagnosis import diagnose
 from minimegatron.doctor.observer import MAX_PLACED, RecordingObserver, step_config
 from minimegatron.doctor.records import MessageCount, OpenCall, RankRecord
@@ -103,7 +103,7 @@ def test_in_a_v_both_neighbours_are_right(peer, is_wrong):
     waits = awaits(4, "activation", 0)
     records = [stage(4, awaits(5, "activation", 0)), stage(5, waits, messages=counts), stage(6)]
     found = diagnose(records)
-    assert (found.kind == verdict.WRONG_PEER) == is_wrong
+    assert (found.kind == findings.WRONG_PEER) == is_wrong
     if is_wrong:
         assert f"to rank {peer}, but its next stages are on ranks 4 and 6." in found.cause
 

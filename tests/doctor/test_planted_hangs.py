@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from minimegatron.doctor import findings as verdict
+from minimegatron.doctor import findings
 from minimegatron.doctor.findings import Diagnosis
 from minimegatron.launching.launcher import HangError, RankError, RankTimeout, launch
 from tests.doctor import hangs
@@ -100,7 +100,7 @@ def names(found: Diagnosis, rank: int) -> list[str]:
 
 @after(hangs.send_send_cycle, 2)
 def test_two_ranks_that_both_send_first(found):
-    assert found.kind == verdict.CYCLE
+    assert found.kind == findings.CYCLE
     assert found.cycle == (0, 1)
     assert unit(found, 0) == unit(found, 1) == (0, 0)
     calls = [found.situations[rank].call for rank in (0, 1)]
@@ -117,7 +117,7 @@ def test_two_ranks_that_both_send_first(found):
 
 @after(hangs.missing_receive, 2)
 def test_a_receive_that_is_missing(found):
-    assert found.kind == verdict.MISSING
+    assert found.kind == findings.MISSING
     assert found.ranks == (1,)
     assert unit(found, 0) == (3, 0)
     assert "has asked for 3 activations from rank 0 so far, not for this one" in found.text
@@ -126,7 +126,7 @@ def test_a_receive_that_is_missing(found):
 
 @after(hangs.wrong_peer, 3)
 def test_a_message_to_the_wrong_peer(found):
-    assert found.kind == verdict.WRONG_PEER
+    assert found.kind == findings.WRONG_PEER
     assert found.ranks == (0,)
     assert "sends activations to rank 2, but its next stage is rank 1" in found.cause
     assert unit(found, 1) == (0, 0)
@@ -134,7 +134,7 @@ def test_a_message_to_the_wrong_peer(found):
 
 @after(hangs.unequal_microbatches, 3)
 def test_stages_with_different_numbers_of_microbatches(found):
-    assert found.kind == verdict.UNEQUAL
+    assert found.kind == findings.UNEQUAL
     assert found.ranks == (1,)
     assert "microbatches: ranks 0 and 2: 4; rank 1: 6" in found.cause
     assert unit(found, 1) == (4, 0)
@@ -145,7 +145,7 @@ def test_stages_with_different_numbers_of_microbatches(found):
 
 @after(hangs.skipped_collective, 4)
 def test_a_rank_that_skips_a_collective(found):
-    assert found.kind == verdict.MISSING
+    assert found.kind == findings.MISSING
     assert found.ranks == (2,)
     assert "all-reduce #4 (sum, [4, 8] float32)" in found.cause
     assert "ranks 0, 1 and 3 are" in found.cause
@@ -154,7 +154,7 @@ def test_a_rank_that_skips_a_collective(found):
 
 @after(hangs.early_return, 3)
 def test_a_rank_that_skips_a_collective_and_returns(found):
-    assert found.kind == verdict.LEFT
+    assert found.kind == findings.LEFT
     assert found.ranks == (2,)
     assert {(m.rank, m.waited_for_by) for m in found.missing} == {(2, 0), (2, 1)}
 
@@ -164,7 +164,7 @@ def test_mismatched_shapes_in_a_collective(ended):
     # gloo does not hang on these: it ends the process. The doctor says why.
     assert isinstance(ended.error, RankError)
     found = ended.error.diagnosis
-    assert found.kind == verdict.MISMATCH
+    assert found.kind == findings.MISMATCH
     assert found.ranks == (1,)
     assert "ranks 0 and 2 with all-reduce of [2, 8] float32" in found.cause
     assert "rank 1 with all-reduce of [1, 8] float32" in found.cause
@@ -173,20 +173,20 @@ def test_mismatched_shapes_in_a_collective(ended):
 
 @after(hangs.mismatched_operations, 3)
 def test_different_operations_in_one_collective(found):
-    assert found.kind == verdict.MISMATCH
+    assert found.kind == findings.MISMATCH
     assert found.ranks == (1,)
     assert "rank 1 with broadcast of [16] float32 (from rank 0)" in found.cause
 
 
 @after(hangs.wrong_order, 2)
 def test_two_collectives_in_different_orders(found):
-    assert found.kind == verdict.ORDER
+    assert found.kind == findings.ORDER
     assert found.cycle == (0, 1)
 
 
 @after(hangs.never_waits_for_launched, 2)
 def test_waiting_for_an_asynchronous_collective(found):
-    assert found.kind == verdict.STUCK
+    assert found.kind == findings.STUCK
     assert found.ranks == (1,)
     assert names(found, 0) == ["collective-wait"]
     assert found.situations[0].call.shape == (7,)
@@ -198,7 +198,7 @@ def test_waiting_for_an_asynchronous_collective(found):
 
 @after(hangs.stopped_rank, 3)
 def test_a_stopped_rank(found):
-    assert found.kind == verdict.STOPPED_RANK
+    assert found.kind == findings.STOPPED_RANK
     assert found.ranks == (1,)
     assert [unit(found, rank) for rank in range(3)] == [(1, 0), (2, 0), (2, 0)]
     assert found.situations[0].call.payload == "gradient"
@@ -208,7 +208,7 @@ def test_a_stopped_rank(found):
 
 @after(hangs.asleep, 3)
 def test_a_rank_that_sleeps_in_python(found):
-    assert found.kind == verdict.STUCK
+    assert found.kind == findings.STUCK
     assert found.ranks == (1,)
     assert unit(found, 1) == (1, 0)
     assert "has been asleep" in found.cause
@@ -217,7 +217,7 @@ def test_a_rank_that_sleeps_in_python(found):
 
 @after(hangs.endless_loop, 2)
 def test_a_rank_in_an_endless_loop_of_an_interleaved_schedule(found):
-    assert found.kind == verdict.STUCK
+    assert found.kind == findings.STUCK
     assert found.ranks == (1,)
     assert unit(found, 1) == (3, 1)
     assert unit(found, 0) == (3, 1)
@@ -227,7 +227,7 @@ def test_a_rank_in_an_endless_loop_of_an_interleaved_schedule(found):
 
 @after(hangs.swallowed_exception_over_gloo, 2)
 def test_an_exception_that_somebody_swallows(found):
-    assert found.kind == verdict.SWALLOWED
+    assert found.kind == findings.SWALLOWED
     assert found.ranks == (1,)
     assert "ended forward-compute of microbatch 2" in found.cause
     assert "ValueError: a bad sample" in found.cause
@@ -244,7 +244,7 @@ def test_an_exception_that_somebody_swallows_reaches_those_that_wait(ended):
 
 @after(hangs.planned_schedule, 2)
 def test_a_planned_schedule_that_sticks_in_a_backward(found):
-    assert found.kind == verdict.STUCK
+    assert found.kind == findings.STUCK
     assert found.ranks == (1,)
     assert found.situations[1].work == "backward"
     assert unit(found, 1) == (2, 0)
@@ -257,20 +257,20 @@ def test_a_planned_schedule_that_sticks_in_a_backward(found):
 
 @after(hangs.both_receive, 2)
 def test_two_ranks_that_both_receive_first(found):
-    assert found.kind == verdict.CYCLE
+    assert found.kind == findings.CYCLE
     assert found.cycle == (0, 1)
     assert names(found, 0) == ["torch.distributed.recv"]
 
 
 @after(hangs.barrier_of_one, 2)
 def test_a_barrier_that_one_rank_does_not_enter(found):
-    assert found.kind == verdict.MISSING
+    assert found.kind == findings.MISSING
     assert found.situations[0].call.name == "torch.distributed.barrier"
 
 
 @after(hangs.handle_of_torch, 2)
 def test_a_handle_that_nobody_traced(found):
-    assert found.kind == verdict.MISSING
+    assert found.kind == findings.MISSING
     assert found.ranks == (0,)
     assert "src=1).wait()" in found.cause
 
@@ -292,7 +292,7 @@ def test_without_hang_timeout_nothing_is_recorded(ended):
 @after(hangs.asleep, 2, hang_timeout=60, timeout=5)
 def test_a_time_out_that_comes_first_has_a_diagnosis_too(ended):
     assert isinstance(ended.error, RankTimeout)
-    assert ended.error.diagnosis.kind == verdict.STUCK
+    assert ended.error.diagnosis.kind == findings.STUCK
 
 
 def test_a_hang_timeout_of_zero_is_refused():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from minimegatron.planner import written_schedules as schedules
+from minimegatron.planner import written_schedules
 from minimegatron.planner.actions import (
     ACTIVATION,
     BACKWARD,
@@ -294,7 +294,7 @@ def test_overlapped_receives_can_deadlock_too():
 
 def half_the_warmup(stage):
     """Interleaving that warms up p - r - 1 + (v - 1)G forwards instead of 2(p - r - 1) + (v - 1)G."""
-    planner = schedules._Interleaved(stage)
+    planner = written_schedules._Interleaved(stage)
     total = planner.counts.total
     num_warmup = planner.counts.num_warmup - (stage.pp_size - stage.pp_rank - 1)
     planner.counts = planner.counts._replace(

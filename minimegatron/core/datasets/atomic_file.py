@@ -1,7 +1,6 @@
 """A file that appears whole or not at all.
 
-Called by: `IndexedDatasetBuilder`, cached indices, `minimegatron preprocess`. Calls nothing; has no
-counterpart in Megatron, which writes such files in place.
+Megatron has no counterpart: it writes such files in place.
 """
 
 import contextlib

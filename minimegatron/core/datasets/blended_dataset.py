@@ -1,7 +1,6 @@
 """Several datasets read as one, in proportion to weights.
 
-Called by: `BlendedMegatronDatasetBuilder`, the data loader. Calls: `helpers.build_blending_indices`,
-`index_cache`, the datasets. Counterpart: `megatron.core.datasets.blended_dataset`.
+Counterpart: `megatron.core.datasets.blended_dataset`.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
 """From path prefixes to train, validation and test datasets.
 
-Called by: `train_valid_test_datasets_provider`. Calls: the dataset class, `BlendedDataset`.
 Counterpart: `megatron.core.datasets.blended_megatron_dataset_builder`, the same datasets for the
 same settings; builder threads are left out, and the ranks that wait raise an error if rank 0 fails.
 

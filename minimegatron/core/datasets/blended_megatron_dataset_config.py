@@ -1,8 +1,7 @@
 """Settings of all datasets: which files, how split, how blended, how long, which seed.
 
-Filled in by: `train_valid_test_datasets_provider`. Read by: the builder and the datasets. Calls
-nothing; torch-free. Counterpart: `megatron.core.datasets.blended_megatron_dataset_config`; settings
-for object storage, builder threads and deferred maps are left out, and there is no mock data.
+Torch-free. Counterpart: `megatron.core.datasets.blended_megatron_dataset_config`; settings for
+object storage, builder threads and deferred maps are left out, and there is no mock data.
 """
 
 from collections.abc import Sequence

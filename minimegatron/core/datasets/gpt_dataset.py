@@ -1,8 +1,7 @@
 """Samples of `sequence_length` tokens, cut from shuffled documents laid end to end.
 
-Called by: `BlendedMegatronDatasetBuilder`, the data loader. Calls: `helpers.build_sample_idx`,
-`index_cache`, a low-level dataset. Counterpart: `megatron.core.datasets.gpt_dataset`, the same
-samples in the same order for the same seed.
+Counterpart: `megatron.core.datasets.gpt_dataset`, the same samples in the same order for the same
+seed.
 
 Three arrays lead from a sample's number to its tokens, read in this order:
 

@@ -1,8 +1,8 @@
 """The two loops over all samples that Megatron runs in C++: where samples begin, and blending.
 
-Called by: `GPTDataset`, `BlendedDataset`. Calls numpy; torch-free. Counterpart:
-`megatron.core.datasets.helpers`, with the same results, number for number: the sample index needs
-no loop (a cumulative sum and a binary search), blending is a Python loop kept short.
+Torch-free. Counterpart: `megatron.core.datasets.helpers`, with the same results, number for number:
+the sample index needs no loop (a cumulative sum and a binary search), blending is a Python loop
+kept short.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Index arrays kept on disk, so that the next run, and the other ranks, need not build them again.
 
-Called by: `GPTDataset`, `BlendedDataset`. Calls: `atomic_file`. Counterpart: the `path_to_cache`
-halves of `GPTDataset._build_document_sample_shuffle_indices` and `BlendedDataset._build_indices`.
+Counterpart: the `path_to_cache` halves of `GPTDataset._build_document_sample_shuffle_indices` and
+`BlendedDataset._build_indices`.
 
 An entry is one `.npy` per array and a `description.txt`, written last: without it there is no entry.
 Two ranks that build the same entry write the same bytes, so it does not matter whose stay.

@@ -1,8 +1,7 @@
 """Token sequences on disk, memory-mapped: one `.bin` of tokens, one `.idx` that says where.
 
-Written by: `minimegatron preprocess`. Read by: `GPTDataset`. Calls nothing. Counterpart:
-`megatron.core.datasets.indexed_dataset`, the same two files byte for byte, so that each reads what
-the other wrote. Object storage and unmapped reading are left out.
+Counterpart: `megatron.core.datasets.indexed_dataset`, the same two files byte for byte, so that
+each reads what the other wrote. Object storage and unmapped reading are left out.
 
 The `.bin` is nothing but tokens, one sequence after the other. The `.idx`, little-endian:
 

@@ -1,6 +1,6 @@
 """What the datasets of one split of one corpus share: their parts, and a name for the cache.
 
-Called by: `GPTDataset`. Calls nothing. Counterpart: `megatron.core.datasets.megatron_dataset`.
+Counterpart: `megatron.core.datasets.megatron_dataset`.
 """
 
 import zlib

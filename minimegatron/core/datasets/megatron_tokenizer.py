@@ -1,8 +1,6 @@
 """Text to token ids and back: raw bytes, or a BPE of Hugging Face's `tokenizers`.
 
-Called by: `minimegatron preprocess`, the embedded corpus, the GPT datasets (which need only `eod`),
-sampling. Calls: `tokenizers`, for BPE only (the `data` extra). Counterpart:
-`megatron.core.tokenizers`; of its libraries these two are kept.
+Counterpart: `megatron.core.tokenizers`; of its libraries these two are kept.
 
 Torch-free, so that the worker processes of `preprocess` start in milliseconds.
 """

@@ -1,8 +1,8 @@
 """Text files and JSONL into indexed datasets, with as many processes as asked for.
 
-Called by: `minimegatron preprocess`. Calls: the tokenizers, `IndexedDatasetBuilder`. Counterpart:
-Megatron's `tools/preprocess_data.py`, whose output names it keeps: `PREFIX_KEY_document.bin`. There
-the input is JSONL only; sentence splitting (for BERT) and partitioning are left out.
+Counterpart: Megatron's `tools/preprocess_data.py`, whose output names it keeps:
+`PREFIX_KEY_document.bin`. There the input is JSONL only; sentence splitting (for BERT) and
+partitioning are left out.
 
 The main process reads and writes, in order; workers take a batch of raw lines or a file name, and
 return tokens in the form they have on disk. Torch-free.

@@ -1,7 +1,6 @@
 """Text files and JSONL, read as batches of documents.
 
-Called by: `preprocess`. Calls: `json_text`. Torch-free. Counterpart: the reading half of Megatron's
-`tools/preprocess_data.py`.
+Torch-free. Counterpart: the reading half of Megatron's `tools/preprocess_data.py`.
 
 The main process cuts files into `Batch`es of raw lines, or only names a file; `texts_of` makes text
 of them in a worker, where parsing JSON and reading whole files are spread over processes.

@@ -1,7 +1,6 @@
 """Text that every machine with Python has: the standard library's own source.
 
-Called by: `pretrain_gpt.train_valid_test_datasets_provider`, where no `--data-path` is given. Calls:
-nothing but the file system. Megatron has no such module; its examples begin with a download.
+Megatron has no such module; its examples begin with a download.
 
 Different Python versions hold different text; one version gives the same on every rank.
 """

@@ -1,7 +1,6 @@
 """Names of the splits, weights that add up to one, and the two ways to write a blend.
 
-Called by: the dataset configuration and builder, argument checks. Calls nothing; torch-free.
-Counterpart: `megatron.core.datasets.utils`.
+Torch-free. Counterpart: `megatron.core.datasets.utils`.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """What a checkpoint's folder holds, as far as it can be told without torch.
 
-Called by: `serialization` and `storage`, and `training.argument_checks` before any process group
-exists. Calls: `json_text`. Torch-free. Counterpart: `megatron.core.dist_checkpointing.core`.
+It is also read before any process group exists. Torch-free. Counterpart:
+`megatron.core.dist_checkpointing.core`.
 
     metadata.json               every tensor: dtype, global shape, which file holds which box of it
     common.json                 everything but the tensors: iteration, schedule, arguments

@@ -1,7 +1,5 @@
 """Which box of which tensor of the whole model a rank holds.
 
-Called by: `training.checkpointing`, to describe model and optimizer; `planners`, to write and read
-by that description. Calls: `tensor_parallel.sharding`, which says how a parameter is cut.
 Counterpart: `megatron.core.dist_checkpointing.mapping`.
 
 A checkpoint knows no ranks, only tensors of the whole model, each a set of boxes. Whoever reads it

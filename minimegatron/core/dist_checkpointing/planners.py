@@ -1,9 +1,8 @@
 """Tells `torch.distributed.checkpoint` what to write and what to read.
 
-Called by: `serialization`. Calls: torch's planners, which share the writing of what several ranks
-hold alike, check that boxes cover tensors without overlap, and find which saved boxes overlap which
-wanted ones. Counterpart: `MCoreSavePlanner` and `MCoreLoadPlanner` in
-`megatron.core.dist_checkpointing.strategies.torch`.
+The planners of torch share the writing of what several ranks hold alike, check that boxes cover
+tensors without overlap, and find which saved boxes overlap which wanted ones. Counterpart:
+`MCoreSavePlanner` and `MCoreLoadPlanner` in `megatron.core.dist_checkpointing.strategies.torch`.
 """
 
 import math

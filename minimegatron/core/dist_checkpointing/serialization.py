@@ -1,7 +1,6 @@
 """Saving and loading a checkpoint, from whatever boxes the ranks hold to whatever they want.
 
-Called by: `training.checkpointing`, `convert`. Calls: `torch.distributed.checkpoint`, with our
-`planners` (what) and `storage` (where). Counterpart: `megatron.core.dist_checkpointing.serialization`.
+Counterpart: `megatron.core.dist_checkpointing.serialization`.
 
 Every rank calls; if one fails, all raise the same one line.
 """

@@ -1,9 +1,7 @@
 """A checkpoint's files: boxes as raw bytes in safetensors files, everything else as JSON.
 
-Called by: `torch.distributed.checkpoint`, which `serialization` hands these two classes: on every
-rank `write_data` and `read_data`, on the first one also `finish`. Calls: `core`, for JSON. In
-Megatron torch's own `FileSystemWriter` and `FileSystemReader` are here; those describe a checkpoint
-in a pickle, which can execute code when it is read, and notice no flipped bit.
+In Megatron torch's own `FileSystemWriter` and `FileSystemReader` are here; those describe a
+checkpoint in a pickle, which can execute code when it is read, and notice no flipped bit.
 """
 
 import json

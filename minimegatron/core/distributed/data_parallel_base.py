@@ -1,8 +1,6 @@
 """What the rest of the chain may ask of a data-parallel wrapper, whichever one it is.
 
-Called by: the schedules (`no_sync`), `finalize_model_grads` (`finish_grad_sync`,
-`scale_gradients`), `training.train_step` (`zero_grad_buffer`), the optimizers (`get_main_grad`,
-`start_param_sync`). Calls: `placement`. Counterpart: `megatron.core.distributed.data_parallel_base`.
+Counterpart: `megatron.core.distributed.data_parallel_base`.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Data parallelism: every rank's gradients end up in buffers, summed over ranks bucket by bucket.
 
-Called by: `training.get_model`, which wraps each model chunk in it. Calls:
-`param_and_grad_buffer`. Counterpart:
-`megatron.core.distributed.distributed_data_parallel.DistributedDataParallel`.
+Counterpart: `megatron.core.distributed.distributed_data_parallel.DistributedDataParallel`.
 
 One step, seen from here: `zero_grad_buffer`; for each microbatch forward and backward, whose hooks
 add `param.grad` into `param.main_grad` and free it, all but the last within `no_sync` (a weight

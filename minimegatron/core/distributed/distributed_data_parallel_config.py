@@ -1,8 +1,6 @@
 """The knobs of data parallelism.
 
-Read by: `DistributedDataParallel` and the gradient buffers below it, the distributed optimizer.
-Calls nothing. Counterpart: `megatron.core.distributed.DistributedDataParallelConfig`, under the
-same field names.
+Counterpart: `megatron.core.distributed.DistributedDataParallelConfig`, under the same field names.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """After the last backward: every gradient becomes what one process with the whole batch would have.
 
-Called by: the schedules, once per step, as `config.finalize_model_grads_func`. Calls: the
-data-parallel wrappers, `core.collectives`, `placement`. Counterpart:
+The schedules call it once per step, as `config.finalize_model_grads_func`. Counterpart:
 `megatron.core.distributed.finalize_model_grads`, under the same names.
 
 The order matters. Every later sum works on gradients that are already summed over data-parallel

@@ -1,7 +1,5 @@
 """Contiguous memory for gradients (and parameters), cut into buckets that are summed as a whole.
 
-Called by: `DistributedDataParallel`, which fills the buffers from its backward hooks, and the
-distributed optimizer, which updates one shard of every bucket. Calls: `core.collectives`.
 Counterpart: `megatron.core.distributed.param_and_grad_buffer`, under the same names.
 
 Backward produces the last layer's gradient first, so parameters are laid out in reverse: a bucket

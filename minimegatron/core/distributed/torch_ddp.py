@@ -1,8 +1,7 @@
 """Torch's own data parallelism behind our surface, to compare with and to fall back on.
 
-Called by: `training.get_model`, when asked for. Calls: `torch.nn.parallel`. Megatron's training
-script wraps the same class (`torchDDP`) in a few lines of its own; the surface here lets the
-schedules, `finalize_model_grads` and the optimizers use it unchanged.
+Megatron's training script wraps the same class (`torchDDP`) in a few lines of its own; the surface
+here lets the schedules, `finalize_model_grads` and the optimizers use it unchanged.
 """
 
 from typing import Any

@@ -1,6 +1,5 @@
 """Writes to a socket that never block: what the socket does not take at once is written later.
 
-Called by: `local_channels`, for what a full socket has not taken. Calls: the operating system.
 Megatron has no counterpart.
 
 A socket holds some 250 headers that nobody has read. If a rank sends more than that before its peer

@@ -1,9 +1,6 @@
 """Tensors between two processes of one host, through shared memory: no polling thread, no network.
 
-Called by: `local_collectives` and `pipeline_parallel.local_transport`, which take gloo's place
-between ranks on one host. Calls: `local_handshake` (who is there), `local_slots` and `local_memory`
-(what is shared), `local_backlog` (what a full socket does not take). Megatron needs no such module:
-NCCL does the same for GPUs of one host.
+Megatron needs no such module: NCCL does the same for GPUs of one host.
 
 A gloo message between two processes of one host goes through the kernel's network code twice, and
 wakes two threads in turn. Here a message is a *slot* of memory that both processes have mapped:

@@ -1,7 +1,7 @@
 """How ranks on one host find and trust each other, before they share memory.
 
-Called by: `local_channels.connect`. Calls: `torch.distributed` once, to tell the ranks of a group
-each other's address and secret; then the operating system. Megatron has no counterpart.
+It asks `torch.distributed` once, to tell the ranks of a group each other's address and secret; then
+the operating system. Megatron has no counterpart.
 
 The address is a socket that every process on the host can see and call, also one of another user.
 So a caller counts as a rank only if the kernel says that its process belongs to the same user, and

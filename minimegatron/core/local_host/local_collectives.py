@@ -1,6 +1,5 @@
 """Collectives between ranks on one host, through shared memory instead of gloo.
 
-Called by: `collectives`, `step_frame`, gradient buckets. Calls: `local_channels`, which tells how.
 Megatron has no counterpart.
 
 Every rank sends its part to each of the others, and combines what it gets in the order of the

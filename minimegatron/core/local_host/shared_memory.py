@@ -1,8 +1,8 @@
 """Memory that the processes of one host share, in pieces: a file without a name, mapped where needed.
 
-Called by: `local_channels`, `local_slots`. Calls: the operating system (Linux), through `ctypes`,
-because Python's own `mmap` keeps a file descriptor open for every piece. Megatron needs no such
-module: NCCL does the same for GPUs of one host.
+It asks the operating system (Linux) through `ctypes`, because Python's own `mmap` keeps a file
+descriptor open for every piece. Megatron needs no such module: NCCL does the same for GPUs of one
+host.
 
 A sender owns one `Arena`: a file in memory. It cuts pieces from it, one per message that is under
 way, and the receiver, who was given the file's descriptor once, maps the same pieces. The file is

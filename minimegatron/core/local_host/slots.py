@@ -1,6 +1,6 @@
 """Slots: the places in shared memory that messages lie in, as the sender and the receiver see them.
 
-Called by: `local_channels`. Calls: `local_memory`. Megatron has no counterpart.
+Megatron has no counterpart.
 
 A byte beside each slot, its mark, tells the sender what the receiver does with it:
 

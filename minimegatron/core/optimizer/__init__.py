@@ -1,6 +1,6 @@
 """Optimizers: how the pieces of this package become the one that fits a model and a configuration.
 
-Called by: `training.setup_model_and_optimizer`. Counterpart: `megatron.core.optimizer`.
+Counterpart: `megatron.core.optimizer`.
 """
 
 from collections.abc import Callable

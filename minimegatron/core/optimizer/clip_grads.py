@@ -1,8 +1,7 @@
 """The norm of the whole model's gradient, from ranks that each hold a part of it; and clipping by it.
 
-Called by: the optimizers' `step`. Calls: `core.collectives`. Counterpart:
-`megatron.core.optimizer.clip_grads`, under the same names ("fp32" there names the gradients' dtype;
-float64 gradients are welcome here, and lose nothing).
+Counterpart: `megatron.core.optimizer.clip_grads`, under the same names ("fp32" there names the
+gradients' dtype; float64 gradients are welcome here, and lose nothing).
 
 Each rank must leave out what another counts already (`MegatronOptimizer.get_main_grads_for_grad_norm`
 does), and all ranks must clip by the same number: by their own, they would drift apart.

@@ -1,8 +1,6 @@
 """ZeRO-1: data-parallel ranks each update one shard of the parameters, and exchange the results.
 
-Called by: `get_megatron_optimizer`, with `use_distributed_optimizer`. Calls: the gradient buffers of
-`core.distributed`, which know the shards. Counterpart:
-`megatron.core.optimizer.distrib_optimizer.DistributedOptimizer`.
+Counterpart: `megatron.core.optimizer.distrib_optimizer.DistributedOptimizer`.
 
 Adam keeps 12 bytes per bf16 parameter (main copy and two moments), and d data-parallel ranks would
 keep them d times. Here rank r keeps the r-th part of every bucket:

@@ -1,8 +1,6 @@
 """The loss scale: keeps small fp16 gradients from vanishing, and finds out how large it may be.
 
-Called by: the mixed-precision optimizers (`scale_loss` before backward, `update` after each
-attempted step). Calls nothing. Counterpart: `megatron.core.optimizer.grad_scaler`, under the same
-names.
+Counterpart: `megatron.core.optimizer.grad_scaler`, under the same names.
 
 fp16 holds nothing below 6e-8. Backward is linear in the loss, so a loss times 2^k gives gradients
 times 2^k; they are divided again in fp32. Too large a scale overflows to Inf: that step is skipped

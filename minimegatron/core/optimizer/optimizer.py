@@ -1,8 +1,6 @@
 """From gradients to new parameters: unscale, agree on overflow, clip, update, copy back.
 
-Called by: `training.train_step` (`step`), the schedules (`scale_loss`, before each backward). Calls:
-`clip_grads`, `grad_scaler`, and torch's own optimizers for the update rule. Counterpart:
-`megatron.core.optimizer.optimizer`, under the same names.
+Counterpart: `megatron.core.optimizer.optimizer`, under the same names.
 
 The class below does a step; what differs between its kinds is where the *main* parameters are, the
 ones the update rule works on:

@@ -1,7 +1,6 @@
 """The knobs of the optimizer.
 
-Read by: `get_megatron_optimizer` and the optimizers it makes. Calls nothing. Counterpart:
-`megatron.core.optimizer.OptimizerConfig`, under the same field names.
+Counterpart: `megatron.core.optimizer.OptimizerConfig`, under the same field names.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Interleaved 1F1B: each stage holds several chunks of the model and takes turns between them.
 
-Called by: `get_forward_backward_func`'s callers, when virtual stages are configured. Calls:
-`ModelChunk.forward_step` / `backward_step` for the computation, `InterleavedOrder` for the order,
-`P2PCommunicator` between stages, and around all of them `StepFrame`. Counterpart:
+Counterpart:
 `megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving`: the same
 order and the same calls, with its nested helpers as methods.
 

@@ -1,7 +1,5 @@
 """Messages between stages on one host, through shared memory instead of gloo.
 
-Called by: `P2PCommunicator`, in place of `TorchTransport`, where all stages of a pipeline share a
-host and gloo would carry their messages. Calls: `core.local_host.channels`, which tells how and why.
 Megatron has no counterpart.
 """
 

@@ -1,7 +1,6 @@
 """From an order of work to a plan: which message is started when, for the wire that is there.
 
-Called by: `planned_schedule`, `send_limits`, the planner. Calls: `orders`, `placement`. Torch-free.
-Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 A piece of work needs a tensor that a neighbour's work makes. If the neighbour is the same rank, there
 is no message: the runner hands the tensor over. Otherwise the tensor is sent right after the work that

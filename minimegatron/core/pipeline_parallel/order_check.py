@@ -1,7 +1,7 @@
 """Is an order of work complete, and can it be done? Each fault is found before any message is sent.
 
-Called by: `lowering`. Calls: `work`. Torch-free. Megatron has no counterpart. What is sent where is
-checked in `planner.plan_check`, whose problems are of the same kind.
+Torch-free. Megatron has no counterpart. What is sent where is checked in `planner.plan_check`,
+whose problems are of the same kind.
 """
 
 from collections.abc import Iterator, Mapping

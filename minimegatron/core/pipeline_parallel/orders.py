@@ -1,9 +1,7 @@
 """In which order each rank does its work: schedules as data, without their messages.
 
-Called by: `lowering`, which adds the messages; `planned_schedule`, which runs them; tests, which hold
-the written schedules to them. Calls: `placement`, `schedule_table`. Torch-free. Counterpart: the
-order that Megatron's `forward_backward_*` functions follow; GPipe and the breadth-first order have
-none there.
+Torch-free. Counterpart: the order that Megatron's `forward_backward_*` functions follow; GPipe and
+the breadth-first order have none there.
 
 An order is a generator of one `Rank`. This one holds a microbatch for as short a time as it can:
 

@@ -1,7 +1,7 @@
 """Messages between the stages of a pipeline: one verb, `exchange`, and Megatron's nine methods.
 
-Called by: the pipeline schedules, and nobody else. Calls: a `Transport`. Counterpart:
-`megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator`, the same nine methods.
+Counterpart: `megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator`, the same nine
+methods.
 
 Each of the nine says where a stage's neighbours are: outputs go to the next rank, gradients to the
 previous one, in a ring, because with interleaving the last rank passes its early chunks' outputs to

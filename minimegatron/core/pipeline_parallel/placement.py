@@ -1,8 +1,6 @@
 """Where each stage of the model is: on which rank of the pipeline, in which of its chunks.
 
-Asked by: whoever must know a stage's neighbours or its part of the model: building a stage, layer
-offsets, data and labels, embedding groups, reports, checkpoints, orders of work, the planner, the
-tracer. Torch-free. Megatron has no counterpart: it computes `chunk * p + rank` where it needs it.
+Torch-free. Megatron has no counterpart: it computes `chunk * p + rank` where it needs it.
 
 A model is cut into virtual stages, 0 first. A `Placement` is a table of them. For 4 ranks:
 

@@ -1,8 +1,6 @@
 """Runs any order of work on real ranks, action by action: one runner for every schedule by name.
 
-Called by: `get_forward_backward_func` and `execution`, through the functions that they return. Calls:
-`lowering` for this rank's actions, then `ModelChunk` and `P2PCommunicator`, one call per action, and
-around them `StepFrame`. Megatron has no counterpart: a schedule there is the code that runs it.
+Megatron has no counterpart: a schedule there is the code that runs it.
 
 Plain 1F1B and interleaving do not come this way; they are written out to be read. Their orders can be
 run here too, and compute the same.

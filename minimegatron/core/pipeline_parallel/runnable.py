@@ -1,7 +1,6 @@
 """What the runner of orders cannot run, found before any message is sent, and on every rank alike.
 
-Called by: `planned_schedule`, and `training.pipeline_schedule` before anything is started. Calls:
-`orders`, one collective. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import weakref

@@ -1,8 +1,7 @@
 """One training step's forwards and backwards: which schedule, and the two that need no chunks.
 
-Called by: `training.train_step` and `training.evaluate`, through `get_forward_backward_func`. Calls:
-`forward_step` and `backward_step` once per microbatch, `P2PCommunicator` between them, and around
-them `StepFrame`, which ends with `config.finalize_model_grads_func`. Counterpart:
+A schedule runs `forward_step` and `backward_step` once per microbatch, `P2PCommunicator` between
+them, and around them `StepFrame`, which ends with `config.finalize_model_grads_func`. Counterpart:
 `megatron.core.pipeline_parallel.schedules`; what stands there in one file is here in several, and
 its names can be imported from this one:
 

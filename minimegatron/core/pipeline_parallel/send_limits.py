@@ -1,8 +1,7 @@
 """How far a stage may run ahead of its neighbour: how many messages may lie unreceived.
 
-Called by: `interleaved`, once per step, for `StepFrame`; `planned_schedule`. Calls: `lowering`, which
-counts for any order. A schedule with its own messages is counted in `planner.unreceived`.
-Torch-free. Megatron has no counterpart: NCCL's messages wait in the sender's stream.
+A schedule with its own messages is counted in `planner.unreceived`. Torch-free. Megatron has no
+counterpart: NCCL's messages wait in the sender's stream.
 
 A send need not wait for its receiver, and that is what keeps a pipeline moving. But a stage that
 never waited would fill the memory with messages: in a forward-only step nothing else holds the first

@@ -1,8 +1,7 @@
 """What stands around the forwards and backwards of a step, the same for every runner.
 
-Called by: `schedules`, `interleaved` and the planned runner, which decide the order of work. Calls:
-the hooks of the config, each at its moment. Megatron has no such module: there these lines stand in
-each schedule, as nested functions or repeated.
+Megatron has no such module: there these lines stand in each schedule, as nested functions or
+repeated.
 
 In the order of one step:
 

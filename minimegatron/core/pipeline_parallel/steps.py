@@ -1,11 +1,10 @@
 """One microbatch on one stage: `forward_step`, the loss contract, `backward_step`.
 
-Called by: the schedules, through `ModelChunk`, once per piece of work. Calls: the user's
-`forward_step_func` (and through it the model), the loss function that it returned, and autograd;
-after a backward the weight gradients that it left; the step's frame around each of them. Counterpart:
-the functions of the same names in `megatron.core.pipeline_parallel.schedules`, which re-exports them
-here too. Megatron has no `ModelChunk`: there each schedule passes the same fourteen arguments at each
-call, and keeps `input_tensors` and `output_tensors` lists of its own.
+It runs the user's `forward_step_func` (and through it the model), the loss function that this
+returned, and autograd; after a backward the weight gradients that it left. Counterpart: the
+functions of the same names in `megatron.core.pipeline_parallel.schedules`, which re-exports them
+here too. Megatron has no `ModelChunk`: there each schedule passes the same fourteen arguments at
+each call, and keeps `input_tensors` and `output_tensors` lists of its own.
 """
 
 import contextlib

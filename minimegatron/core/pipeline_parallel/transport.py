@@ -1,7 +1,6 @@
 """What carries a message between two stages: `torch.distributed`, on any device and backend.
 
-Called by: `P2PCommunicator`, which knows stages, shapes and order. Calls: `torch.distributed`. It
-is the lowest link of the chain. Megatron has no such module: its communicator calls
+It is the lowest link of the chain. Megatron has no such module: its communicator calls
 `torch.distributed` itself and relies on NCCL. Tests put a fake in this place.
 
 A transport sends and receives whole tensors between ranks of one process group. Two kinds differ in

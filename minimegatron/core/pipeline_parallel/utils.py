@@ -1,7 +1,6 @@
 """Where a stage and a chunk are, for schedules that are told groups.
 
-Called by: programs that use Megatron's names; the schedules here need none of it. Calls: `step_frame`,
-whose names can be imported from here too. Counterpart: `megatron.core.pipeline_parallel.utils`.
+Counterpart: `megatron.core.pipeline_parallel.utils`.
 """
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """What a rank does in a step, as data: the kinds of work, one piece of work, one message.
 
-Made by: `orders` (work) and `lowering` (messages), by `planner.stage` (a schedule with its messages)
-and by the tracer (what a run did). Read by: the runner, the planner, the renderers, the checks.
 Torch-free. Megatron has no counterpart.
 
 Whoever must know what a kind of work needs, holds, or looks like asks `KINDS`. A new kind is a new row:

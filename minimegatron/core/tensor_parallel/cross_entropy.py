@@ -1,7 +1,6 @@
 """Cross-entropy of logits whose vocabulary is cut over the ranks, without gathering them.
 
-Called by: `LanguageModule.compute_language_model_loss`. Calls: `core.collectives`. Counterpart:
-`megatron.core.tensor_parallel.cross_entropy`.
+Counterpart: `megatron.core.tensor_parallel.cross_entropy`.
 
 With x the logits and y the target, loss = log(sum_j exp(x_j - m)) - (x_y - m), m = max_j x_j. Three
 all-reduces of [s, b] suffice: m, x_y (held by one rank, zero elsewhere), and the sum of exponentials.

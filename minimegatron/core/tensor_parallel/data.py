@@ -1,7 +1,6 @@
 """One rank of a tensor-parallel group reads the batch; the others receive it.
 
-Called by: the user's `get_batch`. Calls: `core.collectives`. Counterpart:
-`megatron.core.tensor_parallel.data`.
+Counterpart: `megatron.core.tensor_parallel.data`.
 
 All tensor-parallel ranks work on the same samples, so only one needs to load them.
 """

@@ -1,9 +1,8 @@
 """Initial weights that do not depend on how the model is cut.
 
-Called by: the layers, when built alone, and `MegatronModule.initialize_weights`, which a whole model
-calls once it is built. Calls: `sharding`. Megatron draws on each GPU from a per-rank generator, so
-that a run on tp=2 starts from another model than one on tp=4; with its `--use-cpu-initialization`
-it draws whole matrices, but in the order a stage builds them.
+Megatron draws on each GPU from a per-rank generator, so that a run on tp=2 starts from another
+model than one on tp=4; with its `--use-cpu-initialization` it draws whole matrices, but in the
+order a stage builds them.
 
 Here each weight is drawn whole, on the CPU, in float32, from a generator seeded by the run's seed
 and the weight's name in the full model; then cut and cast. Any tp x pp x vp x dp starts from the

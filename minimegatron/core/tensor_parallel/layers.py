@@ -1,8 +1,6 @@
 """Linear layers and the embedding, cut over the tensor-parallel ranks.
 
-Called by: attention, the MLP, the embedding and the output layer. Calls: `mappings`,
-`weight_grad_store`, `core.collectives`. Counterpart: `megatron.core.tensor_parallel.layers`, same
-names.
+Counterpart: `megatron.core.tensor_parallel.layers`, same names.
 
 For Y = X W^T with t ranks (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053):
 

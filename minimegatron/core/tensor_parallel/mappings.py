@@ -1,7 +1,6 @@
 """The conjugate collectives: what a tensor-parallel region does on entry and exit, and backward.
 
-Called by: `layers`, the embedding, anything that crosses between the two kinds of region. Calls:
-`core.collectives`. Counterpart: `megatron.core.tensor_parallel.mappings`, same names.
+Counterpart: `megatron.core.tensor_parallel.mappings`, same names.
 
 Each row is an autograd function whose backward is the transpose of its forward, once one says
 whether a tensor that lives on every rank is *one* value in t copies or t terms of a sum:

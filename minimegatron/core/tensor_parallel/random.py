@@ -1,8 +1,7 @@
 """Random numbers that agree, or differ, between tensor-parallel ranks as they must; and recompute.
 
-Called by: dropout in attention and in the layer, activation recompute in `TransformerBlock`. Calls:
-the default generator of the device in use. Counterpart: `megatron.core.tensor_parallel.random`; its
-names say CUDA, but here they serve the CPU too.
+Counterpart: `megatron.core.tensor_parallel.random`; its names say CUDA, but here they serve the CPU
+too.
 
 Dropout needs two kinds of randomness. Where every tensor-parallel rank holds the same activations,
 all must drop the same ones: they use the default generator, seeded alike. Where each holds its own

@@ -1,7 +1,6 @@
 """One parameter of the full model and its tensor-parallel pieces: cutting and putting together.
 
-Called by: `initial_weights` (cut what was drawn), checkpoints and parity tests (both directions).
-Calls: `core.collectives`. Megatron keeps this arithmetic inside `layers` and its checkpoint code.
+Megatron keeps this arithmetic inside `layers` and its checkpoint code.
 
 Every parameter says how it is cut, by three attributes that the layers set:
 

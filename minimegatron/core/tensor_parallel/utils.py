@@ -1,7 +1,6 @@
 """Small arithmetic of tensor parallelism: which part of a tensor belongs to which rank.
 
-Called by: every other module of `tensor_parallel`, and the layers above. Calls: `parallel_state`,
-only to fill in a group that was not given. Counterpart: `megatron.core.tensor_parallel.utils`.
+Counterpart: `megatron.core.tensor_parallel.utils`.
 """
 
 from collections.abc import Sequence

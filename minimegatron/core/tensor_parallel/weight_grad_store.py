@@ -1,9 +1,8 @@
 """Weight gradients that backward leaves for later: the two factors X and dY of each dW = dY^T X.
 
-Called by: `layers`, whose backward puts factors in; `backward_dw` of the layers, `ModelChunk` and
-`drain_embedding_wgrad_compute`, which compute what is owed; `DistributedDataParallel`, which must not
-send a gradient while a part of it is owed. Calls: `mappings`, to gather X. Megatron has no such
-module: Transformer Engine keeps a store of this kind inside each of its layers.
+The backward of `layers` puts factors in; `DistributedDataParallel` sends no gradient while a part
+of it is owed. Megatron has no such module: Transformer Engine keeps a store of this kind inside
+each of its layers.
 
 The chain needs dX at once, because the stage before waits for it. No other stage waits for dW, only
 the sum over replicas. So with a store backward is two pieces of work, B and W:

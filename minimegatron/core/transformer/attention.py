@@ -1,7 +1,6 @@
 """Self-attention: project to queries, keys and values, attend, project back.
 
-Called by: `TransformerLayer`. Calls: a column- and a row-parallel linear layer, the rotary rotation,
-`DotProductAttention`. Counterpart: `megatron.core.transformer.attention`.
+Counterpart: `megatron.core.transformer.attention`.
 
 Heads are what is cut: a heads of width d over t ranks. With grouped-query attention (Ainslie et al.
 2023, https://arxiv.org/abs/2305.13245) g key/value heads serve a/g query heads each. The rows of the

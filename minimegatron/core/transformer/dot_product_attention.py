@@ -1,8 +1,7 @@
 """softmax(Q K^T / sqrt(d)) V, for the heads of this rank.
 
-Called by: `SelfAttention`. Calls: `torch.nn.functional.scaled_dot_product_attention`. Counterpart:
-`megatron.core.transformer.dot_product_attention`, which multiplies matrices itself and leaves fused
-kernels to Transformer Engine.
+Counterpart: `megatron.core.transformer.dot_product_attention`, which multiplies matrices itself and
+leaves fused kernels to Transformer Engine.
 """
 
 import contextlib

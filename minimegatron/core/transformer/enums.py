@@ -1,7 +1,6 @@
 """Kinds of layers and masks, by name. Torch-free.
 
-Read by: layer specs, attention, the pipeline layout. Calls nothing. Counterpart:
-`megatron.core.transformer.enums`.
+Counterpart: `megatron.core.transformer.enums`.
 """
 
 import enum

@@ -1,8 +1,7 @@
 """Which chunk builds which layers. Arithmetic only, torch-free.
 
-Called by: `TransformerBlock` (how many), `TransformerLayer` (from which number on), the planner.
-Calls: `placement_of`; `PipelineParallelLayerLayout`, where a layout is given. Megatron computes the
-two numbers separately, in `transformer_block` and `transformer_layer`, which re-export them here too.
+Megatron computes the two numbers separately, in `transformer_block` and `transformer_layer`, which
+re-export them here too.
 
 A model is cut into p x v virtual stages, in model order; the schedule's placement says which of them
 is chunk `vp_stage` of pipeline rank `pp_rank`. A chunk's offset is by definition the number of layers

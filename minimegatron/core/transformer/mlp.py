@@ -1,7 +1,6 @@
 """The feed-forward half of a layer: wide, activation, narrow again.
 
-Called by: `TransformerLayer`. Calls: a column- and a row-parallel linear layer. Counterpart:
-`megatron.core.transformer.mlp`.
+Counterpart: `megatron.core.transformer.mlp`.
 
     [s, b, h] -> fc1, column-parallel -> [s, b, f/t] -> activation -> fc2, row-parallel -> [s, b, h]
 

@@ -1,7 +1,6 @@
 """What every model and layer is: a torch module that knows its config; and its 16-bit wrapper.
 
-Called by: all of `transformer` and `models`; `training.get_model` for the wrapper. Calls:
-`core.parameter`, `tensor_parallel.initial_weights`. Counterpart: `megatron.core.transformer.module`.
+Counterpart: `megatron.core.transformer.module`.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,9 +1,8 @@
 """Which stage holds which layer, when the user says so: `"Et*3|(tt|)*29,m|L"`.
 
-Read by: `get_num_layers_to_build`, `get_transformer_layer_offset`, and `minimegatron layout`. Calls:
-`placement`. Counterpart: `megatron.core.transformer.pipeline_parallel_layer_layout`, under the same
-names; there the class asks `parallel_state` for the rank, here the rank is passed in, so that this
-file needs no torch.
+Counterpart: `megatron.core.transformer.pipeline_parallel_layer_layout`, under the same names; there
+the class asks `parallel_state` for the rank, here the rank is passed in, so that this file needs no
+torch.
 
 The grammar, after commas (cosmetic) are dropped:
 

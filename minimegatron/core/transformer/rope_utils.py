@@ -1,8 +1,7 @@
 """Rotating queries and keys by their positions.
 
-Called by: attention. Calls nothing. Megatron keeps it in
-`megatron.core.models.common.embeddings.rope_utils`; attention stands below the models, so it is here
-and `rotary_pos_embedding` re-exports it.
+Megatron keeps it in `megatron.core.models.common.embeddings.rope_utils`; attention stands below the
+models, so it is here and `rotary_pos_embedding` re-exports it.
 """
 
 import torch

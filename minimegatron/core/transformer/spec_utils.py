@@ -1,7 +1,6 @@
 """A module to build, as data: its class, its options and the specs of its parts.
 
-Called by: every module that builds parts it does not choose itself. Calls the class. Counterpart:
-`megatron.core.transformer.spec_utils`.
+Counterpart: `megatron.core.transformer.spec_utils`.
 
 A layer written against specs says "then comes some norm, some attention, some MLP"; which ones is
 decided in one place (`gpt_layer_specs`), and swapping one needs no subclass.

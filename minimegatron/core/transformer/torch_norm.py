@@ -1,7 +1,6 @@
 """LayerNorm and RMSNorm of the features, replicated over the tensor-parallel ranks.
 
-Called by: the layer (before attention, before the MLP), attention (queries and keys), the block (at
-the end). Calls: `torch.nn.functional`. Counterpart: `megatron.core.transformer.torch_norm`.
+Counterpart: `megatron.core.transformer.torch_norm`.
 
 Each normalises over the last dimension, which every rank holds whole; only the gradients of
 its weights need care. Under sequence parallelism a rank normalises its own tokens, so its gradients

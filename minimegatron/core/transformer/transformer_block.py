@@ -1,7 +1,6 @@
 """The layers of one chunk, in order, and which of their activations are kept for backward.
 
-Called by: `GPTModel`. Calls: `TransformerLayer`, `tensor_parallel.checkpoint`. Counterpart:
-`megatron.core.transformer.transformer_block`.
+Counterpart: `megatron.core.transformer.transformer_block`.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The shape of a transformer, on top of how it is cut over ranks.
 
-Read by: every module under `core.transformer` and `core.models`. Calls nothing. Counterpart:
-`megatron.core.transformer.transformer_config.TransformerConfig`, under the same field names.
+Counterpart: `megatron.core.transformer.transformer_config.TransformerConfig`, under the same field
+names.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """One transformer layer: norm, attention, add; norm, MLP, add.
 
-Called by: `TransformerBlock`. Calls: attention, the MLP, the norms. Counterpart:
-`megatron.core.transformer.transformer_layer`; `bias_dropout_add` is there in
+Counterpart: `megatron.core.transformer.transformer_layer`; `bias_dropout_add` is there in
 `megatron.core.fusions.fused_bias_dropout`.
 """
 

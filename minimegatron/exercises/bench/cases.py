@@ -1,7 +1,6 @@
 """What an exercise's check asks, and what it may say of an answer.
 
-Used by: every check, in the student's room and where its answers are judged. Torch-free. Megatron has
-no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """Counts the collectives that a student's code makes, and their bytes.
 
-Used by: checks that say what the code achieved, or that it moves too much. Calls: `core.tracing`, as
-an observer. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """What a check says when something is wrong: which invariant, where, and what it usually means.
 
-Called by: each exercise's check, where answers are judged. Torch-free; tensors are compared in
-`feedback_numbers`. Megatron has no counterpart.
+Torch-free; tensors are compared in `feedback_numbers`. Megatron has no counterpart.
 """
 
 from collections.abc import Callable, Sequence

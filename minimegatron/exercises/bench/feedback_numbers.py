@@ -1,6 +1,6 @@
 """What a check says of numbers that are wrong: where, by what factor, and what that usually means.
 
-Called by: each exercise's check, where answers are judged. Calls: torch. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import math

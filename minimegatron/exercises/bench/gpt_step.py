@@ -1,7 +1,6 @@
 """A very small GPT's training step, on these ranks or in one process: what a check compares.
 
-Used by: the checks of exercises whose function has a place in the real step. Calls: the real model,
-schedule, gradient buffers and optimizer, everything in float64. Megatron has no counterpart.
+Megatron has no counterpart.
 
 Initial weights depend on names only and microbatches on their number in the global batch, so every
 way of cutting the step must give the gradients that one process gets. The student's room has

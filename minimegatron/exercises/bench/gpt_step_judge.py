@@ -1,6 +1,6 @@
 """The same GPT step uncut, in this process: what ranks' losses and gradients are held against.
 
-Used by: the checks that use `bench_gpt`, where answers are judged. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Notes what a rank does while it does it: what it did until a hang can then be held against a plan.
 
-Used by: `rank_side`, and by checks for the length of one run. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """Records a student's own run, to be judged and to be replayed afterwards.
 
-Called by: an exercise's check: `recorded` in the student's room, `run_of` where it is judged. Calls:
-`tracing`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import contextlib

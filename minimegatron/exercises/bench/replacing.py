@@ -1,6 +1,6 @@
 """A student's function in the place of ours, and ours out of reach meanwhile.
 
-Used by: checks, in the student's room. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import contextlib

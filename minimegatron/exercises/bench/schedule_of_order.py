@@ -1,6 +1,5 @@
 """From an order of forwards and backwards to a schedule: puts the messages where they belong.
 
-Called by: students' schedules, and the check that judges them. Calls: the planner's `Stage`.
 Torch-free. Megatron has no counterpart.
 """
 

@@ -1,7 +1,6 @@
 """Counts what a student's code sends, also past the package's own collectives.
 
-Used by: checks whose exercise is about sending little. Calls: `bench_counting`, torch. Megatron has no
-counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Iterator

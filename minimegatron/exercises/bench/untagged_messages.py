@@ -1,9 +1,8 @@
 """Messages in NCCL's order, but over gloo: without tags, and each end waits for the other.
 
-Used by: checks of code that decides an order of messages. On gloo itself, and between stages of one
-host, a wrong order often works: messages have tags, and `isend` does not wait. Here the n-th send from
-one rank to another meets the n-th receive, or nobody goes on: the program waits where on NCCL the GPU's
-stream would. Megatron has no counterpart.
+On gloo itself, and between stages of one host, a wrong order often works: messages have tags, and
+`isend` does not wait. Here the n-th send from one rank to another meets the n-th receive, or nobody
+goes on: the program waits where on NCCL the GPU's stream would. Megatron has no counterpart.
 
 Every transport counts time: a message takes 1 from when both ends are there, everything else takes
 none. So "how long does an exchange take?" has an exact answer, on any machine.

@@ -1,7 +1,6 @@
 """What an exercise's check is made of, and `main`, which every exercise's file ends with.
 
-Called by: each `catalog/exNN_name/alone.py` and `check.py`, and a student's file under `torchrun`.
-Calls: `cases`, `feedback`, `engine`. Megatron has no counterpart.
+Megatron has no counterpart.
 
 # How to write an exercise
 

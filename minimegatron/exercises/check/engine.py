@@ -1,7 +1,5 @@
 """Checks one student's file: asks its room, judges the answers, and says what came of it.
 
-Called by: `minimegatron exercises check` (as a process of its own), `check.main`, the grader, tests.
-Calls: `source` (before any process starts), `collect` (the rooms), each exercise's `alone` and `check`.
 Imports torch only for an exercise that needs it. Megatron has no counterpart.
 
     room (student's code):   cases' values -> run -> answers          plain data, exact types

@@ -1,7 +1,6 @@
 """The judge's own process: it has seed, cases and expected values, and runs no student's code.
 
-Called by: the grader, and `torchrun`, whose ranks are students' rooms themselves. Calls:
-`engine.Sheet`, in that process. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import contextlib

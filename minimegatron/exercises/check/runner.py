@@ -1,7 +1,6 @@
 """A process that answers questions in lines: checks for the command, which imports no torch itself.
 
-Called by: `minimegatron exercises check` and `watch` (`Runner`), `judge`. Calls: `engine`, in that
-process. Megatron has no counterpart.
+Megatron has no counterpart.
 
 One line of JSON per question and per answer. Answers come through a pipe that the ranks do not have:
 what a student's code prints, or the code it exits with, is never taken for an answer.

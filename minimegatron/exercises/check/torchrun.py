@@ -1,7 +1,6 @@
 """The same check for a file that torchrun has started: `torchrun --nproc-per-node 4 ex06.py`.
 
-Called by: `check.main`, on every rank. Calls: `rank_side`, the hang doctor, `judge` (a process that
-rank 0 starts), `ending`. Rank 0 prints. Megatron has no counterpart.
+Rank 0 prints. Megatron has no counterpart.
 
 Each rank is a room: what it says goes into torchrun's store. A thread of rank 0 reads it there, also
 while its main thread waits for a message that will never come.

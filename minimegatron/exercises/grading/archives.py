@@ -1,6 +1,6 @@
 """Reads zip and tar archives: in a process of its own, so that no archive can end the grading.
 
-Called by: `submissions`. Calls: itself, as a process. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 Few bytes of an archive can ask for any amount of memory or time. The process has limits on both, and
 nothing is unpacked to disk: it answers with the files that are named after an exercise.

@@ -1,7 +1,6 @@
 """A closed room for one student's file: it runs there, and everything in it ends with it.
 
-Called by: `template`, in a process forked for the purpose. Calls: `isolation`, and `engine`, in a
-process of the room. Megatron has no counterpart.
+Megatron has no counterpart.
 
     template -> keeper (init of the room: counts memory, ends all) -> checker -> ranks (student's code)
 

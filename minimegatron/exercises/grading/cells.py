@@ -1,6 +1,6 @@
 """The grader's side of cells: starts the process that makes them, and asks each what its file answers.
 
-Called by: `grade`. Calls: `template` (as a process). Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """What a Python file names: modules that it imports, what it reaches from there, texts, variables.
 
-Called by: `remarks`, `tools`. Calls: nothing of ours. Reads code, and runs none. Megatron has no
-counterpart.
+Reads code, and runs none. Megatron has no counterpart.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """What one student handed in, as it is found: the files that may be graded, and what is in the way.
 
-Called by: `archives`, `submissions`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 Nothing here is unpacked to disk, and of all files only those named after an exercise are read.
 """

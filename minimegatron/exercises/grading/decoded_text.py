@@ -1,6 +1,6 @@
 """The bytes of a Python file as text.
 
-Called by: `submissions`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import codecs

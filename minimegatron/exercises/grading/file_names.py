@@ -1,6 +1,6 @@
 """What the name of a file says: which exercise it is for, whose it is, and whether it is an archive.
 
-Called by: `collection`, `archives`, `submissions`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import re

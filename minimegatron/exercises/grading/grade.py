@@ -1,7 +1,6 @@
 """Grades submissions: every file in a cell of its own, with data that nobody has seen.
 
-Called by: `minimegatron exercises grade`. Calls: `submissions`, `cells`, `judge`. Torch-free.
-Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 Each file is checked three times, with
 

@@ -1,6 +1,6 @@
 """System calls behind a cell: namespaces, mounts, privileges. Linux only; called through libc.
 
-Called by: `cell`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What the teacher is told to look at in a student's file: found by reading it, not by running it.
 
-Called by: `remarks_apart`. Calls: `tools`, `code_names`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 A remark is no proof. What the stub or the reference solution itself does is never remarked on.
 """

@@ -1,7 +1,6 @@
 """Asks for remarks in a process of its own, with limits: a file may be made so that reading it is slow.
 
-Called by: `grade`. Calls: itself, as a process, and there `remarks`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 
 Python's own reader can take minutes and gigabytes for some lines; meanwhile its process stands still.
 """

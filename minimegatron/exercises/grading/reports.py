@@ -1,6 +1,5 @@
 """Grades as files: CSV, JSON, JUnit's XML, and Gradescope's results.json.
 
-Called by: `minimegatron exercises grade`. Calls: `grade` for the data, `plain_text` for every text.
 Torch-free. Megatron has no counterpart.
 
 CSV and JSON are the teacher's. JUnit and Gradescope are shown to students too: of hidden checks they

@@ -1,7 +1,6 @@
 """Finds the students' files in a folder of submissions, and reads them.
 
-Called by: the command. Calls: `archives`, `collection`, `source_text`. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 
 Each folder or archive in it is one student's, and so are the files of one student in a folder that
 a learning platform has exported; a folder that holds exercises, and nothing that may be another

@@ -1,7 +1,6 @@
 """A process that has imported torch once, and is forked for every cell.
 
-Started by: `grade`. Calls: `cell`, `collect`. Runs no student's code itself. Megatron has no
-counterpart.
+Runs no student's code itself. Megatron has no counterpart.
 
 It takes the ends of connections through a socket. At the other end of each, the grader writes lines of
 JSON: first which room, and whose file; then one question after the other. What the file's functions

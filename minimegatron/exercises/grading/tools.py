@@ -1,6 +1,6 @@
 """Means that no exercise needs: what may read what it should not, or change it.
 
-Called by: `remarks`. Calls: `code_names`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import ast

@@ -1,7 +1,6 @@
 """One known mistake: a patch of a line or two.
 
-Made by: `faults`, which lists them all. Called by: the "break it" labs and the mutation tests, which
-apply one to a copy of the package. Calls nothing, needs no torch. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """Known mistakes, each as a patch of a line or two: the answer key of the "break it" labs.
 
-Read by: the labs, which apply one to a copy of the package and let the student predict what breaks;
-and by `tests/test_mutations.py`, which applies each in turn and demands that the tests notice, so a
-lab cannot rot. Calls nothing, needs no torch. Megatron has no counterpart. The tour's pages cite
-threads about several of these mistakes.
+The labs apply one to a copy of the package and let the student predict what breaks.
+`tests/test_mutations.py` applies each in turn and demands that the tests notice, so a lab cannot
+rot. Megatron has no counterpart. The tour's pages cite threads about several of these mistakes.
 """
 
 from minimegatron.exercises.labs.fault import Fault, apply_fault

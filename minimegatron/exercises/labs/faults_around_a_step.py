@@ -1,7 +1,6 @@
 """Known mistakes in what stands around a step's forwards and backwards, as patches.
 
-Read by: `faults`, which says what they are for. Calls nothing, needs no torch. Megatron has no
-counterpart.
+Megatron has no counterpart.
 """
 
 from minimegatron.exercises.labs.fault import Fault

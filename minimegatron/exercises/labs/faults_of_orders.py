@@ -1,7 +1,6 @@
 """Known mistakes in orders of work, their messages and their placement, as patches.
 
-Read by: `faults`, which says what they are for. Calls nothing, needs no torch. Megatron has no
-counterpart.
+Megatron has no counterpart.
 """
 
 from minimegatron.exercises.labs.fault import Fault

@@ -1,6 +1,6 @@
 """What the ranks of a lab are asked to do: plain data, which travels to them.
 
-Made by: `labs`. Read by: `lab_side`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """The part of a lab that runs on the ranks: one training step of a broken copy, beside one process.
 
-Called by: `labs`, through the launcher. Calls: `bench_gpt`, twice: as it is, for what one process
-finds; then as it is in the copy, with everything that it imports. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
 """Break it on purpose: a copy of the package with one known fault; predict, run, explain.
 
-Called by: `minimegatron exercises lab`. Calls: `faults` (the same that the suite's mutation tests
-apply), `lab_side` on the ranks, through `engine`, in a process of its own. Torch-free. Megatron has
-no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """The room of an exercise's pure parts: one process, started for the purpose, without torch.
 
-Called by: `collect`, as a program. Calls: `room`. Megatron has no counterpart.
+Megatron has no counterpart.
 
 Its input is one line, the job. Its argument is the number of a file that takes its lines, and after
 `job.seconds` its Python stack, which is its end.

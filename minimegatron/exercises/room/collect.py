@@ -1,7 +1,6 @@
 """Starts a student's room, and collects what it says: no judgement yet.
 
-Called by: `engine`, and inside the grader's cells. Calls: `alone_side` (as a program), `on_ranks` (only
-where ranks are needed: it imports torch). Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import contextlib

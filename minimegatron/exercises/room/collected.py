@@ -1,7 +1,6 @@
 """What a student's room is asked, and what it says: plain data, since both travel.
 
-Made by: `collect` and `on_ranks`. Read by: `engine`, `judge`, the grader. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import os

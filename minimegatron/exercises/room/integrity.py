@@ -1,6 +1,6 @@
 """Notices when a student's file changes what checks it.
 
-Called by: `room`. Calls: nothing of ours. Megatron has no counterpart.
+Megatron has no counterpart.
 
 Answers are judged in another process, so nobody gains by changing the package here; but a student who
 does so is told. `Seal` remembers every function of the package, and those of torch that compare

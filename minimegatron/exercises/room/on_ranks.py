@@ -1,6 +1,5 @@
 """Starts a student's ranks, and collects what each says.
 
-Called by: `collect`, `labs`. Calls: `launcher` (ranks and hang doctor), `rank_side` (in the ranks).
 Megatron has no counterpart.
 """
 

@@ -1,6 +1,6 @@
 """Takes what ranks print, however much, and keeps a page of it.
 
-Called by: `engine`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import os

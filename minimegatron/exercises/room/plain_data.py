@@ -1,7 +1,6 @@
 """Values that travel between a student's room and its judge: exact types, as one line of JSON.
 
-Called by: `room`, `engine`, the grader. Imports no torch unless a tensor comes. Megatron has no
-counterpart.
+Imports no torch unless a tensor comes. Megatron has no counterpart.
 
 A value whose class a student has made could answer every comparison with "equal". So a value is
 written only if its type is exactly one of these: None, bool, int, float, str, bytes, list, tuple,

@@ -1,7 +1,6 @@
 """Text that others wrote, made safe for a terminal, a table, XML and JSON.
 
-Called by: `verdict`, `room`, `submissions`, `reports`, `minimegatron exercises grade`. Torch-free.
-Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
 A name or a message comes from a student. It may hold escape sequences that a terminal obeys, marks
 that turn the order of letters round, halves of characters that no file can hold, formulas, or 50 MB.

@@ -1,6 +1,6 @@
 """The room of an exercise on ranks: this part runs on each of them.
 
-Called by: `on_ranks` through the launcher, and `torchrun`. Calls: `room`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 import contextlib

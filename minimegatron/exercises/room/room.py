@@ -1,7 +1,6 @@
 """The student's room: the process in which a student's code runs, and all that is known there.
 
-Called by: `alone_side` (one process, no torch), `rank_side` (each rank). Calls: the exercise's `run`,
-the student's file. Megatron has no counterpart.
+Megatron has no counterpart.
 
 Nothing here says "right". The room has the cases' values, but no expected ones: it calls the
 student's functions and hands on what they gave, as lines of plain data. Who judges them sits in another

@@ -1,6 +1,6 @@
 """What can be said of a student's file by reading it: before any process starts.
 
-Called by: `engine`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import ast

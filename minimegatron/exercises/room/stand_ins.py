@@ -1,6 +1,6 @@
 """Something that stands for torch where a student's file is loaded for a part that needs none.
 
-Called by: `alone_side`, `plain_data`, checks. Megatron has no counterpart.
+Megatron has no counterpart.
 
 To import torch takes seconds. A file whose functions count or order things needs it only to be
 loaded: for annotations, base classes and decorators. `install` makes `import torch` give modules

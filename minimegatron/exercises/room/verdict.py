@@ -1,7 +1,6 @@
 """What a check found, as data: made by the engine, printed for students, written down for teachers.
 
-Made by: `engine`, `rank_side`. Read by: the command, `watch`, the grader. Torch-free. Megatron has no
-counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The real function beside the student's, once the student's is right.
 
-Called by: `pages`. Reads source files only: torch-free. Megatron has no counterpart.
+Reads source files only: torch-free. Megatron has no counterpart.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """What the command prints about exercises: the list, a start, a hint, an end.
 
-Called by: the command, `watch`. Calls: `student_folder`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 """
 
 import shutil

@@ -1,6 +1,6 @@
 """A student's folder: the files they write, and a small JSON file of how far they are.
 
-Called by: the command, `watch`. Calls: `catalog`. Torch-free. Megatron has no counterpart.
+Torch-free. Megatron has no counterpart.
 
     my-folder/
       .minimegatron.json             what was started, tried, hinted at and passed

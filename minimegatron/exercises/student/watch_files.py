@@ -1,7 +1,7 @@
 """`minimegatron exercises watch`: checks again whenever a file changes, until all has passed.
 
-Called by: the command. Calls: `runner` (one process for the whole time, so that only the first check
-waits for torch), `student_folder`, `pages`. Torch-free. Megatron has no counterpart.
+One process of `runner` lives the whole time, so that only the first check waits for torch.
+Torch-free. Megatron has no counterpart.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Colours that are told apart under every common colour blindness (Okabe and Ito).
 
-Used by: the other modules of `drawing`. Calls nothing. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 BLUE, SKY, GREEN = "#0072b2", "#56b4e9", "#009e73"

@@ -1,6 +1,6 @@
 """Pictures of ranks: their groups, matrices, calls, and what each of them has.
 
-Called by: notebooks 01 to 04. Calls: matplotlib, `palette`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
 """Pictures of what a run did: bytes held, waiting, gradient buffers, calls within calls.
 
-Called by: notebooks 05, 06, 08 and 09. Calls: matplotlib, `palette`, `tracing`. Megatron has no
-counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Pictures of numbers side by side: lengths of steps, weights of tokens, bytes, shares of time.
 
-Called by: notebooks 07 and 09 to 12. Calls: matplotlib, `palette`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Mapping, Sequence

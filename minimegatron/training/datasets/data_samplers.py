@@ -1,6 +1,5 @@
 """Which samples each copy of the model sees, and from where on.
 
-Called by: `data_iterators`, on the ranks that load data. Calls: `torch.utils.data.DataLoader`.
 Counterpart: `megatron.training.datasets.data_samplers`.
 
 `consumed_samples` counts over all copies and all epochs; a run that stopped goes on at exactly the

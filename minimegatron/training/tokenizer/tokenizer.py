@@ -1,8 +1,6 @@
 """The tokenizer that the arguments name, and the vocabulary it needs.
 
-Called by: `arguments` (for the size of the vocabulary), `global_vars`. Calls:
-`core.datasets.megatron_tokenizer`, where the tokenizers are. Counterpart:
-`megatron.training.tokenizer.tokenizer`.
+Counterpart: `megatron.training.tokenizer.tokenizer`.
 """
 
 from typing import Any

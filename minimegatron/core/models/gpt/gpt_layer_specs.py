@@ -1,8 +1,7 @@
 """What a GPT layer is made of.
 
-Called by: the user's model provider. Calls nothing; a spec is data. Counterpart:
-`megatron.core.models.gpt.gpt_layer_specs`. "Local" are Megatron's own layers, as against those of
-Transformer Engine.
+Counterpart: `megatron.core.models.gpt.gpt_layer_specs`. "Local" are Megatron's own layers, as
+against those of Transformer Engine.
 """
 
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

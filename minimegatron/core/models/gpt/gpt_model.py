@@ -1,7 +1,6 @@
 """GPT, or the chunk of it that one stage holds.
 
-Called by: the user's `forward_step_func`. Calls: `LanguageModelEmbedding`, `TransformerBlock`, the
-output layer. Counterpart: `megatron.core.models.gpt.gpt_model`.
+Counterpart: `megatron.core.models.gpt.gpt_model`.
 
     tokens [b, s] -> embedding -> [s, b, h] -> layers -> [s, b, h] -> output layer -> [s, b, v/t]
                      first chunk only        every chunk             last chunk only

@@ -1,6 +1,6 @@
 """Looks over the student's loop, in the student's room: what it calls, and what it hands to each call.
 
-Used by: `check`. Megatron has no counterpart.
+Megatron has no counterpart.
 
 Nothing here knows the plan. An argument can be wrong in itself: None for a tensor, the input of another
 microbatch, an output that is freed before it is sent. That is a complaint. The step goes on with it,

@@ -1,6 +1,6 @@
 """The contract's table, row by row: what the student's function makes of each kind of loss function.
 
-Used by: `check`, which asks in the student's room and judges elsewhere. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Which bucket is launched when, asked of `register_grad_ready` alone: three buckets that send nothing.
 
-Used by: `check`, which asks in the student's room and judges elsewhere. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from itertools import pairwise

@@ -1,7 +1,6 @@
 """What is wrong with a table of the interleaved schedule: which rule, at which row.
 
-Called by: `alone`, where answers are judged. Calls: ours, for the right order. No message holds the
-right table: it could be copied.
+No message holds the right table: it could be copied.
 """
 
 from typing import Any

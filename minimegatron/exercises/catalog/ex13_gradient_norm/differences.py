@@ -1,7 +1,7 @@
 """Why a gradient norm is wrong: the difference of the squares, held against what known mistakes make.
 
-Called by: `check`, where answers are judged. Squares add up over parameters and ranks, so whatever was
-counted too often, or not at all, is a term of the difference.
+Squares add up over parameters and ranks, so whatever was counted too often, or not at all, is a
+term of the difference.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The first part: `local_ranges` and `shard_buffer`, on buffers without a model.
 
-Called by: `check`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from types import ModuleType, SimpleNamespace

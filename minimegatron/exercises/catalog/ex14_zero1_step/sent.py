@@ -1,6 +1,6 @@
 """What `_reduce` and `_gather` send: counted in the room, and judged.
 
-Called by: `check`. Megatron has no counterpart.
+Megatron has no counterpart.
 """
 
 from collections.abc import Callable, Sequence

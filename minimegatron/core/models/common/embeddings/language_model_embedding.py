@@ -1,7 +1,6 @@
 """Token and position embeddings: what the first stage makes of token ids.
 
-Called by: `GPTModel` on the first chunk. Calls: `VocabParallelEmbedding`, `mappings`. Counterpart:
-`megatron.core.models.common.embeddings.language_model_embedding`.
+Counterpart: `megatron.core.models.common.embeddings.language_model_embedding`.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """The angles of rotary positions.
 
-Called by: `GPTModel`, once per forward; attention does the turning. Calls nothing. Counterpart:
-`megatron.core.models.common.embeddings.rotary_pos_embedding`.
+Counterpart: `megatron.core.models.common.embeddings.rotary_pos_embedding`.
 """
 
 import torch

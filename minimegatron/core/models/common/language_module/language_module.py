@@ -1,8 +1,6 @@
 """What language models share: the loss, and the weight that first and last stage may share.
 
-Called by: `GPTModel`, its subclass; `finalize_model_grads` asks for the shared weight. Calls:
-`vocab_parallel_cross_entropy`. Counterpart:
-`megatron.core.models.common.language_module.language_module`.
+Counterpart: `megatron.core.models.common.language_module.language_module`.
 """
 
 import torch
