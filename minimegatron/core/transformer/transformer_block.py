@@ -5,6 +5,7 @@ Counterpart: `megatron.core.transformer.transformer_block`.
 
 import contextlib
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ class TransformerBlock(MegatronModule):
         checkpoint_core_attention: bool = False,
     ) -> torch.Tensor:
         """Layers [first, last)."""
-        for layer in self.layers[first:last]:
+        for layer in islice(self.layers, first, last):
             hidden_states = layer(
                 hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
             )

@@ -11,7 +11,12 @@ import torch.distributed as dist
 from minimegatron.core.collectives import Done
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import ACTIVATION, GRADIENT, Message, Work
+from minimegatron.core.pipeline_parallel.transport import (
+    ACTIVATION,
+    GRADIENT,
+    Handle,
+    TensorMessage,
+)
 from minimegatron.exercises.bench.gpt_step import Seat, StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.bench.untagged_messages import GET_TRANSPORT, RendezvousTransport
@@ -53,10 +58,10 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
     """One ring, or one training step, over messages without names."""
 
     def exchange(
-        self: P2PCommunicator, messages: Sequence[Message], overlap: bool = False
+        self: P2PCommunicator, messages: Sequence[TensorMessage], overlap: bool = False
     ) -> list[Any]:
         parts = {NAMES[m.is_send, m.payload]: self._prepared(m) for m in messages}
-        handles: dict[str, Work] = student._start(self, parts)
+        handles: dict[str, Handle] = student._start(self, parts)
         _check_handles(handles, parts)
         may_run_on = overlap or self.config.overlap_p2p_comm
         return [self._handle(part, handles[name], may_run_on) for name, part in parts.items()]
@@ -80,7 +85,7 @@ def judge(case: Case, answers: list[Any]) -> Result:
     return Result({"step": words})
 
 
-def _check_handles(handles: Any, parts: dict[str, Message]) -> None:
+def _check_handles(handles: Any, parts: dict[str, TensorMessage]) -> None:
     where = f"rank {dist.get_rank()}: _start"
     if not isinstance(handles, dict):
         what = (
@@ -114,14 +119,14 @@ class _Listing:
     def __init__(self) -> None:
         self.started: list[str] = []
 
-    def start(self, message: Message) -> Done:
+    def start(self, message: TensorMessage) -> Done:
         """Each message is through at once."""
         onwards = (message.payload == ACTIVATION) == message.is_send
         direction = "next" if onwards else "prev"
         self.started.append(f"{'send' if message.is_send else 'recv'}_{direction}")
         return Done()
 
-    def start_batch(self, messages: list[Message]) -> list[Done]:
+    def start_batch(self, messages: list[TensorMessage]) -> list[Done]:
         """A batch gives its messages no order."""
         self.started = [*OTHER_END, "batch"]
         return [Done() for _ in messages]

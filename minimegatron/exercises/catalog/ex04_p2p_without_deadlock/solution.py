@@ -6,10 +6,10 @@ messages of one pair come in the same order on both sides, activations before gr
 """
 
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import Message, Work
+from minimegatron.core.pipeline_parallel.transport import Handle, TensorMessage
 
 
-def _start(self: P2PCommunicator, parts: dict[str, Message]) -> dict[str, Work]:
+def _start(self: P2PCommunicator, parts: dict[str, TensorMessage]) -> dict[str, Handle]:
     """Starts every message of `parts` once. Returns the handles, by the same names."""
     order = ["send_next", "recv_prev", "send_prev", "recv_next"]
     if self.curr_rank_in_pg % 2:

@@ -16,10 +16,10 @@ NCCL, messages have no tags: the n-th send from one stage to another meets the n
 """
 
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from minimegatron.core.pipeline_parallel.transport import Message, Work
+from minimegatron.core.pipeline_parallel.transport import Handle, TensorMessage
 
 
-def _start(self: P2PCommunicator, parts: dict[str, Message]) -> dict[str, Work]:
+def _start(self: P2PCommunicator, parts: dict[str, TensorMessage]) -> dict[str, Handle]:
     """Starts every message of `parts` once. Returns the handles, by the same names.
 
     An exchange of all four, over any even number of stages, takes no longer than four messages
