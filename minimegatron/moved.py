@@ -65,7 +65,7 @@ MOVED = {
     "exercises.recording": "exercises.bench.recorded_run",
     "exercises.replacing": "exercises.bench.replacing",
     "exercises.runner": "exercises.check.runner",
-    "exercises.source": "exercises.room.source",
+    "exercises.source": "exercises.room.reading",
     "exercises.stand_ins": "exercises.room.stand_ins",
     "exercises.student_folder": "exercises.student.student_folder",
     "exercises.torchrun": "exercises.check.torchrun",

@@ -1,6 +1,7 @@
 """What a parameter knows: of which kind it is, how it is cut, and over which ranks.
 
-Megatron keeps the same facts as attributes of parameters, and each of these asks for an expert.
+Megatron keeps the same facts as attributes of parameters; there each user of them asks whether a
+parameter is an expert's.
 
 A layer sets attributes of its parameters, under Megatron's names:
 

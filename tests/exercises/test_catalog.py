@@ -16,7 +16,7 @@ from minimegatron.exercises.check.engine import Sheet, check_file
 from minimegatron.exercises.exercise import Exercise, exercises, find
 from minimegatron.exercises.room import on_ranks, verdict
 from minimegatron.exercises.room.plain_data import from_line
-from minimegatron.exercises.room.source import wanted_names
+from minimegatron.exercises.room.reading import wanted_names
 from minimegatron.exercises.room.verdict import Verdict
 from minimegatron.exercises.student.beside import beside
 from minimegatron.exercises.student.student_folder import hints

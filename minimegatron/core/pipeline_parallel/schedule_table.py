@@ -1,8 +1,9 @@
 """The order of work on one stage, as arithmetic: who is forwarded when, and what arrives after it.
 
-Plain 1F1B has its one line of arithmetic itself; a test holds it to its order. Counterpart: the
-functions of the same names in `megatron.core.pipeline_parallel.schedules`, and the index helpers
-nested there inside `forward_backward_pipelining_with_interleaving`.
+`schedules.py` writes its one line for plain 1F1B out once more, because a reader needs it there; a
+test holds both to one order. Counterpart: the functions of the same names in
+`megatron.core.pipeline_parallel.schedules`, and the index helpers nested there inside
+`forward_backward_pipelining_with_interleaving`.
 
 Letters: p stages, r this stage, v chunks per stage, M microbatches, G microbatches per group. With
 interleaving, a stage does M * v forwards and M * v backwards. Each is known by its *virtual

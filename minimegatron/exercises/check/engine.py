@@ -24,7 +24,7 @@ from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.collect import collect
 from minimegatron.exercises.room.collected import ALONE, CHECK, Collected, Question
 from minimegatron.exercises.room.plain_data import from_line
-from minimegatron.exercises.room.source import check_source
+from minimegatron.exercises.room.reading import check_source
 from minimegatron.exercises.room.verdict import Verdict, render
 
 AGAIN_SECONDS = 4.0

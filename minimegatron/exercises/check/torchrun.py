@@ -26,8 +26,8 @@ from minimegatron.exercises.room.collect import collect
 from minimegatron.exercises.room.collected import Collected, Question
 from minimegatron.exercises.room.on_ranks import HANG_SECONDS
 from minimegatron.exercises.room.rank_side import Failed, answer_cases
+from minimegatron.exercises.room.reading import check_source
 from minimegatron.exercises.room.room import Job
-from minimegatron.exercises.room.source import check_source
 from minimegatron.exercises.room.verdict import Verdict, render
 from minimegatron.launching.launcher import CAUSE_SECONDS, GRACE_SECONDS
 from minimegatron.training import failures

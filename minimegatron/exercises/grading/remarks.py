@@ -19,7 +19,7 @@ from minimegatron.exercises.grading.code_names import (
     with_docstring,
 )
 from minimegatron.exercises.grading.tools import ROOT, tools_of
-from minimegatron.exercises.room.source import wanted_names
+from minimegatron.exercises.room.reading import wanted_names
 
 SAME_CODE = "the same code as the reference solution"
 CATALOG = "minimegatron.exercises.catalog"

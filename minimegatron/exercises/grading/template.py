@@ -25,7 +25,7 @@ from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.collect import collect
 from minimegatron.exercises.room.collected import Collected, Question
 from minimegatron.exercises.room.plain_data import NotPlain
-from minimegatron.exercises.room.source import check_source
+from minimegatron.exercises.room.reading import check_source
 
 
 def serve(file: int) -> None:

@@ -4,8 +4,8 @@ Megatron has no counterpart.
 
 Nothing here says "right". The room has the cases' values, but no expected ones: it calls the
 student's functions and hands on what they gave, as lines of plain data. Who judges them sits in another
-process (`engine`). A room can only say what makes the check fail: an exception, a function that is
-not written, a changed package.
+process (`check.engine`). A room can only say what makes the check fail: an exception, a function
+that is not written, a changed package.
 """
 
 import bdb
@@ -25,7 +25,7 @@ from minimegatron.exercises.bench.replacing import functions_of, withhold
 from minimegatron.exercises.room import plain_text, stand_ins, verdict
 from minimegatron.exercises.room.integrity import Seal
 from minimegatron.exercises.room.plain_data import NotPlain, from_line, to_line
-from minimegatron.exercises.room.source import unwritten_names
+from minimegatron.exercises.room.reading import unwritten_names
 from minimegatron.launching.user_file import load_user_file
 
 FRAMES_SHOWN, LATER_FRAMES = 6, 2
