@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MEGATRON_FIELDS: dict[str, dict[str, Any]] = {}
-"""By name of the class: Megatron's fields that it has not, each with Megatron's default."""
+"""Class name -> the fields that Megatron's class has and ours lacks, each with Megatron's default."""
 
 THE_SAME = object()
 """Stands for the field's default, which may be None."""
@@ -28,7 +28,7 @@ class Knob:
         name: replaces the usual name, `--` and `dest` with dashes. A boolean that is True by default
             needs one, since its flag turns it off.
         dest: the argument's name, `args.DEST`, where it is not the field's.
-        section: of `training.config`, for a field of `core`; a field without one is no argument.
+        section: of `training.config`, for a field of `core`. A field without a section has no flag.
         given: the command line's default, where it is not the field's. For a boolean None means that
             the flag has a twin, `--no-...`.
         help: the flag's words, where those below the field are not right for it.

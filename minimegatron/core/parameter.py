@@ -1,4 +1,4 @@
-"""What a parameter knows: of which kind it is, how it is cut, and over which ranks.
+"""What a parameter knows: its kind, its cut, and the ranks that share it or have a copy of it.
 
 Megatron keeps the same facts as attributes of parameters; there each user of them asks whether a
 parameter is an expert's.

@@ -224,7 +224,7 @@ def _values_from_args(args: Arguments | argparse.Namespace, config_class: type) 
     """The values of all fields of `config_class` that are arguments, under the fields' names.
 
     A field without a section of its own may be an argument too: of another configuration, as `fp16`
-    is, or the user's. Raises AttributeError for a field that has a section and is no argument.
+    is, or the user's. Raises AttributeError for a field that has a section but no argument.
     """
     values = {}
     for field in dataclasses.fields(config_class):

@@ -1,6 +1,7 @@
 """`--pipeline-schedule`: which order of work the run follows, and where it puts the model's stages.
 
-Megatron has no counterpart: its schedule follows from the sizes.
+A program that names its schedule itself calls `get_planned_forward_backward_func`. Megatron has no
+counterpart: its schedule follows from the sizes.
 """
 
 from collections.abc import Callable

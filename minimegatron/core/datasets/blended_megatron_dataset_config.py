@@ -1,7 +1,7 @@
 """Settings of all datasets: which files, how split, how blended, how long, which seed.
 
-Torch-free. Counterpart: `megatron.core.datasets.blended_megatron_dataset_config`; settings for
-object storage, builder threads and deferred maps are left out, and there is no mock data.
+Torch-free. Counterpart: `megatron.core.datasets.blended_megatron_dataset_config`, without the settings
+for object storage, builder threads, deferred maps and mock data.
 """
 
 from collections.abc import Sequence

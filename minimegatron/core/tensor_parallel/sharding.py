@@ -72,8 +72,8 @@ def is_cut(param: torch.Tensor, tp_size: int) -> bool:
 def section_sizes(param: torch.Tensor, length: int, tp_size: int = 1) -> list[int]:
     """Sizes of the matrices stacked along the cut dimension of `param`, the first one first.
 
-    `length` is that dimension's: of one rank's piece, or of the whole. Raises ValueError if it is not
-    such a stack of which each matrix can be cut over `tp_size` ranks.
+    `length` is the size of that dimension, in one rank's piece or in the whole. Raises ValueError if
+    the matrices do not fill it, or if one of them cannot be cut over `tp_size` ranks.
     """
     sizes = getattr(param, "partition_sizes", None) or [1] * param.partition_stride
     if length % (tp_size * sum(sizes)):
