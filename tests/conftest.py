@@ -5,6 +5,8 @@ some; at the end, the figures they took.
 import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -22,6 +24,19 @@ pytest_plugins = ["tests.browser", "tests.process_mark"]
 # `pytest --hypothesis-profile default --hypothesis-seed N`.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def forget_users_schedules() -> Iterator[None]:
+    """What a user's file has registered is gone after the test, whichever test comes next."""
+    yield
+    orders = sys.modules.get("minimegatron.core.pipeline_parallel.orders")
+    if orders is None:  # a test that needs no torch
+        return
+    for name in orders.schedule_names():
+        known = orders.get_schedule(name)
+        if (known.order or known.messages).__module__ == "user_schedule":
+            orders.unregister(name)
 
 
 def pytest_collection_finish() -> None:

@@ -50,7 +50,7 @@ def registered_name(schedule: str) -> str:
             raise ValueError(
                 f"{FLAG}: {error}; FILE.py:FUNCTION names one of your own, which it registers"
             ) from None
-    function = load_user_function(schedule, FLAG, "user_pipeline_schedule")
+    function = load_user_function(schedule, FLAG, "user_schedule")
     found = schedule_of(function)
     if found.order is not function:
         raise ValueError(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minimegatron.__main__ import main
 from minimegatron.training.argument_utils import (
     ArgumentGroupFactory,
     OneLineParser,
@@ -148,6 +149,20 @@ def test_the_schedule_says_how_many_chunks_there_are():
         4,
     )
     assert args.overlap_p2p_comm
+
+
+def test_a_file_may_be_planned_and_then_run_by_one_process(capsys, tmp_path):
+    """As a notebook does. A second file may use the same name, too."""
+    other = tmp_path / "other.py"
+    other.write_text(USER_ORDERS.read_text())
+    for path in (USER_ORDERS, other):
+        assert (
+            main(["plan", "--pp", "2", "--microbatches", "4", "--user-schedule", f"{path}:fold"])
+            == 0
+        )
+        flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {path}:fold"
+        assert parse(flags, 2).pipeline_schedule == "fold"
+    assert capsys.readouterr().out.count("fold, 2 stages") == 2
 
 
 def test_configuration_for_core():
