@@ -7,7 +7,7 @@ The order matters. Every later sum works on gradients that are already summed ov
 ranks, so it may treat them elementwise; the tokens come last, one factor for all.
 
     1. data parallel     sum over dp_cp        (what backward launched is waited for here)
-    2. tensor parallel   sum over tp           gradients of replicated parameters that are partial
+    2. tensor parallel   sum over tensor group gradients of replicated parameters that are partial
     3. tied embedding    sum over embd         first stage's and last stage's copy, wherever they are
     4. tokens            divide by their number, which only the last stage knows
 """
@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import all_reduce, broadcast
 from minimegatron.core.distributed.data_parallel_base import get_main_grad, placement_over
+from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config, unwrap_model
 
 
 def _is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
-    """True for a parameter that every tensor-parallel rank has, each with part of its gradient.
+    """True for a parameter that every rank of its tensor group has, each with part of its gradient.
 
     With sequence parallelism each rank has seen part of the sequence. Norms of queries and keys
     see only this rank's heads, with or without it.
@@ -35,23 +36,24 @@ def _is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
 
 @traced("non-tensor-parallel-grads-all-reduce")
 def _allreduce_non_tensor_model_parallel_grads(
-    model: list[torch.nn.Module], tp_group: dist.ProcessGroup
+    model: list[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> None:
-    """Sums partial gradients of replicated parameters, in one message per dtype.
+    """Sums partial gradients of replicated parameters, in one message per tensor group and dtype.
 
     A sum, not a mean: each rank's part is a term of the gradient, not an estimate of it.
     """
-    if tp_group.size() == 1:
-        return
-    grads_by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    messages: dict[tuple[dist.ProcessGroup, torch.dtype], list[torch.Tensor]] = {}
     for chunk in model:
         for name, param in chunk.named_parameters():
             grad = get_main_grad(param)
             if grad is not None and _is_partial_over_tp(name, param):
-                grads_by_dtype.setdefault(grad.dtype, []).append(grad)
-    for grads in grads_by_dtype.values():
+                key = (tensor_group(param, pg_collection), grad.dtype)
+                messages.setdefault(key, []).append(grad)
+    for (group, _), grads in messages.items():
+        if group.size() == 1:
+            continue
         together = torch.cat([grad.reshape(-1) for grad in grads])
-        all_reduce(together, tp_group)
+        all_reduce(together, group)
         for grad, summed in zip(grads, together.split([g.numel() for g in grads]), strict=True):
             grad.copy_(summed.view(grad.shape))
 
@@ -144,7 +146,7 @@ def finalize_model_grads(
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     for chunk in model:
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
-    _allreduce_non_tensor_model_parallel_grads(model, pg_collection.tp)
+    _allreduce_non_tensor_model_parallel_grads(model, pg_collection)
     _allreduce_word_embedding_grads(model, pg_collection.embd, pg_collection.pp)
     _allreduce_position_embedding_grads(model, pg_collection.pos_embd)
     if num_tokens is not None:

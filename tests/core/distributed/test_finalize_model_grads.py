@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from minimegatron.core import parallel_state
 from minimegatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -66,6 +67,34 @@ def _partial_gradients_are_summed_over_tp():
     names = [call.name for call in recorder.calls]
     assert names.count("all-reduce") == 2
     assert names.index("bucket-launch") < names.index("non-tensor-parallel-grads-all-reduce")
+
+
+class _Experts(torch.nn.Module):
+    """A replicated parameter of each kind, whose gradient is partial."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = _weight(0.0, sequence_parallel=True)
+        self.expert_norm = _weight(0.0, sequence_parallel=True, allreduce=False)
+
+
+def _each_kind_is_summed_over_its_own_tensor_group():
+    """Four ranks: dense tp=2 x dp=2; experts are whole, or cut over all four."""
+    for expert_tp in (1, 4):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(2, expert_tensor_parallel_size=expert_tp)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        ddp = DistributedDataParallel(
+            make_config(), DistributedDataParallelConfig(), _Experts(), pg_collection=groups
+        )
+        tp, dp = groups.tp.rank(), groups.dp_cp.rank()
+        layer = ddp.module
+        for param in layer.parameters():
+            param.main_grad.fill_(1.0 + tp + 10.0 * dp)
+        finalize_model_grads([ddp], pg_collection=groups)
+        assert layer.norm.main_grad.eq((1.0 + 5.0) + (2.0 + 5.0)).all()
+        # All four ranks' gradients, over the two that have a loss of their own.
+        assert layer.expert_norm.main_grad.eq((1.0 + 2.0 + 11.0 + 12.0) / 2).all()
 
 
 class _Stage(torch.nn.Module):
@@ -198,6 +227,7 @@ def _a_rank_without_a_copy_says_so():
 
 def _finalize_over_ranks():
     _partial_gradients_are_summed_over_tp()
+    _each_kind_is_summed_over_its_own_tensor_group()
     _tied_gradients_and_tokens()
     _both_ends_on_one_rank()
     _a_rank_without_a_copy_says_so()
