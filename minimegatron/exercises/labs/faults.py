@@ -354,7 +354,7 @@ FAULTS = (
     Fault(
         "norm-gradients-not-summed",
         _DDP + "finalize_model_grads.py",
-        "        all_reduce(together, tp_group)\n",
+        "        all_reduce(together, group)\n",
         "",
         "Under sequence parallelism each rank's norm layers have seen a part of the sequence only, so "
         "each rank has only a term of their gradient.",
@@ -362,8 +362,8 @@ FAULTS = (
     Fault(
         "norm-gradients-averaged",
         _DDP + "finalize_model_grads.py",
-        "        all_reduce(together, tp_group)\n",
-        "        all_reduce(together, tp_group)\n        together.div_(tp_group.size())\n",
+        "        all_reduce(together, group)\n",
+        "        all_reduce(together, group)\n        together.div_(group.size())\n",
         "Each rank's part of the sequence gives a term of the gradient of the norm layers, not an "
         "estimate of it: averaged, it is t times too small.",
     ),
