@@ -93,6 +93,7 @@ def execute(path: Path, cell_seconds: float = CELL_SECONDS) -> Executed:
             timeout=cell_seconds,
             kernel_name="python3",
             coalesce_streams=True,
+            shutdown_kernel="immediate",  # asked to end, a kernel takes seconds, and does nothing
             resources={"metadata": {"path": str(copy)}},
         )
         environment = os.environ | {"IPYTHONDIR": folder, "PYTHONPATH": str(ROOT)}
