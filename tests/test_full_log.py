@@ -62,7 +62,7 @@ def test_the_last_line_is_about_this_repository():
     line = json.loads(LOG.read_text().splitlines()[-1])
     check_line(line)
     assert line["failed"] == 0, "the last run of make test-full failed"
-    assert line["commit"], "it was made without git, so nobody knows of which code"
+    assert line["commit"], "it was made without git: the version of the code is unknown"
     assert len(line["files"]) > 100, "it ran a part of the tests"
     has_history = git("rev-parse", "--show-toplevel") == str(ROOT.resolve())
     if not has_history or git("rev-parse", "--is-shallow-repository") == "true":

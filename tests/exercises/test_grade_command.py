@@ -146,16 +146,20 @@ def test_a_report_that_was_private_stays_so(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600 and path.read_text() == to_json(BOTH)
 
 
-def test_a_report_is_old_or_new_but_never_half(tmp_path, monkeypatch):
+def test_a_report_is_old_or_new_but_never_half(tmp_path, tmp_path_factory, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     path = tmp_path / "grades.json"
     path.write_text("old")
     monkeypatch.setattr(reports.os, "replace", fail)
+    elsewhere = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(reports.tempfile, "tempdir", str(elsewhere))
     with pytest.raises(OSError, match="No space left on device"):
         write_report(BOTH, path)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["grades.json"]
+    (kept,) = elsewhere.iterdir()
+    assert kept.read_text() == to_json(BOTH)
 
 
 # -- What nobody read --

@@ -7,7 +7,7 @@ The order matters. Every later sum works on gradients that are already summed ov
 ranks, so it may treat them elementwise; the tokens come last, one factor for all.
 
     1. data parallel     sum over dp_cp        (what backward launched is waited for here)
-    2. tensor parallel   sum over tensor group gradients of replicated parameters that are partial
+    2. tensor parallel   sum over tp, expt_tp  gradients of replicated parameters that are partial
     3. tied embedding    sum over embd         first stage's and last stage's copy, wherever they are
     4. tokens            divide by their number, which only the last stage knows
 """
