@@ -6,7 +6,7 @@ The schedules call it once per step, as `config.finalize_model_grads_func`. Coun
 The order matters. Every later sum works on gradients that are already summed over data-parallel
 ranks, so it may treat them elementwise; the tokens come last, one factor for all.
 
-    1. data parallel     sum over dp_cp        (what backward launched is waited for here)
+    1. data parallel     sum over dp_cp        (experts: expt_dp; what backward launched is waited for)
     2. tensor parallel   sum over tp, expt_tp  gradients of replicated parameters that are partial
     3. tied embedding    sum over embd         first stage's and last stage's copy, wherever they are
     4. tokens            divide by their number, which only the last stage knows
@@ -139,7 +139,8 @@ def finalize_model_grads(
         model: this stage's chunks, each in its data-parallel wrapper.
         num_tokens: with `calculate_per_token_loss`, the tokens this data-parallel rank's loss was
             summed over; an int tensor whose value matters on the last stage only. Left unchanged.
-        pg_collection: needs tp, pp, embd, pos_embd, dp_cp; None for those of `parallel_state`.
+        pg_collection: needs tp, pp, embd, pos_embd, dp_cp, and expt_tp where there are experts;
+            None for those of `parallel_state`.
         force_all_reduce: see `DistributedDataParallel.finish_grad_sync`.
     """
     if pg_collection is None:
