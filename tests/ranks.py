@@ -13,6 +13,7 @@ from minimegatron.launching import launcher
 launcher.PRELOADED += ["pytest", "hypothesis", "numpy"]
 launcher.PRELOADED += [
     "minimegatron.pretrain_gpt",
+    "minimegatron.core.dist_checkpointing.serialization",
     "minimegatron.training.pipeline_schedule",
     "tests.preloaded",
 ]

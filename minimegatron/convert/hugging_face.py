@@ -22,8 +22,8 @@ import torch
 from minimegatron.convert.family import Family
 from minimegatron.convert.gpt2 import GPT2
 from minimegatron.convert.llama import LLAMA
+from minimegatron.core import dist_checkpointing
 from minimegatron.core.datasets.atomic_file import write_atomically
-from minimegatron.core.dist_checkpointing import serialization
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
 from minimegatron.core.json_text import read_json
@@ -69,7 +69,7 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
         "rng": None,
         "args": {"model": args},
     }
-    serialization.save(tensors, common, save_dir / checkpoint_name(0))
+    dist_checkpointing.save(tensors, common, save_dir / checkpoint_name(0))
     write_atomically(save_dir / TRACKER, b"0")
     return args | {"vocab_size": tensors[0].global_shape[0]}
 
@@ -92,7 +92,7 @@ def export_to_hf(
         raise ValueError(f"{load_dir} holds no checkpoint")
     args = _model_arguments(folder)
     family = _family_of(args)
-    ours = serialization.load_plain_tensors(folder, prefix="model.")
+    ours = dist_checkpointing.load_plain_tensors(folder, prefix="model.")
     rows = len(ours[f"model.{VOCABULARY[0]}"])
     vocab_size = rows if vocab_size is None else vocab_size
     if not 0 < vocab_size <= rows:

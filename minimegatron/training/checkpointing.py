@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import collectives, parallel_state
+from minimegatron.core import collectives, dist_checkpointing, parallel_state
 from minimegatron.core.datasets.atomic_file import write_atomically
-from minimegatron.core.dist_checkpointing import serialization
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
 from minimegatron.core.optimizer import MegatronOptimizer
@@ -81,7 +80,7 @@ def save_checkpoint(
         tensors += sharded_rng_state(args.data_parallel_random_init)
     common = _common_state(iteration, optimizer, opt_param_scheduler)
     try:
-        serialization.save(tensors, common, folder)
+        dist_checkpointing.save(tensors, common, folder)
     except CheckpointingException as error:
         complete = complete_iterations(args.save)
         left = f"iteration {complete[-1]} is complete there" if complete else "none is complete yet"
@@ -217,12 +216,12 @@ def load_checkpoint(
         opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])
     tensors = list(sharded_model_state(model))
     if with_optimizer:
-        saved_keys = set(serialization.load_tensors_metadata(folder))
+        saved_keys = set(dist_checkpointing.load_tensors_metadata(folder))
         tensors += sharded_optimizer_state(model, optimizer, saved_keys)
     same_place = common["rng"] == rng_layout(args.data_parallel_random_init)
     with_rng = same_place and not (args.no_load_rng or args.finetune)
     rng = sharded_rng_state(args.data_parallel_random_init) if with_rng else []
-    serialization.load(tensors + rng, folder)
+    dist_checkpointing.load(tensors + rng, folder)
 
     if with_optimizer:
         _take_optimizer_numbers(optimizer, common["optimizer"])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.dist_checkpointing import serialization
+from minimegatron.core import dist_checkpointing
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
 from minimegatron.core.tensor_parallel.sharding import (
@@ -314,15 +314,15 @@ def _move(case: Case, folder: str) -> dict[str, Any]:
     old.optimizer.step()
     tensors = [*sharded_model_state(old.chunks)]
     tensors += sharded_optimizer_state(old.chunks, old.optimizer)
-    serialization.save(tensors, {}, f"{folder}/saved")
+    dist_checkpointing.save(tensors, {}, f"{folder}/saved")
 
     # Other initial weights, so that what is not loaded is seen.
     new = on_these_ranks(case.after | {"seed": case.after["seed"] + 1})
     new.data = _same_data(case, new)
-    saved_keys = set(serialization.load_tensors_metadata(f"{folder}/saved"))
+    saved_keys = set(dist_checkpointing.load_tensors_metadata(f"{folder}/saved"))
     wanted = [*sharded_model_state(new.chunks)]
     wanted += sharded_optimizer_state(new.chunks, new.optimizer, saved_keys)
-    serialization.load(wanted, f"{folder}/saved")
+    dist_checkpointing.load(wanted, f"{folder}/saved")
     new.optimizer.set_step(old.optimizer.get_step())
     new.meet()
     loaded = _state(new)
