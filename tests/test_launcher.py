@@ -208,6 +208,16 @@ def test_a_rank_that_nobody_waits_for_ends_itself(tmp_path):
         assert not wait_until_gone(pids)
 
 
+def test_a_rank_that_has_reported_takes_its_processes_along(tmp_path):
+    """As when the caller is killed after a rank's report and before its word to leave."""
+    with RankProcesses(hang_on, 1, -1, str(tmp_path), backend="gloo", device="cpu") as ranks:
+        while ranks.unfinished():
+            ranks.check()
+            time.sleep(0.05)
+        ranks._channels[0].close()
+        assert not wait_until_gone([int(pid) for pid in (tmp_path / "0").read_text().split()])
+
+
 def test_closures_and_lambdas_go_by_value():
     factor = torch.tensor([2.0])
 

@@ -402,8 +402,8 @@ def _rank_main(seat: _Seat, job: PackedCall, channel: connection.Connection) -> 
     with offer_stacks(stack_path(folder, seat.rank)):
         report = _report(seat, job)
         has_reported.set()
-        channel.send_bytes(report)
-        _wait_to_leave(channel)
+        if not _may_leave(report, channel):
+            _end_with_all_it_started(folder)
         faulthandler.unregister(STACK_SIGNAL)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -454,9 +454,14 @@ def _initialize(seat: _Seat) -> None:
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.nprocs)
 
 
-def _wait_to_leave(channel: connection.Connection) -> None:
-    with contextlib.suppress(EOFError, ConnectionError):
+def _may_leave(report: bytes, channel: connection.Connection) -> bool:
+    """Hands in the report, and waits for the word to leave. False if nobody is there any more."""
+    try:
+        channel.send_bytes(report)
         channel.recv_bytes()
+    except (EOFError, ConnectionError):
+        return False
+    return True
 
 
 def _die_with_parent(
@@ -469,6 +474,11 @@ def _die_with_parent(
     sentinel = multiprocessing.parent_process().sentinel
     if connection.wait([sentinel, channel]) == [channel] and has_reported.is_set():
         connection.wait([sentinel])
+    _end_with_all_it_started(folder)
+
+
+def _end_with_all_it_started(folder: Path) -> None:
+    """For the rank, when nobody is left to do it. Only to exit would leave its processes alive."""
     remove_folder(folder)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
