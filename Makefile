@@ -50,20 +50,23 @@ demo: $(VENV)/.installed
 	@echo
 	@$(DEMO)
 
+# Three workers on two processors: many tests wait. What takes longest comes first, see tests/conftest.py.
+SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
+
 # The tests start some hundred processes: with this set, each would compile the package again.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-conformance chromium
-	$(BIN)/python -m pytest -v -n 2 --dist loadfile
+	$(BIN)/python -m pytest -v $(SPREAD)
 
 test-full: export PYTHONDONTWRITEBYTECODE =
 test-full: $(VENV)/.installed-conformance chromium
-	$(BIN)/python -m tests.full -n 2 --dist loadfile
+	$(BIN)/python -m tests.full $(SPREAD)
 
 # What macOS has: `tests.ranks` lets ranks find no shared memory, and gloo carries all they exchange.
 # Left out are the tests of shared memory itself.
 test-gloo: export MINIMEGATRON_TESTS_WITHOUT_SHARED_MEMORY = 1
 test-gloo: $(VENV)/.installed-conformance
-	$(BIN)/python -m pytest -v -n 2 --dist loadfile -m 'processes and (full or not full)' \
+	$(BIN)/python -m pytest -v $(SPREAD) -m 'processes and (full or not full)' \
 	  tests/test_execution.py tests/test_failed_step.py tests/test_layout_parity.py tests/test_parity.py \
 	  tests/conformance tests/convert tests/core tests/trace tests/training \
 	  --ignore-glob '*/test_local_*.py'

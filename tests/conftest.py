@@ -26,6 +26,42 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.load_profile("repeatable")
 
 
+LONGEST = (
+    "notebooks/test_live_ranks",
+    "notebooks/test_notebooks",
+    "docs/test_browser",
+    "exercises/test_catalog",
+    "test_parity",
+    "doctor/test_planted_hangs",
+    "test_mutations",
+    "doctor/test_session",
+    "faults/test_leftovers",
+    "core/test_local_channels",
+    "exercises/test_grading",
+    "exercises/test_engine",
+    "test_seam",
+    "exercises/test_labs",
+    "training/test_checkpointing",
+    "benchmarks/test_benchmarks",
+    "faults/test_kill",
+    "test_failed_step",
+    "exercises/test_archives",
+    "test_launcher",
+    "test_stress",
+    "exercises/test_rooms",
+    "exercises/test_torchrun",
+    "core/pipeline_parallel/test_step_frame",
+    "test_toy_expert",
+)
+"""Files that take more than seven seconds each, the longest first. The others take as long together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: at the end, no worker waits for one that began late."""
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
+
+
 @pytest.fixture(autouse=True)
 def forget_users_schedules() -> Iterator[None]:
     """What a user's file has registered is gone after the test, whichever test comes next."""

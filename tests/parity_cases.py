@@ -63,9 +63,6 @@ SPACE = Space(
             ("overlap_grad_reduce", "overlap_param_gather"), lambda reduce, gather: reduce >= gather
         ),
         Rule(("overlap_param_gather", "align_param_gather"), lambda gather, align: gather >= align),
-        # Eight ranks need as long to find each other over gloo alone as all smaller worlds together;
-        # `make test-full` has them.
-        Rule(("world", "shared_memory"), lambda world, shared_memory: world < 8 or shared_memory),
     ],
 )
 """The options of parity. World sizes are an axis, so that every option is on in each of them."""

@@ -42,12 +42,10 @@ def check(cases: list[Case], world: int, folder: Path, shared_memory: bool = Tru
 # -- In every run of the tests --
 
 
+@MEMORY
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_two_options_equal_one_process(world, tmp_path_factory):
-    for shared_memory in (True, False):
-        cases = [case for case in pairwise_cases(shared_memory) if case.world == world]
-        if cases:
-            check(cases, world, tmp_path_factory.getbasetemp(), shared_memory)
+def test_every_two_options_equal_one_process(world, shared_memory, tmp_path_factory):
+    check(pairwise_cases(shared_memory), world, tmp_path_factory.getbasetemp(), shared_memory)
 
 
 @pytest.mark.parametrize("world", sorted({case.world for case in NAMED_CASES.values()}))
