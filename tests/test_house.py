@@ -144,10 +144,10 @@ def code_lines(path: Path) -> frozenset[int]:
     return code_count.code_lines(path.read_text())
 
 
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+@cache
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in ast.walk(tree(path)) if isinstance(node, kinds)]
 
 
 def imported(node: ast.AST, package: str) -> list[str]:

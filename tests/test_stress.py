@@ -92,6 +92,7 @@ def test_a_failure_is_named_with_its_output_and_kept(sample, capsys):
     assert run(sample, "--workers", "1")[0] == 1, "a failure is not forgotten by a second call"
 
 
+@pytest.mark.full
 def test_files_of_one_run_are_told_apart(sample):
     for number in (1, 2):
         name = sample / "tests" / f"test_good_{number}.py"
@@ -117,6 +118,7 @@ def test_a_process_that_dies_is_a_failure(sample):
     assert [one["test"] for one in failures] == ["(pytest itself, exit code 3)"] * 3
 
 
+@pytest.mark.full
 def test_other_code_begins_a_new_log_unless_told_otherwise(sample, monkeypatch, capsys):
     monkeypatch.setattr(stress, "commit_of", lambda root: "one")
     assert run(sample)[0] == 0
@@ -136,6 +138,7 @@ def test_other_code_begins_a_new_log_unless_told_otherwise(sample, monkeypatch, 
     assert json.loads((sample / stress.LOG).read_text().splitlines()[0])["commit"] == "a third"
 
 
+@pytest.mark.full
 def test_after_an_interruption_it_goes_on(sample):
     (sample / "tests" / "test_slow.py").write_text(SLOW)
     code = (

@@ -21,8 +21,14 @@ ROOT = Path(__file__).parents[2]
 TINY = Shape(2, 32, 4, 16, 2, 2, 64)
 
 
+SLOW = {"demo_speed"}
+"""Starts runs of the whole demo; `make test-full` has it."""
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in NAMES]
+)
 def test_runs(name: str, tmp_path, capsys):
     path = tmp_path / f"{name}.json"
     module = importlib.import_module(f"tests.benchmarks.{name}")

@@ -16,8 +16,13 @@ signatures = importlib.import_module("signatures")
 
 
 @pytest.fixture(scope="module")
-def entries():
-    return rosetta.entries(importlib.import_module("package").Package.read())
+def package():
+    return importlib.import_module("package").Package.read()
+
+
+@pytest.fixture(scope="module")
+def entries(package):
+    return rosetta.entries(package)
 
 
 def test_names_and_parameters_are_megatrons(entries):
@@ -40,8 +45,8 @@ def test_a_counterpart_outside_the_package_is_in_the_repository(entries):
     assert not [entry.name for entry in entries if entry.newer]
 
 
-def test_the_page_says_what_is_not_compared_and_what_differs(entries):
-    page = rosetta.rosetta_page(importlib.import_module("package").Package.read())
+def test_the_page_says_what_is_not_compared_and_what_differs(entries, package):
+    page = rosetta.rosetta_page(package)
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| [")]
     words = {re.search(r"source/(.*)\)", row[0])[1]: row[2].strip(" |") for row in rows}
     assert len(words) == len(entries)

@@ -143,9 +143,9 @@ def compare(cases: list[dict[str, Any]], orders_file: Path, whole: bool) -> None
 
 
 @needs_node
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.full)])
 def test_times_of_plans(orders_file: Path, every: int) -> None:
-    """Seven is prime: every schedule comes along with every number of stages, and of chunks."""
+    """Eleven is prime: every schedule comes along with every number of stages, and of chunks."""
     some = list(plans().items())[::every]
     compare([even_case(key, plan) for key, plan in some], orders_file, whole=False)
 

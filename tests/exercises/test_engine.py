@@ -115,6 +115,7 @@ def test_a_wrong_answer_that_changes_is_named(tmp_path):
     assert "Asked the same thing a second time, your code gave another answer: " in found.text
 
 
+@pytest.mark.full
 def test_an_endless_loop_is_found_at_its_line(tmp_path):
     found = check(write(tmp_path, "loop", "    while True:\n        pass\n"), patience=0.6)
     assert found.kind in (verdict.HANG, verdict.TIMEOUT)

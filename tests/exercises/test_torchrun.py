@@ -42,6 +42,7 @@ def run(path: Path, num_ranks: int) -> tuple[list[int], list[str]]:
     return codes, printed
 
 
+@pytest.mark.full
 def test_a_message_still_being_freed_does_not_abort_the_end(tmp_path):
     """The cause of `terminate called without an active exception` after a run that went well."""
     body = f"    if len(value) == 4:\n        linger()\n{RIGHT}"

@@ -203,7 +203,8 @@ def next_run(job: Job) -> None:
 def ways(here: list[str], full: list[str]) -> pytest.MarkDecorator:
     """`here`: in every run of the tests; `full`: in `make test-full` as well.
 
-    In every run each program is ended once, and each way of ending ends some program.
+    In every run each program but live ranks, which have tests of their own, is ended once; and each way
+    of ending ends some program.
     """
     return pytest.mark.parametrize("how", [*here, *(pytest.param(w, marks=FULL) for w in full)])
 
@@ -226,7 +227,7 @@ def test_a_program_killed_between_two_launches_leaves_nothing(start):
     assert not job.left()
 
 
-@ways(["interrupt"], full=["program", "all"])
+@ways([], full=["interrupt", "program", "all"])
 def test_live_ranks_leave_nothing(start, how):
     pytest.importorskip("ipyparallel", reason="the extra `notebooks` is missing")
     job = start([*LEAVING, "live"], 2)

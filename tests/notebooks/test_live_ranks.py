@@ -120,6 +120,7 @@ def four(text: str) -> str:
     return "".join(f"rank {rank} | {text}\n" for rank in range(4))
 
 
+@pytest.mark.full
 def test_the_first_output_is_no_warning(monkeypatch):
     """Was: in red, that frozen modules may let a debugger miss breakpoints."""
     # With this set, a kernel does not show what its processes write.
