@@ -7,8 +7,6 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-import pytest
-
 from tests.full import LOG, git
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +55,7 @@ def test_a_run_is_noted(tmp_path):
 
 
 def test_the_last_line_is_about_this_repository():
-    """The last that is committed: a run that fails adds its line, and the next one must not fail for it."""
+    """The last that is committed: a run that failed adds a line, and the next must not fail for it."""
     text = git("show", f"HEAD:tests/{LOG.name}") or LOG.read_text()
     line = json.loads(text.splitlines()[-1])
     check_line(line)
