@@ -218,6 +218,18 @@ def test_a_rank_that_has_reported_takes_its_processes_along(tmp_path):
         assert not wait_until_gone([int(pid) for pid in (tmp_path / "0").read_text().split()])
 
 
+def test_sources_may_change_while_they_are_collected(monkeypatch):
+    """As when one thread launches while another prints a traceback."""
+    monkeypatch.setattr(packing.linecache, "cache", {"<one>": (2, None, ["x\n"], "<one>")})
+
+    def exists(name: str) -> bool:
+        packing.linecache.cache[f"{name} and more"] = (2, None, ["y\n"], name)
+        return False
+
+    monkeypatch.setattr(packing.os.path, "exists", exists)
+    assert list(packing._unsaved_sources()) == ["<one>"]
+
+
 def test_closures_and_lambdas_go_by_value():
     factor = torch.tensor([2.0])
 

@@ -73,6 +73,6 @@ def _unsaved_sources() -> dict[str, Any]:
     them, if it has them."""
     return {
         name: entry
-        for name, entry in linecache.cache.items()
+        for name, entry in list(linecache.cache.items())  # another thread may add some meanwhile
         if len(entry) == 4 and entry[1] is None and not os.path.exists(name)
     }
