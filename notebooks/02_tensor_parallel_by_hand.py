@@ -237,9 +237,9 @@ from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowPa
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
 config = ModelParallelConfig(tensor_model_parallel_size=world_size, params_dtype=torch.float64)
 common = {"config": config, "bias": False, "skip_bias_add": False}
-column = ColumnParallelLinear(4, len(B), init_method=lambda w: w.copy_(A.T), **common)
+column = ColumnParallelLinear(4, len(B), init_method=lambda w: w.copy_(A.T), **common).to(X.device)
 common["input_is_parallel"] = True
-row = RowParallelLinear(len(B), 4, init_method=lambda w: w.copy_(B.T), **common)
+row = RowParallelLinear(len(B), 4, init_method=lambda w: w.copy_(B.T), **common).to(X.device)
 
 # %%
 # %%px

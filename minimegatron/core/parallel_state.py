@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.rank_generator import DEFAULT_ORDER, GROUP_KINDS, all_groups
+from minimegatron.core.utils import barrier
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,10 @@ def _create_groups(
     for ranks, names in kinds_of.items():
         group = dist.new_group(list(ranks), timeout=timeout, group_desc="+".join(names))
         if me in ranks:
-            if len(ranks) > 1 and dist.get_backend(group) == "gloo":
-                # A rank that destroys a group breaks connections that other ranks are still making.
-                dist.barrier(group)
+            if len(ranks) > 1:
+                # The group connects now. With gloo, a rank that destroys a group breaks connections
+                # that other ranks are still making; with NCCL, its first step would wait for them.
+                barrier(group)
             created.append(group)
             by_kind |= dict.fromkeys(names, group)
     mine = {

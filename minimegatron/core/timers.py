@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import collectives
+from minimegatron.core import collectives, utils
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_device
 
@@ -54,7 +54,7 @@ class Timer:
 
     def _now(self, barrier: bool) -> float:
         if barrier and dist.is_initialized():
-            dist.barrier(group=self._barrier_group)
+            utils.barrier(self._barrier_group)
         if get_device().type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -221,7 +221,7 @@ class Timers:
         names_of_ranks = _gather_names(mine) if names is None else [list(names)]
         agreed = list(dict.fromkeys(name for names in names_of_ranks for name in names))
         if barrier and dist.is_initialized():
-            dist.barrier()
+            utils.barrier()
         seconds = torch.full((len(agreed),), -1.0, dtype=torch.float64)
         for column, name in enumerate(agreed):
             if name in ran:

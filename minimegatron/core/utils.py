@@ -89,19 +89,23 @@ def divide(numerator: int, denominator: int) -> int:
 _device: torch.device | None = None
 
 
-def set_device(name: str = "auto", local_rank: int = 0) -> torch.device:
+def set_device(name: str = "auto", local_rank: int = 0, num_ranks: int = 1) -> torch.device:
     """Chooses this process's device, once, before it makes tensors; returns the choice.
 
-    "cpu" is the CPU, "cuda" a GPU, "auto" a GPU where there is one. Of n GPUs, local rank r takes
-    GPU r mod n, so that ranks share when they outnumber the GPUs. Raises ValueError for another
-    name, and for "cuda" on a machine without a usable GPU.
+    "cpu" is the CPU, "cuda" a GPU, "auto" a GPU where this machine has one for each of its
+    `num_ranks` ranks. With "cuda", local rank r takes GPU r mod n of n GPUs, so that ranks share when
+    they outnumber the GPUs. Raises ValueError for another name, and for "cuda" on a machine without
+    a usable GPU.
     """
     global _device
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f'device is {name!r}; use "auto", "cpu" or "cuda"')
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError('device is "cuda" but torch finds no usable GPU here; use "cpu" or "auto"')
-    if name == "cpu" or not torch.cuda.is_available():
+    if name == "auto":
+        enough = has_gpu_for_each(num_ranks) and torch.cuda.is_available()
+        name = "cuda" if enough else "cpu"
+    if name == "cpu":
         _device = torch.device("cpu")
     else:
         _device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -114,13 +118,29 @@ def get_device() -> torch.device:
     return set_device() if _device is None else _device
 
 
+def has_gpu_for_each(num_ranks: int) -> bool:
+    """Whether torch sees a GPU for each of this machine's ranks. Counting them takes none of their
+    memory."""
+    return torch.cuda.device_count() >= num_ranks
+
+
 def choose_backend(local_world_size: int) -> str:
     """The `torch.distributed` backend for this machine's `local_world_size` ranks.
 
     "nccl" where each rank has a GPU of its own (NCCL refuses two ranks on one GPU), else "gloo".
     """
-    own_gpu = get_device().type == "cuda" and torch.cuda.device_count() >= local_world_size
+    own_gpu = get_device().type == "cuda" and has_gpu_for_each(local_world_size)
     return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Returns when every rank of `group` has come; None stands for all ranks.
+
+    NCCL's barrier is a small all-reduce on a GPU. It is told which GPU is this rank's: the guess it
+    makes otherwise is wrong where a process sees other GPUs than its neighbours do.
+    """
+    on_nccl = dist.get_backend(group) == "nccl"
+    dist.barrier(group, device_ids=[get_device().index] if on_nccl else None)
 
 
 # -- Groups that may be missing --

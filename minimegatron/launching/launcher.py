@@ -448,7 +448,7 @@ def _initialize(seat: _Seat) -> None:
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    set_device(seat.device, local_rank=seat.rank)
+    set_device(seat.device, seat.rank, seat.nprocs)
     store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
     backend = seat.backend or choose_backend(seat.nprocs)
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.nprocs)

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from minimegatron.core.utils import choose_backend
+from minimegatron.core.utils import has_gpu_for_each
 from minimegatron.doctor.findings import Diagnosis
 from minimegatron.doctor.folders import make_folder, remove_folder
 from minimegatron.doctor.watch import Watch
@@ -93,7 +94,8 @@ class LiveRanks:
             raise ValueError(f"num_ranks is {num_ranks}; give 1 rank or more")
         self.num_ranks, self.hang_timeout = num_ranks, hang_timeout
         num_gpus = torch.cuda.device_count()
-        self.has_gpus = num_gpus >= num_ranks and choose_backend(num_ranks) == "nccl"
+        # Counted, not used: the notebook's own process shall hold no memory of a GPU.
+        self.has_gpus = has_gpu_for_each(num_ranks) and dist.is_nccl_available()
         self.backend = "nccl" if self.has_gpus else "gloo"
         self._open = contextlib.ExitStack()
         begun = time.monotonic()

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import barrier, get_device
 
 NUM_ROUNDS = 10
 
@@ -58,10 +58,10 @@ def align_clocks(
         now = read_clock()
         return Alignment(at=now, at_rank_0=now)
     passes = []
-    dist.barrier()  # the first one waits for the slowest rank, and would tell nothing
+    barrier()  # the first one waits for the slowest rank, and would tell nothing
     for _ in range(num_rounds):
         entered = read_clock()
-        dist.barrier()
+        barrier()
         if get_device().type == "cuda":
             torch.cuda.synchronize()
         passes.append((entered, read_clock()))

@@ -29,7 +29,7 @@ from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter import kind_of
 from minimegatron.core.transformer.module import named_global_parameters
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import barrier, get_device
 from minimegatron.training.checkpoint_args import SAVED_STATE, load_common
 from minimegatron.training.checkpoint_folder import (
     TRACKER,
@@ -242,7 +242,7 @@ def load_checkpoint(
         print_rank_0(" random numbers are seeded anew: the checkpoint is of another layout")
     if args.save is not None and Path(args.load).resolve() == Path(args.save).resolve():
         state.saved_iteration = state.iteration
-    dist.barrier()
+    barrier()
     print_rank_0(f" loaded checkpoint of iteration {state.iteration} from {folder}")
     return state.iteration
 

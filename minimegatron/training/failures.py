@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
+from minimegatron.core.utils import barrier
 
 LOOK_SECONDS = 1.0
 """How often the watching thread looks for peers that died unannounced."""
@@ -255,7 +256,7 @@ def watch_peers() -> None:
 def leave_together() -> None:
     """The end of a run that went well: nobody leaves before all are here, and nobody is missed."""
     stop_watching()
-    dist.barrier()
+    barrier()
 
 
 def stop_watching() -> None:

@@ -101,7 +101,9 @@ def test_ranks_share_gpus_when_they_outnumber_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert [utils.set_device("auto", rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert [utils.set_device("cuda", rank, 4).index for rank in range(4)] == [0, 1, 0, 1]
+    assert {utils.set_device("auto", rank, 4).type for rank in range(4)} == {"cpu"}
+    assert [utils.set_device("auto", rank, 2).index for rank in range(2)] == [0, 1]
     assert utils.choose_backend(2) == "nccl"
     assert utils.choose_backend(4) == "gloo"
     assert utils.set_device("cpu", 1).type == "cpu"

@@ -103,8 +103,7 @@ def forward_step(
 def _autocast(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
     if not config.enable_autocast:
         return contextlib.nullcontext()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.autocast(device, dtype=config.autocast_dtype)
+    return torch.autocast(get_device().type, dtype=config.autocast_dtype)
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import numpy
 import torch
 
+from minimegatron.core.utils import get_device
+
 
 class MegatronPretrainingSampler:
     """The dataset in its own order, once. Each step of `micro_batch_size x copies` is dealt in turn.
@@ -118,7 +120,7 @@ def build_pretraining_data_loader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=get_device().type == "cuda",
         persistent_workers=num_workers > 0,
         # Every iterator draws a number. From the default generator, which dropout uses on a CPU,
         # it would draw only on ranks that load data, and tensor-parallel ranks would drop apart.
