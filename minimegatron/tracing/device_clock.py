@@ -5,8 +5,13 @@ in its timers only.
 
 A GPU runs behind the program: a call returns when its work is queued. Events queued with the work
 tell when it ran. Their times are turned into the program's clock, so that all ranks still share one.
+
+The events are on the compute stream. NCCL moves messages on streams of its own, so on a GPU the times
+of a collective or a message say when the compute stream passed its call, or waited for it: not how
+long the wires were busy. A profiler shows those streams.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +28,13 @@ class DeviceClock:
     def __init__(self, read_clock: Callable[[], int] = time.perf_counter_ns):
         self._read_clock = read_clock
         torch.cuda.synchronize()
+        before = read_clock()
         first = _event()
         first.synchronize()
-        self._began = read_clock()
+        after = read_clock()
+        self._began = (before + after) // 2
+        self.residual = (after - before + 1) // 2
+        """The anchor event ran within so many nanoseconds of the time that is taken for it."""
         self._anchors = [first]
 
     def set_anchor(self) -> None:
@@ -37,16 +46,24 @@ class DeviceClock:
         """This moment on the stream; does not wait for it."""
         return len(self._anchors) - 1, _event()
 
-    def times(self) -> Callable[[tuple[int, torch.cuda.Event]], int]:
-        """Waits for the GPU; the returned function gives a mark's time in nanoseconds."""
-        torch.cuda.synchronize()
-        at = [self._began]
-        for earlier, later in zip(self._anchors, self._anchors[1:], strict=False):
-            at.append(at[-1] + round(earlier.elapsed_time(later) * 1e6))
-        anchors = self._anchors
+    def times(self, wait: bool = True) -> Callable[[tuple[int, torch.cuda.Event]], int | None]:
+        """The returned function gives a mark's time in nanoseconds; None if the GPU is not there yet.
 
-        def time_of(mark: tuple[int, torch.cuda.Event]) -> int:
+        `wait=False` does not wait for the GPU first. After an error it may be waiting for a message
+        that nobody sends any more, and whoever waits for it would be silent until NCCL's time-out.
+        """
+        if wait:
+            torch.cuda.synchronize()
+        # Events of one stream end in order: what stands behind one that has not ended has not either.
+        anchors = list(itertools.takewhile(torch.cuda.Event.query, self._anchors))
+        at = [self._began]
+        for earlier, later in itertools.pairwise(anchors):
+            at.append(at[-1] + round(earlier.elapsed_time(later) * 1e6))
+
+        def time_of(mark: tuple[int, torch.cuda.Event]) -> int | None:
             anchor, event = mark
+            if anchor >= len(anchors) or not event.query():
+                return None
             return at[anchor] + round(anchors[anchor].elapsed_time(event) * 1e6)
 
         return time_of

@@ -39,9 +39,11 @@ PlanOf = Callable[[PlanConfig], Plan]
 def to_rank_trace(recorder: Any, begin: Alignment, end: Alignment | None) -> RankTrace:
     """A `Recorder`'s records as a `RankTrace`, in microseconds since the recording began."""
     surroundings = recorder.surroundings
-    converter = _Converter(recorder, _clock(recorder, begin, end))
+    # Without `end` the block raised, and the GPU may never come to an end of what it waits for.
+    converter = _Converter(recorder, _clock(recorder, begin, end), wait_for_gpu=end is not None)
     events = _with_phases([converter.event(record) for record in recorder.records])
     ends = [begin] if end is None else [begin, end]
+    of_device = 0 if recorder.device_clock is None else recorder.device_clock.residual
     return RankTrace(
         rank=surroundings.rank,
         world_size=surroundings.world_size,
@@ -50,8 +52,8 @@ def to_rank_trace(recorder: Any, begin: Alignment, end: Alignment | None) -> Ran
         device="cpu" if recorder.device_clock is None else "cuda",
         clock=ClockFigures(
             begin.offset / 1e3,
-            max(alignment.residual for alignment in ends) / 1e3,
-            max(alignment.worst_residual for alignment in ends) / 1e3,
+            (max(alignment.residual for alignment in ends) + of_device) / 1e3,
+            (max(alignment.worst_residual for alignment in ends) + of_device) / 1e3,
             begin.is_shared,
         ),
         pace=None if surroundings.pace is None else surroundings.pace.lengths(),
@@ -74,11 +76,12 @@ def _clock(recorder: Any, begin: Alignment, end: Alignment | None) -> Callable[[
 class _Converter:
     """Makes the events of one rank, one after the other."""
 
-    def __init__(self, recorder: Any, read: Callable[[int], float]):
+    def __init__(self, recorder: Any, read: Callable[[int], float], wait_for_gpu: bool):
         self.texts = SourceTexts(recorder.codes)
         self._events: list[Event] = []
         self._read, self._ended = read, recorder.ended
-        self._time_of = None if recorder.device_clock is None else recorder.device_clock.times()
+        clock = recorder.device_clock
+        self._time_of = None if clock is None else clock.times(wait=wait_for_gpu)
         self._pp_rank = recorder.surroundings.coordinates["pp"]
         self._step = -1
 
@@ -134,8 +137,12 @@ class _Converter:
             host_end = self._ended
         start, end = self._read(record.start), self._read(host_end)
         if self._time_of is not None and record.marks is not None and len(record.marks) == 2:
-            attributes["host_start"], attributes["host_end"] = start, end
-            start, end = (self._read(self._time_of(mark)) for mark in record.marks)
+            times = [self._time_of(mark) for mark in record.marks]
+            if None in times:
+                attributes["unfinished"] = True  # on the GPU; the program went on
+            else:
+                attributes["host_start"], attributes["host_end"] = start, end
+                start, end = map(self._read, times)
         return start, end
 
     def _action(self, record: Any, parent: Event | None, attributes: dict[str, Any]) -> Action:

@@ -377,11 +377,18 @@ def check_tracing(args: argparse.Namespace) -> None:
 
 
 def check_backend(args: argparse.Namespace) -> None:
-    """NCCL needs a GPU for every process of this machine."""
-    if args.distributed_backend == "nccl" and torch.cuda.device_count() < args.local_world_size:
+    """NCCL and --device cuda need GPUs. Which rank has which is found out where the ranks meet
+    (`devices`); here is what one process can tell for all of its machine."""
+    needs = [("--distributed-backend nccl", "nccl"), ("--device cuda", "cuda")]
+    asked = [name for name, value in needs if value in (args.distributed_backend, args.device)]
+    if args.device == "cpu" and args.distributed_backend == "nccl":
         raise ValueError(
-            f"--distributed-backend nccl needs a GPU for each of the {args.local_world_size} "
-            f"processes here, but there are {torch.cuda.device_count()}; use gloo, or leave it out"
+            "--distributed-backend nccl moves tensors between GPUs, but --device is cpu; use gloo"
+        )
+    if asked and args.world_size == args.local_world_size and torch.cuda.device_count() == 0:
+        raise ValueError(
+            f"{asked[0]} needs a GPU for each of the {args.world_size} processes, but torch sees "
+            "none here; use --distributed-backend gloo and --device cpu, or leave both out"
         )
 
 

@@ -271,6 +271,9 @@ class DistributedInitConfig:
 
     distributed_backend: Literal["nccl", "gloo"] | None = knob()
     """By default nccl where each process has a GPU to itself, else gloo."""
+    device: Literal["auto", "cpu", "cuda"] = knob("auto")
+    """What the processes compute on. auto takes GPUs where each process has one to itself; cuda lets
+    processes share one, over gloo (no Megatron flag)."""
     distributed_timeout_minutes: int = knob(10, minimum=1)
     """Longest wait for another rank."""
     hang_timeout: float | None = knob(above=0.0)

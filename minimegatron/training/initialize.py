@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
-from minimegatron.core.utils import choose_backend, set_device
+from minimegatron.core.utils import set_device
 from minimegatron.doctor.session import watch_ranks
 from minimegatron.training import failures
 from minimegatron.training.arguments import parse_args
 from minimegatron.training.config import Arguments
+from minimegatron.training.devices import agree_on_device, name_of_gpu
 from minimegatron.training.ending import end_properly
 from minimegatron.training.global_vars import set_global_variables
 from minimegatron.training.pipeline_schedule import pipeline_placement
@@ -76,7 +77,6 @@ def _initialize_distributed(
     """Device, default process group, all other groups; then every rank knows every other."""
     ours = not dist.is_initialized()
     if ours:
-        set_device("auto", args.local_rank)
         end_properly()
         failures.watch_launcher()
         _init_process_group(args)
@@ -102,19 +102,27 @@ def _initialize_distributed(
 
 
 def _init_process_group(args: Arguments) -> None:
-    backend = args.distributed_backend or choose_backend(args.local_world_size)
     if args.world_size == args.local_world_size:
         # Ranks of one machine need no network, and the machine's name need not resolve.
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    store = find_each_other(args.rank, args.world_size, timeout)
+    gpu = "" if args.device == "cpu" else name_of_gpu(args.local_rank)
+    try:
+        chosen = agree_on_device(
+            store, args.rank, args.world_size, gpu, args.device, args.distributed_backend
+        )
+    except ValueError as reason:
+        _refuse(reason)
+    set_device(chosen.device, args.local_rank)
     dist.init_process_group(
-        backend,
+        chosen.backend,
         rank=args.rank,
         world_size=args.world_size,
         timeout=timeout,
-        store=find_each_other(args.rank, args.world_size, timeout),
+        store=store,
     )
 
 

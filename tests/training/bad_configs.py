@@ -372,6 +372,9 @@ BAD_CONFIGS = [
     ),
     BadConfig("--recompute-granularity full", ("--recompute-granularity", "--recompute-method")),
     BadConfig("--distributed-backend nccl", ("--distributed-backend nccl", "gloo")),
+    BadConfig("--device cuda", ("--device cuda", "needs a GPU", "--device cpu")),
+    BadConfig("--device cpu --distributed-backend nccl", ("nccl", "--device is cpu", "gloo")),
+    BadConfig("--device tpu", ("--device", "tpu", "auto")),
     # -- Files and folders --
     BadConfig(
         "--data-path {folder}/no-such-data", ("--data-path", "no-such-data.idx", "preprocess")
