@@ -328,7 +328,7 @@ def on_one_rank():
     return gpt.gradients()
 
 
-(whole,) = launch(on_one_rank, 1, device="cuda" if ranks.has_gpus else "cpu")
+(whole,) = launch(on_one_rank, 1, device=ranks.device)
 pieces = {name: grad for of_rank in ranks["by_schedule"] for name, grad in of_rank.items()}
 assert pieces.keys() == whole.keys()
 assert all(torch.allclose(pieces[name], whole[name], rtol=1e-4, atol=1e-6) for name in whole)

@@ -10,12 +10,11 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.utils import has_gpu_for_each
 from minimegatron.doctor.findings import Diagnosis
 from minimegatron.doctor.folders import make_folder, remove_folder
 from minimegatron.doctor.watch import Watch
@@ -69,41 +68,65 @@ class ControllerError(RuntimeError):
     """The controller of live ranks has ended while they were starting."""
 
 
-def live_ranks(num_ranks: int, hang_timeout: float = 5.0) -> "LiveRanks":
+def live_ranks(num_ranks: int, hang_timeout: float = 5.0, device: str = "auto") -> "LiveRanks":
     """Starts `num_ranks` ranks for `%%px` cells, in place of earlier ones; says what they run on.
 
-    NCCL where every rank can have a GPU of its own, else gloo on the CPU. If no rank moves for
-    `hang_timeout` seconds of a cell and the hang doctor finds that none ever will, the ranks are
-    ended and fresh ones started.
+    If no rank moves for `hang_timeout` seconds of a cell and the hang doctor finds that none ever
+    will, the ranks are ended and fresh ones started. For `device` see `choose_place`.
     """
     global _current
     if _current is not None:
         _current.stop()
-    _current = LiveRanks(num_ranks, hang_timeout)
+    _current = LiveRanks(num_ranks, hang_timeout, device)
     shell = get_ipython()
     if shell is not None:
         shell.register_magics(RankMagics(shell, _current.run))
     return _current
 
 
+class RanksPlace(NamedTuple):
+    """What live ranks run on."""
+
+    device: str
+    backend: str
+    text: str
+
+
+def choose_place(num_ranks: int, device: str = "auto") -> RanksPlace:
+    """NCCL where every rank can have a GPU of its own, else gloo on the CPU; `device` "cpu" or "cuda"
+    says otherwise, and with "cuda" ranks share GPUs, over gloo, when they outnumber them.
+
+    Raises ValueError for another name, and for "cuda" without a GPU. The GPUs are counted, not used:
+    the notebook's own process holds none of their memory.
+
+    >>> choose_place(2, "cpu")[:2]
+    ('cpu', 'gloo')
+    """
+    num_gpus = torch.cuda.device_count()
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f'device is {device!r}; use "auto", "cpu" or "cuda"')
+    if device == "cuda" and num_gpus == 0:
+        raise ValueError('device is "cuda" but torch sees no GPU here; use "cpu" or "auto"')
+    if device == "cpu" or (device == "auto" and num_gpus < num_ranks):
+        return RanksPlace("cpu", "gloo", f"the CPU, one thread each (GPUs here: {num_gpus})")
+    if num_gpus < num_ranks:
+        return RanksPlace("cuda", "gloo", f"{num_gpus} GPUs, which they share")
+    backend = "nccl" if dist.is_nccl_available() else "gloo"
+    return RanksPlace("cuda", backend, f"{num_ranks} of {num_gpus} GPUs, one each")
+
+
 class LiveRanks:
     """Ranks that stay alive between cells. `ranks["x"]` is the value of `x` on each of them."""
 
-    def __init__(self, num_ranks: int, hang_timeout: float = 5.0):
+    def __init__(self, num_ranks: int, hang_timeout: float = 5.0, device: str = "auto"):
         if num_ranks < 1:
             raise ValueError(f"num_ranks is {num_ranks}; give 1 rank or more")
         self.num_ranks, self.hang_timeout = num_ranks, hang_timeout
-        num_gpus = torch.cuda.device_count()
-        # Counted, not used: the notebook's own process shall hold no memory of a GPU.
-        self.has_gpus = has_gpu_for_each(num_ranks) and dist.is_nccl_available()
-        self.backend = "nccl" if self.has_gpus else "gloo"
+        self.device, self.backend, on = choose_place(num_ranks, device)
         self._open = contextlib.ExitStack()
         begun = time.monotonic()
         self._start()
         atexit.register(self.stop)
-        on = f"{num_ranks} of {num_gpus} GPUs, one each"
-        if not self.has_gpus:
-            on = f"the CPU, one thread each (GPUs here: {num_gpus})"
         word = "rank" if num_ranks == 1 else "ranks"
         print(
             f"{num_ranks} live {word}, {self.backend}, on {on}; "
@@ -132,13 +155,12 @@ class LiveRanks:
             folder = str(self._folder)
             controller = launcher.RankProcesses(serve_controller, 1, folder, device="cpu")
             self._controller = opened.enter_context(controller)
-            device = "cuda" if self.has_gpus else "cpu"
             self._processes = launcher.RankProcesses(
                 serve_rank,
                 self.num_ranks,
                 folder,
                 backend=self.backend,
-                device=device,
+                device=self.device,
                 folder=self._folder,
             )
             opened.enter_context(self._processes)

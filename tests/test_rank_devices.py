@@ -1,0 +1,136 @@
+"""What a rank asks of torch follows from its own device and backend, not from what the machine has.
+
+There is no GPU here: each test pretends one, or a group on NCCL.
+"""
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import parallel_state, tracing, utils
+from minimegatron.core.pipeline_parallel import steps
+from minimegatron.core.pipeline_parallel.transport import TensorMessage, TorchTransport
+from minimegatron.notebook.live_ranks import choose_place
+from minimegatron.training.datasets import data_samplers
+from tests.ranks import run_ranks
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "02_tensor_parallel_by_hand.py"
+
+
+@pytest.fixture
+def rank_on(monkeypatch):
+    """`rank_on("cpu")`: this rank's device, on a machine where torch finds GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def choose(device: str) -> None:
+        monkeypatch.setattr(utils, "_device", torch.device(device))
+
+    return choose
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_is_of_the_ranks_device(rank_on, monkeypatch, device):
+    rank_on(device)
+    asked = []
+    monkeypatch.setattr(torch, "autocast", lambda kind, dtype: asked.append((kind, dtype)))
+    steps._autocast(SimpleNamespace(enable_autocast=True, autocast_dtype=torch.bfloat16))
+    assert asked == [(device, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_pinned_for_ranks_on_a_gpu_alone(rank_on, monkeypatch, device):
+    rank_on(device)
+    made = {}
+    monkeypatch.setattr(torch.utils.data, "DataLoader", lambda *_, **how: made.update(how))
+    data_samplers.build_pretraining_data_loader(
+        [0] * 8, 0, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1
+    )
+    assert made["pin_memory"] == (device == "cuda")
+
+
+def test_a_barrier_on_nccl_is_told_the_gpu(rank_on, monkeypatch):
+    rank_on("cuda:3")
+    calls = []
+    monkeypatch.setattr(dist, "barrier", lambda group, device_ids: calls.append(device_ids))
+    for backend in ("nccl", "gloo"):
+        monkeypatch.setattr(dist, "get_backend", lambda _, backend=backend: backend)
+        utils.barrier()
+    assert calls == [[3], None]
+
+
+def test_every_group_is_used_once_when_it_is_made(monkeypatch):
+    """On NCCL too: its first collective takes seconds, which would be in the first step."""
+    used = []
+    monkeypatch.setattr(parallel_state, "barrier", used.append)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: tuple(ranks))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda _=None: "nccl")
+    monkeypatch.setattr(parallel_state, "_state", None, raising=False)
+    with contextlib.suppress(AttributeError):  # what comes after the groups asks them for more
+        parallel_state.initialize_model_parallel(2, 2)
+    assert {len(group) for group in used} >= {2, 4}
+    assert all(0 in group for group in used) and len(set(used)) == len(used)
+
+
+def send_and_receive_in_a_batch() -> list[tuple[str, bool]]:
+    transport, seen = TorchTransport(dist.group.WORLD), []
+    transport.matches_by_tag = False  # as on NCCL; gloo takes torch's batches too
+    observer = SimpleNamespace(
+        start=lambda call: seen.append((call.name, call.arguments["message"].is_send)),
+        stop=lambda _: None,
+    )
+    peer = 1 - dist.get_rank()
+    messages = [
+        TensorMessage(True, torch.ones(3), peer, "activation"),
+        TensorMessage(False, torch.empty(3), peer, "activation"),
+    ]
+    with tracing.observed_by(observer):
+        for work in transport.start_batch(messages):
+            work.wait()
+    return seen
+
+
+def test_each_message_of_a_batch_is_seen():
+    """The doctor, the tracer and notebook 01 count "p2p-start", and know no batches."""
+    both = [("p2p-start", True), ("p2p-start", False)]
+    assert run_ranks(send_and_receive_in_a_batch, 2) == [both, both]
+
+
+def layers_of_the_notebook() -> set[str]:
+    """Runs the cell of notebook 02 that builds layers, with its input on another device."""
+    cells = NOTEBOOK.read_text().split("# %%\n")
+    (cell,) = [cell for cell in cells if "column = ColumnParallelLinear(" in cell]
+    A, B = (torch.ones(size, dtype=torch.float64) for size in ((4, 8), (8, 4)))
+    names = {"A": A, "B": B, "X": torch.empty(3, 4, device="meta"), "torch": torch, "world_size": 1}
+    exec(cell, names)
+    return {str(names[layer].weight.device) for layer in ("column", "row")}
+
+
+def test_the_layers_of_notebook_02_are_where_their_input_is():
+    assert run_ranks(layers_of_the_notebook, 1)[0] == {"meta"}
+
+
+def test_a_notebook_counts_gpus_and_uses_none(monkeypatch):
+    def forbidden(*_):
+        raise AssertionError("the notebook's own process would hold memory of a GPU")
+
+    for name in ("set_device", "_lazy_init", "is_available", "current_device", "init"):
+        monkeypatch.setattr(torch.cuda, name, forbidden)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(utils, "_device", None)
+    assert choose_place(4) == ("cuda", "nccl", "4 of 4 GPUs, one each")
+    assert choose_place(8)[:2] == choose_place(2, "cpu")[:2] == ("cpu", "gloo")
+    assert choose_place(8, "cuda") == ("cuda", "gloo", "4 GPUs, which they share")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="torch sees no GPU here"):
+        choose_place(1, "cuda")
+    with pytest.raises(ValueError, match="device is 'tpu'"):
+        choose_place(1, "tpu")
+    assert utils._device is None
