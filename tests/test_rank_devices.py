@@ -4,6 +4,7 @@ There is no GPU here: each test pretends one, or a group on NCCL.
 """
 
 import contextlib
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,12 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tracing, utils
+from minimegatron.core.optimizer import OptimizerConfig
+from minimegatron.core.optimizer.optimizer import make_torch_optimizer
 from minimegatron.core.pipeline_parallel import steps
 from minimegatron.core.pipeline_parallel.transport import TensorMessage, TorchTransport
 from minimegatron.notebook.live_ranks import choose_place
+from minimegatron.training import result_checks
 from minimegatron.training.datasets import data_samplers
 from tests.ranks import run_ranks
 
@@ -134,3 +138,30 @@ def test_a_notebook_counts_gpus_and_uses_none(monkeypatch):
     with pytest.raises(ValueError, match="device is 'tpu'"):
         choose_place(1, "tpu")
     assert utils._device is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("rule", ["adam", "sgd"])
+def test_one_kernel_updates_all_parameters_on_a_gpu_alone(rank_on, monkeypatch, device, rule):
+    rank_on(device)
+    made = {}
+    for name in ("AdamW", "SGD"):
+        monkeypatch.setattr(torch.optim, name, lambda _, **how: made.update(how))
+    config = OptimizerConfig(optimizer=rule, lr=1.0)
+    make_torch_optimizer([{"params": [], "wd_mult": 1.0}], config)
+    assert made["fused"] == (device == "cuda")
+
+
+@pytest.mark.parametrize("value, what", [(math.nan, "NaN"), (math.inf, "Inf"), (-math.inf, "Inf")])
+def test_a_loss_is_looked_at_once(monkeypatch, value, what):
+    """Whether it is NaN and whether it is Inf is one question: the program waits for one answer."""
+    asked = []
+    is_true = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda t: asked.append(t) or is_true(t))
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False)
+    monkeypatch.setattr(result_checks, "get_args", lambda: args)
+    monkeypatch.setattr(result_checks, "_where", lambda _: "microbatch 3")
+    result_checks.check_loss(torch.tensor(2.5), torch.nn.Identity())
+    assert len(asked) == 1
+    with pytest.raises(RuntimeError, match=f"the loss is {what} in microbatch 3"):
+        result_checks.check_loss(torch.tensor(value), torch.nn.Identity())

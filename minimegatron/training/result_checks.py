@@ -25,8 +25,8 @@ def check_loss(loss: torch.Tensor, model: torch.nn.Module) -> None:
     """
     args, machine = get_args(), get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
-        machine.validate_result(loss, torch.isnan, partial(_not_a_number, "NaN", model))
-        machine.validate_result(loss, torch.isinf, partial(_not_a_number, "Inf", model))
+        # One check of both: on a GPU each is a wait for the microbatch.
+        machine.validate_result(loss, _is_not_finite, partial(_not_finite, loss, model))
     if args.check_for_spiky_loss and model.training:
         is_spiky = partial(
             machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
@@ -36,7 +36,12 @@ def check_loss(loss: torch.Tensor, model: torch.nn.Module) -> None:
             tqdm.write(message)
 
 
-def _not_a_number(what: str, model: torch.nn.Module) -> str:
+def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
+    return ~torch.isfinite(loss)
+
+
+def _not_finite(loss: torch.Tensor, model: torch.nn.Module) -> str:
+    what = "NaN" if loss.isnan() else "Inf"
     return (
         f"the loss is {what} in {_where(model)}; look at its samples, lower --lr or --clip-grad, "
         "lengthen --lr-warmup-iters, or compute in another precision; "

@@ -85,10 +85,9 @@ def clip_grad_by_total_norm_fp32(
 ) -> None:
     """Multiplies every `.grad` by max_norm / total_norm, in place, where that is below 1."""
     coefficient = max_norm / (total_norm + 1e-6)
-    if coefficient < 1.0:
-        for param in parameters:
-            if param.grad is not None:
-                param.grad.mul_(coefficient)
+    grads = [param.grad for param in parameters if param.grad is not None]
+    if coefficient < 1.0 and grads:
+        torch._foreach_mul_(grads, coefficient)
 
 
 @torch.no_grad()

@@ -86,16 +86,20 @@ def make_torch_optimizer(
 ) -> torch.optim.Optimizer:
     """The update rule alone. Groups carry `params` and `wd_mult`; a group may be empty.
 
-    Not the `fused` kind: its vectorised middle and its scalar ends round differently, so that a
-    sharded parameter would not get the same bits as a whole one.
+    On a GPU, one kernel updates all parameters (`fused`). On a CPU not: the vectorised middle and the
+    scalar ends of that kind round differently, so that a sharded parameter would not get the same
+    bits as a whole one.
     """
+    fused = get_device().type == "cuda"
     for group in param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     if config.optimizer == "sgd":
-        return torch.optim.SGD(param_groups, lr=config.lr, momentum=config.sgd_momentum)
+        return torch.optim.SGD(
+            param_groups, lr=config.lr, momentum=config.sgd_momentum, fused=fused
+        )
     kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
     betas = (config.adam_beta1, config.adam_beta2)
-    return kind(param_groups, lr=config.lr, betas=betas, eps=config.adam_eps)
+    return kind(param_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused)
 
 
 class MegatronOptimizer(ABC):

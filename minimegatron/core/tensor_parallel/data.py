@@ -21,6 +21,8 @@ def _broadcast_sizes(
     keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, group: Any
 ) -> list[tuple[int, ...]]:
     """The shape of each key, known to every rank: one row of (dimensions, sizes...) per key."""
+    if group.size() == 1:
+        return [tuple(data[key].shape) for key in keys]  # nobody to tell, and nothing to wait for
     table = torch.zeros(len(keys), 1 + _MAX_DATA_DIM, dtype=torch.int64)
     if group.rank() == 0:
         for row, key in zip(table, keys, strict=True):
@@ -76,7 +78,7 @@ def broadcast_data(
     device = get_device()
     numels = [torch.Size(shape).numel() for shape in shapes]
     if group.rank() == 0:
-        flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])
+        flat = torch.cat([data[key].to(device, non_blocking=True).reshape(-1) for key in keys])
     else:
         flat = torch.empty(sum(numels), dtype=datatype, device=device)
     collectives.broadcast(flat, 0, group)
