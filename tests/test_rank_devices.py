@@ -3,7 +3,6 @@
 There is no GPU here: each test pretends one, or a group on NCCL.
 """
 
-import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import parallel_state, tracing, utils
+from minimegatron.core import tracing, utils
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.optimizer.optimizer import make_torch_optimizer
 from minimegatron.core.pipeline_parallel import steps
@@ -64,22 +63,6 @@ def test_a_barrier_on_nccl_is_told_the_gpu(rank_on, monkeypatch):
         monkeypatch.setattr(dist, "get_backend", lambda _, backend=backend: backend)
         utils.barrier()
     assert calls == [[3], None]
-
-
-def test_every_group_is_used_once_when_it_is_made(monkeypatch):
-    """On NCCL too: its first collective takes seconds, which would be in the first step."""
-    used = []
-    monkeypatch.setattr(parallel_state, "barrier", used.append)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: tuple(ranks))
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda _=None: "nccl")
-    monkeypatch.setattr(parallel_state, "_state", None, raising=False)
-    with contextlib.suppress(AttributeError):  # what comes after the groups asks them for more
-        parallel_state.initialize_model_parallel(2, 2)
-    assert {len(group) for group in used} >= {2, 4}
-    assert all(0 in group for group in used) and len(set(used)) == len(used)
 
 
 def send_and_receive_in_a_batch() -> list[tuple[str, bool]]:

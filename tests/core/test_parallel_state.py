@@ -421,15 +421,19 @@ def make_groups_slowly() -> bool:
 
 def groups_made_by(rank: int) -> tuple[list, set]:
     """What rank `rank` of 8 asks `torch.distributed` for, which is only pretended to be there."""
-    asked = []
+    asked, used = [], []
 
     def new_group(ranks, group_desc, **_):
         asked.append((tuple(ranks), group_desc))
         return PretendGroup(ranks.index(rank) if rank in ranks else 0, len(ranks))
 
-    answers = {"get_rank": lambda: rank, "get_backend": lambda group: "pretended"}
-    with mock.patch.multiple(mpu.dist, new_group=new_group, **answers):
+    with (
+        mock.patch.multiple(mpu.dist, new_group=new_group, get_rank=lambda: rank),
+        mock.patch.object(mpu, "barrier", used.append),
+    ):
         state = mpu._create_groups(all_groups(8, 2, 2, 1, 1), timedelta(seconds=1), None)
+    # On NCCL too: a group's first collective takes seconds, which would be in the first step.
+    assert used == [group for group in state.created if group.size() > 1]
     return asked, {kind for kind, group in state.groups.items() if group is not None}
 
 
