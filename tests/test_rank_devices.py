@@ -1,6 +1,6 @@
 """What a rank asks of torch follows from its own device and backend, not from what the machine has.
 
-There is no GPU here: each test pretends one, or a group on NCCL.
+These tests need no GPU. Each replaces the functions of torch that would ask for one.
 """
 
 import math

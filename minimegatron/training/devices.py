@@ -5,7 +5,8 @@ gave it, and not whether another rank was given the same one, nor what the other
 ranks that choose different backends wait for each other until the time-out.
 
 So before any process group exists, each rank writes the name of its GPU into the store where the
-ranks meet, and rank 0 writes what all shall do. Megatron has no counterpart: it always runs on CUDA.
+ranks meet, and rank 0 writes what all shall do. `initialize` calls this between the meeting and
+`init_process_group`. Megatron has no counterpart: it always runs on CUDA.
 """
 
 import contextlib

@@ -98,7 +98,7 @@ def test_which_gpus_torch_can_use():
 
 
 class Slurm:
-    """A pretended machine with as many GPUs as ranks, of which each rank sees its own only."""
+    """Stands in for a machine where every rank has a GPU, and torch shows a rank no other GPU."""
 
     def __init__(self, monkeypatch):
         self.here = threading.local()
