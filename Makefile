@@ -8,6 +8,7 @@
 # make docs    build the documentation into site/; make docs-serve shows it on this machine
 # make notebooks open the notebooks in JupyterLab
 # make bench   measure speed beside megatron-core and others, about 25 minutes, into docs/benchmarks
+# make gpu-check  thirteen parts on the GPUs of this machine, each figure beside what was expected
 # make traces    record anew the runs that the documentation replays, into docs/recordings
 # make rosetta  record anew what the installed megatron-core offers, for the page Rosetta
 # make timeline  record four paced stages on real ranks and draw docs/images/timeline.png
@@ -34,7 +35,7 @@ DEMO := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
   --log-interval 25 --eval-iters 10 --sample-tokens 150
 
-.PHONY: bench demo test test-full test-gloo test-stress lint timeline traces docs docs-serve chromium notebooks
+.PHONY: bench gpu-check demo test test-full test-gloo test-stress lint timeline traces docs docs-serve chromium notebooks
 
 demo: $(VENV)/.installed
 	@echo 'The command that runs now:'
@@ -89,6 +90,10 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-conformance
 	$(BIN)/python -m tests.benchmarks
+
+# The page of what was found last is part of the site; see docs/tools/gpu_page.py.
+gpu-check: $(VENV)/.installed-conformance
+	@PYTHONPATH=docs/tools $(BIN)/python -m tests.gpu
 
 traces: $(VENV)/.installed
 	$(BIN)/python docs/tools/record_traces.py

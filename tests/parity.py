@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core import parallel_state
+from minimegatron.core import collectives, parallel_state
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -35,7 +35,7 @@ from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.utils import get_model_config, unwrap_model
+from minimegatron.core.utils import get_device, get_model_config, unwrap_model
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from tests.fake_transport import FakeGroup
 
@@ -155,7 +155,8 @@ def batches(num: int) -> list[dict[str, torch.Tensor]]:
         text = torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
         mask = torch.ones(MICRO_BATCH, SEQ, dtype=torch.float64)
         mask[:, SEQ - 1 - i % 3 :] = 0.0
-        found.append({"tokens": text[:, :-1], "labels": text[:, 1:], "mask": mask})
+        batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "mask": mask}
+        found.append({name: tensor.to(get_device()) for name, tensor in batch.items()})
     return found
 
 
@@ -166,7 +167,7 @@ def loss_func(mask, output):
 
 def forward_step_func(data_iterator, model, checkpoint_activations_microbatch=None):
     batch = next(data_iterator)
-    positions = torch.arange(SEQ).expand(MICRO_BATCH, SEQ)
+    positions = torch.arange(SEQ, device=get_device()).expand(MICRO_BATCH, SEQ)
     output = model(
         batch["tokens"],
         positions,
@@ -195,7 +196,7 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
             position_embedding_type="rope" if case.llama else "learned_absolute",
             pg_collection=groups,
             vp_stage=None if case.vp is None else chunk_id,
-        )
+        ).to(get_device())
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=case.dist_opt,
             overlap_grad_reduce=case.overlap_grad_reduce,
@@ -322,7 +323,7 @@ def compare(
 
     def check(what: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
         nonlocal compared, worst
-        difference = (found - wanted).abs().max().item()
+        difference = (found - wanted.to(found.device)).abs().max().item()
         if case.dtype == "float32":
             difference /= IN_FLOAT32 * max(1.0, wanted.abs().max().item())
         compared, worst = compared + 1, max(worst, difference)
@@ -373,7 +374,7 @@ def copies_that_differ(case: Case, chunks: list, groups: Any) -> list[str]:
         if params and group is not None and group.size() > 1:
             mine = torch.cat([param.flatten() for _, param in params])
             first = mine.clone()
-            torch.distributed.broadcast(first, group=group, group_src=0)
+            collectives.broadcast(first, 0, group)
             pieces = first.split([param.numel() for _, param in params])
             for (name, param), piece in zip(params, pieces, strict=True):
                 if not torch.equal(piece, param.flatten()):

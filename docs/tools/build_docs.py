@@ -20,6 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from benchmarks_page import write_benchmarks_page  # noqa: E402
 from browser_python import write_browser_python  # noqa: E402
 from emit_player import write_player  # noqa: E402
+from gpu_page import write_gpu_page  # noqa: E402
 from notebook_pages import write_notebook_pages  # noqa: E402
 from package import ROOT, Package  # noqa: E402
 from site_pages import write_pages  # noqa: E402
@@ -48,6 +49,7 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
     write_pages(package, written, pieces)
     write_player(package, written)
     write_benchmarks_page(written)
+    write_gpu_page(written)
     write_browser_python(package, written)
     for path in sorted((ROOT / "docs").rglob("*")):
         relative = path.relative_to(ROOT / "docs")

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pictures
 from case_words import count_words, fraction_words, size_words, table  # noqa: F401  for pages
+from gpu_page import statement as gpu_statement  # noqa: F401  for pages
 from memory_cases import (  # noqa: F401  for pages
     GPT3,
     SEVEN,

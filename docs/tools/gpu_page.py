@@ -1,0 +1,101 @@
+"""The page on GPUs, and the sentence that README and the site say of them: from the last report.
+
+Called by: `build_docs`, `cases`, and tests/gpu, whose check of thirteen parts writes the report
+(`make gpu-check`). Without a report nothing has been run, and that is what is said.
+"""
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from package import ROOT
+
+REPORT = ROOT / "docs" / "gpu" / "report.json"
+"""The last one, once a check has been run on a GPU and its report committed."""
+NOT_RUN = "Not run: no line of this project has been run on a GPU by its authors yet."
+
+BEGINNING = """---
+title: On GPUs
+---
+
+# On GPUs
+
+**{statement}**
+
+The same commands are written for both: with a visible GPU for every rank, ranks use NCCL, and
+otherwise the CPU and gloo. `--device cpu` and `--device cuda` ask for one of them.
+
+```console
+$ make gpu-check
+```
+
+runs thirteen parts, in the order of this page, each on as many GPUs as it needs, and shows every figure
+beside what was expected. It stops at the first part that does not hold. Without a GPU it checks nothing
+and says so. The tests run each part on the CPU, in small, so that its code is tried; the figures of such
+a run are not shown here.
+"""
+
+
+def statement(path: Path = REPORT) -> str:
+    """What may be said of GPUs: what the last committed report shows, and no more.
+
+    >>> statement(Path("no such report"))
+    'Not run: no line of this project has been run on a GPU by its authors yet.'
+    """
+    if not path.exists():
+        return NOT_RUN
+    report = json.loads(path.read_text())
+    by_state: dict[str, list[int]] = {}
+    for entry in report["parts"]:
+        by_state.setdefault(entry["state"].partition(":")[0], []).append(entry["number"])
+    counts = ", ".join(
+        f"{len(numbers)} {state} ({', '.join(map(str, numbers))})"
+        for state, numbers in by_state.items()
+    )
+    where = f"{report['num_gpus']} x {report['gpu']}, {report['machine']['date']}"
+    return f"Run on {where}: of {len(report['parts'])} parts {counts}."
+
+
+def gpu_page(path: Path, titles: list[str]) -> str:
+    """The page of the report at `path`; without one, the `titles` of the parts that would be run."""
+    parts = [BEGINNING.format(statement=statement(path))]
+    if not path.exists():
+        parts += [f"{number}. {title}" for number, title in enumerate(titles, 1)]
+        return "\n".join(parts) + "\n"
+    report = json.loads(path.read_text())
+    parts += ["| | |", "|---|---|"]
+    parts += [f"| {key} | {_escaped(value)} |" for key, value in report["machine"].items()]
+    for entry in report["parts"]:
+        parts += _section(entry)
+    return "\n".join(parts) + "\n"
+
+
+def _section(entry: dict[str, Any]) -> list[str]:
+    lines = [f"\n## {entry['number']}. {entry['title']}\n"]
+    lines.append(f"{_escaped(entry['state'])}, {entry['seconds']:.1f} s\n")
+    if entry["findings"]:
+        lines += ["| | found | expected | |", "|---|---|---|---|"]
+    for finding in entry["findings"]:
+        cells = [finding["what"], finding["found"], finding["expected"]]
+        holds = "holds" if finding["holds"] else "**does not hold**"
+        lines.append("| " + " | ".join([*map(_escaped, cells), holds]) + " |")
+    return lines
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([|*_\[\]`])", r"\\\1", html.escape(text, quote=False))
+
+
+def titles_of_parts() -> list[str]:
+    """Read from tests/gpu/parts.py, which is not imported: it needs torch, and what the tests need."""
+    text = (ROOT / "tests" / "gpu" / "parts.py").read_text()
+    return re.findall(r'^    Part\("(.+?)", \d', text, re.MULTILINE)
+
+
+def write_gpu_page(out: Path, path: Path = REPORT) -> Path:
+    """`out`/gpu.md."""
+    page = out / "gpu.md"
+    page.write_text(gpu_page(path, titles_of_parts()))
+    return page

@@ -1,0 +1,91 @@
+"""Where a part of the check runs, and what a part answers.
+
+Read by: `parts` and the modules of parts. A part is a function of a `Place`; it does the same on a GPU
+and on the CPU, where the tests call it. So nothing is run on a GPU for the first time but the GPU.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minimegatron.core.utils import get_device
+from minimegatron.launching.launcher import launch
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the parts may use."""
+
+    device: str
+    """"cuda", or "cpu" for a stand-in."""
+    num_gpus: int = 0
+    is_quick: bool = False
+    """Small sizes and few repetitions: the code is tried, its figures say nothing."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether figures are of a GPU, and worth judging."""
+        return self.device == "cuda"
+
+    def ranks(self, number: int) -> int:
+        """How many ranks a part for `number` GPUs starts: two for all of them in a stand-in."""
+        return min(number, 2) if self.is_quick else number
+
+    def launch(self, fn: Any, num_ranks: int, *args: Any, shared: bool = False) -> list[Any]:
+        """`fn` on ranks with a GPU each over NCCL; with `shared`, on one GPU over gloo."""
+        backend = "gloo" if shared or not self.is_gpu else "nccl"
+        options = {"backend": backend, "device": self.device, "timeout": 300}
+        return launch(fn, num_ranks, *args, **options)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One figure beside what was expected."""
+
+    what: str
+    found: str
+    expected: str = ""
+    holds: bool = True
+
+
+def at_most(what: str, found: float, bound: float) -> Finding:
+    """
+    >>> at_most("difference of the loss", 2e-6, 1e-5)
+    Finding(what='difference of the loss', found='2e-06', expected='at most 1e-05', holds=True)
+    """
+    return Finding(what, f"{found:.3g}", f"at most {bound:.3g}", found <= bound)
+
+
+def at_least(what: str, found: float, bound: float, is_judged: bool = True) -> Finding:
+    """A share or a ratio. Where it is not judged, it is shown: a stand-in has no GPU to be fast on."""
+    expected = f"at least {bound:.3g}" if is_judged else "not judged here"
+    return Finding(what, f"{found:.3g}", expected, found >= bound or not is_judged)
+
+
+def is_equal(what: str, found: Any, expected: Any) -> Finding:
+    """
+    >>> is_equal("backend", "gloo", "nccl").holds
+    False
+    """
+    return Finding(what, str(found), str(expected), found == expected)
+
+
+def no_problems(what: str, number: int, problems: Iterable[str]) -> Finding:
+    """`number` comparisons were made, and these failed."""
+    listed = list(problems)
+    found = "; ".join(listed[:5]) if listed else f"{number} comparisons, none off"
+    return Finding(what, found, "none off", not listed and number > 0)
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest, in units of the largest wanted number, or of 1 if that is smaller."""
+    scale = max(1.0, wanted.abs().max().item())
+    return (found.double().cpu() - wanted.double().cpu()).abs().max().item() / scale
+
+
+def settle() -> None:
+    """In a rank: waits until its GPU has done all that is queued."""
+    if get_device().type == "cuda":
+        torch.cuda.synchronize()

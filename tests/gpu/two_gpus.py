@@ -1,0 +1,249 @@
+"""Parts 7 to 10: what ranks on two GPUs show, and ranks that fail there.
+
+Called by: `parts`. Calls: `parity`, `notebook_runs`, and the hang doctor.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from notebook_runs import execute, sources
+
+import minimegatron
+from minimegatron.core import collectives
+from minimegatron.core.pipeline_parallel.transport import TensorMessage, TorchTransport
+from minimegatron.core.pipeline_parallel.utils import schedule
+from minimegatron.core.utils import get_device
+from minimegatron.launching.launcher import HangError, RankError
+from tests import parity
+from tests.doctor import hangs
+from tests.gpu.one_gpu import layouts
+from tests.gpu.place import Finding, Place, at_least, at_most, is_equal, no_problems, settle
+
+HANG_TIMEOUT, NAMED_WITHIN = 2.0, 5.0
+RAISED_WITHIN = 60.0
+"""The start of the ranks is in it. Where an error waits for the GPU, it comes after ten minutes."""
+HIDDEN_BOUND = 0.7
+
+
+# -- 7 --
+
+
+def wrong_collectives() -> list[str]:
+    """In a rank: sum, average, scatter, gather, broadcast of numbers whose answer is known."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    mine = torch.full((3,), rank + 1.0, device=get_device())
+    total, wrong = size * (size + 1) / 2, []
+
+    def check(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        if not torch.equal(found.cpu(), wanted):
+            wrong.append(f"{what} on rank {rank}: {found.tolist()}")
+
+    summed, mean = mine.clone(), mine.clone()
+    collectives.all_reduce(summed, group)
+    check("all-reduce", summed, torch.full((3,), total))
+    collectives.all_reduce(mean, group, dist.ReduceOp.AVG)
+    check("average", mean, torch.full((3,), total / size))
+    gathered = torch.empty(3 * size, device=mine.device)
+    collectives.all_gather(gathered, mine, group)
+    check("all-gather", gathered, torch.arange(1.0, size + 1).repeat_interleave(3))
+    piece = torch.empty(3, device=mine.device)
+    collectives.reduce_scatter(piece, gathered, group)
+    check("reduce-scatter", piece, torch.full((3,), (rank + 1.0) * size))
+    first = mine.clone()
+    collectives.broadcast(first, 0, group)
+    check("broadcast", first, torch.ones(3))
+    return wrong
+
+
+def wrong_messages() -> list[str]:
+    """In a rank: lone, batched and empty messages to the next rank and from the previous one."""
+    transport, rank, size = TorchTransport(dist.group.WORLD), dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for how in ("batched", "lone"):
+        sent = torch.full((4,), float(rank), device=get_device())
+        received = torch.full((4,), -1.0, device=get_device())
+        messages = [
+            TensorMessage(True, sent, (rank + 1) % size, "activation"),
+            TensorMessage(False, received, (rank - 1) % size, "activation"),
+        ]
+        if how == "batched":
+            works = transport.start_batch(messages)
+        else:  # even ranks send first, and odd ones receive first
+            works = [transport.start(message) for message in messages[:: -1 if rank % 2 else 1]]
+        for work in works:
+            work.wait()
+        sent.fill_(float("nan"))  # its memory may be used again now
+        if received.tolist() != [(rank - 1) % size] * 4:
+            wrong.append(f"{how} on rank {rank}: {received.tolist()}")
+    try:
+        transport.start_batch([])
+        wrong.append("an empty batch is started")
+    except ValueError:
+        pass
+    return wrong
+
+
+def wrong_exchanges() -> list[str]:
+    """In a rank: what went wrong of both kinds."""
+    return wrong_collectives() + wrong_messages()
+
+
+def messages(place: Place) -> list[Finding]:
+    """Collectives, messages, and an interleaved pipeline of two stages, overlapped or not."""
+    from_all = place.launch(wrong_exchanges, 2)
+    cases = [
+        parity.Case(pp=2, vp=2, G=2, batched=False, overlap=overlap, deallocate=True)
+        for overlap in (False, True)
+    ]
+    return [
+        no_problems("collectives and messages", 16, sum(from_all, [])),
+        layouts(place, cases[1:] if place.is_quick else cases),
+    ]
+
+
+# -- 8 --
+
+
+def hidden_share(is_quick: bool) -> tuple[float, float]:
+    """In a rank: how much of the gradients' reduction backward hides, and seconds of a step."""
+    group, device = dist.group.WORLD, get_device()
+    size, num_layers = (64, 2) if is_quick else (4096, 12)
+    layers = [torch.nn.Linear(size, size, device=device) for _ in range(num_layers)]
+    x = torch.ones(size, size, device=device)
+
+    def step(reduce: bool, overlap: bool) -> float:
+        settle()
+        begun, handles = time.perf_counter(), []
+        grad = x
+        for layer in reversed(layers):
+            grad = grad @ layer.weight
+            grad = grad / grad.norm()
+            if reduce:
+                handle = collectives.all_reduce(layer.weight.data, group, async_op=overlap)
+                handles += [] if handle is None else [handle]
+        for handle in handles:
+            handle.wait()
+        settle()
+        return time.perf_counter() - begun
+
+    ways = {"none": (False, False), "off": (True, False), "on": (True, True)}
+    seconds = {name: [] for name in ways}
+    for _ in range(2 if is_quick else 10):
+        for name, way in ways.items():
+            seconds[name].append(step(*way))
+    none, off, on = (statistics.median(times[1:]) for times in seconds.values())
+    return (off - on) / max(off - none, 1e-9), off
+
+
+def overlap(place: Place) -> list[Finding]:
+    """Reductions go on beside the computation."""
+    share = min(share for share, _ in place.launch(hidden_share, 2, place.is_quick))
+    judged = place.is_gpu and not place.is_quick
+    return [at_least("share of the reductions that is hidden", share, HIDDEN_BOUND, judged)]
+
+
+# -- 9 --
+
+
+@schedule
+def receives_one_more(*, p2p_communicator: Any, num_microbatches: int, **_: Any) -> None:
+    """Rank 0 waits for a message that rank 1 does not send."""
+    if dist.get_rank() == 1:
+        for _ in range(num_microbatches):
+            p2p_communicator.send_backward(torch.ones(hangs.SHAPE, device=get_device()), False)
+    else:
+        for _ in range(num_microbatches + 1):
+            p2p_communicator.recv_backward(hangs.SHAPE, False)
+    p2p_communicator.finish()
+
+
+def message_left_out() -> None:
+    """In a rank: both go on to a collective, and wait there."""
+    hangs.run_step(1, function=receives_one_more)
+    all_reduce_ones()
+
+
+def collective_left_out() -> None:
+    """In a rank: rank 1 goes on to the collective of another group."""
+    other = dist.new_group([0, 1])
+    all_reduce_ones()
+    if dist.get_rank() == 0:
+        all_reduce_ones()
+    all_reduce_ones(other)
+
+
+def all_reduce_ones(group: Any = None) -> None:
+    """Of all ranks, if no group is given; waits until it has been done."""
+    collectives.all_reduce(torch.ones(1, device=get_device()), group or dist.group.WORLD)
+    settle()
+
+
+def raises_while_traced() -> None:
+    """In a rank: rank 1 raises inside `trace` while rank 0 waits for it."""
+    with minimegatron.trace():
+        if dist.get_rank() == 1:
+            raise ArithmeticError("planted")
+        all_reduce_ones()
+
+
+def verdict(place: Place, hang: Callable[[], None]) -> tuple[str, float]:
+    """What the doctor says of two ranks that do `hang`, and seconds since one of them moved."""
+    backend = "nccl" if place.is_gpu else "gloo"
+    options = {"hang_timeout": HANG_TIMEOUT, "timeout": 60, "backend": backend}
+    try:
+        minimegatron.launch(hang, 2, device=place.device, **options)
+    except HangError as error:
+        return error.diagnosis.kind, error.diagnosis.quiet
+    return "no hang", 0.0
+
+
+def planted_hangs(place: Place) -> list[Finding]:
+    """What one rank leaves out is named; an exception is not waited for."""
+    found = []
+    within = HANG_TIMEOUT + NAMED_WITHIN if place.is_gpu else RAISED_WITHIN
+    planted = {
+        "message": (message_left_out, "missing partner"),
+        "collective": (collective_left_out, "order"),
+    }
+    for what, (hang, expected) in planted.items():
+        kind, seconds = verdict(place, hang)
+        found += [
+            is_equal(f"a {what} that one rank leaves out", kind, expected),
+            at_most("seconds until it is named", seconds, within),
+        ]
+    begun = time.monotonic()
+    try:
+        place.launch(raises_while_traced, 2)
+        seen = "no error"
+    except RankError as error:
+        seen = f"rank {error.ranks[0]}: {error.summaries[error.ranks[0]]}"
+    return [
+        *found,
+        is_equal("a rank that raises while it is traced", seen, "rank 1: ArithmeticError: planted"),
+        at_most("seconds from start to end", time.monotonic() - begun, RAISED_WITHIN),
+    ]
+
+
+# -- 10 --
+
+
+def notebooks(place: Place) -> list[Finding]:
+    """Every notebook with 1, 2 and 8 GPUs in sight, as far as they are here."""
+    paths = [path for path in sources() if not place.is_quick or path.name.startswith("02_")]
+    counts = [count for count in (1, 2, 8) if count <= place.num_gpus] or [0]
+    found, before = [], os.environ.get("CUDA_VISIBLE_DEVICES")
+    for count in counts:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
+        try:
+            errors = [f"{done.name}: {done.error}" for done in map(execute, paths) if done.error]
+        finally:
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            if before is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before
+        found.append(no_problems(f"notebooks, {count} GPUs", len(paths), errors))
+    return found
