@@ -124,6 +124,14 @@ def has_gpu_for_each(num_ranks: int) -> bool:
     return torch.cuda.device_count() >= num_ranks
 
 
+def device_is_asynchronous() -> bool:
+    """Whether this rank's device is a GPU: it does its work later than the program asks for it.
+
+    To read a number out of a tensor then means to wait for all work that is queued.
+    """
+    return get_device().type == "cuda"
+
+
 def choose_backend(local_world_size: int) -> str:
     """The `torch.distributed` backend for this machine's `local_world_size` ranks.
 

@@ -109,6 +109,10 @@ def _init_process_group(args: Arguments) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     store = find_each_other(args.rank, args.world_size, timeout)
+    if args.tensor_model_parallel_size > 1:
+        # The GPU then begins kernels in the order in which they were queued: a collective of tensor
+        # parallelism before the products that shall hide it. CUDA reads this when it is first used.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     gpu = "" if args.device == "cpu" else name_of_gpu(args.local_rank)
     try:
         chosen = agree_on_device(
@@ -117,6 +121,8 @@ def _init_process_group(args: Arguments) -> None:
     except ValueError as reason:
         _refuse(reason)
     set_device(chosen.device, args.local_rank)
+    if chosen.device == "cuda":
+        torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     dist.init_process_group(
         chosen.backend,
         rank=args.rank,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minimegatron.core import collectives, parallel_state
-from minimegatron.core.tensor_parallel.data import broadcast_data
+from minimegatron.core.tensor_parallel.data import broadcast_data_of_fixed_size
 from minimegatron.core.utils import get_device
 
 # -- Printing --
@@ -48,18 +48,23 @@ def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> tor
 
 def reduce_max_stat_across_model_parallel_group(stat: float | None) -> float | None:
     """The largest `stat` of the model's ranks; None where all have None (nothing to train there)."""
+    group = parallel_state.get_model_parallel_group()
+    if group.size() == 1:
+        return None if stat is None else float(stat)  # nobody to ask, and nothing to wait for
     value = torch.tensor(
         [-1.0 if stat is None else float(stat)], dtype=torch.float32, device=get_device()
     )
-    group = parallel_state.get_model_parallel_group()
     collectives.all_reduce(value, group, op=collectives.ReduceOp.MAX)
-    return None if value.item() == -1.0 else value.item()
+    largest = value.item()
+    return None if largest == -1.0 else largest
 
 
 def logical_and_across_model_parallel_group(value: bool) -> bool:
     """True if it is true on all of the model's ranks."""
-    number = torch.tensor([int(value)], dtype=torch.int32, device=get_device())
     group = parallel_state.get_model_parallel_group()
+    if group.size() == 1:
+        return value
+    number = torch.tensor([int(value)], dtype=torch.int32, device=get_device())
     collectives.all_reduce(number, group, op=collectives.ReduceOp.MIN)
     return bool(number.item())
 
@@ -138,9 +143,11 @@ def get_batch_on_this_tp_rank(
     data = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         sample = next(data_iterator)
-        # One message, so one dtype: the mask's 0 and 1 travel as integers.
-        data = {key: sample[key].to(torch.int64) for key in keys}
-    batch |= broadcast_data(keys, data, torch.int64)
+        # The loader's memory is pinned for a GPU, which copies it while the program goes on. One
+        # message, so one dtype: the mask's 0 and 1 travel as integers.
+        here = {key: sample[key].to(get_device(), non_blocking=True) for key in keys}
+        data = {key: tensor.to(torch.int64) for key, tensor in here.items()}
+    batch |= broadcast_data_of_fixed_size(keys, data, torch.int64)
     if batch.get("loss_mask") is not None:
         batch["loss_mask"] = batch["loss_mask"].float()
     return batch

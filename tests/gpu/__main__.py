@@ -24,7 +24,7 @@ def main() -> int:
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=1) + "\n")
     (folder := REPORT.parents[2] / "build").mkdir(exist_ok=True)
-    page = write_gpu_page(folder)
+    page = write_gpu_page(folder, REPORT)
     print(f"Written: {REPORT}, and a page of it, {page}")
     return int(any(entry["state"] == "failed" for entry in report["parts"]))
 

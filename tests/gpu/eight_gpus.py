@@ -39,7 +39,7 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 
 
 def pipeline_seconds(num_stages: int, is_quick: bool) -> tuple[float, float]:
-    """In a rank: of a step's forwards and backwards, with `num_stages` and 4 times as many microbatches."""
+    """In a rank: of a step without its update, with M = p and with M = 4 p microbatches."""
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_stages)
     large = Shape(2 * num_stages, 2048, 16, 1024, 1, num_stages, 512, bf16=True)

@@ -107,7 +107,7 @@ def against_the_cpu(place: Place) -> list[Finding]:
     ]
 
 
-def small_model(recompute: str | None) -> GPTModel:
+def small_model(recompute: str | None, dropout: float = 0.2) -> GPTModel:
     """With dropout, whose random numbers start at the same place each time."""
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
@@ -115,8 +115,8 @@ def small_model(recompute: str | None) -> GPTModel:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = dataclasses.replace(
         parity.transformer_config(parity.Case(num_layers=2, dtype="float32", recompute=recompute)),
-        hidden_dropout=0.2,
-        attention_dropout=0.2,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
     )
     groups = ProcessGroupCollection(**{name: FakeGroup() for name in GROUPS})
     return GPTModel(
@@ -189,11 +189,23 @@ def in_bf16(place: Place) -> list[Finding]:
 # -- 4 --
 
 
+ONE_RANK = (
+    "",
+    "--bf16",
+    "--fp16 --initial-loss-scale 1",
+    "--calculate-per-token-loss --bf16",
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
+)
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
 def host_syncs(place: Place) -> list[Finding]:
     """The program waits for its GPU in a step nowhere but where `host_syncs.ALLOWED` says."""
+    on_meta = not place.is_gpu
+    runs = [(flags, on_meta) for flags in ONE_RANK] + [(RECOMPUTED, False)]
     found = []
-    for flags in ("", "--bf16", "--fp16 --initial-loss-scale 1"):
-        (counts,) = place.launch(count_waits, 1, flags)
+    for flags, is_on_meta in runs[: 2 if place.is_quick else None]:
+        (counts,) = place.launch(count_waits, 1, flags, is_on_meta)
         problems = beyond_what_is_allowed(counts)
         what = f"waits in a step {flags}".rstrip()
         found.append(no_problems(what, len(counts), problems))
@@ -203,12 +215,13 @@ def host_syncs(place: Place) -> list[Finding]:
 # -- 5 --
 
 
-def flash_is_used(device: str) -> str:
-    """Whether torch has a fused kernel for the attention that a bf16 model asks for."""
-    q = torch.randn(1, 8, 128, 64, device=device, dtype=torch.bfloat16)
+def flash_is_used() -> str:
+    """In a rank: whether torch's flash kernel takes what a bf16 model's attention gives it."""
+    model = small_model(None, dropout=0.0).to(get_device(), torch.bfloat16)
+    tokens = torch.arange(16, device=get_device()).view(2, 8)
     try:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            model(tokens, tokens % 8, None, labels=tokens)
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return "flash"
@@ -256,7 +269,7 @@ def speed(place: Place) -> list[Finding]:
         is_ours = row["implementation"] == "ours"
         name = f"utilisation, of the measured peak: {row['implementation']}"
         findings.append(at_least(name, row["mfu_measured"], MFU_BOUND, is_ours and judged))
-    findings.append(is_equal("attention in bf16", flash_is_used(place.device), "flash"))
+    findings.append(is_equal("attention in bf16", place.launch(flash_is_used, 1)[0], "flash"))
     return findings
 
 

@@ -6,7 +6,9 @@ On a GPU a part can then fail for what the GPU does, and not for what nobody has
 from unittest import mock
 
 import pytest
+import torch
 
+from minimegatron.core import utils
 from minimegatron.training import training
 from tests.gpu import host_syncs, one_gpu
 from tests.gpu.parts import PARTS
@@ -32,29 +34,61 @@ def test_stand_in(part):
     assert entry["state"] == "holds", entry["findings"]
 
 
-def reads_a_number(optimizer):
-    """What somebody adds to look at a gradient."""
-    return optimizer.param_groups[0]["params"][0].sum().item()
+@pytest.mark.parametrize("flags", one_gpu.ONE_RANK[2:])
+def test_waits_of_one_rank(flags):
+    (counts,) = STAND_IN.launch(host_syncs.count_waits, 1, flags, True)
+    assert host_syncs.beyond_what_is_allowed(counts) == []
+    if "--fp16" in flags:
+        assert counts["_unscale_main_grads_and_check_for_nan"] == 1
+    else:
+        assert counts["check_grads"] == 1 and counts["validate_result"] == 4
 
 
-def count_with_a_planted_wait() -> dict[str, int]:
-    """In a rank: `zero_grad`, called in each step, reads a number."""
-    zero_grads = training._zero_grads
-
-    def zero_and_read(model, optimizer):
-        zero_grads(model, optimizer)
-        reads_a_number(optimizer)
-
-    with mock.patch.object(training, "_zero_grads", zero_and_read):
-        return host_syncs.count_waits()
-
-
-def test_a_planted_wait_is_found():
-    (counts,) = STAND_IN.launch(count_with_a_planted_wait, 1)
-    assert len(host_syncs.beyond_what_is_allowed(counts)) == 1
+@pytest.mark.parametrize(
+    "flags, num_chunks",
+    [
+        (f"--tensor-model-parallel-size 2 --sequence-parallel {one_gpu.RECOMPUTED}", 1),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+    ],
+)
+def test_waits_where_ranks_share_a_model(flags, num_chunks):
+    allowed = host_syncs.SHARED | {"check_grads": num_chunks}
+    for counts in STAND_IN.launch(host_syncs.count_waits, 2, flags):
+        assert host_syncs.beyond_what_is_allowed(counts, allowed) == []
+        assert counts["check_grads"] == num_chunks
 
 
-def test_gradients_that_dropout_changes_are_found():
-    with mock.patch.object(one_gpu, "small_model", side_effect=AssertionError("planted")):
-        report = run_parts([PARTS[2]._replace(num_gpus=0)], STAND_IN)
-    assert report["parts"][0]["state"] == "failed"
+def count_with_a_planted_wait(on_meta: bool) -> dict[str, int]:
+    """In a rank: each step reads a number more."""
+    update = training.get_num_microbatches
+
+    def read_too() -> int:
+        torch.ones((), device=utils.get_device()).item()
+        return update()
+
+    with mock.patch.object(training, "get_num_microbatches", read_too):
+        return host_syncs.count_waits("", on_meta)
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_a_planted_wait_is_found(on_meta):
+    (counts,) = STAND_IN.launch(count_with_a_planted_wait, 1, on_meta)
+    (problem,) = host_syncs.beyond_what_is_allowed(counts)
+    assert problem == "train_step waits 1 times a step, not 0"
+
+
+def gradients_that_recompute_changes() -> list[str]:
+    """In a rank: what is compared, where recomputing gives other gradients."""
+
+    def gradients(recompute: str | None) -> list[torch.Tensor]:
+        return [torch.full((2,), 1.0 if recompute is None else 1.5)]
+
+    with mock.patch.object(one_gpu, "gradients_with_dropout", gradients):
+        return one_gpu.recompute_changes_nothing()
+
+
+def test_gradients_that_recompute_changes_are_found():
+    assert gradients_that_recompute_changes() == [
+        "full recompute: gradient 0",
+        "selective recompute: gradient 0",
+    ]

@@ -25,6 +25,7 @@ from tests.gpu.one_gpu import layouts
 from tests.gpu.place import Finding, Place, at_least, at_most, is_equal, no_problems, settle
 
 HANG_TIMEOUT, NAMED_WITHIN = 2.0, 5.0
+QUICK_TIMEOUT = 0.7
 RAISED_WITHIN = 60.0
 """The start of the ranks is in it. Where an error waits for the GPU, it comes after ten minutes."""
 HIDDEN_BOUND = 0.7
@@ -194,7 +195,8 @@ def raises_while_traced() -> None:
 def verdict(place: Place, hang: Callable[[], None]) -> tuple[str, float]:
     """What the doctor says of two ranks that do `hang`, and seconds since one of them moved."""
     backend = "nccl" if place.is_gpu else "gloo"
-    options = {"hang_timeout": HANG_TIMEOUT, "timeout": 60, "backend": backend}
+    patience = QUICK_TIMEOUT if place.is_quick else HANG_TIMEOUT
+    options = {"hang_timeout": patience, "timeout": 60, "backend": backend}
     try:
         minimegatron.launch(hang, 2, device=place.device, **options)
     except HangError as error:

@@ -117,6 +117,8 @@ class DistributedDataParallel(_BaseDataParallel):
         self.param_to_bucket_group = {
             param: group for group in self.bucket_groups for param in group.params
         }
+        self.optimizer_checks_grads = False
+        """Whether `check_grads` is called by an optimizer. If not, `finish_grad_sync` calls it."""
         self._register_hooks()
 
     def _allocate_buffers(self) -> list[_ParamAndGradBuffer]:
@@ -221,6 +223,26 @@ class DistributedDataParallel(_BaseDataParallel):
                 group.start_grad_sync(force_all_reduce)
         for group in self.bucket_groups:
             group.finish_grad_sync()
+        if not self.optimizer_checks_grads:
+            self.check_grads()
+
+    def check_grads(self) -> None:
+        """On a GPU: raises RuntimeError where this rank's gradients were not finite before the sum.
+
+        The optimizer calls it with the gradient norm, for which the program waits anyway. On a CPU,
+        `start_grad_sync` has looked already.
+        """
+        buckets = [bucket for group in self.bucket_groups for bucket in group.buckets]
+        noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
+        if noted and bool(torch.cat(noted).isfinite().logical_not().any()):
+            for group in self.bucket_groups:
+                group.raise_for_noted_grads()
+        self._forget_notes()
+
+    def _forget_notes(self) -> None:
+        for group in self.bucket_groups:
+            for bucket in group.buckets:
+                bucket.noted = None
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
         """Launches the gathering of parameters, where the optimizer has updated shards of them.
@@ -275,6 +297,7 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.reset()
         for group in self.bucket_groups:
             group.reset()
+        self._forget_notes()
 
     def broadcast_params(self) -> None:
         """Copies every parameter from the first rank that has it to the others."""

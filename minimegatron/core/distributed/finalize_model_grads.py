@@ -121,7 +121,7 @@ def _divide_by_num_tokens(
     last_stage = placement_over(pp_group, get_model_config(model[0])).last_rank
     broadcast(num_tokens, last_stage, pp_group)
     all_reduce(num_tokens, dp_cp_group)
-    scaling = 1.0 / max(num_tokens.item(), 1)
+    scaling = num_tokens.double().clamp(min=1).reciprocal()
     for chunk in model:
         chunk.scale_gradients(scaling)
 

@@ -30,6 +30,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
 from minimegatron.core.local_host import new_lane
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
 from minimegatron.core.tracing import traced
+from minimegatron.core.utils import device_is_asynchronous
 
 PARAM_ALIGNMENT = 64
 """With a distributed optimizer, parameters start at multiples of this (256 bytes of fp32)."""
@@ -130,6 +131,8 @@ class _ParamAndGradBucket:
     gradient_scaling_factor: float
     """What gradients are multiplied by before they are summed."""
     bucket_id: int
+    noted: torch.Tensor | None = None
+    """On a GPU: of each gradient the largest absolute value before the sum, until somebody looks."""
 
 
 def _describe_launch(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -139,6 +142,22 @@ def _describe_launch(arguments: dict[str, Any]) -> dict[str, Any]:
         "bytes": sum(b.grad_data.numel() * b.grad_data.element_size() for b in group.buckets),
         "num_params": len(group.params),
     }
+
+
+def _count_of_bad(param: torch.nn.Parameter) -> str:
+    """ "1 NaN, 0 Inf of 576"; nothing where all elements are finite."""
+    num_nan, num_inf = int(param.main_grad.isnan().sum()), int(param.main_grad.isinf().sum())
+    return f"{num_nan} NaN, {num_inf} Inf of {param.numel()}" if num_nan or num_inf else ""
+
+
+def _kind_of_bad(largest: float) -> str:
+    """
+    >>> _kind_of_bad(math.nan), _kind_of_bad(math.inf), _kind_of_bad(3.0)
+    ('NaN', 'Inf', '')
+    """
+    if math.isfinite(largest):
+        return ""
+    return "NaN" if math.isnan(largest) else "Inf"
 
 
 class _ParamAndGradBucketGroup:
@@ -292,23 +311,35 @@ class _ParamAndGradBucketGroup:
             )
 
     def _check_grads(self) -> None:
-        """Raises RuntimeError that names rank, bucket and parameters where a gradient is not finite."""
+        """Raises RuntimeError that names rank, bucket and parameters where a gradient is not finite.
+
+        On a GPU, to look at a number would stop the program in the middle of backward. There the
+        numbers are noted, and `DistributedDataParallel.check_grads` looks at them later.
+        """
         for bucket in self.buckets:
+            if device_is_asynchronous():
+                grads = [param.main_grad for param in bucket.params]
+                bucket.noted = torch.stack(torch._foreach_norm(grads, math.inf))
             # One pass and one number while all is well; a finite sum has only finite terms.
-            if math.isfinite(bucket.grad_data.sum()):
-                continue
-            culprits = []
-            for param, name in bucket.params.items():
-                num_nan = int(param.main_grad.isnan().sum())
-                num_inf = int(param.main_grad.isinf().sum())
-                if num_nan or num_inf:
-                    culprits.append(f"{name} ({num_nan} NaN, {num_inf} Inf of {param.numel()})")
-            if culprits:
-                raise RuntimeError(
-                    f"rank {dist.get_rank()}: gradients are not finite in bucket "
-                    f"{bucket.bucket_id}, before data-parallel summation: {', '.join(culprits)}; "
-                    "look at this rank's batch, lower the learning rate, or clip harder"
-                )
+            elif not math.isfinite(bucket.grad_data.sum()):
+                self._raise_for(bucket, map(_count_of_bad, bucket.params))
+
+    def raise_for_noted_grads(self) -> None:
+        """Raises what `_check_grads` raises, for what it has noted; forgets the notes."""
+        for bucket in self.buckets:
+            noted, bucket.noted = bucket.noted, None
+            if noted is not None:
+                self._raise_for(bucket, map(_kind_of_bad, noted.tolist()))
+
+    def _raise_for(self, bucket: _ParamAndGradBucket, words: Iterable[str]) -> None:
+        named = zip(bucket.params.values(), words, strict=True)
+        culprits = [f"{name} ({what})" for name, what in named if what]
+        if culprits:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: gradients are not finite in bucket "
+                f"{bucket.bucket_id}, before data-parallel summation: {', '.join(culprits)}; "
+                "look at this rank's batch, lower the learning rate, or clip harder"
+            )
 
     # -- Parameters, with a distributed optimizer --
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
+from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
@@ -113,7 +114,13 @@ def get_megatron_optimizer(
     groups = _get_param_groups(model_chunks, no_weight_decay_cond or _is_bias_or_norm)
     scaler = _get_grad_scaler(config)
     if config.use_distributed_optimizer:
-        return DistributedOptimizer(groups, config, scaler, pg_collection, model_chunks)
-    if config.fp16 or config.bf16:
-        return Float16OptimizerWithFloat16Params(groups, config, scaler, pg_collection)
-    return FP32Optimizer(groups, config, None, pg_collection)
+        optimizer = DistributedOptimizer(groups, config, scaler, pg_collection, model_chunks)
+    elif config.fp16 or config.bf16:
+        optimizer = Float16OptimizerWithFloat16Params(groups, config, scaler, pg_collection)
+    else:
+        optimizer = FP32Optimizer(groups, config, None, pg_collection)
+    for chunk in model_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.optimizer_checks_grads = True
+            optimizer.grad_checks.append(chunk.check_grads)
+    return optimizer

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import device_is_asynchronous, get_device
 
 NORM_BLOCK = 1 << 16
 """Elements that a CPU converts to float64 at a time: what fits its cache."""
@@ -26,14 +26,22 @@ def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
     Squares of float32 are exact in float64, so the sum hardly depends on how a tensor is cut into
     shards. The tests find the same bits in the clipped gradients of sharded and unsharded runs.
     """
-    if tensor.device.type != "cpu":
-        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-    # The same call on a CPU converts element by element, which is much slower than this.
+    # `vector_norm` with this dtype converts element by element, which is much slower than blocks.
     total = torch.zeros((), dtype=torch.float64)
     for block in tensor.reshape(-1).split(NORM_BLOCK):
         block = block.double()
         total += torch.dot(block, block)
     return total
+
+
+def _sum_of_squares_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """On a GPU: the same for all tensors, in a few kernels instead of three for each.
+
+    Each tensor's own norm is in its own dtype, so shards may give another last digit than wholes.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=get_device())
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
 
 
 def _reduce_over(
@@ -71,11 +79,12 @@ def get_grad_norm_fp32(
             if grad.numel():
                 total = torch.maximum(total, grad.abs().max().double())
         return _reduce_over(total, grad_stats_parallel_group, ReduceOp.MAX)
-    for grad in grads_for_norm:
-        if norm_type == 2.0:
-            total += _sum_of_squares(grad)
-        else:
-            total += grad.double().abs().pow(norm_type).sum()
+    if norm_type == 2.0 and device_is_asynchronous():
+        total += _sum_of_squares_of_all([*grads_for_norm])
+    elif norm_type == 2.0:
+        total += sum(map(_sum_of_squares, grads_for_norm))
+    else:
+        total += sum(grad.double().abs().pow(norm_type).sum() for grad in grads_for_norm)
     return _reduce_over(total, grad_stats_parallel_group, ReduceOp.SUM) ** (1.0 / norm_type)
 
 

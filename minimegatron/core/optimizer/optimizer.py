@@ -13,7 +13,7 @@ ones the update rule works on:
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from minimegatron.core.parameter import KINDS, ParameterKind, kind_of, tensor_gr
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.sharding import param_is_not_tensor_parallel_duplicate
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import device_is_asynchronous, get_device
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -90,7 +90,7 @@ def make_torch_optimizer(
     scalar ends of that kind round differently, so that a sharded parameter would not get the same
     bits as a whole one.
     """
-    fused = get_device().type == "cuda"
+    fused = device_is_asynchronous()
     for group in param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     if config.optimizer == "sgd":
@@ -140,6 +140,9 @@ class MegatronOptimizer(ABC):
             main_params = [shard.main_param for shard in shards]
             torch_groups.append({"params": main_params, "wd_mult": group.wd_mult})
         self.optimizer = make_torch_optimizer(torch_groups, config)
+        self.grad_checks: list[Callable[[], None]] = []
+        """Called with each norm, for which the program has waited: on a GPU, the right moment to look
+        at what was noted of the gradients. What they raise comes before the update."""
 
     def _grad_stats_groups(self, kind: ParameterKind) -> tuple[dist.ProcessGroup, ...]:
         """Sums over these groups, one after the other, count every gradient of the kind once."""
@@ -197,6 +200,8 @@ class MegatronOptimizer(ABC):
             self._release_main_grads()
             return False, None, None
         grad_norm = self.clip_grad_norm(self.config.clip_grad)
+        for check in self.grad_checks:
+            check()
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         update_successful = self.step_with_ready_grads()
         self._release_main_grads()
@@ -224,12 +229,12 @@ class MegatronOptimizer(ABC):
 
         All must agree: a rank that skipped the step alone would have other weights from then on.
         """
-        inv_scale = self.grad_scaler.inv_scale.item()
         found_inf = torch.zeros((), device=get_device())
-        for param in self.get_parameters():
-            if param.grad is not None and param.grad.numel():
-                param.grad.mul_(inv_scale)
-                found_inf = torch.maximum(found_inf, (~param.grad.isfinite()).any().float())
+        inv_scale = self.grad_scaler.inv_scale.to(found_inf.device, non_blocking=True)
+        grads = [param.grad for param in self.get_parameters() if param.grad is not None]
+        if grads:
+            # One pass over all of them: multiplies, and notes in `found_inf` what is not finite.
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         for group in self.grad_stats_parallel_groups:
             all_reduce(found_inf, group, ReduceOp.MAX)
         return bool(found_inf.item())
@@ -315,9 +320,10 @@ class MegatronOptimizer(ABC):
 
     @traced("optimizer-copy-main-to-model-params")
     def _copy_main_params_to_model_params(self) -> None:
-        for shard in self.shards:
-            if shard.is_copy:
-                shard.model_data().copy_(shard.main_param)
+        copies = [shard for shard in self.shards if shard.is_copy]
+        if copies:
+            of_model = [shard.model_data() for shard in copies]
+            torch._foreach_copy_(of_model, [shard.main_param for shard in copies])
 
     @torch.no_grad()
     def reload_model_params(self) -> None:

@@ -5,6 +5,7 @@ Counterpart: `megatron.core.tensor_parallel.data`.
 All tensor-parallel ranks work on the same samples, so only one needs to load them.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,14 +13,19 @@ import torch
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import device_is_asynchronous, get_device
 
 _MAX_DATA_DIM = 5
+
+Shapes = list[tuple[int, ...]]
+
+_told: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Shapes]] = weakref.WeakKeyDictionary()
+"""By group and keys: sizes that all of the group's ranks know, of batches that all have the same."""
 
 
 def _broadcast_sizes(
     keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, group: Any
-) -> list[tuple[int, ...]]:
+) -> Shapes:
     """The shape of each key, known to every rank: one row of (dimensions, sizes...) per key."""
     if group.size() == 1:
         return [tuple(data[key].shape) for key in keys]  # nobody to tell, and nothing to wait for
@@ -72,9 +78,48 @@ def broadcast_data(
     group = get_tensor_model_parallel_group_if_none(tp_group)
     if group.rank() == 0:
         _check(keys, data, datatype)
-    shapes = _broadcast_sizes(keys, data, group)
+    return _broadcast_tensors(keys, data, datatype, _broadcast_sizes(keys, data, group), group)
 
-    # -- All tensors travel as one --
+
+def broadcast_data_of_fixed_size(
+    keys: Sequence[str],
+    data: Mapping[str, torch.Tensor] | None,
+    datatype: torch.dtype,
+    tp_group: Any = None,
+) -> dict[str, torch.Tensor]:
+    """`broadcast_data` for batches of which each has the sizes of the first.
+
+    On a GPU the group's ranks are told the sizes once, and not with each microbatch: a rank that
+    reads them waits until its GPU has done all that is queued. (On a CPU they are told each time; a
+    step that failed on some ranks leaves nothing behind then.)
+
+    Raises ValueError also, on the group's first rank, for a batch of other sizes than the first one's.
+    """
+    group = get_tensor_model_parallel_group_if_none(tp_group)
+    if not device_is_asynchronous():
+        return broadcast_data(keys, data, datatype, group)
+    if group.rank() == 0:
+        _check(keys, data, datatype)
+    told = _told.setdefault(group, {})
+    if tuple(keys) not in told:
+        told[tuple(keys)] = _broadcast_sizes(keys, data, group)
+    shapes = told[tuple(keys)]
+    if group.rank() == 0 and shapes != (found := [tuple(data[key].shape) for key in keys]):
+        raise ValueError(
+            f"the batch's {', '.join(keys)} have sizes {found}, and the first batch had {shapes}; "
+            "give each microbatch the same sizes, or use broadcast_data"
+        )
+    return _broadcast_tensors(keys, data, datatype, shapes, group)
+
+
+def _broadcast_tensors(
+    keys: Sequence[str],
+    data: Mapping[str, torch.Tensor] | None,
+    datatype: torch.dtype,
+    shapes: Shapes,
+    group: Any,
+) -> dict[str, torch.Tensor]:
+    """All tensors travel as one."""
     device = get_device()
     numels = [torch.Size(shape).numel() for shape in shapes]
     if group.rank() == 0:
