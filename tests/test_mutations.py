@@ -52,6 +52,9 @@ FAILED_STEP = ("pytest", "tests/test_failed_step.py", "-k")
 LOWERING = ("pytest", "tests/core/pipeline_parallel/test_lowering.py", "-k")
 PLACES = ("pytest", "tests/core/pipeline_parallel/test_placement.py", "-k")
 TIED = ("pytest", "tests/test_tiny_gpt.py", "-k", "whole_model_once")
+GPU_WAYS = ("pytest", "tests/core/test_ways_of_a_gpu.py", "-k")
+DEVICES = ("pytest", "tests/training/test_devices.py", "-k")
+CLOCK = ("pytest", "tests/trace/test_device_clock.py", "-k")
 
 CAUGHT_BY = {
     "backward-of-the-newest": (ORDER, r"expected gradient|Deadlock|rank 0 of"),
@@ -142,6 +145,11 @@ CAUGHT_BY = {
     "reports-in-the-order-of-work": (LOWERING + ("2-v-tagged",), r"assert \["),
     "asked-for-sizes-too-early": (LOWERING + ("sizes_that_vary",), r"Deadlock"),
     "tied-copies-of-one-rank-not-summed": (TIED, r"assert"),
+    "gradients-noted-and-not-looked-at": ((*GPU_WAYS, "with_the_norm"), r"DID NOT RAISE"),
+    "notes-of-a-failed-step": ((*GPU_WAYS, "leaves_no_notes"), r"gradients are not finite"),
+    "sizes-of-the-first-batch": ((*GPU_WAYS, "another_size"), r"DID NOT RAISE|split"),
+    "all-ranks-on-the-laptops-gpu": ((*DEVICES, "what_is_chosen"), r"'cuda'"),
+    "waits-for-a-gpu-that-waits": ((*CLOCK, "waits_for_ever"), r"waits for what never ends"),
 }
 
 

@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minimegatron.core import utils
 from minimegatron.core.utils import get_device
 from minimegatron.training import training
 from tests.training import short_runs
+from tests.ways_of_a_gpu import device_is, ways_of_a_gpu
 
 READING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
 """Operations of torch whose result, or its size, the program must know before it goes on."""
@@ -94,28 +94,6 @@ def waits_counted() -> Iterator[Counter[str]]:
             yield counts
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-@contextlib.contextmanager
-def ways_of_a_gpu() -> Iterator[None]:
-    """Every function of the package that asks what kind of device it has is told: a GPU."""
-    name = utils.device_is_asynchronous.__name__
-    asking = [
-        module
-        for key, module in list(sys.modules.items())
-        if key.startswith("minimegatron.") and hasattr(module, name)
-    ]
-    with contextlib.ExitStack() as stack:
-        for module in asking:
-            stack.enter_context(mock.patch.object(module, name, lambda: True))
-        yield
-
-
-@contextlib.contextmanager
-def device_is(device: str) -> Iterator[None]:
-    """Within it, this rank's tensors are made there."""
-    with mock.patch.object(utils, "_device", torch.device(device)):
-        yield
 
 
 class _CountedRun:

@@ -1,5 +1,6 @@
 """The ranks agree on a device and a backend before any process group exists."""
 
+import os
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +118,22 @@ class Slurm:
         return SimpleNamespace(uuid=f"uuid of {self.here.rank}", major=9, minor=0)
 
 
+def arguments(rank: int, num_ranks: int, **others) -> SimpleNamespace:
+    """What a rank of one machine is given, as far as it is looked at before groups are made."""
+    given = {
+        "rank": rank,
+        "world_size": num_ranks,
+        "local_rank": rank,
+        "local_world_size": num_ranks,
+        "device": "auto",
+        "distributed_backend": None,
+        "distributed_timeout_minutes": 1,
+        "tensor_model_parallel_size": 1,
+        "tf32": False,
+    }
+    return SimpleNamespace(**(given | others))
+
+
 def test_one_visible_gpu_per_process_is_nccl(monkeypatch):
     """`srun --gpus-per-task=1`: every rank counts one GPU, and each has its own."""
     slurm, store, begun = Slurm(monkeypatch), dist.HashStore(), {}
@@ -131,17 +148,7 @@ def test_one_visible_gpu_per_process_is_nccl(monkeypatch):
 
     def start(rank: int) -> None:
         slurm.here.rank = rank
-        initialize._init_process_group(
-            SimpleNamespace(
-                rank=rank,
-                world_size=4,
-                local_rank=rank,
-                local_world_size=4,
-                device="auto",
-                distributed_backend=None,
-                distributed_timeout_minutes=1,
-            )
-        )
+        initialize._init_process_group(arguments(rank, 4))
 
     with ThreadPoolExecutor(4) as ranks:
         list(ranks.map(start, range(4)))
@@ -153,3 +160,45 @@ def test_a_gpu_that_torch_was_not_built_for_is_none(monkeypatch):
     Slurm(monkeypatch).here.rank = 0
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80"])
     assert devices.name_of_gpu(0) == ""
+
+
+@pytest.fixture
+def start_one(monkeypatch):
+    """`start_one(device="cuda", ...)`: one rank begins; what it asked of matrix products, and CUDA's
+    number of connections then."""
+    Slurm(monkeypatch).here.rank = 0
+    asked = []
+    monkeypatch.setattr(utils, "_device", None)
+    monkeypatch.setattr(initialize, "find_each_other", lambda *_: dist.HashStore())
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+
+    def start(**others) -> tuple[list[str], str | None]:
+        asked.clear()
+        initialize._init_process_group(arguments(0, 1, **others))
+        return list(asked), os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+    return start
+
+
+def test_tf32_is_used_on_a_gpu_where_it_is_asked_for(start_one):
+    assert start_one(device="cuda")[0] == ["highest"]
+    assert start_one(device="cuda", tf32=True)[0] == ["high"]
+    assert start_one(device="cpu", tf32=True)[0] == []
+
+
+def test_kernels_of_tensor_parallel_ranks_begin_in_order(start_one, monkeypatch):
+    assert start_one(device="cuda")[1] is None
+    seen = []
+    name_of_gpu = initialize.name_of_gpu
+    monkeypatch.setattr(
+        initialize,
+        "name_of_gpu",
+        lambda rank: seen.append(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]) or name_of_gpu(rank),
+    )
+    assert start_one(device="cuda", tensor_model_parallel_size=2)[1] == "1"
+    assert seen == ["1"], "CUDA was used before it was told"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert start_one(device="cuda", tensor_model_parallel_size=2)[1] == "8"

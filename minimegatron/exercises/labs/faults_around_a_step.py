@@ -4,6 +4,7 @@ Megatron has no counterpart.
 """
 
 from minimegatron.exercises.labs.fault import Fault
+from minimegatron.exercises.labs.faults_of_devices import FAULTS_OF_DEVICES
 
 _PP = "core/pipeline_parallel/"
 _TP = "core/tensor_parallel/"
@@ -112,4 +113,5 @@ FAULTS_AROUND_A_STEP = (
         "if False:",
         "Under sequence parallelism X is a part of the sequence, and dY is of all of it.",
     ),
+    *FAULTS_OF_DEVICES,
 )

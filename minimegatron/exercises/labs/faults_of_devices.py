@@ -1,0 +1,44 @@
+"""Known mistakes in what ranks do otherwise on a GPU, as patches.
+
+Megatron has no counterpart.
+"""
+
+from minimegatron.exercises.labs.fault import Fault
+
+FAULTS_OF_DEVICES = (
+    Fault(
+        "gradients-noted-and-not-looked-at",
+        "core/optimizer/optimizer.py",
+        "        for check in self.grad_checks:\n            check()\n",
+        "",
+        "On a GPU, a NaN in a gradient is noted, and the weights are updated with it.",
+    ),
+    Fault(
+        "notes-of-a-failed-step",
+        "core/distributed/distributed_data_parallel.py",
+        "            group.reset()\n        self._forget_notes()\n",
+        "            group.reset()\n",
+        "A step that follows a failed one stops for a gradient that the failed one had.",
+    ),
+    Fault(
+        "sizes-of-the-first-batch",
+        "core/tensor_parallel/data.py",
+        "    if group.rank() == 0 and shapes != ",
+        "    if group.rank() < 0 and shapes != ",
+        "On a GPU, a batch of another size is cut into pieces of the first batch's sizes.",
+    ),
+    Fault(
+        "all-ranks-on-the-laptops-gpu",
+        "training/devices.py",
+        '    if without or (sharing and device == "auto"):\n',
+        "    if without:\n",
+        "Ranks that nobody has told to do so share one GPU, and may be slower than the CPU.",
+    ),
+    Fault(
+        "waits-for-a-gpu-that-waits",
+        "tracing/to_events.py",
+        "wait_for_gpu=end is not None)",
+        "wait_for_gpu=True)",
+        "After an error, a recording waits for messages that nobody sends any more.",
+    ),
+)
