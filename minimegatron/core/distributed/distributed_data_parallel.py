@@ -237,12 +237,6 @@ class DistributedDataParallel(_BaseDataParallel):
         if noted and bool(torch.cat(noted).isfinite().logical_not().any()):
             for group in self.bucket_groups:
                 group.raise_for_noted_grads()
-        self._forget_notes()
-
-    def _forget_notes(self) -> None:
-        for group in self.bucket_groups:
-            for bucket in group.buckets:
-                bucket.noted = None
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
         """Launches the gathering of parameters, where the optimizer has updated shards of them.
@@ -297,7 +291,6 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.reset()
         for group in self.bucket_groups:
             group.reset()
-        self._forget_notes()
 
     def broadcast_params(self) -> None:
         """Copies every parameter from the first rank that has it to the others."""

@@ -132,7 +132,7 @@ class _ParamAndGradBucket:
     """What gradients are multiplied by before they are summed."""
     bucket_id: int
     noted: torch.Tensor | None = None
-    """On a GPU: of each gradient the largest absolute value before the sum, until somebody looks."""
+    """On a GPU: of each gradient the largest absolute value, before the last sum."""
 
 
 def _describe_launch(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -325,11 +325,10 @@ class _ParamAndGradBucketGroup:
                 self._raise_for(bucket, map(_count_of_bad, bucket.params))
 
     def raise_for_noted_grads(self) -> None:
-        """Raises what `_check_grads` raises, for what it has noted; forgets the notes."""
+        """Raises what `_check_grads` raises, for what it has noted."""
         for bucket in self.buckets:
-            noted, bucket.noted = bucket.noted, None
-            if noted is not None:
-                self._raise_for(bucket, map(_kind_of_bad, noted.tolist()))
+            if bucket.noted is not None:
+                self._raise_for(bucket, map(_kind_of_bad, bucket.noted.tolist()))
 
     def _raise_for(self, bucket: _ParamAndGradBucket, words: Iterable[str]) -> None:
         named = zip(bucket.params.values(), words, strict=True)

@@ -14,13 +14,6 @@ FAULTS_OF_DEVICES = (
         "On a GPU, a NaN in a gradient is noted, and the weights are updated with it.",
     ),
     Fault(
-        "notes-of-a-failed-step",
-        "core/distributed/distributed_data_parallel.py",
-        "            group.reset()\n        self._forget_notes()\n",
-        "            group.reset()\n",
-        "A step that follows a failed one stops for a gradient that the failed one had.",
-    ),
-    Fault(
         "sizes-of-the-first-batch",
         "core/tensor_parallel/data.py",
         "    if group.rank() == 0 and shapes != ",
