@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from gpu_page import statement
 from jinja2 import DictLoader
 from jupytext import read
 from nbconvert import MarkdownExporter
@@ -139,8 +140,8 @@ def index_page(paths: list[Path]) -> str:
             "# Notebooks",
             "",
             "Real ranks, stopped and looked at between two actions. `make notebooks` opens them in "
-            "JupyterLab; a laptop with two cores is enough, and on a machine with several GPUs the "
-            "same notebooks use NCCL. Each takes about 20 minutes: a question, a prediction to "
+            "JupyterLab; a laptop with two cores is enough. Where each rank has a GPU, the same "
+            f"notebooks use NCCL. [On GPUs](../gpu.md): {statement()} Each takes about 20 minutes: a question, a prediction to "
             "make, the run, a picture, and an assertion that checks the claim.",
             "",
             "| notebook | its question |",

@@ -101,7 +101,7 @@ def many_layouts(place: Place) -> list[Finding]:
     return [
         layouts(place, cases),
         bubble(place),
-        Finding("all-reduce, bytes/s over a link", f"{bandwidth:.3g}"),
+        Finding("all-reduce, bytes/s over a link", f"{bandwidth:.3g}", "whatever the links can do"),
     ]
 
 

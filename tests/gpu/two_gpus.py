@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from notebook_runs import execute, sources
 
 import minimegatron
 from minimegatron.core import collectives
@@ -110,42 +109,69 @@ def messages(place: Place) -> list[Finding]:
 # -- 8 --
 
 
-def hidden_share(is_quick: bool) -> tuple[float, float]:
-    """In a rank: how much of the gradients' reduction backward hides, and seconds of a step."""
-    group, device = dist.group.WORLD, get_device()
-    size, num_layers = (64, 2) if is_quick else (4096, 12)
-    layers = [torch.nn.Linear(size, size, device=device) for _ in range(num_layers)]
-    x = torch.ones(size, size, device=device)
+def start_reduction(tensor: torch.Tensor) -> Any:
+    """In a rank: a handle. The numbers do not matter."""
+    return collectives.all_reduce(tensor, dist.group.WORLD, async_op=True)
 
-    def step(reduce: bool, overlap: bool) -> float:
+
+def start_messages(tensor: torch.Tensor) -> Any:
+    """In a rank: one tensor to the other rank and one from it, in a batch; a handle of both."""
+    transport, peer = TorchTransport(dist.group.WORLD), 1 - dist.get_rank()
+    messages = [
+        TensorMessage(True, tensor, peer, "activation"),
+        TensorMessage(False, torch.empty_like(tensor), peer, "activation"),
+    ]
+    return [*transport.start_batch(messages)]
+
+
+def wait_for(handle: Any) -> None:
+    for part in handle if isinstance(handle, list) else [handle]:
+        part.wait()
+
+
+def hidden_share(start: Callable[[torch.Tensor], Any], is_quick: bool) -> float:
+    """In a rank: which share of the time that communication takes, products beside it hide.
+
+    `start` begins it after each of the products. Compared are steps without it, with a wait after
+    each, and with all waits at the end.
+    """
+    device = get_device()
+    size, num_layers = (64, 2) if is_quick else (4096, 12)
+    layers = [torch.randn(size, size, device=device) for _ in range(num_layers)]
+    sent = [torch.ones(size, size, device=device) for _ in range(num_layers)]
+
+    def step(communicate: bool, at_the_end: bool) -> float:
         settle()
+        dist.barrier()
         begun, handles = time.perf_counter(), []
-        grad = x
-        for layer in reversed(layers):
-            grad = grad @ layer.weight
-            grad = grad / grad.norm()
-            if reduce:
-                handle = collectives.all_reduce(layer.weight.data, group, async_op=overlap)
-                handles += [] if handle is None else [handle]
+        for layer, tensor in zip(layers, sent, strict=True):
+            layer @ layer
+            if communicate:
+                handles.append(start(tensor))
+                if not at_the_end:
+                    wait_for(handles.pop())
         for handle in handles:
-            handle.wait()
+            wait_for(handle)
         settle()
         return time.perf_counter() - begun
 
-    ways = {"none": (False, False), "off": (True, False), "on": (True, True)}
+    ways = {"none": (False, False), "after each": (True, False), "at the end": (True, True)}
     seconds = {name: [] for name in ways}
     for _ in range(2 if is_quick else 10):
         for name, way in ways.items():
             seconds[name].append(step(*way))
-    none, off, on = (statistics.median(times[1:]) for times in seconds.values())
-    return (off - on) / max(off - none, 1e-9), off
+    none, after_each, at_the_end = (statistics.median(times[1:]) for times in seconds.values())
+    return (after_each - at_the_end) / max(after_each - none, 1e-9)
 
 
 def overlap(place: Place) -> list[Finding]:
-    """Reductions go on beside the computation."""
-    share = min(share for share, _ in place.launch(hidden_share, 2, place.is_quick))
+    """Reductions and messages go on beside the computation."""
     judged = place.is_gpu and not place.is_quick
-    return [at_least("share of the reductions that is hidden", share, HIDDEN_BOUND, judged)]
+    found = []
+    for what, start in {"reductions": start_reduction, "messages": start_messages}.items():
+        share = min(place.launch(hidden_share, 2, start, place.is_quick))
+        found.append(at_least(f"share of the {what} that is hidden", share, HIDDEN_BOUND, judged))
+    return found
 
 
 # -- 9 --
@@ -236,6 +262,9 @@ def planted_hangs(place: Place) -> list[Finding]:
 
 def notebooks(place: Place) -> list[Finding]:
     """Every notebook with 1, 2 and 8 GPUs in sight, as far as they are here."""
+    # Jupyter's libraries take seconds, which each rank of the other parts would wait for too.
+    from notebook_runs import execute, sources
+
     paths = [path for path in sources() if not place.is_quick or path.name.startswith("02_")]
     counts = [count for count in (1, 2, 8) if count <= place.num_gpus] or [0]
     found, before = [], os.environ.get("CUDA_VISIBLE_DEVICES")
