@@ -15,6 +15,10 @@ The program goes on at once after each of these, also after `wait`. It stops in 
 communicator is made when it is first used, by all its ranks together; and a program that reads a
 tensor's numbers stops until its compute stream is empty.
 
+The machine has a clock. A kernel takes `Lengths.kernel`, a message `Lengths.message` from when both of
+its posts have started; nothing else takes time. A `Mark` notes when its stream comes to it. A program
+may have further streams, which hold waits and marks alone.
+
 A real run may copy a message at any time between the start and the end of its posts. This run does
 not try these times out. Instead each stream knows what must have ended before (`seen`: a number per
 stream, a "vector clock"). If two uses of the same memory may fall together, and one of them writes,
@@ -22,7 +26,7 @@ that is a `Race`, whichever of them happens to be first here.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -94,13 +98,33 @@ class Event(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What follows in the compute stream comes after the end of the post with this number."""
+    """What follows in the stream comes after the end of the post with this number."""
 
     post: int
+    stream: str = ""
+    """The name of a further stream; empty for the compute stream. Likewise below."""
+
+
+class Mark(NamedTuple):
+    """Notes the time at which its stream comes here, under this number."""
+
+    number: int
+    stream: str = ""
 
 
 class Synchronize(NamedTuple):
     """The program itself stops until its compute stream is empty."""
+
+
+class Lengths(NamedTuple):
+    """How long work takes, in any unit of time."""
+
+    kernel: Callable[[Kernel], float] = lambda kernel: 0.0
+    message: Callable[[Part], float] = lambda part: 0.0
+    """Of the part that receives it."""
+
+
+NO_TIME = Lengths()
 
 
 # -- Streams and memory while they run --
@@ -121,6 +145,8 @@ class _Stream:
     queue: deque = field(default_factory=deque)
     num_done: int = 0
     seen: Seen = field(default_factory=dict)
+    time: float = 0.0
+    """When its latest entry ended."""
 
     def end_entry(self) -> None:
         self.queue.popleft()
@@ -137,6 +163,9 @@ class _Running:
     communicator: tuple[int, ...]
     released: Seen | None = None
     """What the compute stream had seen at the event; None before it."""
+    released_at: float = 0.0
+    started_at: float = 0.0
+    ended_at: float = 0.0
     has_started: bool = False
     num_moved: int = 0
     seen: Seen = field(default_factory=dict)
@@ -193,6 +222,7 @@ class _Rank:
         self.rank, self.program, self.next = rank, program, 0
         self.compute = _Stream(f"compute stream of rank {rank}")
         self.links: dict[tuple, _Stream] = {}
+        self.further: dict[str, _Stream] = {}
         self.posts: dict[int, _Running] = {}
         self.memory = _Memory(rank)
 
@@ -200,13 +230,17 @@ class _Rank:
 class Machine:
     """Runs the programs of all ranks. `lone`: which communicators lone messages use."""
 
-    def __init__(self, programs: list[list], lone: str = PAIRS):
-        self.lone = lone
+    def __init__(self, programs: list[list], lone: str = PAIRS, lengths: Lengths = NO_TIME):
+        self.lone, self.lengths = lone, lengths
         self.ranks = [_Rank(rank, program) for rank, program in enumerate(programs)]
         self.arrived: dict[tuple, set[int]] = defaultdict(set)
         self.open: dict[tuple, deque] = defaultdict(deque)
         self.values: dict[tuple[int, int], list] = {}
         """(rank, number of a post) -> what each of its messages carried."""
+        self.kernels: list[list[tuple[str, float, float]]] = [[] for _ in programs]
+        """By rank: the name of each kernel, and when it started and ended."""
+        self.marks: dict[tuple[int, int], float] = {}
+        """(rank, number of a mark) -> its time."""
 
     def run(self) -> None:
         """To the end. Raises Deadlock, Leftover, Race, or AssertionError for a wrong message."""
@@ -224,9 +258,17 @@ class Machine:
         if left:
             raise Leftover("; ".join(left))
 
+    def posts(self, rank: int) -> dict[tuple, list[tuple[Post, float, float]]]:
+        """By communicator of this rank: each post, and when it started and ended."""
+        found = defaultdict(list)
+        for running in self.ranks[rank].posts.values():
+            times = (running.started_at, running.ended_at)
+            found[running.communicator].append((running.post, *times))
+        return dict(found)
+
     def _advance(self, rank: _Rank) -> bool:
         has_moved = False
-        while self._step_host(rank) or self._step_compute(rank) or self._step_links(rank):
+        while self._step_host(rank) or self._step_streams(rank) or self._step_links(rank):
             has_moved = True
         return has_moved
 
@@ -242,6 +284,9 @@ class Machine:
         elif isinstance(entry, Post):
             if not self._post(rank, entry):
                 return False
+        elif isinstance(entry, Wait | Mark) and entry.stream:
+            stream = rank.further.setdefault(entry.stream, _Stream(entry.stream))
+            stream.queue.append(entry)
         else:
             rank.compute.queue.append(entry)
         rank.next += 1
@@ -271,10 +316,12 @@ class Machine:
             return "batch" if post.is_batch else "lone", tuple(range(len(self.ranks)))
         return "lone", tuple(sorted((rank, post.parts[0].peer)))
 
-    # -- The compute stream --
+    # -- The compute stream, and further ones --
 
-    def _step_compute(self, rank: _Rank) -> bool:
-        stream = rank.compute
+    def _step_streams(self, rank: _Rank) -> bool:
+        return any(self._step_stream(rank, s) for s in (rank.compute, *rank.further.values()))
+
+    def _step_stream(self, rank: _Rank, stream: _Stream) -> bool:
         if not stream.queue:
             return False
         entry = stream.queue[0]
@@ -283,8 +330,12 @@ class Machine:
             if not running.has_ended:
                 return False
             _merge(stream.seen, running.seen)
+            stream.time = max(stream.time, running.ended_at)
+        elif isinstance(entry, Mark):
+            self.marks[rank.rank, entry.number] = stream.time
         elif isinstance(entry, Event):
             rank.posts[entry.post].released = dict(stream.seen)
+            rank.posts[entry.post].released_at = stream.time
         elif isinstance(entry, Free):
             use = _Use(stream.name, stream.num_done + 1, "its memory is freed")
             rank.memory.write(entry.buffer, "freed memory", use, stream.seen)
@@ -304,6 +355,8 @@ class Machine:
                 )
         for buffer, value in kernel.writes:
             rank.memory.write(buffer, value, use, stream.seen)
+        start, stream.time = stream.time, stream.time + self.lengths.kernel(kernel)
+        self.kernels[rank.rank].append((kernel.name, start, stream.time))
 
     # -- The communicators' streams --
 
@@ -319,6 +372,7 @@ class Machine:
 
     def _start(self, rank: _Rank, stream: _Stream, running: _Running) -> None:
         running.has_started = True
+        running.started_at = max(stream.time, running.released_at)
         _merge(running.seen, stream.seen)
         _merge(running.seen, running.released)
         values: list[Any] = [None] * len(running.post.parts)
@@ -353,12 +407,14 @@ class Machine:
         value = self.values[source.rank, source.post.number][from_place]
         self.values[target.rank, target.post.number][to_place] = value
         self.ranks[target.rank].memory.buffers[part.buffer].value = value
+        ended_at = max(source.started_at, target.started_at) + self.lengths.message(part)
         for running, done, other in ((source, sent, begun), (target, part, sent_begun)):
             running.missing.remove(done)
+            running.ended_at = max(running.ended_at, ended_at)
             _merge(running.seen, other)
             if not running.missing:
                 stream = self.ranks[running.rank].links[running.communicator]
-                stream.seen = running.seen
+                stream.seen, stream.time = running.seen, running.ended_at
                 stream.end_entry()
                 running.has_ended = True
 

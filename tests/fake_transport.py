@@ -17,11 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from minimegatron.core.pipeline_parallel.transport import TensorMessage
 from tests.fake_streams import (
+    NO_TIME,
     PAIRS,
     Deadlock,
     Free,
     Kernel,
     Leftover,
+    Lengths,
     Machine,
     Part,
     Post,
@@ -60,9 +62,9 @@ class Network:
         self.log: list[list] = [[] for _ in range(size)]
         """Per rank, in the program's order: its posts, and what the test's model adds."""
 
-    def run(self, lone: str = PAIRS) -> Machine:
+    def run(self, lone: str = PAIRS, lengths: Lengths = NO_TIME) -> Machine:
         """The second pass. Raises what `Machine.run` raises."""
-        machine = Machine(self.programs, lone)
+        machine = Machine(self.programs, lone, lengths)
         machine.run()
         return machine
 
