@@ -6,9 +6,9 @@ in its timers only.
 A GPU runs behind the program: a call returns when its work is queued. Events queued with the work
 tell when it ran. Their times are turned into the program's clock, so that all ranks still share one.
 
-The events are on the compute stream. NCCL moves messages on streams of its own, so on a GPU the times
-of a collective or a message say when the compute stream passed its call, or waited for it: not how
-long the wires were busy. A profiler shows those streams.
+The events are on the compute stream. NCCL moves messages on streams of its own, so on a GPU the `start`
+and `end` of a collective or a message say when the compute stream passed its call, or waited for it.
+When NCCL did the work stands beside them, and comes from another clock: `communicator_clock`.
 """
 
 import itertools

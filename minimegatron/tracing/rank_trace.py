@@ -24,6 +24,8 @@ An event's `attributes`, each only where it applies:
 | `doing`, `payload`, `peer`, `ordinal` | below the communicator: which message is started or awaited |
 | `transfer` | of the wait for a message, what is left after `wait` |
 | `host_start`, `host_end` | on a GPU, when the program made the call; `start` and `end` are the GPU's |
+| `communicator` | on a GPU, of what is sent, received or summed over NCCL: whose work it is |
+| `device_start`, `device_end` | when it did it; see `communicator_clock` |
 | `unfinished` | the call had not returned when the recording ended |
 
 `ordinal` counts a step's messages of one direction and payload to or from one peer.

@@ -19,6 +19,7 @@ from minimegatron.core import tracing
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_device
 from minimegatron.tracing.clock import align_clocks
+from minimegatron.tracing.communicator_clock import CommunicatorClock
 from minimegatron.tracing.device_clock import DeviceClock, close_range, open_range, profiler_enabled
 from minimegatron.tracing.identity import Finding, UnitFinder
 from minimegatron.tracing.rank_trace import RankTrace, save_rank
@@ -128,6 +129,9 @@ class Recorder:
         self.surroundings = Surroundings()
         self.is_cut = False
         self.device_clock = DeviceClock(read_clock) if get_device().type == "cuda" else None
+        self.communicator_clock = (
+            None if self.device_clock is None else CommunicatorClock(self.device_clock, read_clock)
+        )
         self._read_clock, self._max_calls = read_clock, max_calls
         self._first_step, self._num_steps = first_step, num_steps
         self._num_train_steps = 0
@@ -168,6 +172,7 @@ class Recorder:
         record.end = now
         if self.device_clock is not None:
             record.marks.append(self.device_clock.mark())
+            self.communicator_clock.look(call, record)
         if self.device_clock is not None or record.range is not None:
             close_range(record.range, self.device_clock is not None)
             record.range = None
@@ -201,6 +206,7 @@ class Recorder:
         call.attributes["config"] = self.surroundings.learn(call)
         if self.device_clock is not None:
             self.device_clock.set_anchor()
+            self.communicator_clock.begin_step()
 
     def _frames(self, frame: Any, parent: Record | None) -> tuple:
         """(code id, instruction, code id, instruction, ...) from the caller up to the parent.

@@ -74,6 +74,9 @@ ATTRIBUTES = Keys(
         "transfer": NUMBER,
         "host_start": NUMBER,
         "host_end": NUMBER,
+        "communicator": str,
+        "device_start": NUMBER,
+        "device_end": NUMBER,
         "unfinished": bool,
     },
 )
@@ -101,7 +104,11 @@ EVENT = Keys(
         "attributes": ATTRIBUTES,
     },
 )
-TOGETHER = ({"doing", "payload", "peer", "ordinal"}, {"shape", "dtype"})
+TOGETHER = (
+    {"doing", "payload", "peer", "ordinal"},
+    {"shape", "dtype"},
+    {"communicator", "device_start", "device_end"},
+)
 """Attributes that say something only with each other."""
 CLOCK = Keys(
     {},

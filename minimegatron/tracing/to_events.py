@@ -82,6 +82,7 @@ class _Converter:
         self._read, self._ended = read, recorder.ended
         clock = recorder.device_clock
         self._time_of = None if clock is None else clock.times(wait=wait_for_gpu)
+        self._spans = {} if clock is None else recorder.communicator_clock.spans(self._time_of)
         self._pp_rank = recorder.surroundings.coordinates["pp"]
         self._step = -1
 
@@ -143,6 +144,10 @@ class _Converter:
             else:
                 attributes["host_start"], attributes["host_end"] = start, end
                 start, end = map(self._read, times)
+        if record.index in self._spans:
+            communicator, *times = self._spans[record.index]
+            attributes["communicator"] = communicator
+            attributes["device_start"], attributes["device_end"] = map(self._read, times)
         return start, end
 
     def _action(self, record: Any, parent: Event | None, attributes: dict[str, Any]) -> Action:

@@ -1,0 +1,278 @@
+"""When a communicator did its work, of a pretended GPU whose works end at times that a test says."""
+
+import gc
+import math
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import collectives
+from minimegatron.core.pipeline_parallel import transport
+from minimegatron.core.pipeline_parallel.transport import ACTIVATION, TensorMessage
+from minimegatron.core.tracing import observed_by, traced
+from minimegatron.tracing import recorder
+from minimegatron.tracing.clock import Alignment
+from minimegatron.tracing.to_events import to_rank_trace
+from tests.trace.fake_gpu import NcclGroup
+
+COMPUTE = "compute"
+FURTHER = "further"
+
+
+class Gpu:
+    """Streams that know how far they are, in ms. `asked` holds what they were asked to wait for."""
+
+    def __init__(self):
+        self.now = {COMPUTE: 0.0, FURTHER: 0.0}
+        self.stream = COMPUTE
+        self.host_ms = 0.0
+        self.stuck_from = math.inf
+        """From then on it waits for something that never comes."""
+        self.asked: list[tuple[str, str]] = []
+        self.next: Work | None = None
+
+    def computes(self, until: float) -> None:
+        self.now[COMPUTE] = until
+
+    def take(self, *_, **__) -> "Work":
+        """What torch returns: the work that the test has put there."""
+        work, self.next = self.next, None
+        return work
+
+    @contextmanager
+    def on(self, stream):
+        self.stream = stream
+        yield
+        self.stream = COMPUTE
+
+
+class Work(dist.Work):
+    def __init__(self, gpu: Gpu, name: str, ends: float):
+        super().__init__()
+        self.gpu, self.name, self.ends = gpu, name, ends
+
+    def wait(self, timeout=None) -> bool:
+        self.gpu.asked.append((self.gpu.stream, self.name))
+        self.gpu.now[self.gpu.stream] = max(self.gpu.now[self.gpu.stream], self.ends)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.gpu.host_ms >= self.ends
+
+
+@dataclass(frozen=True)
+class Group(NcclGroup):
+    """`members` are global ranks, `backend` what carries its messages."""
+
+    members: tuple[int, ...] = (0, 2)
+    backend: str = "nccl"
+    bound_device_id: str | None = None
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.at = gpu.now[gpu.stream]
+
+        def synchronize(self):
+            pass
+
+        def query(self):
+            return self.at < gpu.stuck_from
+
+        def elapsed_time(self, later):
+            return later.at - self.at
+
+    for name, value in {
+        "Event": Event,
+        "Stream": lambda priority: FURTHER,
+        "stream": gpu.on,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("range_push", "range_pop"):
+        monkeypatch.setattr(torch.cuda.nvtx, name, lambda *_: None)
+    monkeypatch.setattr(dist, "all_reduce", gpu.take)
+    monkeypatch.setattr(dist, "isend", gpu.take)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(group.members))
+    monkeypatch.setattr(recorder, "get_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(collectives, "get_mesh", lambda *_: None)
+    return gpu
+
+
+@contextmanager
+def recording(gpu):
+    """What is recorded inside; `spans` is filled at the end: per event with a lane, in ms."""
+    found = SimpleNamespace(spans=[], events=[])
+    mine = recorder.Recorder(lambda: round(gpu.host_ms * 1e6))
+    with observed_by(mine):
+        yield found
+    mine.close()
+    end = Alignment() if gpu.stuck_from == math.inf else None  # None: an error has ended the run
+    found.events = to_rank_trace(mine, Alignment(), end).events
+    for event in found.events:
+        if "communicator" in event.attributes:
+            name, start, end = (
+                event.attributes[key] for key in ("communicator", "device_start", "device_end")
+            )
+            found.spans.append((event.name, name, start / 1e3, end / 1e3))
+
+
+def all_reduce(gpu, name, ends, group, async_op=True):
+    """The package's own, which gets a work that ends then."""
+    gpu.next = Work(gpu, name, ends)
+    return collectives.all_reduce(torch.ones(2), group, async_op=async_op)
+
+
+DP = Group(0, 2, "3", "dp+dp_cp")
+
+
+def test_an_overlapped_collective_has_the_times_of_its_own_stream(gpu):
+    with recording(gpu) as found:
+        gpu.computes(10)
+        handle = all_reduce(gpu, "sum", 50, DP)
+        gpu.computes(30)
+        handle.wait()
+    assert found.spans == [("all-reduce", "dp 0,2", 10, 50)]
+    start, wait = found.events
+    assert (start.start, start.end) == (10_000, 10_000)  # the compute stream's, as before
+    assert (wait.start, wait.end) == (30_000, 50_000)
+
+
+def test_a_collective_that_is_waited_for_within_its_call(gpu):
+    with recording(gpu) as found:
+        gpu.computes(10)
+        all_reduce(gpu, "sum", 50, DP, async_op=False)
+    assert found.spans == [("all-reduce", "dp 0,2", 10, 50)]
+    assert gpu.asked == [(COMPUTE, "sum")]
+
+
+def test_a_communicator_does_one_thing_after_the_other(gpu):
+    """The first was posted first, and ends first, although the program waits for it last."""
+    with recording(gpu) as found:
+        first = all_reduce(gpu, "first", 40, DP)
+        gpu.computes(10)
+        second = all_reduce(gpu, "second", 60, DP)
+        elsewhere = all_reduce(gpu, "third", 20, Group(0, 2, "4", "tp"))
+        second.wait()
+        first.wait()
+    assert found.spans == [("all-reduce", "dp 0,2", 0, 40), ("all-reduce", "dp 0,2", 40, 60)]
+    # Never before the program: torch keeps memory until the first wait.
+    assert gpu.asked == [
+        (COMPUTE, "second"),
+        (FURTHER, "first"),
+        (FURTHER, "second"),
+        (COMPUTE, "first"),
+    ]
+    assert elsewhere is not None  # nobody waited for it, and it has no end
+
+
+def test_a_program_slower_than_its_gpu_sees_work_end(gpu):
+    @traced("computes")
+    def computes(until):
+        gpu.host_ms = until
+
+    with recording(gpu) as found:
+        handle = all_reduce(gpu, "sum", 5, DP)
+        computes(4)
+        computes(6)
+        computes(90)
+        gpu.computes(90)
+        handle.wait()
+    assert found.spans == [("all-reduce", "dp 0,2", 0, 6)]
+    assert gpu.asked == [(COMPUTE, "sum")]
+
+
+def test_handles_live_no_longer_than_the_program_needs_them(gpu):
+    with recording(gpu):
+        handle = all_reduce(gpu, "sum", 50, DP)
+        work = weakref.ref(handle.work)
+        handle.wait()
+        del handle
+        gc.collect()
+        assert work() is None
+
+
+def test_broadcast_is_done_by_the_compute_stream(gpu, monkeypatch):
+    """The stream of its group's communicator does not wait for it, nor the program for that stream."""
+
+    def broadcast(tensor, group, group_src):
+        gpu.computes(60)  # NCCL itself keeps the order of a communicator's work
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    with recording(gpu) as found:
+        handle = all_reduce(gpu, "sum", 50, DP)
+        collectives.broadcast(torch.ones(2), 0, DP)
+        assert gpu.asked == []
+        handle.wait()
+    assert sorted(found.spans) == [
+        ("all-reduce", "dp 0,2", 0, 50),
+        ("broadcast", "dp 0,2", 50, 60),
+    ]
+
+
+def test_what_gloo_carries_has_no_lane_and_is_not_waited_for(gpu, monkeypatch):
+    gloo = Group(0, 2, "3", "pp", backend="gloo")
+    message = TensorMessage(True, torch.ones(2), 1, ACTIVATION)
+    with recording(gpu) as found:
+        handle = all_reduce(gpu, "sum", 50, gloo)
+        # A device tensor over gloo goes through a host copy, which `wait` copies back.
+        monkeypatch.setattr(transport, "needs_staging", lambda *_: True)
+        monkeypatch.setattr(transport, "get_timeout", lambda group: 1.0)
+        gpu.next = Work(gpu, "message", 20)
+        transport.TorchTransport(gloo).start(message).wait()
+        handle.wait()
+    assert found.spans == []
+    assert [stream for stream, _ in gpu.asked] == [COMPUTE, COMPUTE]
+
+
+def lone_message(gpu, group):
+    gpu.next = Work(gpu, "message", 20)
+    transport.TorchTransport(group).start(TensorMessage(True, torch.ones(2), 1, ACTIVATION))
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        (Group(3, 4, "5", "pp+mp", (0, 2, 4, 6)), "pp 2:6"),
+        # Of a group that torch connected for one device, lone messages have no other.
+        (Group(3, 4, "5", "pp", (0, 2, 4, 6), bound_device_id="cuda:0"), "pp 0,2,4,6"),
+        (Group(3, 4, "5", "pp", (4, 5, 6, 7), bound_device_id="cuda:0"), "pp 4-7"),
+        (Group(3, 4, "5", "tp+pp", (4, 5, 6, 7)), "pp 5:7"),
+        (Group(3, 4, "5", "", (4, 5, 6, 7)), "group 5:7"),
+    ],
+)
+def test_names(gpu, group, name):
+    with recording(gpu) as found:
+        lone_message(gpu, group)
+        gpu.host_ms = 100
+        traced("anything")(lambda: None)()
+    assert found.spans == [("p2p-start", name, 0, 100)]
+
+
+def test_two_groups_of_one_name_have_two_lanes(gpu):
+    with recording(gpu) as found:
+        for number in ("3", "4"):
+            all_reduce(gpu, number, 5, Group(0, 2, number, "dp"), async_op=False)
+    assert [span[1] for span in found.spans] == ["dp 0,2", "dp 0,2 #2"]
+
+
+def test_work_that_never_ends_has_no_times(gpu):
+    with recording(gpu) as found:
+        all_reduce(gpu, "first", 20, DP, async_op=False)
+        all_reduce(gpu, "second", 50, DP).wait()
+        gpu.stuck_from = 40
+    assert found.spans == [("all-reduce", "dp 0,2", 0, 20)]
+    assert not found.events[0].attributes.get("unfinished")
