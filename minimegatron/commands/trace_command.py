@@ -7,13 +7,15 @@ other run, says. Megatron has no counterpart.
 import argparse
 import json
 from pathlib import Path
+from shutil import get_terminal_size
 
 from minimegatron.planner.actions import timeline_to_json
 from minimegatron.planner.plan import plan_config_to_json
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.diff import diff_report, divergences
+from minimegatron.tracing.render_lanes import LEAST_WIDTH, render_lanes
 from minimegatron.tracing.step import Step
-from minimegatron.tracing.step_report import step_report
+from minimegatron.tracing.step_report import heading, step_report
 from minimegatron.tracing.trace_view import Trace
 from minimegatron.tracing.trace_words import pace_words
 
@@ -24,7 +26,7 @@ PLAN = "plan"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Three things to do with a recording."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="show|diff|export")
-    _add_show(actions.add_parser("show", help="figures of a step, or the calls of one rank"))
+    _add_show(actions.add_parser("show", help="figures of a step, its lanes, or one rank's calls"))
     _add_diff(actions.add_parser("diff", help="a run beside its plan, or beside another run"))
     _add_export(actions.add_parser("export", help="write a file for a viewer"))
 
@@ -32,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_recording(parser)
     add = parser.add_argument
+    add("--lanes", action="store_true", help="draw what each rank and communicator did, as text")
+    add("--width", type=int, metavar="N", help="with --lanes: columns (default: the terminal's)")
     add("--rank", type=int, metavar="R", help="print this global rank's calls as a tree")
     add("--microbatch", type=int, metavar="M", help="with --rank: only what works on this one")
     add("--chunk", type=int, metavar="C", help="with --rank: only what works on this chunk")
@@ -85,6 +89,10 @@ def _step(args: argparse.Namespace, trace: Trace, number: int) -> Step:
 
 
 def _show(args: argparse.Namespace, trace: Trace) -> int:
+    if args.lanes:
+        return _print_lanes(args, trace)
+    if args.width is not None:
+        raise ValueError("--width is the width of a picture; add --lanes")
     if args.rank is None:
         for name in ("microbatch", "chunk", "depth"):
             if getattr(args, name) is not None:
@@ -99,6 +107,18 @@ def _show(args: argparse.Namespace, trace: Trace) -> int:
         print("note: the recording was full before the run ended; later calls are missing")
     filters = {"microbatch": args.microbatch, "chunk": args.chunk, "depth": args.depth}
     print(trace.tree(args.rank, None if args.all else args.step, **filters))
+    return 0
+
+
+def _print_lanes(args: argparse.Namespace, trace: Trace) -> int:
+    if args.rank is not None:
+        raise ValueError("--lanes draws all ranks of a pipeline; leave out --rank")
+    step = _step(args, trace, args.step)
+    width = args.width
+    if width is None:
+        width = max(get_terminal_size((100, 24)).columns, LEAST_WIDTH)
+    for line in (*heading(step, trace.clock_words), "", *render_lanes(step, width)):
+        print(line)
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from minimegatron.planner.actions import COMMUNICATE, Event
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.trace_words import (
+    communicator_words,
     event_title,
     message_words,
     moved_words,
@@ -15,6 +16,8 @@ from minimegatron.tracing.trace_words import (
     wait_words,
 )
 
+WORDS = (moved_words, communicator_words, shape_words, wait_words)
+"""What is said of a call, where there is something to say."""
 HEADER = f"{'start ms':>10} {'length ms':>10}  call"
 
 
@@ -104,7 +107,7 @@ class _Tree:
         if event.action.kind == COMMUNICATE:
             messages = [message_words(m, self.num_chunks) for m in event.action.messages]
             parts.append("; ".join(messages) or "nothing to move")
-        parts += filter(None, (moved_words(event), shape_words(event), wait_words(event)))
+        parts += filter(None, (w(event) for w in WORDS))
         if event.action.phase:
             parts.append(event.action.phase)
         if event.attributes.get("unfinished"):

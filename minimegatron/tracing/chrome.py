@@ -3,8 +3,9 @@
 Torch-free. Megatron has no counterpart. Format: "Trace Event Format" (Google, 2016), JSON object
 form.
 
-Each rank is a process with two threads: its calls, and what they waited for. A message is an arrow
-from where its sender started it to where its receiver had it.
+Each rank is a process with two threads: its calls, and what they waited for. On GPUs over NCCL there is
+one thread more per communicator, with what it did. A message is an arrow from where its sender started
+it to where its receiver had it.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event
+from minimegatron.tracing.lanes import COLLECTIVE, communications
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.step import Step, Transfer
@@ -21,11 +23,12 @@ from minimegatron.tracing.trace_words import (
     event_title,
     function_name,
     message_words,
+    moved_words,
     pace_words,
     unit_name,
 )
 
-CALLS, WAITS = 0, 1
+CALLS, WAITS, FIRST_COMMUNICATOR = 0, 1, 2
 """Thread ids within each process."""
 
 
@@ -47,7 +50,10 @@ def chrome_trace(run: Run) -> dict[str, Any]:
         for stage, events in zip(step.stages, step.events, strict=True):
             refined[stage.rank].update(events)
     events = [
-        line for rank in run.ranks for line in (*_process(rank), *_calls(rank, refined[rank.rank]))
+        line
+        for rank in run.ranks
+        for part in (_process, _calls, _lanes)
+        for line in part(rank, refined[rank.rank])
     ]
     first_id = 0
     for step in steps:
@@ -60,7 +66,7 @@ def chrome_trace(run: Run) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _process(rank: RankTrace) -> Iterator[dict[str, Any]]:
+def _process(rank: RankTrace, refined: dict[int, Event]) -> Iterator[dict[str, Any]]:
     where = ", ".join(
         f"{axis} {rank.coordinates[axis]}" for axis in ("tp", "dp", "cp") if rank.sizes[axis] > 1
     )
@@ -91,6 +97,23 @@ def _calls(rank: RankTrace, refined: dict[int, Event]) -> Iterator[dict[str, Any
         }
         if event.name == "p2p-wait":
             yield from _wait_parts(rank, event)
+
+
+def _lanes(rank: RankTrace, refined: dict[int, Event]) -> Iterator[dict[str, Any]]:
+    of_communicators = communications(refined.get(i, event) for i, event in enumerate(rank.events))
+    for tid, name in enumerate(sorted(of_communicators), FIRST_COMMUNICATOR):
+        place = {"pid": rank.rank, "tid": tid}
+        yield {"ph": "M", "name": "thread_name", **place, "ts": 0, "args": {"name": name}}
+        for bar in of_communicators[name]:
+            is_collective = bar.kind == COLLECTIVE
+            yield {
+                "ph": "X",
+                "name": bar.events[0].name if is_collective else bar.label,
+                "cat": bar.kind,
+                **place,
+                **_span(bar.start, bar.end),
+                "args": {"moves": [moved_words(event) for event in bar.events]},
+            }
 
 
 def _name(event: Event, num_chunks: int) -> str:

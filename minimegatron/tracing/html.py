@@ -29,6 +29,7 @@ from minimegatron.tracing.run import Run
 from minimegatron.tracing.step import Step, TracedGap, Transfer
 from minimegatron.tracing.trace_words import (
     action_name,
+    communicator_words,
     function_name,
     gap_words,
     late_words,
@@ -200,7 +201,7 @@ def _event(step: Step, rank: int, index: int, texts: _Texts) -> dict[str, Any]:
     words = [message_words(message, v) for message in action.messages]
     if action.kind == COMMUNICATE and not words:
         words = ["nothing to move here"]
-    words += [moved_words(event), shape_words(event)]
+    words += [moved_words(event), communicator_words(event), shape_words(event)]
     if event.attributes.get("unfinished"):
         words.append("not finished")
     optional = {

@@ -11,6 +11,7 @@ from minimegatron.tracing.chrome import write_chrome
 from minimegatron.tracing.compare import Divergence, compare_with_plan
 from minimegatron.tracing.html import write_html
 from minimegatron.tracing.plot import plot_step
+from minimegatron.tracing.render_lanes import render_lanes
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.step_report import step_report
 
@@ -24,6 +25,10 @@ class Trace(Run):
     def report(self, step: int = 0, **pipeline: int) -> str:
         """The figures of one step: bubble beside formula, plan beside run, blame for each gap."""
         return "\n".join(step_report(self.step(step, **pipeline), self.clock_words))
+
+    def lanes(self, step: int = 0, width: int = 100, **pipeline: int) -> str:
+        """One step as text: a line per compute stream and per communicator, `width` columns at most."""
+        return "\n".join(render_lanes(self.step(step, **pipeline), width))
 
     def compare_with_plan(self, step: int = 0, **pipeline: int) -> list[Divergence]:
         """Where each stage first departs from the plan; empty if none did."""

@@ -127,6 +127,15 @@ def moved_words(event: Event) -> str:
     return ""
 
 
+def communicator_words(event: Event) -> str:
+    """Which NCCL communicator worked for an event, and how long; empty where none is known."""
+    attributes = event.attributes
+    if "communicator" not in attributes:
+        return ""
+    length = attributes["device_end"] - attributes["device_start"]
+    return f"{milliseconds(length)} on {attributes['communicator']}"
+
+
 def shape_words(event: Event) -> str:
     """Sizes and type of the tensor that an event moves; empty if it moves none."""
     if "shape" not in event.attributes:
