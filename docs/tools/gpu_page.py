@@ -32,9 +32,12 @@ $ make gpu-check
 ```
 
 runs thirteen parts, in the order of this page, each on as many GPUs as it needs, and shows every figure
-beside what was expected. It stops at the first part that does not hold. Without a GPU it checks nothing
-and says so. The tests run each part on the CPU, in small, so that its code is tried; the figures of such
-a run are not shown here.
+beside what was expected. It stops at the first part that does not hold, and its exit code is then 1.
+Without a GPU it checks nothing, says so, and ends with 0. It writes `docs/gpu/report.json`. What this
+page, README and the site say of GPUs is made from the report that was committed last.
+
+The tests run each part on the CPU, in small, so that its code is tried. The figures of such a run say
+nothing about a GPU and are not shown here.
 """
 
 
@@ -54,15 +57,18 @@ def statement(path: Path = REPORT) -> str:
         f"{len(numbers)} {state} ({', '.join(map(str, numbers))})"
         for state, numbers in by_state.items()
     )
-    where = f"{report['num_gpus']} x {report['gpu']}, {report['machine']['date']}"
+    machine = report["machine"]
+    where = f"{report['num_gpus']} x {report['gpu']}, {machine['date']}, commit {machine['commit']}"
     return f"Run on {where}: of {len(report['parts'])} parts {counts}."
 
 
-def gpu_page(path: Path, titles: list[str]) -> str:
-    """The page of the report at `path`; without one, the `titles` of the parts that would be run."""
+def gpu_page(path: Path, planned: list[tuple[str, int]]) -> str:
+    """The page of the report at `path`; without one, the parts that would be run."""
     parts = [BEGINNING.format(statement=statement(path))]
     if not path.exists():
-        parts += [f"{number}. {title}" for number, title in enumerate(titles, 1)]
+        parts += ["| | part | GPUs that it needs |", "|---|---|---|"]
+        for number, (title, num_gpus) in enumerate(planned, 1):
+            parts.append(f"| {number} | {title} | {num_gpus} |")
         return "\n".join(parts) + "\n"
     report = json.loads(path.read_text())
     parts += ["| | |", "|---|---|"]
@@ -88,14 +94,18 @@ def _escaped(text: str) -> str:
     return re.sub(r"([|*_\[\]`])", r"\\\1", html.escape(text, quote=False))
 
 
-def titles_of_parts() -> list[str]:
-    """Read from tests/gpu/parts.py, which is not imported: it needs torch, and what the tests need."""
+def planned_parts() -> list[tuple[str, int]]:
+    """(title, GPUs that it needs) of each part, in order.
+
+    Read from tests/gpu/parts.py, which is not imported: it needs torch, and what the tests need.
+    """
     text = (ROOT / "tests" / "gpu" / "parts.py").read_text()
-    return re.findall(r'^    Part\("(.+?)", \d', text, re.MULTILINE)
+    found = re.findall(r'^    Part\("(.+?)", (\d)', text, re.MULTILINE)
+    return [(title, int(num_gpus)) for title, num_gpus in found]
 
 
 def write_gpu_page(out: Path, path: Path = REPORT) -> Path:
     """`out`/gpu.md."""
     page = out / "gpu.md"
-    page.write_text(gpu_page(path, titles_of_parts()))
+    page.write_text(gpu_page(path, planned_parts()))
     return page

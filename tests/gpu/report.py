@@ -3,9 +3,12 @@
 Called by: `__main__`. docs/tools/gpu_page.py says what a report says.
 """
 
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +16,7 @@ import torch
 from tests.benchmarks.results import machine_facts
 from tests.gpu.place import Finding, Place
 
+ROOT = Path(__file__).parents[2]
 NO_GPU = "Nothing was checked: torch finds no GPU here."
 
 
@@ -28,7 +32,8 @@ class Part(NamedTuple):
 def run_parts(parts: Sequence[Part], place: Place, say: Callable[[str], Any] = print) -> dict:
     """Runs them in order, and stops at the first one that does not hold; what came of each."""
     name = torch.cuda.get_device_name() if place.is_gpu else "none"
-    report = {"machine": machine_facts(), "gpu": name, "num_gpus": place.num_gpus, "parts": []}
+    machine = machine_facts() | {"commit": commit()}
+    report = {"machine": machine, "gpu": name, "num_gpus": place.num_gpus, "parts": []}
     failed = False
     for number, part in enumerate(parts, 1):
         entry = {"number": number, "title": part.title, "findings": [], "seconds": 0.0}
@@ -42,6 +47,17 @@ def run_parts(parts: Sequence[Part], place: Place, say: Callable[[str], Any] = p
             failed = entry["state"] == "failed"
         say(in_words(entry))
     return report
+
+
+def commit() -> str:
+    """What is run: a commit of the project, and whether files differ from it."""
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    said = subprocess.run(
+        [git, "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    return said.stdout.strip() or "unknown"
 
 
 def _run(part: Part, place: Place) -> dict[str, Any]:

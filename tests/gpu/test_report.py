@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gpu import __main__ as check
+from tests.gpu import report
 from tests.gpu.parts import PARTS
 from tests.gpu.place import Finding, Place, at_most, is_equal
 from tests.gpu.report import NO_GPU, Part, run_parts
@@ -28,7 +29,7 @@ def states(*parts: Part) -> list[str]:
 
 def test_thirteen_parts():
     assert len(PARTS) == 13
-    assert gpu_page.titles_of_parts() == [part.title for part in PARTS]
+    assert gpu_page.planned_parts() == [(part.title, part.num_gpus) for part in PARTS]
 
 
 @pytest.mark.parametrize("bad", [FAILS, RAISES, EMPTY])
@@ -65,7 +66,7 @@ def test_a_check_writes_report_and_page(tmp_path, monkeypatch):
     assert check.main() == 1
     page = (tmp_path / "build" / "gpu.md").read_text()
     said = gpu_page.statement(path)
-    assert "Run on 1 x planted GPU" in said
+    assert "Run on 1 x planted GPU" in said and f"commit {report.commit()}: of 3 parts" in said
     assert said.endswith("of 3 parts 1 holds (1), 1 failed (2), 1 not run (3).")
     assert said in page
     assert "| x | 3 | at most 2 | **does not hold** |" in page
@@ -85,7 +86,7 @@ def test_readme_and_site_say_what_the_report_shows():
     assert said in (ROOT / "README.md").read_text()
     for page in ("docs/teachers.md", "docs/recipes/multi_node.md"):
         assert "{{ value gpu_statement() }}" in (ROOT / page).read_text()
-    assert said in gpu_page.gpu_page(gpu_page.REPORT, gpu_page.titles_of_parts())
+    assert said in gpu_page.gpu_page(gpu_page.REPORT, gpu_page.planned_parts())
 
 
 def test_the_command_of_make(tmp_path):
