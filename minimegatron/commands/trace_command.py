@@ -89,15 +89,16 @@ def _step(args: argparse.Namespace, trace: Trace, number: int) -> Step:
 
 
 def _show(args: argparse.Namespace, trace: Trace) -> int:
-    if args.lanes:
-        return _print_lanes(args, trace)
-    if args.width is not None:
-        raise ValueError("--width is the width of a picture; add --lanes")
+    if args.width is not None and not args.lanes:
+        raise ValueError(f"--width {args.width} is of a picture; add --lanes")
+    if args.lanes and args.rank is not None:
+        raise ValueError(f"--lanes draws all ranks of a pipeline; leave out --rank {args.rank}")
     if args.rank is None:
         for name in ("microbatch", "chunk", "depth"):
             if getattr(args, name) is not None:
                 raise ValueError(f"--{name} chooses calls of one rank; add --rank")
-        return _print_report(_step(args, trace, args.step), trace)
+        step = _step(args, trace, args.step)
+        return _print_lanes(args, step, trace) if args.lanes else _print_report(step, trace)
     recording = trace.rank(args.rank)
     place = ", ".join(f"{axis} {value}" for axis, value in recording.coordinates.items())
     print(f"rank {recording.rank} of {recording.world_size} ({place}), {trace.clock_words}")
@@ -110,10 +111,7 @@ def _show(args: argparse.Namespace, trace: Trace) -> int:
     return 0
 
 
-def _print_lanes(args: argparse.Namespace, trace: Trace) -> int:
-    if args.rank is not None:
-        raise ValueError("--lanes draws all ranks of a pipeline; leave out --rank")
-    step = _step(args, trace, args.step)
+def _print_lanes(args: argparse.Namespace, step: Step, trace: Trace) -> int:
     width = args.width
     if width is None:
         width = max(get_terminal_size((100, 24)).columns, LEAST_WIDTH)

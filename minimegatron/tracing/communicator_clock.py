@@ -7,18 +7,19 @@ neither that stream nor its events. `wait` of a handle shows the end: whatever f
 that waits comes after the work. So there is a second stream per communicator, which computes nothing.
 Once the program has waited for a handle, this stream waits for it too, and an event is put behind.
 
-* The **end** is the event's time. The second stream waits after the program only: torch keeps a
-  message's memory until the first `wait`, and where a GPU takes its work from one queue
-  (`CUDA_DEVICE_MAX_CONNECTIONS=1`) an early wait would hold up the work behind it. A program that is
-  slower than its GPU comes to `wait` when the work is long done. So each recorded call asks for the
-  oldest open work of each communicator whether it has ended, and an end that is found so is as late as
-  that question at most: by the length of one recorded call.
+* The **end** is the event's time. The second stream waits after the program alone, for two reasons.
+  torch keeps a message's memory until the first `wait`. And where a GPU takes its work from one queue
+  (`CUDA_DEVICE_MAX_CONNECTIONS=1`), an early wait could hold up the work behind it; there the time may
+  be as late as the compute stream's own wait. A program that is slower than its GPU comes to `wait`
+  when the work is long done. So whenever a recorded call ends, the oldest open work of each
+  communicator is asked whether it is done, and the time of the first yes is taken.
 * The **beginning** is the later of two times: the compute stream came to the post, and the
   communicator ended what it did before. From then on nothing on this GPU keeps the work back. It is
   not when bytes began to move: a receive, a send and a collective include waiting for the others.
 
-What goes through gloo or shared memory has no such times: no stream of the GPU carries it. Nor has
-work that was never waited for, and that had not ended when the recording did.
+A collective that is waited for within its own call ends with it on the compute stream; a broadcast is
+done there altogether. What goes through gloo or shared memory has no such times: no stream of the GPU
+carries it. Nor has work that was neither waited for nor seen to be done.
 """
 
 from collections import defaultdict, deque
@@ -33,8 +34,9 @@ from minimegatron.core.tracing import Call
 from minimegatron.tracing.device_clock import DeviceClock
 
 BESIDE_NCCL = -1
-"""The priority of the second streams. torch hands out 32 streams per priority in turn, and takes NCCL's
-from those of priority 0: of another priority, none of ours is one of NCCL's."""
+"""The priority of the second streams. torch hands out the streams of one priority in turn, and a few
+communicators later the same ones again. It takes NCCL's from those of priority 0 unless told otherwise,
+so ours are others."""
 
 MessageKey = tuple[str, str, int, int]
 """(doing, payload, peer, how many such messages came before it in this step)."""
@@ -132,19 +134,24 @@ class CommunicatorClock:
         self._batch = posted, record
         return posted
 
+    def _look_at_exchange(self, call: Call, record: Any) -> None:
+        """Its results hold the handle of the batch that it has started, if it has started one."""
+        if self._batch is None or self._batch[1].parent is not record:
+            return
+        for result in call.result or ():
+            # That of a receive is within the communicator's own handle.
+            self._show(self._batch[0], getattr(result, "_work", result))
+
     def _look_at_wait(self, call: Call, record: Any) -> None:
         told = record.attributes
         key = (told["doing"], told["payload"], told["peer"], told.get("number", 0))
         posted = self._of_message.pop(key, None)
-        if posted is None:
-            return
-        if posted.handle is None and isinstance(call.arguments["work"], dist.Work):
-            posted.handle = call.arguments["work"]  # that of a batch is seen here first
-        if posted in self._open[posted.key]:  # or it was seen to end, or a later one was
+        if posted is not None and posted in self._open[posted.key]:
+            self._show(posted, call.arguments.get("work"))
             self._end(self._open[posted.key], posted)
 
     def _look_at_collective(self, call: Call, record: Any) -> None:
-        group, result = call.arguments["group"], call.result
+        group, result = call.arguments.get("group"), call.result
         if not _is_nccl(group):
             return
         posted = _Posted(self._key(group, None), record)
@@ -167,6 +174,7 @@ class CommunicatorClock:
     _LOOK = {
         "p2p-start": _look_at_start,
         "p2p-wait": _look_at_wait,
+        "exchange": _look_at_exchange,
         "all-reduce": _look_at_collective,
         "broadcast": _look_at_collective,
         "all-gather": _look_at_collective,
@@ -182,14 +190,24 @@ class CommunicatorClock:
             self._open[posted.key].append(posted)
         return posted
 
+    def _show(self, posted: _Posted, handle: Any) -> None:
+        """That of a batch is not shown to whoever sees its messages start."""
+        is_new = posted.handle is None and posted in self._open[posted.key]
+        if is_new and isinstance(handle, dist.Work):
+            posted.handle = handle
+
     def _end(self, queue: deque[_Posted], last: _Posted | None) -> None:
         """Puts an event behind all that a communicator has open, up to `last` (None: to the end).
 
         The compute stream waits for the last of them, and so comes after each: the second stream may
-        wait for all.
+        wait for all. A batch whose handle nobody has shown becomes one with what follows it.
         """
+        unseen: _Posted | None = None
         while queue:
             posted = queue.popleft()
+            if unseen is not None:
+                posted.indices, posted.posts = unseen.indices + posted.indices, unseen.posts
+            unseen = posted if posted.handle is None else None
             if posted.handle is not None:
                 with torch.cuda.stream(self._stream(posted.key)):
                     posted.handle.wait()

@@ -183,8 +183,11 @@ def _level(parent: int | None, levels: list[int], where: str) -> int:
 def _check_together(event: dict[str, Any], attributes: dict[str, Any], where: str) -> None:
     for names in TOGETHER:
         found = names & attributes.keys()
-        if found and found != names:
-            raise ValueError(f"{where}.attributes lacks {min(names - found)!r}")
+        missing = names - found
+        if "ordinal" in missing and str(attributes.get("payload")).endswith(" shape"):
+            missing = missing - {"ordinal"}  # messages of sizes are not counted
+        if found and missing:
+            raise ValueError(f"{where}.attributes lacks {min(missing)!r}")
     if event["name"] == "p2p-wait" and "payload" not in attributes:
         raise ValueError(f"{where}.attributes lacks the payload that was waited for")
     if "group_size" in attributes and "bytes" not in attributes:

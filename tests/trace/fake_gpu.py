@@ -54,8 +54,8 @@ class Gpu:
         return self.rank, self.num_marks
 
     def start(self, is_batch: bool) -> "Work":
-        posted = self.transport.post(is_batch)
-        return Work(self, posted)
+        number = self.transport.post(is_batch)
+        return Work(self, number, self.transport.starting)
 
     @contextmanager
     def on(self, stream: SimpleNamespace) -> Iterator[None]:
@@ -72,15 +72,18 @@ class Gpu:
 class Work(dist.Work):
     """NCCL's handle: `wait` makes the current stream wait."""
 
-    def __init__(self, gpu: Gpu, number: int):
+    def __init__(self, gpu: Gpu, number: int, messages: list):
         super().__init__()
         self.gpu, self.number = gpu, number
+        self.sizes = [m.tensor for m in messages if m.payload.endswith("shape") and not m.is_send]
 
     def wait(self, timeout=None) -> bool:
         if self.gpu.stream == "":
             self.gpu.last_waited = max(self.gpu.last_waited, self.number)
         assert self.number <= self.gpu.last_waited, "the recorder waits before the program does"
         self.gpu.transport.note(Wait(self.number, self.gpu.stream))
+        for tensor in self.sizes if self.gpu.stream == "" else ():
+            self.gpu.transport.read_sizes(tensor)
         return True
 
     def is_completed(self) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from minimegatron.core import collectives
 from minimegatron.core.pipeline_parallel import transport
+from minimegatron.core.pipeline_parallel.p2p_communication import _wait_for as wait_for
 from minimegatron.core.pipeline_parallel.transport import ACTIVATION, TensorMessage
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.tracing import recorder
@@ -115,8 +116,8 @@ def gpu(monkeypatch):
 @contextmanager
 def recording(gpu):
     """What is recorded inside; `spans` is filled at the end: per event with a lane, in ms."""
-    found = SimpleNamespace(spans=[], events=[])
     mine = recorder.Recorder(lambda: round(gpu.host_ms * 1e6))
+    found = SimpleNamespace(spans=[], events=[], clock=mine.communicator_clock)
     with observed_by(mine):
         yield found
     mine.close()
@@ -260,6 +261,19 @@ def test_names(gpu, group, name):
         gpu.host_ms = 100
         traced("anything")(lambda: None)()
     assert found.spans == [("p2p-start", name, 0, 100)]
+
+
+def test_each_step_counts_its_messages_anew(gpu):
+    """As the pipeline's communicator does, whose waits name a message by its number."""
+    message = TensorMessage(True, torch.ones(2), 1, ACTIVATION)
+    wire = transport.TorchTransport(Group(0, 2, "3", "pp"))
+    with recording(gpu) as found:
+        for ends in (20, 50):
+            found.clock.begin_step()
+            gpu.next = Work(gpu, "message", ends)
+            work = wire.start(message)
+            wait_for(work, 0, 1, ACTIVATION, "sending", (2,), 0)
+    assert found.spans == [("p2p-start", "pp 0:2", 0, 20), ("p2p-start", "pp 0:2", 20, 50)]
 
 
 def test_two_groups_of_one_name_have_two_lanes(gpu):

@@ -23,7 +23,15 @@ OVERLAPPED = [
     Case(2, 4, v=2, G=2, batched=False, overlap=True),
     Case(4, 4, v=2, G=4, batched=False, overlap=True),
 ]
-CASES = [*BATCHED, *LONE, *OVERLAPPED, Case(4, 4, v=2, G=4)]
+VARIABLE = [
+    Case(4, 4, variable=True),
+    Case(3, 3, v=2, G=3, variable=True, batched=False, overlap=True),
+]
+LOWERED = [
+    Case(4, 4, 2, order="breadth-first"),
+    Case(4, 4, 2, order="breadth-first", batched=False),
+]
+CASES = [*BATCHED, *LONE, *OVERLAPPED, *VARIABLE, *LOWERED, Case(4, 4, v=2, G=4)]
 recorded = cache(record)
 
 
@@ -68,6 +76,27 @@ def test_every_lane_has_the_bars_that_the_machine_ran(case):
             assert spans(lane, begin) == [times for _, *times in posts[lane.name]], lane.name
             sizes = [len(bar.events) for bar in lane.bars]
             assert sizes == [len(post.parts) for post, *_ in posts[lane.name]]
+
+
+def test_a_batch_whose_handle_is_not_shown_is_drawn_with_the_next_one():
+    """Batches of sizes alone, where the program runs on, are started and waited for unseen."""
+    run, machine = recorded(Case(4, 4, 2, order="breadth-first", variable=True))
+    num_joined = 0
+    for rank, (compute, *others) in enumerate(lanes_of(run.step(0))):
+        first = next(
+            start for name, start, _ in machine.kernels[rank] if name.startswith("forward")
+        )
+        begin = compute.bars[0].start - 1000 * first
+        posts = {name_in_machine(key): found for key, found in machine.posts(rank).items()}
+        for lane in others:
+            drawn_as = spans(lane, begin)
+            starts, ends = zip(*(times for _, *times in posts[lane.name]), strict=True)
+            assert all(start in starts and end in ends for start, end in drawn_as)
+            assert sum(len(bar.events) for bar in lane.bars) == sum(
+                len(post.parts) for post, *_ in posts[lane.name]
+            )
+            num_joined += len(starts) - len(drawn_as)
+    assert num_joined > 0
 
 
 def spans(lane, begin: float) -> list[list[float]]:
@@ -247,7 +276,8 @@ def test_the_command_draws_lanes(folder, capsys):
     for arguments, error in (
         (("--width", 90), "add --lanes"),
         (("--lanes", "--width", 39), "--width is 39; give 40 or more"),
-        (("--lanes", "--rank", 1), "leave out --rank"),
+        (("--lanes", "--rank", 1), "leave out --rank 1"),
+        (("--lanes", "--depth", 1), "--depth chooses calls of one rank"),
     ):
         code, _, printed = trace_command(capsys, "show", folder, *arguments)
         assert code != 0 and error in printed
