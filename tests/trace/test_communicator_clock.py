@@ -266,7 +266,8 @@ def test_names(gpu, group, name):
 def test_each_step_counts_its_messages_anew(gpu):
     """As the pipeline's communicator does, whose waits name a message by its number."""
     message = TensorMessage(True, torch.ones(2), 1, ACTIVATION)
-    wire = transport.TorchTransport(Group(0, 2, "3", "pp"))
+    group = Group(0, 2, "3", "pp")
+    wire = transport.TorchTransport(group)
     with recording(gpu) as found:
         for ends in (20, 50):
             found.clock.begin_step()
