@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minimegatron.core import collectives, parallel_state
-from minimegatron.core.tensor_parallel.data import broadcast_data_of_fixed_size
+from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.utils import get_device
 
 # -- Printing --
@@ -147,7 +147,7 @@ def get_batch_on_this_tp_rank(
         # message, so one dtype: the mask's 0 and 1 travel as integers.
         here = {key: sample[key].to(get_device(), non_blocking=True) for key in keys}
         data = {key: tensor.to(torch.int64) for key, tensor in here.items()}
-    batch |= broadcast_data_of_fixed_size(keys, data, torch.int64)
+    batch |= broadcast_data(keys, data, torch.int64, sizes_vary=False)
     if batch.get("loss_mask") is not None:
         batch["loss_mask"] = batch["loss_mask"].float()
     return batch

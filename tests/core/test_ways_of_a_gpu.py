@@ -16,7 +16,7 @@ from minimegatron.core.optimizer.grad_scaler import ConstantGradScaler
 from minimegatron.core.optimizer.optimizer import MegatronOptimizer
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel import data
-from minimegatron.core.tensor_parallel.data import broadcast_data_of_fixed_size
+from minimegatron.core.tensor_parallel.data import broadcast_data
 from tests.core.distributed.common import Toy, make_config, run_microbatches
 from tests.fake_transport import FakeGroup, no_numbers
 from tests.groups import PretendGroup
@@ -195,7 +195,7 @@ def sent(monkeypatch):
 
 
 def share(batch, keys=("tokens", "labels"), group=TWO):
-    return broadcast_data_of_fixed_size(list(keys), batch, torch.int64, group)
+    return broadcast_data(list(keys), batch, torch.int64, group, sizes_vary=False)
 
 
 def test_sizes_are_told_once(on_a_gpu, sent):

@@ -24,11 +24,22 @@ _told: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Shapes]] = weakref.W
 
 
 def _broadcast_sizes(
-    keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, group: Any
+    keys: Sequence[str],
+    data: Mapping[str, torch.Tensor] | None,
+    group: Any,
+    sizes_vary: bool = True,
 ) -> Shapes:
-    """The shape of each key, known to every rank: one row of (dimensions, sizes...) per key."""
+    """The shape of each key, known to every rank: one row of (dimensions, sizes...) per key.
+
+    On a GPU, sizes that do not vary are broadcast once: a rank that reads them waits until its GPU
+    has done all that is queued. On a CPU they are broadcast each time, so that a step that failed on
+    some ranks leaves nothing behind.
+    """
     if group.size() == 1:
         return [tuple(data[key].shape) for key in keys]  # nobody to tell, and nothing to wait for
+    told = {} if sizes_vary or not device_is_asynchronous() else _told.setdefault(group, {})
+    if tuple(keys) in told:
+        return _as_told(keys, data, group, told[tuple(keys)])
     table = torch.zeros(len(keys), 1 + _MAX_DATA_DIM, dtype=torch.int64)
     if group.rank() == 0:
         for row, key in zip(table, keys, strict=True):
@@ -37,7 +48,20 @@ def _broadcast_sizes(
             row[1 : 1 + len(shape)] = torch.tensor(shape)
     table = table.to(get_device())
     collectives.broadcast(table, 0, group)
-    return [tuple(row[1 : 1 + row[0]]) for row in table.tolist()]
+    told[tuple(keys)] = [tuple(row[1 : 1 + row[0]]) for row in table.tolist()]
+    return told[tuple(keys)]
+
+
+def _as_told(
+    keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, group: Any, shapes: Shapes
+) -> Shapes:
+    """`shapes`, unless this rank has a batch of others. The ranks that receive it would not know."""
+    if group.rank() == 0 and shapes != (found := [tuple(data[key].shape) for key in keys]):
+        raise ValueError(
+            f"the batch's {', '.join(keys)} have sizes {found}, and the first batch had {shapes}; "
+            "give each microbatch the same sizes, or call broadcast_data with sizes_vary=True"
+        )
+    return shapes
 
 
 def _check(keys: Sequence[str], data: Mapping[str, torch.Tensor], datatype: torch.dtype) -> None:
@@ -60,6 +84,7 @@ def broadcast_data(
     data: Mapping[str, torch.Tensor] | None,
     datatype: torch.dtype,
     tp_group: Any = None,
+    sizes_vary: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Sends `data[key]` for each key from the group's first rank to all, on this rank's device.
 
@@ -68,58 +93,20 @@ def broadcast_data(
         data: read on tensor-parallel rank 0 only; None elsewhere.
         datatype: the dtype of every tensor named.
         tp_group: None for `parallel_state`'s.
+        sizes_vary: False if each batch of these keys has the sizes of the first, which saves time.
 
     Returns:
         A tensor per key, of the same shape on every rank.
 
     Raises:
-        ValueError: a key is missing, has another dtype, or too many dimensions.
+        ValueError: a key is missing, has another dtype, too many dimensions, or sizes that vary.
     """
     group = get_tensor_model_parallel_group_if_none(tp_group)
     if group.rank() == 0:
         _check(keys, data, datatype)
-    return _broadcast_tensors(keys, data, datatype, _broadcast_sizes(keys, data, group), group)
+    shapes = _broadcast_sizes(keys, data, group, sizes_vary)
 
-
-def broadcast_data_of_fixed_size(
-    keys: Sequence[str],
-    data: Mapping[str, torch.Tensor] | None,
-    datatype: torch.dtype,
-    tp_group: Any = None,
-) -> dict[str, torch.Tensor]:
-    """`broadcast_data` for batches of which each has the sizes of the first.
-
-    On a GPU the group's ranks are told the sizes once, and not with each microbatch: a rank that
-    reads them waits until its GPU has done all that is queued. (On a CPU they are told each time; a
-    step that failed on some ranks leaves nothing behind then.)
-
-    Raises ValueError also, on the group's first rank, for a batch of other sizes than the first one's.
-    """
-    group = get_tensor_model_parallel_group_if_none(tp_group)
-    if not device_is_asynchronous():
-        return broadcast_data(keys, data, datatype, group)
-    if group.rank() == 0:
-        _check(keys, data, datatype)
-    told = _told.setdefault(group, {})
-    if tuple(keys) not in told:
-        told[tuple(keys)] = _broadcast_sizes(keys, data, group)
-    shapes = told[tuple(keys)]
-    if group.rank() == 0 and shapes != (found := [tuple(data[key].shape) for key in keys]):
-        raise ValueError(
-            f"the batch's {', '.join(keys)} have sizes {found}, and the first batch had {shapes}; "
-            "give each microbatch the same sizes, or use broadcast_data"
-        )
-    return _broadcast_tensors(keys, data, datatype, shapes, group)
-
-
-def _broadcast_tensors(
-    keys: Sequence[str],
-    data: Mapping[str, torch.Tensor] | None,
-    datatype: torch.dtype,
-    shapes: Shapes,
-    group: Any,
-) -> dict[str, torch.Tensor]:
-    """All tensors travel as one."""
+    # -- All tensors travel as one --
     device = get_device()
     numels = [torch.Size(shape).numel() for shape in shapes]
     if group.rank() == 0:
