@@ -10,7 +10,10 @@ In the order to read it:
 * `shared_record`: how a rank keeps that in memory which others can read while it is stuck.
 * `observer`: from the traced calls of `core.tracing` into that memory.
 * `torch_calls`: the same for calls of `torch.distributed` that nobody traced.
+* `flight_recorder`: what a rank's GPU was given and has not completed, as torch remembers it.
+* `inquiry`: how a rank is asked for that while it is stuck.
 * `units`: which microbatch the n-th message of a step carries.
+* `device_waits`: whom a rank's GPU waits for.
 * `situation`: one rank's record as a sentence: what it does, and whom it waits for.
 * `case`: who waits for whom, as arrows.
 * `causes`: what can be at the end of the arrows, and how to tell.

@@ -112,6 +112,10 @@ def _matters(found: Mapping[int, Collective], group: GroupUse, graph: WaitGraph)
     for rank in found:
         record, seen = graph.records[rank], graph.situations[rank]
         in_it = seen.group is not None and seen.group.name == group.name
+        in_it = in_it or any(
+            call.group is not None and record.groups[call.group].name == group.name
+            for call in record.device_calls or ()
+        )
         if in_it or record.state == "raised" or record.caught is not None:
             return True
     return False

@@ -17,17 +17,15 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.core.rank_generator import GROUP_KINDS
 from minimegatron.core.tracing import Call, add_observer
 from minimegatron.core.utils import get_model_config
+from minimegatron.doctor.records import title_of
 from minimegatron.doctor.shared_record import MAX_CALLS, NONE, CallFields, RecordWriter, pad_shape
 from minimegatron.doctor.torch_calls import note_torch_calls
 from minimegatron.planner.actions import ACTIVATION, GRADIENT, KINDS
 from minimegatron.planner.links import KIND_OF_LINK, config_of_run, schedule_of_run
 from minimegatron.planner.plan import plan_config_to_json
 
-PICKED = [kind.name for kind in GROUP_KINDS if kind.token is None]
-TITLES = {kind.name: kind.title for kind in GROUP_KINDS} | {"default_pg": "world"}
 DTYPES = {
     d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)
 }
@@ -400,9 +398,4 @@ def _options(model: Any) -> dict[str, Any]:
 
 
 def _title(group: Any) -> str:
-    # Groups with the same ranks are made once and described by all of their kinds: "pp+mp+embd".
-    # The kinds after the first hold the same ranks by their axes, or are picked from a pipeline.
-    described = group.group_desc if isinstance(group, dist.ProcessGroup) else ""
-    first, *others = described.split("+")
-    titles = [TITLES.get(first, ""), *(TITLES[kind] for kind in others if kind in PICKED)]
-    return " and ".join(filter(None, titles))
+    return title_of(group.group_desc) if isinstance(group, dist.ProcessGroup) else ""

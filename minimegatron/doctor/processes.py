@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import linecache
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -21,7 +22,12 @@ STACK_SIGNAL = signal.SIGUSR2
 STACK_SECONDS = 2.0
 """How long to wait for stacks. A stopped process writes none, one just begun has no file yet."""
 
-OWN_THREADS = ("_die_with_parent", "doctor/session.py", "training/failures.py")
+OWN_THREADS = (
+    "_die_with_parent",
+    "doctor/session.py",
+    "doctor/inquiry.py",
+    "training/failures.py",
+)
 """Threads that wait in every rank and say nothing about what it does."""
 
 OWN_FRAMES = (
@@ -32,6 +38,12 @@ OWN_FRAMES = (
 )
 """The outermost frames of every launched rank, likewise."""
 
+
+IN_BACKWARD = re.compile(r'torch/autograd/graph.py", line \d+ in _engine_run_backward$')
+"""Where the main thread stands while autograd works in threads of its own, one per GPU."""
+OF_PYTHON = re.compile(r'/threading.py", line \d+ in _bootstrap$')
+"""The outermost frame of a thread that Python has started. Autograd starts its own without Python."""
+BACKWARD_NOTE = "  (above: autograd's own thread; below: the main thread, which waits for it)"
 
 BETWEEN = ("minimegatron/core/tracing.py", "minimegatron/doctor/", "distributed/c10d_logger.py")
 """Frames between the ones a reader looks for."""
@@ -133,6 +145,7 @@ def without_own_threads(stacks: str) -> str:
 def main_stack(stacks: str) -> str:
     """Of several threads' stacks, the one of the main thread, without what is in every rank.
 
+    A backward pass on a GPU runs in a thread of autograd's; then that one's frames stand above.
     Each line of source stands below its frame, where it can be read.
 
     >>> print(main_stack('''Thread 0x1 (most recent call first):
@@ -148,7 +161,9 @@ def main_stack(stacks: str) -> str:
     chosen = next((part for part in threads if part.startswith("Current thread")), None)
     if chosen is None:
         chosen = threads[-1] if threads else ""
-    frames = [line for line in chosen.splitlines()[1:] if not any(b in line for b in BETWEEN)]
+    frames = _frames(chosen)
+    if frames and IN_BACKWARD.search(frames[0]):
+        frames = [*_frames_in_backward(threads), *frames]
     while frames and any(own in frames[-1] for own in OWN_FRAMES):
         frames.pop()
     lines = []
@@ -157,6 +172,20 @@ def main_stack(stacks: str) -> str:
         source = linecache.getline(place[1], int(place[2])).strip() if place else ""
         lines += [frame, f"    {source}"] if source else [frame]
     return "\n".join(lines)
+
+
+def _frames(thread: str) -> list[str]:
+    """The lines of one thread's stack that a reader looks for."""
+    return [line for line in thread.splitlines()[1:] if not any(b in line for b in BETWEEN)]
+
+
+def _frames_in_backward(threads: list[str]) -> list[str]:
+    """Those of the thread of autograd's that runs Python, and a note; empty if none does."""
+    for thread in threads:
+        frames = [] if thread.startswith("Current thread") else _frames(thread)
+        if frames and FRAME.search(frames[-1]) and not OF_PYTHON.search(frames[-1]):
+            return [*frames, BACKWARD_NOTE]
+    return []
 
 
 def _text(file: Path) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minimegatron.core.rank_generator import GROUP_KINDS
+
 RUNNING = "running"
 RETURNED = "returned"
 """The rank's function, or its training run, is over."""
@@ -21,6 +23,9 @@ SENDING, RECEIVING = "sending", "receiving"
 
 Unit = tuple[int | None, int | None]
 """(microbatch, chunk)"""
+
+PICKED = [kind.name for kind in GROUP_KINDS if kind.token is None]
+TITLES = {kind.name: kind.title for kind in GROUP_KINDS} | {"default_pg": "world"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class OpenCall:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     num_bytes: int | None = None
+    on_device: bool = False
+    """The program's call has returned; its GPU was given this, and has not completed it."""
+    is_awaited: bool = True
+    """False where the program has not asked for the result yet, so that nothing waits for it."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,8 @@ class RankRecord:
     """"computing", "sleeping", "stopped" (by a signal) or "gone"; None where it is not known."""
     stack: str = ""
     """The Python stack of its main thread, innermost call first."""
+    device_calls: tuple[OpenCall, ...] | None = None
+    """What its GPU was given and has not completed, oldest first; None if the rank does not say."""
 
     def quiet(self) -> float:
         """Seconds since this rank last began or ended a traced call."""
@@ -185,6 +196,8 @@ def record_from_dict(data: Mapping[str, Any]) -> RankRecord:
     )
     values["messages"] = tuple(MessageCount(**count) for count in data["messages"])
     values["pipeline"] = tuple(data["pipeline"])
+    if data["device_calls"] is not None:
+        values["device_calls"] = tuple(map(_call, data["device_calls"]))
     if data["caught"] is not None:
         values["caught"] = CaughtException(
             **{**data["caught"], "call": _call(data["caught"]["call"])}
@@ -198,6 +211,19 @@ def _call(data: Mapping[str, Any]) -> OpenCall:
 
 def _with_shape(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, "shape": None if data["shape"] is None else tuple(data["shape"])}
+
+
+def title_of(description: str) -> str:
+    """For people, what a group is for, by torch's description of it.
+
+    >>> title_of("tp"), title_of("default_pg"), title_of("undefined")
+    ('tensor', 'world', '')
+    """
+    # Groups with the same ranks are made once and described by all of their kinds: "pp+mp+embd".
+    # The kinds after the first hold the same ranks by their axes, or are picked from a pipeline.
+    first, *others = description.split("+")
+    titles = [TITLES.get(first, ""), *(TITLES[kind] for kind in others if kind in PICKED)]
+    return " and ".join(filter(None, titles))
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

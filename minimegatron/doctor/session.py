@@ -22,6 +22,7 @@ from typing import IO
 import torch.distributed as dist
 
 from minimegatron.doctor.folders import lock_of, make_folder
+from minimegatron.doctor.inquiry import offer_answers
 from minimegatron.doctor.observer import start_recording
 from minimegatron.doctor.processes import offer_stacks
 from minimegatron.doctor.records import RETURNED, RUNNING
@@ -44,6 +45,8 @@ class _Watched:
     """What a watched rank keeps until it is watched no longer."""
 
     record: RecordWriter
+    answers: contextlib.ExitStack
+    """As long as it is open, this rank can be asked what its GPU waits for."""
     pipe: int
     """On which this rank is told to end, by the watchman, or its thread to stop, by itself."""
     thread: threading.Thread
@@ -94,7 +97,9 @@ def watch_ranks(hang_timeout: float, head_address: str = "localhost") -> None:
     pipe = os.open(ending_path(folder, rank), os.O_RDWR)
     thread = threading.Thread(target=_end_when_told, args=(pipe,), name="hang doctor", daemon=True)
     record = start_recording(record_path(folder, rank), rank, world_size)
-    _watched = _Watched(record, pipe, thread)
+    answers = contextlib.ExitStack()
+    answers.enter_context(offer_answers(folder, rank))
+    _watched = _Watched(record, answers, pipe, thread)
     thread.start()
     record.set_state(RUNNING)
     # What a process does after its last line, such as closing connections, is no hang.
@@ -108,6 +113,7 @@ def stop_watching() -> None:
     if watched is None:
         return
     watched.record.set_state(RETURNED)
+    watched.answers.close()
     os.write(watched.pipe, _TO_STOP)
     watched.thread.join(JOIN_SECONDS)
     if not watched.thread.is_alive():

@@ -7,7 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
+from minimegatron.doctor.device_waits import device_wait
+from minimegatron.doctor.flight_recorder import traced_entry
 from minimegatron.doctor.records import (
     SENDING,
     STARTING,
@@ -73,7 +76,7 @@ class Situation:
     """What it does, without its number: "waits for the activation of microbatch 2 from rank 0"."""
     waits_for: tuple[int, ...] = ()
     call: OpenCall | None = None
-    """The innermost open call."""
+    """The innermost open call; or what its GPU was given and waits in, then with `on_device`."""
     group: GroupUse | None = None
     microbatch: int | None = None
     """Of the message, or of the work that it is in."""
@@ -123,12 +126,51 @@ def _situation(record: RankRecord, records: Mapping[int, RankRecord]) -> Situati
         return Situation(
             kind=COLLECTIVE, text=text, waits_for=absent, group=group, **common, **in_work
         )
+    waits = device_wait(record, records)
+    if waits is not None:
+        return _device_situation(record, units, waits, common)
     hidden = None if record.process == "computing" else _hidden_wait(record.stack)
     if hidden:
         text = f"waits in {hidden}, for which rank is not known"
         return Situation(kind=HIDDEN, text=text + _inside(work, unit, record), **common, **in_work)
     kind = {"computing": COMPUTING, "sleeping": SLEEPING}.get(record.process or "", BUSY)
     return Situation(kind=kind, text=_busy_text(record, kind, work, unit), **common, **in_work)
+
+
+def _device_situation(
+    record: RankRecord,
+    units: StepUnits,
+    waits: tuple[OpenCall, tuple[int, ...]],
+    common: Mapping[str, Any],
+) -> Situation:
+    """Of a rank whose program may stand anywhere, because its GPU waits."""
+    call, others = waits
+    common = {**common, "call": call, "waits_for": others}
+    stands = _innermost(record.stack).removeprefix(", ")
+    stands = f"; its program stands {stands}" if stands else ""
+    if call.doing is not None:
+        unit = units.of_message(call)
+        text = f"does not move: its GPU {_message_text(record, call, unit)}{stands}"
+        return Situation(kind=MESSAGE, text=text, microbatch=unit[0], chunk=unit[1], **common)
+    group = record.groups[call.group]
+    text = f"does not move: its GPU waits in {collective_text(call, group)}"
+    text += f", for {ranks_in_words(others)}"
+    # The program is elsewhere by now; in which work it gave this to the GPU, only its record tells.
+    entry = traced_entry(record, call)
+    if entry is None or entry.work is None:
+        return Situation(kind=COLLECTIVE, text=text + stands, group=group, **common)
+    work = KINDS[KIND_OF_LINK[entry.work]].words
+    unit = units.of_work(entry.work, entry.work_number)
+    text += _work_text(work, unit, entry.layer, record)
+    return Situation(
+        kind=COLLECTIVE,
+        text=text + stands,
+        group=group,
+        work=work,
+        microbatch=unit[0],
+        chunk=unit[1],
+        **common,
+    )
 
 
 def absent_from(group: GroupUse, number: int, records: Mapping[int, RankRecord]) -> tuple[int, ...]:
@@ -199,10 +241,13 @@ def group_text(group: GroupUse) -> str:
 
 
 def _inside(work: str | None, unit: Unit, record: RankRecord) -> str:
-    words = unit_in_words(unit, record)
-    if work is None:
-        return ""
     layer = next((call.layer for call in reversed(record.calls) if call.layer), None)
+    return "" if work is None else _work_text(work, unit, layer, record)
+
+
+def _work_text(work: str, unit: Unit, layer: int | None, record: RankRecord) -> str:
+    """ ", in the forward of microbatch 2, layer 3", or as much of it as is known."""
+    words = unit_in_words(unit, record)
     return (
         f", in the {work}"
         + (f" of {words}" if words else "")
@@ -233,7 +278,19 @@ def _busy_text(record: RankRecord, kind: str, work: str | None, unit: Unit) -> s
         text += f", in {record.calls[-1].name}"
     else:
         text += ", outside of any call that is traced"
-    return text + _innermost(record.stack)
+    return text + _innermost(record.stack) + _unfinished(record)
+
+
+def _unfinished(record: RankRecord) -> str:
+    """What its GPU has not completed, although nobody is known to be missing."""
+    if not record.device_calls:
+        return ""
+    call = record.device_calls[0]
+    if call.group is not None:
+        what = collective_text(call, record.groups[call.group])
+    else:
+        what = "a message" if call.peer is None else f"a message with rank {call.peer}"
+    return f"; its GPU has not completed {what}"
 
 
 def _innermost(stack: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minimegatron.doctor.advice import ADVICE
+from minimegatron.doctor.device_waits import has_other_side
 from minimegatron.doctor.findings import Diagnosis, Missing
 from minimegatron.doctor.records import (
     RECEIVING,
@@ -72,6 +73,8 @@ class WaitGraph:
         seen, theirs = self.situations[rank], self.records.get(other)
         if theirs is None:
             return f"nothing is known of rank {other}"
+        if seen.call is not None and seen.call.on_device:
+            return self._device_lack(rank, theirs)
         if seen.kind == COLLECTIVE:
             use = group_of(theirs, seen.group.name)
             count = 0 if use is None else use.num_started
@@ -90,6 +93,25 @@ class WaitGraph:
         if doing == RECEIVING:
             return f"has asked for {done} {what} from rank {rank} so far, not for this one"
         return f"has sent {done} {what} to rank {rank} so far, not this one"
+
+    def _device_lack(self, rank: int, theirs: RankRecord) -> str:
+        """The same, for the GPU of `rank` to go on."""
+        seen = self.situations[rank]
+        if theirs.device_calls is None:
+            return "does not say what its GPU was given"
+        if seen.kind == MESSAGE:
+            if has_other_side(seen.call, rank, theirs):
+                return "has given its GPU the other side of this message, behind something else"
+            return "has not given its GPU the other side of this message"
+        use = group_of(theirs, seen.group.name)
+        if use is None:
+            return f"has given its GPU no collective of this group, so not #{seen.call.number}"
+        if use.num_started > seen.call.number:
+            return f"has given its GPU #{seen.call.number} of this group too, behind something else"
+        return (
+            f"has given its GPU {use.num_started} collectives of this group, "
+            f"not yet #{seen.call.number}"
+        )
 
 
 def _count(record: RankRecord, doing: str, payload: str | None, peer: int) -> MessageCount:

@@ -34,7 +34,9 @@ import torch.distributed as dist
 from minimegatron.core.utils import choose_backend, set_device
 from minimegatron.doctor.advice import headline, render_stacks
 from minimegatron.doctor.findings import MISMATCH, NOBODY, STUCK, UNKNOWN, Diagnosis
+from minimegatron.doctor.flight_recorder import turn_on_recorder
 from minimegatron.doctor.folders import keep_sockets, make_folder, remove_folder
+from minimegatron.doctor.inquiry import offer_answers
 from minimegatron.doctor.observer import start_recording
 from minimegatron.doctor.processes import STACK_SIGNAL, offer_stacks, read_stacks
 from minimegatron.doctor.records import RAISED, RETURNED, RUNNING
@@ -132,7 +134,8 @@ class RankProcesses:
     """The processes behind one `launch`: started by `with`, and stopped by its end.
 
     `folder` is for files that ranks share with the caller: made if None, removed at the end, also if
-    the caller is killed. With `only_if_all_wait`, ranks of which one may go on are no hang.
+    the caller is killed; who gives one may watch there. With `only_if_all_wait`, ranks of which one
+    may go on are no hang.
     """
 
     start_method = "forkserver"
@@ -157,7 +160,7 @@ class RankProcesses:
         self._job = pack(fn, args)
         self._backend, self._device, self._hang_timeout = backend, device, hang_timeout
         self._only_if_all_wait = only_if_all_wait
-        self._folder = folder
+        self._folder, self._is_given_folder = folder, folder is not None
         self._watch: Watch | None = None
         self._values: dict[int, Any] = {}
         self._raised: dict[int, _Raised] = {}
@@ -206,6 +209,7 @@ class RankProcesses:
             device=self._device,
             folder=str(self._folder),
             is_recorded=self._watch is not None,
+            is_watched=self._watch is not None or self._is_given_folder,
             environment=dict(os.environ),
         )
 
@@ -372,6 +376,8 @@ class _Seat:
     device: str
     folder: str
     is_recorded: bool
+    is_watched: bool
+    """By this launch, or by who gave it a folder."""
     environment: dict[str, str]
 
 
@@ -399,7 +405,11 @@ def _rank_main(seat: _Seat, job: PackedCall, channel: connection.Connection) -> 
     os.environ.clear()
     os.environ.update(seat.environment)
     torch.set_num_threads(1)
-    with offer_stacks(stack_path(folder, seat.rank)):
+    with contextlib.ExitStack() as offered:
+        offered.enter_context(offer_stacks(stack_path(folder, seat.rank)))
+        if seat.is_watched:
+            turn_on_recorder(os.environ)
+            offered.enter_context(offer_answers(folder, seat.rank))
         report = _report(seat, job)
         has_reported.set()
         if not _may_leave(report, channel):

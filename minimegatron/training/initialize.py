@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
 from minimegatron.core.utils import set_device
+from minimegatron.doctor.flight_recorder import turn_on_recorder
 from minimegatron.doctor.session import watch_ranks
 from minimegatron.training import failures
 from minimegatron.training.arguments import parse_args
@@ -123,6 +124,8 @@ def _init_process_group(args: Arguments) -> None:
     set_device(chosen.device, args.local_rank)
     if chosen.device == "cuda":
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    if args.hang_timeout is not None:
+        turn_on_recorder(os.environ)
     dist.init_process_group(
         chosen.backend,
         rank=args.rank,

@@ -1,10 +1,13 @@
 """Jobs that hang, each by one mistake; and one that is merely slow."""
 
+import _thread
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -23,6 +26,7 @@ from minimegatron.core.pipeline_parallel.transport import TorchTransport
 from minimegatron.core.pipeline_parallel.utils import schedule
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
+from tests.doctor.nccl_json import answer, entry, pretend_nccl
 
 SHAPE = (4, 1, 2)
 
@@ -306,3 +310,46 @@ def handle_of_torch() -> None:
         dist.irecv(torch.empty(3), src=1).wait()
     else:
         dist.barrier()
+
+
+# -- As on NCCL: a call returns at once, and the program waits later, where nobody sees for what --
+
+
+def wait_for_the_gpu() -> None:
+    """As `.item()` does, in a call that lets other threads run Python."""
+    threading.Event().wait()
+
+
+def gpu_waits_in_a_collective() -> None:
+    """Rank 1 leaves the last one out. What torch knows of it is what it really recorded."""
+    pretend_nccl()
+    group = dist.new_group([0, 1, 2], group_desc="tp")
+    for size in range(1, 5):
+        if size < 4 or dist.get_rank() != 1:
+            handle = dist.all_reduce(torch.ones(size), group=group, async_op=True)
+            if size < 4:
+                handle.wait()
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    wait_for_the_gpu()
+
+
+def gpu_waits_for_a_message() -> None:
+    """Rank 0 sends, rank 1 does not receive; both stand where nobody sees what they wait for."""
+    pretend_nccl(answer(entry("send 0->1", 3)) if dist.get_rank() == 0 else answer())
+    wait_for_the_gpu()
+
+
+def hook_of_a_layer(forever: threading.Event) -> None:
+    forever.wait()
+
+
+def backward_in_a_thread_of_its_own() -> None:
+    """As on a GPU: autograd works in a thread that Python did not start, and the program waits."""
+    if dist.get_rank() == 0:
+        _thread.start_new_thread(hook_of_a_layer, (threading.Event(),))
+        engine = SimpleNamespace(run_backward=time.sleep)
+        graph = torch.autograd.graph
+        with mock.patch.object(graph, "Variable", SimpleNamespace(_execution_engine=engine)):
+            graph._engine_run_backward(600)
+    dist.recv(torch.empty(3), src=0)

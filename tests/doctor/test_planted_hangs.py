@@ -275,6 +275,39 @@ def test_a_handle_that_nobody_traced(found):
     assert "src=1).wait()" in found.cause
 
 
+# -- As on NCCL --
+
+
+@after(hangs.gpu_waits_in_a_collective, 3)
+def test_a_collective_that_the_gpu_waits_in(found):
+    assert found.kind == findings.STUCK
+    assert found.ranks == (1,)
+    assert "Ranks 0 and 2 wait for it" in found.cause
+    assert [found.situations[rank].waits_for for rank in range(3)] == [(1,), (), (1,)]
+    call = found.situations[0].call
+    assert (call.name, call.shape, call.on_device) == ("all-reduce", (4,), True)
+    assert "of the tensor group (ranks 0, 1 and 2), for rank 1" in found.situations[2].text
+    assert "in wait_for_the_gpu" in found.stacks[0]
+
+
+@after(hangs.gpu_waits_for_a_message, 2)
+def test_a_message_that_the_gpu_waits_for(found):
+    assert found.kind == findings.STUCK
+    assert found.ranks == (1,)
+    assert "its GPU sends a message to rank 1, and waits until rank 1 takes it" in found.text
+
+
+@after(hangs.backward_in_a_thread_of_its_own, 2)
+def test_a_backward_pass_in_a_thread_of_its_own(found):
+    assert found.kind == findings.STUCK
+    assert found.ranks == (0,)
+    assert "forever.wait()" in found.cause
+    hook, _, program = found.stacks[0].partition("autograd's own thread")
+    assert "in hook_of_a_layer" in hook
+    assert "in _engine_run_backward" in program
+    assert "in backward_in_a_thread_of_its_own" in program
+
+
 # -- No hang --
 
 
@@ -301,5 +334,5 @@ def test_a_hang_timeout_of_zero_is_refused():
 
 
 def test_every_test_looks_at_a_launch_of_its_own():
-    assert len(LAUNCHES) == 22
+    assert len(LAUNCHES) == 25
     assert all(name in globals() for name in LAUNCHES)

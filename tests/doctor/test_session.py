@@ -59,6 +59,19 @@ def test_a_hang_is_printed_and_ended(own_folder):
     assert f"exit with code {HANG_EXIT_CODE}" in err
 
 
+def test_what_gpus_wait_for_is_asked_on_every_machine(own_folder):
+    # Ranks 0 and 1 on one machine; rank 2, on the other, waits for rank 1.
+    with pytest.raises(RankError):
+        run(own_folder, "gpu_waits_in_a_collective", 3, 1.0, 2)
+    wait_until_gone(own_folder)
+    err = (own_folder / "log").read_text()
+    assert err.count("HANG: for") == 1
+    assert "Ranks 0 and 2 wait for it." in err
+    text = " ".join(err.split())
+    assert text.count("its GPU waits in all-reduce #") == 2
+    assert text.count("of the tensor group (ranks 0, 1 and 2), for rank 1") == 2
+
+
 def test_two_machines_find_one_cause(own_folder):
     # Ranks 0 and 1 on one machine, 2 and 3 on the other, where rank 2 is stuck.
     with pytest.raises(RankError):

@@ -184,3 +184,41 @@ def test_stacks_without_what_is_in_every_rank():
     assert "loader.py" in without_own_threads(STACKS)
     assert main_stack(STACKS) == '  File "/x/model.py", line 9 in forward'
     assert main_stack("") == ""
+
+
+IN_BACKWARD = """Thread 0x1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/x/loader.py", line 5 in fetch
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Thread 0x2 (most recent call first):
+  <no Python frame>
+
+Thread 0x3 (most recent call first):
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 5 in all_reduce
+  File "/x/layers.py", line 20 in backward
+  File "/x/site-packages/torch/autograd/function.py", line 311 in apply
+
+Current thread 0x4 (most recent call first):
+  File "/x/site-packages/torch/autograd/graph.py", line 865 in _engine_run_backward
+  File "/x/site-packages/torch/_tensor.py", line 630 in backward
+  File "/x/train.py", line 9 in train
+  File "/x/minimegatron/launching/launcher.py", line 7 in _report
+"""
+
+
+def test_the_thread_that_runs_the_backward_pass_is_shown_above_the_one_that_waits_for_it():
+    lines = main_stack(IN_BACKWARD).splitlines()
+    assert "in all_reduce" in lines[0]
+    assert "autograd's own thread" in lines[3]
+    assert [line.rpartition(" ")[2] for line in lines[4:]] == [
+        "_engine_run_backward",
+        "backward",
+        "train",
+    ]
+    # A thread of Python's own is none of autograd's; nor does one matter while the program runs.
+    before, _, after = IN_BACKWARD.partition("Thread 0x3")
+    without = before + after[after.index("Current") :]
+    assert "in _engine_run_backward" in main_stack(without).splitlines()[0]
+    elsewhere = IN_BACKWARD.replace("graph.py", "elsewhere.py")
+    assert "elsewhere.py" in main_stack(elsewhere).splitlines()[0]
