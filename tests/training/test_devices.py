@@ -130,6 +130,7 @@ def arguments(rank: int, num_ranks: int, **others) -> SimpleNamespace:
         "distributed_timeout_minutes": 1,
         "tensor_model_parallel_size": 1,
         "tf32": False,
+        "hang_timeout": None,
     }
     return SimpleNamespace(**(given | others))
 
