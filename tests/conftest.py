@@ -33,6 +33,7 @@ LONGEST = (
     "exercises/test_catalog",
     "test_parity",
     "doctor/test_planted_hangs",
+    "gpu/test_parts",
     "test_mutations",
     "doctor/test_session",
     "faults/test_leftovers",

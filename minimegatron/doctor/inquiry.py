@@ -1,12 +1,16 @@
-"""A question to a rank whose program is stuck, what its GPU waits for; and the rank's answer.
+"""A question to a rank, where its program stands and what its GPU waits for; and the rank's answers.
 
-What it answers is what torch's flight recorder knows, as JSON; `flight_recorder` reads it.
-Torch-free: a rank looks for torch among what it has imported. Megatron has no counterpart.
+The first answer is its Python stacks, the second what torch's flight recorder knows, as JSON, which
+`flight_recorder` reads. Torch-free: a rank looks for torch among what it has imported. Megatron has no
+counterpart.
 
 A thread of the rank reads a pipe in the watch's folder. Who watches writes a number there, and the
-thread writes its answer into a file with that number. It can as long as the program waits where Python
-may go on meanwhile, as in `.item()` and `torch.cuda.synchronize`. Else there is no answer, and the
-doctor goes on without.
+thread writes its answers into files with that number. It can as long as the program computes in
+Python, or waits where Python may go on meanwhile, as in `.item()` and `torch.cuda.synchronize`. Else
+there is no answer, and the doctor goes on without; stacks can then be had by a signal (`processes`).
+
+While a program computes, that signal is dangerous: it may read a frame that is just being made, and
+then the system ends the rank. A thread reads frames while no other thread of Python's runs.
 """
 
 import contextlib
@@ -16,11 +20,11 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 ANSWER_SECONDS = 2.0
-"""How long to wait for answers, of all ranks together."""
+"""How long to wait for both answers, of all ranks together."""
 JOIN_SECONDS = 1.0
 """How long the thread of a rank may take to end. It may be stuck in a call to the GPU."""
 MOST_BYTES = 1 << 24
@@ -37,8 +41,13 @@ def question_path(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.question"
 
 
+def stacks_path(folder: Path, rank: int, number: int) -> Path:
+    """Where a rank puts its stacks, in answer to a question."""
+    return folder / f"{rank}.stacks-{number}"
+
+
 def answer_path(folder: Path, rank: int, number: int) -> Path:
-    """Where a rank puts its answer to a question."""
+    """Where it puts what the flight recorder knows."""
     return folder / f"{rank}.answer-{number}"
 
 
@@ -71,12 +80,30 @@ def offer_answers(folder: Path, rank: int) -> Iterator[None]:
 
 def _answer(pipe: int, folder: Path, rank: int) -> None:
     while (question := os.read(pipe, 1)) != _STOP:
-        path = answer_path(folder, rank, question[0])
-        # Whatever goes wrong here is no reason to end a rank that may only be slow.
-        with contextlib.suppress(Exception):
-            new = path.with_name(f"{path.name}.new")
-            new.write_bytes(_flight_record())
-            os.rename(new, path)
+        # The stacks first: to ask for the other may take for ever.
+        for path_of, say in ((stacks_path, _stacks), (answer_path, _flight_record)):
+            path = path_of(folder, rank, question[0])
+            # Whatever goes wrong here is no reason to end a rank that may only be slow.
+            with contextlib.suppress(Exception):
+                new = path.with_name(f"{path.name}.new")
+                new.write_bytes(say())
+                os.rename(new, path)
+
+
+def _stacks() -> bytes:
+    """Of all threads but this one, as `faulthandler` writes them."""
+    own, main = threading.get_ident(), threading.main_thread().ident
+    lines = []
+    for thread, frame in sys._current_frames().items():
+        if thread == own:
+            continue
+        which = "Current thread" if thread == main else "Thread"
+        lines += ["", f"{which} {thread:#018x} (most recent call first):"]
+        while frame is not None:
+            code, line = frame.f_code, frame.f_lineno or "???"
+            lines.append(f'  File "{code.co_filename}", line {line} in {code.co_name}')
+            frame = frame.f_back
+    return "\n".join(lines[1:]).encode(errors="replace")
 
 
 def _flight_record() -> bytes:
@@ -114,13 +141,21 @@ class Inquiry:
                 os.close(pipe)
         return False
 
+    def stacks(self) -> dict[int, str]:
+        """By rank, the stacks that have come within `ANSWER_SECONDS` after the question."""
+        found = self._collect(stacks_path)
+        return {rank: text.decode(errors="replace") for rank, text in found.items()}
+
     def answers(self) -> dict[int, bytes]:
-        """By rank, the answers that have come within `ANSWER_SECONDS` after the question."""
+        """By rank, the flight recorders' answers that have come within that time."""
+        return self._collect(answer_path)
+
+    def _collect(self, path_of: Callable[[Path, int, int], Path]) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         waiting = list(self._asked)
         while True:
             for rank in list(waiting):
-                text = _read(answer_path(self._folder, rank, self._number))
+                text = _read(path_of(self._folder, rank, self._number))
                 if text is not None:
                     waiting.remove(rank)
                     found[rank] = text

@@ -109,10 +109,11 @@ def offer_stacks(path: str | os.PathLike) -> IO[str]:
 
 
 def read_stacks(pids: Mapping[int, int], files: Mapping[int, Path]) -> dict[int, str]:
-    """What each rank is doing now: its Python stacks, innermost call first.
+    """What each rank is doing now: its Python stacks, innermost call first. By a signal.
 
-    `pids` and `files` are by rank. Works in a rank stuck inside a C++ wait too; it goes on as
-    before. Empty for a rank that does not answer.
+    For a rank that does not answer otherwise (`inquiry`): the signal may end one that computes in
+    Python at this very moment. It works in a rank stuck inside a C++ wait too, which goes on as
+    before. `pids` and `files` are by rank. Empty for a rank that does not answer.
     """
     before = {rank: len(_text(files[rank])) for rank in pids if files[rank].exists()}
     for rank in before:

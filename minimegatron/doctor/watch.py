@@ -17,7 +17,13 @@ from minimegatron.doctor.diagnosis import diagnose
 from minimegatron.doctor.findings import Diagnosis
 from minimegatron.doctor.flight_recorder import with_device_calls
 from minimegatron.doctor.inquiry import Inquiry
-from minimegatron.doctor.processes import Sample, main_stack, read_stacks, sample
+from minimegatron.doctor.processes import (
+    Sample,
+    main_stack,
+    read_stacks,
+    sample,
+    without_own_threads,
+)
 from minimegatron.doctor.records import RAISED, RETURNED, STARTING, RankRecord
 from minimegatron.doctor.shared_record import read_progress, read_record
 
@@ -131,17 +137,19 @@ class Watch:
         return "computing" if is_computing else "sleeping"
 
     def ask(self) -> list[RankRecord]:
-        """Every rank's record, its Python stack, what its GPU waits for. Takes up to two seconds."""
+        """Every rank's record, its Python stack, what its GPU waits for. Takes up to four seconds."""
         records = self._present()
         pids = {r.rank: r.pid for r in records if r.process not in ("stopped", "gone")}
         inquiry = Inquiry(self.folder, pids)
-        stacks = read_stacks(pids, {rank: stack_path(self.folder, rank) for rank in pids})
+        stacks = {r: without_own_threads(text) for r, text in inquiry.stacks().items()}
+        silent = {rank: pid for rank, pid in pids.items() if not stacks.get(rank)}
+        stacks |= read_stacks(silent, {rank: stack_path(self.folder, rank) for rank in silent})
         records = [replace(r, stack=main_stack(stacks.get(r.rank, ""))) for r in records]
         answers = inquiry.answers()
         return [with_device_calls(r, answers.get(r.rank, b"")) for r in records]
 
     def diagnose(self) -> Diagnosis:
-        """Why nobody moves. Takes up to two seconds, for the ranks' answers."""
+        """Why nobody moves. Takes up to four seconds, for the ranks' answers."""
         return diagnose(self.ask())
 
     def diagnose_records(self) -> Diagnosis:

@@ -1,13 +1,17 @@
 """How a rank is asked what its GPU waits for: its thread, its pipe, its answer, or none."""
 
 import os
+import re
 import threading
 
 import pytest
 from torch._C import _distributed_c10d as c10d
 
-from minimegatron.doctor import inquiry
+from minimegatron.doctor import inquiry, watch
 from minimegatron.doctor.inquiry import Inquiry, answer_path, offer_answers, question_path
+from minimegatron.doctor.processes import main_stack
+from minimegatron.doctor.records import RUNNING
+from minimegatron.doctor.shared_record import RecordWriter
 from minimegatron.launching.launcher import launch
 from minimegatron.training import initialize
 
@@ -52,13 +56,51 @@ def test_question_and_answer(tmp_path, monkeypatch):
     dump_with(monkeypatch, dump)
     with offer_answers(tmp_path, 0), offer_answers(tmp_path, 1):
         assert Inquiry(tmp_path, [0, 1]).answers() == {0: b"{}", 1: b"{}"}
-        assert Inquiry(tmp_path, [1]).answers() == {1: b"{}"}
+        question = Inquiry(tmp_path, [1])
+        assert question.answers() == {1: b"{}"} and list(question.stacks()) == [1]
+        for path in tmp_path.glob("*.stacks-*"):
+            path.unlink()  # of the question before, which nobody has asked for
         assert sorted(path.name for path in tmp_path.iterdir()) == ["0.question", "1.question"]
     # includeCollectives, and not onlyActive.
     assert asked == [(True, False)] * 3
     assert own_threads() == []
     # Nobody reads the pipe any more.
     assert Inquiry(tmp_path, [0]).answers() == {}
+
+
+def test_stacks_are_as_a_signal_would_give_them(tmp_path):
+    """And need none, which could end a rank that computes in Python."""
+    is_over = threading.Event()
+    other = threading.Thread(target=is_over.wait, name="another thread")
+    other.start()
+    with offer_answers(tmp_path, 0):
+        text = Inquiry(tmp_path, [0]).stacks()[0]
+    is_over.set()
+    other.join()
+    assert 'test_inquiry.py"' in main_stack(text).splitlines()[0]
+    assert text.count("Current thread 0x") == 1 and " in wait\n" in text
+    assert "in _answer" not in text
+    assert re.search(r'\n  File ".*test_inquiry.py", line \d+ in test_stacks_are_as', text)
+
+
+def test_who_answers_gets_no_signal(tmp_path, monkeypatch):
+    signalled = []
+    monkeypatch.setattr(watch, "read_stacks", lambda pids, _: signalled.append(pids) or {})
+    writers = [start_recording_alone(tmp_path, rank) for rank in range(2)]
+    with offer_answers(tmp_path, 0):
+        looking = watch.Watch(tmp_path, range(2), 1.0)
+        looking.look()
+        records = looking.ask()
+    assert [set(pids) for pids in signalled] == [{1}]
+    assert "test_inquiry.py" in records[0].stack and records[1].stack == ""
+    assert len(writers) == 2
+
+
+def start_recording_alone(folder, rank):
+    """A rank's record, without its observer."""
+    writer = RecordWriter(watch.record_path(folder, rank), rank, 2)
+    writer.set_state(RUNNING)
+    return writer
 
 
 def test_a_torch_without_nccl_answers_at_once(tmp_path, monkeypatch):
