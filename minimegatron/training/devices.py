@@ -17,7 +17,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from minimegatron.core.utils import get_device
+
+FUSED = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+]
+"""torch's kernels of attention that do not write all probabilities, [b, a, s, s], to memory."""
 PART_TIME = timedelta(seconds=5)
 """How long rank 0 waits for the others to read that the job cannot be."""
 
@@ -151,3 +161,17 @@ def is_supported(capability: tuple[int, int], architectures: Sequence[str]) -> b
         if built <= capability and (kind == "compute" or built[0] == capability[0]):
             return True
     return not architectures
+
+
+def has_fused_attention(head_size: int, dtype: torch.dtype) -> bool:
+    """Whether torch has such a kernel on this rank's device for heads of `head_size` elements.
+
+    Without one, torch computes the same in several steps, many times slower, and says nothing.
+    """
+    query = torch.zeros(1, 1, 16, head_size, dtype=dtype, device=get_device())
+    try:
+        with sdpa_kernel(FUSED):
+            F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    except RuntimeError:  # "No available kernel"
+        return False
+    return True

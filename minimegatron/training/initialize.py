@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
-from minimegatron.core.utils import set_device
+from minimegatron.core.utils import device_is_asynchronous, set_device
 from minimegatron.doctor.flight_recorder import turn_on_recorder
 from minimegatron.doctor.session import watch_ranks
 from minimegatron.training import failures
-from minimegatron.training.arguments import parse_args
+from minimegatron.training.arguments import params_dtype, parse_args
 from minimegatron.training.config import Arguments
-from minimegatron.training.devices import agree_on_device, name_of_gpu
+from minimegatron.training.devices import agree_on_device, has_fused_attention, name_of_gpu
 from minimegatron.training.ending import end_properly
 from minimegatron.training.global_vars import set_global_variables
 from minimegatron.training.pipeline_schedule import pipeline_placement
@@ -55,6 +55,7 @@ def initialize_megatron(
         _refuse(reason)
     set_global_variables(args)
     _initialize_distributed(args, get_embedding_ranks, get_position_embedding_ranks)
+    _warn_of_slow_attention(args)
     print_rank_0(f"> setting random seeds to {args.seed} ...")
     set_random_seed(args.seed, args.data_parallel_random_init)
 
@@ -133,6 +134,16 @@ def _init_process_group(args: Arguments) -> None:
         timeout=timeout,
         store=store,
     )
+
+
+def _warn_of_slow_attention(args: Arguments) -> None:
+    head_size, dtype = args.hidden_size // args.num_attention_heads, params_dtype(args)
+    if device_is_asynchronous() and not has_fused_attention(head_size, dtype):
+        print_rank_0(
+            f"> attention: torch has no fused kernel here for heads of {head_size} elements in "
+            f"{dtype}, so it is slow; choose --hidden-size and --num-attention-heads whose quotient "
+            "is a multiple of 8, and at most 256"
+        )
 
 
 def set_random_seed(seed: int, data_parallel_random_init: bool = False) -> None:

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 
 from minimegatron.core import utils
 from minimegatron.training import devices, initialize
 from minimegatron.training.devices import agree_on_device, choose_device, is_supported
+from tests.ways_of_a_gpu import ways_of_a_gpu
 
 EIGHT = [f"GPU-{number}" for number in range(8)]
 
@@ -203,3 +205,19 @@ def test_kernels_of_tensor_parallel_ranks_begin_in_order(start_one, monkeypatch)
     assert seen == ["1"], "CUDA was used before it was told"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     assert start_one(device="cuda", tensor_model_parallel_size=2)[1] == "8"
+
+
+def test_attention_without_a_fused_kernel_is_told(monkeypatch, capsys):
+    args = SimpleNamespace(hidden_size=64, num_attention_heads=4, bf16=True, fp16=False)
+    monkeypatch.setattr(utils, "_device", torch.device("cpu"))
+    initialize._warn_of_slow_attention(args)
+    with ways_of_a_gpu():
+        initialize._warn_of_slow_attention(args)  # the CPU has a flash kernel
+        assert capsys.readouterr().out == ""
+        monkeypatch.setattr(devices, "FUSED", [SDPBackend.CUDNN_ATTENTION])
+        initialize._warn_of_slow_attention(args)
+    said = capsys.readouterr().out
+    assert "no fused kernel here for heads of 16 elements in torch.bfloat16" in said
+    monkeypatch.setattr(utils, "device_is_asynchronous", lambda: False)
+    initialize._warn_of_slow_attention(args)
+    assert capsys.readouterr().out == ""
