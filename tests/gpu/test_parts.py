@@ -18,16 +18,9 @@ from tests.gpu.report import run_parts
 pytestmark = pytest.mark.processes
 
 STAND_IN = Place("cpu", num_gpus=0, is_quick=True)
-LONG = {"notebooks", "eight ranks: layouts, bubble, bandwidth"}
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(part, id=part.title, marks=pytest.mark.full if part.title in LONG else ())
-        for part in PARTS
-    ],
-)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.title)
 def test_stand_in(part):
     report = run_parts([part._replace(num_gpus=0)], STAND_IN)
     (entry,) = report["parts"]
