@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from case_words import table
 from package import ROOT
 
 REPORT = ROOT / "docs" / "gpu" / "report.json"
@@ -40,6 +41,39 @@ The tests run each part on the CPU, in small, so that its code is tried. The fig
 nothing about a GPU and are not shown here.
 """
 
+DIFFERENCES = """
+## What a rank does otherwise on a GPU
+
+A GPU does its work later than the program asks for it. To read a number out of a tensor then means to
+wait for all work that is queued. So the program reads few numbers, and starts few kernels.
+
+"""
+ROWS = (
+    ("the update", "parameter by parameter", "one fused kernel"),
+    (
+        "the gradient norm",
+        "float64, block by block",
+        "all gradients in a few kernels, each in its own dtype",
+    ),
+    (
+        "a gradient that is not finite",
+        "looked for before each bucket's sum",
+        "noted before each bucket's sum; looked for once, with the norm and before the update",
+    ),
+    ("sizes of a batch, with t > 1", "sent with each microbatch", "sent with the first"),
+    ("products of float32", "in full", "in full; with `--tf32` faster, and less exact"),
+    (
+        "a rank that waits",
+        "stands in the call that waits",
+        "has left the call: the hang doctor asks torch's flight recorder what the GPU waits for",
+    ),
+    (
+        "a recording",
+        "when each call began and ended",
+        "also when each NCCL communicator worked: `minimegatron trace show DIR --lanes`",
+    ),
+)
+
 
 def statement(path: Path = REPORT) -> str:
     """What may be said of GPUs: what the last committed report shows, and no more.
@@ -69,13 +103,13 @@ def gpu_page(path: Path, planned: list[tuple[str, int]]) -> str:
         parts += ["| | part | GPUs that it needs |", "|---|---|---|"]
         for number, (title, num_gpus) in enumerate(planned, 1):
             parts.append(f"| {number} | {title} | {num_gpus} |")
-        return "\n".join(parts) + "\n"
+        return "\n".join([*parts, DIFFERENCES + table(["", "on the CPU", "on a GPU"], ROWS), ""])
     report = json.loads(path.read_text())
     parts += ["| | |", "|---|---|"]
     parts += [f"| {key} | {_escaped(value)} |" for key, value in report["machine"].items()]
     for entry in report["parts"]:
         parts += _section(entry)
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, DIFFERENCES + table(["", "on the CPU", "on a GPU"], ROWS), ""])
 
 
 def _section(entry: dict[str, Any]) -> list[str]:
