@@ -103,6 +103,8 @@ class _Entry:
     """One call that torch remembers."""
 
     group: str
+    group_id: int
+    """Of no other group in this process, also of none that had the same name before."""
     title: str
     name: str
     """Such as "all-reduce", "recv 0<-1", "coalesced"."""
@@ -124,7 +126,12 @@ class _RecorderReader:
             raise ValueError(f"version {data['version']} of the flight recorder is not known")
         self._record, self._config = record, data["pg_config"]
         # Without an entry, torch writes no list at all.
-        self._entries = [_entry(one) for one in data.get("entries", [])]
+        entries = [_entry(one) for one in data.get("entries", [])]
+        # torch remembers groups that were destroyed, and gives a new one the name of an old one.
+        newest: dict[str, int] = {}
+        for one in entries:
+            newest[one.group] = max(one.group_id, newest.get(one.group, 0))
+        self._entries = [one for one in entries if one.group_id == newest[one.group]]
         # A part of a batch is over when the batch is, whose own entry comes last.
         self._batches = {one.batch: one for one in self._entries if one.name.endswith(BATCH)}
         names = dict.fromkeys(one.group for one in self._entries)
@@ -212,6 +219,7 @@ def _entry(data: Any) -> _Entry:
     dtypes = [_text(dtype) for dtype in data["input_dtypes"]]
     return _Entry(
         group,
+        _whole(data["pg_id"]),
         title_of(description),
         name if is_message or name == BATCH else plain_name(name),
         is_message,

@@ -5,6 +5,7 @@ import doctest
 import importlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from minimegatron.doctor.records import (
     record_from_dict,
     record_to_dict,
 )
-from tests.doctor.nccl_json import answer, batch_end, entry, in_tensor_group
+from tests.doctor.nccl_json import TENSOR, answer, batch_end, entry, in_tensor_group
 from tests.test_house import modules, tree
 
 STACK = '  File "/home/ada/train.py", line 30 in train\n    loss.item()'
@@ -334,11 +335,25 @@ def test_a_group_whose_ranks_nobody_knows_is_left_out():
     assert diagnose([rank(0, text, groups=known)]).situations[0].waits_for == (1, 2)
 
 
+def test_a_new_group_with_an_old_groups_name():
+    """The old one was destroyed. What it did is no reason to think that the new one has done it."""
+    old = [in_tensor_group("barrier", number, "completed") for number in range(1, 6)]
+    new = entry("all_reduce", 1, process_group=list(TENSOR), pg_id=7)
+    late = [entry("all_reduce", 1, "completed", process_group=["4", "dp"], pg_id=8)]
+    found = diagnose([rank(0, answer(*old, new)), rank(1, answer(*late))])
+    assert (found.kind, found.ranks) == (findings.STUCK, (1,))
+    assert "waits in all-reduce #0" in found.situations[0].text
+    found = diagnose([rank(0, answer(*old, new)), rank(1, answer(*old, new))])
+    assert found.kind == findings.NOBODY
+
+
 def test_what_this_torch_writes_of_gloo(tmp_path):
     """The same recorder, the same JSON: it shows that the schema is the one of this torch."""
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
+    begin_alone(tmp_path / "an older store")
+    for _ in range(3):
+        dist.barrier()
+    dist.destroy_process_group()
+    begin_alone(tmp_path / "store")
     try:
         dist.all_reduce(torch.ones(4, 8))
         text = c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
@@ -351,6 +366,10 @@ def test_what_this_torch_writes_of_gloo(tmp_path):
     assert found.device_calls == ()
     last = found.groups[-1].recent[-1]
     assert (last.name, last.shape, last.dtype) == ("all-reduce", (4, 8), "float32")
+
+
+def begin_alone(store: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 1), rank=0, world_size=1)
 
 
 # -- Turning it on --
