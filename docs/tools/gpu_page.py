@@ -32,10 +32,11 @@ otherwise the CPU and gloo. `--device cpu` and `--device cuda` ask for one of th
 $ make gpu-check
 ```
 
-runs thirteen parts, in the order of this page, each on as many GPUs as it needs, and shows every figure
-beside what was expected. It stops at the first part that does not hold, and its exit code is then 1.
-Without a GPU it checks nothing, says so, and ends with 0. It writes `docs/gpu/report.json`. What this
-page, README and the site say of GPUs is made from the report that was committed last.
+This command runs thirteen parts, in the order of this page, each on as many GPUs as it needs. It shows
+every figure beside what was expected. It stops at the first part that does not hold, and its exit code is then 1.
+Without a GPU it checks nothing, says so, and ends with 0. It writes `docs/gpu/report.json`. This
+page, and what the site says of GPUs, are made from the report that was committed last. A test compares
+README with it.
 
 The tests run each part on the CPU, in small, so that its code is tried. The figures of such a run say
 nothing about a GPU and are not shown here.
@@ -49,7 +50,7 @@ wait for all work that is queued. So the program reads few numbers, and starts f
 
 """
 ROWS = (
-    ("the update", "parameter by parameter", "one fused kernel"),
+    ("the update", "parameter by parameter", "fused kernels, each for many parameters"),
     (
         "the gradient norm",
         "float64, block by block",

@@ -13,7 +13,7 @@ In the order to read it:
 * `flight_recorder`: what a rank's GPU was given and has not completed, as torch remembers it.
 * `inquiry`: how a rank is asked for that while it is stuck.
 * `units`: which microbatch the n-th message of a step carries.
-* `device_waits`: whom a rank's GPU waits for.
+* `device_waits`: which ranks a rank's GPU waits for.
 * `situation`: one rank's record as a sentence: what it does, and whom it waits for.
 * `case`: who waits for whom, as arrows.
 * `causes`: what can be at the end of the arrows, and how to tell.

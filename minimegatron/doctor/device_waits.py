@@ -1,4 +1,4 @@
-"""Whom a rank's GPU waits for, by what it and the other ranks' GPUs were given.
+"""Which ranks a rank's GPU waits for. It follows from the calls that each rank's GPU was given.
 
 Torch-free. Megatron has no counterpart.
 

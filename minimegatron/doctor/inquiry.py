@@ -5,9 +5,10 @@ The first answer is its Python stacks, the second what torch's flight recorder k
 counterpart.
 
 A thread of the rank reads a pipe in the watch's folder. Who watches writes a number there, and the
-thread writes its answers into files with that number. It can as long as the program computes in
-Python, or waits where Python may go on meanwhile, as in `.item()` and `torch.cuda.synchronize`. Else
-there is no answer, and the doctor goes on without; stacks can then be had by a signal (`processes`).
+thread writes its answers into files with that number. The thread can run while the program computes
+in Python. It can also run while the program waits in a call that lets other threads run, such as
+`.item()` and `torch.cuda.synchronize`. Otherwise there is no answer. The doctor then gets the stacks by
+a signal (`processes`), and does not learn what the GPU waits for.
 
 While a program computes, that signal is dangerous: it may read a frame that is just being made, and
 then the system ends the rank. A thread reads frames while no other thread of Python's runs.
@@ -83,7 +84,7 @@ def _answer(pipe: int, folder: Path, rank: int) -> None:
         # The stacks first: to ask for the other may take for ever.
         for path_of, say in ((stacks_path, _stacks), (answer_path, _flight_record)):
             path = path_of(folder, rank, question[0])
-            # Whatever goes wrong here is no reason to end a rank that may only be slow.
+            # An error here must not end the rank: it may only be slow.
             with contextlib.suppress(Exception):
                 new = path.with_name(f"{path.name}.new")
                 new.write_bytes(say())
@@ -165,7 +166,8 @@ class Inquiry:
 
 
 def _read(path: Path) -> bytes | None:
-    """A file that has just come, and goes; None if it is not there. What is no answer is empty."""
+    """Reads an answer's file and removes it. None if there is no file yet; empty if the file is not
+    an answer."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:

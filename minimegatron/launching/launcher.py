@@ -134,8 +134,8 @@ class RankProcesses:
     """The processes behind one `launch`: started by `with`, and stopped by its end.
 
     `folder` is for files that ranks share with the caller: made if None, removed at the end, also if
-    the caller is killed; who gives one may watch there. With `only_if_all_wait`, ranks of which one
-    may go on are no hang.
+    the caller is killed. A caller that gives a folder may watch the ranks there. With
+    `only_if_all_wait`, it is not a hang while one of the ranks may go on.
     """
 
     start_method = "forkserver"

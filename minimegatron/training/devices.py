@@ -6,7 +6,8 @@ ranks that choose different backends wait for each other until the time-out.
 
 So before any process group exists, each rank writes the name of its GPU into the store where the
 ranks meet, and rank 0 writes what all shall do. `initialize` calls this between the meeting and
-`init_process_group`. Megatron has no counterpart: it always runs on CUDA.
+`init_process_group`. It asks later whether the device has a fast kernel of attention. Megatron has no
+counterpart: it always runs on CUDA.
 """
 
 import contextlib

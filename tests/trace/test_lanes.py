@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 
-from minimegatron.__main__ import main
 from minimegatron.planner.actions import BACKWARD, FORWARD, KINDS
 from minimegatron.tracing.chrome import chrome_trace
 from minimegatron.tracing.lanes import COMPUTE, RECEIVING, WAITS, lanes_of
@@ -16,6 +15,7 @@ from minimegatron.tracing.render_lanes import render_lanes
 from minimegatron.tracing.trace_view import Trace
 from tests.core.pipeline_parallel.fake_step import Case
 from tests.trace.fake_gpu import FORWARD_MS, MESSAGE_MS, record
+from tests.trace.test_outputs import minimegatron
 
 BATCHED = [Case(2, 4), Case(4, 6)]
 LONE = [Case(2, 4, batched=False), Case(4, 6, batched=False)]
@@ -259,39 +259,30 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trace_command(capsys, *arguments) -> tuple[int, str, str]:
-    try:
-        code = main(["trace", *map(str, arguments)])
-    except SystemExit as end:
-        code = end.code
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
 def test_the_command_draws_lanes(folder, capsys):
-    code, out, _ = trace_command(capsys, "show", folder, "--lanes", "--width", 90)
+    code, out, _ = minimegatron(capsys, "show", folder, "--lanes", "--width", 90)
     assert code == 0 and "step 0: 1F1B, 4 stages, 6 microbatches" in out
     assert out.count("pp 1:2  ") == 2 and max(map(len, out.splitlines())) <= 90
-    assert trace_command(capsys, "show", folder, "--lanes")[0] == 0
+    assert minimegatron(capsys, "show", folder, "--lanes")[0] == 0
     for arguments, error in (
         (("--width", 90), "add --lanes"),
         (("--lanes", "--width", 39), "--width is 39; give 40 or more"),
         (("--lanes", "--rank", 1), "leave out --rank 1"),
         (("--lanes", "--depth", 1), "--depth chooses calls of one rank"),
     ):
-        code, _, printed = trace_command(capsys, "show", folder, *arguments)
+        code, _, printed = minimegatron(capsys, "show", folder, *arguments)
         assert code != 0 and error in printed
 
 
 def test_every_other_command_reads_a_recording_of_devices(folder, capsys):
-    assert "plan: followed exactly" in trace_command(capsys, "show", folder)[1]
-    tree = trace_command(capsys, "show", folder, "--rank", 1, "--microbatch", 0)[1]
+    assert "plan: followed exactly" in minimegatron(capsys, "show", folder)[1]
+    tree = minimegatron(capsys, "show", folder, "--rank", 1, "--microbatch", 0)[1]
     assert "receiving activation of microbatch 0 from stage 0  12.0 ms on pp 0:1" in tree
-    assert trace_command(capsys, "diff", folder, "plan")[0] == 0
-    assert trace_command(capsys, "diff", folder, folder)[0] == 0
+    assert minimegatron(capsys, "diff", folder, "plan")[0] == 0
+    assert minimegatron(capsys, "diff", folder, folder)[0] == 0
     for name in ("json", "chrome", "html", "png"):
         output = folder / f"written.{name}"
-        assert trace_command(capsys, "export", folder, "--format", name, "--output", output)[0] == 0
+        assert minimegatron(capsys, "export", folder, "--format", name, "--output", output)[0] == 0
         assert output.stat().st_size > 1000
     events = json.loads((folder / "written.json").read_text())["ranks"][1]
     assert sum("communicator" in event.get("attributes", {}) for event in events) == 6 * 4
