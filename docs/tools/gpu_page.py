@@ -34,9 +34,9 @@ $ make gpu-check
 
 This command runs thirteen parts, in the order of this page, each on as many GPUs as it needs. It shows
 every figure beside what was expected. It stops at the first part that does not hold, and its exit
-code is then 1. Without a GPU it checks nothing, says so, and ends with 0. It writes `docs/gpu/report.json`. This
-page, and what the site says of GPUs, are made from the report that was committed last. A test compares
-README with it.
+code is then 1. Without a GPU it checks nothing, says so, and ends with 0. It writes
+`docs/gpu/report.json`. This page, and what the site says of GPUs, are made from the report that was
+committed last. A test compares README with it.
 
 The tests run each part on the CPU, in small, so that its code is tried. The figures of such a run say
 nothing about a GPU and are not shown here.
