@@ -5,9 +5,9 @@ The torch-free parts (planner, rank arithmetic, layouts) load where torch does n
 imports nothing that needs it. `launch`, `trace` and `pace` are looked up on first use.
 """
 
-import importlib
 import sys
 
+from minimegatron.exports import lazily
 from minimegatron.moved import OldPaths
 
 __version__ = "0.1.0"
@@ -15,14 +15,11 @@ __version__ = "0.1.0"
 if OldPaths not in sys.meta_path:
     sys.meta_path.append(OldPaths)
 
-_LAZY = {
-    "launch": "minimegatron.launching.launcher",
-    "trace": "minimegatron.tracing.recorder",
-    "pace": "minimegatron.tracing.pace",
-}
-
-
-def __getattr__(name: str):
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'minimegatron' has no attribute {name!r}")
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "launch": "minimegatron.launching.launcher:launch",
+        "trace": "minimegatron.tracing.recorder:trace",
+        "pace": "minimegatron.tracing.pace:pace",
+    },
+)

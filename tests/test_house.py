@@ -25,11 +25,14 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 LAYERS = [
+    {"exports", "moved"},
     {
+        "core",
         "core.activations",
         "core.enums",
         "core.json_text",
         "core.knobs",
+        "core.left_out",
         "core.num_microbatches_calculator",
         "core.optimizer_param_scheduler",
         "core.pipeline_parallel.placement",
@@ -38,7 +41,7 @@ LAYERS = [
         "core.rank_generator",
         "core.tracing",
         "core.utils",
-        "moved",
+        "exercises",
     },
     {"core.pipeline_parallel.orders"},
     {"core.pipeline_parallel.order_check"},
@@ -71,7 +74,8 @@ LAYERS = [
 """What may import what: each component only from rows above its own, and from itself.
 
 Where a stage of the model is must be known long before messages are sent, so four files of
-`core.pipeline_parallel` have rows of their own.
+`core.pipeline_parallel` have rows of their own. "core" and "exercises" are those packages' own
+`__init__`, which is loaded before everything in them.
 """
 
 MEGATRONS_TWICE = ("enums.py", "utils.py")
@@ -83,6 +87,7 @@ TORCH_FREE = [
     "minimegatron.core.enums",
     "minimegatron.core.json_text",
     "minimegatron.core.knobs",
+    "minimegatron.core.left_out",
     "minimegatron.core.num_microbatches_calculator",
     "minimegatron.core.optimizer_param_scheduler",
     "minimegatron.core.parameter",
@@ -98,6 +103,7 @@ TORCH_FREE = [
     "minimegatron.doctor.shared_record",
     "minimegatron.doctor.watchman",
     "minimegatron.commands.exercises_command",
+    "minimegatron.exports",
     "minimegatron.commands.trace_command",
     "minimegatron.planner",
     "minimegatron.tracing.trace_view",
@@ -227,7 +233,7 @@ def test_code_lines_are_counted_right(tmp_path):
 def test_imports_point_downward():
     row_of = {name: row for row, names in enumerate(LAYERS) for name in names}
     below = [name for name in modules() if name != "minimegatron"]
-    components = {component(name) for name in below} - {"core", "exercises"}
+    components = {component(name) for name in below}
     assert not components - set(row_of), "give these a row in LAYERS"
     assert not set(row_of) - components, "these rows of LAYERS name nothing"
     wrong = []
