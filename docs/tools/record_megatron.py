@@ -1,8 +1,9 @@
 """Records what the installed megatron-core offers under the names that Rosetta gives.
 
 Run by: `make rosetta`, after a change of `rosetta.json`, of the names in modules that mirror Megatron,
-or of the version of megatron-core. Calls: `rosetta`, `signatures`. Writes megatron_core.json beside
-this file, so that the site is built without megatron-core; tests/conformance compares the two.
+or of the version of megatron-core. Calls: `record_left_out`, `rosetta`, `signatures`. Writes
+megatron_core.json beside this file, so that the site is built without megatron-core, and
+minimegatron/core/left_out.json; tests/conformance compares both with the package.
 
 `megatron.training` is not in that package but in Megatron's repository alone. `--repository FOLDER`
 records where its names are, from a checkout of the same release:
@@ -23,6 +24,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+import record_left_out  # noqa: E402
 from package import Package  # noqa: E402
 from rosetta import RECORD, entries  # noqa: E402
 from signatures import Source  # noqa: E402
@@ -64,6 +66,8 @@ def main() -> None:
     RECORD.write_text(text.replace('},"', '},\n"').replace('],"megatron', '],\n"megatron') + "\n")
     counts = f"{len(data['symbols'])} names of megatron-core {data['version']}"
     print(f"{RECORD.name}: {counts}, {len(data['repository'])} of the repository")
+    folder = args.repository or importlib.metadata.distribution("megatron-core").locate_file("")
+    print(record_left_out.write(Source(Path(str(folder))), data["version"]))
 
 
 if __name__ == "__main__":

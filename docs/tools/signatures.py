@@ -27,6 +27,16 @@ class Signature:
     methods: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a function or constructor."""
+
+    name: str
+    default: str | None
+    """Its source text; None for an argument that is required."""
+    by_position: bool
+
+
 class Source:
     """The modules below a folder, read when they are asked for."""
 
@@ -58,6 +68,33 @@ class Source:
         if isinstance(node, Definition):
             return Signature("function", *place, parameters_of(node))
         return Signature("variable", *place)
+
+    def arguments(self, dotted: str) -> list[Argument] | None:
+        """What a function, method or constructor takes; None if there is none of this name."""
+        found = self._definition(dotted)
+        if found is not None:
+            module, node = found
+            if isinstance(node, ast.ClassDef):
+                return self._constructor_arguments(self._lineage(module, node, set()))
+            return arguments_of(node) if isinstance(node, Definition) else None
+        owner, _, name = dotted.rpartition(".")
+        found = self._definition(owner)
+        if found is None or not isinstance(found[1], ast.ClassDef):
+            return None
+        for node in self._lineage(*found, set()):
+            for method in statements(node.body):
+                if isinstance(method, ast.FunctionDef) and method.name == name:
+                    return arguments_of(method)
+        return None
+
+    def _constructor_arguments(self, lineage: list[ast.ClassDef]) -> list[Argument]:
+        for node in lineage:
+            if is_record(node):
+                return fields_of(lineage)
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name in ("__init__", "__new__"):
+                    return arguments_of(method)
+        return []
 
     def _definition(self, dotted: str, depth: int = 0) -> Found | None:
         module, _, name = dotted.rpartition(".")
@@ -178,3 +215,51 @@ def public_methods(lineage: list[ast.ClassDef]) -> tuple[str, ...]:
     members = [x for node in lineage for x in statements(node.body)]
     names = [x.name for x in members if isinstance(x, ast.FunctionDef)]
     return tuple(dict.fromkeys(name for name in names if name[0] != "_"))
+
+
+# -- Defaults --
+
+
+def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Argument]:
+    """In order, without self and cls, and without `*args` and `**kwargs`.
+
+    >>> [(x.name, x.default) for x in arguments_of(ast.parse("def f(self, a, *, b=1): ...").body[0])]
+    [('a', None), ('b', '1')]
+    """
+    a = node.args
+    positional = [*a.posonlyargs, *a.args]
+    padding = [None] * (len(positional) - len(a.defaults))
+    found = [
+        Argument(x.arg, None if default is None else ast.unparse(default), True)
+        for x, default in zip(positional, [*padding, *a.defaults], strict=True)
+    ]
+    found += [
+        Argument(x.arg, None if default is None else ast.unparse(default), False)
+        for x, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)
+    ]
+    return found[1:] if found and found[0].name in ("self", "cls", "ctx") else found
+
+
+def fields_of(lineage: list[ast.ClassDef]) -> list[Argument]:
+    """The fields of a dataclass, those of its bases first; a subclass may set another default."""
+    found: dict[str, Argument] = {}
+    for node in reversed(lineage):
+        for x in node.body:
+            is_field = isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
+            if is_field and "ClassVar" not in ast.unparse(x.annotation):
+                found[x.target.id] = Argument(x.target.id, _field_default(x.value), True)
+    return list(found.values())
+
+
+def _field_default(value: ast.expr | None) -> str | None:
+    """The text of a field's default; of `field(default_factory=f)` it is `f()`.
+
+    >>> _field_default(ast.parse("field(default_factory=list)").body[0].value)
+    'list()'
+    """
+    if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "field":
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in value.keywords}
+        if "default_factory" in given:
+            return f"{given['default_factory']}()"
+        return given.get("default")
+    return None if value is None else ast.unparse(value)

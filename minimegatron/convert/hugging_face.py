@@ -27,7 +27,7 @@ from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
 from minimegatron.core.json_text import read_json
-from minimegatron.core.knobs import known_fields
+from minimegatron.core.left_out import known_fields
 from minimegatron.training.checkpoint_folder import TRACKER, checkpoint_name, find_checkpoint
 from minimegatron.training.config import ModelConfig
 

@@ -1,4 +1,4 @@
-"""What a configuration's field says of itself, once, and which names a configuration takes.
+"""What a configuration's field says of itself, once.
 
 Torch-free. Megatron has no counterpart; it writes most knobs twice.
 
@@ -6,15 +6,10 @@ The string below a field is its flag's help, up to the first empty line.
 """
 
 import dataclasses
-import difflib
 import functools
 import typing
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-MEGATRON_FIELDS: dict[str, dict[str, Any]] = {}
-"""Class name -> the fields that Megatron's class has and ours lacks, each with Megatron's default."""
 
 THE_SAME = object()
 """Stands for the field's default, which may be None."""
@@ -101,48 +96,3 @@ def _choices(config: type) -> dict[str, tuple]:
         if literals:
             found[name] = (*literals[0], *([None] if type(None) in kinds else []))
     return found
-
-
-# -- Names --
-
-
-def known_fields(
-    config: type, given: Mapping[str, Any], also: Iterable[str] = ()
-) -> dict[str, Any]:
-    """`given`, without what is Megatron's and has Megatron's default.
-
-    Decides for everything that makes a configuration from names. A name is known if it is a field of
-    `config`, or one of `also`, or recorded in `MEGATRON_FIELDS` for it or a base.
-
-    Raises:
-        ValueError: a name is unknown; a field of Megatron's has another value than its default.
-    """
-    ours = {*also, *(field.name for field in dataclasses.fields(config))}
-    theirs: dict[str, Any] = {}
-    for base in reversed(config.__mro__):
-        theirs |= MEGATRON_FIELDS.get(base.__name__, {})
-    for name, value in given.items():
-        if name in ours:
-            continue
-        if name not in theirs:
-            near = difflib.get_close_matches(name, ours | set(theirs), n=1)
-            advice = f"did you mean {near[0]!r}?" if near else "remove it"
-            raise ValueError(f"{config.__name__} has no field {name!r}; {advice}")
-        if value != theirs[name]:
-            raise ValueError(
-                f"{config.__name__}: {name} is {value!r}, but the field is Megatron's and not "
-                f"implemented here; leave it at {theirs[name]!r}"
-            )
-    return {name: value for name, value in given.items() if name in ours}
-
-
-def takes_known_fields(config: type) -> type:
-    """Above `@dataclass`: what is given by name goes through `known_fields` first."""
-    init = config.__init__
-
-    @functools.wraps(init)
-    def __init__(self: Any, *values: Any, **given: Any) -> None:
-        init(self, *values, **known_fields(config, given))
-
-    config.__init__ = __init__
-    return config

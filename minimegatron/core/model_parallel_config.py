@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from minimegatron.core import knobs
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, NO_PIPELINING, get_schedule
 
 knob = partial(knobs.knob, section="parallel")
 
 
-@knobs.takes_known_fields
+@accepts_left_out
 @dataclass
 class ModelParallelConfig:
     """Sizes of every parallel dimension, precision, and schedule hooks."""

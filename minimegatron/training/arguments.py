@@ -19,7 +19,8 @@ from minimegatron.core.distributed.distributed_data_parallel import gradient_sca
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.knobs import Knob, known_fields
+from minimegatron.core.knobs import Knob
+from minimegatron.core.left_out import known_fields
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (

@@ -18,7 +18,7 @@ from minimegatron.core.dist_checkpointing.core import (
     check_files,
     load_common_state_dict,
 )
-from minimegatron.core.knobs import known_fields
+from minimegatron.core.left_out import known_fields
 from minimegatron.training.argument_utils import flags_by_name
 from minimegatron.training.config import SECTIONS
 from minimegatron.training.schedule_args import check_schedule

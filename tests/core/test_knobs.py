@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 
 from minimegatron.convert.hugging_face import _model_arguments
-from minimegatron.core import knobs
+from minimegatron.core import left_out
 from minimegatron.core.distributed import DistributedDataParallelConfig
-from minimegatron.core.knobs import known_fields
+from minimegatron.core.left_out import LeftOut, Recorded, known_fields
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -60,12 +60,17 @@ def test_a_subclass_has_fields_of_its_own():
 
 
 def test_megatrons_fields_pass_with_their_defaults_only():
-    made_up = {"ModelParallelConfig": {"fp9": None}, "TransformerConfig": {"moe_glow": 0.5}}
-    with mock.patch.dict(knobs.MEGATRON_FIELDS, made_up):
+    made_up = {
+        "core.model_parallel_config.ModelParallelConfig": Recorded((), {"fp9": LeftOut((None,))}),
+        "core.transformer.transformer_config.TransformerConfig": Recorded(
+            (), {"moe_glow": LeftOut((0.5,))}
+        ),
+    }
+    with mock.patch.object(left_out, "record", lambda: made_up):
         config = TransformerConfig(**SIZES, fp9=None, moe_glow=0.5)
         assert not hasattr(config, "fp9") and config.num_layers == 2
         assert known_fields(ModelParallelConfig, {"bf16": True, "fp9": None}) == {"bf16": True}
-        words = "TransformerConfig: fp9 is 'e4m3', but the field is Megatron's and not implemented"
+        words = "TransformerConfig: fp9 is 'e4m3', but it is Megatron's and not implemented"
         with pytest.raises(ValueError, match=words + " here; leave it at None"):
             TransformerConfig(**SIZES, fp9="e4m3")
         with pytest.raises(ValueError, match="did you mean 'moe_glow'"):

@@ -10,13 +10,14 @@ from typing import Literal
 import torch
 
 from minimegatron.core import knobs
+from minimegatron.core.left_out import accepts_left_out
 
 knob = partial(knobs.knob, section="optimization")
 loss_scale_knob = partial(knobs.knob, section="precision")
 gradient_knob = partial(knobs.knob, section="gradients")
 
 
-@knobs.takes_known_fields
+@accepts_left_out
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Update rule, precision, loss scale, clipping."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core import knobs
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 
 
@@ -31,7 +32,7 @@ compared = partial(knob, compared=True)
 place = partial(knobs.knob, section="parallel")
 
 
-@knobs.takes_known_fields
+@accepts_left_out
 @dataclass
 class TransformerConfig(ModelParallelConfig):
     """Sizes, activation, normalisation, dropout and recompute of one transformer."""

@@ -1,0 +1,117 @@
+"""Records Megatron's arguments that are left out here, for `minimegatron.core.left_out`.
+
+Called by: `record_megatron`, `rosetta`; tests/conformance holds the file to the installed package.
+Calls: `rosetta`, `signatures`. Writes minimegatron/core/left_out.json.
+
+Recorded is what stands under the decorator `accepts_left_out`. rosetta.json says for which arguments
+other values than Megatron's default are taken too, and why ("taken").
+"""
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+from package import ROOT
+from rosetta import DATA, counterpart_module
+from signatures import Argument, Definition, Source
+
+LEFT_OUT = ROOT / "minimegatron" / "core" / "left_out.json"
+DECORATOR = "accepts_left_out"
+
+
+def decorated(root: Path = ROOT) -> dict[str, str]:
+    """Our name of what carries the decorator, without the package's -> Megatron's name."""
+    data = json.loads(DATA.read_text())
+    found = {}
+    for path in sorted((root / "minimegatron").rglob("*.py")):
+        text = path.read_text()
+        if DECORATOR not in text:
+            continue
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        tree = ast.parse(text)
+        mirrored = counterpart_module(module, ast.get_docstring(tree) or "", data["modules"])
+        for symbol, node in _definitions(tree.body):
+            if any(DECORATOR in ast.unparse(x) for x in node.decorator_list):
+                name = f"{module}.{symbol}".removeprefix("minimegatron.")
+                found[name] = _counterpart(name, symbol, mirrored, data["symbols"])
+    return found
+
+
+def _definitions(body: list[ast.stmt], prefix: str = "") -> list[tuple[str, Any]]:
+    """Functions and classes, and those inside classes, by their qualified names."""
+    found = []
+    for node in body:
+        if isinstance(node, Definition):
+            found.append((f"{prefix}{node.name}", node))
+            if isinstance(node, ast.ClassDef):
+                found += _definitions(node.body, f"{prefix}{node.name}.")
+    return found
+
+
+def _counterpart(name: str, symbol: str, mirrored: str, notes: dict[str, dict]) -> str:
+    """Megatron's name, also of a method of a class that has another name there."""
+    if "is" in notes.get(name, {}):
+        return notes[name]["is"]
+    owner, _, method = symbol.rpartition(".")
+    if owner:
+        module = name.removesuffix(f".{symbol}")
+        return f"{_counterpart(f'{module}.{owner}', owner, mirrored, notes)}.{method}"
+    return f"{mirrored}.{symbol}"
+
+
+def record_left_out(source: Source, old: dict[str, dict] | None = None) -> dict[str, dict]:
+    """{our name: {"order": [...], "left out": {argument: values}}}.
+
+    What `source` does not have, such as `megatron.training`, is taken from `old`.
+    """
+    notes = json.loads(DATA.read_text())["symbols"]
+    ours = Source(ROOT)
+    found = {}
+    for name, counterpart in decorated().items():
+        theirs = source.arguments(counterpart)
+        if theirs is None:
+            found |= {name: old[name]} if old and name in old else {}
+            continue
+        own = {x.name for x in ours.arguments(f"minimegatron.{name}")}
+        taken = notes.get(name, {}).get("taken", {})
+        found[name] = {
+            "order": [x.name for x in theirs if x.by_position],
+            "left out": {x.name: _values(x, taken) for x in theirs if x.name not in own},
+        }
+    return found
+
+
+def _values(argument: Argument, taken: dict[str, list]) -> Any:
+    """A list of values, or "any". An argument that is required, and is not in `taken`, has none."""
+    values = [] if argument.default is None else [_value(argument.default)]
+    if argument.name not in taken:
+        return values
+    more = taken[argument.name][0]
+    return "any" if more == "any" else [*values, *(x for x in more if x not in values)]
+
+
+def _value(text: str) -> Any:
+    """A literal as it is; other expressions as their text.
+
+    >>> _value("(1, None)"), _value("AttnBackend.auto"), _value("list()")
+    ([1, None], 'AttnBackend.auto', [])
+    """
+    if text in ("list()", "dict()", "tuple()"):
+        text = {"list()": "[]", "dict()": "{}", "tuple()": "()"}[text]
+    try:
+        value = ast.literal_eval(text)
+    except ValueError:
+        return text
+    return list(value) if isinstance(value, tuple) else value
+
+
+def write(source: Source, version: str) -> str:
+    """Writes the file; returns what to say of it."""
+    old = json.loads(LEFT_OUT.read_text())["symbols"] if LEFT_OUT.exists() else {}
+    symbols = record_left_out(source, old)
+    lines = [f"{json.dumps(name)}: {json.dumps(about)}" for name, about in symbols.items()]
+    body = ",\n".join(lines)
+    LEFT_OUT.write_text(f'{{"version": "{version}",\n"symbols": {{\n{body}\n}}}}\n')
+    number = sum(len(about["left out"]) for about in symbols.values())
+    return f"{LEFT_OUT.name}: {number} arguments of {len(symbols)} functions and classes"

@@ -1,0 +1,192 @@
+"""Megatron's arguments and fields that are left out here: taken at Megatron's default, else refused.
+
+Torch-free. Megatron has no counterpart. A call written for Megatron may name an argument that our
+function does not have. `accepts_left_out` stands above a function or class whose counterpart takes
+more, and decides by left_out.json, beside this file, where Megatron's arguments and their defaults are
+recorded (`make rosetta`). Signatures and bodies then hold what is used, and nothing else.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).with_suffix(".json")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """One argument that is left out, and the values of it that are taken.
+
+    Attributes:
+        values: Megatron's default; for an argument that Megatron requires, what means the same as our
+            body.
+        any_value: every value means the same here, such as who logs.
+    """
+
+    values: tuple[Any, ...] = ()
+    any_value: bool = False
+
+    def takes(self, value: Any) -> bool:
+        """Whether `value` is one of `values`. Enumerations and dtypes are recorded as text."""
+        return self.any_value or any(_is_same(value, known) for known in self.values)
+
+
+def _is_same(value: Any, known: Any) -> bool:
+    if isinstance(known, str) and not isinstance(value, str):
+        return str(value) == known
+    # A tensor is no default, and its `==` gives a tensor.
+    return (
+        value is known or not hasattr(value, "shape") and type(value) in _PLAIN and value == known
+    )
+
+
+_PLAIN = (bool, int, float, str, list, tuple, dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What is recorded of one of our functions or classes."""
+
+    order: tuple[str, ...]
+    """All arguments of Megatron's that may be given by position, in Megatron's order."""
+    left_out: dict[str, LeftOut]
+
+
+@functools.cache
+def record() -> dict[str, Recorded]:
+    """By our own name, without the package's: `core.parallel_state.initialize_model_parallel`."""
+    symbols = json.loads(RECORD.read_text())["symbols"] if RECORD.exists() else {}
+    return {
+        name: Recorded(
+            tuple(about["order"]),
+            {argument: _left_out(words) for argument, words in about["left out"].items()},
+        )
+        for name, about in symbols.items()
+    }
+
+
+def _left_out(words: Any) -> LeftOut:
+    if words == "any":
+        return LeftOut(any_value=True)
+    return LeftOut(tuple(tuple(x) if isinstance(x, list) else x for x in words))
+
+
+def name_of(target: Any) -> str:
+    """Under which `target` is recorded."""
+    return f"{target.__module__}.{target.__qualname__}".removeprefix("minimegatron.")
+
+
+# -- Functions and constructors --
+
+
+def accepts_left_out(target: Any) -> Any:
+    """Above a function, a method or a class: the call may name arguments that are left out.
+
+    A call that our own signature takes goes straight to it. In any other call, arguments by position
+    have Megatron's order. The record is read at the first such call.
+
+    Raises, in the call:
+        ValueError: an argument that is left out has a value that is not taken.
+        TypeError: as without this decorator.
+    """
+    if not isinstance(target, type):
+        return _with_left_out(target, name_of(target))
+    if dataclasses.is_dataclass(target):
+        target.__init__ = _with_known_fields(target)
+    else:
+        target.__init__ = _with_left_out(target.__init__, name_of(target))
+    return target
+
+
+def _with_left_out(function: Callable, name: str) -> Callable:
+    code = inspect.unwrap(function).__code__
+    own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names, num_positional = frozenset(own), code.co_argcount
+    num_bound = own[:1] in (("self",), ("cls",))
+
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        if len(args) > num_positional or not given.keys() <= names:
+            args, given = _without_left_out(name, names, args, given, num_bound)
+        return function(*args, **given)
+
+    return call
+
+
+def _without_left_out(
+    name: str, own: frozenset[str], args: tuple, given: dict[str, Any], num_bound: int
+) -> tuple[tuple, dict[str, Any]]:
+    """The call by names, without what is left out; a call that Megatron refuses too stays as it is."""
+    about = record().get(name)
+    if about is None:
+        return args, given
+    bound, positional = args[:num_bound], args[num_bound:]
+    named = dict(zip(about.order, positional, strict=False))
+    if len(positional) > len(about.order) or named.keys() & given.keys():
+        return args, given
+    named |= given
+    for argument, value in named.items():
+        if argument not in own and argument in about.left_out:
+            check_left_out(
+                f"{name.rpartition('.')[2]}()", argument, value, about.left_out[argument]
+            )
+    return bound, {x: value for x, value in named.items() if x in own or x not in about.left_out}
+
+
+def check_left_out(owner: str, name: str, value: Any, left_out: LeftOut) -> None:
+    """Raises ValueError for a value that is not taken."""
+    if not left_out.takes(value):
+        advice = " or ".join(repr(known) for known in left_out.values)
+        raise ValueError(
+            f"{owner}: {name} is {value!r:.80}, but it is Megatron's and not implemented here; "
+            + (f"leave it at {advice}" if advice else "leave it out")
+        )
+
+
+# -- Fields of configurations --
+
+
+def known_fields(
+    config: type, given: Mapping[str, Any], also: Iterable[str] = ()
+) -> dict[str, Any]:
+    """`given`, without the fields that are left out.
+
+    Decides for everything that makes a configuration from names. A name is known if it is a field of
+    `config`, or one of `also`, or recorded for `config` or a base of it.
+
+    Raises:
+        ValueError: a name is unknown; a field that is left out has a value that is not taken.
+    """
+    ours = {*also, *(field.name for field in dataclasses.fields(config))}
+    left_out: dict[str, LeftOut] = {}
+    for base in reversed(config.__mro__):
+        if name_of(base) in record():
+            left_out |= record()[name_of(base)].left_out
+    for name, value in given.items():
+        if name in ours:
+            continue
+        if name not in left_out:
+            near = difflib.get_close_matches(name, ours | set(left_out), n=1)
+            advice = f"did you mean {near[0]!r}?" if near else "remove it"
+            raise ValueError(f"{config.__name__} has no field {name!r}; {advice}")
+        check_left_out(config.__name__, name, value, left_out[name])
+    return {name: value for name, value in given.items() if name in ours}
+
+
+def _with_known_fields(config: type) -> Callable:
+    """The constructor of a dataclass, whose fields are given by name."""
+    init = config.__init__
+    names = frozenset(field.name for field in dataclasses.fields(config) if field.init)
+
+    @functools.wraps(init)
+    def __init__(self: Any, *values: Any, **given: Any) -> None:
+        if not given.keys() <= names:
+            given = known_fields(config, given)
+        init(self, *values, **given)
+
+    return __init__
