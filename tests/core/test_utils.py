@@ -1,5 +1,6 @@
 """Wrappers, divisions, groups that may be missing; the device and the backend."""
 
+import importlib
 import logging
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from minimegatron.core import utils
 from minimegatron.core.enums import ModelType
+from minimegatron.core.transformer import transformer_config
 from tests.ranks import run_ranks
 
 
@@ -114,3 +116,38 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no usable GPU here"):
         utils.set_device("cuda")
+
+
+def test_megatrons_names_whose_functions_stand_above():
+    assert utils.init_method_normal is transformer_config.init_method_normal
+    names = set(dir(utils))
+    assert {"get_tensor_model_parallel_group_if_none", "scaled_init_method_normal"} <= names
+    tp_utils = importlib.import_module("minimegatron.core.tensor_parallel.utils")
+    assert utils.make_viewless_tensor is tp_utils.make_viewless_tensor
+
+
+@pytest.fixture
+def nvtx_calls(monkeypatch) -> list:
+    calls: list = []
+    monkeypatch.setattr(utils, "_nvtx_enabled", False)
+    monkeypatch.setattr(utils, "_nvtx_ranges", [])
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    return calls
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_profiler_ranges(nvtx_calls, monkeypatch, has_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    utils.nvtx_range_pop("nothing is checked before profiling is asked for")
+    utils.configure_nvtx_profiling(True)
+    utils.nvtx_range_push("step")
+    utils.nvtx_range_push(suffix="mlp")
+    with pytest.raises(ValueError, match=r"begun last is 'tests.*ranges.mlp', not 'step'"):
+        utils.nvtx_range_pop("step")
+    utils.nvtx_range_pop(suffix="mlp")
+    utils.nvtx_range_pop("step")
+    with pytest.raises(RuntimeError, match="no range has begun"):
+        utils.nvtx_range_pop("step")
+    mlp = f"{__name__}.test_profiler_ranges.mlp"
+    assert nvtx_calls == (["step", mlp, "end", "end"] if has_gpu else [])
