@@ -123,6 +123,7 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         micro_batch_size: int,
         data_parallel_size: int,
         decrease_batch_size_if_needed: bool,
+        *,
         start_global_batch_size: int,
         batch_size_increment: int,
         ramup_samples: int,
@@ -184,13 +185,12 @@ def init_num_microbatches_calculator(
         rank: only rank 0 logs.
         rampup_batch_size: None, or [start batch size, increment, ramp-up samples].
 
-    Raises ValueError for sizes that do not divide, or when called a second time.
+    Raises ValueError for sizes that do not divide, AssertionError when called a second time.
     """
-    if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
-        raise ValueError(
-            "the number-of-microbatches calculator is already set up; call "
-            "destroy_num_microbatches_calculator() or reconfigure_num_microbatches_calculator(...)"
-        )
+    assert _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None, (
+        "the number-of-microbatches calculator is already set up; call "
+        "destroy_num_microbatches_calculator() or reconfigure_num_microbatches_calculator(...)"
+    )
     reconfigure_num_microbatches_calculator(
         rank,
         rampup_batch_size,
@@ -211,6 +211,25 @@ def reconfigure_num_microbatches_calculator(
 ) -> None:
     """As `init_num_microbatches_calculator`, replacing what is there."""
     global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = _build_num_microbatches_calculator(
+        rank,
+        rampup_batch_size,
+        global_batch_size,
+        micro_batch_size,
+        data_parallel_size,
+        decrease_batch_size_if_needed,
+    )
+
+
+def _build_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: list[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool,
+) -> NumMicroBatchesCalculator:
+    """The calculator for these sizes, without making it the run's."""
     sizes = (global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
     if rampup_batch_size is None:
         calculator = ConstantNumMicroBatchesCalculator(*sizes)
@@ -220,10 +239,16 @@ def reconfigure_num_microbatches_calculator(
                 f"rampup_batch_size has {len(rampup_batch_size)} numbers; "
                 "give 3: start batch size, increment, ramp-up samples"
             )
-        calculator = RampupBatchsizeNumMicroBatchesCalculator(*sizes, *map(int, rampup_batch_size))
-    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
+        start, increment, samples = map(int, rampup_batch_size)
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(
+            *sizes,
+            start_global_batch_size=start,
+            batch_size_increment=increment,
+            ramup_samples=samples,
+        )
     if rank == 0:
         logger.info("%d microbatches per step at first", calculator.get())
+    return calculator
 
 
 def destroy_num_microbatches_calculator() -> None:

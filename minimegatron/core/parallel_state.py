@@ -1,7 +1,8 @@
 """Who am I, and who are my peers: this process's groups, and the getters everybody asks.
 
 Everything between takes its groups as arguments (`ProcessGroupCollection`). Counterpart:
-`megatron.core.parallel_state`, under the same names.
+`megatron.core.parallel_state`, under the same names. `RankGenerator` and the two functions that pick
+ranks for embeddings live in `rank_generator` and are imported here, where Megatron has them.
 
 One process group stands for each distinct set of ranks: with tp=1, the model group and the pipeline
 group are the same object. A group of all ranks is made anew beside the default group. Megatron makes
@@ -16,7 +17,14 @@ from functools import partial
 import torch.distributed as dist
 
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
-from minimegatron.core.rank_generator import DEFAULT_ORDER, GROUP_KINDS, all_groups
+from minimegatron.core.rank_generator import (
+    DEFAULT_ORDER,
+    GROUP_KINDS,
+    RankGenerator,  # noqa: F401
+    all_groups,
+    default_embedding_ranks,  # noqa: F401
+    default_position_embedding_ranks,  # noqa: F401
+)
 from minimegatron.core.utils import barrier
 
 
@@ -34,6 +42,9 @@ class _ParallelState:
 _state: _ParallelState | None = None
 _virtual_size: int | None = None
 _virtual_rank: int | None = None
+_sizes_set_by_hand: dict[str, int | None] = {}
+_ranks_set_by_hand: dict[str, int | None] = {}
+"""By kind of group. They go before what the groups say."""
 
 
 # -- Making and freeing the groups --
@@ -174,17 +185,17 @@ def _create_groups(
 
 
 def destroy_model_parallel() -> None:
-    """Frees every group that `initialize_model_parallel` made; the default group stays.
+    """Frees every group that `initialize_model_parallel` made, and forgets what was set by hand.
 
-    Does nothing without groups, and waits for nobody, so that a rank that failed may call it too.
+    The default group stays. Waits for nobody, so that a rank that failed may call it too.
     """
     global _state, _virtual_size, _virtual_rank
-    if _state is None:
-        return
-    if dist.is_initialized():
+    if _state is not None and dist.is_initialized():
         for group in _state.created:
             dist.destroy_process_group(group)
     _state = _virtual_size = _virtual_rank = None
+    _sizes_set_by_hand.clear()
+    _ranks_set_by_hand.clear()
 
 
 def is_initialized() -> bool:
@@ -228,11 +239,24 @@ def _explain_absence(kind: str) -> None:
 
 
 def _size(kind: str) -> int:
-    return get_group(kind).size()
+    by_hand = _sizes_set_by_hand.get(kind)
+    return get_group(kind).size() if by_hand is None else by_hand
 
 
 def _rank(kind: str) -> int:
-    return get_group(kind).rank()
+    by_hand = _ranks_set_by_hand.get(kind)
+    return get_group(kind).rank() if by_hand is None else by_hand
+
+
+def _on_gloo(group: dist.ProcessGroup, title: str) -> dist.ProcessGroup:
+    """`group`, if it sends the CPU's tensors over gloo."""
+    config = str(dist.get_backend_config(group))
+    if "cpu:gloo" not in config:
+        raise RuntimeError(
+            f"the {title} group sends over {config}, and no second group over gloo is made; call "
+            'torch.distributed.new_group(ranks, backend="gloo") on all ranks and use that group'
+        )
+    return group
 
 
 # -- Groups --
@@ -257,6 +281,15 @@ def get_data_parallel_group(with_context_parallel: bool = False) -> dist.Process
     """The ranks with the same weights and other samples; with context parallelism, also those with
     another piece of the same sequences, which is the group that gradients are reduced over."""
     return get_group("dp_cp" if with_context_parallel else "dp")
+
+
+def get_data_parallel_group_gloo(with_context_parallel: bool = False) -> dist.ProcessGroup:
+    """The group of `get_data_parallel_group`, for tensors on the CPU.
+
+    Megatron makes a second group; here it is the same one. Raises RuntimeError as `get_group`, and
+    if that group does not send over gloo.
+    """
+    return _on_gloo(get_data_parallel_group(with_context_parallel), "data")
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
@@ -286,6 +319,19 @@ def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> dis
     return get_group("tp_cp", check_initialized)
 
 
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> dist.ProcessGroup:
+    """All ranks of this stage; with `tp_only_amax_red`, those that work on the same samples.
+
+    Without context, only those with the same piece of the sequence. Libraries that compute in fp8
+    find the largest absolute value (amax) over this group; nothing in this package does.
+    """
+    if tp_only_amax_red:
+        return get_group("tp_cp" if with_context_parallel else "tp")
+    return get_group("tp_dp_cp" if with_context_parallel else "tp_dp")
+
+
 def get_expert_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share the experts of a layer."""
     return get_group("ep", check_initialized)
@@ -299,6 +345,11 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> dist.Pro
 def get_expert_data_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks with the same experts: the group that expert gradients are reduced over."""
     return get_group("expt_dp", check_initialized)
+
+
+def get_expert_data_parallel_group_gloo() -> dist.ProcessGroup:
+    """As `get_data_parallel_group_gloo`, of `get_expert_data_parallel_group`."""
+    return _on_gloo(get_expert_data_parallel_group(), "expert data")
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
@@ -333,7 +384,7 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     """Copies of the model (times pieces of each sequence)."""
-    return get_data_parallel_group(with_context_parallel).size()
+    return _size("dp_cp" if with_context_parallel else "dp")
 
 
 def get_context_parallel_world_size() -> int:
@@ -399,7 +450,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     """Place in the data group: which share of the samples is ours."""
-    return get_data_parallel_group(with_context_parallel).rank()
+    return _rank("dp_cp" if with_context_parallel else "dp")
 
 
 def get_context_parallel_rank() -> int:
@@ -435,6 +486,57 @@ def get_expert_data_parallel_rank() -> int:
 def get_all_ranks() -> str:
     """Our places, as "tensor_data_context_pipeline_expert", to name files and threads after."""
     return "_".join(str(_rank(kind)) for kind in ("tp", "dp", "cp", "pp", "ep"))
+
+
+# -- Sizes and places set by hand --
+# For a program that handles a layout without its processes, such as one that converts checkpoints. The
+# getter returns what was set last; None asks the group again. The groups themselves do not change.
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """What `get_tensor_model_parallel_world_size` returns; None: the size of the group."""
+    _sizes_set_by_hand["tp"] = world_size
+
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """What `get_pipeline_model_parallel_world_size` returns; None: the size of the group."""
+    _sizes_set_by_hand["pp"] = world_size
+
+
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
+    """What `get_expert_model_parallel_world_size` returns; None: the size of the group."""
+    _sizes_set_by_hand["ep"] = world_size
+
+
+def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
+    """What `get_expert_tensor_parallel_world_size` returns; None: the size of the group."""
+    _sizes_set_by_hand["expt_tp"] = world_size
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """What `get_tensor_model_parallel_rank` returns; None: the place in the group."""
+    _ranks_set_by_hand["tp"] = rank
+
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """What `get_pipeline_model_parallel_rank` returns; None: the place in the group."""
+    _ranks_set_by_hand["pp"] = rank
+
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    """What `get_data_parallel_rank` returns, with context parallelism or not; None: the place in the
+    group."""
+    _ranks_set_by_hand["dp"] = _ranks_set_by_hand["dp_cp"] = rank
+
+
+def set_expert_model_parallel_rank(rank: int | None) -> None:
+    """What `get_expert_model_parallel_rank` returns; None: the place in the group."""
+    _ranks_set_by_hand["ep"] = rank
+
+
+def set_expert_tensor_parallel_rank(rank: int | None) -> None:
+    """What `get_expert_tensor_parallel_rank` returns; None: the place in the group."""
+    _ranks_set_by_hand["expt_tp"] = rank
 
 
 # -- Global ranks of peers, for calls that name a source or a destination --
@@ -493,12 +595,12 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 def get_pipeline_placement() -> Placement:
     """Which rank of our pipeline holds which stage of the model.
 
-    What `initialize_model_parallel` was given, as long as the number of chunks is the same; else a
-    line or a loop.
+    What `initialize_model_parallel` was given, as long as the sizes are the same; else a line or a
+    loop.
     """
     size, chunks = _size("pp"), _virtual_size or 1
-    given = _state.placement
-    if given is not None and given.num_model_chunks == chunks:
+    given = None if _state is None else _state.placement
+    if given is not None and (given.pp_size, given.num_model_chunks) == (size, chunks):
         return given
     return usual_placement(size, chunks)
 

@@ -88,7 +88,8 @@ class ProcessGroupCollection:
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(
-                f"required_pgs names {', '.join(map(repr, unknown))}; use {', '.join(known)}"
+                f"Invalid process groups requested: {', '.join(map(repr, unknown))}; "
+                f"use {', '.join(known)}"
             )
         return cls(
             **{name: parallel_state.get_group(name, check_initialized=False) for name in names}

@@ -1,4 +1,4 @@
-"""Small helpers that know no layer: model wrappers, exact division, the device, groups, logging, profiling.
+"""Small helpers that know no layer: wrappers, division, the device, groups, logging, profiling.
 
 Counterpart: `megatron.core.utils`, a few of its many; the device is ours: Megatron's tensors are on
 CUDA devices, and here every program also runs on a laptop.

@@ -86,6 +86,13 @@ def test_asked_too_early_or_set_up_twice():
     with pytest.raises(ValueError, match="not known yet"):
         nmc.get_num_microbatches()
     nmc.init_num_microbatches_calculator(0, None, 8, 1, 1)
-    with pytest.raises(ValueError, match="already"):
+    with pytest.raises(AssertionError, match="already set up; call destroy_num_micro"):
         nmc.init_num_microbatches_calculator(0, None, 8, 1, 1)
+    assert nmc.get_num_microbatches() == 8
+
+
+def test_a_calculator_is_built_beside_the_runs():
+    nmc.init_num_microbatches_calculator(0, None, 8, 1, 1)
+    ramp = nmc._build_num_microbatches_calculator(0, [16, 16, 48], 32, 8, 2, False)
+    assert (ramp.get(), ramp.ramup_samples, ramp.batch_size_increment) == (1, 48, 16)
     assert nmc.get_num_microbatches() == 8

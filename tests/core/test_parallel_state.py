@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state as mpu
-from minimegatron.core.pipeline_parallel.placement import Placement, V
+from minimegatron.core import rank_generator
+from minimegatron.core.pipeline_parallel.placement import Placement, V, usual_placement
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rank_generator import GROUP_KINDS, all_groups, make_grids
 from tests.groups import PretendGroup
@@ -134,6 +135,16 @@ def ask_getters() -> dict:
             mpu.get_pipeline_model_parallel_next_rank(),
             mpu.get_pipeline_model_parallel_last_rank(),
         ),
+        "on gloo": [
+            mpu.get_data_parallel_group_gloo(cp) is mpu.get_data_parallel_group(cp)
+            for cp in (False, True)
+        ]
+        + [mpu.get_expert_data_parallel_group_gloo() is mpu.get_expert_data_parallel_group()],
+        "amax": [
+            members(mpu.get_amax_reduction_group(cp, tp_only))
+            for cp in (False, True)
+            for tp_only in (False, True)
+        ],
         "first, last": (mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()),
         "embedding": (mpu.is_rank_in_embedding_group(), mpu.is_rank_in_position_embedding_group()),
         "all": mpu.get_all_ranks(),
@@ -199,6 +210,8 @@ def test_getters_agree_with_the_coordinates(four_ranks, number):
             assert answers[name] == (mine[name].index(rank), len(mine[name]))
         assert answers["src"] == {name: mine[name][0] for name in answers["src"]}
         assert answers["cp ranks"] == mine["cp"]
+        assert answers["on gloo"] == [True, True, True]
+        assert answers["amax"] == [mine[name] for name in ("tp_dp", "tp", "tp_dp_cp", "tp_cp")]
         stage, stages = place["pp"], mine["pp"]
         assert answers["neighbours"] == (
             stages[0],
@@ -342,16 +355,83 @@ def refuse_bad_calls() -> None:
     mpu.initialize_model_parallel(2)
     with pytest.raises(RuntimeError, match=r"exist already; call destroy_model_parallel\(\)"):
         mpu.initialize_model_parallel(2)
-    with pytest.raises(ValueError, match="required_pgs names 'tq'"):
+    with pytest.raises(ValueError, match="Invalid process groups requested: 'tq'; use tp, pp"):
         ProcessGroupCollection.use_mpu_process_groups(["tp", "tq"])
     some = ProcessGroupCollection.use_mpu_process_groups(["tp", "embd"])
     assert repr(some) == "ProcessGroupCollection(tp(2), embd(1))"
+    with (
+        mock.patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"),
+        pytest.raises(RuntimeError, match="the data group sends over cuda:nccl, and no .* gloo"),
+    ):
+        mpu.get_data_parallel_group_gloo()
     mpu.destroy_model_parallel()
     mpu.destroy_model_parallel()
 
 
 def test_bad_calls_are_refused_before_any_group_is_made():
     run_ranks(refuse_bad_calls, 2)
+
+
+SETTERS = [
+    f"{kind}_{what}"
+    for kind in (
+        "tensor_model_parallel",
+        "pipeline_model_parallel",
+        "expert_model_parallel",
+        "expert_tensor_parallel",
+    )
+    for what in ("world_size", "rank")
+]
+
+
+@pytest.mark.parametrize("name", [*SETTERS, "data_parallel_rank"])
+def test_what_is_set_goes_before_the_group_until_it_is_taken_back(name):
+    getter, setter = getattr(mpu, f"get_{name}"), getattr(mpu, f"set_{name}")
+    others = [getattr(mpu, f"get_{other}") for other in SETTERS if other != name]
+    for forget in (lambda: setter(None), mpu.destroy_model_parallel):
+        setter(5)
+        setter(0)
+        assert getter() == 0
+        for other in others:
+            with pytest.raises(RuntimeError, match="does not exist"):
+                other()
+        forget()
+        with pytest.raises(RuntimeError, match="does not exist"):
+            getter()
+
+
+def ask_about_sizes_set_by_hand() -> None:
+    mpu.initialize_model_parallel(1, 2, pipeline_placement=SWAPPED)
+    rank = dist.get_rank()
+    assert mpu.is_pipeline_first_stage() == (rank == 1)
+    mpu.set_pipeline_model_parallel_world_size(4)
+    mpu.set_pipeline_model_parallel_rank(3)
+    assert mpu.get_pipeline_placement() == usual_placement(4, 1)
+    assert mpu.is_pipeline_last_stage() and not mpu.is_pipeline_first_stage()
+    mpu.set_data_parallel_rank(7)
+    assert mpu.get_data_parallel_rank() == mpu.get_data_parallel_rank(True) == 7
+    mpu.set_pipeline_model_parallel_world_size(None)
+    mpu.set_pipeline_model_parallel_rank(None)
+    assert mpu.get_pipeline_placement() == SWAPPED
+    assert mpu.get_pipeline_model_parallel_rank() == rank
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(1, 2)
+    assert mpu.get_data_parallel_rank() == 0
+    mpu.destroy_model_parallel()
+
+
+SWAPPED = Placement("swapped", ((1,), (0,)))
+"""A line of two ranks that begins on rank 1."""
+
+
+def test_stages_follow_the_sizes_set_by_hand():
+    run_ranks(ask_about_sizes_set_by_hand, 2)
+
+
+def test_megatrons_names_from_the_arithmetic():
+    assert mpu.RankGenerator is rank_generator.RankGenerator
+    assert mpu.default_embedding_ranks([3, 5, 7]) == [3, 7]
+    assert mpu.default_position_embedding_ranks([3, 5, 7]) == [3]
 
 
 def test_getters_raise_before_initialization():
