@@ -1,4 +1,4 @@
-"""Old names of modules: programs, notebooks and students' files that import them keep working.
+"""Modules that have other names: old ones, and those of Megatron that stand elsewhere here.
 
 Counterpart: Megatron has none; it keeps a file that imports everything from the new place.
 
@@ -84,7 +84,14 @@ MOVED = {
     "tracing.words": "tracing.trace_words",
     "user_file": "launching.user_file",
 }
-"""Old module -> new module, both below `minimegatron`."""
+"""Old module -> new module, both below `minimegatron`.
+
+Programs, notebooks and students' files that import the old one keep working."""
+
+ELSEWHERE = {
+    "core.models.common.embeddings.rope_utils": "core.transformer.rope_utils",
+}
+"""Megatron's module -> ours, where ours stands in another room."""
 
 
 def new_file(file: str) -> str:
@@ -107,12 +114,13 @@ class OldPaths:
     ) -> ModuleSpec | None:
         """Python asks this for every module that it finds nowhere else."""
         package, _, old = fullname.partition(".")
-        is_old = package == "minimegatron" and old in MOVED
-        return ModuleSpec(fullname, _NewModule()) if is_old else None
+        is_known = package == "minimegatron" and (old in MOVED or old in ELSEWHERE)
+        return ModuleSpec(fullname, _NewModule()) if is_known else None
 
 
 class _NewModule(Loader):
     def exec_module(self, module: ModuleType) -> None:
         # Python hands out what stands in `sys.modules` afterwards.
         old = module.__name__.removeprefix("minimegatron.")
-        sys.modules[module.__name__] = importlib.import_module(f"minimegatron.{MOVED[old]}")
+        new = MOVED.get(old) or ELSEWHERE[old]
+        sys.modules[module.__name__] = importlib.import_module(f"minimegatron.{new}")

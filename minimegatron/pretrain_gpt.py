@@ -48,7 +48,9 @@ def model_provider(
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config, vp_stage, pp_rank),
+        transformer_layer_spec=get_gpt_decoder_block_spec(
+            config, vp_stage=vp_stage, pp_rank=pp_rank
+        ),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

@@ -28,6 +28,8 @@ class Knob:
             the flag has a twin, `--no-...`.
         help: the flag's words, where those below the field are not right for it.
         required: the command line has no default.
+        may_be_unset: in core the default is taken although it is outside the limits; it means that
+            nobody needs the field, and whoever does refuses it.
         minimum, above, below: limits; `minimum` is allowed, the open bounds are not.
         nargs: words that a list takes, as for `argparse`.
         is_derived: an argument without a flag, worked out from others. `name` is for messages.
@@ -41,6 +43,7 @@ class Knob:
     given: Any = THE_SAME
     help: str | None = None
     required: bool = False
+    may_be_unset: bool = False
     minimum: float | None = None
     above: float | None = None
     below: float | None = None
@@ -79,8 +82,9 @@ def check_values(config: Any) -> None:
     choices = _choices(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if "knob" in field.metadata:
-            check_limits(field.name, value, field.metadata["knob"])
+        limits = field.metadata.get("knob", Knob())
+        if not (limits.may_be_unset and value == field.default):
+            check_limits(field.name, value, limits)
         if field.name in choices and value not in choices[field.name]:
             words = " or ".join(repr(choice) for choice in choices[field.name] if choice)
             raise ValueError(f"{field.name} {value!r} is unknown; use {words}")

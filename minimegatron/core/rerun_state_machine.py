@@ -1,13 +1,17 @@
 """Judges results while they are computed: a NaN, an Inf or a sudden jump is seen where it arises.
 
 Counterpart: `megatron.core.rerun_state_machine`; this is its judging part only. There, a rejected
-result can also be computed again, to tell a fault of the hardware from one of the run.
+result can also be computed again, to tell a fault of the hardware from one of the run. A subclass that
+`set_rerun_state_machine` puts in place may do so: `train_step` asks it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from minimegatron.core.left_out import accepts_left_out
 
 
 @dataclass
@@ -16,17 +20,35 @@ class _Sample:
     count: int = 0
 
 
+@accepts_left_out
 class RerunStateMachine:
     """Keeps what `is_unexpectedly_large` has learned; one per process."""
 
     def __init__(self) -> None:
         self._samples: dict[str, _Sample] = {}
+        self._num_runs = 0
 
+    def begin_step(self) -> None:
+        """Called before the forward and backward of each training step, after a failed one too."""
+        self._num_runs = 0
+
+    def should_run_forward_backward(self, data_iterator: Any) -> bool:
+        """Whether to run (again) all forwards and backwards of this training step: True once.
+
+        `train_step` asks before each run, with the iterators of the chunks. A subclass that says True
+        more often must bring them back to the step's first microbatch. The gradients of the last run
+        count.
+        """
+        self._num_runs += 1
+        return self._num_runs == 1
+
+    @accepts_left_out
     def validate_result(
         self,
         result: torch.Tensor,
         rejection_func: Callable[[torch.Tensor], bool | torch.Tensor],
         message: str | Callable[[], str],
+        *,
         fatal: bool = True,
     ) -> str | None:
         """None if `rejection_func(result)` is false.
@@ -74,6 +96,12 @@ _machine = RerunStateMachine()
 def get_rerun_state_machine() -> RerunStateMachine:
     """This process's."""
     return _machine
+
+
+def set_rerun_state_machine(machine: RerunStateMachine) -> None:
+    """Puts `machine` in this process's place, until `destroy_rerun_state_machine`."""
+    global _machine
+    _machine = machine
 
 
 def destroy_rerun_state_machine() -> None:

@@ -30,6 +30,7 @@ from minimegatron.core.num_microbatches_calculator import (
 )
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config
 from minimegatron.training import failures
@@ -83,6 +84,9 @@ def pretrain(
     get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     non_loss_data_func: Callable[[list[torch.nn.Module]], Any] | None = None,
+    *,
+    wrap_forward_backward_func: Callable[[Callable], Callable] | None = None,
+    data_iterator_func: Callable[..., Any] | None = None,
 ) -> None:
     """A whole training run: initialise, build model and data, train, evaluate, save.
 
@@ -97,6 +101,7 @@ def pretrain(
         extra_args_provider: `(parser)` adds the user's own flags; `get_args` then has them.
         args_defaults: defaults that replace the built-in ones.
         non_loss_data_func: `(model)`, called on every rank during each evaluation.
+        wrap_forward_backward_func, data_iterator_func: see `train`.
 
     `--trace` and `--pace-forward-ms` watch what comes after the set-up (see `watching`).
     SIGTERM and SIGUSR1 end it after the step under way, with a checkpoint and exit code 0. Ends the
@@ -115,6 +120,7 @@ def pretrain(
             train_valid_test_dataset_provider, len(model)
         )
 
+        state.do_train |= data_iterator_func is not None
         with signals_remembered(), watched():
             if state.do_train:
                 print_rank_0("training ...")
@@ -128,6 +134,8 @@ def pretrain(
                     process_non_loss_data_func,
                     config,
                     non_loss_data_func=non_loss_data_func,
+                    wrap_forward_backward_func=wrap_forward_backward_func,
+                    data_iterator_func=data_iterator_func,
                 )
                 if state.exit_reason is None:
                     print_rank_0("after training is done")
@@ -177,22 +185,36 @@ def train(
     process_non_loss_data_func: Callable | None,
     config: ModelParallelConfig,
     non_loss_data_func: Callable | None = None,
+    *,
+    wrap_forward_backward_func: Callable[[Callable], Callable] | None = None,
+    data_iterator_func: Callable[..., Any] | None = None,
 ) -> int:
     """Steps until `--train-iters`, with evaluation, log lines and checkpoints between them.
 
     Ends earlier where `checkpoint_and_decide_exit` says so. Returns the number of the last iteration.
+
+    Args:
+        wrap_forward_backward_func: `(schedule function) -> function`, called once; what it returns
+            runs the training steps, with the same arguments. Evaluation runs the schedule itself.
+        data_iterator_func: `(model, optimizer, iteration) -> iterator`, or a list of them, one per
+            chunk; called on every rank before each step, in place of `train_data_iterator`. It may run
+            forward passes of its own.
     """
     args, state = get_args(), get_train_state()
     for chunk in model:
         chunk.train()
     _connect_schedule(config, model, optimizer)
     forward_backward_func = schedule_of_run()
+    if wrap_forward_backward_func is not None:
+        forward_backward_func = wrap_forward_backward_func(forward_backward_func)
     total_loss_dict: dict[str, torch.Tensor] = {}
 
     with Progress(args.train_iters, state.iteration) as progress:
         while state.iteration < args.train_iters:
             update_num_microbatches(state.consumed_train_samples, consistency_check=True)
             config.timers = get_timers() if args.timing_log_level > 0 else None
+            if data_iterator_func is not None:
+                train_data_iterator = data_iterator_func(model, optimizer, state.iteration)
             learning_rate = optimizer.param_groups[0]["lr"]
             loss_dict, skipped_iter, grad_norm, num_zeros_in_grad = train_step(
                 forward_step_func,
@@ -271,23 +293,25 @@ def train_step(
     skipped else 0, the gradient norm before clipping, and the number of zeros in the gradient (None
     unless `--log-num-zeros-in-grad`).
     """
-    args = get_args()
+    args, machine = get_args(), get_rerun_state_machine()
 
-    # -- 1. Gradients back to zero: in the buffers, and where autograd may have left some --
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
+    machine.begin_step()
+    while machine.should_run_forward_backward(data_iterator):  # once, unless a subclass says more
+        # -- 1. Gradients back to zero: in the buffers, and where autograd may have left some --
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
 
-    # -- 2. The schedule runs every microbatch and, at its end, `finalize_model_grads` --
-    losses_reduced = forward_backward_func(
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=get_num_microbatches(),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=False,
-    )
+        # -- 2. The schedule runs every microbatch and, at its end, `finalize_model_grads` --
+        losses_reduced = forward_backward_func(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=get_num_microbatches(),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
 
     # -- 3. The update; then the ranks of a model agree on what they report --
     update_successful, grad_norm, num_zeros_in_grad = optimizer.step()

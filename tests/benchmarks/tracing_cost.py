@@ -55,7 +55,7 @@ def build_step(batch: int = BATCH) -> Callable[[], None]:
     rank = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, None, rank),
+        get_gpt_decoder_block_spec(config, pp_rank=rank),
         VOCAB,
         SEQ,
         pre_process=rank == 0,

@@ -130,7 +130,7 @@ def check_promise(args: Arguments) -> None:
             first, last = (chunk, rank) == (0, 0), (chunk, rank) == ((v or 1) - 1, p - 1)
             GPTModel(
                 config,
-                get_gpt_decoder_block_spec(config, vp_stage, rank),
+                get_gpt_decoder_block_spec(config, vp_stage=vp_stage, pp_rank=rank),
                 args.padded_vocab_size,
                 args.max_position_embeddings,
                 pre_process=first,

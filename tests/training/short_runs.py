@@ -119,7 +119,7 @@ def double_model(pre_process=True, post_process=True, vp_stage=None):
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     return GPTModel(
         config,
-        pretrain_gpt.get_gpt_decoder_block_spec(config, vp_stage, pp_rank),
+        pretrain_gpt.get_gpt_decoder_block_spec(config, vp_stage=vp_stage, pp_rank=pp_rank),
         args.padded_vocab_size,
         args.max_position_embeddings,
         pre_process=pre_process,

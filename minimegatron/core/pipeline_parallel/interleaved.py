@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.pipeline_parallel.orders import require_usual_placement
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
@@ -30,6 +31,7 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config
 
 
+@accepts_left_out
 @framed_schedule
 def forward_backward_pipelining_with_interleaving(
     *,
@@ -51,15 +53,14 @@ def forward_backward_pipelining_with_interleaving(
 
     Warm-up runs 2(p - r - 1) + (v - 1)G forwards; then each forward is followed by a backward; then
     come the backwards that are left. All three visit chunks in the order of `get_schedule_table`.
-    With `forward_only`, everything is warm-up.
+    With `forward_only`, everything is warm-up. One shape is sent, of `seq_length`;
+    `decoder_seq_length` is not read, as in Megatron.
 
-    Raises ValueError for what interleaving cannot do: other shapes than one, a decoder length of its
-    own, and numbers of microbatches that `check_interleaving` refuses.
+    Raises ValueError for what interleaving cannot do: other shapes than one, and numbers of
+    microbatches that `check_interleaving` refuses.
     """
     config = get_model_config(model[0])
-    _check_arguments(
-        model, data_iterator, config, seq_length, decoder_seq_length, adjust_tensor_shapes_fn
-    )
+    _check_arguments(model, data_iterator, config, adjust_tensor_shapes_fn)
     pg_collection = groups_of(model[0], pg_collection)
     p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
     if isinstance(p2p, P2PCommunicator):  # somebody else's has Megatron's nine methods, and no more
@@ -95,7 +96,7 @@ def forward_backward_pipelining_with_interleaving(
     (tensor_shape,) = get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
+        decoder_seq_length=None,
         config=config,
         tp_group=pg_collection.tp,
         cp_group=pg_collection.cp,
@@ -113,8 +114,6 @@ def _check_arguments(
     model: Any,
     data_iterator: Any,
     config: Any,
-    seq_length: int,
-    decoder_seq_length: int | None,
     adjust_tensor_shapes_fn: Callable | None,
 ) -> None:
     if not isinstance(model, list) or not isinstance(data_iterator, list):
@@ -126,11 +125,6 @@ def _check_arguments(
         )
     if adjust_tensor_shapes_fn is not None:
         raise ValueError("adjust_tensor_shapes_fn works with plain 1F1B only; drop virtual stages")
-    if decoder_seq_length is not None and decoder_seq_length != seq_length:
-        raise ValueError(
-            f"interleaving sends one shape, but decoder_seq_length {decoder_seq_length} differs "
-            f"from seq_length {seq_length}; use plain 1F1B"
-        )
     if config.overlap_p2p_comm and config.batch_p2p_comm:
         raise ValueError("overlap_p2p_comm needs batch_p2p_comm=False")
     if config.pipeline_schedule is not None:

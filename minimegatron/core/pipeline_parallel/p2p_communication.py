@@ -118,6 +118,12 @@ class P2PCommunicator:
         config: ModelParallelConfig,
         transport: Transport | None = None,
     ):
+        if config.pipeline_model_parallel_size != pp_group.size():
+            raise ValueError(
+                "the configuration says pipeline_model_parallel_size="
+                f"{config.pipeline_model_parallel_size}, but the pipeline group has {pp_group.size()} "
+                "ranks; make them equal"
+            )
         self.pp_group, self.config = pp_group, config
         self.world_size, self.curr_rank_in_pg = pp_group.size(), pp_group.rank()
         self.next_rank = (self.curr_rank_in_pg + 1) % self.world_size

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from minimegatron.core import parallel_state
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.interleaved import (
     forward_backward_pipelining_with_interleaving,
@@ -105,13 +106,14 @@ def get_forward_backward_func(
     * num_microbatches, seq_length, micro_batch_size: sizes of this step. `seq_length` is the full
       sequence; what travels between stages is [seq_length / c / t, micro_batch_size, hidden_size],
       the division by t only with sequence parallelism. Ignored with `variable_seq_lengths`.
-    * decoder_seq_length: of a two-stack model; plain 1F1B sends the decoder's length.
+    * decoder_seq_length: of a two-stack model; plain 1F1B sends the decoder's length, interleaving
+      always `seq_length`.
     * forward_only: no backward, for evaluation and log-probabilities.
     * collect_non_loss_data: the loss function returns anything; it is collected as it is.
     * first_val_step: with `forward_only`, whether this is the first validation step.
     * adjust_tensor_shapes_fn: plain 1F1B only; maps (receive shapes, send shapes) to other ones.
     * p2p_communicator, pg_collection: the groups; default to those of `parallel_state`. With one stage
-      the function takes no p2p_communicator: it sends no messages.
+      the function takes no p2p_communicator but None: it sends no messages.
 
     It returns what the loss function reported, a list with one entry per microbatch, on the last
     stage; an empty list elsewhere.
@@ -169,6 +171,7 @@ def get_pp_rank_microbatches(
     )
 
 
+@accepts_left_out
 @framed_schedule
 def forward_backward_no_pipelining(
     *,
@@ -209,6 +212,7 @@ def forward_backward_no_pipelining(
     return frame.forward_data_store
 
 
+@accepts_left_out
 @framed_schedule
 def forward_backward_pipelining_without_interleaving(
     *,

@@ -115,7 +115,7 @@ def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
 def forward_step_calc_loss(
     model: torch.nn.Module,
     output_tensor: torch.Tensor,
-    loss_func: Callable,
+    loss_func: Callable | None,
     config: ModelParallelConfig,
     vp_stage: int | None,
     collect_non_loss_data: bool,
@@ -134,6 +134,7 @@ def forward_step_calc_loss(
     | (sum, n, report)       | on                         | sum; finalize divides by all tokens   |
     | (mean, report)         | off or on                  | mean * c / M                          |
     | anything               | `collect_non_loss_data`    | none; the value itself is stored      |
+    | (`loss_func` is None)  | off or on                  | the output as it is, which is stored  |
 
     A two-tuple's mean is expected over all c ranks' tokens, hence the factor c: gradients are later
     averaged over data-parallel and context-parallel ranks together.
@@ -144,7 +145,9 @@ def forward_step_calc_loss(
     Returns (output or scaled loss, number of tokens as an int tensor: 0 unless three were returned).
     """
     num_tokens = NO_TOKENS
-    if is_last_stage and collect_non_loss_data:
+    if is_last_stage and loss_func is None:
+        forward_data_store.append(output_tensor)
+    elif is_last_stage and collect_non_loss_data:
         forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
     elif is_last_stage:
         outputs = call_traced("loss-func", loss_func, output_tensor)

@@ -14,6 +14,7 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     of_chunk,
     schedule,
 )
+from minimegatron.core.utils import unwrap_model
 
 __all__ = [
     "GradSync",
@@ -27,6 +28,7 @@ __all__ = [
     "is_vp_last_stage",
     "of_chunk",
     "schedule",
+    "unwrap_model",
 ]
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import checkpoint
-from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
@@ -36,13 +37,14 @@ class SelfAttentionSubmodules:
     k_layernorm: Any = None
 
 
+@accepts_left_out
 class SelfAttention(MegatronModule):
     """Multi-head self-attention over [s, b, h].
 
     Args:
         layer_number: from 1, in the whole model.
         attn_mask_type: see `AttnMaskType`.
-        tp_group: None for `parallel_state`'s.
+        pg_collection: tp is used; None for `parallel_state`'s.
 
     Raises:
         ValueError: `config.qk_layernorm` asks for norms that `submodules` lacks, or the reverse.
@@ -54,11 +56,14 @@ class SelfAttention(MegatronModule):
         submodules: SelfAttentionSubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        tp_group: Any = None,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
         self.layer_number = layer_number
-        tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp"])
+        tp_group = pg_collection.tp
         # The config has checked that t divides both.
         self.num_query_groups_per_partition = config.num_query_groups // tp_group.size()
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
@@ -102,6 +107,7 @@ class SelfAttention(MegatronModule):
         self.q_layernorm = build_module(submodules.q_layernorm, config, width, **options)
         self.k_layernorm = build_module(submodules.k_layernorm, config, width, **options)
 
+    @accepts_left_out
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -117,10 +123,12 @@ class SelfAttention(MegatronModule):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
 
+    @accepts_left_out
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        *,
         rotary_pos_emb: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
@@ -18,6 +19,7 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
+@accepts_left_out
 class DotProductAttention(MegatronModule):
     """Attention proper, without projections; it has no parameters.
 
@@ -33,6 +35,7 @@ class DotProductAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
+        *,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
     ):
@@ -65,6 +68,7 @@ class DotProductAttention(MegatronModule):
             return contextlib.nullcontext()
         return get_cuda_rng_tracker().fork()
 
+    @accepts_left_out
     def forward(
         self,
         query: torch.Tensor,

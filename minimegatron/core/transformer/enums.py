@@ -5,6 +5,10 @@ Counterpart: `megatron.core.transformer.enums`.
 
 import enum
 
+from minimegatron.core.enums import ModelType
+
+__all__ = ["AttnBackend", "AttnMaskType", "LayerType", "ModelType"]
+
 
 class LayerType(enum.Enum):
     """What one letter of a pipeline layout stands for."""
@@ -13,6 +17,17 @@ class LayerType(enum.Enum):
     loss = 2
     decoder = 4
     mtp = 5
+
+
+class AttnBackend(enum.Enum):
+    """Which kernel computes attention. Megatron asks Transformer Engine for it; here torch chooses, and
+    a configuration takes `auto`."""
+
+    flash = 1
+    fused = 2
+    unfused = 3
+    local = 4
+    auto = 5
 
 
 class AttnMaskType(enum.Enum):

@@ -1,7 +1,7 @@
 """Which chunk builds which layers. Arithmetic only, torch-free.
 
-Megatron computes the two numbers separately, in `transformer_block` and `transformer_layer`, which
-re-export them here too.
+Megatron computes the two numbers separately, in `transformer_block.get_num_layers_to_build` and
+`transformer_layer.get_transformer_layer_offset`, which ask this module here.
 
 A model is cut into p x v virtual stages, in model order; the schedule's placement says which of them
 is chunk `vp_stage` of pipeline rank `pp_rank`. A chunk's offset is by definition the number of layers
@@ -138,25 +138,24 @@ def layers_of_virtual_stages(config: Any) -> list[int]:
     return stages
 
 
-def _virtual_stage(config: Any, vp_stage: int | None, pp_rank: int | None) -> int:
+def _virtual_stage(config: Any, vp_stage: int | None, pp_rank: int) -> int:
     p = config.pipeline_model_parallel_size
     v = config.virtual_pipeline_model_parallel_size
-    if pp_rank is None and p > 1:
-        raise ValueError(f"pp_rank is None but there are {p} stages; pass the pipeline rank")
+    if not 0 <= pp_rank < p:
+        raise ValueError(
+            f"pipeline rank {pp_rank} is not one of the {p} that pipeline_model_parallel_size says; "
+            "make the configuration's size that of the process groups"
+        )
     if vp_stage is None and v is not None and v > 1:
         raise ValueError(f"vp_stage is None but each stage has {v} chunks; pass the chunk's number")
-    return placement_of(config).stage_of(pp_rank or 0, vp_stage or 0)
+    return placement_of(config).stage_of(pp_rank, vp_stage or 0)
 
 
-def get_num_layers_to_build(
-    config: Any, vp_stage: int | None = None, pp_rank: int | None = None
-) -> int:
+def num_layers_of_chunk(config: Any, vp_stage: int | None, pp_rank: int) -> int:
     """Layers that chunk `vp_stage` of pipeline rank `pp_rank` builds; may be 0."""
     return layers_of_virtual_stages(config)[_virtual_stage(config, vp_stage, pp_rank)]
 
 
-def get_transformer_layer_offset(
-    config: Any, vp_stage: int | None = None, pp_rank: int | None = None
-) -> int:
+def num_layers_before_chunk(config: Any, vp_stage: int | None, pp_rank: int) -> int:
     """Layers that come before that chunk's first, in the whole model."""
     return sum(layers_of_virtual_stages(config)[: _virtual_stage(config, vp_stage, pp_rank)])

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
+@accepts_left_out
 @dataclass
 class MLPSubmodules:
     """The specs of the MLP's two projections."""
@@ -25,6 +27,7 @@ class MLPSubmodules:
     linear_fc2: ModuleSpec | type | None = None
 
 
+@accepts_left_out
 class MLP(MegatronModule):
     """act(x W1 + b1) W2; with `config.gated_linear_unit`, (act(x Wg) * (x Wu)) W2.
 
@@ -36,7 +39,9 @@ class MLP(MegatronModule):
         tp_group: None for `parallel_state`'s.
     """
 
-    def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, tp_group: Any = None):
+    def __init__(
+        self, config: TransformerConfig, submodules: MLPSubmodules, *, tp_group: Any = None
+    ):
         super().__init__(config)
         stacked = 2 if config.gated_linear_unit else 1
         self.linear_fc1 = build_module(
@@ -62,6 +67,7 @@ class MLP(MegatronModule):
             tp_group=tp_group,
         )
 
+    @accepts_left_out
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, h] -> ([s, b, h], bias to add); [s/t, b, h] each with sequence parallelism."""
         wide, _ = self.linear_fc1(hidden_states)

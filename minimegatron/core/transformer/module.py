@@ -101,22 +101,23 @@ def _convert(value: Any, conversion: Callable[[torch.Tensor], torch.Tensor]) -> 
     return conversion(value) if isinstance(value, torch.Tensor) else value
 
 
-def fp32_to_float16(value: Any, dtype: torch.dtype) -> Any:
-    """float32 tensors to `dtype`; others (token ids, masks) as they are."""
-    return _convert(value, lambda t: t.to(dtype) if t.dtype == torch.float32 else t)
+def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """float32 tensors of nested tuples and lists converted; others (token ids, masks) as they are."""
+    return _convert(val, lambda t: float16_convertor(t) if t.dtype == torch.float32 else t)
 
 
-def float16_to_fp32(value: Any) -> Any:
-    """fp16 and bf16 tensors to float32; others as they are."""
+def float16_to_fp32(val: Any) -> Any:
+    """fp16 and bf16 tensors of nested tuples and lists to float32; others as they are."""
     half = (torch.float16, torch.bfloat16)
-    return _convert(value, lambda t: t.float() if t.dtype in half else t)
+    return _convert(val, lambda t: t.float() if t.dtype in half else t)
 
 
 class Float16Module(MegatronModule):
     """A model chunk in fp16 or bf16, whose callers see float32.
 
     Conversion happens at the model's ends only: what the first stage is given, and what the last
-    returns. Between stages activations stay 16-bit.
+    returns. Between stages activations stay 16-bit. A module that does not say whether it is an end
+    (`pre_process`, `post_process`) is taken for a whole model.
 
     Raises:
         ValueError: `config` asks for neither fp16 nor bf16.
@@ -126,9 +127,9 @@ class Float16Module(MegatronModule):
         super().__init__(config)
         if not (config.fp16 or config.bf16):
             raise ValueError("Float16Module needs config.fp16 or config.bf16; both are off")
-        self.dtype = torch.float16 if config.fp16 else torch.bfloat16
-        self.module = module.to(self.dtype)
-        self.vp_stage = module.vp_stage
+        self.float16_convertor = torch.Tensor.half if config.fp16 else torch.Tensor.bfloat16
+        self.module = module.half() if config.fp16 else module.bfloat16()
+        self.vp_stage = getattr(module, "vp_stage", None)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """As the chunk's own."""
@@ -136,9 +137,9 @@ class Float16Module(MegatronModule):
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
         """The chunk's own outputs; in float32 on the last stage, unless `fp32_output` is off."""
-        if self.module.pre_process:
-            inputs = fp32_to_float16(inputs, self.dtype)
+        if getattr(self.module, "pre_process", True):
+            inputs = fp32_to_float16(inputs, self.float16_convertor)
         outputs = self.module(*inputs, **kwargs)
-        if self.module.post_process and fp32_output:
+        if getattr(self.module, "post_process", True) and fp32_output:
             outputs = float16_to_fp32(outputs)
         return outputs

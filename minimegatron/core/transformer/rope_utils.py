@@ -1,12 +1,15 @@
 """Rotating queries and keys by their positions.
 
-Megatron keeps it in `megatron.core.models.common.embeddings.rope_utils`; attention stands below the
-models, so it is here and `rotary_pos_embedding` re-exports it.
+Counterpart: `megatron.core.models.common.embeddings.rope_utils`; attention stands below the models, so
+it is here, and can be imported from there too.
 """
 
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
 
+
+@accepts_left_out
 def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     """Turns feature pair k of position i by the angle `freqs[i, ..., k]`.
 

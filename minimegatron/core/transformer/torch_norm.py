@@ -11,6 +11,7 @@ are one term of a sum over tensor-parallel ranks. `param.sequence_parallel = Tru
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -38,10 +39,12 @@ class RMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(input, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
 
 
+@accepts_left_out
 def WrappedTorchNorm(
     config: TransformerConfig,
     hidden_size: int,
     eps: float = 1e-5,
+    *,
     gradient_is_partial: bool | None = None,
 ) -> torch.nn.Module:
     """The norm that `config.normalization` names, over `hidden_size` features.

@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from minimegatron.core.transformer.layer_placement import (
-    get_num_layers_to_build,
-    get_transformer_layer_offset,
+    num_layers_before_chunk,
+    num_layers_of_chunk,
 )
 from minimegatron.core.transformer.module import MegatronModule, PartOfModuleList
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.core.transformer.transformer_layer import pipeline_rank
 
 
 @dataclass
@@ -30,6 +32,18 @@ class TransformerBlockSubmodules:
     """One per layer of the chunk."""
     layer_norm: Any = WrappedTorchNorm
     """The norm after the model's last layer."""
+
+
+def get_num_layers_to_build(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
+    """Layers that chunk `vp_stage` of pipeline rank `pp_rank` builds; may be 0.
+
+    `pp_rank` None means this rank's, by `parallel_state`; with one stage it needs no process groups.
+    Raises ValueError for layers that cannot be divided so.
+    Source: `megatron.core.transformer.transformer_block.get_num_layers_to_build`.
+    """
+    return num_layers_of_chunk(config, vp_stage, pipeline_rank(config, pp_rank))
 
 
 def get_block_submodules(
@@ -101,6 +115,12 @@ class TransformerBlock(MegatronModule):
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
+        if config.pipeline_model_parallel_size != pg_collection.pp.size():
+            raise ValueError(
+                "the configuration says pipeline_model_parallel_size="
+                f"{config.pipeline_model_parallel_size}, but the pipeline group has "
+                f"{pg_collection.pp.size()} ranks; make them equal"
+            )
         self.pre_process = pre_process
         self.post_process = post_process
         self.vp_stage = vp_stage
@@ -116,7 +136,7 @@ class TransformerBlock(MegatronModule):
             )
             for number, layer_spec in enumerate(submodules.layer_specs, start=1)
         )
-        first = get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+        first = num_layers_before_chunk(config, vp_stage, pg_collection.pp.rank())
         self.layers = PartOfModuleList(layers, first)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm = None
@@ -129,10 +149,12 @@ class TransformerBlock(MegatronModule):
         """What the previous stage sent; `forward` uses it unless this is the first chunk."""
         self.input_tensor = input_tensor
 
+    @accepts_left_out
     def forward(
         self,
         hidden_states: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
+        *,
         rotary_pos_emb: torch.Tensor | None = None,
         checkpoint_activations_microbatch: bool | None = None,
     ) -> torch.Tensor:
@@ -191,8 +213,11 @@ class TransformerBlock(MegatronModule):
     ) -> torch.Tensor:
         """Layers [first, last)."""
         for layer in islice(self.layers, first, last):
-            hidden_states = layer(
-                hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
+            hidden_states, _ = layer(
+                hidden_states,
+                attention_mask,
+                rotary_pos_emb=rotary_pos_emb,
+                checkpoint_core_attention=checkpoint_core_attention,
             )
         return hidden_states
 

@@ -22,6 +22,7 @@ def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return partial(torch.nn.init.normal_, mean=0.0, std=sigma)
 
 
+@accepts_left_out
 def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable:
     """N(0, sigma^2 / 2L): each layer adds twice to the residual stream, so its writes shrink."""
     return partial(torch.nn.init.normal_, mean=0.0, std=sigma / (2.0 * num_layers) ** 0.5)
@@ -40,7 +41,7 @@ class TransformerConfig(ModelParallelConfig):
     # -- Sizes --
     num_layers: int = compared(0, required=True, minimum=1)
     """Transformer layers in all, over all stages."""
-    hidden_size: int = compared(0, required=True, minimum=1)
+    hidden_size: int = compared(0, required=True, may_be_unset=True, minimum=1)
     """Width of the residual stream."""
     num_attention_heads: int = compared(0, required=True, minimum=1)
     """Query heads."""

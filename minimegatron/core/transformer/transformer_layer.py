@@ -10,14 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
-from minimegatron.core.transformer.layer_placement import get_transformer_layer_offset
+from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
+@accepts_left_out
 @dataclass
 class TransformerLayerSubmodules:
     """The specs of a layer's two halves and the norm before each."""
@@ -26,6 +28,25 @@ class TransformerLayerSubmodules:
     self_attention: ModuleSpec | type | None = None
     pre_mlp_layernorm: Any = None
     mlp: ModuleSpec | type | None = None
+
+
+def pipeline_rank(config: TransformerConfig, pp_rank: int | None) -> int:
+    """`pp_rank`; for None this rank's in its pipeline group, or 0 if there is one stage."""
+    if pp_rank is not None or config.pipeline_model_parallel_size == 1:
+        return pp_rank or 0
+    return ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp.rank()
+
+
+def get_transformer_layer_offset(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
+    """Layers that come before the first of chunk `vp_stage` of pipeline rank `pp_rank`.
+
+    `pp_rank` None means this rank's, by `parallel_state`; with one stage it needs no process groups.
+    Raises ValueError for layers that cannot be divided over the chunks.
+    Source: `megatron.core.transformer.transformer_layer.get_transformer_layer_offset`.
+    """
+    return num_layers_before_chunk(config, vp_stage, pipeline_rank(config, pp_rank))
 
 
 def bias_dropout_add(
@@ -70,7 +91,7 @@ class TransformerLayer(MegatronModule):
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
-        self.layer_number = layer_number + get_transformer_layer_offset(
+        self.layer_number = layer_number + num_layers_before_chunk(
             config, vp_stage, pg_collection.pp.rank()
         )
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
@@ -84,27 +105,32 @@ class TransformerLayer(MegatronModule):
             submodules.self_attention,
             config=config,
             layer_number=self.layer_number,
-            tp_group=pg_collection.tp,
+            pg_collection=pg_collection,
         )
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_options)
         self.mlp = build_module(submodules.mlp, config=config, tp_group=pg_collection.tp)
 
+    @accepts_left_out
     @traced("layer-forward", _describe)
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
+        *,
         rotary_pos_emb: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
-    ) -> torch.Tensor:
-        """[s, b, h] -> [s, b, h]; [s/t, b, h] each with sequence parallelism.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(hidden states, context) -> both, the second as it came.
 
-        Under `config.fp32_residual_connection` both are float32, whatever the weights' dtype.
+        Hidden states are [s, b, h]; [s/t, b, h] with sequence parallelism. Under
+        `config.fp32_residual_connection` they are float32, whatever the weights' dtype. The context,
+        of any shape, is another stack's output; a layer without cross-attention hands it on.
         """
         hidden_states = self._forward_attention(
             hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
         )
-        return self._forward_mlp(hidden_states)
+        return self._forward_mlp(hidden_states), context
 
     def _forward_attention(
         self,

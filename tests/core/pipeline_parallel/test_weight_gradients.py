@@ -130,7 +130,7 @@ def test_a_failed_step_leaves_nothing_owed_to_the_next(where):
         model = unwrap_model(chunk)
         if fail:
             first = model.decoder.layers[0]
-            hook = first.register_forward_hook(lambda *args: outputs.append(args[2]))
+            hook = first.register_forward_hook(lambda *args: outputs.append(args[2][0]))
             with pytest.raises(FailedHere):
                 run_step([chunk], case, batches(3), forward_step)
             hook.remove()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from minimegatron.core.pipeline_parallel.orders import register_order, unregister
 from minimegatron.core.pipeline_parallel.placement import BOTH, Placement, V
 from minimegatron.core.transformer.layer_placement import (
-    get_num_layers_to_build,
-    get_transformer_layer_offset,
     layers_of_virtual_stages,
+    num_layers_before_chunk,
+    num_layers_of_chunk,
 )
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
@@ -39,8 +39,8 @@ def placed(config: TransformerConfig) -> list[list[int]]:
     for chunk in range(v or 1):
         for rank in range(p):
             vp_stage = None if v is None else chunk
-            first = get_transformer_layer_offset(config, vp_stage, rank)
-            number = get_num_layers_to_build(config, vp_stage, rank)
+            first = num_layers_before_chunk(config, vp_stage, rank)
+            number = num_layers_of_chunk(config, vp_stage, rank)
             stages.append(list(range(first, first + number)))
     return stages
 
@@ -195,8 +195,8 @@ def layers_of_chunks(config: TransformerConfig) -> list[list[list[int]]]:
         [
             list(
                 range(
-                    offset := get_transformer_layer_offset(config, chunk, rank),
-                    offset + get_num_layers_to_build(config, chunk, rank),
+                    offset := num_layers_before_chunk(config, chunk, rank),
+                    offset + num_layers_of_chunk(config, chunk, rank),
                 )
             )
             for chunk in range(v or 1)
@@ -262,10 +262,10 @@ def test_sizes_that_a_placement_cannot_have(other_placements):
 
 
 def test_a_chunk_must_be_named():
-    with pytest.raises(ValueError, match="pp_rank is None but there are 2 stages"):
-        get_num_layers_to_build(make_config(4, 2))
     with pytest.raises(ValueError, match="vp_stage is None but each stage has 2 chunks"):
-        get_num_layers_to_build(make_config(4, 2, 2), pp_rank=0)
+        num_layers_of_chunk(make_config(4, 2, 2), None, 0)
+    with pytest.raises(ValueError, match="pipeline rank 1 is not one of the 1 that"):
+        num_layers_before_chunk(make_config(4), None, 1)
 
 
 def test_needs_no_torch():

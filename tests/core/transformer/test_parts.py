@@ -120,27 +120,27 @@ def test_norms_say_whose_gradients_are_partial():
 
 def test_rotary_positions():
     rotary = RotaryEmbedding(WIDTH, dtype=torch.float64)
-    angles = rotary(S, torch.device("cpu"))
+    angles = rotary(S, device=torch.device("cpu"))
     assert angles.shape == (S, 1, 1, WIDTH) and angles.dtype == torch.float64
     assert angles[3, 0, 0, 1] == 3 * 10000 ** (-2 / WIDTH) == angles[3, 0, 0, 1 + WIDTH // 2]
     q, k = torch.randn(2, S, B, HEADS, WIDTH, dtype=torch.float64)
     turned_q, turned_k = apply_rotary_pos_emb(q, angles), apply_rotary_pos_emb(k, angles)
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
     # Products depend on distance only: both one position later.
-    later = rotary(S + 1, torch.device("cpu"))[1:]
+    later = rotary(S + 1, device=torch.device("cpu"))[1:]
     moved_q, moved_k = apply_rotary_pos_emb(q, later), apply_rotary_pos_emb(k, later)
     torch.testing.assert_close(
         torch.einsum("qbhd,kbhd->bhqk", turned_q, turned_k),
         torch.einsum("qbhd,kbhd->bhqk", moved_q, moved_k),
     )
     # Asked for fewer positions again, it gives the first ones.
-    assert torch.equal(rotary(2, torch.device("cpu")), angles[:2])
+    assert torch.equal(rotary(2, device=torch.device("cpu")), angles[:2])
     assert apply_rotary_pos_emb(q.bfloat16(), angles.float()).dtype == torch.bfloat16
 
 
 def test_rotary_angles_survive_conversion_to_16_bit():
     rotary = RotaryEmbedding(WIDTH).bfloat16()
-    assert rotary(S, torch.device("cpu")).dtype == torch.float32
+    assert rotary(S, device=torch.device("cpu")).dtype == torch.float32
 
 
 def test_bias_dropout_add():

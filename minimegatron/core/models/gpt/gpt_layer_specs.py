@@ -4,15 +4,18 @@ Counterpart: `megatron.core.models.gpt.gpt_layer_specs`. "Local" are Megatron's 
 against those of Transformer Engine.
 """
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from minimegatron.core.transformer.dot_product_attention import DotProductAttention
 from minimegatron.core.transformer.enums import AttnMaskType
-from minimegatron.core.transformer.layer_placement import get_num_layers_to_build
 from minimegatron.core.transformer.mlp import MLP, MLPSubmodules
 from minimegatron.core.transformer.spec_utils import ModuleSpec
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
-from minimegatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from minimegatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -20,7 +23,8 @@ from minimegatron.core.transformer.transformer_layer import (
 )
 
 
-def get_gpt_layer_local_spec(qk_layernorm: bool = False) -> ModuleSpec:
+@accepts_left_out
+def get_gpt_layer_local_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
     """A pre-norm decoder layer with causal attention. Which norm, and which MLP, the config says."""
     head_norm = WrappedTorchNorm if qk_layernorm else None
     attention = ModuleSpec(
@@ -49,10 +53,20 @@ def get_gpt_layer_local_spec(qk_layernorm: bool = False) -> ModuleSpec:
     )
 
 
+@accepts_left_out
+def get_gpt_decoder_layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
+    """The layers of the whole model, one spec each."""
+    return [get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)] * config.num_layers
+
+
+@accepts_left_out
 def get_gpt_decoder_block_spec(
-    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+    config: TransformerConfig, *, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of one chunk, one spec each; the place where layers could differ."""
+    """The layers of one chunk, one spec each; the place where layers could differ.
+
+    `pp_rank` None means this rank's, by `parallel_state`.
+    """
     number = get_num_layers_to_build(config, vp_stage, pp_rank)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
     return TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=WrappedTorchNorm)

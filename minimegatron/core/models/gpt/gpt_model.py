@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
 )
@@ -34,6 +35,7 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"chunk": model.vp_stage or 0, "layers": model.decoder.num_layers_per_pipeline_rank}
 
 
+@accepts_left_out
 class GPTModel(LanguageModule):
     """A decoder-only language model.
 
@@ -70,6 +72,7 @@ class GPTModel(LanguageModule):
         position_embedding_type: str = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: float = 10000,
+        *,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ):
@@ -91,7 +94,7 @@ class GPTModel(LanguageModule):
         if position_embedding_type == "rope":
             dtype = torch.promote_types(config.params_dtype, torch.float32)
             self.rotary_pos_emb = RotaryEmbedding(
-                config.kv_channels, rotary_percent, rotary_base, dtype
+                config.kv_channels, rotary_percent, rotary_base=rotary_base, dtype=dtype
             )
         with weights_drawn_later():
             self._build(transformer_layer_spec)
@@ -152,6 +155,7 @@ class GPTModel(LanguageModule):
             input_tensor = input_tensor[0]
         self.decoder.set_input_tensor(input_tensor)
 
+    @accepts_left_out
     @traced("model-forward", _describe)
     def forward(
         self,
@@ -160,6 +164,7 @@ class GPTModel(LanguageModule):
         attention_mask: torch.Tensor | None,
         decoder_input: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        *,
         loss_mask: torch.Tensor | None = None,
         checkpoint_activations_microbatch: bool | None = None,
     ) -> torch.Tensor:
@@ -210,4 +215,4 @@ class GPTModel(LanguageModule):
         if self.rotary_pos_emb is None or activations is None:
             return None
         ranks = self.tp_group.size() if self.config.sequence_parallel else 1
-        return self.rotary_pos_emb(activations.size(0) * ranks, activations.device)
+        return self.rotary_pos_emb(activations.size(0) * ranks, device=activations.device)

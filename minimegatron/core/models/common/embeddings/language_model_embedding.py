@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from minimegatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -18,6 +19,7 @@ from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
+@accepts_left_out
 class LanguageModelEmbedding(MegatronModule):
     """dropout(word(ids) + position(positions)).
 
@@ -34,6 +36,7 @@ class LanguageModelEmbedding(MegatronModule):
         vocab_size: int,
         max_sequence_length: int,
         position_embedding_type: str = "learned_absolute",
+        *,
         tp_group: Any = None,
     ):
         super().__init__(config)
@@ -61,6 +64,7 @@ class LanguageModelEmbedding(MegatronModule):
                 shape, config.params_dtype, config.init_method, -1, self.tp_group
             )
 
+    @accepts_left_out
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
         """Ids and positions [b, s] -> [s, b, h], or [s/t, b, h] with sequence parallelism.
 

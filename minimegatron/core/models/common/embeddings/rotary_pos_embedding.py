@@ -3,13 +3,18 @@
 Counterpart: `megatron.core.models.common.embeddings.rotary_pos_embedding`.
 """
 
+import functools
+
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
+from minimegatron.core.utils import get_device
 
 __all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
 
 
+@accepts_left_out
 class RotaryEmbedding(torch.nn.Module):
     """Angle of feature pair k at position i: i x base^(-2k/d') (Su et al. 2021).
 
@@ -27,6 +32,7 @@ class RotaryEmbedding(torch.nn.Module):
         self,
         kv_channels: int,
         rotary_percent: float = 1.0,
+        *,
         rotary_base: float = 10000,
         dtype: torch.dtype = torch.float32,
     ):
@@ -42,14 +48,16 @@ class RotaryEmbedding(torch.nn.Module):
             torch.arange(0, width, 2, dtype=torch.float64) / width
         )
         self.dtype = dtype
-        self._angles: torch.Tensor | None = None
 
-    def forward(self, max_seq_len: int, device: torch.device) -> torch.Tensor:
-        """Angles [max_seq_len, 1, 1, d'] in radians, for positions from 0; kept for the next call."""
-        known = self._angles
-        if known is None or known.size(0) < max_seq_len or known.device != device:
-            positions = torch.arange(max_seq_len, dtype=torch.float64)
-            # The halves hold the pairs' first and second coordinates: the same angles twice.
-            angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
-            self._angles = angles[:, None, None, :].to(device=device, dtype=self.dtype)
-        return self._angles[:max_seq_len]
+    # A step asks for the same length once per microbatch. RL frameworks call `forward.cache_clear()`.
+    @functools.lru_cache(maxsize=32)  # noqa: B019
+    @accepts_left_out
+    def forward(self, max_seq_len: int, *, device: torch.device | None = None) -> torch.Tensor:
+        """Angles [max_seq_len, 1, 1, d'] in radians, for positions from 0; kept for the next call.
+
+        `device` None means the device of this process (`core.utils.get_device`).
+        """
+        positions = torch.arange(max_seq_len, dtype=torch.float64)
+        # The halves hold the pairs' first and second coordinates: the same angles twice.
+        angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
+        return angles[:, None, None, :].to(device=device or get_device(), dtype=self.dtype)

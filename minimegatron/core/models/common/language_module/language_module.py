@@ -23,6 +23,8 @@ class LanguageModule(MegatronModule):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ):
         super().__init__(config)
+        if config.hidden_size == 0:
+            raise ValueError("a model needs the configuration's hidden_size, which is 0; set it")
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.pg_collection = pg_collection
