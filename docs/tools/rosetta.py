@@ -1,12 +1,13 @@
 """The table of every public symbol beside its counterpart in Megatron-Core.
 
 Called by: `site_pages`, `record_megatron`; tests/conformance holds it to the installed package.
-Calls: `package`, `signatures`.
+Calls: `package`, `rosetta_names`, `signatures`.
 
 What a module mirrors is said in its docstring ("Counterpart: ..."). A symbol's counterpart has the
 same name there, unless rosetta.json, beside this file, says otherwise. Which parameters and methods
 are left out follows from both signatures; theirs are in megatron_core.json (`record_megatron`).
-rosetta.json holds what no signature says: a remark, and the reason of each parameter that is ours.
+rosetta.json holds what no signature says: a remark, the reason of each parameter that is ours, which
+other values of a parameter that is left out are taken, what is refused or stricter here, and why.
 """
 
 import json
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import rosetta_names
 from package import ROOT, Package
 from signatures import Signature, Source
 
@@ -160,7 +162,9 @@ def rosetta_page(package: Package) -> str:
         "in meaning is known but shorter bodies and errors: here ValueError, where Megatron often "
         f"asserts. {NOT_COMPARED} means that nothing was compared: `megatron.training` is in "
         "Megatron's repository and not in that package, so of its symbols only the names were looked "
-        "up. Modules that are only here come last.\n",
+        "up. Modules that are only here come last. Below the table: [names that a package offers]"
+        "(#names-that-a-package-offers), [arguments that are left out](#arguments-that-are-left-out), "
+        "[what is refused](#what-is-refused).\n",
         '<label class="mm-filter">Show rows with <input type="search" id="mm-filter" '
         'aria-controls="mm-rosetta" placeholder="for example ddp"></label>\n',
         '<div id="mm-rosetta" class="mm-rosetta" markdown="1">\n',
@@ -181,6 +185,7 @@ def rosetta_page(package: Package) -> str:
                 f"| {link} | {_there(entry, there, record)} | {_words(entry, source, record)} |"
             )
     parts.append("\n</div>\n")
+    parts += rosetta_names.sections(json.loads(DATA.read_text()))
     return "\n".join(parts)
 
 
@@ -204,7 +209,11 @@ def _words(entry: Entry, source: Source, record: Record) -> str:
     said = [words for words in (entry.remark, entry.newer) if words]
     if theirs is not None:
         missing = left_out(source.find(entry.name), theirs)
-        said += [f"{kind} {_names(names)}" for kind, names in missing.items()]
+        taken = rosetta_names.left_out().get(entry.name.removeprefix("minimegatron."), {})
+        for kind, names in missing.items():
+            are_taken = kind != "methods" and set(names) <= set(taken)
+            how = " [taken at one value](#arguments-that-are-left-out)" if are_taken else ""
+            said.append(f"{kind}{how} {_names(names)}")
     said += [f"here also {names}: {reason}" for names, reason in _by_reason(entry.added)]
     return "<br>".join([NOT_COMPARED, *said] if theirs is None else said)
 

@@ -39,13 +39,13 @@ class LeftOut:
 def _is_same(value: Any, known: Any) -> bool:
     if isinstance(known, str) and not isinstance(value, str):
         return str(value) == known
-    # A tensor is no default, and its `==` gives a tensor.
-    return (
-        value is known or not hasattr(value, "shape") and type(value) in _PLAIN and value == known
-    )
+    if isinstance(value, tuple):  # the record has lists for both
+        value = list(value)
+    # Not `==` alone: that of a tensor gives a tensor.
+    return value is known or type(value) in _PLAIN and value == known
 
 
-_PLAIN = (bool, int, float, str, list, tuple, dict)
+_PLAIN = (bool, int, float, str, list, dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def record() -> dict[str, Recorded]:
 def _left_out(words: Any) -> LeftOut:
     if words == "any":
         return LeftOut(any_value=True)
-    return LeftOut(tuple(tuple(x) if isinstance(x, list) else x for x in words))
+    return LeftOut(tuple(words))
 
 
 def name_of(target: Any) -> str:
