@@ -81,7 +81,7 @@ def _get_states() -> dict[str, torch.Tensor]:
     if get_device().type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(get_device())
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return states | {f"tracker.{name}": state for name, state in tracked.items()}
+    return states | {f"tracker.{name}": state.clone() for name, state in tracked.items()}
 
 
 def seed_again(seed: int, iteration: int, per_copy: bool) -> None:

@@ -86,6 +86,7 @@ class TinyGPT:
                 vp = placement.num_model_chunks
         self.config = _make_config(tp, pp, vp, pipeline_schedule, config)
         parallel_state.initialize_model_parallel(tp, pp, vp, pipeline_placement=placement)
+        torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.vocab_size, self.seq_length = vocab_size, seq_length

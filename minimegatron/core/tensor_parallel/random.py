@@ -12,6 +12,9 @@ seeded by rank.
     -------------------------------------  -----------------------------  -----------------
     between layers (hidden dropout)        default: equal over tp         model-parallel
     attention probabilities, per head      model-parallel                 model-parallel
+
+The default generator is the one of the device that this process computes on. On a CPU that is torch's
+default generator, which also draws the weights of a layer that is built by itself.
 """
 
 import contextlib
@@ -74,18 +77,21 @@ class CudaRNGStatesTracker:
         """Forgets all states."""
         self.states_: dict[str, torch.Tensor] = {}
         self.seeds_: set[int] = set()
+        self.current: str | None = None  # the state that a `fork` has put into the generator
 
     def is_initialized(self) -> bool:
         """True once a state was added or restored."""
         return bool(self.states_)
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """A copy of the states, to save."""
-        return {name: state.clone() for name, state in self.states_.items()}
+        """The states by name, in a dict of their own. The tensors are the tracker's; it replaces
+        them, and does not change them.
+        """
+        return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """Restores what `get_states` returned."""
-        self.states_ = {name: state.clone() for name, state in states.items()}
+        self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
         """Adds a state seeded by `seed`. Raises ValueError if either is taken."""
@@ -103,7 +109,8 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Within it, random numbers come from `name`'s state, which advances.
 
-        Not to be nested under one name: the inner fork would repeat the outer one's numbers.
+        A fork within a fork of the same name goes on with the outer one's numbers, and the outer one
+        goes on after the inner one's.
 
         Raises:
             ValueError: no such state.
@@ -113,13 +120,18 @@ class CudaRNGStatesTracker:
                 f"random state {name!r} is unknown (known: {sorted(self.states_)}); call "
                 "model_parallel_cuda_manual_seed(seed) before using dropout"
             )
-        before = _get_rng_state()
+        outer, before = self.current, _get_rng_state()
+        if outer is not None:
+            self.states_[outer] = before
         _set_rng_state(self.states_[name])
+        self.current = name
         try:
             yield
         finally:
             self.states_[name] = _get_rng_state()
-            _set_rng_state(before)
+            # An outer fork of the same name, or of a name forked within this one, has advanced.
+            _set_rng_state(before if outer is None else self.states_.get(outer, before))
+            self.current = outer
 
 
 _CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
@@ -130,8 +142,11 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     return _CUDA_RNG_STATE_TRACKER
 
 
-def model_parallel_cuda_manual_seed(seed: int, tp_rank: int | None = None) -> None:
-    """Seeds the default generator by `seed` and the model-parallel state by `seed` and rank.
+def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
+    """Seeds a GPU's default generator and the tracker's two states, the model-parallel one by rank too.
+
+    torch's default generator stays as it is. A CPU's dropout between layers comes from it, so the
+    caller seeds it alike on the ranks of a tensor-parallel group: `torch.manual_seed(seed)`.
 
     Pipeline stages and, if wanted, data-parallel ranks differ because the caller gives them another
     `seed` (Megatron: seed + 100 x pipeline rank, + 10 x data rank under data_parallel_random_init).
@@ -144,7 +159,8 @@ def model_parallel_cuda_manual_seed(seed: int, tp_rank: int | None = None) -> No
         tp_rank = get_tensor_model_parallel_group_if_none(None).rank()
     tracker = get_cuda_rng_tracker()
     tracker.reset()
-    _manual_seed(seed)
+    if get_device().type == "cuda":
+        torch.cuda.manual_seed(seed)
     tracker.add(_DATA_PARALLEL_RNG_TRACKER_NAME, seed)
     # 2718 apart, so that no rank's seed is another use's seed plus a small number.
     tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tp_rank)
@@ -153,22 +169,27 @@ def model_parallel_cuda_manual_seed(seed: int, tp_rank: int | None = None) -> No
 # -- Activation recompute --
 
 
-def _all_rng_states() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """CPU, the device in use (the CPU again where that is all), and the tracker's."""
-    return torch.get_rng_state(), _get_rng_state(), get_cuda_rng_tracker().get_states()
+RngStates = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], str | None]
+"""Of the CPU, of the device in use (the CPU again where that is all), and of the tracker: its states,
+and which of them a `fork` has put into the device's generator."""
 
 
-def _restore_rng_states(
-    states: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]],
-) -> None:
-    cpu, device, tracked = states
+def _all_rng_states() -> RngStates:
+    tracker = get_cuda_rng_tracker()
+    return torch.get_rng_state(), _get_rng_state(), tracker.get_states(), tracker.current
+
+
+def _restore_rng_states(states: RngStates) -> None:
+    cpu, device, tracked, current = states
     torch.set_rng_state(cpu)
     _set_rng_state(device)
-    get_cuda_rng_tracker().set_states(tracked)
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states(tracked)
+    tracker.current = current
 
 
 @contextlib.contextmanager
-def _as_it_was(rng_states: Any) -> Iterator[None]:
+def _as_it_was(rng_states: RngStates) -> Iterator[None]:
     """Within it, randomness continues from `rng_states`; afterwards as if nothing had happened."""
     now = _all_rng_states()
     _restore_rng_states(rng_states)
@@ -209,7 +230,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.distribute_group = distribute_group
         if distribute_group is not None:
             ctx.first_shape = tensors[0].shape
-            tensors[0] = split_tensor_into_1d_equal_chunks(tensors[0], distribute_group)
+            tensors[0] = split_tensor_into_1d_equal_chunks(tensors[0], tp_group=distribute_group)
         ctx.save_for_backward(*tensors)
         return outputs
 

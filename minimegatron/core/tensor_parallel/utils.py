@@ -71,7 +71,9 @@ class VocabUtility:
 # Recompute may keep only 1/t of a layer's input per rank: all ranks hold the same one anyway.
 
 
-def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, tp_group: Any = None) -> torch.Tensor:
+def split_tensor_into_1d_equal_chunks(
+    tensor: torch.Tensor, *, tp_group: Any = None
+) -> torch.Tensor:
     """This rank's copy of an equal share of the flattened `tensor`; ValueError if uneven."""
     group = get_tensor_model_parallel_group_if_none(tp_group)
     share = divide(tensor.numel(), group.size())
@@ -79,17 +81,17 @@ def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, tp_group: Any = None
 
 
 def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any = None) -> torch.Tensor:
-    """The inverse: every rank's share, one after the other, flat."""
+    """The inverse: every rank's share, of any shape, one after the other, flat."""
     group = get_tensor_model_parallel_group_if_none(tp_group)
     gathered = tensor.new_empty(group.size() * tensor.numel())
-    collectives.all_gather(gathered, tensor, group)
+    collectives.all_gather(gathered, tensor.reshape(-1), group)
     return gathered
 
 
-def make_viewless_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy of it if it is a view of another tensor.
+def make_viewless_tensor(inp: torch.Tensor) -> torch.Tensor:
+    """`inp`, or a copy of it if it is a view of another tensor.
 
     A stage frees its output once it is sent (`deallocate_output_tensor`); freeing a view would free
     nothing, because the tensor it looks into still holds the memory.
     """
-    return tensor if tensor._base is None else tensor.clone()
+    return inp if inp._base is None else inp.clone()

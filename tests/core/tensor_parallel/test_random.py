@@ -1,5 +1,7 @@
 """Dropout streams agree and differ as they must; recompute sees the same numbers again."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +18,13 @@ from tests.groups import PretendGroup
 from tests.ranks import run_ranks
 
 
+def seed_everything(seed: int, tp_rank: int = 0) -> None:
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, tp_rank=tp_rank)
+
+
 def draws(seed: int, tp_rank: int) -> dict[str, torch.Tensor]:
-    model_parallel_cuda_manual_seed(seed, tp_rank)
+    seed_everything(seed, tp_rank)
     tracker = get_cuda_rng_tracker()
     found = {"default": torch.rand(8)}
     with tracker.fork():
@@ -49,22 +56,60 @@ def test_seeds_of_stages_differ_and_repeat():
 
 
 def test_fork_leaves_the_default_stream_alone_even_if_its_body_raises():
-    model_parallel_cuda_manual_seed(3, 0)
+    seed_everything(3)
     expected = torch.rand(4)
-    model_parallel_cuda_manual_seed(3, 0)
+    seed_everything(3)
     with pytest.raises(KeyError), get_cuda_rng_tracker().fork():
         torch.rand(100)
         raise KeyError
     assert torch.equal(torch.rand(4), expected)
 
 
+def test_torch_s_default_generator_is_the_caller_s_to_seed():
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    model_parallel_cuda_manual_seed(3, tp_rank=0)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_fork_within_a_fork_goes_on_with_its_stream():
+    tracker = CudaRNGStatesTracker()
+    tracker.add("a", 1)
+    tracker.add("b", 2)
+    saved = tracker.get_states()
+    found: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
+    before = torch.get_rng_state()
+    with tracker.fork("a"):
+        found["a"].append(torch.rand(4))
+        with tracker.fork("b"):
+            found["b"].append(torch.rand(4))
+            with tracker.fork("a"):
+                found["a"].append(torch.rand(4))
+                with tracker.fork("a"):
+                    found["a"].append(torch.rand(4))
+            found["b"].append(torch.rand(4))
+        found["a"].append(torch.rand(4))
+    assert torch.equal(torch.get_rng_state(), before)
+    after = tracker.get_states()
+    tracker.set_states(saved)
+    for name, draws_of_it in found.items():
+        with tracker.fork(name):
+            for draw in draws_of_it:
+                assert torch.equal(draw, torch.rand(4)), name
+        assert torch.equal(tracker.get_states()[name], after[name]), name
+
+
 def test_states_are_saved_and_restored():
-    model_parallel_cuda_manual_seed(3, 0)
+    seed_everything(3)
     tracker = get_cuda_rng_tracker()
     saved = tracker.get_states()
     with tracker.fork():
         expected = torch.rand(4)
     tracker.set_states(saved)
+    with tracker.fork():
+        assert torch.equal(torch.rand(4), expected)
+    tracker.set_states(saved)  # the draws have not changed what was saved
     with tracker.fork():
         assert torch.equal(torch.rand(4), expected)
 
@@ -89,24 +134,30 @@ def noisy(x: torch.Tensor, weight: torch.Tensor, scale: float) -> tuple[torch.Te
     return y * scale, z
 
 
-def run_noisy(recompute: bool, tp_rank: int, group=None) -> list[torch.Tensor]:
-    model_parallel_cuda_manual_seed(9, tp_rank)
+def run_noisy(
+    recompute: bool, tp_rank: int, group=None, within_fork: bool = False
+) -> list[torch.Tensor]:
+    seed_everything(9, tp_rank)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 6, generator=generator, requires_grad=True)
     weight = torch.randn(6, 6, generator=generator, requires_grad=True)
     distribute = group is not None and group.size() > 1
     for _ in range(2):
-        if recompute:
-            y, z = checkpoint(noisy, distribute, x, weight, 3.0, tp_group=group)
-        else:
-            y, z = noisy(x, weight, 3.0)
+        with get_cuda_rng_tracker().fork() if within_fork else contextlib.nullcontext():
+            torch.rand(1)  # within a fork, its stream is then ahead of what the tracker holds
+            if recompute:
+                y, z = checkpoint(noisy, distribute, x, weight, 3.0, tp_group=group)
+            else:
+                y, z = noisy(x, weight, 3.0)
         after = torch.rand(4)
         (y.sin() + z).sum().backward()
     return [y.detach(), z.detach(), after, torch.rand(4), x.grad, weight.grad]
 
 
-def test_recompute_repeats_dropout_and_disturbs_nothing_after_it():
-    for usual, again in zip(run_noisy(False, 0), run_noisy(True, 0), strict=True):
+@pytest.mark.parametrize("within_fork", [False, True])
+def test_recompute_repeats_dropout_and_disturbs_nothing_after_it(within_fork):
+    runs = [run_noisy(recompute, 0, within_fork=within_fork) for recompute in (False, True)]
+    for usual, again in zip(*runs, strict=True):
         assert torch.equal(usual, again)
 
 

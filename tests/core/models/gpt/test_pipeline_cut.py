@@ -137,7 +137,8 @@ def test_recompute_of_an_uneven_group_of_layers():
     recompute = dict(RECOMPUTE["uniform 2"], hidden_dropout=0.3)
     results = []
     for options in ({"hidden_dropout": 0.3}, recompute):
-        model_parallel_cuda_manual_seed(1, 0)
+        torch.manual_seed(1)
+        model_parallel_cuda_manual_seed(1, tp_rank=0)
         results.append(run_whole(TIED, num_layers=3, **options))
     assert torch.equal(results[0][0], results[1][0])
 

@@ -66,7 +66,8 @@ def test_recompute_changes_nothing(name, dropout):
     """Bit for bit, with dropout too."""
     results = []
     for recompute in RECOMPUTE.values():
-        model_parallel_cuda_manual_seed(11, 0)
+        torch.manual_seed(11)
+        model_parallel_cuda_manual_seed(11, tp_rank=0)
         options = {"hidden_dropout": dropout, "attention_dropout": dropout}
         results.append(run_whole(CASES[name], **recompute, **options))
     losses, grads = results[0]

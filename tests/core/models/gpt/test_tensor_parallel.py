@@ -165,6 +165,7 @@ def test_everything_else():
 def dropped(case: Case, pg: ProcessGroupCollection, **options: Any) -> dict[str, Any]:
     """Losses, gradients, the first layer's output and the random state it began with."""
     config = case.make_config(tensor_model_parallel_size=2, **options)
+    torch.manual_seed(77)
     model_parallel_cuda_manual_seed(77)
     model = case.build(config, pg)
     seen, states = [], []
@@ -231,6 +232,7 @@ def masked_embedding(sequence_parallel: bool) -> torch.Tensor:
     config = case.make_config(
         tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, hidden_dropout=0.5
     )
+    torch.manual_seed(5)
     model_parallel_cuda_manual_seed(5)
     model = case.build(config, pg)
     batch = sample()
@@ -243,6 +245,7 @@ def check_attention_streams() -> torch.Tensor:
     pg = ProcessGroupCollection.use_mpu_process_groups()
     case = next(iter(CASES.values()))
     config = case.make_config(tensor_model_parallel_size=2, attention_dropout=0.5)
+    torch.manual_seed(5)
     model_parallel_cuda_manual_seed(5)
     core = case.build(config, pg).decoder.layers[0].self_attention.core_attention
     generator = torch.Generator().manual_seed(0)
