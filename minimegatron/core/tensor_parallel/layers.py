@@ -21,6 +21,8 @@ from minimegatron.core import collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -190,6 +192,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    *,
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     grad_output_buffer: list[torch.Tensor] | None = None,
@@ -226,6 +229,15 @@ def _linear(
     tp_group: Any,
 ) -> torch.Tensor:
     """As above; weight gradients go to `store`, None to compute them in backward."""
+    if not weight.requires_grad:
+        return linear_with_frozen_weight(
+            input,
+            weight,
+            bias,
+            allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+        )
     if not allreduce_dgrad and not sequence_parallel and store is None:
         return F.linear(input, weight, bias)
     group = get_tensor_model_parallel_group_if_none(tp_group)
@@ -239,6 +251,26 @@ def _linear(
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
         input, weight, bias, allreduce_dgrad, sequence_parallel, owe, group
     )
+
+
+def linear_with_frozen_weight(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any = None,
+) -> torch.Tensor:
+    """As above, for a weight that gets no gradient: the input is not kept, nor gathered in backward.
+
+    A bias that requires a gradient gets it. In Megatron it gets none.
+    """
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, group=tp_group)
+    elif allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    return F.linear(input, weight.detach(), bias)
 
 
 def drain_embedding_wgrad_compute(

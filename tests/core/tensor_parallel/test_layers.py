@@ -15,11 +15,13 @@ from minimegatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     drain_embedding_wgrad_compute,
+    linear_with_frozen_weight,
 )
 from minimegatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.tensor_parallel.sharding import shard_parameter, unshard_parameter
 from minimegatron.core.transformer.transformer_config import init_method_normal
 from tests.groups import PretendGroup
@@ -162,6 +164,45 @@ def embedding_errors(group, sequence_parallel: bool) -> dict[str, float]:
     }
 
 
+def frozen_errors(group, sequence_parallel: bool) -> dict[str, float]:
+    """A layer with a frozen weight, and the function by itself, against torch's linear."""
+    config = make_config(group.size(), sequence_parallel)
+    layer = ColumnParallelLinear(
+        H, N, config=config, init_method=init_method_normal(0.1), tp_group=group
+    )
+    weight, bias = draw(N, H, seed=1), draw(N, seed=2).requires_grad_()
+    x = draw(S, B, H, seed=5).requires_grad_()
+    load(layer.weight, weight, group)
+    load(layer.bias, bias, group)
+    expected = F.linear(x, weight, bias)
+    expected.sin().sum().backward()
+    mine = expected.chunk(group.size(), dim=-1)[group.rank()]
+
+    def product(entering: torch.Tensor) -> torch.Tensor:
+        return linear_with_frozen_weight(
+            entering,
+            layer.weight,
+            layer.bias,
+            allreduce_dgrad=layer.allreduce_dgrad,
+            sequence_parallel=layer.sequence_parallel,
+            tp_group=group,
+        )
+
+    errors = {}
+    for name in ("function", "layer"):
+        layer.weight.requires_grad_(name == "function")  # the function gives it no gradient anyway
+        layer.zero_grad()
+        given = x.detach().clone().requires_grad_()
+        entering = scatter_to_sequence_parallel_region(given, group) if sequence_parallel else given
+        output = product(entering) if name == "function" else layer(entering)[0]
+        output.sin().sum().backward()
+        assert layer.weight.grad is None
+        errors[f"{name}: output"] = (output - mine).abs().max().item()
+        errors[f"{name}: input"] = (given.grad - x.grad).abs().max().item()
+        errors[f"{name}: bias"] = piece_error(layer.bias, bias.grad, group)
+    return errors
+
+
 def deferred_errors(group, sequence_parallel: bool, limit: int) -> dict[str, float]:
     """Two passes with the weight gradient put off, then drained, against the usual two passes."""
     gradients = []
@@ -214,6 +255,7 @@ def all_errors(group=None) -> dict[str, float]:
         )
     for sequence_parallel in (False, True):
         errors[f"embedding sp={sequence_parallel}"] = embedding_errors(group, sequence_parallel)
+        errors[f"frozen sp={sequence_parallel}"] = frozen_errors(group, sequence_parallel)
         for limit in (0, 1):
             errors[f"deferred sp={sequence_parallel} limit={limit}"] = deferred_errors(
                 group, sequence_parallel, limit
@@ -304,9 +346,11 @@ def test_sharding_is_undone_by_unsharding():
 
 
 def test_standalone_weights_are_pieces_of_one_draw():
+    """Whatever seed the dropout of each layout has."""
     shards, options = [], {"config": make_config(2), "init_method": init_method_normal(0.1)}
     for rank in range(2):
         torch.manual_seed(5)
+        model_parallel_cuda_manual_seed(7, tp_rank=rank)
         layer = ColumnParallelLinear(H, N, tp_group=PretendGroup(rank, 2), **options)
         shards.append(layer.weight.detach())
     torch.manual_seed(5)
