@@ -25,6 +25,7 @@ between blocks is 1/t as large (Korthikanti et al. 2022, https://arxiv.org/abs/2
 The sequence is dimension 0 and features are the last: activations are [s, b, h].
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,7 +78,16 @@ def _reduce_scatter_along_first_dim(tensor: torch.Tensor, group: Any) -> torch.T
 # `ctx.group` is all that backward needs. Groups of one never get here (see the functions below).
 
 
-class _CopyToModelParallelRegion(torch.autograd.Function):
+class _Region(torch.autograd.Function):
+    """A row of the table."""
+
+    @classmethod
+    def symbolic(cls, graph, input_, *options):
+        """The row's forward, without a backward. Megatron's classes have it under this name."""
+        return cls.forward(SimpleNamespace(), input_, *options)
+
+
+class _CopyToModelParallelRegion(_Region):
     """One value in t copies enters t different computations: their gradients add up."""
 
     @staticmethod
@@ -90,7 +100,7 @@ class _CopyToModelParallelRegion(torch.autograd.Function):
         return _reduce(grad_output, ctx.group), None
 
 
-class _ReduceFromModelParallelRegion(torch.autograd.Function):
+class _ReduceFromModelParallelRegion(_Region):
     """t terms become their sum: each term gets the sum's gradient."""
 
     @staticmethod
@@ -102,7 +112,7 @@ class _ReduceFromModelParallelRegion(torch.autograd.Function):
         return grad_output, None
 
 
-class _ScatterToModelParallelRegion(torch.autograd.Function):
+class _ScatterToModelParallelRegion(_Region):
     @staticmethod
     def forward(ctx, input_, group):
         ctx.group = group
@@ -113,7 +123,7 @@ class _ScatterToModelParallelRegion(torch.autograd.Function):
         return _gather_along_last_dim(grad_output, ctx.group), None
 
 
-class _GatherFromModelParallelRegion(torch.autograd.Function):
+class _GatherFromModelParallelRegion(_Region):
     @staticmethod
     def forward(ctx, input_, group):
         ctx.group = group
@@ -124,7 +134,7 @@ class _GatherFromModelParallelRegion(torch.autograd.Function):
         return _split_along_last_dim(grad_output, ctx.group), None
 
 
-class _ScatterToSequenceParallelRegion(torch.autograd.Function):
+class _ScatterToSequenceParallelRegion(_Region):
     @staticmethod
     def forward(ctx, input_, group):
         ctx.group = group
@@ -135,7 +145,7 @@ class _ScatterToSequenceParallelRegion(torch.autograd.Function):
         return _gather_along_first_dim(grad_output, ctx.group), None
 
 
-class _GatherFromSequenceParallelRegion(torch.autograd.Function):
+class _GatherFromSequenceParallelRegion(_Region):
     """What follows decides the backward.
 
     If a tensor-parallel layer follows, each rank's gradient is one term of the sum. If every rank
@@ -143,7 +153,7 @@ class _GatherFromSequenceParallelRegion(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, input_, group, tensor_parallel_output_grad):
+    def forward(ctx, input_, group, tensor_parallel_output_grad=True):
         ctx.group = group
         ctx.tensor_parallel_output_grad = tensor_parallel_output_grad
         return _gather_along_first_dim(input_, group)
@@ -155,7 +165,7 @@ class _GatherFromSequenceParallelRegion(torch.autograd.Function):
         return _split_along_first_dim(grad_output, ctx.group), None, None
 
 
-class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
+class _ReduceScatterToSequenceParallelRegion(_Region):
     @staticmethod
     def forward(ctx, input_, group):
         ctx.group = group

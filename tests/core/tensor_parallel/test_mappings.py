@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.tensor_parallel import mappings
+from minimegatron.core.tensor_parallel.utils import gather_split_1d_tensor
 from tests.groups import PretendGroup
 from tests.ranks import run_ranks
 
@@ -132,6 +133,9 @@ def test_forward_values():
             "gather_sequence": torch.cat((x0, x1)),
             "gather_sequence_for_all": torch.cat((x0, x1)),
             "reduce_scatter_sequence": (x0 + x1)[rows],
+            "reduce by symbolic": x0 + x1,
+            "gather_sequence by symbolic": torch.cat((x0, x1)),
+            "gather flat": torch.cat((x0, x1)).flatten(),
         }
         for name, value in expected.items():
             assert torch.equal(got[name], value), f"{name} on rank {rank}"
@@ -142,6 +146,13 @@ def all_forwards():
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(group.rank()))
     before = x.clone()
     outputs = {name: row[0](x, group=group) for name, row in TABLE.items()}
+    reduce, gather = (
+        mappings._ReduceFromModelParallelRegion,
+        mappings._GatherFromSequenceParallelRegion,
+    )
+    outputs["reduce by symbolic"] = reduce.symbolic(None, x, group)
+    outputs["gather_sequence by symbolic"] = gather.symbolic(None, x, group)
+    outputs["gather flat"] = gather_split_1d_tensor(x, group)
     assert torch.equal(x, before), "a mapping changed its caller's tensor"
     return x, outputs
 
