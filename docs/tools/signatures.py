@@ -176,7 +176,7 @@ def constructor(lineage: list[ast.ClassDef]) -> tuple[str, ...]:
                 return parameters_of(method)
     fields = [
         x.target.id
-        for node in reversed(lineage)
+        for node in filter(is_record, reversed(lineage))
         for x in node.body
         if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
         if "ClassVar" not in ast.unparse(x.annotation)
@@ -241,9 +241,12 @@ def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Argument]
 
 
 def fields_of(lineage: list[ast.ClassDef]) -> list[Argument]:
-    """The fields of a dataclass, those of its bases first; a subclass may set another default."""
+    """The fields of a dataclass, those of its bases first; a subclass may set another default.
+
+    What another base only annotates is no field.
+    """
     found: dict[str, Argument] = {}
-    for node in reversed(lineage):
+    for node in filter(is_record, reversed(lineage)):
         for x in node.body:
             is_field = isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
             if is_field and "ClassVar" not in ast.unparse(x.annotation):

@@ -132,10 +132,14 @@ def _without_left_out(
     named |= given
     for argument, value in named.items():
         if argument not in own and argument in about.left_out:
-            check_left_out(
-                f"{name.rpartition('.')[2]}()", argument, value, about.left_out[argument]
-            )
+            check_left_out(_title(name), argument, value, about.left_out[argument])
     return bound, {x: value for x, value in named.items() if x in own or x not in about.left_out}
+
+
+def _title(name: str) -> str:
+    """What an error calls it: `get_model_config`, or `GPTModel.forward`."""
+    *_, owner, symbol = name.split(".")
+    return f"{owner}.{symbol}" if owner[0].isupper() else symbol
 
 
 def check_left_out(owner: str, name: str, value: Any, left_out: LeftOut) -> None:

@@ -11,6 +11,8 @@ number is a fact of the whole run, which the schedule's caller and the data side
 import logging
 from abc import ABC, abstractmethod
 
+from minimegatron.core.left_out import accepts_left_out
+
 logger = logging.getLogger(__name__)
 
 
@@ -85,6 +87,7 @@ class NumMicroBatchesCalculator(ABC):
             )
 
 
+@accepts_left_out
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     """The same number at every step. Raises ValueError where the batch does not divide."""
 
@@ -105,6 +108,7 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         """Nothing changes."""
 
 
+@accepts_left_out
 class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     """A batch that grows in equal steps, each held for an equal number of samples.
 

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.rank_generator import (
     DEFAULT_ORDER,
@@ -50,6 +51,7 @@ _ranks_set_by_hand: dict[str, int | None] = {}
 # -- Making and freeing the groups --
 
 
+@accepts_left_out
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -277,6 +279,7 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> dist.Pr
     return get_group("pp", check_initialized)
 
 
+@accepts_left_out
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
     """The ranks with the same weights and other samples; with context parallelism, also those with
     another piece of the same sequences, which is the group that gradients are reduced over."""
@@ -342,6 +345,7 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> dist.Pro
     return get_group("expt_tp", check_initialized)
 
 
+@accepts_left_out
 def get_expert_data_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks with the same experts: the group that expert gradients are reduced over."""
     return get_group("expt_dp", check_initialized)
@@ -382,6 +386,7 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _virtual_size
 
 
+@accepts_left_out
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     """Copies of the model (times pieces of each sequence)."""
     return _size("dp_cp" if with_context_parallel else "dp")
@@ -412,6 +417,7 @@ def get_expert_tensor_and_model_parallel_world_size() -> int:
     return _size("tp_ep")
 
 
+@accepts_left_out
 def get_expert_data_parallel_world_size() -> int:
     """Copies of each expert."""
     return _size("expt_dp")
@@ -448,6 +454,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
     _virtual_size = world_size
 
 
+@accepts_left_out
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     """Place in the data group: which share of the samples is ours."""
     return _rank("dp_cp" if with_context_parallel else "dp")
@@ -478,6 +485,7 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
     return _rank("tp_ep")
 
 
+@accepts_left_out
 def get_expert_data_parallel_rank() -> int:
     """Place among the copies of our experts."""
     return _rank("expt_dp")

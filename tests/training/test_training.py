@@ -14,6 +14,11 @@ from minimegatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     update_num_microbatches,
 )
+from minimegatron.core.rerun_state_machine import (
+    RerunStateMachine,
+    destroy_rerun_state_machine,
+    set_rerun_state_machine,
+)
 from minimegatron.core.utils import get_model_config
 from minimegatron.training import training
 from minimegatron.training.arguments import parse_args
@@ -143,6 +148,79 @@ def test_other_kinds_of_step():
     for flags, result in zip(kinds, run_ranks(run_all, 1, kinds, timeout=120)[0], strict=True):
         assert all(0 < loss < 7 for loss in result["losses"]), flags
     assert result["consumed"] == 4 + 4 + 8
+
+
+class Rewound:
+    """The microbatches of one step; it can begin anew."""
+
+    def __init__(self, batches: list):
+        self.batches, self.position = batches, 0
+
+    def __next__(self):
+        self.position += 1
+        return self.batches[self.position - 1]
+
+
+class TwiceEachStep(RerunStateMachine):
+    """Runs all forwards and backwards of a step again, from the same microbatches."""
+
+    def should_run_forward_backward(self, data_iterator) -> bool:
+        self._num_runs += 1
+        if data_iterator is not None:
+            data_iterator.position = 0
+        return self._num_runs <= 2
+
+
+def train_through_hooks(hooked: bool) -> dict:
+    """Three steps by `train`; how often each hook was called, and the sum of all weights after it."""
+    sys.argv = ["test", *MODEL.split(), *PP2.split(), "--train-iters", "3"]
+    initialize_megatron()
+    model, optimizer, scheduler = training.setup_model_and_optimizer(pretrain_gpt.model_provider)
+    iterator, _, _ = training._iterators_of_all_chunks(
+        pretrain_gpt.train_valid_test_datasets_provider, len(model)
+    )
+    steps = [[next(iterator) for _ in range(4)] for _ in range(3)] if iterator else [None] * 3
+    calls = {"wrapped": 0, "steps": [], "asked for data": []}
+
+    def wrap(function):
+        calls["wrapped"] += 1
+        return lambda **given: calls["steps"].append(given["num_microbatches"]) or function(**given)
+
+    def data(model, optimizer, iteration):
+        calls["asked for data"].append(iteration)
+        return Rewound(steps[iteration]) if iterator else None
+
+    if hooked:
+        set_rerun_state_machine(TwiceEachStep())
+    training.train(
+        pretrain_gpt.forward_step,
+        model,
+        optimizer,
+        scheduler,
+        iter(sum(steps, [])) if iterator else None,
+        None,
+        None,
+        get_model_config(model[0]),
+        wrap_forward_backward_func=wrap if hooked else None,
+        data_iterator_func=data if hooked else None,
+    )
+    weights = sum(float(param.detach().double().sum()) for param in model[0].parameters())
+    destroy_rerun_state_machine()
+    destroy_global_vars()
+    parallel_state.destroy_model_parallel()
+    return calls | {"weights": weights}
+
+
+def train_with_and_without_hooks() -> list[dict]:
+    return [train_through_hooks(False), train_through_hooks(True)]
+
+
+def test_hooks_of_the_loop_change_no_number():
+    """A wrapped schedule, every step run twice, and data made for each step: the same weights."""
+    for plain, hooked in run_ranks(train_with_and_without_hooks, 2, timeout=120):
+        assert plain["wrapped"] == 0 and hooked["wrapped"] == 1
+        assert hooked["steps"] == [4] * 6 and hooked["asked for data"] == [0, 1, 2]
+        assert hooked["weights"] == plain["weights"]
 
 
 def test_torn_checkpoint_is_refused_before_the_start(tmp_path):
