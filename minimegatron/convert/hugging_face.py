@@ -69,7 +69,7 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
         "rng": None,
         "args": {"model": args},
     }
-    dist_checkpointing.save(tensors, common, save_dir / checkpoint_name(0))
+    dist_checkpointing.save_tensors(tensors, common, save_dir / checkpoint_name(0))
     write_atomically(save_dir / TRACKER, b"0")
     return args | {"vocab_size": tensors[0].global_shape[0]}
 

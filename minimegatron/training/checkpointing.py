@@ -80,7 +80,7 @@ def save_checkpoint(
         tensors += sharded_rng_state(args.data_parallel_random_init)
     common = _common_state(iteration, optimizer, opt_param_scheduler)
     try:
-        dist_checkpointing.save(tensors, common, folder)
+        dist_checkpointing.save_tensors(tensors, common, folder)
     except CheckpointingException as error:
         complete = complete_iterations(args.save)
         left = f"iteration {complete[-1]} is complete there" if complete else "none is complete yet"
@@ -221,7 +221,7 @@ def load_checkpoint(
     same_place = common["rng"] == rng_layout(args.data_parallel_random_init)
     with_rng = same_place and not (args.no_load_rng or args.finetune)
     rng = sharded_rng_state(args.data_parallel_random_init) if with_rng else []
-    dist_checkpointing.load(tensors + rng, folder)
+    dist_checkpointing.load_tensors(tensors + rng, folder)
 
     if with_optimizer:
         _take_optimizer_numbers(optimizer, common["optimizer"])

@@ -2,25 +2,57 @@
 
 Counterpart: `megatron.core.dist_checkpointing`.
 
-These names load `serialization` when first used: what it imports, `torch.distributed.checkpoint`, takes
-half a second, and many runs neither save nor load.
+These names load `serialization` and others when first used: what it imports,
+`torch.distributed.checkpoint`, takes half a second, and many runs neither save nor load.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from minimegatron.exports import lazily
 
 if TYPE_CHECKING:  # for editors, and for the links of the annotated source
+    from minimegatron.core.dist_checkpointing.core import (
+        check_is_distributed_checkpoint,
+        load_common_state_dict,
+    )
+    from minimegatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedTensor,
+    )
     from minimegatron.core.dist_checkpointing.serialization import (
         load,
         load_plain_tensors,
+        load_tensors,
         load_tensors_metadata,
         save,
+        save_tensors,
     )
 
-__all__ = ["load", "load_plain_tensors", "load_tensors_metadata", "save"]
+__all__ = [
+    "LocalNonpersistentObject",
+    "ShardedTensor",
+    "check_is_distributed_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_plain_tensors",
+    "load_tensors",
+    "load_tensors_metadata",
+    "save",
+    "save_tensors",
+]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.serialization"), name)
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "LocalNonpersistentObject": f"{__name__}.mapping:LocalNonpersistentObject",
+        "ShardedTensor": f"{__name__}.mapping:ShardedTensor",
+        "check_is_distributed_checkpoint": f"{__name__}.core:check_is_distributed_checkpoint",
+        "load": f"{__name__}.serialization:load",
+        "load_common_state_dict": f"{__name__}.core:load_common_state_dict",
+        "load_plain_tensors": f"{__name__}.serialization:load_plain_tensors",
+        "load_tensors": f"{__name__}.serialization:load_tensors",
+        "load_tensors_metadata": f"{__name__}.serialization:load_tensors_metadata",
+        "save": f"{__name__}.serialization:save",
+        "save_tensors": f"{__name__}.serialization:save_tensors",
+    },
+)

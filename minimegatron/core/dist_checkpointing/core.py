@@ -52,6 +52,15 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     return read_json(Path(checkpoint_dir) / COMMON)
 
 
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Whether the folder holds a checkpoint of this format. Its files are not looked at.
+
+    False for one that Megatron wrote. Raises CheckpointingException if it cannot be told.
+    """
+    path = Path(checkpoint_dir) / METADATA
+    return path.exists() and "format" in read_json(path)
+
+
 def check_files(checkpoint_dir: str | Path) -> None:
     """Raises CheckpointingException unless every file is there and as long as it was written."""
     folder = Path(checkpoint_dir)

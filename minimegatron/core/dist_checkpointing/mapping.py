@@ -13,33 +13,107 @@ is where a rank's memory lies in the whole. Three cuts can come together:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from minimegatron.core.dist_checkpointing.core import CheckpointingException
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.sharding import full_shape, is_cut, section_sizes
+
+StateDict = dict[str, Any]
+ShardedStateDict = dict[str, Any]
+"""Nested dicts and lists, with a ShardedTensor for each tensor."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size in every dimension."""
 
+ReplicaId = int | tuple[int, ...]
+"""0, or zeros only, for the copy that is saved."""
 
-@dataclass(eq=False)
+
+@accepts_left_out
 class ShardedTensor:
     """`data` is the box at `global_offset` of the tensor `key` of the whole model.
 
-    `data` is what is saved, or the memory that is loaded into; it may be a view.
+    Args:
+        key: the tensor's name in the whole model.
+        data: what is saved, or the memory that is loaded into; it may be a view. A tensor on the device
+            "meta" says a shape and a dtype; `load` makes the memory.
+        global_shape: of the whole tensor. It may have more dimensions than `data`: these come first,
+            and the box has the size 1 in them.
+        global_offset: where the box begins, in elements, in each dimension of the whole tensor.
+        replica_id: 0 where this copy is the one to save; others are only loaded. A tuple of numbers is
+            one too: the copy to save has zeros only.
+        allow_shape_mismatch: the checkpoint's tensor may be longer or shorter in its first dimension (a
+            vocabulary is padded according to tp).
     """
 
-    key: str
-    data: torch.Tensor
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    replica_id: int = 0
-    """0 where this copy is the one to save; others are only loaded."""
-    allow_shape_mismatch: bool = False
-    """The checkpoint's tensor may be longer or shorter (a vocabulary is padded according to tp):
-    what is common is loaded, the rest of `data` stays as it is."""
+    def __init__(
+        self,
+        key: str,
+        data: torch.Tensor,
+        global_shape: Sequence[int],
+        global_offset: Sequence[int],
+        replica_id: ReplicaId = 0,
+        allow_shape_mismatch: bool = False,
+    ):
+        self.key, self.data = key, data
+        self.global_shape, self.global_offset = tuple(global_shape), tuple(global_offset)
+        self.replica_id, self.allow_shape_mismatch = replica_id, allow_shape_mismatch
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardedTensor({self.key!r}, {self.dtype} {self.local_shape} at {self.global_offset} "
+            f"of {self.global_shape}, replica_id={self.replica_id})"
+        )
+
+    def validate_metadata_integrity(self) -> None:
+        """Raises CheckpointingException if the numbers of dimensions do not fit.
+
+        It is called when tensors are saved and loaded.
+        """
+        dims = len(self.global_shape)
+        if len(self.global_offset) != dims or self.data.dim() > dims:
+            raise CheckpointingException(
+                f"{self.key} has the global shape {self.global_shape}, but its part has the offset "
+                f"{self.global_offset} and the shape {self.local_shape}; give an offset for each "
+                f"dimension of the global shape, and a part of {dims} dimensions or fewer"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of `data`."""
+        return self.data.dtype
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of `data`."""
+        return tuple(self.data.shape)
+
+    @property
+    def prepend_axis_num(self) -> int:
+        """Dimensions of the whole tensor that `data` does not have."""
+        return len(self.global_shape) - self.data.dim()
+
+    @property
+    def axis_fragmentations(self) -> tuple[int, ...] | None:
+        """How many parts of this size make the whole, in each dimension; None if parts differ."""
+        found = []
+        for whole, part, offset in zip(
+            self.global_shape, self.box.shape, self.global_offset, strict=True
+        ):
+            if not part or whole % part or offset % part:
+                return None
+            found.append(whole // part)
+        return tuple(found)
+
+    @property
+    def box(self) -> torch.Tensor:
+        """`data`, as a view with as many dimensions as the whole tensor."""
+        return self.data.detach()[(None,) * self.prepend_axis_num]
 
     @classmethod
     def from_rank_offsets(
@@ -47,20 +121,69 @@ class ShardedTensor:
         key: str,
         data: torch.Tensor,
         *rank_offsets: tuple[int, int, int],
-        replica_id: int = 0,
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
     ) -> "ShardedTensor":
         """For a tensor cut evenly: each of `rank_offsets` is (axis, index of the part, parts).
+
+        `prepend_axis_num` dimensions of the whole tensor come before those of `data`; axes count from
+        the first of them. Raises CheckpointingException for a part that there cannot be.
 
         >>> part = ShardedTensor.from_rank_offsets("weight", torch.zeros(2, 3), (0, 1, 4))
         >>> part.global_shape, part.global_offset
         ((8, 3), (2, 0))
         """
-        shape, offset = list(data.shape), [0] * data.dim()
+        shape = [*(1,) * prepend_axis_num, *data.shape]
+        offset = [0] * len(shape)
         for axis, index, parts in rank_offsets:
+            if not (0 <= axis < len(shape) and 0 <= index < parts):
+                raise CheckpointingException(
+                    f"{key}, with {len(shape)} dimensions, cannot be part {index} of {parts} along "
+                    f"axis {axis}; count axes and parts from 0"
+                )
             offset[axis] = index * shape[axis]
             shape[axis] *= parts
-        return cls(key, data, tuple(shape), tuple(offset), replica_id, allow_shape_mismatch)
+        return cls(key, data, shape, offset, replica_id, allow_shape_mismatch)
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Whether this copy is the one to save.
+
+    >>> is_main_replica(0), is_main_replica((0, 0)), is_main_replica((0, 1))
+    (True, True, False)
+    """
+    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
+
+
+@dataclass
+class ShardedTensorFactory:
+    """A tensor that is several tensors, or several boxes, in a checkpoint.
+
+    `build_fn(key, data, replica_id, flattened_range)` makes the nested dict or list of them, and
+    `merge_fn` one tensor of what was loaded into it. `flattened_range` is None.
+    """
+
+    key: str
+    data: torch.Tensor
+    build_fn: Callable[[str, torch.Tensor, ReplicaId, None], Any]
+    merge_fn: Callable[[Any], torch.Tensor]
+    replica_id: ReplicaId = 0
+
+    def build(self) -> Any:
+        """The tensors that are saved instead."""
+        return self.build_fn(self.key, self.data, self.replica_id, None)
+
+
+class LocalNonpersistentObject:
+    """An object that is not saved: a load gives back the one that it was asked with."""
+
+    def __init__(self, obj: Any):
+        self.obj = obj
+
+    def unwrap(self) -> Any:
+        """The object."""
+        return self.obj
 
 
 def make_sharded_tensors(

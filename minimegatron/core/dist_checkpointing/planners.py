@@ -25,20 +25,20 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
+from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 
-ShardedStateDict = Mapping[str, list[ShardedTensor]]
+Boxes = Mapping[str, list[ShardedTensor]]
 """This rank's boxes of each tensor, by key."""
 
 
 def _chunk(tensor: ShardedTensor) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(tensor.global_offset), tensor.data.shape)
+    return ChunkStorageMetadata(torch.Size(tensor.global_offset), tensor.box.shape)
 
 
 class MCoreSavePlanner(DefaultSavePlanner):
     """Plans to write every box that is the one to save; torch drops what another rank writes too."""
 
-    def __init__(self, tensors: ShardedStateDict):
+    def __init__(self, tensors: Boxes):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.tensors = tensors
         self.boxes: dict[MetadataIndex, torch.Tensor] = {}
@@ -48,13 +48,14 @@ class MCoreSavePlanner(DefaultSavePlanner):
         items = []
         for key, tensors in self.tensors.items():
             for tensor in tensors:
-                if tensor.replica_id:
+                tensor.validate_metadata_integrity()
+                if not is_main_replica(tensor.replica_id):
                     continue
                 index = MetadataIndex(key, tensor.global_offset)
-                self.boxes[index] = tensor.data
+                self.boxes[index] = tensor.box
                 data = TensorWriteData(
                     chunk=_chunk(tensor),
-                    properties=TensorProperties(dtype=tensor.data.dtype),
+                    properties=TensorProperties(dtype=tensor.dtype),
                     size=torch.Size(tensor.global_shape),
                 )
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
@@ -63,7 +64,7 @@ class MCoreSavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """The memory of one box."""
-        return self.boxes[write_item.index].detach()
+        return self.boxes[write_item.index]
 
 
 class MCoreLoadPlanner(LoadPlanner):
@@ -73,7 +74,7 @@ class MCoreLoadPlanner(LoadPlanner):
     another shape, or has with holes.
     """
 
-    def __init__(self, tensors: ShardedStateDict):
+    def __init__(self, tensors: Boxes):
         self.tensors = tensors
 
     def set_up_planner(
@@ -95,6 +96,7 @@ class MCoreLoadPlanner(LoadPlanner):
                 problems.append(f"{key} is not in it")
                 continue
             for tensor in tensors:
+                tensor.validate_metadata_integrity()
                 if not _fits(tensor, tuple(saved.size)):
                     problems.append(
                         f"{key} is {tuple(saved.size)} there but {tensor.global_shape} here"
@@ -127,7 +129,7 @@ class MCoreLoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The memory that this item is read into."""
         index = read_item.dest_index
-        tensor = self.tensors[index.fqn][index.index].data.detach()
+        tensor = self.tensors[index.fqn][index.index].box
         for dim, (begin, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):
@@ -147,5 +149,5 @@ def _fits(tensor: ShardedTensor, saved: tuple[int, ...]) -> bool:
 
 def _common_volume(tensor: ShardedTensor, saved: torch.Size) -> int:
     """Elements of the box that lie within the saved tensor's shape."""
-    spans = zip(tensor.global_offset, tensor.data.shape, saved, strict=True)
+    spans = zip(tensor.global_offset, tensor.box.shape, saved, strict=True)
     return math.prod(max(0, min(offset + size, end) - offset) for offset, size, end in spans)

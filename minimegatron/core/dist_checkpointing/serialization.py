@@ -2,7 +2,9 @@
 
 Counterpart: `megatron.core.dist_checkpointing.serialization`.
 
-Every rank calls; if one fails, all raise the same one line.
+`save` and `load` take nested dicts that hold tensors and plain objects; `save_tensors` and
+`load_tensors`, on which they stand, take boxes. Every rank calls; if one fails, all raise the same one
+line.
 """
 
 import os
@@ -22,12 +24,25 @@ from minimegatron.core.dist_checkpointing.core import (
     ASIDE,
     CheckpointingException,
     check_files,
+    load_common_state_dict,
 )
-from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
+from minimegatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
 from minimegatron.core.dist_checkpointing.planners import (
+    Boxes,
     MCoreLoadPlanner,
     MCoreSavePlanner,
-    ShardedStateDict,
+)
+from minimegatron.core.dist_checkpointing.state_dict_utils import (
+    NOTHING,
+    built,
+    merged,
+    plain_part,
+    tensors_in,
+    why_not_json,
 )
 from minimegatron.core.dist_checkpointing.storage import (
     SafetensorsReader,
@@ -35,9 +50,88 @@ from minimegatron.core.dist_checkpointing.storage import (
     read_metadata,
     tensors_of,
 )
+from minimegatron.core.left_out import accepts_left_out
+
+# -- Nested dicts --
 
 
-def save(
+@accepts_left_out
+def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+    """Writes a checkpoint of nested dicts and lists. When it returns, it is complete and on disk.
+
+    Args:
+        sharded_state_dict: a ShardedTensor (or a ShardedTensorFactory) for each tensor of this rank;
+            everything else is plain, and the first rank's is written, as JSON: a tuple becomes a list.
+            A LocalNonpersistentObject is not saved. It stays as it is.
+        checkpoint_dir: the checkpoint's folder. What bears the name is replaced.
+
+    Raises ValueError for a plain object that JSON cannot hold, CheckpointingException if any rank
+    cannot write: on all ranks, and nothing is left behind.
+    Source: `megatron.core.dist_checkpointing.serialization.save`, which also saves in the background.
+    """
+    tree = built(sharded_state_dict)
+    plain = plain_part(tree)
+    common = {} if plain is NOTHING else plain
+    problem = _agreed(why_not_json(common))
+    if problem is not None:
+        raise ValueError(f"cannot save {checkpoint_dir}: {problem}")
+    save_tensors(tensors_in(tree), common, checkpoint_dir)
+
+
+@accepts_left_out
+def load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
+    """Fills the tensors of `sharded_state_dict`, in place, from a checkpoint of any layout.
+
+    Args:
+        sharded_state_dict: what is wanted: a ShardedTensor (or a ShardedTensorFactory) for each tensor.
+            Its `data` is filled; where the checkpoint's tensor may be shorter (`allow_shape_mismatch`),
+            with zeros at the end.
+        checkpoint_dir: the checkpoint's folder.
+
+    Returns `sharded_state_dict`'s dicts and lists with tensors in them, and with all plain objects of
+    the checkpoint, also those that nobody asked for. A LocalNonpersistentObject is unwrapped.
+    Raises CheckpointingException, on all ranks, for a checkpoint that is incomplete, damaged or of
+    another model.
+    Source: `megatron.core.dist_checkpointing.serialization.load`.
+    """
+    common = load_common_state_dict(checkpoint_dir)
+    tree = built(sharded_state_dict)
+    wanted = list(tensors_in(tree))
+    for tensor in wanted:
+        if tensor.data.is_meta:
+            tensor.data = torch.zeros_like(tensor.data, device="cpu")
+        elif tensor.allow_shape_mismatch:
+            tensor.data.detach().zero_()
+    load_tensors(wanted, checkpoint_dir)
+    return merged(common, tree)
+
+
+def get_default_save_sharded_strategy(
+    backend: str = "torch_dist", version: int = 1
+) -> tuple[str, int]:
+    """The strategy that `save` takes: there is one, and this pair names it.
+
+    In Megatron, an object. Raises ValueError for another backend or version.
+    """
+    if (backend, version) != STRATEGY:
+        raise ValueError(f"there is no strategy {backend!r}, {version}; use {STRATEGY}")
+    return STRATEGY
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> tuple[str, int]:
+    """The strategy that `load` takes. Raises CheckpointingException for what is no checkpoint."""
+    check_files(checkpoint_dir)
+    return STRATEGY
+
+
+STRATEGY = ("torch_dist", 1)
+"""Megatron's name of what torch.distributed.checkpoint plans; the files are ours (see `storage`)."""
+
+
+# -- Boxes --
+
+
+def save_tensors(
     sharded_tensors: Iterable[ShardedTensor], common: dict[str, Any], checkpoint_dir: str | Path
 ) -> None:
     """Writes a checkpoint. When it returns, `checkpoint_dir` is complete and on disk.
@@ -67,7 +161,7 @@ def save(
         raise CheckpointingException(f"cannot save {target}: {_reason(error)}") from None
 
 
-def load(sharded_tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -> None:
+def load_tensors(sharded_tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -> None:
     """Fills every box, in place, from a checkpoint of any layout. dtypes are converted.
 
     Raises CheckpointingException, on all ranks: before anything is changed for a checkpoint that is
@@ -88,24 +182,32 @@ def load(sharded_tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -
         raise CheckpointingException(f"cannot load {folder}: {_reason(error)}") from None
 
 
-def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """{name: (shape, dtype)} of every tensor of the full model that the checkpoint holds."""
-    metadata = read_metadata(Path(checkpoint_dir))
-    return {key: (size, dtype) for key, size, dtype in tensors_of(metadata)}
+@accepts_left_out
+def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
+    """{key: whole tensor} of every tensor that the checkpoint holds, on the device "meta".
+
+    It is what `load` takes: the dict then comes back with all tensors, whole.
+    """
+    return {
+        key: ShardedTensor.from_rank_offsets(key, torch.empty(size, dtype=dtype, device="meta"))
+        for key, size, dtype in tensors_of(read_metadata(Path(checkpoint_dir)))
+    }
 
 
 def load_plain_tensors(checkpoint_dir: str | Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """Every tensor whose name begins with `prefix`, whole, on the CPU of this process."""
-    tensors = {
-        key: torch.empty(size, dtype=dtype)
-        for key, (size, dtype) in load_tensors_metadata(checkpoint_dir).items()
+    wanted = {
+        key: tensor
+        for key, tensor in load_tensors_metadata(checkpoint_dir).items()
         if key.startswith(prefix)
     }
-    load((ShardedTensor.from_rank_offsets(key, tensors[key]) for key in tensors), checkpoint_dir)
-    return tensors
+    for tensor in wanted.values():
+        tensor.data = torch.empty_like(tensor.data, device="cpu")
+    load_tensors(wanted.values(), checkpoint_dir)
+    return {key: tensor.data for key, tensor in wanted.items()}
 
 
-def _by_key(sharded_tensors: Iterable[ShardedTensor]) -> ShardedStateDict:
+def _by_key(sharded_tensors: Iterable[ShardedTensor]) -> Boxes:
     result: dict[str, list[ShardedTensor]] = {}
     for tensor in sharded_tensors:
         result.setdefault(tensor.key, []).append(tensor)

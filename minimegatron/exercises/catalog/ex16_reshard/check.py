@@ -314,7 +314,7 @@ def _move(case: Case, folder: str) -> dict[str, Any]:
     old.optimizer.step()
     tensors = [*sharded_model_state(old.chunks)]
     tensors += sharded_optimizer_state(old.chunks, old.optimizer)
-    dist_checkpointing.save(tensors, {}, f"{folder}/saved")
+    dist_checkpointing.save_tensors(tensors, {}, f"{folder}/saved")
 
     # Other initial weights, so that what is not loaded is seen.
     new = on_these_ranks(case.after | {"seed": case.after["seed"] + 1})
@@ -322,7 +322,7 @@ def _move(case: Case, folder: str) -> dict[str, Any]:
     saved_keys = set(dist_checkpointing.load_tensors_metadata(f"{folder}/saved"))
     wanted = [*sharded_model_state(new.chunks)]
     wanted += sharded_optimizer_state(new.chunks, new.optimizer, saved_keys)
-    dist_checkpointing.load(wanted, f"{folder}/saved")
+    dist_checkpointing.load_tensors(wanted, f"{folder}/saved")
     new.optimizer.set_step(old.optimizer.get_step())
     new.meet()
     loaded = _state(new)

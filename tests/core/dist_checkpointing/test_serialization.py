@@ -1,0 +1,170 @@
+"""Nested dicts of tensors and plain objects, saved and loaded as a program of Megatron's does it."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import dist_checkpointing
+from minimegatron.core.dist_checkpointing.core import COMMON, CheckpointingException
+from minimegatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from minimegatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from minimegatron.core.dist_checkpointing.state_dict_utils import (
+    NOTHING,
+    built,
+    merged,
+    plain_part,
+)
+from tests.ranks import run_ranks
+
+# -- Without ranks --
+
+
+def whole(key: str, value: float) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.full((2,), value))
+
+
+def test_plain_objects_are_told_from_tensors_and_put_back():
+    tree = {
+        "only tensors": {"a": whole("a", 1.0), "list": [whole("b", 2.0)]},
+        "both": [whole("c", 3.0), {"lr": 0.1}, {0: whole("d", 4.0)}],
+        "empty": {},
+        "here only": LocalNonpersistentObject("rank"),
+    }
+    plain = plain_part(built(tree))
+    assert plain == {"both": [None, {"lr": 0.1}, None], "empty": {}}
+    asked = built(tree | {"not saved": 1, "nor this": [1]})
+    found = merged(plain | {"not asked": 2}, asked)
+    assert list(found) == ["both", "empty", "not asked", "only tensors", "here only"]
+    assert found["here only"] == "rank" and found["both"][1] == {"lr": 0.1}
+    assert found["only tensors"]["list"][0].tolist() == [2.0, 2.0]
+    assert found["both"][2][0] is tree["both"][2][0].data
+    assert plain_part(built({"a": whole("a", 1.0)})) is NOTHING
+
+
+class Odd:
+    pass
+
+
+REFUSED = [
+    ({"a": {0: 1}}, r"state_dict\['a'\] has the key 0; make it text"),
+    ({"a": [1, torch.zeros(1)]}, r"state_dict\['a'\]\[1\] is a Tensor; make it a ShardedTensor"),
+    ({"a": Odd()}, r"state_dict\['a'\] is a Odd, and a checkpoint holds text, numbers"),
+]
+
+
+@pytest.mark.parametrize(("plain", "words"), REFUSED)
+def test_what_json_cannot_hold_is_refused_before_anything_is_written(plain, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        dist_checkpointing.save(plain, tmp_path / "it")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_strategy(tmp_path):
+    pair = get_default_save_sharded_strategy("torch_dist", 1)
+    folder = tmp_path / "it"
+    dist_checkpointing.save({"lr": 1, "a": whole("a", 1.0)}, folder, pair, None, False)
+    assert get_default_load_sharded_strategy(folder) == pair
+    found = dist_checkpointing.load({}, folder, pair, validate_access_integrity=False)
+    assert found == {"lr": 1} == dist_checkpointing.load_common_state_dict(folder)
+    with pytest.raises(ValueError, match="no strategy 'zarr', 1; use"):
+        get_default_save_sharded_strategy("zarr")
+    with pytest.raises(CheckpointingException, match="is missing"):
+        get_default_load_sharded_strategy(tmp_path)
+
+
+def test_what_is_a_checkpoint(tmp_path):
+    folder = tmp_path / "it"
+    assert not dist_checkpointing.check_is_distributed_checkpoint(folder)
+    dist_checkpointing.save({}, folder)
+    assert dist_checkpointing.check_is_distributed_checkpoint(folder)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    assert not dist_checkpointing.check_is_distributed_checkpoint(folder)
+
+
+def test_parts_that_cannot_be(tmp_path):
+    with pytest.raises(CheckpointingException, match="2 of 2 along axis 0"):
+        ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, 2, 2))
+    wrong = ShardedTensor("a", torch.zeros(2, 2), (4,), (0,))
+    with pytest.raises(CheckpointingException, match="part of 1 dimensions or fewer"):
+        dist_checkpointing.save({"a": wrong}, tmp_path / "it")
+
+
+# -- On two ranks --
+
+
+def state_dict(rank: int, value: float) -> dict[str, Any]:
+    """Rows 2r and 2r + 1 of a matrix; layer r of a stack; gate and up, stacked on each rank."""
+
+    def halves(key, data, replica_id, flattened_range):
+        rows = ShardedTensor.from_rank_offsets
+        return [
+            rows(f"{key}.{name}", part, (0, rank, 2), replica_id=replica_id)
+            for name, part in zip(("gate", "up"), data.chunk(2), strict=True)
+        ]
+
+    data = value + 10 * rank + torch.arange(4.0)
+    layer = ShardedTensor.from_rank_offsets("layers", data + 1, (0, rank, 2), prepend_axis_num=1)
+    return {
+        "model": {
+            "rows": ShardedTensor.from_rank_offsets("rows", data.view(2, 2), (0, rank, 2)),
+            "layer": layer,
+            "mlp": ShardedTensorFactory("mlp", data + 2, halves, torch.cat),
+        },
+        "same": ShardedTensor.from_rank_offsets(
+            "same", torch.full((2,), value), replica_id=(0, rank)
+        ),
+        "optimizer": {"param_groups": [{"lr": 0.1 + rank, "betas": (0.9, 0.95)}]},
+        "rank": LocalNonpersistentObject(rank),
+    }
+
+
+def save_and_load(folder: str) -> tuple:
+    rank = dist.get_rank()
+    dist_checkpointing.save(state_dict(rank, 1.0), f"{folder}/it")
+    asked = state_dict(rank, 5.0)
+    found = dist_checkpointing.load(asked, f"{folder}/it")
+    in_place = found["model"]["rows"] is asked["model"]["rows"].data
+    # -- Another layout: each rank takes all of it --
+    metadata = dist_checkpointing.load_tensors_metadata(f"{folder}/it")
+    all_of_it = dist_checkpointing.load(metadata, f"{folder}/it")
+    # -- One rank's plain objects are wrong --
+    with pytest.raises(ValueError, match="has the key 0"):
+        dist_checkpointing.save({"a": {0: 1}} if rank == 0 else {}, f"{folder}/wrong")
+    return found, in_place, {**all_of_it}
+
+
+@pytest.mark.processes
+def test_two_ranks_save_and_load(tmp_path):
+    results = run_ranks(save_and_load, 2, str(tmp_path))
+    for rank, (found, in_place, _) in enumerate(results):
+        data = 1.0 + 10 * rank + torch.arange(4.0)
+        assert in_place
+        assert torch.equal(found["model"]["rows"], data.view(2, 2))
+        assert torch.equal(found["model"]["layer"], data + 1)
+        assert torch.equal(found["model"]["mlp"], data + 2)
+        assert found["same"].tolist() == [1.0, 1.0]
+        # The first rank's, and a tuple is a list.
+        assert found["optimizer"] == {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.95]}]}
+        assert found["rank"] == rank
+    full = results[1][2]
+    assert full["layers"].shape == (2, 4) and full["rows"].shape == (4, 2)
+    assert full["mlp.up"].tolist() == [5.0, 6.0, 15.0, 16.0]
+    common = json.loads((tmp_path / "it" / COMMON).read_text())
+    assert list(common) == ["optimizer"]
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
+def test_a_shorter_tensor_ends_with_zeros(tmp_path):
+    dist_checkpointing.save({"a": whole("a", 3.0)}, tmp_path / "it")
+    longer = ShardedTensor.from_rank_offsets("a", torch.ones(4), allow_shape_mismatch=True)
+    assert dist_checkpointing.load({"a": longer}, tmp_path / "it")["a"].tolist() == [3, 3, 0, 0]
