@@ -170,7 +170,7 @@ def dropped(case: Case, pg: ProcessGroupCollection, **options: Any) -> dict[str,
     model = case.build(config, pg)
     seen, states = [], []
     first = model.decoder.layers[0]
-    first.register_forward_hook(lambda *args: seen.append(args[2].detach()))
+    first.register_forward_hook(lambda *args: seen.append(args[2][0].detach()))
     first.register_forward_pre_hook(lambda *args: states.append(torch.get_rng_state()))
     losses = model(**sample())
     backward(model, losses)
