@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core import collectives
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.mappings import (
@@ -188,6 +189,7 @@ def _gather_sequence(input_: torch.Tensor, group: Any, async_op: bool) -> tuple[
     return gathered, handle
 
 
+@accepts_left_out
 def linear_with_grad_accumulation_and_async_allreduce(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -253,6 +255,7 @@ def _linear(
     )
 
 
+@accepts_left_out
 def linear_with_frozen_weight(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -319,6 +322,7 @@ def _mark_delayed(weight: torch.nn.Parameter, is_delayed: bool) -> None:
         weight.skip_backward_post_hook = True
 
 
+@accepts_left_out
 class ColumnParallelLinear(torch.nn.Module):
     """Y = X W^T + bias with W's rows cut: rank r computes output features [r n/t, (r+1) n/t).
 
@@ -442,6 +446,7 @@ class ColumnParallelLinear(torch.nn.Module):
             store_of(self.weight, self._sequence_group).backward_dw(self.weight)
 
 
+@accepts_left_out
 class RowParallelLinear(torch.nn.Module):
     """Y = X W^T + bias with W's columns cut: rank r's product is one term of the sum Y.
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from minimegatron.core import collectives
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.utils import (
     divide,
     get_tensor_model_parallel_group_if_none,
@@ -222,6 +223,7 @@ def scatter_to_sequence_parallel_region(
     return _apply(_ScatterToSequenceParallelRegion, input_, group)
 
 
+@accepts_left_out
 def gather_from_sequence_parallel_region(
     input_: torch.Tensor, tensor_parallel_output_grad: bool = True, group: Any | None = None
 ) -> torch.Tensor:
@@ -233,6 +235,7 @@ def gather_from_sequence_parallel_region(
     return _apply(_GatherFromSequenceParallelRegion, input_, group, tensor_parallel_output_grad)
 
 
+@accepts_left_out
 def reduce_scatter_to_sequence_parallel_region(
     input_: torch.Tensor, group: Any | None = None
 ) -> torch.Tensor:

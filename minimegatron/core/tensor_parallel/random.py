@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.utils import (
     gather_split_1d_tensor,
     get_tensor_model_parallel_group_if_none,
@@ -67,6 +68,7 @@ def _manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+@accepts_left_out
 class CudaRNGStatesTracker:
     """Named states of the default generator, exchanged for it within `fork`."""
 
@@ -137,11 +139,13 @@ class CudaRNGStatesTracker:
 _CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
 
 
+@accepts_left_out
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """This process's tracker."""
     return _CUDA_RNG_STATE_TRACKER
 
 
+@accepts_left_out
 def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
     """Seeds a GPU's default generator and the tracker's two states, the model-parallel one by rank too.
 

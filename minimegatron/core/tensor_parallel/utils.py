@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from minimegatron.core import collectives, parallel_state
+from minimegatron.core.left_out import accepts_left_out
 
 
+@accepts_left_out
 def get_tensor_model_parallel_group_if_none(tp_group: Any | None) -> Any:
     """`tp_group`, or this rank's tensor-parallel group of `parallel_state` for None.
 
@@ -71,6 +73,7 @@ class VocabUtility:
 # Recompute may keep only 1/t of a layer's input per rank: all ranks hold the same one anyway.
 
 
+@accepts_left_out
 def split_tensor_into_1d_equal_chunks(
     tensor: torch.Tensor, *, tp_group: Any = None
 ) -> torch.Tensor:
@@ -88,6 +91,7 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any = None) -> torch.
     return gathered
 
 
+@accepts_left_out
 def make_viewless_tensor(inp: torch.Tensor) -> torch.Tensor:
     """`inp`, or a copy of it if it is a view of another tensor.
 

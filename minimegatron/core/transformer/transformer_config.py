@@ -155,7 +155,8 @@ class TransformerConfig(ModelParallelConfig):
             ("num_query_groups", g),
             ("ffn_hidden_size", f),
         ):
-            if size < 1 or size % t:
+            # Without a hidden size there is no MLP either.
+            if size % t or size < 1 and self.hidden_size:
                 raise ValueError(
                     f"{name} {size} is not divisible by tensor_model_parallel_size {t}; "
                     f"make {name} a multiple of {t}"
