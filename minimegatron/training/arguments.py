@@ -41,6 +41,7 @@ from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_siz
 
 def parse_args(
     extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+    *,
     args_defaults: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
@@ -49,12 +50,23 @@ def parse_args(
 
     `extra_args_provider(parser)` adds the user's own flags; `args_defaults` replaces defaults, and
     flags replace both. `argv` and `environ` stand in for the process's own. Raises ValueError, with
-    one line that names the flags, the numbers and the remedy, for what cannot work.
+    one line that names the flags, the numbers and the remedy, for what cannot work. In Megatron,
+    checking is a second call, and the defaults are its.
     """
     parser = _build_parser(extra_args_provider, args_defaults or {})
     args, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     refuse_unknown(unknown, parser)
     _read_launcher(args, os.environ if environ is None else environ)
+    return validate_args(args)
+
+
+def validate_args(args: Arguments | argparse.Namespace) -> Arguments:
+    """The arguments, completed and checked; what `parse_args` returned is, and comes back as it is.
+
+    Raises ValueError as `parse_args` does. In Megatron `args` itself changes; ours are frozen.
+    """
+    if isinstance(args, Arguments):
+        return args
     try:
         check_fields(args)
         check_world(args)
@@ -141,7 +153,8 @@ def _vocab_size(args: argparse.Namespace) -> int:
     try:
         return build_tokenizer(args).vocab_size
     except ValueError as error:
-        raise ValueError(f"--tokenizer-file {args.tokenizer_file}: {error}") from None
+        place = "" if args.tokenizer_file is None else f"--tokenizer-file {args.tokenizer_file}: "
+        raise ValueError(f"{place}{error}") from None
 
 
 def _num_chunks(args: argparse.Namespace) -> int | None:

@@ -50,7 +50,7 @@ def initialize_megatron(
     are those of `initialize_model_parallel`.
     """
     try:
-        args = parse_args(extra_args_provider, args_defaults)
+        args = parse_args(extra_args_provider, args_defaults=args_defaults)
     except ValueError as reason:
         _refuse(reason)
     set_global_variables(args)

@@ -14,9 +14,13 @@ from minimegatron.core.datasets import helpers
 from minimegatron.core.datasets.blended_megatron_dataset_builder import (
     BlendedMegatronDatasetBuilder,
 )
-from minimegatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from minimegatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+)
 from minimegatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from minimegatron.core.datasets.megatron_tokenizer import ByteLevelTokenizer
+from minimegatron.core.datasets.megatron_tokenizer import ByteLevelTokenizer, NullTokenizer
 from tests.core.datasets.corpora import random_documents, write_dataset
 
 pytest.importorskip("megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed")
@@ -115,6 +119,36 @@ def test_same_samples_from_a_blend(tmp_path, weights, sizes, per_split: bool) ->
     theirs = _theirs(config, sizes, tmp_path / "cache")
     for a, b in zip(ours, theirs, strict=True):
         _same_samples(a, b)
+
+
+def test_same_samples_of_made_up_data(tmp_path) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder as TheirBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig as TheirConfig
+    from megatron.core.datasets.gpt_dataset import MockGPTDataset as TheirDataset
+
+    settings = {
+        "random_seed": 3,
+        "sequence_length": 512,
+        "split": "990,9,1",
+        "reset_position_ids": True,
+        "reset_attention_mask": False,
+        "eod_mask_loss": True,
+        "tokenizer": NullTokenizer(100),
+    }
+    sizes = [100, 20, None]
+    ours = BlendedMegatronDatasetBuilder(
+        MockGPTDataset, sizes, lambda: True, GPTDatasetConfig(**settings)
+    ).build()
+    theirs = TheirBuilder(
+        TheirDataset, sizes, lambda: True, TheirConfig(**settings, path_to_cache=str(tmp_path))
+    ).build()
+    for a, b in zip(ours, theirs, strict=True):
+        assert len(a) == len(b)
+        for i in (0, 1, len(a) - 1):
+            assert set(a[i]) == set(b[i])
+            assert all(torch.equal(value, b[i][name]) for name, value in a[i].items())
 
 
 @pytest.mark.parametrize("dtype", [numpy.uint8, numpy.uint16, numpy.int32, numpy.int64])

@@ -8,6 +8,7 @@ For each split:
     one prefix                          that dataset, as many epochs as the size takes
     several, with weights and a size    a blend by weights, each dataset as long as its share
     several, without weights            a blend by length of one epoch of each, cut at the size
+    none, in all splits                 what the dataset class makes up, a third for each split
 """
 
 import math
@@ -33,7 +34,7 @@ class BlendedMegatronDatasetBuilder:
     """Builds the datasets of all splits.
 
     Args:
-        cls: `GPTDataset`, or another `MegatronDataset`.
+        cls: `GPTDataset`, or another `MegatronDataset`; `MockGPTDataset` where no data is named.
         sizes: samples wanted per split; None for one epoch.
         is_built_on_rank: whether this process needs the datasets. True on rank 0.
         config: the settings.
@@ -88,6 +89,9 @@ class BlendedMegatronDatasetBuilder:
     def _build_here(self) -> list[TopLevelDataset | None]:
         if not self.is_built_on_rank():
             return [None] * len(Split)
+        if self.config.mock:
+            spans = self.config.split_matrix
+            return self._build_megatron_dataset_splits(None, spans, self.sizes)
         if self.config.blend is not None:
             return self._build_blend(self.config.blend, self.config.split_matrix, self.sizes)
         datasets: list[TopLevelDataset | None] = []
@@ -135,7 +139,7 @@ class BlendedMegatronDatasetBuilder:
         return blended
 
     def _build_megatron_dataset_splits(
-        self, dataset_path: str, spans: list[Span | None], sizes: list[int | None]
+        self, dataset_path: str | None, spans: list[Span | None], sizes: list[int | None]
     ) -> list[MegatronDataset | None]:
         """The splits of one prefix: consecutive runs of its sequences."""
         low_level_dataset = self.cls.build_low_level_dataset(dataset_path, self.config)

@@ -1,7 +1,7 @@
 """Settings of all datasets: which files, how split, how blended, how long, which seed.
 
 Torch-free. Counterpart: `megatron.core.datasets.blended_megatron_dataset_config`, without the settings
-for object storage, builder threads, deferred maps and mock data.
+for object storage, builder threads and deferred maps.
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,24 @@ from itertools import accumulate
 
 from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
 from minimegatron.core.datasets.utils import Blend, Split, normalize
+from minimegatron.core.left_out import accepts_left_out
 
 Span = tuple[float, float]
 """Where a split begins and ends in a corpus, as fractions of its sequences."""
 
+MOCK_SPLIT = "1,1,1"
+"""How made-up data is divided, whatever `split` says; as in Megatron."""
 
+
+@accepts_left_out
 @dataclass(frozen=True)
 class BlendedMegatronDatasetConfig:
-    """Either one `blend` that `split` divides, or `blend_per_split`."""
+    """Either one `blend` that `split` divides, or `blend_per_split`; with neither, made-up data."""
 
     random_seed: int
     """The seed of every shuffle."""
     sequence_length: int
     """Tokens per sample."""
-    tokenizer: MegatronTokenizer
-    """The datasets need its `eod`, and what names it in the cache."""
     blend: Blend | None = None
     blend_per_split: Sequence[Blend | None] | None = None
     """Train, validation and test data of their own."""
@@ -32,6 +35,8 @@ class BlendedMegatronDatasetConfig:
     """Shares of the three splits, such as "949,50,1"."""
     path_to_cache: str | None = None
     """A folder for finished indices; None builds them anew each time."""
+    tokenizer: MegatronTokenizer | None = None
+    """The datasets need its `eod`, and what names it in the cache."""
     mid_level_dataset_surplus: float = 0.005
     """Samples each dataset of a weighted blend builds beyond its share, as a fraction."""
 
@@ -39,9 +44,11 @@ class BlendedMegatronDatasetConfig:
         """Raises ValueError, with the numbers and the remedy, for what cannot be."""
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length is {self.sequence_length}; give 1 or more")
-        if (self.blend is None) == (self.blend_per_split is None):
+        if self.blend is not None and self.blend_per_split is not None:
             raise ValueError("give blend or blend_per_split, and not both")
-        if (self.blend is None) != (self.split is None):
+        if self.mock:
+            object.__setattr__(self, "split", MOCK_SPLIT)
+        elif (self.blend is None) != (self.split is None):
             raise ValueError(f"split is {self.split!r}; it goes with blend, and only with it")
         if self.blend_per_split is not None and len(self.blend_per_split) != len(Split):
             raise ValueError(
@@ -56,6 +63,11 @@ class BlendedMegatronDatasetConfig:
                 )
         if self.split is not None:
             parse_and_normalize_split(self.split)
+
+    @property
+    def mock(self) -> bool:
+        """True where no data is named; `MockGPTDataset` then makes it up."""
+        return self.blend is None and not any(self.blend_per_split or ())
 
     @property
     def split_matrix(self) -> list[Span | None]:
@@ -81,9 +93,10 @@ def parse_and_normalize_split(split: str) -> list[float]:
     return normalize(shares + [0.0] * (len(Split) - len(shares)))
 
 
-def convert_split_vector_to_split_matrix(vector: Sequence[float]) -> list[Span | None]:
+@accepts_left_out
+def convert_split_vector_to_split_matrix(vector_a: Sequence[float]) -> list[Span | None]:
     """Shares to spans: `[0.5, 0, 0.5]` becomes `[(0, 0.5), None, (0.5, 1)]`."""
-    ends = list(accumulate(vector, initial=0))
+    ends = list(accumulate(vector_a, initial=0))
     return [
         None if end <= begin else (begin, end)
         for begin, end in zip(ends[:-1], ends[1:], strict=True)

@@ -1,6 +1,6 @@
-"""Text to token ids and back: raw bytes, or a BPE of Hugging Face's `tokenizers`.
+"""Text to token ids and back: raw bytes, a BPE of Hugging Face's `tokenizers`, or numbers.
 
-Counterpart: `megatron.core.tokenizers`; of its libraries these two are kept.
+Counterpart: `megatron.core.tokenizers`; of its libraries these three are kept.
 
 Torch-free, so that the worker processes of `preprocess` start in milliseconds.
 """
@@ -61,6 +61,44 @@ class ByteLevelTokenizer(MegatronTokenizer):
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+
+
+class NullTokenizer(MegatronTokenizer):
+    """A text is its ids, written as numbers with spaces between: for runs without real text.
+
+    Args:
+        vocab_size: ids 0 to `vocab_size - 1` are tokens, and the id `vocab_size` ends a document. The
+            attribute `vocab_size` counts that one too.
+    """
+
+    def __init__(self, vocab_size: int):
+        if int(vocab_size) < 1:
+            raise ValueError(f"a NullTokenizer has vocab_size {vocab_size}; give 1 or more")
+        self._eod = int(vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._eod + 1
+
+    @property
+    def eod(self) -> int:
+        return self._eod
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        return {"class": "NullTokenizer", "vocab_size": self.vocab_size}
+
+    def tokenize_batch(self, documents: Sequence[bytes]) -> list[numpy.ndarray]:
+        try:
+            return [numpy.array(x.split(), dtype=numpy.int64) for x in documents]
+        except ValueError as error:
+            raise ValueError(
+                f"the NullTokenizer reads numbers with spaces between only: {error}; "
+                "use another tokenizer for text"
+            ) from None
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
 
 
 class BPETokenizer(MegatronTokenizer):

@@ -20,6 +20,13 @@ class Split(Enum):
     test = 2
 
 
+def compile_helpers() -> None:
+    """Does nothing: the helpers of datasets are NumPy here, and need no compiler.
+
+    Megatron's are C++, and its programs call this on one rank before they build datasets.
+    """
+
+
 def normalize(weights: Sequence[float]) -> list[float]:
     """`weights` divided by their sum."""
     array = numpy.array(weights, dtype=numpy.float64)

@@ -6,10 +6,19 @@ Counterpart: `megatron.training.tokenizer.tokenizer`.
 from typing import Any
 
 from minimegatron.core.datasets import megatron_tokenizer
+from minimegatron.core.datasets.megatron_tokenizer import NullTokenizer as _NullTokenizer
 
 
 def build_tokenizer(args: Any) -> megatron_tokenizer.MegatronTokenizer:
     """The tokenizer of `--tokenizer-type`. Raises ValueError where it cannot be made."""
+    is_null = args.tokenizer_type == "NullTokenizer"
+    if is_null == (args.vocab_size is None):
+        raise ValueError(
+            f"--tokenizer-type is {args.tokenizer_type} and --vocab-size {args.vocab_size}; give both "
+            "NullTokenizer and a size, or neither: other tokenizers know theirs"
+        )
+    if is_null:
+        return _NullTokenizer(args.vocab_size)
     return megatron_tokenizer.build_tokenizer(args.tokenizer_type, args.tokenizer_file)
 
 
@@ -23,3 +32,10 @@ def vocab_size_with_padding(
     """
     multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
+
+
+def _vocab_size_with_padding(orig_vocab_size: int, args: Any) -> int:
+    """`vocab_size_with_padding` by the arguments of a run, as programs for Megatron call it."""
+    return vocab_size_with_padding(
+        orig_vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    )

@@ -120,8 +120,9 @@ def test_data_path_is_prefixes_or_weights_and_prefixes() -> None:
 def test_configurations_that_cannot_be() -> None:
     for settings_, reason in [
         ({"sequence_length": 0}, "sequence_length is 0"),
-        ({"blend": None}, "give blend or blend_per_split, and not both"),
-        ({"blend": None, "split": None}, "give blend or blend_per_split"),
+        ({"blend_per_split": [None] * 3}, "give blend or blend_per_split, and not both"),
+        ({"tokenizer": None}, "tokenizer is None; give one"),
+        ({"blend": None, "blend_per_split": [(["a"], None)] * 3}, "it goes with blend, and only"),
         ({"split": None}, "split is None; it goes with blend"),
         ({"blend": (["a", "b"], [1.0])}, "2 prefixes but 1 weights"),
         ({"blend": None, "split": None, "blend_per_split": [None]}, "has 1 entries; give 3"),

@@ -10,12 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minimegatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetBuilder,
+)
 from minimegatron.core.datasets.gpt_dataset import (
     GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
     _get_ltor_masks_and_position_ids,
 )
-from minimegatron.core.datasets.megatron_tokenizer import ByteLevelTokenizer
-from minimegatron.core.datasets.utils import Split
+from minimegatron.core.datasets.megatron_tokenizer import ByteLevelTokenizer, NullTokenizer
+from minimegatron.core.datasets.utils import Split, compile_helpers
 from tests.core.datasets.corpora import InMemory, gpt_config, random_documents, write_dataset
 
 EOD = ByteLevelTokenizer.eod
@@ -237,3 +243,47 @@ def test_cached_indices_are_read_and_damaged_ones_built_again(tmp_path: Path, mo
     next(p for p in files if p.suffix == ".txt").unlink()
     assert same(_dataset(low_level, 12, **cached))
     assert sorted(cache.iterdir()) == files
+
+
+# -- Made-up data --
+
+
+def test_made_up_sequences_count_up_to_the_end_of_document():
+    made_up = MockGPTLowLevelDataset(NullTokenizer(5))
+    whole = made_up[0]
+    length = int(made_up.sequence_lengths[0])
+    assert whole.dtype == numpy.int64 and len(whole) == length > 6
+    assert whole[:6].tolist() == [1, 2, 3, 4, 5, 0] and whole[-1] == 5
+    for begin, size in ((0, 3), (2, 4), (length - 2, 2), (length, 0), (1, None)):
+        stop = None if size is None else begin + size
+        assert made_up.get(0, begin, size).tolist() == whole[begin:stop].tolist()
+
+
+def test_without_a_blend_the_builder_makes_data_up():
+    compile_helpers()
+    config = GPTDatasetConfig(
+        random_seed=0,
+        sequence_length=64,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        tokenizer=NullTokenizer(vocab_size=64),
+        mid_level_dataset_surplus=0.005,
+        num_dataset_builder_threads=1,
+    )
+    assert config.mock and config.split == "1,1,1"
+    sizes = [1000, None, 0]
+    train, valid, test = BlendedMegatronDatasetBuilder(
+        MockGPTDataset, sizes, lambda: True, config
+    ).build()
+    assert len(train) >= 1000 and len(valid) > 100_000 and len(test) > 0
+    sample = train[3]
+    assert sample["attention_mask"].shape == (1, 64, 64)
+    is_end = sample["labels"] == 64
+    follows = sample["labels"] == (sample["tokens"] + 1) % 65
+    begins = sample["tokens"] == 64
+    assert (is_end | follows | begins).all() and follows.sum() > 50
+    with pytest.raises(ValueError, match="give one, or use MockGPTDataset"):
+        BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    with pytest.raises(ValueError, match="MockGPTDataset makes its data up, but blend"):
+        MockGPTDataset(train.dataset, None, train.indices, 3, Split.train, gpt_config())

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from minimegatron.core.datasets.megatron_tokenizer import (
     BPETokenizer,
     ByteLevelTokenizer,
+    NullTokenizer,
     UnreadableText,
     build_tokenizer,
     train_bpe,
@@ -89,3 +90,15 @@ def test_tokenizers_by_name(bpe: BPETokenizer) -> None:
         build_tokenizer("bpe")
     with pytest.raises(ValueError, match="'word' is unknown; use 'byte' or 'bpe'"):
         build_tokenizer("word")
+
+
+def test_a_text_of_numbers():
+    null = NullTokenizer(vocab_size=64)
+    assert (null.vocab_size, null.eod) == (65, 64)
+    assert null.tokenize("3 1 63") == [3, 1, 63] and null.detokenize([3, 1]) == "3 1"
+    assert null.tokenize_batch([b"", b"7"])[0].tolist() == []
+    assert null.unique_identifiers != NullTokenizer(65).unique_identifiers
+    with pytest.raises(ValueError, match="reads numbers with spaces between only.*b'def'"):
+        null.tokenize("def f")
+    with pytest.raises(ValueError, match="vocab_size 0; give 1 or more"):
+        NullTokenizer(0)
