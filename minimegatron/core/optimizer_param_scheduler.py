@@ -8,6 +8,7 @@ along the same curve at the same place in the data.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -19,6 +20,18 @@ class HasParamGroups(Protocol):
     """All that the scheduler needs of an optimizer."""
 
     param_groups: list[dict[str, Any]]
+
+
+def get_canonical_lr_for_logging(param_groups: Iterable[dict[str, Any]]) -> float | None:
+    """The learning rate that a log line shows: `lr` of the first group with `default_config`.
+
+    In such a group nothing overrides the learning rate. `get_megatron_optimizer` makes all groups so,
+    also one that has no parameters on this rank. None where there is no such group, or it has no `lr`.
+    """
+    for param_group in param_groups:
+        if param_group.get("default_config"):
+            return param_group.get("lr")
+    return None
 
 
 def _cosine(ratio: float) -> float:
@@ -43,8 +56,9 @@ class OptimizerParamScheduler:
     """Warm-up, then decay, of the learning rate; growth of the weight decay.
 
     Args:
-        optimizer: anything with `param_groups`. A group's own `max_lr` and `min_lr` override those
-            given here; its `wd_mult` (0 for biases and norms) multiplies the weight decay.
+        optimizer: anything with `param_groups`. A group's own `max_lr`, `min_lr`, `start_wd` and
+            `end_wd` override those given here; its `wd_mult` (0 for biases and norms) multiplies the
+            weight decay.
         init_lr, max_lr, min_lr: at step 0, at the end of warm-up, at the end of decay.
         lr_warmup_steps, lr_decay_steps: both counted from step 0.
         lr_decay_style: one of `LR_DECAY_STYLES`.
@@ -144,13 +158,15 @@ class OptimizerParamScheduler:
         if self.wd_incr_style != "constant" and self.wd_incr_steps < 1:
             raise ValueError(f"wd_incr_steps is {self.wd_incr_steps}; give 1 or more")
 
-    def get_wd(self) -> float:
-        """Weight decay at the current step, before a group's `wd_mult`."""
+    def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
+        """Weight decay of `param_group` at the current step, before the group's `wd_mult`."""
+        group = param_group or {}
+        start_wd, end_wd = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
         if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
-            return self.end_wd
+            return end_wd
         ratio = self.num_steps / self.wd_incr_steps
         coefficient = ratio if self.wd_incr_style == "linear" else 1.0 - _cosine(ratio)
-        return self.start_wd + coefficient * (self.end_wd - self.start_wd)
+        return start_wd + coefficient * (end_wd - start_wd)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """Learning rate of `param_group` at the current step n.
@@ -187,10 +203,10 @@ class OptimizerParamScheduler:
     def step(self, increment: int) -> None:
         """Moves on by `increment` and writes lr and weight decay into every group."""
         self.num_steps += increment
-        weight_decay = self.get_wd()
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = self.get_lr(param_group) * param_group.get("lr_mult", 1.0)
-            param_group["weight_decay"] = weight_decay * param_group.get("wd_mult", 1.0)
+            wd_mult = param_group.get("wd_mult", 1.0)
+            param_group["weight_decay"] = self.get_wd(param_group) * wd_mult
 
     _SAVED = (
         "max_lr",
@@ -206,6 +222,9 @@ class OptimizerParamScheduler:
         "wd_incr_style",
     )
 
+    _MAY_BE_MISSING = ("wsd_decay_steps", "lr_wsd_decay_style")
+    """Megatron does not save these two. Where a state lacks them, this object's stay."""
+
     def state_dict(self) -> dict[str, Any]:
         """The schedule and the place in it."""
         return {"num_steps": self.num_steps, **{name: getattr(self, name) for name in self._SAVED}}
@@ -217,6 +236,8 @@ class OptimizerParamScheduler:
         neither they must agree, else ValueError names the value that differs.
         """
         for name in self._SAVED:
+            if name in self._MAY_BE_MISSING and name not in state_dict:
+                continue
             ours, theirs = getattr(self, name), state_dict[name]
             if self.override_opt_param_scheduler or ours == theirs:
                 continue

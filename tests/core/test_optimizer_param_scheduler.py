@@ -5,7 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    get_canonical_lr_for_logging,
+)
 
 INIT, MAX, MIN, WARMUP, END = 1e-6, 1e-3, 1e-5, 10, 110
 
@@ -124,6 +127,24 @@ def test_group_settings_win():
     assert optimizer.param_groups[1]["lr"] == pytest.approx((MAX + MIN) / 4)
 
 
+def test_a_group_has_its_own_weight_decay():
+    optimizer, scheduler = build(start_wd=0.1, end_wd=0.5, wd_incr_style="linear")
+    optimizer.param_groups[1] = {"start_wd": 0.0, "end_wd": 0.2, "wd_mult": 2.0}
+    scheduler.step(50)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    assert decays == pytest.approx([0.3, 0.2])
+    assert scheduler.get_wd() == pytest.approx(0.3)
+
+
+def test_the_logged_learning_rate_is_one_that_nothing_overrides():
+    own, usual = {"max_lr": 1e-2}, {"params": [], "default_config": True}
+    optimizer = SimpleNamespace(param_groups=[own, usual])
+    assert get_canonical_lr_for_logging([own, usual]) is None
+    OptimizerParamScheduler(optimizer, MAX, MAX, MIN, 0, 10, "linear", 0.0, 0.0, 1, "constant")
+    assert get_canonical_lr_for_logging(optimizer.param_groups) == MAX
+    assert get_canonical_lr_for_logging([own]) is None
+
+
 def test_load_takes_the_checkpoints_schedule_by_default():
     optimizer, scheduler = build("cosine")
     scheduler.step(37)
@@ -132,6 +153,21 @@ def test_load_takes_the_checkpoints_schedule_by_default():
     other.load_state_dict(saved)
     assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert other.state_dict() == saved
+
+
+def test_load_takes_a_state_without_the_last_phase():
+    """Megatron saves no `wsd_decay_steps` and no `lr_wsd_decay_style`."""
+    _, scheduler = build("WSD", wsd_decay_steps=20, lr_wsd_decay_style="cosine")
+    scheduler.step(37)
+    saved = scheduler.state_dict()
+    expected = dict(saved)
+    del saved["wsd_decay_steps"], saved["lr_wsd_decay_style"]
+    _, other = build("WSD", wsd_decay_steps=20, lr_wsd_decay_style="cosine")
+    other.load_state_dict(saved)
+    assert other.state_dict() == expected
+    del saved["max_lr"]
+    with pytest.raises(KeyError, match="max_lr"):
+        other.load_state_dict(saved)
 
 
 def test_load_may_override_or_insist():
