@@ -84,10 +84,21 @@ class _BaseDataParallel(torch.nn.Module):
 
     # -- State dicts are the wrapped module's --
     # A checkpoint must not depend on which wrapper, if any, the model was trained in.
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The wrapped module's state dict."""
-        return self.module.state_dict(*args, **kwargs)
+    def state_dict(
+        self,
+        prefix: str = "",
+        keep_vars: bool = False,
+        destination: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The wrapped module's state dict; torch's arguments, in Megatron's order."""
+        return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The same: nothing is left out of a checkpoint here."""
+        return self.state_dict(prefix, keep_vars)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Loads into the wrapped module."""
-        return self.module.load_state_dict(*args, **kwargs)
+        return self.module.load_state_dict(state_dict, strict)

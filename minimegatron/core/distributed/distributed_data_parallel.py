@@ -119,6 +119,7 @@ class DistributedDataParallel(_BaseDataParallel):
         }
         self.optimizer_checks_grads = False
         """Whether `check_grads` is called by an optimizer. If not, `finish_grad_sync` calls it."""
+        self._gathering_hooks: list[Any] = []
         self._register_hooks()
 
     def _allocate_buffers(self) -> list[_ParamAndGradBuffer]:
@@ -159,10 +160,31 @@ class DistributedDataParallel(_BaseDataParallel):
 
         for param in self.param_to_bucket_group:
             param.register_post_accumulate_grad_hook(after_grad)
-        if not self.ddp_config.overlap_param_gather:
-            return
-        for submodule in self.module.modules():
+        if self.ddp_config.overlap_param_gather:
+            self.enable_forward_pre_hook()
+
+    def enable_forward_pre_hook(self) -> None:
+        """From now on a forward gathers what it needs of the parameters, just before it needs it.
+
+        With `overlap_param_gather` it is so from the beginning.
+        """
+        assert not self._gathering_hooks, "the forward hooks are there already"
+        self._gathering_hooks = [
             submodule.register_forward_pre_hook(self._before_forward)
+            for submodule in self.module.modules()
+        ]
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """From now on a forward gathers no parameters, so that one data-parallel rank may run it alone.
+
+        The parameters are gathered here, unless `param_sync` is off; so every rank must call it.
+        """
+        assert self._gathering_hooks, "there are no forward hooks; they need overlap_param_gather"
+        for hook in self._gathering_hooks:
+            hook.remove()
+        self._gathering_hooks = []
+        if param_sync:
+            self.start_param_sync(force_sync=True)
 
     def _after_grad(self, param: torch.nn.Parameter) -> None:
         """Hook, once a gradient of this microbatch is in `param.grad`: by backward or `backward_dw`.
@@ -250,7 +272,12 @@ class DistributedDataParallel(_BaseDataParallel):
             for group in reversed(self.bucket_groups):
                 group.finish_param_sync()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(
+        self,
+        prefix: str = "",
+        keep_vars: bool = False,
+        destination: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """The wrapped module's; RuntimeError while parts of it are still to be gathered.
 
         Gathering them here would hang whoever asks on one rank only.
@@ -260,7 +287,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 "with overlap_param_gather, what other ranks have updated is gathered by the next "
                 "forward; call start_param_sync(force_sync=True) on every rank first"
             )
-        return super().state_dict(*args, **kwargs)
+        return super().state_dict(prefix, keep_vars, destination)
 
     def params_were_updated(self) -> None:
         """Called by the distributed optimizer: this rank's shard of every bucket is new.

@@ -36,12 +36,18 @@ def _is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
 
 @traced("non-tensor-parallel-grads-all-reduce")
 def _allreduce_non_tensor_model_parallel_grads(
-    model: list[torch.nn.Module], pg_collection: ProcessGroupCollection
+    model: list[torch.nn.Module],
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
 ) -> None:
     """Sums partial gradients of replicated parameters, in one message per tensor group and dtype.
 
-    A sum, not a mean: each rank's part is a term of the gradient, not an estimate of it.
+    A sum, not a mean: each rank's part is a term of the gradient, not an estimate of it. Give
+    `pg_collection` where there are experts; `tp_group` is enough for dense parameters.
     """
+    if pg_collection is None:
+        pg_collection = ProcessGroupCollection(tp=tp_group)
     messages: dict[tuple[dist.ProcessGroup, torch.dtype], list[torch.Tensor]] = {}
     for chunk in model:
         for name, param in chunk.named_parameters():
@@ -61,6 +67,7 @@ def _allreduce_non_tensor_model_parallel_grads(
 @traced("embedding-grads-all-reduce")
 def _allreduce_word_embedding_grads(
     model: list[torch.nn.Module],
+    *,
     embd_group: dist.ProcessGroup | None,
     pp_group: dist.ProcessGroup,
 ) -> None:
@@ -96,17 +103,17 @@ def _allreduce_word_embedding_grads(
 
 @traced("position-embedding-grads-all-reduce")
 def _allreduce_position_embedding_grads(
-    model: list[torch.nn.Module], pos_embd_group: dist.ProcessGroup | None
+    model: list[torch.nn.Module], *, pos_emb_group: dist.ProcessGroup | None
 ) -> None:
     """The same for position embeddings that several stages hold, as an encoder-decoder's do."""
-    if pos_embd_group is None or pos_embd_group.size() == 1:
+    if pos_emb_group is None or pos_emb_group.size() == 1:
         return
     for chunk in unwrap_model(list(model)):
         if getattr(chunk, "embedding", None) is None:
             continue
         grad = get_main_grad(chunk.embedding.position_embeddings.weight)
         if grad is not None:
-            all_reduce(grad, pos_embd_group)
+            all_reduce(grad, pos_emb_group)
 
 
 @traced("scale-gradients")
@@ -147,10 +154,11 @@ def finalize_model_grads(
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     for chunk in model:
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
-    _allreduce_non_tensor_model_parallel_grads(model, pg_collection)
-    _allreduce_word_embedding_grads(model, pg_collection.embd, pg_collection.pp)
-    _allreduce_position_embedding_grads(model, pg_collection.pos_embd)
+    embd_group, pp_group = pg_collection.embd, pg_collection.pp
+    _allreduce_non_tensor_model_parallel_grads(model, pg_collection=pg_collection)
+    _allreduce_word_embedding_grads(model, embd_group=embd_group, pp_group=pp_group)
+    _allreduce_position_embedding_grads(model, pos_emb_group=pg_collection.pos_embd)
     if num_tokens is not None:
-        _divide_by_num_tokens(model, num_tokens, pg_collection.pp, pg_collection.dp_cp)
+        _divide_by_num_tokens(model, num_tokens, pp_group, pg_collection.dp_cp)
     for step in get_model_config(model[0]).after_grads_funcs:
         step(model, pg_collection)

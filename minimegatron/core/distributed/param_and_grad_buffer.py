@@ -110,10 +110,12 @@ def lay_out_buffer(
     return BufferLayout(params, buckets, unpadded)
 
 
-def shard_buffer(buffer: torch.Tensor, data_parallel_group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's view of `buffer`, the slice that a reduce-scatter leaves to it."""
-    numel = buffer.numel() // data_parallel_group.size()
-    return buffer[data_parallel_group.rank() * numel :][:numel]
+def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[torch.Tensor]:
+    """`buffer` in equal slices, one for each rank: number i is what a reduce-scatter leaves to rank i.
+
+    Views. RuntimeError where the number of ranks does not divide the number of elements.
+    """
+    return [*buffer.view(data_parallel_world_size, -1)]
 
 
 @dataclass(eq=False)
@@ -213,7 +215,11 @@ class _ParamAndGradBucketGroup:
         self.is_requested = False
 
     def register_grad_ready(self, param: torch.nn.Parameter) -> None:
-        """Notes that `param.main_grad` is complete; launches the groups that are now due."""
+        """Notes that `param.main_grad` is complete; launches the groups that are now due.
+
+        For `overlap_grad_reduce` alone: without it, `finish_grad_sync` launches.
+        """
+        assert self.ddp_config.overlap_grad_reduce, "without overlap, no gradient is counted"
         if self.grad_reduce_handles is not None:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: another gradient of {self.params[param]} came after its "
@@ -271,11 +277,14 @@ class _ParamAndGradBucketGroup:
         op = ReduceOp.AVG if self.ddp_config.average_in_collective else ReduceOp.SUM
         if not self.ddp_config.use_distributed_optimizer or force_all_reduce:
             return all_reduce(bucket.grad_data, group, op, async_op=True)
-        shard = shard_buffer(bucket.grad_data, group)
+        shard = shard_buffer(bucket.grad_data, group.size())[group.rank()]
         return reduce_scatter(shard, bucket.grad_data, group, op, async_op=True)
 
-    def finish_grad_sync(self) -> None:
-        """Waits for what was launched."""
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Waits for the sum. Without overlap it is launched here, unless somebody has launched it."""
+        if self.grad_reduce_handles is None:
+            assert not self.ddp_config.overlap_grad_reduce, "never launched: a gradient is missing"
+            self.start_grad_sync(force_all_reduce)
         for handle in self.grad_reduce_handles:
             handle.wait()
         self.reset()
@@ -356,7 +365,7 @@ class _ParamAndGradBucketGroup:
         group = self.data_parallel_group
         if self._lane is None:
             self._lane = new_lane(group)
-        shard = shard_buffer(bucket.param_data, group)
+        shard = shard_buffer(bucket.param_data, group.size())[group.rank()]
         return all_gather(bucket.param_data, shard, group, async_op=True, lane=self._lane)
 
     def finish_param_sync(self) -> None:
@@ -468,18 +477,20 @@ class _ParamAndGradBuffer:
 
 def partition_buckets(
     buffers: Iterable[_ParamAndGradBuffer],
-    backward_order: Iterable[torch.nn.Parameter],
     force_single_bucket_group: bool = False,
+    *,
+    backward_order: Iterable[torch.nn.Parameter] | None = None,
 ) -> list[_ParamAndGradBucketGroup]:
     """One group per bucket, or a single one for all that are summed over the same ranks.
 
-    In the order in which they should fill up. `backward_order` are all parameters, last layer first.
-    Buckets of several buffers take their places between each other: by the last gradient that each
-    has to wait for.
+    In the order in which they should fill up. `backward_order` are all parameters, last layer first;
+    None for one buffer, whose buckets are in that order. Buckets of several buffers take their places
+    between each other: by the last gradient that each has to wait for.
     """
-    place = {param: i for i, param in enumerate(backward_order)}
     buckets = [(bucket, buffer) for buffer in buffers for bucket in buffer.buckets]
-    buckets.sort(key=lambda pair: max(place[param] for param in pair[0].params))
+    if backward_order is not None:
+        place = {param: i for i, param in enumerate(backward_order)}
+        buckets.sort(key=lambda pair: max(place[param] for param in pair[0].params))
     parts: dict[Any, tuple[list[_ParamAndGradBucket], _ParamAndGradBuffer]] = {}
     for bucket, buffer in buckets:
         key = buffer.data_parallel_group if force_single_bucket_group else bucket

@@ -12,7 +12,7 @@ from minimegatron.core.distributed import (
     DistributedDataParallelConfig,
     TorchDistributedDataParallel,
 )
-from minimegatron.core.distributed.param_and_grad_buffer import shard_buffer
+from minimegatron.core.distributed.param_and_grad_buffer import partition_buckets, shard_buffer
 from minimegatron.core.tracing import observed_by
 from minimegatron.launching.launcher import RankError
 from tests.core.distributed.common import (
@@ -95,9 +95,9 @@ def _gradients_equal_one_process():
             whole[start:end] = plain[1][name].view(-1)
             for bucket in ddp.buffers[0].buckets:
                 part = whole[bucket.offset :][: bucket.grad_data.numel()]
-                inside = shard_buffer(part, groups.dp_cp) != 0
-                ours = shard_buffer(bucket.grad_data, groups.dp_cp)[inside]
-                expected = shard_buffer(part, groups.dp_cp)[inside]
+                inside = shard_buffer(part, num_ranks)[rank] != 0
+                ours = shard_buffer(bucket.grad_data, num_ranks)[rank][inside]
+                expected = shard_buffer(part, num_ranks)[rank][inside]
                 assert torch.allclose(ours, expected, rtol=0, atol=1e-14)
 
 
@@ -286,6 +286,22 @@ def _other_ways():
     ddp.finish_grad_sync()
     ddp.scale_gradients(1 / num_ranks)
     assert _largest_difference(_main_grads(ddp), expected) < 1e-14
+    # One group of buckets alone: it launches what nobody has launched.
+    for force_all_reduce, collective in ((False, "reduce-scatter"), (True, "all-reduce")):
+        sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        ddp = DistributedDataParallel(make_config(), sharded, Toy(), pg_collection=groups)
+        (group,) = partition_buckets(ddp.buffers, True)
+        recorder = Recorder()
+        with observed_by(recorder):
+            group.finish_grad_sync(force_all_reduce)
+        assert [call.name for call in recorder.calls[1:2]] == [collective]
+        with pytest.raises(AssertionError, match="without overlap"):
+            group.register_grad_ready(ddp.module.head.weight)
+    ddp = DistributedDataParallel(make_config(), overlap, Toy(), pg_collection=groups)
+    in_order = [group.buckets for group in ddp.bucket_groups]
+    assert [group.buckets for group in partition_buckets(ddp.buffers)] == in_order
+    with pytest.raises(AssertionError, match="never launched"):
+        ddp.bucket_groups[0].finish_grad_sync()
     # Different weights at first, made equal.
     ddp = DistributedDataParallel(make_config(), overlap, Toy(seed=rank), pg_collection=groups)
     ddp.broadcast_params()
@@ -318,6 +334,16 @@ def _torch_ddp_equals_ours():
 
 def test_torch_ddp_equals_ours():
     run_ranks(_torch_ddp_equals_ours, 2)
+
+
+def test_shards_are_equal_views():
+    buffer = torch.arange(12.0)
+    shards = shard_buffer(buffer, 3)
+    assert [shard.tolist() for shard in shards] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    shards[1].zero_()
+    assert not buffer[4:8].any()
+    with pytest.raises(RuntimeError):
+        shard_buffer(buffer, 5)
 
 
 class _OutOfOrder(Toy):

@@ -11,6 +11,9 @@ from minimegatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from minimegatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+)
 from minimegatron.core.pipeline_parallel.orders import register_order, unregister
 from minimegatron.core.pipeline_parallel.placement import V
 from minimegatron.core.process_groups_config import ProcessGroupCollection
@@ -67,6 +70,11 @@ def _partial_gradients_are_summed_over_tp():
     names = [call.name for call in recorder.calls]
     assert names.count("all-reduce") == 2
     assert names.index("bucket-launch") < names.index("non-tensor-parallel-grads-all-reduce")
+    # Dense parameters need one group, and no wrapper.
+    bare = _Layer()
+    bare.norm.grad = torch.full_like(bare.norm, 1.0 + tp)
+    _allreduce_non_tensor_model_parallel_grads([bare], tp_group=groups.tp)
+    assert bare.norm.grad.eq(1.0 + 2.0).all()
 
 
 class _Experts(torch.nn.Module):

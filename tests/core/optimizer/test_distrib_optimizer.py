@@ -164,6 +164,24 @@ def _gathering_overlaps_the_forward():
     x = make_batch(9, rank, 0)
     with torch.no_grad():
         assert torch.equal(chunk(x), plain(x))
+    # Without the hooks a forward gathers nothing, also where something is to be gathered.
+    optimizer.step()
+    chunk.disable_forward_pre_hook()
+    assert chunk.state_dict_for_save_checkpoint("a.").keys() == {
+        f"a.{k}" for k in plain.state_dict()
+    }
+    optimizer.step()
+    for num_gathered in (0, len(chunk.bucket_groups) - 1):
+        recorder = Recorder()
+        with observed_by(recorder):
+            chunk(x)
+        assert len(recorder.named("all-gather")) == num_gathered
+        if not num_gathered:
+            chunk.enable_forward_pre_hook()
+    with pytest.raises(AssertionError, match="are there already"):
+        chunk.enable_forward_pre_hook()
+    with pytest.raises(AssertionError, match="need overlap_param_gather"):
+        plain.disable_forward_pre_hook()
 
 
 def test_gathering_overlaps_the_forward():

@@ -100,7 +100,6 @@ def _theirs(student: ModuleType, given: list[tuple], sent: list[dict]) -> Iterat
     with contextlib.ExitStack() as stack:
         stack.enter_context(_sizes_checked(student))
         stack.enter_context(installed(student.local_ranges, RANGES))
-        stack.enter_context(installed(student.shard_buffer, BUFFER + "shard_buffer"))
         for name, function in (("_reduce", reduce), ("_gather", student._gather)):
             function = counting(_with_handle(function, name), name, sent)
             stack.enter_context(installed(function, f"{GROUP}{name}"))
