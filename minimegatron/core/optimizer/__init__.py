@@ -16,16 +16,24 @@ from minimegatron.core.optimizer.grad_scaler import (
     MegatronGradScaler,
 )
 from minimegatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     MegatronOptimizer,
     NamedParamGroup,
     ParamShard,
 )
-from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
+from minimegatron.core.optimizer.optimizer_config import (
+    AdamOptimizerConfig,
+    OptimizerConfig,
+    SGDOptimizerConfig,
+)
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.exports import lazily
 
 __all__ = [
+    "AdamOptimizerConfig",
+    "ChainedOptimizer",
     "ConstantGradScaler",
     "DistributedOptimizer",
     "DynamicGradScaler",
@@ -35,8 +43,18 @@ __all__ = [
     "MegatronOptimizer",
     "OptimizerConfig",
     "ParamShard",
+    "SGDOptimizerConfig",
     "get_megatron_optimizer",
 ]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "Adam": "torch.optim:AdamW",
+        "MegatronModule": "minimegatron.core.transformer.module:MegatronModule",
+        "SGD": "torch.optim:SGD",
+    },
+)
 
 
 def _is_bias_or_norm(name: str, param: torch.nn.Parameter) -> bool:
@@ -92,6 +110,7 @@ def _check_wrappers(config: OptimizerConfig, model_chunks: list[torch.nn.Module]
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: list[torch.nn.Module],
+    *,
     no_weight_decay_cond: Callable[[str, torch.nn.Parameter], bool] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> MegatronOptimizer:

@@ -90,9 +90,11 @@ def get_grad_norm_fp32(
 
 @torch.no_grad()
 def clip_grad_by_total_norm_fp32(
-    parameters: Iterable[torch.Tensor], max_norm: float, total_norm: float
+    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float
 ) -> None:
     """Multiplies every `.grad` by max_norm / total_norm, in place, where that is below 1."""
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
     coefficient = max_norm / (total_norm + 1e-6)
     grads = [param.grad for param in parameters if param.grad is not None]
     if coefficient < 1.0 and grads:
@@ -101,10 +103,12 @@ def clip_grad_by_total_norm_fp32(
 
 @torch.no_grad()
 def count_zeros_fp32(
-    parameters: Iterable[torch.Tensor],
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
     grad_stats_parallel_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
 ) -> int:
     """How many elements of all `.grad` of all ranks of the group are zero; groups as for the norm."""
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
     total = torch.zeros((), dtype=torch.float64, device=get_device())
     for param in parameters:
         if param.grad is not None:

@@ -138,7 +138,10 @@ class MegatronOptimizer(ABC):
             shards = [shard for shard in shards if shard is not None]
             self.shards += shards
             main_params = [shard.main_param for shard in shards]
-            torch_groups.append({"params": main_params, "wd_mult": group.wd_mult})
+            # No group has a learning rate of its own: a log may show that of any.
+            torch_groups.append(
+                {"params": main_params, "wd_mult": group.wd_mult, "default_config": True}
+            )
         self.optimizer = make_torch_optimizer(torch_groups, config)
         self.grad_checks: list[Callable[[], None]] = []
         """Called with each norm, for which the program has waited: on a GPU, the right moment to look
@@ -163,6 +166,11 @@ class MegatronOptimizer(ABC):
     def param_groups(self) -> list[dict[str, Any]]:
         """Torch's parameter groups: `lr`, `weight_decay`, `wd_mult` and the rule's own."""
         return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """What the update rule keeps of each main parameter, such as its moments; torch's own."""
+        return self.optimizer.state
 
     def get_parameters(self) -> list[torch.Tensor]:
         """The main parameters."""
@@ -436,6 +444,20 @@ class MegatronOptimizer(ABC):
                 "the loss scale's state is in only one of optimizer and checkpoint; "
                 "use the same fp16 / bf16 / loss_scale settings"
             )
+
+
+class ChainedOptimizer(MegatronOptimizer):
+    """Megatron's optimizer of optimizers, one of dense parameters and one of the experts'.
+
+    No optimizer is one here: a single one has parameters of all kinds. `isinstance` may be asked all
+    the same. Making one raises ValueError.
+    """
+
+    def __new__(cls, chained_optimizers: Sequence[MegatronOptimizer]) -> "ChainedOptimizer":
+        raise ValueError(
+            f"ChainedOptimizer of {len(chained_optimizers)} optimizers: here one optimizer has dense "
+            "parameters and experts' alike; call get_megatron_optimizer with all model chunks"
+        )
 
 
 class FP32Optimizer(MegatronOptimizer):

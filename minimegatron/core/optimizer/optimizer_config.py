@@ -97,3 +97,18 @@ class OptimizerConfig:
             )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise ValueError("overlap_param_gather needs use_distributed_optimizer; turn it on")
+
+
+@accepts_left_out
+@dataclass(frozen=True)
+class AdamOptimizerConfig(OptimizerConfig):
+    """`OptimizerConfig`, under the name that Megatron gives it where Adam is meant."""
+
+
+@accepts_left_out
+@dataclass(frozen=True)
+class SGDOptimizerConfig(OptimizerConfig):
+    """`OptimizerConfig` whose update rule is sgd unless another is given."""
+
+    optimizer: Literal["adam", "sgd"] = knob("sgd")
+    """Update rule."""

@@ -7,14 +7,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minimegatron.core import optimizer as optimizer_package
 from minimegatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     TorchDistributedDataParallel,
 )
-from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from minimegatron.core.optimizer.clip_grads import get_grad_norm_fp32
-from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    SGDOptimizerConfig,
+    get_megatron_optimizer,
+)
+from minimegatron.core.optimizer.clip_grads import (
+    clip_grad_by_total_norm_fp32,
+    count_zeros_fp32,
+    get_grad_norm_fp32,
+)
+from minimegatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    get_canonical_lr_for_logging,
+)
 from minimegatron.core.parameter import KINDS
 from tests.core.distributed.common import (
     Toy,
@@ -254,6 +267,7 @@ def _other_kinds():
     )
     scheduler.step(5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    assert get_canonical_lr_for_logging(optimizer.param_groups) == 0.1
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.4, 0.0]
     with pytest.raises(ValueError, match="lr is None"):
         get_megatron_optimizer(OptimizerConfig(), [chunk], pg_collection=groups)
@@ -266,6 +280,9 @@ def _other_kinds():
     empty = _wrap(torch.nn.Identity(), groups)
     optimizer = get_megatron_optimizer(config, [empty], pg_collection=groups)
     assert optimizer.step() == (True, 0.0, None)
+    assert not optimizer.state and not isinstance(optimizer, ChainedOptimizer)
+    with pytest.raises(ValueError, match="ChainedOptimizer of 1 optimizers"):
+        ChainedOptimizer([optimizer])
     # Torch's DDP and ours, and one process with torch's own AdamW and clipping.
     rank, num_ranks = groups.dp_cp.rank(), groups.dp_cp.size()
     plain = Toy()
@@ -294,6 +311,7 @@ def _other_kinds():
             run_microbatches(chunk, step, rank, 2)
             chunk.finish_grad_sync()
             assert abs(optimizer.step()[1] / float(norm) - 1.0) < 1e-13
+            assert "exp_avg" in optimizer.state[optimizer.get_parameters()[0]]
         for p, q, r in zip(plain.parameters(), ours.parameters(), torchs.parameters(), strict=True):
             assert (p - q).abs().max() < 1e-12
             assert torch.equal(q, r)
@@ -308,6 +326,19 @@ def _all_about_one_rank_or_two():
 
 def test_half_precision_and_other_kinds():
     run_ranks(_all_about_one_rank_or_two, 2)
+
+
+def test_other_names_of_megatrons():
+    """The rules are torch's; a config may be named after its rule; one tensor may stand for a list."""
+    assert optimizer_package.Adam is torch.optim.AdamW and optimizer_package.SGD is torch.optim.SGD
+    assert issubclass(optimizer_package.MegatronModule, torch.nn.Module)
+    assert SGDOptimizerConfig(lr=0.1).optimizer == "sgd"
+    assert optimizer_package.AdamOptimizerConfig(lr=0.1) != OptimizerConfig(lr=0.1)
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    param.grad = torch.tensor([[0.0, 4.0], [0.0, 3.0]])
+    assert count_zeros_fp32(param) == 2
+    clip_grad_by_total_norm_fp32(param, 1.0, 5.0)
+    assert get_grad_norm_fp32(param.grad) == pytest.approx(1.0, rel=1e-6)
 
 
 # -- State --
