@@ -9,6 +9,7 @@ import torch
 
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
@@ -107,6 +108,7 @@ def _check_wrappers(config: OptimizerConfig, model_chunks: list[torch.nn.Module]
                 )
 
 
+@accepts_left_out
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: list[torch.nn.Module],

@@ -70,10 +70,10 @@ def _partial_gradients_are_summed_over_tp():
     names = [call.name for call in recorder.calls]
     assert names.count("all-reduce") == 2
     assert names.index("bucket-launch") < names.index("non-tensor-parallel-grads-all-reduce")
-    # Dense parameters need one group, and no wrapper.
+    # Dense parameters need one group, and no wrapper; arguments by position are Megatron's.
     bare = _Layer()
     bare.norm.grad = torch.full_like(bare.norm, 1.0 + tp)
-    _allreduce_non_tensor_model_parallel_grads([bare], tp_group=groups.tp)
+    _allreduce_non_tensor_model_parallel_grads([bare], make_config(), groups.tp)
     assert bare.norm.grad.eq(1.0 + 2.0).all()
 
 

@@ -278,7 +278,7 @@ def _other_kinds():
     with pytest.raises(ValueError, match="use_distributed_optimizer is False in OptimizerConfig"):
         get_megatron_optimizer(config, [sharded], pg_collection=groups)
     empty = _wrap(torch.nn.Identity(), groups)
-    optimizer = get_megatron_optimizer(config, [empty], pg_collection=groups)
+    optimizer = get_megatron_optimizer(config, [empty], None, False, groups)  # as Megatron's are
     assert optimizer.step() == (True, 0.0, None)
     assert not optimizer.state and not isinstance(optimizer, ChainedOptimizer)
     with pytest.raises(ValueError, match="ChainedOptimizer of 1 optimizers"):
