@@ -28,7 +28,11 @@ from minimegatron.core.dist_checkpointing.core import load_common_state_dict
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
 from minimegatron.core.json_text import read_json
 from minimegatron.core.left_out import known_fields
-from minimegatron.training.checkpoint_folder import TRACKER, checkpoint_name, find_checkpoint
+from minimegatron.training.checkpoint_folder import (
+    find_checkpoint,
+    get_checkpoint_name,
+    get_checkpoint_tracker_filename,
+)
 from minimegatron.training.config import ModelConfig
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA)}
@@ -69,8 +73,8 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
         "rng": None,
         "args": {"model": args},
     }
-    dist_checkpointing.save_tensors(tensors, common, save_dir / checkpoint_name(0))
-    write_atomically(save_dir / TRACKER, b"0")
+    dist_checkpointing.save_tensors(tensors, common, get_checkpoint_name(save_dir, 0))
+    write_atomically(Path(get_checkpoint_tracker_filename(save_dir)), b"0")
     return args | {"vocab_size": tensors[0].global_shape[0]}
 
 

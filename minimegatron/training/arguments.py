@@ -20,7 +20,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.knobs import Knob
-from minimegatron.core.left_out import known_fields
+from minimegatron.core.left_out import accepts_left_out, known_fields
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -39,6 +39,7 @@ from minimegatron.training.pipeline_schedule import registered_name
 from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_size_with_padding
 
 
+@accepts_left_out
 def parse_args(
     extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
     *,
@@ -60,6 +61,7 @@ def parse_args(
     return validate_args(args)
 
 
+@accepts_left_out
 def validate_args(args: Arguments | argparse.Namespace) -> Arguments:
     """The arguments, completed and checked; what `parse_args` returned is, and comes back as it is.
 

@@ -25,6 +25,7 @@ from minimegatron.core import collectives, dist_checkpointing, parallel_state
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter import kind_of
@@ -32,10 +33,10 @@ from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.utils import barrier, get_device
 from minimegatron.training.checkpoint_args import SAVED_STATE, load_common
 from minimegatron.training.checkpoint_folder import (
-    TRACKER,
-    checkpoint_name,
     complete_iterations,
     find_checkpoint,
+    get_checkpoint_name,
+    get_checkpoint_tracker_filename,
     remove_checkpoints,
     remove_leftovers,
 )
@@ -51,6 +52,7 @@ from minimegatron.training.utils import print_rank_0
 # -- Saving --
 
 
+@accepts_left_out
 def save_checkpoint(
     iteration: int,
     model: list[torch.nn.Module],
@@ -63,7 +65,7 @@ def save_checkpoint(
     CheckpointingException, on all ranks, if it cannot write (a full disk); the same holds then.
     """
     args, state = get_args(), get_train_state()
-    folder = Path(args.save) / checkpoint_name(iteration)
+    folder = Path(get_checkpoint_name(args.save, iteration))
     if state.saved_iteration == iteration:
         print_rank_0(f" the checkpoint of iteration {iteration} is in {folder} already")
         return
@@ -88,7 +90,8 @@ def save_checkpoint(
             f"{error}; {left}; make room, or give another folder as --save"
         ) from None
     # -- 4. The marker, and only then older checkpoints may go --
-    _on_first_rank(lambda: write_atomically(folder.parent / TRACKER, str(iteration).encode()))
+    tracker = Path(get_checkpoint_tracker_filename(args.save))
+    _on_first_rank(lambda: write_atomically(tracker, str(iteration).encode()))
     if args.keep_last is not None:
         _on_first_rank(lambda: remove_checkpoints(args.save, keep_last=args.keep_last))
     state.saved_iteration = iteration
@@ -195,29 +198,32 @@ def _on_first_rank(action: Callable[[], Any]) -> None:
 # -- Loading --
 
 
+@accepts_left_out
 def load_checkpoint(
-    model: list[torch.nn.Module],
+    ddp_model: list[torch.nn.Module],
     optimizer: MegatronOptimizer,
     opt_param_scheduler: OptimizerParamScheduler,
-) -> int:
+) -> tuple[int, int]:
     """Takes the newest complete checkpoint of `--load`, of whatever layout, into all three.
 
-    Returns its iteration; 0 where there is none yet, which only a folder that is also `--save` may
-    be. Raises ValueError or CheckpointingException for one that cannot be used.
+    Returns its iteration, and 0: where Megatron returns the floating-point operations of the run so
+    far, which are not counted here. The iteration is 0 too where there is no checkpoint yet, which only
+    a folder that is also `--save` may be. Raises ValueError or CheckpointingException for one that
+    cannot be used.
     """
     args, state = get_args(), get_train_state()
     folder = find_checkpoint(args.load)
     if folder is None:
         print_rank_0(f" no checkpoint in {args.load} yet: beginning at iteration 0")
-        return 0
+        return 0, 0
     common = load_common(folder)
     with_optimizer = not (args.no_load_optim or args.finetune)
     if with_optimizer:
         opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])
-    tensors = list(sharded_model_state(model))
+    tensors = list(sharded_model_state(ddp_model))
     if with_optimizer:
         saved_keys = set(dist_checkpointing.load_tensors_metadata(folder))
-        tensors += sharded_optimizer_state(model, optimizer, saved_keys)
+        tensors += sharded_optimizer_state(ddp_model, optimizer, saved_keys)
     same_place = common["rng"] == rng_layout(args.data_parallel_random_init)
     with_rng = same_place and not (args.no_load_rng or args.finetune)
     rng = sharded_rng_state(args.data_parallel_random_init) if with_rng else []
@@ -230,7 +236,7 @@ def load_checkpoint(
         optimizer.reload_model_params()
     if args.finetune:
         print_rank_0(f" loaded the weights of {folder}; beginning at iteration 0")
-        return 0
+        return 0, 0
     for name in SAVED_STATE:
         setattr(state, name, common["train_state"][name])
     if with_rng:
@@ -244,7 +250,7 @@ def load_checkpoint(
         state.saved_iteration = state.iteration
     barrier()
     print_rank_0(f" loaded checkpoint of iteration {state.iteration} from {folder}")
-    return state.iteration
+    return state.iteration, 0
 
 
 def _take_optimizer_numbers(optimizer: MegatronOptimizer, numbers: dict[str, Any]) -> None:

@@ -3,10 +3,11 @@
 `core` never asks it. Counterpart: `megatron.training.global_vars`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -18,30 +19,27 @@ from minimegatron.training.tokenizer.tokenizer import build_tokenizer
 from minimegatron.training.train_state import TrainState
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Globals:
-    args: Arguments
-    tokenizer: MegatronTokenizer
-    timers: Timers
-    train_state: TrainState
-    tensorboard_writer: Any
+    args: Arguments | None = None
+    tokenizer: MegatronTokenizer | None = None
+    timers: Timers | None = None
+    train_state: TrainState = field(default_factory=TrainState)
+    tensorboard_writer: Any = None
 
 
-_globals: _Globals | None = None
+_globals = _Globals()
 
 
+@accepts_left_out
 def set_global_variables(args: Arguments) -> None:
     """Builds them all from the arguments. Raises RuntimeError if they are set already."""
-    global _globals
-    if _globals is not None:
+    if _globals.args is not None:
         raise RuntimeError("initialize_megatron was called twice; call destroy_global_vars between")
-    _globals = _Globals(
-        args=args,
-        tokenizer=build_tokenizer(args),
-        timers=Timers(args.timing_log_level, "minmax"),
-        train_state=TrainState(),
-        tensorboard_writer=_build_tensorboard_writer(args),
-    )
+    set_args(args)
+    _globals.tokenizer = build_tokenizer(args)
+    _globals.timers = Timers(args.timing_log_level, "minmax")
+    _globals.tensorboard_writer = _build_tensorboard_writer(args)
     init_num_microbatches_calculator(
         args.rank,
         args.rampup_batch_size,
@@ -49,6 +47,11 @@ def set_global_variables(args: Arguments) -> None:
         args.micro_batch_size,
         args.data_parallel_size,
     )
+
+
+def set_args(args: Any) -> None:
+    """What `get_args` returns from now on, for a program that initialises the rest itself."""
+    _globals.args = args
 
 
 def _build_tensorboard_writer(args: Arguments) -> Any:
@@ -63,39 +66,54 @@ def _build_tensorboard_writer(args: Arguments) -> Any:
 def destroy_global_vars() -> None:
     """Forgets them, so that another run may begin in this process."""
     global _globals
-    if _globals is not None and _globals.tensorboard_writer is not None:
+    if _globals.tensorboard_writer is not None:
         _globals.tensorboard_writer.close()
     destroy_rerun_state_machine()
-    _globals = None
+    _globals = _Globals()
     unset_num_microbatches_calculator()
 
 
-def _get() -> _Globals:
-    if _globals is None:
-        raise RuntimeError("nothing is initialised yet; call pretrain or initialize_megatron first")
-    return _globals
+def _get(name: str) -> Any:
+    value = getattr(_globals, name)
+    if value is None:
+        raise RuntimeError(
+            f"the global {name} is not set yet; call pretrain or initialize_megatron first"
+        )
+    return value
 
 
 def get_args() -> Arguments:
     """The run's arguments, frozen."""
-    return _get().args
+    return _get("args")
 
 
 def get_tokenizer() -> MegatronTokenizer:
     """The run's tokenizer."""
-    return _get().tokenizer
+    return _get("tokenizer")
 
 
 def get_timers() -> Timers:
     """The run's timers."""
-    return _get().timers
+    return _get("timers")
 
 
 def get_train_state() -> TrainState:
     """The run's progress."""
-    return _get().train_state
+    return _globals.train_state
 
 
 def get_tensorboard_writer() -> Any:
     """TensorBoard's `SummaryWriter`: on the last rank with `--tensorboard-dir`, else None."""
-    return _get().tensorboard_writer
+    return _globals.tensorboard_writer
+
+
+def get_wandb_writer() -> None:
+    """None, as in Megatron without a project on Weights & Biases: nothing here writes to it."""
+
+
+def get_one_logger() -> None:
+    """None, as in Megatron without NVIDIA's one_logger: nothing here writes to it."""
+
+
+def get_adlr_autoresume() -> None:
+    """None, as in Megatron outside NVIDIA's cluster: a signal ends a run here, and `--load` resumes."""

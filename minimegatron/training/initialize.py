@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.utils import device_is_asynchronous, set_device
 from minimegatron.doctor.flight_recorder import turn_on_recorder
 from minimegatron.doctor.session import watch_ranks
@@ -37,6 +38,7 @@ BAD_ARGUMENTS = 2
 """Exit code where the arguments cannot work; nothing has been started then."""
 
 
+@accepts_left_out
 def initialize_megatron(
     extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,

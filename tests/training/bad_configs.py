@@ -75,6 +75,9 @@ BAD_CONFIGS = [
     BadConfig("--distributed-backend mpi", ("--distributed-backend", "mpi", "gloo")),
     BadConfig("--tokenizer-type WordPiece", ("--tokenizer-type", "WordPiece")),
     BadConfig("--tokenizer-type BPETokenizer", ("--tokenizer-file",)),
+    BadConfig("--tokenizer-type NullTokenizer", ("--tokenizer-type", "--vocab-size None")),
+    BadConfig("--vocab-size 9", ("--tokenizer-type", "ByteLevelTokenizer", "--vocab-size 9")),
+    BadConfig("--tokenizer-type NullTokenizer --vocab-size 0", ("--vocab-size", "0")),
     BadConfig(
         "--tokenizer-type BPETokenizer --tokenizer-file {folder}/none.json",
         ("--tokenizer-file", "none.json", "is not a file"),

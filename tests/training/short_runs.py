@@ -101,7 +101,8 @@ def _run(steps: int, double: bool) -> dict[str, Any]:
             means = {key: float(value) for key, value in loss.items()}
             losses.append(broadcast_from_last_stage(means)["lm loss"])
         if get_args().save is not None:
-            save_checkpoint(state.iteration, model, optimizer, scheduler)
+            # As programs for Megatron call it, which counts floating-point operations too.
+            save_checkpoint(state.iteration, model, optimizer, scheduler, 1e9)
         return {"losses": losses, "began": begin, "lr": optimizer.param_groups[0]["lr"]}
     finally:
         destroy_global_vars()

@@ -6,16 +6,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minimegatron import training
 from minimegatron.__main__ import main
+from minimegatron.training import global_vars
 from minimegatron.training.argument_utils import (
     ArgumentGroupFactory,
     OneLineParser,
     flag_name,
     in_flags,
 )
-from minimegatron.training.arguments import core_transformer_config_from_args, parse_args
+from minimegatron.training.arguments import (
+    core_transformer_config_from_args,
+    parse_args,
+    validate_args,
+)
+from minimegatron.training.checkpoint_folder import (
+    get_checkpoint_name,
+    get_checkpoint_tracker_filename,
+)
 from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.pipeline_schedule import pipeline_placement
+from minimegatron.training.tokenizer.tokenizer import _vocab_size_with_padding, build_tokenizer
 from tests.training.bad_configs import GOOD, USER_ORDERS
 from tests.training.test_bad_configs import launcher_environment
 
@@ -183,6 +194,49 @@ def test_configuration_for_core():
     plain = core_transformer_config_from_args(parse())
     assert plain.activation_func is F.gelu
     assert plain.num_query_groups == plain.num_attention_heads
+
+
+def test_a_vocabulary_without_text():
+    args = parse(
+        "--tokenizer-type NullTokenizer --vocab-size 1000 --make-vocab-size-divisible-by 8"
+    )
+    assert args.padded_vocab_size == 1008 == _vocab_size_with_padding(1001, args, False)
+    assert build_tokenizer(args).eod == 1000
+
+
+def test_checking_again_changes_nothing():
+    """Programs for Megatron check what they have parsed; here parsing has."""
+    args = parse()
+    assert validate_args(args) is validate_args(args, {}) is args
+    with pytest.raises(ValueError, match="ignore_unknown_args is True, but it is Megatron's"):
+        parse(ignore_unknown_args=True)
+
+
+def test_what_a_program_of_its_own_asks_for(monkeypatch):
+    monkeypatch.setattr(global_vars, "_globals", global_vars._Globals())
+    with pytest.raises(RuntimeError, match="args is not set yet; call pretrain or"):
+        training.get_args()
+    global_vars.set_args("mine")
+    assert training.get_args() == "mine" and global_vars.get_train_state().iteration == 0
+    with pytest.raises(RuntimeError, match="tokenizer is not set yet"):
+        training.get_tokenizer()
+    with pytest.raises(RuntimeError, match="called twice"):
+        global_vars.set_global_variables(parse())
+    writers = (
+        "get_tensorboard_writer",
+        "get_wandb_writer",
+        "get_one_logger",
+        "get_adlr_autoresume",
+    )
+    assert [getattr(training, name)() for name in writers] == [None] * 4
+
+
+def test_where_a_checkpoint_is():
+    name = get_checkpoint_name("save", 100, False, return_base_dir=True)
+    assert name == "save/iter_0000100" == get_checkpoint_name("save", 100)
+    assert get_checkpoint_tracker_filename("save") == "save/latest_checkpointed_iteration.txt"
+    with pytest.raises(ValueError, match="release is True, but it is Megatron's"):
+        get_checkpoint_name("save", 100, True)
 
 
 def test_cores_words_become_flags():

@@ -14,7 +14,7 @@ from minimegatron import pretrain_gpt
 from minimegatron.core import parallel_state
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
 from minimegatron.core.dist_checkpointing.serialization import load_plain_tensors
-from minimegatron.training.checkpoint_folder import checkpoint_name
+from minimegatron.training.checkpoint_folder import get_checkpoint_name
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
 from tests.ranks import run_ranks
 from tests.training.short_runs import MODEL, PP2, TP2, ZERO1
@@ -71,7 +71,7 @@ def finished(tmp_path_factory) -> tuple[Path, list[str]]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=["tp2 pp2", "pp2 dp2 ZeRO-1"])
 def test_all_ranks_skip_together_and_halve_the_scale(finished, number):
     folder = finished[0] / str(number)
-    folders = [folder / checkpoint_name(iteration) for iteration in (2, 3, 4)]
+    folders = [Path(get_checkpoint_name(folder, iteration)) for iteration in (2, 3, 4)]
     before, skipped, after = (load_plain_tensors(path) for path in folders)
     for name, tensor in before.items():
         if not name.startswith("rng."):

@@ -44,15 +44,25 @@ __all__ = [
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "LocalNonpersistentObject": f"{__name__}.mapping:LocalNonpersistentObject",
-        "ShardedTensor": f"{__name__}.mapping:ShardedTensor",
-        "check_is_distributed_checkpoint": f"{__name__}.core:check_is_distributed_checkpoint",
-        "load": f"{__name__}.serialization:load",
-        "load_common_state_dict": f"{__name__}.core:load_common_state_dict",
-        "load_plain_tensors": f"{__name__}.serialization:load_plain_tensors",
-        "load_tensors": f"{__name__}.serialization:load_tensors",
-        "load_tensors_metadata": f"{__name__}.serialization:load_tensors_metadata",
-        "save": f"{__name__}.serialization:save",
-        "save_tensors": f"{__name__}.serialization:save_tensors",
+        "LocalNonpersistentObject": (
+            "minimegatron.core.dist_checkpointing.mapping:LocalNonpersistentObject"
+        ),
+        "ShardedTensor": "minimegatron.core.dist_checkpointing.mapping:ShardedTensor",
+        "check_is_distributed_checkpoint": (
+            "minimegatron.core.dist_checkpointing.core:check_is_distributed_checkpoint"
+        ),
+        "load": "minimegatron.core.dist_checkpointing.serialization:load",
+        "load_common_state_dict": (
+            "minimegatron.core.dist_checkpointing.core:load_common_state_dict"
+        ),
+        "load_plain_tensors": (
+            "minimegatron.core.dist_checkpointing.serialization:load_plain_tensors"
+        ),
+        "load_tensors": "minimegatron.core.dist_checkpointing.serialization:load_tensors",
+        "load_tensors_metadata": (
+            "minimegatron.core.dist_checkpointing.serialization:load_tensors_metadata"
+        ),
+        "save": "minimegatron.core.dist_checkpointing.serialization:save",
+        "save_tensors": "minimegatron.core.dist_checkpointing.serialization:save_tensors",
     },
 )

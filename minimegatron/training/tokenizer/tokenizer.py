@@ -7,6 +7,7 @@ from typing import Any
 
 from minimegatron.core.datasets import megatron_tokenizer
 from minimegatron.core.datasets.megatron_tokenizer import NullTokenizer as _NullTokenizer
+from minimegatron.core.left_out import accepts_left_out
 
 
 def build_tokenizer(args: Any) -> megatron_tokenizer.MegatronTokenizer:
@@ -34,6 +35,7 @@ def vocab_size_with_padding(
     return -(-vocab_size // multiple) * multiple
 
 
+@accepts_left_out
 def _vocab_size_with_padding(orig_vocab_size: int, args: Any) -> int:
     """`vocab_size_with_padding` by the arguments of a run, as programs for Megatron call it."""
     return vocab_size_with_padding(
