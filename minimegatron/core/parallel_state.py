@@ -286,6 +286,7 @@ def get_data_parallel_group(with_context_parallel: bool = False) -> dist.Process
     return get_group("dp_cp" if with_context_parallel else "dp")
 
 
+@accepts_left_out
 def get_data_parallel_group_gloo(with_context_parallel: bool = False) -> dist.ProcessGroup:
     """The group of `get_data_parallel_group`, for tensors on the CPU.
 
@@ -351,6 +352,7 @@ def get_expert_data_parallel_group(check_initialized: bool = True) -> dist.Proce
     return get_group("expt_dp", check_initialized)
 
 
+@accepts_left_out
 def get_expert_data_parallel_group_gloo() -> dist.ProcessGroup:
     """As `get_data_parallel_group_gloo`, of `get_expert_data_parallel_group`."""
     return _on_gloo(get_expert_data_parallel_group(), "expert data")

@@ -410,6 +410,7 @@ class ColumnParallelLinear(torch.nn.Module):
             size = self.output_size_per_partition
             self.bias = _new_bias(size, config.params_dtype, True, stride, partition_sizes)
 
+    @accepts_left_out
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,6 +16,20 @@ from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
+from minimegatron.exports import lazily
+
+# Under the names that they had here, and that Megatron has in these two files.
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "get_num_layers_to_build": (
+            "minimegatron.core.transformer.transformer_block:get_num_layers_to_build"
+        ),
+        "get_transformer_layer_offset": (
+            "minimegatron.core.transformer.transformer_layer:get_transformer_layer_offset"
+        ),
+    },
+)
 
 
 def _layout_of(config: Any) -> PipelineParallelLayerLayout | None:

@@ -87,6 +87,13 @@ def test_a_report_that_shares_storage_with_the_loss_is_not_changed(num_tokens):
     assert store[0]["loss"].item() == 6.0
 
 
+def test_without_a_loss_function_the_output_itself_is_stored():
+    """As frameworks ask for log-probabilities; a dictionary may be the output."""
+    for output in (torch.tensor([2.0, 4.0]), {"log_probs": torch.ones(2)}):
+        loss, num_tokens, store = calc_loss(ModelParallelConfig(), output, None, cp=2)
+        assert store[0] is loss is output and num_tokens.item() == 0
+
+
 def test_four_values_are_refused():
     with pytest.raises(ValueError, match="returned 4 values"):
         calc_loss(ModelParallelConfig(), torch.tensor(1.0), lambda out: (out, 1, 2, 3))

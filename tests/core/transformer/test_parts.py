@@ -9,13 +9,16 @@ from minimegatron.core.models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from minimegatron.core.transformer.dot_product_attention import DotProductAttention
 from minimegatron.core.transformer.enums import AttnMaskType
+from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import bias_dropout_add
+from tests.groups import pretend_groups
 
 S, B, HEADS, WIDTH = 6, 2, 4, 8
 
@@ -141,6 +144,34 @@ def test_rotary_positions():
 def test_rotary_angles_survive_conversion_to_16_bit():
     rotary = RotaryEmbedding(WIDTH).bfloat16()
     assert rotary(S, device=torch.device("cpu")).dtype == torch.float32
+
+
+def test_a_layer_takes_a_context_and_hands_it_on():
+    """As Megatron's, by position too; what our layers do not have is refused by name."""
+    groups = pretend_groups()
+    spec = get_gpt_layer_local_spec()
+    config = make_config(params_dtype=torch.float32)
+    layer = build_module(spec, config=config, layer_number=1, pg_collection=groups).eval()
+    hidden, context = torch.randn(S, B, HEADS * WIDTH), torch.randn(3, B, 5)
+    alone, nothing = layer(hidden, None)
+    output, same = layer(hidden, None, context, None, None)
+    assert nothing is None and same is context and torch.equal(output, alone)
+    with pytest.raises(ValueError, match="TransformerLayer.forward: context_mask is tensor"):
+        layer(hidden, None, context, torch.ones(1))
+
+
+def test_a_plain_module_in_16_bits_is_a_whole_model():
+    class Plain(torch.nn.Linear):
+        def forward(self, x, ids):
+            seen.extend((x.dtype, ids.dtype))
+            return super().forward(x)
+
+    seen: list[torch.dtype] = []
+    module = Float16Module(make_config(bf16=True), Plain(4, 4))
+    output = module(torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
+    assert seen == [torch.bfloat16, torch.int64] and output.dtype == torch.float32
+    half = module(torch.ones(2, 4), torch.ones(1), fp32_output=False)
+    assert half.dtype == torch.bfloat16 and module.vp_stage is None
 
 
 def test_bias_dropout_add():
