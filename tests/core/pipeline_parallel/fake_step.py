@@ -189,7 +189,8 @@ def run_program(case: Case, network: Network, rank: int) -> list:
         function = forward_backward_pipelining_without_interleaving
         if case.v is not None:
             function = forward_backward_pipelining_with_interleaving
-            arguments["decoder_seq_length"] = 7  # not read: messages are of seq_length
+            if case.planned is None and case.order is None:
+                arguments["decoder_seq_length"] = 7  # not read: messages are of seq_length
         if case.planned is not None:
             function = get_planned_forward_backward_func(case.planned)
         if case.order is not None:
