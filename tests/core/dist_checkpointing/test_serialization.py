@@ -42,7 +42,7 @@ def test_plain_objects_are_told_from_tensors_and_put_back():
     }
     plain = plain_part(built(tree))
     assert plain == {"both": [None, {"lr": 0.1}, None], "empty": {}}
-    asked = built(tree | {"not saved": 1, "nor this": [1]})
+    asked = built(tree | {"not saved": 1, "nor this": [1], "nor that": {"x": 1}})
     found = merged(plain | {"not asked": 2}, asked)
     assert list(found) == ["both", "empty", "not asked", "only tensors", "here only"]
     assert found["here only"] == "rank" and found["both"][1] == {"lr": 0.1}
