@@ -25,14 +25,13 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 LAYERS = [
-    {"exports", "moved"},
+    {"core.left_out", "exports", "moved"},
     {
         "core",
         "core.activations",
         "core.enums",
         "core.json_text",
         "core.knobs",
-        "core.left_out",
         "core.num_microbatches_calculator",
         "core.optimizer_param_scheduler",
         "core.pipeline_parallel.placement",

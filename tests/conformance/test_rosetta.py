@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
+record_left_out = importlib.import_module("record_left_out")
 rosetta = importlib.import_module("rosetta")
+rosetta_names = importlib.import_module("rosetta_names")
 signatures = importlib.import_module("signatures")
 
 
@@ -46,7 +48,7 @@ def test_a_counterpart_outside_the_package_is_in_the_repository(entries):
 
 
 def test_the_page_says_what_is_not_compared_and_what_differs(entries, package):
-    page = rosetta.rosetta_page(package)
+    page = rosetta.rosetta_page(package).partition("\n## Names that a package offers\n")[0]
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| [")]
     words = {re.search(r"source/(.*)\)", row[0])[1]: row[2].strip(" |") for row in rows}
     assert len(words) == len(entries)
@@ -76,6 +78,8 @@ DIFFERENT = [
 
 def test_every_note_is_of_a_symbol_that_exists(entries):
     known = {entry.name.removeprefix("minimegatron.") for entry in entries}
+    known |= set(record_left_out.decorated())
+    known |= {name for name, _ in pairs(entries, signatures.Source(ROOT))}
     assert not set(json.loads(rosetta.DATA.read_text())["symbols"]) - known
 
 
@@ -114,3 +118,97 @@ def test_faults_are_found(ours, theirs, added, words):
     found = rosetta.faults(entry, signature, counterpart)
     assert len(found) == (words is not None)
     assert not found or words in found[0]
+
+
+def test_arguments_that_are_left_out_are_recorded_as_they_are_installed():
+    """After a decorator was added, or another release installed: make rosetta."""
+    source, version = installed()
+    recorded = json.loads(rosetta_names.LEFT_OUT.read_text())
+    found = record_left_out.record_left_out(source, recorded["symbols"])
+    assert recorded == {"version": version, "symbols": json.loads(json.dumps(found))}
+
+
+def test_an_argument_is_taken_or_the_reason_is_given(entries):
+    """No function or method lacks Megatron's arguments without the door, or a word in rosetta.json."""
+    theirs, ours = installed()[0], signatures.Source(ROOT)
+    door, notes = record_left_out.decorated(), json.loads(rosetta.DATA.read_text())["symbols"]
+    lacking = {}
+    for name, counterpart in pairs(entries, ours):
+        own, other = ours.arguments(f"minimegatron.{name}"), theirs.arguments(counterpart)
+        if own is not None and other is not None:
+            missing = {x.name for x in other} - {x.name for x in own}
+            if missing and name not in door:
+                lacking[name] = missing
+    explained = {name for name, note in notes.items() if "own signature" in note} - set(door)
+    assert set(lacking) == explained, {x: lacking.get(x) for x in set(lacking) ^ explained}
+
+
+def test_positions_are_megatrons(entries):
+    """What one gives by position comes in Megatron's order, and what is ours comes after it."""
+    theirs, ours = installed()[0], signatures.Source(ROOT)
+    notes = json.loads(rosetta.DATA.read_text())["symbols"]
+    wrong = []
+    for name, counterpart in [*pairs(entries, ours), *record_left_out.decorated().items()]:
+        own, other = ours.arguments(f"minimegatron.{name}"), theirs.arguments(counterpart)
+        found = ours.find(f"minimegatron.{name}")
+        if own is None or other is None or found and found.kind == "record":
+            continue
+        by_position = [x.name for x in own if x.by_position]
+        expected = [x.name for x in other if x.by_position]
+        is_prefix = by_position == expected[: len(by_position)]
+        if not is_prefix and by_position[: len(expected)] != expected:
+            wrong.append(f"{name}: {by_position}, in Megatron {expected}")
+    assert not [text for text in wrong if "own signature" not in notes.get(text.split(":")[0], {})]
+
+
+def pairs(entries, ours) -> list[tuple[str, str]]:
+    """Our functions, classes and their public methods, where they are written -> Megatron's names."""
+    found = []
+    for entry in entries:
+        if not entry.counterpart.startswith("megatron.core."):
+            continue
+        short = entry.name.removeprefix("minimegatron.")
+        found.append((short, entry.counterpart))
+        if entry.kind == "class":
+            body = dict(record_left_out._definitions(ours.tree(entry.module).body))
+            methods = [x.rpartition(".")[2] for x in body if x.startswith(f"{entry.symbol}.")]
+            found += [(f"{short}.{x}", f"{entry.counterpart}.{x}") for x in methods if x[0] != "_"]
+    return found
+
+
+def installed():
+    """megatron-core's source, and its version; that of the record."""
+    version = json.loads(rosetta.RECORD.read_text())["version"]
+    distribution = importlib.metadata.distribution("megatron-core")
+    assert distribution.version == version, "run: make rosetta"
+    return signatures.Source(Path(str(distribution.locate_file("")))), version
+
+
+def test_what_is_offered_left_out_and_refused_is_on_the_page(package):
+    page = rosetta.rosetta_page(package)
+    names, arguments, refused = (
+        page.index(f"\n## {title}\n")
+        for title in (
+            "Names that a package offers",
+            "Arguments that are left out",
+            "What is refused",
+        )
+    )
+    assert names < arguments < refused
+    for export in rosetta_names.exports():
+        assert f"`{export.name}`" in page[names:arguments]
+    for name, left_out in rosetta_names.left_out().items():
+        assert f"[`{rosetta_names._split(name)[1]}`]" in page[arguments:refused] or not left_out
+        assert all(f"<code>{x}</code>:" in page[arguments:refused] for x in left_out)
+    data = json.loads(rosetta.DATA.read_text())
+    for kind in ("refuses", "stricter", "not here"):
+        assert len(data[kind]) > 2 and all(why in page[refused:] for why in data[kind].values())
+
+
+def test_what_is_not_here_is_not_here(package):
+    """And is in megatron-core."""
+    source = installed()[0]
+    for name in json.loads(rosetta.DATA.read_text())["not here"]:
+        assert package.find(f"minimegatron.{name}") is None, name
+        theirs = f"megatron.{name}"
+        assert source._definition(theirs) or source.path(theirs), name

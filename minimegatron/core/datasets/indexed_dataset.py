@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy
 
 from minimegatron.core.datasets.atomic_file import AtomicFile
+from minimegatron.core.left_out import accepts_left_out
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"
 _PREAMBLE = struct.Struct("<9sQBQQ")
@@ -218,6 +219,7 @@ class _IndexReader:
             raise self._corrupt("its document table decreases")
 
 
+@accepts_left_out
 class IndexedDataset:
     """Sequences of tokens at `path_prefix.bin` and `.idx`.
 

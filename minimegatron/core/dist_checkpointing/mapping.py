@@ -156,6 +156,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
+@accepts_left_out
 @dataclass
 class ShardedTensorFactory:
     """A tensor that is several tensors, or several boxes, in a checkpoint.
