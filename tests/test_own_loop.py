@@ -17,7 +17,6 @@ from minimegatron.core.datasets.blended_megatron_dataset_builder import (
 )
 from minimegatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from minimegatron.core.datasets.utils import compile_helpers
-from minimegatron.core.dist_checkpointing.mapping import make_sharded_tensors
 from minimegatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -37,6 +36,7 @@ def make_model() -> GPTModel:
         hidden_size=16,
         num_attention_heads=4,
         use_cpu_initialization=True,
+        gated_linear_unit=True,
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -77,14 +77,6 @@ def forward_step(data: Iterator, model: torch.nn.Module) -> tuple:
     return model(*inputs, labels=batch["labels"]), partial(loss_func, batch["loss_mask"])
 
 
-def weights_of(model: GPTModel) -> dict:
-    tp, size = dist.get_rank(), dist.get_world_size()
-    return {
-        name: make_sharded_tensors(name, param, param.detach(), tp, size)[0]
-        for name, param in model.named_parameters()
-    }
-
-
 def a_run(folder: str) -> list:
     parallel_state.initialize_model_parallel(2, 1)
     model_parallel_cuda_manual_seed(123)
@@ -118,11 +110,12 @@ def a_run(folder: str) -> list:
         optimizer.step()
         losses.append(float(report["lm loss"]))
     # -- Its weights, in another model --
-    dist_checkpointing.save(sharded_state_dict=weights_of(model), checkpoint_dir=f"{folder}/ckpt")
+    weights = model.sharded_state_dict(prefix="")
+    dist_checkpointing.save(sharded_state_dict=weights, checkpoint_dir=f"{folder}/ckpt")
     model_parallel_cuda_manual_seed(5)
     other = make_model()
     differed = not torch.equal(other.output_layer.weight, model.output_layer.weight)
-    checkpoint = dist_checkpointing.load(weights_of(other), f"{folder}/ckpt")
+    checkpoint = dist_checkpointing.load(other.sharded_state_dict(prefix=""), f"{folder}/ckpt")
     other.load_state_dict(checkpoint)
     same = all(map(torch.equal, other.parameters(), model.parameters()))
     return [losses, differed, same]

@@ -41,11 +41,10 @@ def _is_same(value: Any, known: Any) -> bool:
         return str(value) == known
     if isinstance(value, tuple):  # the record has lists for both
         value = list(value)
-    # Not `==` alone: that of a tensor gives a tensor.
-    return value is known or type(value) in _PLAIN and value == known
-
-
-_PLAIN = (bool, int, float, str, list, dict)
+    # Not `==` alone: that of a tensor gives a tensor, and False == 0, which may be a chunk's number.
+    if type(value) not in (bool, int, float, str, list, dict):
+        return value is known
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 @dataclasses.dataclass(frozen=True)

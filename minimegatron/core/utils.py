@@ -1,11 +1,10 @@
-"""Small helpers that know no layer: wrappers, division, the device, groups, logging, profiling.
+"""Small helpers that know no layer: model wrappers, exact division, the device, groups, logging.
 
 Counterpart: `megatron.core.utils`, a few of its many; the device is ours: Megatron's tensors are on
 CUDA devices, and here every program also runs on a laptop.
 """
 
 import logging
-import sys
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ import torch.distributed as dist
 
 from minimegatron.exports import lazily
 
-# Megatron has these functions here. In this package they stand above: with what they work on.
+# Megatron has these functions here. In this package each stands with what it works on.
 __getattr__, __dir__ = lazily(
     __name__,
     {
+        "configure_nvtx_profiling": "minimegatron.core.nvtx_ranges:configure_nvtx_profiling",
         "drain_embedding_wgrad_compute": (
             "minimegatron.core.tensor_parallel.layers:drain_embedding_wgrad_compute"
         ),
@@ -27,6 +27,8 @@ __getattr__, __dir__ = lazily(
             "minimegatron.core.transformer.transformer_config:init_method_normal"
         ),
         "make_viewless_tensor": "minimegatron.core.tensor_parallel.utils:make_viewless_tensor",
+        "nvtx_range_pop": "minimegatron.core.nvtx_ranges:nvtx_range_pop",
+        "nvtx_range_push": "minimegatron.core.nvtx_ranges:nvtx_range_push",
         "scaled_init_method_normal": (
             "minimegatron.core.transformer.transformer_config:scaled_init_method_normal"
         ),
@@ -216,58 +218,3 @@ def log_on_each_pipeline_stage(
     """Logs on one rank of every stage: the first of its tensor and data groups."""
     if get_pg_rank(tp_group) == 0 and get_pg_rank(dp_cp_group) == 0:
         logger.log(level, message, *args)
-
-
-# -- Ranges for NVIDIA's profiler --
-
-_nvtx_enabled = False
-_nvtx_ranges: list[str] = []
-
-
-def configure_nvtx_profiling(enabled: bool) -> None:
-    """Whether `nvtx_range_push` and `nvtx_range_pop` mark ranges; at first they do nothing."""
-    global _nvtx_enabled
-    _nvtx_enabled = enabled
-
-
-def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
-    """Begins a range of Nsight Systems' timeline; `nvtx_range_pop` ends it.
-
-    Its name is `msg`, by default the calling function's module and name, then "." and `suffix` if
-    given. Does nothing before `configure_nvtx_profiling(True)`. Without a GPU the names are kept and
-    compared, and nothing is marked.
-    """
-    if not _nvtx_enabled:
-        return
-    name = _nvtx_name(msg, suffix)
-    _nvtx_ranges.append(name)
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_push(name)
-
-
-def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
-    """Ends the range begun last, which must have the same name: give `msg` and `suffix` again.
-
-    Raises RuntimeError if no range has begun, ValueError if the one begun last has another name.
-    """
-    if not _nvtx_enabled:
-        return
-    name = _nvtx_name(msg, suffix)
-    if not _nvtx_ranges:
-        raise RuntimeError(f"no range has begun; call nvtx_range_push() before the end of {name!r}")
-    if name != _nvtx_ranges[-1]:
-        raise ValueError(
-            f"the range begun last is {_nvtx_ranges[-1]!r}, not {name!r}; end the ranges in the "
-            "opposite order, each in the function that began it or by its name"
-        )
-    _nvtx_ranges.pop()
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_pop()
-
-
-def _nvtx_name(msg: str | None, suffix: str | None) -> str:
-    """Called by the two functions above: their caller is two frames away."""
-    if msg is None:
-        caller = sys._getframe(2)
-        msg = f"{caller.f_globals['__name__']}.{caller.f_code.co_name}"
-    return msg if suffix is None else f"{msg}.{suffix}"

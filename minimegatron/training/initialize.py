@@ -42,6 +42,7 @@ BAD_ARGUMENTS = 2
 def initialize_megatron(
     extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
+    *,
     get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
 ) -> None:

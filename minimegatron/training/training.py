@@ -29,7 +29,10 @@ from minimegatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 from minimegatron.core.optimizer import MegatronOptimizer
-from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    get_canonical_lr_for_logging,
+)
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config
@@ -109,7 +112,10 @@ def pretrain(
     """
     with failures.reported():
         initialize_megatron(
-            extra_args_provider, args_defaults, get_embedding_ranks, get_position_embedding_ranks
+            extra_args_provider,
+            args_defaults,
+            get_embedding_ranks=get_embedding_ranks,
+            get_position_embedding_ranks=get_position_embedding_ranks,
         )
         args, state = get_args(), get_train_state()
         model, optimizer, opt_param_scheduler = setup_model_and_optimizer(
@@ -215,7 +221,7 @@ def train(
             config.timers = get_timers() if args.timing_log_level > 0 else None
             if data_iterator_func is not None:
                 train_data_iterator = data_iterator_func(model, optimizer, state.iteration)
-            learning_rate = optimizer.param_groups[0]["lr"]
+            learning_rate = get_canonical_lr_for_logging(optimizer.param_groups)
             loss_dict, skipped_iter, grad_norm, num_zeros_in_grad = train_step(
                 forward_step_func,
                 train_data_iterator,

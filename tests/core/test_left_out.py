@@ -78,7 +78,7 @@ def recorded(monkeypatch):
 
     about = Recorded(
         ("width", "unit", "height", "frame"),
-        {"unit": LeftOut(("cm", AttnBackend.auto.__str__())), "frame": LeftOut((None, [1, 2]))},
+        {"unit": LeftOut(("cm", "AttnBackend.auto", False)), "frame": LeftOut((None, [1, 2], 0))},
     )
     monkeypatch.setattr(left_out, "record", lambda: {left_out.name_of(area): about})
     return area
@@ -94,8 +94,12 @@ def test_values(recorded):
     assert recorded(2, "cm", 3) == (2, 3, 1)
     assert recorded(2, unit=AttnBackend.auto, frame=(1, 2), depth=7) == (2, 1, 7)
     assert recorded(2, "cm", 3, None, depth=2) == (2, 3, 2)
-    for frame in (0, False, [2, 1], "None"):
-        with pytest.raises(ValueError, match="frame is .* leave it at None or \\[1, 2\\]"):
+    for unit in (0, 0.0):
+        with pytest.raises(ValueError, match="unit is 0"):
+            recorded(2, unit)
+    assert recorded(2, False, frame=0) == recorded(2, frame=0.0) == (2, 1, 1)
+    for frame in (False, [2, 1], "None"):
+        with pytest.raises(ValueError, match="frame is .* leave it at None or \\[1, 2\\] or 0"):
             recorded(2, frame=frame)
 
 

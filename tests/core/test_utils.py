@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.core import utils
+from minimegatron.core import nvtx_ranges, utils
 from minimegatron.core.enums import ModelType
 from minimegatron.core.transformer import transformer_config
 from tests.ranks import run_ranks
@@ -129,8 +129,8 @@ def test_megatrons_names_whose_functions_stand_above():
 @pytest.fixture
 def nvtx_calls(monkeypatch) -> list:
     calls: list = []
-    monkeypatch.setattr(utils, "_nvtx_enabled", False)
-    monkeypatch.setattr(utils, "_nvtx_ranges", [])
+    monkeypatch.setattr(nvtx_ranges, "_nvtx_enabled", False)
+    monkeypatch.setattr(nvtx_ranges, "_nvtx_ranges", [])
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
     return calls

@@ -4,10 +4,17 @@ Counterpart: `megatron.core.transformer.module`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
+from minimegatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    make_sharded_tensors,
+)
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
@@ -32,6 +39,29 @@ class MegatronModule(torch.nn.Module):
         """
         return name
 
+    @accepts_left_out
+    def sharded_state_dict(
+        self, prefix: str = ""
+    ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+        """Every weight by its name here, as `dist_checkpointing.save` and `load` take it.
+
+        In the checkpoint it has its name in the full model, after `prefix`; there any layout finds its
+        piece. What `load` returns, `load_state_dict` takes.
+        """
+        groups = getattr(self, "pg_collection", None)
+        groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+        found = {}
+        for name, param in self.named_parameters():
+            key, group = prefix + global_parameter_name(self, name), tensor_group(param, groups)
+            second_copy = int(getattr(param, "shared", False))
+            boxes = partial(_boxes, param=param, tp_rank=group.rank(), tp_size=group.size())
+            parts = boxes(key, param.detach(), second_copy)
+            if len(parts) > 1:  # stacked matrices: each has its own place in the whole
+                whole = partial(_filled, param.detach())
+                parts = [ShardedTensorFactory(key, param.detach(), boxes, whole, second_copy)]
+            found[prefix + name] = parts[0]
+        return found
+
     def initialize_weights(self, pg_collection: ProcessGroupCollection) -> None:
         """Draws every weight by its name in the full model (see `initial_weights`).
 
@@ -44,6 +74,17 @@ class MegatronModule(torch.nn.Module):
                 group = tensor_group(param, pg_collection)
                 rank, size = group.rank(), group.size()
                 draw_named_weight(param, name, self.config.init_seed, rank, size)
+
+
+def _boxes(
+    key: str, data: torch.Tensor, replica_id: int, flattened_range: None = None, **cut: Any
+) -> list[ShardedTensor]:
+    return make_sharded_tensors(key, data=data, replica_id=replica_id, **cut)
+
+
+def _filled(data: torch.Tensor, parts: list) -> torch.Tensor:
+    """The parts were views of `data`, so a load has filled it."""
+    return data
 
 
 class PartOfModuleList(torch.nn.ModuleList):
