@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -67,3 +68,16 @@ def test_the_package_loads_quickly_and_without_torch():
     loaded = {name for name in modules[0].split() if name.startswith("minimegatron")}
     assert loaded == {"minimegatron", "minimegatron.exports", "minimegatron.moved"}
     assert "torch" not in modules[0].split()
+
+
+def test_the_imports_that_readme_shows():
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (PACKAGE.parent / "README.md").read_text(), re.S
+    )
+    assert program.count("import") == 4
+    found: dict = {}
+    exec(program, found)
+    assert found["mpu"].__name__ == "minimegatron.core.parallel_state"
+    record = json.loads((PACKAGE / "core" / "left_out.json").read_text())
+    assert record["version"] == importlib.import_module("minimegatron.core").__version__ == "0.16.1"
+    assert "Megatron-Core 0.16.1" in (PACKAGE.parent / "README.md").read_text()

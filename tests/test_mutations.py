@@ -54,6 +54,9 @@ PLACES = ("pytest", "tests/core/pipeline_parallel/test_placement.py", "-k")
 TIED = ("pytest", "tests/test_tiny_gpt.py", "-k", "whole_model_once")
 GPU_WAYS = ("pytest", "tests/core/test_ways_of_a_gpu.py", "-k")
 DEVICES = ("pytest", "tests/training/test_devices.py", "-k")
+NAMES = ("pytest", "tests/core/test_left_out.py", "-k")
+RANDOM = ("pytest", "tests/core/tensor_parallel/test_random.py", "-k")
+STAGES = ("pytest", "tests/core/transformer/test_parts.py", "-k")
 CLOCK = ("pytest", "tests/trace/test_device_clock.py", "-k")
 
 CAUGHT_BY = {
@@ -149,6 +152,11 @@ CAUGHT_BY = {
     "sizes-of-the-first-batch": ((*GPU_WAYS, "another_size"), r"DID NOT RAISE|split"),
     "all-ranks-on-the-laptops-gpu": ((*DEVICES, "what_is_chosen"), r"'cuda'"),
     "waits-for-a-gpu-that-waits": ((*CLOCK, "waits_for_ever"), r"waits for what never ends"),
+    "any-value-is-taken": ((*NAMES, "values"), r"DID NOT RAISE"),
+    "zero-is-false": ((*NAMES, "values"), r"DID NOT RAISE"),
+    "positions-of-our-own": ((*NAMES, "values"), r"unit is|TypeError|assert"),
+    "inner-fork-repeats": ((*RANDOM, "goes_on_with_its_stream"), r"assert|equal"),
+    "stage-that-thinks-it-is-alone": ((*STAGES, "config_that_says_one"), r"DID NOT RAISE"),
 }
 
 

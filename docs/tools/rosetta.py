@@ -185,7 +185,7 @@ def rosetta_page(package: Package) -> str:
                 f"| {link} | {_there(entry, there, record)} | {_words(entry, source, record)} |"
             )
     parts.append("\n</div>\n")
-    parts += rosetta_names.sections(json.loads(DATA.read_text()))
+    parts += rosetta_names.sections(json.loads(DATA.read_text()), package)
     return "\n".join(parts)
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from package import ROOT
+from package import ROOT, Package
 
 LEFT_OUT = ROOT / "minimegatron" / "core" / "left_out.json"
 
@@ -72,12 +72,16 @@ def left_out() -> dict[str, dict[str, list | str]]:
 # -- Sections of the page --
 
 
-def sections(data: dict) -> list[str]:
+def sections(data: dict, package: Package) -> list[str]:
     """Markdown: names, arguments, refusals. `data` is rosetta.json."""
-    return [*_exports_section(), *_arguments_section(data["symbols"]), *_refusals_section(data)]
+    return [
+        *_exports_section(package),
+        *_arguments_section(data["symbols"]),
+        *_refusals_section(data),
+    ]
 
 
-def _exports_section() -> list[str]:
+def _exports_section(sources: Package) -> list[str]:
     all_exports = exports()
     parts = [
         "\n## Names that a package offers\n",
@@ -89,19 +93,18 @@ def _exports_section() -> list[str]:
     for export in all_exports:
         by_package.setdefault(export.package, []).append(export)
     for package, of_package in by_package.items():
-        names = ", ".join(_export_link(export) for export in of_package)
+        names = ", ".join(_export_link(export, sources) for export in of_package)
         parts.append(f"| `{package.removeprefix('minimegatron.')}` | {names} |")
     return parts
 
 
-def _export_link(export: Export) -> str:
-    path = ROOT.joinpath(*export.target.split("."))
-    if path.with_suffix(".py").exists():
-        return f"[`{export.name}`](source/{export.target}.md)"
-    module, _, symbol = export.target.rpartition(".")
-    if not ROOT.joinpath(*module.split(".")).with_suffix(".py").exists():
+def _export_link(export: Export, sources: Package) -> str:
+    """A link to the definition, wherever it stands; none where nothing can be read off the source."""
+    place = sources.find(export.target)
+    if place is None:
         return f"`{export.name}`"
-    return f"[`{export.name}`](source/{module}.md#{symbol})"
+    anchor = f"#{place.anchor}" if place.symbol else ""
+    return f"[`{export.name}`](source/{place.page.module}.md{anchor})"
 
 
 def _arguments_section(notes: dict[str, dict]) -> list[str]:

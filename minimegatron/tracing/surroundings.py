@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
+from minimegatron.core.pipeline_parallel.orders import INTERLEAVED
 from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_model_config
@@ -49,9 +50,10 @@ class Surroundings:
         model = arguments["model"]
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
+        schedule = schedule_of_run(call.symbol, attributes)
         return plan_config_to_json(
             config_of_run(
-                schedule_of_run(call.symbol, attributes),
+                schedule,
                 self.sizes["pp"],
                 arguments["num_microbatches"],
                 len(chunks),
@@ -59,12 +61,12 @@ class Surroundings:
                 forward_only=bool(arguments.get("forward_only")),
                 overlap_p2p_comm=config.overlap_p2p_comm,
                 batch_p2p_comm=config.batch_p2p_comm,
-                message_bytes=self._message_bytes(config, arguments),
+                message_bytes=self._message_bytes(config, arguments, schedule == INTERLEAVED),
                 wire=attributes.get("wire"),
             )
         )
 
-    def _message_bytes(self, config: Any, arguments: dict[str, Any]) -> int:
+    def _message_bytes(self, config: Any, arguments: dict[str, Any], is_interleaved: bool) -> int:
         """Bytes between two stages; 0 where there are none, or where they are not known ahead."""
         is_fixed = arguments.get("adjust_tensor_shapes_fn") is None
         if self.sizes["pp"] == 1 or config.variable_seq_lengths or not is_fixed:
@@ -72,7 +74,7 @@ class Surroundings:
         (shape,) = get_tensor_shapes(
             seq_length=arguments["seq_length"],
             micro_batch_size=arguments["micro_batch_size"],
-            decoder_seq_length=arguments.get("decoder_seq_length"),
+            decoder_seq_length=None if is_interleaved else arguments.get("decoder_seq_length"),
             config=config,
             tp_group=_Size(self.sizes["tp"]),
             cp_group=_Size(self.sizes["cp"]),

@@ -271,8 +271,8 @@ FAULTS = (
     Fault(
         "chunks-laid-out-by-rank",
         "core/transformer/layer_placement.py",
-        "return placement_of(config).stage_of(pp_rank or 0, vp_stage or 0)",
-        "return (pp_rank or 0) * (v or 1) + (vp_stage or 0)",
+        "return placement_of(config).stage_of(pp_rank, vp_stage or 0)",
+        "return pp_rank * (v or 1) + (vp_stage or 0)",
         "A rank's chunks are taken for neighbours. Layers come in another order: the loss is wrong.",
     ),
     Fault(

@@ -5,6 +5,7 @@ Megatron has no counterpart.
 
 from minimegatron.exercises.labs.fault import Fault
 from minimegatron.exercises.labs.faults_of_devices import FAULTS_OF_DEVICES
+from minimegatron.exercises.labs.faults_of_names import FAULTS_OF_NAMES
 
 _PP = "core/pipeline_parallel/"
 _TP = "core/tensor_parallel/"
@@ -114,4 +115,5 @@ FAULTS_AROUND_A_STEP = (
         "Under sequence parallelism X is a part of the sequence, and dY is of all of it.",
     ),
     *FAULTS_OF_DEVICES,
+    *FAULTS_OF_NAMES,
 )

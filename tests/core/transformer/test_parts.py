@@ -16,6 +16,7 @@ from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
+from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import bias_dropout_add
 from tests.groups import pretend_groups
@@ -158,6 +159,14 @@ def test_a_layer_takes_a_context_and_hands_it_on():
     assert nothing is None and same is context and torch.equal(output, alone)
     with pytest.raises(ValueError, match="TransformerLayer.forward: context_mask is tensor"):
         layer(hidden, None, context, torch.ones(1))
+
+
+def test_a_config_that_says_one_stage_is_refused_among_four():
+    groups = pretend_groups(pp_rank=0, pp_size=4)
+    with pytest.raises(
+        ValueError, match="pipeline_model_parallel_size=1, .* has 4 ranks; make them"
+    ):
+        TransformerBlock(make_config(), get_gpt_layer_local_spec(), pg_collection=groups)
 
 
 def test_a_plain_module_in_16_bits_is_a_whole_model():

@@ -200,7 +200,7 @@ class Layer:
     def __init__(self, case: Case, rank: int):
         self.replica = rank // case.tp
         parts = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-        self.whole = MLP(_config(case, 1), parts, Seat())
+        self.whole = MLP(_config(case, 1), parts, tp_group=Seat())
         self.weights = [
             _draw(case, tuple(full.shape), 500 + number)
             for number, full in enumerate(self.whole.parameters())
@@ -213,7 +213,7 @@ class Layer:
     def cut(self, case: Case, group: Any) -> MLP:
         """This rank's piece."""
         parts = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
-        layer = MLP(_config(case, case.tp), parts, group)
+        layer = MLP(_config(case, case.tp), parts, tp_group=group)
         for param, weight in zip(layer.parameters(), self.weights, strict=True):
             param.data.copy_(shard_parameter(weight, param, group.rank(), case.tp))
         return layer
