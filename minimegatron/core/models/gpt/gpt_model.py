@@ -45,8 +45,6 @@ class GPTModel(LanguageModule):
         max_sequence_length: s at most, for learned positions.
         pre_process: this is the first chunk: it holds the embedding.
         post_process: this is the last chunk: it holds the output layer.
-        fp16_lm_cross_entropy: accepted as in Megatron-Core, where it has no effect either: the
-            loss is computed in float32 at least.
         parallel_output: leave logits cut over the vocabulary, [.., v/t].
         share_embeddings_and_output_weights: the output layer uses the word embedding's weight.
         position_embedding_type: "learned_absolute", "rope" or "none".
@@ -66,13 +64,12 @@ class GPTModel(LanguageModule):
         max_sequence_length: int,
         pre_process: bool = True,
         post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
+        *,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: str = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: float = 10000,
-        *,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ):
