@@ -75,9 +75,11 @@ def left_out() -> dict[str, dict[str, list | str]]:
 def sections(data: dict, package: Package) -> list[str]:
     """Markdown: names, arguments, refusals. `data` is rosetta.json."""
     return [
+        '\n<div class="mm-rosetta mm-names" markdown="1">\n',
         *_exports_section(package),
         *_arguments_section(data["symbols"]),
         *_refusals_section(data),
+        "\n</div>\n",
     ]
 
 
@@ -164,8 +166,8 @@ def _folded(words: list[str], shown: int = 8) -> str:
 def _refusals_section(data: dict) -> list[str]:
     return [
         "\n## What is refused\n",
-        "Beside other values of the arguments above. What is offered here and refuses does so when it "
-        "is called, in one sentence.\n",
+        "Other values of the arguments above are refused, and what stands in these tables. A refusal "
+        "is one sentence. It comes when something is called.\n",
         *_table("offered, and refuses", "when, and what to do", data["refuses"].items()),
         "\nStricter here than in Megatron, and why:\n",
         *_table("what", "here", data["stricter"].items()),

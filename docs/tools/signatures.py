@@ -243,13 +243,14 @@ def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Argument]
 def fields_of(lineage: list[ast.ClassDef]) -> list[Argument]:
     """The fields of a dataclass, those of its bases first; a subclass may set another default.
 
-    What another base only annotates is no field.
+    What another base only annotates is no field, and what `field(init=False)` marks is none to give.
     """
     found: dict[str, Argument] = {}
     for node in filter(is_record, reversed(lineage)):
         for x in node.body:
             is_field = isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
-            if is_field and "ClassVar" not in ast.unparse(x.annotation):
+            is_given = is_field and "init=False" not in ast.unparse(x).replace(" ", "")
+            if is_given and "ClassVar" not in ast.unparse(x.annotation):
                 found[x.target.id] = Argument(x.target.id, _field_default(x.value), True)
     return list(found.values())
 

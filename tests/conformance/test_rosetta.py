@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,7 @@ def pairs(entries, ours) -> list[tuple[str, str]]:
     return found
 
 
+@cache
 def installed():
     """megatron-core's source, and its version; that of the record."""
     version = json.loads(rosetta.RECORD.read_text())["version"]
