@@ -243,7 +243,8 @@ def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Argument]
 def fields_of(lineage: list[ast.ClassDef]) -> list[Argument]:
     """The fields of a dataclass, those of its bases first; a subclass may set another default.
 
-    What another base only annotates is no field, and what `field(init=False)` marks is none to give.
+    A name that a base annotates is a field if that base is a dataclass too. A field with `init=False`
+    cannot be given, and does not count.
     """
     found: dict[str, Argument] = {}
     for node in filter(is_record, reversed(lineage)):

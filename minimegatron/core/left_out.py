@@ -106,7 +106,7 @@ def _with_left_out(function: Callable, name: str) -> Callable:
     code = inspect.unwrap(function).__code__
     own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     names, num_positional = frozenset(own), code.co_argcount
-    num_bound = own[:1] in (("self",), ("cls",))
+    num_bound = int(own[:1] in (("self",), ("cls",)))
 
     @functools.wraps(function)
     def call(*args: Any, **given: Any) -> Any:

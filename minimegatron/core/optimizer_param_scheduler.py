@@ -26,7 +26,8 @@ def get_canonical_lr_for_logging(param_groups: Iterable[dict[str, Any]]) -> floa
     """The learning rate that a log line shows: `lr` of the first group with `default_config`.
 
     In such a group nothing overrides the learning rate. `get_megatron_optimizer` makes all groups so,
-    also one that has no parameters on this rank. None where there is no such group, or it has no `lr`.
+    also one that has no parameters on this rank. Returns None without such a group, or if the group
+    has no `lr`.
     """
     for param_group in param_groups:
         if param_group.get("default_config"):

@@ -114,12 +114,12 @@ def get_default_save_sharded_strategy(
     In Megatron, an object. Raises ValueError for another backend or version.
     """
     if (backend, version) != STRATEGY:
-        raise ValueError(f"there is no strategy {backend!r}, {version}; use {STRATEGY}")
+        raise ValueError(f"the strategy {backend!r}, {version} is unknown; use {STRATEGY}")
     return STRATEGY
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> tuple[str, int]:
-    """The strategy that `load` takes. Raises CheckpointingException for what is no checkpoint."""
+    """The strategy that `load` takes. Raises CheckpointingException if the folder has no checkpoint."""
     check_files(checkpoint_dir)
     return STRATEGY
 

@@ -20,7 +20,7 @@ from minimegatron.core.dist_checkpointing.mapping import (
 from minimegatron.core.json_text import check_depth
 
 NOTHING = object()
-"""Where there is no plain object."""
+"""Stands where a tree has no plain object."""
 
 
 @dataclass
@@ -56,8 +56,8 @@ def tensors_in(tree: Any) -> Iterator[ShardedTensor]:
 def plain_part(tree: Any) -> Any:
     """What is saved as JSON; NOTHING if there is none of it.
 
-    A dict loses what is no plain object. A list that has a plain object keeps its length, with None for
-    the others.
+    Of a dict, the plain objects stay. A list with a plain object keeps its length, and None takes the
+    place of everything else.
     """
     if isinstance(tree, ShardedTensor | LocalNonpersistentObject | _Built):
         return NOTHING

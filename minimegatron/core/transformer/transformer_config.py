@@ -155,7 +155,7 @@ class TransformerConfig(ModelParallelConfig):
             ("num_query_groups", g),
             ("ffn_hidden_size", f),
         ):
-            # Without a hidden size there is no MLP either.
+            # A configuration without a hidden size has an MLP of width 0.
             if size % t or size < 1 and self.hidden_size:
                 raise ValueError(
                     f"{name} {size} is not divisible by tensor_model_parallel_size {t}; "

@@ -76,7 +76,7 @@ def test_the_strategy(tmp_path):
     assert get_default_load_sharded_strategy(folder) == pair
     found = dist_checkpointing.load({}, folder, pair, validate_access_integrity=False)
     assert found == {"lr": 1} == dist_checkpointing.load_common_state_dict(folder)
-    with pytest.raises(ValueError, match="no strategy 'zarr', 1; use"):
+    with pytest.raises(ValueError, match="the strategy 'zarr', 1 is unknown; use"):
         get_default_save_sharded_strategy("zarr")
     with pytest.raises(CheckpointingException, match="is missing"):
         get_default_load_sharded_strategy(tmp_path)

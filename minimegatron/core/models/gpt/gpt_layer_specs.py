@@ -20,6 +20,7 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
+    get_transformer_layer_offset,
 )
 
 
@@ -55,7 +56,7 @@ def get_gpt_layer_local_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
 
 @accepts_left_out
 def get_gpt_decoder_layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
-    """The layers of the whole model, one spec each."""
+    """The layers of the whole model, one spec each; the place where layers could differ."""
     return [get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)] * config.num_layers
 
 
@@ -63,10 +64,11 @@ def get_gpt_decoder_layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
 def get_gpt_decoder_block_spec(
     config: TransformerConfig, *, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of one chunk, one spec each; the place where layers could differ.
+    """The layers of one chunk, out of those of the whole model.
 
     `pp_rank` None means this rank's, by `parallel_state`.
     """
-    number = get_num_layers_to_build(config, vp_stage, pp_rank)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
-    return TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=WrappedTorchNorm)
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    last = first + get_num_layers_to_build(config, vp_stage, pp_rank)
+    layer_specs = get_gpt_decoder_layer_specs(config)[first:last]
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=WrappedTorchNorm)
