@@ -20,14 +20,13 @@ from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, NO_PIPELININ
 knob = partial(knobs.knob, section="parallel")
 
 
-def require_stages(config: "ModelParallelConfig", num_stages: int) -> None:
-    """Raises ValueError if `config` is for another number of stages than the pipeline group has."""
-    if config.pipeline_model_parallel_size != num_stages:
-        raise ValueError(
-            "the configuration says pipeline_model_parallel_size="
-            f"{config.pipeline_model_parallel_size}, but the pipeline group has {num_stages} ranks; "
-            "make them equal"
-        )
+def other_num_stages(config: "ModelParallelConfig", num_stages: int) -> ValueError:
+    """The error to raise where `config` is for another number of stages than the pipeline group has."""
+    return ValueError(
+        "the configuration says pipeline_model_parallel_size="
+        f"{config.pipeline_model_parallel_size}, but the pipeline group has {num_stages} ranks; "
+        "make them equal"
+    )
 
 
 @accepts_left_out

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.local_host import LENT, get_timeout
-from minimegatron.core.model_parallel_config import ModelParallelConfig, require_stages
+from minimegatron.core.model_parallel_config import ModelParallelConfig, other_num_stages
 from minimegatron.core.pipeline_parallel.local_transport import LocalTransport, make_transport
 from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, placement_of
 from minimegatron.core.pipeline_parallel.send_limits import SendPlan
@@ -118,7 +118,8 @@ class P2PCommunicator:
         config: ModelParallelConfig,
         transport: Transport | None = None,
     ):
-        require_stages(config, pp_group.size())
+        if config.pipeline_model_parallel_size != pp_group.size():
+            raise other_num_stages(config, pp_group.size())
         self.pp_group, self.config = pp_group, config
         self.world_size, self.curr_rank_in_pg = pp_group.size(), pp_group.rank()
         self.next_rank = (self.curr_rank_in_pg + 1) % self.world_size

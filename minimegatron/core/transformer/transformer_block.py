@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.model_parallel_config import require_stages
+from minimegatron.core.model_parallel_config import other_num_stages
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from minimegatron.core.transformer.layer_placement import (
@@ -116,7 +116,8 @@ class TransformerBlock(MegatronModule):
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
-        require_stages(config, pg_collection.pp.size())
+        if config.pipeline_model_parallel_size != pg_collection.pp.size():
+            raise other_num_stages(config, pg_collection.pp.size())
         self.pre_process = pre_process
         self.post_process = post_process
         self.vp_stage = vp_stage

@@ -37,8 +37,8 @@ FAULTS_OF_NAMES = (
     Fault(
         "stage-that-thinks-it-is-alone",
         "core/transformer/transformer_block.py",
-        "        require_stages(config, pg_collection.pp.size())\n",
-        "",
+        "        if config.pipeline_model_parallel_size != pg_collection.pp.size():\n",
+        "        if False:\n",
         "With a configuration of one stage, each of four stages builds the whole model's layers.",
     ),
 )
