@@ -81,6 +81,8 @@ class AnnotatedPage:
     """Modules of this package that the module imports."""
     aliases: dict[str, str] = field(hash=False, default_factory=dict)
     """Imported name -> what it stands for, dotted."""
+    looked_up: dict[str, str] = field(hash=False, default_factory=dict)
+    """The same of names that the module looks up on first use (`exports.lazily`)."""
 
     @property
     def lines(self) -> list[str]:
@@ -130,6 +132,7 @@ def annotate(path: str, source: str) -> AnnotatedPage:
         tuple(names.references()),
         frozenset(names.imports),
         dict(names.aliases),
+        looked_up(tree),
     )
 
 
@@ -280,6 +283,20 @@ def _notes(source: str, definitions: dict) -> dict[int, tuple[str, str, tuple[in
 
 
 # -- What names mean --
+
+
+def looked_up(tree: ast.Module) -> dict[str, str]:
+    """`AnnotatedPage.looked_up`."""
+    constants: dict[str, str] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.Assign):
+            continue
+        if isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name):
+            constants[node.targets[0].id] = node.value.value
+        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "lazily":
+            table = eval(ast.unparse(node.value.args[1]), {}, dict(constants))
+            return {name: target.replace(":", ".") for name, target in table.items()}
+    return {}
 
 
 class _Names:

@@ -86,9 +86,9 @@ class Package:
         if not symbol or symbol in page.definitions:
             return Place(page, symbol)
         head, _, rest = symbol.partition(".")
-        if depth < 8 and head in page.aliases and page.aliases[head] != dotted:
-            target = page.aliases[head] + (f".{rest}" if rest else "")
-            return self.find(target, depth + 1)
+        target = page.aliases.get(head) or page.looked_up.get(head)
+        if depth < 8 and target and target != dotted:
+            return self.find(target + (f".{rest}" if rest else ""), depth + 1)
         return None
 
     @cached_property

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from annotate import looked_up
 from package import ROOT, Package
 
 LEFT_OUT = ROOT / "minimegatron" / "core" / "left_out.json"
@@ -34,7 +35,7 @@ def exports() -> list[Export]:
             if package == "minimegatron.core.local_host":  # Megatron has none
                 continue
             tree = ast.parse(path.read_text())
-            names = _imported(tree) | _looked_up(tree)
+            names = _imported(tree) | looked_up(tree)
             found += [Export(package, name, target) for name, target in sorted(names.items())]
     return found
 
@@ -48,19 +49,6 @@ def _imported(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             offered = set(ast.literal_eval(node.value))
     return {name: target for name, target in targets.items() if name in offered}
-
-
-def _looked_up(tree: ast.Module) -> dict[str, str]:
-    constants: dict[str, str] = {}
-    for node in tree.body:
-        if not isinstance(node, ast.Assign):
-            continue
-        if isinstance(node.value, ast.Constant) and isinstance(node.targets[0], ast.Name):
-            constants[node.targets[0].id] = node.value.value
-        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "lazily":
-            table = eval(ast.unparse(node.value.args[1]), {}, dict(constants))
-            return {name: target.replace(":", ".") for name, target in table.items()}
-    return {}
 
 
 def left_out() -> dict[str, dict[str, list | str]]:

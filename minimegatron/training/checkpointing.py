@@ -206,10 +206,10 @@ def load_checkpoint(
 ) -> tuple[int, int]:
     """Takes the newest complete checkpoint of `--load`, of whatever layout, into all three.
 
-    Returns its iteration, and 0: where Megatron returns the floating-point operations of the run so
-    far, which are not counted here. The iteration is 0 too where there is no checkpoint yet, which only
-    a folder that is also `--save` may be. Raises ValueError or CheckpointingException for one that
-    cannot be used.
+    Returns its iteration, and 0; Megatron's second number is the floating-point operations so far,
+    which nobody counts here. The iteration is 0 too if there is no checkpoint yet; `--load` and
+    `--save` are the same folder then. Raises ValueError or CheckpointingException for a checkpoint
+    that cannot be used.
     """
     args, state = get_args(), get_train_state()
     folder = find_checkpoint(args.load)

@@ -151,6 +151,8 @@ def test_references_stand_where_their_name_stands(package):
 def test_re_exports_lead_to_the_definition(package):
     place = package.find("minimegatron.core.pipeline_parallel.schedules.backward_step")
     assert place.page.module == "minimegatron.core.pipeline_parallel.steps"
+    place = package.find("minimegatron.core.dist_checkpointing.save_tensors")  # on first use
+    assert place.page.module == "minimegatron.core.dist_checkpointing.serialization"
 
 
 def test_importing_nothing():

@@ -6,40 +6,7 @@ These names load `serialization` and others when first used: what it imports,
 `torch.distributed.checkpoint`, takes half a second, and many runs neither save nor load.
 """
 
-from typing import TYPE_CHECKING
-
 from minimegatron.exports import lazily
-
-if TYPE_CHECKING:  # for editors, and for the links of the annotated source
-    from minimegatron.core.dist_checkpointing.core import (
-        check_is_distributed_checkpoint,
-        load_common_state_dict,
-    )
-    from minimegatron.core.dist_checkpointing.mapping import (
-        LocalNonpersistentObject,
-        ShardedTensor,
-    )
-    from minimegatron.core.dist_checkpointing.serialization import (
-        load,
-        load_plain_tensors,
-        load_tensors,
-        load_tensors_metadata,
-        save,
-        save_tensors,
-    )
-
-__all__ = [
-    "LocalNonpersistentObject",
-    "ShardedTensor",
-    "check_is_distributed_checkpoint",
-    "load",
-    "load_common_state_dict",
-    "load_plain_tensors",
-    "load_tensors",
-    "load_tensors_metadata",
-    "save",
-    "save_tensors",
-]
 
 __getattr__, __dir__ = lazily(
     __name__,

@@ -52,6 +52,9 @@ from minimegatron.core.dist_checkpointing.storage import (
 )
 from minimegatron.core.left_out import accepts_left_out
 
+STRATEGY = ("torch_dist", 1)
+"""Megatron's name of what torch.distributed.checkpoint plans; the files are ours (see `storage`)."""
+
 # -- Nested dicts --
 
 
@@ -90,8 +93,8 @@ def load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> St
 
     Returns `sharded_state_dict`'s dicts and lists with tensors in them, and with all plain objects of
     the checkpoint, also those that nobody asked for. A LocalNonpersistentObject is unwrapped.
-    Raises CheckpointingException, on all ranks, for a checkpoint that is incomplete, damaged or of
-    another model.
+    Raises CheckpointingException, on all ranks: before any tensor is changed for a checkpoint that is
+    incomplete or of another model; while reading for one whose bytes have changed.
     Source: `megatron.core.dist_checkpointing.serialization.load`.
     """
     common = load_common_state_dict(checkpoint_dir)
@@ -99,11 +102,19 @@ def load(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> St
     wanted = list(tensors_in(tree))
     for tensor in wanted:
         if tensor.data.is_meta:
-            tensor.data = torch.zeros_like(tensor.data, device="cpu")
-        elif tensor.allow_shape_mismatch:
-            tensor.data.detach().zero_()
+            tensor.data = torch.empty_like(tensor.data, device="cpu")
     load_tensors(wanted, checkpoint_dir)
+    _clear_beyond_saved(wanted, checkpoint_dir)
     return merged(common, tree)
+
+
+def _clear_beyond_saved(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -> None:
+    """Fills with zeros where a tensor is longer here than in the checkpoint."""
+    saved = {key: size for key, size, _ in tensors_of(read_metadata(Path(checkpoint_dir)))}
+    for tensor in tensors:
+        if tensor.allow_shape_mismatch:
+            num_saved = max(0, saved[tensor.key][0] - tensor.global_offset[0])
+            tensor.box[num_saved:].zero_()
 
 
 def get_default_save_sharded_strategy(
@@ -122,10 +133,6 @@ def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> tuple[str, 
     """The strategy that `load` takes. Raises CheckpointingException if the folder has no checkpoint."""
     check_files(checkpoint_dir)
     return STRATEGY
-
-
-STRATEGY = ("torch_dist", 1)
-"""Megatron's name of what torch.distributed.checkpoint plans; the files are ours (see `storage`)."""
 
 
 # -- Boxes --

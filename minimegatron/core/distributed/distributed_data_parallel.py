@@ -178,9 +178,12 @@ class DistributedDataParallel(_BaseDataParallel):
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """From now on a forward gathers no parameters, so that one data-parallel rank may run it alone.
 
-        The parameters are gathered here, unless `param_sync` is off; so every rank must call it.
+        The parameters are gathered here, unless `param_sync` is off; so every rank must call it. A
+        forward while parameters are incomplete then raises RuntimeError.
         """
-        assert self._gathering_hooks, "there are no forward hooks; they need overlap_param_gather"
+        assert self._gathering_hooks, (
+            "there are no forward hooks: they are off already, or overlap_param_gather is"
+        )
         for hook in self._gathering_hooks:
             hook.remove()
         self._gathering_hooks = []
@@ -284,12 +287,21 @@ class DistributedDataParallel(_BaseDataParallel):
 
         Gathering them here would hang whoever asks on one rank only.
         """
+        self._require_complete_params("the next forward")
+        return super().state_dict(prefix, keep_vars, destination)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's; RuntimeError where parts of it are missing and no hook gathers them."""
+        if not self._gathering_hooks:
+            self._require_complete_params("forward hooks, which are off")
+        return super().forward(*inputs, **kwargs)
+
+    def _require_complete_params(self, gathered_by: str) -> None:
         if any(group.params_are_incomplete() for group in self.bucket_groups):
             raise RuntimeError(
-                "with overlap_param_gather, what other ranks have updated is gathered by the next "
-                "forward; call start_param_sync(force_sync=True) on every rank first"
+                "with overlap_param_gather, what other ranks have updated is gathered by "
+                f"{gathered_by}; call start_param_sync(force_sync=True) on every rank first"
             )
-        return super().state_dict(prefix, keep_vars, destination)
 
     def params_were_updated(self) -> None:
         """Called by the distributed optimizer: this rank's shard of every bucket is new.

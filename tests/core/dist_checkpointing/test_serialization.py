@@ -168,3 +168,17 @@ def test_a_shorter_tensor_ends_with_zeros(tmp_path):
     dist_checkpointing.save({"a": whole("a", 3.0)}, tmp_path / "it")
     longer = ShardedTensor.from_rank_offsets("a", torch.ones(4), allow_shape_mismatch=True)
     assert dist_checkpointing.load({"a": longer}, tmp_path / "it")["a"].tolist() == [3, 3, 0, 0]
+    # On a rank that has a later part there may be nothing to load.
+    for part, found in ((0, [3]), (1, [3]), (2, [0])):
+        piece = ShardedTensor.from_rank_offsets(
+            "a", torch.ones(1), (0, part, 3), allow_shape_mismatch=True
+        )
+        assert dist_checkpointing.load({"a": piece}, tmp_path / "it")["a"].tolist() == found
+
+
+def test_a_load_that_is_refused_changes_nothing(tmp_path):
+    dist_checkpointing.save({"a": whole("a", 3.0)}, tmp_path / "it")
+    longer = ShardedTensor.from_rank_offsets("a", torch.ones(4), allow_shape_mismatch=True)
+    with pytest.raises(CheckpointingException, match="b is not in it"):
+        dist_checkpointing.load({"a": longer, "b": whole("b", 1.0)}, tmp_path / "it")
+    assert longer.data.tolist() == [1, 1, 1, 1]

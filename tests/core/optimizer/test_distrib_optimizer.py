@@ -170,17 +170,22 @@ def _gathering_overlaps_the_forward():
     assert chunk.state_dict_for_save_checkpoint("a.").keys() == {
         f"a.{k}" for k in plain.state_dict()
     }
-    optimizer.step()
     for num_gathered in (0, len(chunk.bucket_groups) - 1):
         recorder = Recorder()
         with observed_by(recorder):
             chunk(x)
         assert len(recorder.named("all-gather")) == num_gathered
         if not num_gathered:
+            # After a step it would compute with what other ranks have updated since.
+            optimizer.step()
+            with pytest.raises(
+                RuntimeError, match="forward hooks, which are off; call start_param"
+            ):
+                chunk(x)
             chunk.enable_forward_pre_hook()
     with pytest.raises(AssertionError, match="are there already"):
         chunk.enable_forward_pre_hook()
-    with pytest.raises(AssertionError, match="need overlap_param_gather"):
+    with pytest.raises(AssertionError, match="or overlap_param_gather is"):
         plain.disable_forward_pre_hook()
 
 
