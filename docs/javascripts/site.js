@@ -2,7 +2,7 @@
 // Small things on pages: a filter for long tables, and the calculator on the page of formulas.
 
 // The theme gives its search dialog no name to read out.
-document.querySelector('.md-search[role="dialog"]')?.setAttribute("aria-label", "Search");
+document.querySelector('.md-search[role="dialog"]')?.setAttribute("aria-label", MM.say("search.name"));
 
 // Long names may break after a dot or an underscore.
 for (const code of document.querySelectorAll(":is(h1, h2, h3, td) code, h1, h2, h3"))

@@ -25,10 +25,11 @@ from notebook_pages import write_notebook_pages  # noqa: E402
 from package import ROOT, Package  # noqa: E402
 from site_pages import write_pages  # noqa: E402
 from source_pages import write_source_pages  # noqa: E402
+from strings import write_strings  # noqa: E402
 
 OUT = ROOT / "build" / "docs"
 LINK = re.compile(r"\[([^\]]+)\]\(\.\./((?:notebooks|exercises)/[\w.-]+\.md)\)")
-SKIPPED = {"tools", "overrides", "recordings", "__pycache__", "node_modules"}
+SKIPPED = {"tools", "overrides", "recordings", "strings", "__pycache__", "node_modules"}
 """Folders of docs/ that are no part of the site."""
 
 
@@ -47,6 +48,7 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
     write_source_pages(package, written / "source", pieces / "source")
     write_practice(written, run_notebooks)
     write_pages(package, written, pieces)
+    write_strings(written)
     write_player(package, written)
     write_benchmarks_page(written)
     write_gpu_page(written)
