@@ -235,12 +235,13 @@
   }
 
   // One line through what waits for what: the critical path, or why a gap is there.
-  function drawPath({ pen, marks, layout, x, colours }, path) {
-    const points = path.flatMap(({ track, s, e }) => [[x(s), middleOf(layout, track)], [x(e), middleOf(layout, track)]]);
+  function drawPath({ pen, layout, x, colours }, path) {
+    const low = (track) => layout.tracks[track].lanes[0].y + layout.bar - 5; // below the numbers
+    const points = path.flatMap(({ track, s, e }) => [[x(s), low(track)], [x(e), low(track)]]);
     pen.path(points, colours.inner, 5);
-    pen.path(points, colours.mark, 2.4);
+    pen.path(points, colours.mark, 2.6);
     pen.dot(...points[0], 4.5, colours.mark);
-    if (marks.chosen === null || path.length) pen.dot(...points.at(-1), 3, colours.mark);
+    pen.dot(...points.at(-1), 3, colours.mark);
   }
 
   function drawQuestion({ pen, marks, layout, x, colours }) {

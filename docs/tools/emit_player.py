@@ -39,7 +39,7 @@ def write_player(package: Package, out: Path) -> None:
     """Writes all of it."""
     write_orders(out / "javascripts")
     recordings = read_recordings()
-    chains = {"gpipe": planned_chains(package), "mine": planned_chains(package, "")}
+    chains = {"gpipe": planned_chains(package), "planned": planned_chains(package, "")}
     for name, data in recordings.items():
         resolved = resolve(data, package)
         if name in SCHEDULES:
