@@ -147,8 +147,8 @@
 
     // -- Showing --
 
-    // `letters`: the kinds of work in the plan that is shown.
-    show(letters) {
+    // `plan`: what is shown; its kinds of work decide which times there are to choose.
+    show({ letters, hasPairs }) {
       const { state } = this;
       for (const field of Object.values(this.fields)) field.show();
       for (const radio of this.schedules.querySelectorAll("input")) radio.checked = radio.value === state.schedule;
@@ -156,7 +156,10 @@
       this.overlap.input.checked = Boolean(state.overlap);
       this.overlap.element.hidden = !this.canOverlap;
       this.messages.input.checked = Boolean(state.messages);
-      this.split.hidden = !letters.includes("I");
+      const [input, weight, pair] = this.split.children;
+      input.hidden = weight.hidden = !letters.includes("I");
+      pair.hidden = !hasPairs;
+      this.split.hidden = input.hidden && pair.hidden;
       Object.assign(this.link, { value: state.link });
       Object.assign(this.pair, { value: state.pair });
       Object.assign(this.compare, { value: state.vs });

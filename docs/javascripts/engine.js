@@ -102,7 +102,7 @@
   // From rows and a placement to a plan. `more`: b batched, w tagged, f formulas.
   function decode(orders, rows, placement, more = {}) {
     const ranks = rows.map((word, rank) => decodeRow(word, rank, orders, placement));
-    return { ranks, placement, kinds: orders.kinds, letters: lettersOf(ranks, orders.kinds), batched: Boolean(more.b), tagged: Boolean(more.w), formulas: more.f ?? {}, units: unitsOf(ranks) };
+    return { ranks, placement, kinds: orders.kinds, letters: lettersOf(ranks, orders.kinds), hasPairs: ranks.some((actions) => actions.some((action) => action.parts)), batched: Boolean(more.b), tagged: Boolean(more.w), formulas: more.f ?? {}, units: unitsOf(ranks) };
   }
 
   function lettersOf(ranks, kinds) {

@@ -1,26 +1,56 @@
-// Python beside the page: loads Pyodide and the planner from this site, then answers one request after the
-// other. Started by workbench.js. The Python that answers is docs/tools/in_browser.py.
+// Python beside the page: loads Pyodide and the planner from this site, telling how much is there, then
+// answers one request after the other. Started by workbench.js. The Python that answers is docs/tools/in_browser.py.
+//
+//   in:   {sizes: {file name: bytes}} once, then {number, source, sizes: [p, M, v, G]}
+//   out:  {loaded: bytes}, {starting: true}, {ready: true}; {number, begun: true}, {number, answer: JSON};
+//         {failed: words}
 import { loadPyodide } from "../python/pyodide.mjs";
 
 const folder = new URL("../python/", import.meta.url).href;
+const FETCHED = ["pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json", "planner.zip"];
+const MODULE = "pyodide.asm.mjs"; // imported, not fetched: its bytes count when all of it is there
+let inBrowser = null;
 
-async function start() {
-  const [python, planner] = await Promise.all([
-    loadPyodide({ indexURL: folder }),
-    fetch(`${folder}planner.zip`).then((response) => response.arrayBuffer()),
-  ]);
-  python.unpackArchive(planner, "zip");
-  return python.pyimport("in_browser");
+// A file as a response, read to its end; `count` is told of each piece. No length is asked of the server.
+async function counted(name, count) {
+  const response = await ordinaryFetch(folder + name);
+  if (!response.ok) throw new Error(`${name}: ${response.status} ${response.statusText}`);
+  const reader = response.body.getReader(), pieces = [];
+  for (let next; !(next = await reader.read()).done; pieces.push(next.value)) count(next.value.length);
+  // A server that does not know the type of WebAssembly gives another.
+  return new Response(new Blob(pieces), { headers: { "content-type": name.endsWith(".wasm") ? "application/wasm" : "application/octet-stream" } });
 }
 
-const started = start();
+const ordinaryFetch = globalThis.fetch;
+
+async function start(sizes) {
+  let loaded = 0, told = 0;
+  const count = (bytes) => {
+    loaded += bytes;
+    const now = performance.now();
+    if (now - told < 80) return;
+    told = now;
+    postMessage({ loaded });
+  };
+  // Files that Python asks for are those that are on their way already.
+  const files = new Map(FETCHED.map((name) => [folder + name, counted(name, count)]));
+  globalThis.fetch = (url, ...options) => files.get(String(url)) ?? ordinaryFetch(url, ...options);
+  await Promise.all([...files.values(), import(folder + MODULE).then(() => count(sizes[MODULE] ?? 0))]);
+  postMessage({ starting: true });
+  const python = await loadPyodide({ indexURL: folder });
+  const planner = await (await files.get(`${folder}planner.zip`)).arrayBuffer();
+  globalThis.fetch = ordinaryFetch;
+  python.unpackArchive(planner, "zip");
+  inBrowser = python.pyimport("in_browser");
+  postMessage({ ready: true });
+}
 
 onmessage = async ({ data: { number, source, sizes } }) => {
   try {
-    const inBrowser = await started;
+    if (number === undefined) return await start(sizes);
     postMessage({ number, begun: true });
     postMessage({ number, answer: inBrowser.answer(source, ...sizes) });
   } catch (error) {
-    postMessage({ number, failed: String(error.message ?? error) });
+    postMessage({ failed: String(error.message ?? error) });
   }
 };

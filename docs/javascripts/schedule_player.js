@@ -177,7 +177,7 @@
       if (state.vs && !this.quiz) notes.push(this.addOther());
       this.ends = null;
       this.shades = MM.orders.shades[Math.max(...this.scenes.map(({ v }) => v))] ?? MM.orders.shades[1];
-      this.controls.show(this.scene.plan.letters);
+      this.controls.show(this.scene.plan);
       this.critical.checked = Boolean(state.critical);
       this.status.textContent = notes.filter(Boolean).join(" ");
       this.status.hidden = !this.status.textContent;

@@ -1,37 +1,116 @@
 "use strict";
-// "Edit the Python": a reader writes a schedule, the package's planner makes and checks its plan in this
-// page, and the player draws it. Loaded by schedule_player.js on the first click; Python itself (Pyodide,
+// "Edit the Python": a reader writes a schedule or an order, the package's planner makes and checks its plan
+// in this page, and the player draws it. Loaded by schedule_player.js on the first click; Python itself (Pyodide,
 // in a worker, from this very site) on the first run. Its sizes and the texts to start from come from
 // workbench_data.js, which docs/tools/browser_python.py writes.
 
 (() => {
   const MM = (globalThis.MM ||= {});
-  const make = MM.make;
+  const make = MM.make, say = (...words) => MM.say(...words);
   const SIZES = ["schedule", "p", "M", "v", "G", "overlap"];
-  const PATIENCE = 10; // seconds of running, loading not counted
+  const PATIENCE = 30; // seconds of planning, loading not counted
+  const SHOWN = 6; // problems
+  const KEY = "minimegatron.bench.";
+  document.head.append(make("link", { rel: "stylesheet", href: `${MM.base}stylesheets/workbench.css` }));
+  const megabytes = (bytes) => (bytes / 1e6).toFixed(1);
+
+  // -- Texts: the reader's own, per text to start from, also where the browser stores nothing --
+
+  class Texts {
+    constructor(originals) {
+      this.originals = originals;
+      this.memory = new Map();
+      this.isStored = true;
+    }
+
+    read(key) {
+      if (this.memory.has(key)) return this.memory.get(key);
+      try {
+        return localStorage.getItem(KEY + key);
+      } catch {
+        this.isStored = false;
+        return null;
+      }
+    }
+
+    put(key, text) {
+      this.memory.set(key, text);
+      try {
+        if (text === null) localStorage.removeItem(KEY + key);
+        else localStorage.setItem(KEY + key, text);
+      } catch {
+        this.isStored = false;
+      }
+    }
+
+    has(name) { return name in this.originals; }
+    of(name) { return this.read(name) ?? this.originals[name].source; }
+    isEdited(name) { return this.read(name) !== null; }
+    canUndo(name) { return this.read(`${name}.before`) !== null; }
+
+    write(name, text) {
+      this.put(name, text === this.originals[name].source ? null : text);
+      this.put("last", name);
+    }
+
+    startAgain(name) {
+      this.put(`${name}.before`, this.of(name));
+      this.put(name, null);
+    }
+
+    // The text of before comes back; one that was written since takes its place.
+    undo(name) {
+      const before = this.read(`${name}.before`);
+      this.put(`${name}.before`, this.read(name));
+      this.write(name, before);
+    }
+
+    // What the reader worked at last, if there is anything.
+    get last() {
+      const name = this.read("last");
+      return name && this.has(name) && this.isEdited(name) ? name : null;
+    }
+  }
 
   MM.Workbench = class Workbench {
     constructor(player) {
-      const { sources, python } = MM.workbench;
-      this.player = player;
-      this.plan = null;
-      this.asked = 0;
-      this.text = make("textarea", { class: "mmp-code", rows: 18, spellcheck: "false", autocapitalize: "off", autocomplete: "off", wrap: "off",
-        "aria-label": "A schedule in Python", onkeydown: (event) => this.key(event) });
-      this.from = make("select", { onchange: () => this.start(this.from.value) },
-        ...Object.keys(sources).map((name) => make("option", { value: name }, MM.orders.names[name])));
-      this.go = make("button", { type: "button", class: "mmp-play", onclick: () => this.run() }, "Run");
-      this.verdict = make("div", { class: "mmp-verdict", role: "status" });
-      const why = location.protocol === "file:" ? "A page opened as a file may not run Python; serve the folder (python -m http.server) and come back." : python.missing;
-      this.go.disabled = Boolean(why);
-      this.element = make("section", { class: "mmp-bench", "aria-label": "A schedule of your own" },
-        make("p", {}, "A schedule is a function of one stage that yields what this stage does, in order. Change it: the package's own planner checks it and the timeline shows it."),
-        this.text,
-        make("div", { class: "mmp-tools" }, this.go, make("label", { class: "mmp-field mmp-inline" }, make("span", {}, "Start from "), this.from),
-          make("span", { class: "mmp-remark" }, why || `The first run loads Python (${python.name}, ${python.megabytes} MB) from this site. Ctrl+Enter runs.`)),
-        this.verdict);
-      this.start(player.state.schedule);
+      const { texts, python } = MM.workbench;
+      Object.assign(this, { player, made: null, wanted: null, asked: 0, isBusy: false, isReady: false, follows: false });
+      this.texts = new Texts(texts);
+      this.total = Object.values(python.sizes).reduce((sum, size) => sum + size, 0);
+      this.why = location.protocol === "file:" ? say("bench.file") : python.isMissing ? say("bench.missing") : "";
+      this.build(python);
+      const { schedule } = player.state;
+      this.start(this.texts.last ?? (this.texts.has(schedule) ? schedule : "1f1b"));
     }
+
+    build(python) {
+      const button = (name, act, css = null) => make("button", { type: "button", class: css, onclick: act }, say(name));
+      this.text = make("textarea", { class: "mmp-code", rows: 18, spellcheck: "false", autocapitalize: "off", autocomplete: "off", wrap: "off",
+        "aria-label": say("bench.code"), oninput: () => this.edited(), onkeydown: (event) => this.key(event) });
+      this.from = make("select", { onchange: () => this.start(this.from.value) }, ...["schedule", "order"].map((kind) => make("optgroup", { label: say(`bench.from.${kind}`) },
+        ...Object.keys(this.texts.originals).filter((name) => this.texts.originals[name].kind === kind).map((name) => make("option", { value: name })))));
+      this.again = button("bench.again", () => this.startAgain());
+      this.undo = button("bench.undo", () => this.bringBack());
+      this.go = button("bench.run", () => this.run(), "mmp-play");
+      this.halt = button("bench.stop", () => this.stop());
+      this.bar = make("progress", { "aria-label": say("bench.progress") });
+      this.figure = make("span", { class: "mmp-remark" });
+      this.progress = make("span", { class: "mmp-progress" }, this.bar, this.figure);
+      this.remark = make("span", { class: "mmp-remark" }, this.why || say("bench.first", { name: python.name, megabytes: megabytes(this.total) }));
+      this.kept = make("span", { class: "mmp-remark" });
+      this.verdict = make("div", { class: "mmp-verdict", role: "status" });
+      this.go.disabled = Boolean(this.why);
+      this.element = make("section", { class: "mmp-bench", tabindex: "-1", "aria-label": say("bench.name") },
+        make("p", {}, say("bench.intro")), make("p", { class: "mmp-remark" }, say("bench.two")),
+        make("div", { class: "mmp-tools" }, make("label", { class: "mmp-field mmp-inline" }, make("span", {}, say("bench.from")), this.from), this.again, this.undo, this.kept),
+        this.text,
+        make("div", { class: "mmp-tools" }, this.go, this.halt, this.progress, this.remark),
+        this.verdict);
+      this.showBusy();
+    }
+
+    // -- Open, closed --
 
     get isOpen() {
       return this.element.isConnected;
@@ -39,35 +118,76 @@
 
     open(before) {
       before.before(this.element);
-      this.text.focus();
+      // A keyboard that comes up by itself would hide a small screen.
+      if (matchMedia("(pointer: coarse)").matches) this.element.focus();
+      else this.text.focus();
     }
 
     close() {
+      this.end();
       this.element.remove();
-      this.plan = null;
-      this.worker?.terminate();
-      this.worker = null;
+      this.made = null;
+      this.verdict.replaceChildren();
       this.player.update();
     }
 
-    start(name) {
-      this.from.value = name;
-      this.given = this.text.value = MM.workbench.sources[name];
-      this.verdict.replaceChildren();
+    // What the player shows in place of a schedule of its own: of its present sizes, or nothing.
+    get plan() {
+      return this.made && SIZES.every((key) => this.made.of[key] === this.player.state[key]) ? this.made : null;
     }
 
     // What the player shows has changed: a plan of other sizes is asked for anew.
     leave(key) {
       if (!SIZES.includes(key)) return;
-      const wasShown = this.plan;
-      this.plan = null;
-      this.asked++;
-      if (key === "schedule") {
-        if (this.isOpen && this.text.value === this.given) this.start(this.player.state.schedule);
-      } else if (wasShown && this.isOpen) {
-        clearTimeout(this.later);
-        this.later = setTimeout(() => this.run(), 150);
+      const isFollowing = this.follows && this.isOpen && key !== "schedule";
+      this.made = this.wanted = null;
+      this.follows = isFollowing;
+      clearTimeout(this.later);
+      if (isFollowing) this.later = setTimeout(() => this.run(false), 150);
+      else if (key === "schedule" && this.isOpen) {
+        this.verdict.replaceChildren();
+        const { schedule } = this.player.state;
+        if (this.texts.has(schedule) && !this.texts.isEdited(this.name)) this.start(schedule);
       }
+    }
+
+    // -- Text --
+
+    start(name) {
+      this.name = name;
+      this.text.value = this.texts.of(name);
+      this.text.scrollTop = this.text.scrollLeft = 0;
+      this.verdict.replaceChildren();
+      this.showTexts();
+    }
+
+    edited() {
+      this.texts.write(this.name, this.text.value);
+      this.showTexts();
+    }
+
+    startAgain() {
+      this.texts.startAgain(this.name);
+      this.start(this.name);
+      this.undo.focus();
+    }
+
+    bringBack() {
+      this.texts.undo(this.name);
+      this.start(this.name);
+      this.text.focus();
+    }
+
+    showTexts() {
+      const { texts } = this;
+      for (const option of this.from.querySelectorAll("option")) {
+        const name = MM.orders.names[option.value] ?? say(`bench.text.${option.value}`);
+        option.textContent = texts.isEdited(option.value) ? say("bench.edited", { name }) : name;
+      }
+      this.from.value = this.name;
+      this.again.disabled = !texts.isEdited(this.name);
+      this.undo.hidden = !texts.canUndo(this.name);
+      this.kept.textContent = texts.isEdited(this.name) ? say(texts.isStored ? "bench.kept" : "bench.not-kept") : "";
     }
 
     key(event) {
@@ -78,78 +198,162 @@
       event.stopPropagation(); // the site has keys of its own
     }
 
-    // -- Running it --
+    // -- Running it: one request at a time; the newest is asked for once Python is free --
 
-    async run() {
-      if (this.go.disabled) return;
-      const number = ++this.asked, { p, M, v, G } = this.player.state;
-      this.say(this.worker ? "Running …" : `Loading Python, ${MM.workbench.python.megabytes} MB …`);
-      let answer;
-      try {
-        answer = await this.ask({ number, source: this.text.value, sizes: [p, M, v, G] });
-      } catch (error) {
-        answer = { error: error.message };
-      }
-      if (number !== this.asked) return;
-      this.plan = answer.ranks ? { name: answer.name, config: { schedule: "mine", p, M, v, G }, ranks: answer.ranks, batched: answer.batched, mayStick: true } : null;
-      this.player.clock.pause();
-      Object.assign(this.player.timeline.marks, { t: null, chosen: null });
-      this.player.update();
-      this.show(answer);
+    run(isAsked = true) {
+      if (this.why) return;
+      clearTimeout(this.later);
+      const { p, M, v, G } = this.player.state;
+      this.wanted = { number: ++this.asked, source: this.text.value, sizes: [p, M, v, G], isAsked, of: { ...this.player.state } };
+      this.follows = true;
+      if (this.isBusy) return;
+      this.isBusy = true;
+      if (!this.worker) this.startPython();
+      else if (this.isReady) this.ask();
+      this.showBusy();
     }
 
-    ask(request) {
-      this.worker ||= new Worker(`${MM.base}javascripts/python_worker.mjs`, { type: "module" });
-      const { worker } = this;
-      return new Promise((resolve, reject) => {
-        let patience;
-        const giveUp = (words) => {
-          clearTimeout(patience);
-          worker.terminate();
-          if (this.worker === worker) this.worker = null;
-          reject(new Error(words));
-        };
-        worker.onerror = (event) => giveUp(event.message || "Python did not load.");
-        worker.onmessage = ({ data }) => {
-          if (data.begun) patience = setTimeout(() => giveUp(`It ran for ${PATIENCE} s and was stopped. Does a loop never end?`), 1000 * PATIENCE);
-          else if (data.failed) giveUp(data.failed);
-          else if (data.number === request.number) {
-            clearTimeout(patience);
-            resolve(JSON.parse(data.answer));
-          }
-        };
-        worker.postMessage(request);
-      });
+    startPython() {
+      const worker = new Worker(`${MM.base}javascripts/python_worker.mjs`, { type: "module" });
+      this.worker = worker;
+      worker.onerror = (event) => this.giveUp(event.message || say("bench.failed"));
+      worker.onmessage = ({ data }) => worker === this.worker && this.hear(data);
+      worker.postMessage({ sizes: MM.workbench.python.sizes });
+      this.verdict.replaceChildren(make("p", {}, say("bench.loading")));
+      this.show(0);
+    }
+
+    ask() {
+      if (!this.wanted) return this.rest();
+      const { number, source, sizes } = this.wanted;
+      this.worker.postMessage({ number, source, sizes });
+    }
+
+    hear({ loaded, starting, ready, number, begun, answer, failed }) {
+      if (loaded !== undefined) this.show(loaded);
+      else if (starting) this.countSeconds("bench.starting");
+      else if (ready) {
+        this.isReady = true;
+        this.verdict.replaceChildren();
+        this.ask();
+      } else if (begun) {
+        this.patience = setTimeout(() => this.giveUp(say("bench.patience", { n: PATIENCE })), 1000 * PATIENCE);
+        this.countSeconds("bench.planning");
+      } else if (failed !== undefined) this.giveUp(failed);
+      else if (number !== this.wanted?.number) {
+        clearTimeout(this.patience);
+        this.ask();
+      } else {
+        const { wanted } = this;
+        this.rest();
+        this.take(JSON.parse(answer), wanted);
+      }
+    }
+
+    // Nothing runs any more; Python stays.
+    rest() {
+      clearTimeout(this.patience);
+      clearInterval(this.seconds);
+      this.isBusy = false;
+      this.wanted = null;
+      this.showBusy();
+    }
+
+    // Python ends at once, whatever it does. The next run starts it again, from what the browser has kept.
+    end() {
+      clearTimeout(this.later);
+      this.worker?.terminate();
+      this.worker = null;
+      this.isReady = this.follows = false;
+      this.rest();
+    }
+
+    stop() {
+      this.end();
+      this.verdict.replaceChildren(make("p", {}, say("bench.stopped")));
+      this.go.focus();
+    }
+
+    giveUp(words) {
+      this.end();
+      this.verdict.replaceChildren(make("p", { class: "mmp-not" }, words));
+    }
+
+    // -- How far it is: seen by who looks, not read out --
+
+    showBusy() {
+      this.element.setAttribute("aria-busy", String(this.isBusy));
+      this.halt.hidden = this.progress.hidden = !this.isBusy;
+      this.remark.hidden = this.isBusy;
+    }
+
+    show(loaded) {
+      this.bar.max = this.total;
+      this.bar.value = Math.min(loaded, this.total);
+      this.figure.textContent = say("bench.loaded", { loaded: megabytes(this.bar.value), total: megabytes(this.total) });
+    }
+
+    countSeconds(name) {
+      const begun = performance.now();
+      const count = () => (this.figure.textContent = say(name, { n: Math.floor((performance.now() - begun) / 1000) }));
+      this.bar.removeAttribute("value");
+      clearInterval(this.seconds);
+      this.seconds = setInterval(count, 250);
+      count();
     }
 
     // -- What came of it --
 
-    say(...words) {
-      this.verdict.replaceChildren(make("p", {}, ...words));
+    take(answer, { isAsked, of }) {
+      const { player } = this, hadSplit = this.made?.hasSplit;
+      if (SIZES.some((key) => of[key] !== player.state[key])) return this.run(isAsked);
+      this.made = null;
+      if (answer.rows) {
+        const plan = MM.engine.decode(MM.orders, answer.rows, answer.placement, answer);
+        const hasSplit = plan.letters.includes("I") || plan.hasPairs;
+        this.made = { ...plan, name: answer.name, config: { schedule: "mine", p: of.p, M: of.M, v: answer.v, G: of.G }, mayStick: true, of, hasSplit };
+        // Their times are to be chosen too.
+        if (hasSplit && !hadSplit && player.controls.more) player.controls.more.open = true;
+      }
+      player.clock.pause();
+      player.stopFollowing();
+      Object.assign(player.timeline.marks, { t: null, chosen: null });
+      player.update();
+      this.showAnswer(answer, isAsked);
     }
 
-    show({ error, line, name, problems }) {
+    showAnswer(answer, isAsked) {
+      const { line, name, problems } = answer, error = answer.say ? say(answer.say, answer.values) : answer.error;
       if (error) {
-        this.say(make("b", { class: "mmp-not" }, line ? `Line ${line}: ` : ""), error);
-        if (line) this.select(line);
-      } else if (!problems.length) this.say(make("b", { class: "mmp-right" }, `${name} is right. `), `Each microbatch is done once, each message is met, nobody waits for ever. ${this.compared()}`);
+        this.verdict.replaceChildren(make("p", {}, this.lineLink(line), error));
+        if (line && isAsked) this.select(line);
+      } else if (!problems.length)
+        this.verdict.replaceChildren(make("p", {}, make("b", { class: "mmp-right" }, say("bench.right", { name })), ` ${say("bench.right.why")} ${this.compared()}`));
       else {
-        const first = problems.slice(0, 6), more = problems.length - first.length;
-        this.verdict.replaceChildren(make("p", {}, make("b", { class: "mmp-not" }, `${problems.length} problem${problems.length > 1 ? "s" : ""} in ${name}.`), this.plan ? "" : " Not drawn."),
-          make("ul", {}, ...first.map(({ kind, text }) => make("li", {}, make("b", {}, `${kind}: `), text)), more ? make("li", {}, `and ${more} more`) : null));
+        const more = problems.length - SHOWN;
+        this.verdict.replaceChildren(make("p", {}, make("b", { class: "mmp-not" }, say("bench.problems", { n: problems.length, name })), this.made ? "" : ` ${say("bench.not-drawn")}`),
+          make("ul", {}, ...problems.slice(0, SHOWN).map((problem) => make("li", {}, this.lineLink(problem.line), make("b", {}, `${problem.kind}: `), problem.text)),
+            more > 0 ? make("li", {}, say("bench.more", { n: more })) : null));
       }
     }
 
     compared() {
       const { player } = this, { state } = player, schedule = state.p === 1 ? "no-pipelining" : state.schedule;
-      const theirs = MM.engine.simulate(MM.engine.planOf(MM.orders, { ...state, schedule }), player.costs(), state.link === "buffered");
-      return `It takes ${MM.words.number(player.step.makespan)}; ${MM.orders.names[schedule]} takes ${MM.words.number(theirs.makespan)}.`;
+      const plan = MM.engine.planOf(MM.orders, { ...state, schedule });
+      const theirs = MM.engine.simulate(plan, player.costs(plan.placement.stages[0].length), state.link === "buffered");
+      return say("bench.compared", { time: MM.words.number(player.scene.step.makespan), other: MM.orders.names[schedule], otherTime: MM.words.number(theirs.makespan) });
+    }
+
+    lineLink(line) {
+      return line ? [make("button", { type: "button", class: "mmp-link", onclick: () => this.select(line) }, say("bench.line", { line })), " "] : null;
     }
 
     select(line) {
       const lines = this.text.value.split("\n"), start = lines.slice(0, line - 1).join("\n").length + (line > 1 ? 1 : 0);
       this.text.focus();
       this.text.setSelectionRange(start, start + (lines[line - 1] ?? "").length);
+      const height = this.text.scrollHeight / lines.length;
+      this.text.scrollTop = Math.max(0, (line - 4) * height);
     }
   };
 })();

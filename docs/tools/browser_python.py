@@ -31,12 +31,18 @@ FILES = (
 )
 CACHE = ROOT / "build" / "pyodide"
 ENTRY = Path(__file__).with_name("in_browser.py")
+BESIDE = Path(__file__).with_name("plan_words.py")
+"""What the entry imports that is not of the package."""
+
+EXAMPLES = Path(__file__).with_name("example_orders.py")
+WRITTEN = "minimegatron.planner.written_schedules"
+ORDERS = "minimegatron.core.pipeline_parallel.orders"
 SCHEDULES = {
     "gpipe": ["gpipe"],
     "1f1b": ["_steady_iteration", "one_forward_one_backward"],
     "interleaved": ["_Interleaved", "interleaved"],
 }
-"""What a reader may start from: definitions of `planner.written_schedules`, the schedule last."""
+"""Schedules with their messages to start from: definitions of `WRITTEN`, the schedule last."""
 
 NOTICE = f"""Pyodide {VERSION}, unchanged, from the npm package `pyodide`: CPython for the browser.
 Licence: Mozilla Public License 2.0. Source: https://github.com/pyodide/pyodide
@@ -46,24 +52,23 @@ planner.zip holds modules of minimegatron, under this project's own licence.
 
 def write_browser_python(package: Package, out: Path) -> None:
     """Everything that "Edit the Python" loads."""
-    folder, missing = out / "python", ""
+    folder, is_missing = out / "python", False
     try:
         archive = fetch_pyodide()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        missing = "This site was built without Python for the browser: npm could not fetch it."
-        print(f"{missing} ({error})")
+        is_missing = True
+        print(f"The site has no Python for the browser: npm could not fetch it ({error})")
     else:
         folder.mkdir(parents=True)
         unpack(archive, folder)
         (folder / "planner.zip").write_bytes(planner_zip(package, CACHE / "planner.zip"))
         (folder / "README.txt").write_text(NOTICE)
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*"))
     data = {
-        "sources": {name: starting_text(package, names) for name, names in SCHEDULES.items()},
+        "texts": starting_texts(package),
         "python": {
             "name": f"Pyodide {VERSION}",
-            "megabytes": f"{num_bytes / 1e6:.1f}",
-            "missing": missing,
+            "isMissing": is_missing,
+            "sizes": {path.name: path.stat().st_size for path in folder.glob("*.*")},
         },
     }
     path = out / "javascripts" / "workbench_data.js"
@@ -136,7 +141,8 @@ def _imported(package: Package, tree: ast.Module) -> list[str]:
 def planner_zip(package: Package, path: Path) -> bytes:
     """The modules and their packages' `__init__`, as one archive that Python can unpack."""
     # `minimegatron/__init__.py` imports the old names of modules.
-    text = f"import minimegatron.moved\n{ENTRY.read_text()}"
+    beside = [ENTRY, BESIDE]
+    text = "\n".join(["import minimegatron.moved", *(path.read_text() for path in beside)])
     names = {package.pages[name].path for name in needed_modules(package, text)}
     for name in list(names):
         parents = Path(name).parents
@@ -146,21 +152,47 @@ def planner_zip(package: Package, path: Path) -> bytes:
             # One date for all, so that equal sources make equal archives.
             info = zipfile.ZipInfo(name)
             archive.writestr(info, (ROOT / name).read_bytes(), zipfile.ZIP_DEFLATED)
-        archive.writestr(zipfile.ZipInfo(ENTRY.name), ENTRY.read_bytes(), zipfile.ZIP_DEFLATED)
+        for file in beside:
+            archive.writestr(zipfile.ZipInfo(file.name), file.read_bytes(), zipfile.ZIP_DEFLATED)
     return path.read_bytes()
 
 
 # -- Where a reader starts --
 
 
-def starting_text(package: Package, names: list[str]) -> str:
-    """Definitions of `planner.written_schedules` as a file of their own, with the imports they use."""
-    page = package.pages["minimegatron.planner.written_schedules"]
-    tree = ast.parse("\n".join(page.lines))
+def starting_texts(package: Package) -> dict[str, dict[str, str]]:
+    """Name -> {kind: "schedule" (with its messages) or "order" (work alone), source: the text}."""
+    texts = {
+        name: {"kind": "schedule", "source": text_of(package.pages[WRITTEN].lines, names, WRITTEN)}
+        for name, names in SCHEDULES.items()
+    }
+    breadth_first = text_of(package.pages[ORDERS].lines, ["breadth_first"], ORDERS)
+    texts["breadth-first"] = {"kind": "order", "source": breadth_first}
+    lines = EXAMPLES.read_text().splitlines()
+    for node in ast.parse("\n".join(lines)).body:
+        if isinstance(node, ast.FunctionDef):
+            name = ast.literal_eval(node.decorator_list[0].args[0])
+            text = text_of(lines, [node.name], keeps_decorators=True)
+            texts[name] = {"kind": "order", "source": text}
+    return texts
+
+
+def text_of(
+    lines: list[str], names: list[str], module: str = "", keeps_decorators: bool = False
+) -> str:
+    """Definitions of a file as a file of their own, with the imports that they use.
+
+    `module` is what the file is imported as: a text takes the file's other definitions from there.
+    Without their decorators definitions register nothing: the page takes the last function.
+    """
+    tree = ast.parse("\n".join(lines))
     found = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef)}
     nodes = [found[name] for name in names]
+    first_lines = []
     for node in nodes:
-        node.decorator_list = []  # the page takes the function itself
+        decorators = node.decorator_list if keeps_decorators else []
+        first_lines.append(min([node.lineno, *(d.lineno for d in decorators)]))
+        node.decorator_list = decorators
     used = {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
     imports = []
     for node in tree.body:
@@ -168,5 +200,10 @@ def starting_text(package: Package, names: list[str]) -> str:
             kept = [alias.name for alias in node.names if alias.name in used]
             if kept:
                 imports.append(f"from {node.module} import {', '.join(kept)}")
-    texts = ["\n".join(page.lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
+    if own := sorted(used & found.keys() - set(names)):
+        imports.append(f"from {module} import {', '.join(own)}")
+    texts = [
+        "\n".join(lines[first - 1 : node.end_lineno])
+        for first, node in zip(first_lines, nodes, strict=True)
+    ]
     return "\n\n\n".join(["\n".join(imports), *texts]) + "\n"

@@ -1,25 +1,65 @@
-"""Plans and checks a schedule that a reader has typed; the answer is JSON for the page.
+"""Plans and checks what a reader has typed, a schedule or an order; the answer is JSON for the page.
 
-Run by: docs/javascripts/python_worker.mjs, in Pyodide, where only the standard library and the planner
-are (see `browser_python`); tests/docs runs it as it is. Calls: `planner.plan`, `planner.plan_check`.
+Run by: docs/javascripts/python_worker.mjs, in Pyodide, where only the standard library, the planner
+and `plan_words` are (see `browser_python`); tests/docs runs it as it is. Calls: `planner.plan`,
+`planner.plan_check`.
+
+A text may register what it defines (`register_order`, `register_schedule`): the last one counts, and is
+forgotten afterwards. Else the last public function counts: of a `rank`, it is an order, whose
+messages the planner adds; of a `stage` or anything else, a schedule that names its own.
 """
 
+import dataclasses
 import functools
+import inspect
 import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from minimegatron.planner.actions import ACTIVATION, COMMUNICATE, SEND, Action
-from minimegatron.planner.plan import plan
-from minimegatron.planner.plan_check import Problem, check
+from plan_words import placement_data, row
+
+from minimegatron.core.pipeline_parallel.order_check import Problem, ScheduleError
+from minimegatron.core.pipeline_parallel.orders import (
+    INTERLEAVED,
+    TAGGED,
+    Schedule,
+    get_schedule,
+    schedule_names,
+    unregister,
+)
+from minimegatron.core.pipeline_parallel.placement import LOOP, Rule
+from minimegatron.core.pipeline_parallel.work import COMMUNICATE, KINDS, Action, Work, parts_of
+from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.plan_check import check
 
 FILE = "schedule.py"
+MODULE = "schedule"
 MAX_ACTIONS = 20_000
 """Of one stage. A loop without end would otherwise fill the page's memory."""
 
 NOT_DRAWN = {"range", "peer"}
 """Problems with which a plan has work or messages that do not exist."""
+
+
+@dataclass
+class Followed:
+    """What was seen while the reader's function ran."""
+
+    lines: dict[int, list[int | None]] = field(default_factory=lambda: defaultdict(list))
+    """Rank -> the line of the reader's text that each thing it yielded comes from."""
+    has_chunks: bool = False
+    """Whether anything belonged to another chunk than the first."""
+
+
+class Refused(ValueError):
+    """Words of docs/strings, by name, with what they fill in."""
+
+    def __init__(self, name: str, line: int | None = None, **values: Any):
+        super().__init__(name)
+        self.name, self.line, self.values = name, line, values
 
 
 def answer(source: str, p: int, M: int, v: int, G: int) -> str:
@@ -28,24 +68,128 @@ def answer(source: str, p: int, M: int, v: int, G: int) -> str:
     >>> json.loads(answer("def idle(stage):\\n    yield stage.forword(0)", 1, 1, 1, 0))
     {'error': "AttributeError: 'Stage' object has no attribute 'forword'", 'line': 2}
     """
+    seen = Followed()
     try:
-        function = schedule_of(source)
-        chunks = {"vpp": v, "group_size": G} if v > 1 else {}
-        step = plan(bounded(function), p, M, **chunks)
-        problems = check(step)
+        found = schedule_of(source)
+        chunks = chunks_of(found, p, v, G)
+        step, problems = planned(found, p, M, chunks, seen)
+        if chunks and found.placement is None and not seen.has_chunks:
+            # It knows of one chunk, whatever the page shows.
+            seen = Followed()
+            step, problems = planned(found, p, M, {}, seen)
     except Exception as error:
-        return json.dumps(error_of(error))
-    data: dict[str, Any] = {
-        "name": function.__name__,
-        "problems": [{"kind": x.kind, "text": words_of(x)} for x in problems],
-        "batched": step.config.batch_p2p_comm,
-    }
-    if not NOT_DRAWN & {problem.kind for problem in problems}:
-        data["ranks"] = [
-            [action_data(action, index) for index, action in enumerate(actions)]
-            for actions in step.ranks
-        ]
+        return json.dumps(error_data(error, seen))
+    data: dict[str, Any] = {"name": found.name, "problems": problem_data(problems, seen)}
+    if step is not None and not NOT_DRAWN & {problem.kind for problem in problems}:
+        data |= plan_data(step)
     return json.dumps(data)
+
+
+def chunks_of(found: Schedule, p: int, v: int, G: int) -> dict[str, int]:
+    """The chunks to ask for: those that the page shows, where the placement leaves a choice."""
+    rule = found.placement
+    if isinstance(rule, Rule) and rule.num_model_chunks is not None:
+        return {}
+    if v == 1 and (rule is LOOP or found.name == INTERLEAVED):
+        v, G = 2, p
+    return {"vpp": v, "group_size": G or p} if v > 1 else {}
+
+
+def planned(
+    found: Schedule, p: int, M: int, chunks: dict[str, int], seen: Followed
+) -> tuple[Plan | None, list[Problem]]:
+    """The plan and its problems. An order that cannot be done has no messages, so no plan."""
+    try:
+        step = plan(followed(found, seen), p, M, **chunks)
+    except ScheduleError as error:
+        return None, error.problems
+    return step, check(step)
+
+
+# -- What the text defines --
+
+
+def schedule_of(source: str) -> Schedule:
+    """What it registers, or else its last public function. The planner's names stay as they were."""
+    known = {name: get_schedule(name) for name in schedule_names()}
+    namespace: dict[str, Any] = {"__name__": MODULE}
+    try:
+        exec(compile(source, FILE, "exec"), namespace)
+        registered = [get_schedule(name) for name in schedule_names() if name not in known]
+    finally:
+        for name in schedule_names():
+            if name not in known:
+                unregister(name)
+    if registered:
+        return registered[-1]
+    functions = [
+        x
+        for name, x in namespace.items()
+        if inspect.isfunction(x) and x.__module__ == MODULE and name[0] != "_"
+    ]
+    if not functions:
+        raise Refused("bench.error.none")
+    function = functions[-1]
+    kind = (
+        "order" if next(iter(inspect.signature(function).parameters), "") == "rank" else "messages"
+    )
+    return Schedule(function.__name__, **{kind: function})
+
+
+# -- Running it, line by line --
+
+
+def followed(schedule: Schedule, seen: Followed) -> Schedule:
+    """The same, refused where it goes on and on; `seen` gets what it yields."""
+    kind = "messages" if schedule.messages else "order"
+    function = getattr(schedule, kind)
+
+    @functools.wraps(function)
+    def run(where: Any) -> Any:
+        yielded = function(where)
+        if not isinstance(yielded, Iterable) or isinstance(yielded, str | tuple):
+            return yielded
+        return first_actions(yielded, where.pp_rank, seen)
+
+    return dataclasses.replace(schedule, **{kind: run})
+
+
+def first_actions(yielded: Iterable, rank: int, seen: Followed) -> Iterator:
+    lines = seen.lines[rank]
+    for count, action in enumerate(yielded):
+        lines.append(line_of(yielded))
+        if count == MAX_ACTIONS:
+            raise Refused("bench.error.endless", lines[-1], rank=rank, n=MAX_ACTIONS)
+        yield action
+        if not isinstance(action, Work | Action):
+            return  # whoever takes it says so in words; it is the last thing that was seen
+        chunks = [part.chunk for part in action.parts or (action,)]
+        seen.has_chunks |= any(chunk not in (0, None) for chunk in chunks)
+
+
+def line_of(yielded: Any) -> int | None:
+    """Where a generator stands: the innermost line of the reader's text."""
+    line = None
+    while inspect.isgenerator(yielded):
+        frame = yielded.gi_frame
+        if frame is not None and frame.f_code.co_filename == FILE:
+            line = frame.f_lineno
+        yielded = yielded.gi_yieldfrom
+    return line
+
+
+# -- The answer --
+
+
+def problem_data(problems: list[Problem], seen: Followed) -> list[dict[str, Any]]:
+    found = []
+    for problem in problems:
+        data: dict[str, Any] = {"kind": problem.kind, "text": words_of(problem)}
+        of_rank = seen.lines[problem.rank]
+        if problem.index is not None and problem.index < len(of_rank):
+            data["line"] = of_rank[problem.index]
+        found.append(data)
+    return found
 
 
 def words_of(problem: Problem) -> str:
@@ -55,69 +199,38 @@ def words_of(problem: Problem) -> str:
     return f"rank {problem.rank}, microbatch {problem.microbatch}: {problem.text}"
 
 
-def schedule_of(source: str) -> Callable:
-    """The last public function that the text defines."""
-    namespace: dict[str, Any] = {"__name__": "schedule"}
-    exec(compile(source, FILE, "exec"), namespace)
-    functions = [
-        x
-        for name, x in namespace.items()
-        if callable(x) and getattr(x, "__module__", "") == "schedule" and name[0] != "_"
-    ]
-    if not functions:
-        raise ValueError("there is no function; write def my_schedule(stage): ...")
-    return functions[-1]
-
-
-def bounded(function: Callable) -> Callable:
-    """The schedule, refused where it goes on and on."""
-
-    @functools.wraps(function)
-    def schedule(stage: Any) -> Any:
-        yielded = function(stage)
-        return first_actions(yielded, stage) if isinstance(yielded, Iterable) else yielded
-
-    return schedule
-
-
-def first_actions(yielded: Iterable, stage: Any) -> Iterator:
-    for count, action in enumerate(yielded):
-        if count == MAX_ACTIONS:
-            raise ValueError(
-                f"stage {stage.pp_rank} has yielded {MAX_ACTIONS} actions and goes on; end its loop"
-            )
-        yield action
-
-
-def error_of(error: Exception) -> dict[str, Any]:
+def error_data(error: Exception, seen: Followed) -> dict[str, Any]:
     """In words, with the line of the reader's text that it comes from."""
-    if isinstance(error, SyntaxError):
-        return {"error": f"{type(error).__name__}: {error.msg}", "line": error.lineno}
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == FILE]
-    is_ours = isinstance(error, ValueError) and not lines
-    words = str(error) if is_ours else f"{type(error).__name__}: {error}"
-    return {"error": words} | ({"line": lines[-1]} if lines else {})
+    if isinstance(error, Refused):
+        data: dict[str, Any] = {"say": error.name, "values": error.values, "line": error.line}
+    elif isinstance(error, SyntaxError):
+        data = {"error": f"{type(error).__name__}: {error.msg}", "line": error.lineno}
+    else:
+        own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == FILE]
+        is_ours = isinstance(error, ValueError) and not own
+        data = {"error": str(error) if is_ours else f"{type(error).__name__}: {error}"}
+        data["line"] = own[-1] if own else last_line(seen, str(error))
+    return {name: value for name, value in data.items() if value is not None}
 
 
-def action_data(action: Action, index: int) -> dict[str, Any]:
-    """An action as docs/javascripts/engine.js reads it."""
-    data = {"rank": action.rank, "phase": action.phase, "index": index}
-    if action.kind != COMMUNICATE:
-        letter = action.kind[0].upper()
-        return data | {"kind": letter, "mb": action.microbatch, "chunk": action.chunk}
-    messages = [
-        {
-            "send": message.direction == SEND,
-            "activation": message.payload == ACTIVATION,
-            "peer": message.peer,
-            "mb": message.microbatch,
-            "chunk": message.chunk,
-        }
-        for message in action.messages
-    ]
-    return data | {
-        "kind": "C",
-        "call": action.call,
-        "messages": messages,
-        "overlap": action.overlap,
+def last_line(seen: Followed, words: str) -> int | None:
+    """Where the planner refused what was yielded last."""
+    found = [lines[-1] for lines in seen.lines.values() if lines]
+    return found[-1] if found and " yielded " in words else None
+
+
+def plan_data(step: Plan) -> dict[str, Any]:
+    """The plan as docs/javascripts/engine.js reads it; see `plan_words`."""
+    config, computed = step.config, set()
+    for actions in step.ranks:
+        for action in actions:
+            if action.kind != COMMUNICATE:
+                computed |= {part.kind for part in parts_of(action)}
+    letters = "".join(kind.letter for kind in KINDS.values() if kind.name in computed)
+    return {
+        "rows": [row(actions) for actions in step.ranks],
+        "placement": placement_data(config.placement, letters),
+        "b": int(config.batch_p2p_comm),
+        "w": int(config.wire == TAGGED),
+        "v": config.num_model_chunks,
     }
