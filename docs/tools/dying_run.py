@@ -1,8 +1,9 @@
 """`pretrain_gpt`, but one rank comes to its end in the middle of a step, once.
 
-Run by: `record_restart` and `record_verdicts`, under torchrun. Calls: `minimegatron.pretrain_gpt`. The rank
-kills itself, with the signal that the kernel sends when memory runs out; or it stops itself, as Ctrl-Z and
-a debugger do. After torchrun's restart it does so no more.
+Run by: `record_restart` and `record_verdicts`, under torchrun. Calls: `minimegatron.pretrain_gpt`.
+
+The rank kills itself, with the signal that the kernel sends when memory runs out; or it stops itself,
+as Ctrl-Z and a debugger do. After torchrun's restart it does so no more.
 """
 
 import argparse

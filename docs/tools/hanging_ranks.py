@@ -1,7 +1,7 @@
 """Small jobs that hang, each by one mistake that people make; the hang doctor says why.
 
-Run by: `record_verdicts`; or `python docs/tools/hanging_ranks.py NAME` to see one. Calls: `launch`, with
-a short hang time-out. The page on hangs shows these functions beside what was printed.
+Run by: `record_verdicts`; or `python docs/tools/hanging_ranks.py NAME` to see one. Calls: `launch`,
+with a short hang time-out. The page on hangs shows what was printed.
 """
 
 import sys
@@ -75,6 +75,12 @@ def _raise_for_a_bad_sample(*unused: object, **also_unused: object) -> None:
     raise ValueError("token 50257 is not in the vocabulary")
 
 
+def unequal_microbatches() -> None:
+    """Each stage has worked out the number of microbatches from its own data."""
+    num_microbatches = 4 if dist.get_rank() == 0 else 6
+    gpt_step.on_these_ranks({"pp": 2, "num_microbatches": num_microbatches}).forward_backward()
+
+
 def data_that_does_not_come() -> None:
     """The first stage waits for a file system; the other one waits for the first stage."""
     step = gpt_step.on_these_ranks({"pp": 2, "num_microbatches": 4})
@@ -94,6 +100,7 @@ NUM_RANKS = {
     evaluation_on_one_rank: 3,
     groups_in_another_order: 2,
     exception_that_is_caught: 3,
+    unequal_microbatches: 2,
     data_that_does_not_come: 2,
 }
 JOBS = {function.__name__: function for function in NUM_RANKS}

@@ -30,14 +30,14 @@ SAVED, DIES, LAST = 50, 57, 60
 DYING_RANK = 3
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --padded-vocab-size 512 --micro-batch-size 2 --global-batch-size 16 --lr 1e-2 "
-    f"--eval-iters 0 --log-interval 1 --train-iters {LAST} --save-interval {SAVED}"
+    "--max-position-embeddings 32 --padded-vocab-size 512 --micro-batch-size 2 --global-batch-size 16 "
+    f"--lr 1e-2 --eval-iters 0 --log-interval 1 --train-iters {LAST} --save-interval {SAVED}"
 ).split()
-FP16 = "--fp16 --initial-loss-scale 65536 --loss-scale-window 20".split()
-DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
-NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
-STAGES = "--pipeline-model-parallel-size 2".split()
-TENSOR = "--tensor-model-parallel-size 2".split()
+FP16 = ["--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "20"]
+DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+STAGES = ["--pipeline-model-parallel-size", "2"]
+TENSOR = ["--tensor-model-parallel-size", "2"]
 DYING = f"--dying-rank {DYING_RANK} --dying-step {DIES}".split()
 
 
@@ -56,6 +56,8 @@ def main() -> None:
         run(folder, "plain-other", 2, [*TENSOR, *NO_DROPOUT])
         found = {
             "provenance": provenance("record_restart"),
+            "steps": {"saved": SAVED, "dies": DIES, "last": LAST},
+            "dying rank": DYING_RANK,
             "runs": runs,
             "saved": saved_numbers(folder / "died"),
             "differences": {
@@ -78,7 +80,7 @@ def run(
     print(f"{name}: {seconds:.0f} s")
     if not any(f"saved checkpoint of iteration {LAST}" in line for line in lines):
         raise RuntimeError(f"{name} did not come to its end:\n" + "\n".join(lines))
-    return {"command": command, "lines": lines}
+    return {"command": command, "lines": [line for line in lines if line]}
 
 
 def start_from(source: Path, target: Path) -> None:

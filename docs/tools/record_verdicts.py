@@ -1,16 +1,17 @@
 """Records what the hang doctor says of real hangs, into docs/tools/verdicts.json.
 
-Run by: `python docs/tools/record_verdicts.py`, about a minute on two cores. Calls: labs of the exercises,
-the jobs of `hanging_ranks`, and `dying_run` under torchrun with a rank that is stopped.
+Run by: `python docs/tools/record_verdicts.py`, about a minute on two cores. Calls: labs of the
+exercises, the jobs of `hanging_ranks`, and `dying_run` under torchrun with a rank that is stopped.
 
     {"provenance": {...}, "verdicts": {name: {"kind", "command", "lines"}}}
 
-A verdict is kept from its first line to the last of "Each rank"; the Python stacks below it, which are of
-this machine, are not. Its kind is told by its advice, of which each kind has one.
+A verdict is kept from its first line to the last of "Each rank"; the Python stacks below it, which are
+of this machine, are not. Its kind is told by its advice, of which each kind has one.
 """
 
 import json
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,12 +30,12 @@ from minimegatron.exercises.labs.labs import find_lab, run_lab, start_lab  # noq
 OUT = HERE / "verdicts.json"
 LABS = ("interleaved-warm-up-once", "all-stages-send-first", "gradient-to-the-next-stage")
 LAST_LINE = "(* = where to look first"
-STOPPED = (
+STOPPED = shlex.split(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --eval-iters 0 "
-    "--train-iters 5 --pipeline-model-parallel-size 4 --hang-timeout 5 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 "
+    "--eval-iters 0 --train-iters 5 --pipeline-model-parallel-size 4 --hang-timeout 5 "
     "--dying-rank 2 --dying-step 3 --dying-forward 4 --dying-signal SIGSTOP"
-).split()
+)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ LOG_HEAD = re.compile(r"^[WEI]\d{4} [\d:.]+ \d+ \S+\] ")
 def plain(text: str) -> str:
     """Without names of this machine and its folders, and without the date in torchrun's lines.
 
-    >>> plain("E1125 08:29:55.946000 17313 /x/elastic/multiprocessing/api.py:1002] failed (exitcode: -9)")
+    >>> plain("E1125 08:29:55.946000 17313 /x/multiprocessing/api.py:1002] failed (exitcode: -9)")
     'torchrun: failed (exitcode: -9)'
     """
     text = LOG_HEAD.sub("torchrun: ", text)
@@ -36,8 +36,8 @@ def plain(text: str) -> str:
 
 def printed_lines(output: str) -> list[str]:
     """The lines of a terminal, where a bar is written over by what comes after it."""
-    lines = [line.rstrip() for line in re.split(r"[\r\n]", output)]
-    return [plain(line) for line in lines if line and not BAR.search(line)]
+    lines = [line.rpartition("\r")[2].rstrip() for line in output.split("\n")]
+    return [plain(line) for line in lines if not BAR.search(line)]
 
 
 def torchrun(num_ranks: int, words: Sequence[object], folder: Path) -> tuple[str, list[str], float]:
