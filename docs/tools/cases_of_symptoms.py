@@ -61,21 +61,24 @@ def step(which: str) -> int:
 def restart_command(run: str) -> str:
     """What was typed, in lines that fit."""
     words = restart()["runs"][run]["command"]
-    lines = textwrap.wrap(words, 92, break_on_hyphens=False, break_long_words=False)
+    lines = textwrap.wrap(words, 84, break_on_hyphens=False, break_long_words=False)
     return _console(["$ " + " \\\n    ".join(lines)])
 
 
 def restart_log(run: str, start: str, end: str) -> str:
-    """What was printed, from the first line with `start` to the first one after it with `end`."""
+    """What was printed, from the line with `start` to the next with `end`; some steps left out."""
     lines = restart()["runs"][run]["lines"]
     first = next(i for i, line in enumerate(lines) if start in line)
     last = next(i for i in range(first, len(lines)) if end in lines[i])
-    shown = [line for line in lines[first : last + 1] if line]
+    shown = lines[first : last + 1]
+    steps = [line for line in shown if line.startswith(" iteration ")]
+    shown = [" ..." if line in steps[1:-1] else line for line in shown]
+    shown = [line for line, before in zip(shown, ["", *shown], strict=False) if line != before]
     return _console([part for line in shown for part in _wrapped(line)])
 
 
 def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(line, 100, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    return textwrap.wrap(line, 80, subsequent_indent="  ", break_on_hyphens=False) or [""]
 
 
 def _console(lines: list[str]) -> str:
@@ -160,7 +163,7 @@ def verdicts() -> dict[str, Any]:
 def verdict(name: str) -> str:
     """The command, and what was printed; empty lines are left out where they only make it longer."""
     one = verdicts()[name]
-    words = textwrap.wrap(one["command"], 92, break_on_hyphens=False, break_long_words=False)
+    words = textwrap.wrap(one["command"], 84, break_on_hyphens=False, break_long_words=False)
     return _console(["$ " + " \\\n    ".join(words), "...", *one["lines"]])
 
 

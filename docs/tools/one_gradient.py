@@ -154,21 +154,20 @@ def context_table(c: int = 2) -> str:
 
 def dividers(per_token: bool) -> list[tuple[str, str]]:
     """Where something is divided or multiplied, in order: the function, and what it does there."""
-    d = len(SUMS)
     tokens = number(follow(SUM, per_token).num_tokens)
     return [
-        ("loss function", "Σ of token losses"),
-        ("forward_step_calc_loss", "nothing" if per_token else f"÷ n ÷ M = {len(SUMS[0])}"),
-        ("backward_step", f"× S = {number(LOSS_SCALE)}, add up"),
-        ("DDP", "sum of ranks" if per_token else f"÷ d = {d}, sum of ranks"),
+        ("loss function", "returns sum, n"),
+        ("forward_step", "nothing" if per_token else "÷ n, ÷ M"),
+        ("backward_step", "× S, add up"),
+        ("DDP", "sum" if per_token else "÷ d, sum"),
         ("finalize", f"÷ {tokens} tokens" if per_token else "nothing"),
-        ("optimizer", f"÷ S = {number(LOSS_SCALE)}"),
+        ("optimizer", "÷ S"),
     ]
 
 
 # -- The picture --
 
-COLUMN, ROW, BOX = 142, 40, 96
+COLUMN, ROW, BOX = 104, 38, 78
 
 
 def flow_figure(per_token: bool) -> str:
@@ -183,7 +182,7 @@ def flow_figure(per_token: bool) -> str:
         [(1.5, number(one.after_finalize), 2)],
         [(1.5, number(one.after_unscale), 2)],
     ]
-    parts, top, left = [], 64, 96
+    parts, top, left = [], 54, 78
     for place, (who, what) in enumerate(dividers(per_token)):
         x = left + place * COLUMN + BOX / 2
         quiet = " mm-quiet" if what == "nothing" else ""
@@ -192,8 +191,8 @@ def flow_figure(per_token: bool) -> str:
     for rank, counts in enumerate(COUNTS):
         for mb, n in enumerate(counts):
             y = top + (2 * rank + mb) * ROW
-            parts.append(pictures.text(4, y + 12, f"rank {rank}, mb {mb}", "mm-small"))
-            parts.append(pictures.text(4, y + 26, f"n = {n}", "mm-small mm-quiet"))
+            parts.append(pictures.text(0, y + 12, f"rank {rank}, mb {mb}", "mm-small"))
+            parts.append(pictures.text(0, y + 26, f"n = {n}", "mm-small mm-quiet"))
     for place, boxes in enumerate(columns):
         x = left + place * COLUMN
         for y, words, hue in boxes:
@@ -207,7 +206,8 @@ def flow_figure(per_token: bool) -> str:
         f"{who}, {what}: {', '.join(words for _, words, _ in boxes)}"
         for (who, what), boxes in zip(dividers(per_token), columns, strict=True)
     )
-    return pictures.svg(width, height, title, parts)
+    svg = pictures.svg(width, height, title, parts)
+    return svg.replace('class="mm-picture"', 'class="mm-picture mm-flowing"')
 
 
 def _lines(before: list[tuple], after: list[tuple], x: float, top: float) -> list[str]:
