@@ -201,7 +201,7 @@ def _cause(name: str) -> str:
     """The first sentence of a verdict's "Why"."""
     text = " ".join(" ".join(verdicts()[name]["lines"]).split())
     why = text.partition("Why: ")[2].partition(" What to do: ")[0].partition(" The circle:")[0]
-    return re.split(r"(?<=[.;]) (?=[A-Z])", why)[0]
+    return re.split(r"(?<=[.;]) (?=[A-Z])| (?=Ranks \d[ ,\w]* wait for what)", why)[0]
 
 
 def all_verdicts() -> str:
@@ -210,7 +210,8 @@ def all_verdicts() -> str:
     for kind, names in of_each_kind().items():
         for name in names:
             is_lab = verdicts()[name]["command"].startswith("minimegatron exercises lab")
-            title = f"{kind.capitalize()}: {name.replace('_', ' ')}"
+            what = "a training run" if name == STOPPED else name.replace("_", " ")
+            title = f"{kind.capitalize()}: {what}"
             parts.append(f"### {title} {{ #{anchor(name)} }}")
             if is_lab:
                 parts.append(f"The {lab(name)}.")
