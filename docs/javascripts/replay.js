@@ -108,7 +108,7 @@
       this.steps.value = String(number);
       this.step = this.data.steps[number];
       this.scene = new MM.RecordedScene(this.data, this.step, MM.links.kinds);
-      Object.assign(this.timeline.marks, { t: null, chosen: null });
+      Object.assign(this.timeline.marks, { t: null, chosen: null, lines: [], path: null });
       this.badge.replaceChildren(...(this.step.paced ? [make("span", { class: "mmp-badge" }, this.step.paced)] : []));
       this.badge.hidden = !this.step.paced;
       MM.figures(this.figures, this.step.figures.map(({ label, value, remark, bad }) => [label, value, MM.words.minus(remark), bad]));

@@ -95,7 +95,7 @@
     build() {
       this.controls = new MM.Controls(this.state, (key, value) => this.set(key, value), this.isSmall);
       this.timeline = new MM.Timeline({
-        label: say("player.name"), describe: (id) => this.explain.describe(id), choose: (id) => this.chosen(id),
+        label: say("player.name"), describe: (id) => this.explain.describe(id), choose: (id) => this.chosen(id), densityChanged: () => this.showLegend(),
         keys: { " ": () => this.clock.toggle(this.timeline.marks.t), Enter: () => this.inspector.body.focus() },
       });
       this.explain = new MM.Explanation({ scenes: () => this.scenes, choose: (id) => this.timeline.choose(id), follow: (mb, scene) => this.follow(mb, scene) });
@@ -234,6 +234,7 @@
       if (this.scene.step.owed) entries.push([null, "mmp-owed", say("legend.owed")]);
       if (this.state.messages || this.following) entries.push([null, "mmp-transferred", say("legend.message")]);
       if (this.state.critical) entries.push([null, "mmp-critical", say("legend.critical")]);
+      if (this.timeline.wasDense) entries.push([null, "mmp-held", say("legend.dense")]);
       MM.legend(this.legend, entries);
     }
 

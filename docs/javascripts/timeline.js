@@ -118,6 +118,9 @@
       this.spacer.style.width = `${layout.names + layout.chart * this.zoom + 2}px`;
       MM.draw.paint(MM.painters.canvasPainter(context, this.colours), this.view, layout, this.marks, this.colours, this.shades, this.scroller.scrollLeft);
       this.drawMap(width);
+      if (layout.isDense === this.wasDense) return;
+      this.wasDense = layout.isDense;
+      this.options.densityChanged?.(layout.isDense);
     }
 
     fit(canvas, width, height) {
