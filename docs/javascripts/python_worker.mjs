@@ -8,7 +8,7 @@ import { loadPyodide } from "../python/pyodide.mjs";
 
 const folder = new URL("../python/", import.meta.url).href;
 const FETCHED = ["pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json", "planner.zip"];
-const MODULE = "pyodide.asm.mjs"; // imported, not fetched: its bytes count when all of it is there
+const IMPORTED = ["pyodide.mjs", "pyodide.asm.mjs"]; // their bytes count when all of them are there
 let inBrowser = null;
 
 // A file as a response, read to its end; `count` is told of each piece. No length is asked of the server.
@@ -35,7 +35,7 @@ async function start(sizes) {
   // Files that Python asks for are those that are on their way already.
   const files = new Map(FETCHED.map((name) => [folder + name, counted(name, count)]));
   globalThis.fetch = (url, ...options) => files.get(String(url)) ?? ordinaryFetch(url, ...options);
-  await Promise.all([...files.values(), import(folder + MODULE).then(() => count(sizes[MODULE] ?? 0))]);
+  await Promise.all([...files.values(), ...IMPORTED.map((name) => import(folder + name).then(() => count(sizes[name] ?? 0)))]);
   postMessage({ starting: true });
   const python = await loadPyodide({ indexURL: folder });
   const planner = await (await files.get(`${folder}planner.zip`)).arrayBuffer();

@@ -8,7 +8,7 @@
   const MM = (globalThis.MM ||= {});
   const make = MM.make, say = (...words) => MM.say(...words);
   const SIZES = ["schedule", "p", "M", "v", "G", "overlap"];
-  const PATIENCE = 30; // seconds of planning, loading not counted
+  const PATIENCE = 10; // seconds of planning, loading not counted
   const SHOWN = 6; // problems
   const KEY = "minimegatron.bench.";
   document.head.append(make("link", { rel: "stylesheet", href: `${MM.base}stylesheets/workbench.css` }));
@@ -97,7 +97,7 @@
       this.bar = make("progress", { "aria-label": say("bench.progress") });
       this.figure = make("span", { class: "mmp-remark" });
       this.progress = make("span", { class: "mmp-progress" }, this.bar, this.figure);
-      this.remark = make("span", { class: "mmp-remark" }, this.why || say("bench.first", { name: python.name, megabytes: megabytes(this.total) }));
+      this.remark = make("span", { class: "mmp-remark" }, this.why || `${say("bench.first", { name: python.name, megabytes: megabytes(this.total) })} ${say("bench.keys")}`);
       this.kept = make("span", { class: "mmp-remark" });
       this.verdict = make("div", { class: "mmp-verdict", role: "status" });
       this.go.disabled = Boolean(this.why);
@@ -117,7 +117,9 @@
     }
 
     open(before) {
-      before.before(this.element);
+      // Above the times: some of them come with a plan, and would push the text away.
+      (this.player.controls.more ?? before).before(this.element);
+      this.showStart();
       // A keyboard that comes up by itself would hide a small screen.
       if (matchMedia("(pointer: coarse)").matches) this.element.focus();
       else this.text.focus();
@@ -156,9 +158,14 @@
     start(name) {
       this.name = name;
       this.text.value = this.texts.of(name);
-      this.text.scrollTop = this.text.scrollLeft = 0;
+      this.showStart();
       this.verdict.replaceChildren();
       this.showTexts();
+    }
+
+    showStart() {
+      this.text.setSelectionRange(0, 0);
+      this.text.scrollTop = this.text.scrollLeft = 0;
     }
 
     edited() {
@@ -234,6 +241,7 @@
       else if (starting) this.countSeconds("bench.starting");
       else if (ready) {
         this.isReady = true;
+        this.remark.textContent = say("bench.keys");
         this.verdict.replaceChildren();
         this.ask();
       } else if (begun) {

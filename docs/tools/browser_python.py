@@ -68,7 +68,9 @@ def write_browser_python(package: Package, out: Path) -> None:
         "python": {
             "name": f"Pyodide {VERSION}",
             "isMissing": is_missing,
-            "sizes": {path.name: path.stat().st_size for path in folder.glob("*.*")},
+            "sizes": {
+                path.name: path.stat().st_size for path in folder.glob("*") if path.suffix != ".txt"
+            },
         },
     }
     path = out / "javascripts" / "workbench_data.js"

@@ -15,7 +15,8 @@ from minimegatron.core.pipeline_parallel.work import Work, pair
 def zb_h1(rank: Rank) -> Iterator[Work]:
     """1F1B with a split backward: rank r owes up to r weight gradients.
 
-    The input gradient leaves sooner; weight gradients fill what was idle. As many activations as 1F1B.
+    The input gradient leaves sooner; weight gradients fill what was idle. Each rank holds as many
+    microbatches as rank 0 of 1F1B.
     Source: Qi et al. 2023 (arXiv:2401.10241), section 3.1.
     """
     p, r, M = rank.pp_size, rank.pp_rank, rank.num_microbatches
