@@ -331,7 +331,7 @@
     }
 
     showAnswer(answer, isAsked) {
-      const { line, name, problems } = answer, error = answer.say ? say(answer.say, answer.values) : answer.error;
+      const { line, name, problems } = answer, error = answer.say ? say(`bench.error.${answer.say}`, answer.values) : answer.error;
       if (error) {
         this.verdict.replaceChildren(make("p", {}, this.lineLink(line), error));
         if (line && isAsked) this.select(line);

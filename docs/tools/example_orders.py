@@ -1,7 +1,7 @@
 """Orders that a reader may start from in "Edit the Python": work alone, without its messages.
 
-Read as text by: `browser_python`, which gives each order a file of its own. Nothing imports this file,
-since that would register its names; tests/docs runs each text as a reader's page does.
+Run by: `in_browser`, in the page and in tests/docs, each as a file of its own, which `browser_python`
+makes. Nothing imports this one: that would register its names.
 """
 
 from collections.abc import Iterator

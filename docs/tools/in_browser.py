@@ -55,7 +55,7 @@ class Followed:
 
 
 class Refused(ValueError):
-    """Words of docs/strings, by name, with what they fill in."""
+    """Words of docs/strings, `bench.error.NAME`, with what they fill in."""
 
     def __init__(self, name: str, line: int | None = None, **values: Any):
         super().__init__(name)
@@ -128,7 +128,7 @@ def schedule_of(source: str) -> Schedule:
         if inspect.isfunction(x) and x.__module__ == MODULE and name[0] != "_"
     ]
     if not functions:
-        raise Refused("bench.error.none")
+        raise Refused("none")
     function = functions[-1]
     kind = (
         "order" if next(iter(inspect.signature(function).parameters), "") == "rank" else "messages"
@@ -159,7 +159,7 @@ def first_actions(yielded: Iterable, rank: int, seen: Followed) -> Iterator:
     for count, action in enumerate(yielded):
         lines.append(line_of(yielded))
         if count == MAX_ACTIONS:
-            raise Refused("bench.error.endless", lines[-1], rank=rank, n=MAX_ACTIONS)
+            raise Refused("endless", lines[-1], rank=rank, n=MAX_ACTIONS)
         yield action
         if not isinstance(action, Work | Action):
             return  # whoever takes it says so in words; it is the last thing that was seen

@@ -181,8 +181,8 @@ def test_an_order_that_cannot_be_done():
         ("def mine(rank):\n    return 3\n", None, "must yield its work"),
         ("def mine(rank):\n    while True:\n        yield rank.forward(0)\n", 3, "let it end"),
         (REGISTER + "@register_order('gpipe')\ndef mine(rank):\n    pass\n", 2, "is taken"),
-        ("x = 1\n", None, "bench.error.none"),
-        ("def m(stage):\n    while True: yield stage.forward(0)\n", 2, "bench.error.endless"),
+        ("x = 1\n", None, "none"),
+        ("def m(stage):\n    while True: yield stage.forward(0)\n", 2, "endless"),
     ],
 )
 def test_errors_have_a_line(source, line, words):
