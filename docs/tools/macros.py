@@ -10,6 +10,8 @@
     {{ value percent(bubble(4, 8)) }}    a number or words, in a line of text
     {{ player schedule="1f1b" pp=4 microbatches=8 }}    where the schedule player mounts
     {{ link x.y.z }}  {{ term bubble }}  {{ thread MLM#675 }}  {{ megatron core/x.py }}
+    {{ map }}  {{ paths }}  {{ path_time One hour }}  {{ reading_speeds }}    of docs/tour.toml
+    {{ here }}  {{ why_next }}    around a page of the tour; the build puts them there
     {{ practice 05 ex06 | what to do }}    notebooks and exercises, by the beginning of their names
 
 A macro that cannot be filled in ends the build. Called by: `site_pages`. Calls: `package`, `cases`.
@@ -24,13 +26,16 @@ from html import escape
 from pathlib import Path
 
 import cases
+import tour_frame
 from calculator import calculator_form
+from chain_map import map_html
 from excerpts import ExcerptError
 from latex2mathml.converter import convert
 from package import ROOT, Package, Place
 from prose import is_line
 from quotes import quote_html, read_quote
 from stash import Stash
+from tour import Page, minutes_of_route, page_of, read_routes, time_words
 
 from minimegatron.__main__ import main as command_line
 
@@ -216,6 +221,34 @@ class Macros:
 
     def block_calculator(self, _: str) -> str:
         return self.stash.put(calculator_form())
+
+    # -- The tour --
+
+    def block_map(self, _: str) -> str:
+        return self.stash.put(map_html(self.package, self.up))
+
+    def block_paths(self, _: str) -> str:
+        return tour_frame.paths(self.package)
+
+    def block_here(self, _: str) -> str:
+        return tour_frame.here(self.package, self._tour_page(), self.stash)
+
+    def block_why_next(self, _: str) -> str:
+        return tour_frame.why_next(self.package, self._tour_page())
+
+    def _tour_page(self) -> Page:
+        page = page_of(self.page)
+        if page is None:
+            raise MacroError(f"docs/{self.page}: docs/tour.toml does not list this page")
+        return page
+
+    def inline_reading_speeds(self, _: str) -> str:
+        return tour_frame.speeds()
+
+    def inline_path_time(self, name: str) -> str:
+        """How long a path of the tour takes."""
+        (route,) = [route for route in read_routes() if route.name == name]
+        return time_words(minutes_of_route(route, self.package))
 
     # -- Links --
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-from annotate import NOTE
+from annotate import NOTE, AnnotatedPage
 from code_html import Link, code_block, links_of
 from excerpts import ExcerptError, cut_out, num_definitions
 from folding import Part, Row, own_comments, parts_of, rows_of
@@ -107,7 +107,7 @@ def quote_html(quote: Quote, package: Package, source: str) -> str:
 class _Shown:
     """One module's lines as rows: comments beside, or above, the code that they are about."""
 
-    def __init__(self, page, links: dict[int, dict[int, Link]], url: str):
+    def __init__(self, page: AnnotatedPage, links: dict[int, dict[int, Link]], url: str):
         self.page, self.links, self.url = page, links, url
         self.comments = own_comments(page.lines)
         self.has_notes = False
@@ -122,9 +122,10 @@ class _Shown:
             first, last = row.comments[0], row.comments[-1]
             words = _prose(self.page.lines[n - 1] for n in row.comments)
             note = f'<div class="mm-note" data-first="{first}" data-last="{last}">{words}</div>'
-        code = ""
-        if any(self.page.lines[n - 1].strip() for n in row.code):
-            code = code_block(self.page, row.code, self.links, line_url=self.url)
+        full = [n for n in row.code if self.page.lines[n - 1].strip()]
+        # Blank lines at the edges only take room.
+        numbers = [n for n in row.code if full and full[0] <= n <= full[-1]]
+        code = code_block(self.page, numbers, self.links, line_url=self.url) if full else ""
         return f'<div class="mm-quote-row">{note}{code}</div>'
 
 

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from annotate import AnnotatedPage, Row
+from chain_map import strip_html
 from code_html import code_block, links_of
 from package import Caller, Package, Place
 from prose import is_line, link_names, to_markdown
@@ -133,6 +134,7 @@ def _top(page: AnnotatedPage, package: Package) -> Iterator[str]:
     crumbs.append(parts[-1])
     yield '<div class="mm-top" data-search-exclude>'
     yield f'<nav class="mm-crumbs" aria-label="Module">{" <span>›</span> ".join(crumbs)}</nav>'
+    yield strip_html(package, page.module)
     yield f'<p class="mm-file"><code>{escape(page.path)}</code> · {len(page.lines) - 1} lines</p>'
     yield _place_in_spine(page.module)
     yield _module_links("Imported by", package.used_by[page.module])
