@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 SHORT = 12
 """An excerpt of so many lines is shown as a whole."""
+LONG = 6
+"""A statement of more lines is not shown as a whole."""
 FEWEST = 4
 """So few lines are not worth a fold: they stay."""
 
@@ -95,13 +97,15 @@ def _first(node: ast.AST) -> int:
 
 
 def _head(node: ast.AST, n: int, comments: set[int]) -> set[int]:
-    """A simple statement as a whole; of a compound one what stands before its body.
+    """A simple statement; of a compound one what stands before its body.
 
-    Of a definition the decorators, the name, the end of the signature, and line `n` of it.
+    Of a definition the decorators, the name, the end of the signature, and line `n` of it. Of a
+    statement of many lines the first, the last, and line `n`.
     """
     body = getattr(node, "body", None)
     if not body:
-        return set(range(node.lineno, node.end_lineno + 1))
+        every = range(node.lineno, node.end_lineno + 1)
+        return set(every) if len(every) <= LONG else {every[0], n, every[-1]}
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         last = _end_of_signature(node)
         return {*range(_first(node), node.lineno + 1), last} | ({n} if n <= last else set())

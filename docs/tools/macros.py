@@ -10,6 +10,7 @@
     {{ value percent(bubble(4, 8)) }}    a number or words, in a line of text
     {{ player schedule="1f1b" pp=4 microbatches=8 }}    where the schedule player mounts
     {{ link x.y.z }}  {{ term bubble }}  {{ thread MLM#675 }}  {{ megatron core/x.py }}
+    {{ clone }}  {{ repository_link }}    where the repository is; see `repository`
     {{ map }}  {{ paths }}  {{ path_time One hour }}  {{ reading_speeds }}    of docs/tour.toml
     {{ here }}  {{ why_next }}    around a page of the tour; the build puts them there
     {{ practice 05 ex06 | what to do }}    notebooks and exercises, by the beginning of their names
@@ -34,6 +35,7 @@ from latex2mathml.converter import convert
 from package import ROOT, Package, Place
 from prose import is_line
 from quotes import quote_html, read_quote
+from repository import clone_lines, repository_link, repository_url
 from stash import Stash
 from tour import Page, minutes_of_route, page_of, read_routes, time_words
 
@@ -221,6 +223,14 @@ class Macros:
 
     def block_calculator(self, _: str) -> str:
         return self.stash.put(calculator_form())
+
+    # -- The repository --
+
+    def block_clone(self, _: str) -> str:
+        return f"```console\n{clone_lines(repository_url())}\n```\n"
+
+    def inline_repository_link(self, _: str) -> str:
+        return repository_link(repository_url(), self.up)
 
     # -- The tour --
 
