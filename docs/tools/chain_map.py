@@ -123,7 +123,9 @@ def _tour_strip(package: Package, page: Page) -> str:
         _crumbs([link(call) for call in above], now),
         _beside("calls", [link(call) for call in children_of(here.name)]),
         _beside(
-            "beside it", [link(call) for call in children_of(here.under) if call.name != here.name]
+            "beside it",
+            [link(call) for call in children_of(here.under) if call.name != here.name],
+            " class='mm-aside'",
         ),
     ]
     return _strip(parts)
@@ -157,5 +159,5 @@ def _crumbs(above: list[str], now: str) -> str:
     return f'<ol>{items}<li aria-current="true">{now}</li></ol>'
 
 
-def _beside(words: str, links: list[str]) -> str:
-    return f"<p>{words}: {', '.join(links)}</p>" if links else ""
+def _beside(words: str, links: list[str], attributes: str = "") -> str:
+    return f"<p{attributes}>{words}: {', '.join(links)}</p>" if links else ""

@@ -7,6 +7,7 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -71,8 +72,8 @@ def _num_full(lines: Sequence[str], numbers: Iterable[int]) -> int:
 def _spoken_of(lines: Sequence[str], numbers: Sequence[int], words: list[str]) -> set[int]:
     """Statements that have one of the words, what encloses them, and the comments above these."""
     inside = set(numbers)
-    comments = own_comments(lines)
-    statements = [node for node in ast.walk(ast.parse("\n".join(lines))) if _is_part(node)]
+    source = "\n".join(lines)
+    comments, statements = own_comments(source), _statements_of(source)
     shown: set[int] = set()
     for n in numbers:
         if not any(word in lines[n - 1] for word in words):
@@ -88,8 +89,10 @@ def _spoken_of(lines: Sequence[str], numbers: Sequence[int], words: list[str]) -
     return shown & inside
 
 
-def _is_part(node: ast.AST) -> bool:
-    return isinstance(node, ast.stmt | ast.ExceptHandler)
+@lru_cache(maxsize=4)
+def _statements_of(source: str) -> list[ast.AST]:
+    every = ast.walk(ast.parse(source))
+    return [node for node in every if isinstance(node, ast.stmt | ast.ExceptHandler)]
 
 
 def _first(node: ast.AST) -> int:
@@ -139,9 +142,10 @@ def _branch(node: ast.AST, n: int, lines: Sequence[str]) -> set[int]:
     return set()
 
 
-def own_comments(lines: Sequence[str]) -> set[int]:
+@lru_cache(maxsize=4)
+def own_comments(source: str) -> set[int]:
     """Numbers of the lines that hold a comment and nothing else."""
-    tokens = tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {
         token.start[0]
         for token in tokens

@@ -109,7 +109,7 @@ class _Shown:
 
     def __init__(self, page: AnnotatedPage, links: dict[int, dict[int, Link]], url: str):
         self.page, self.links, self.url = page, links, url
-        self.comments = own_comments(page.lines)
+        self.comments = own_comments(page.source)
         self.has_notes = False
 
     def rows(self, numbers: list[int]) -> str:

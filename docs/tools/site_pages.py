@@ -22,8 +22,6 @@ from minimegatron.planner.render_svg import STYLE
 
 DOCS = ROOT / "docs"
 SKIPPED = {"tools", "overrides"}
-AFTER_TOUR_PAGE: tuple[str, ...] = ()
-"""Macros that end each page of the tour, before "why next"; for example "{{ name }}"."""
 
 REFERENCE = ("core", "planner", "tracing", "training")
 """What the reference covers; the rest of the package is no library but a program."""
@@ -40,8 +38,9 @@ def write_pages(package: Package, out: Path, pieces: Path) -> None:
         macros = Macros(package, relative.as_posix(), glossary, practice)
         if relative.as_posix() == "contributing.md":
             macros.extra = {"architecture": architecture_svg(package)}
-        text = framed(relative.as_posix(), path.read_text(), AFTER_TOUR_PAGE)
-        _write(out / relative, macros.expand(text))
+        # What else ends a page of the tour is added to its text here: "why next" comes after it.
+        text = path.read_text()
+        _write(out / relative, macros.expand(framed(relative.as_posix(), text)))
         macros.stash.save(pieces / f"{relative.as_posix()}.json")
         faults += macros.faults
     if faults:

@@ -168,6 +168,7 @@ class Amount(NamedTuple):
 MACRO = re.compile(r"\{\{ (\w+)(?: ((?:(?! \}\}).)+))? \}\}")
 
 
+@cache
 def amount_of(page: Page, package: Package) -> Amount:
     """Counted in the page's source."""
     text = re.sub(r"\A---\n.*?\n---\n", "", page.text, flags=re.DOTALL)

@@ -26,11 +26,8 @@ from tour import (
 )
 
 
-def framed(docs_path: str, text: str, after_text: Sequence[str]) -> str:
-    """A page of the tour with its place in the chain below its title, and its end; else the text.
-
-    `after_text` are macros that stand between the page's own text and "why next".
-    """
+def framed(docs_path: str, text: str) -> str:
+    """A page of the tour with its place in the chain below its title, and its end; else the text."""
     if page_of(docs_path) is None:
         return text
     title_end = text.index("\n", text.index("\n# ") + 1)
@@ -38,7 +35,6 @@ def framed(docs_path: str, text: str, after_text: Sequence[str]) -> str:
         text[:title_end],
         "{{ here }}",
         text[title_end:].strip(),
-        *after_text,
         "{{ why_next }}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -120,7 +116,7 @@ def _how_counted(route: Route, number_read: int) -> str:
     return f", {before} and this" if not route.spine else ", the tour and the spine"
 
 
-def _pages_table(pages, package: Package, is_first: bool) -> str:
+def _pages_table(pages: Sequence[Page], package: Package, is_first: bool) -> str:
     rows = ["| | page | minutes |", "|--:|---|--:|"]
     for page in pages:
         minutes = minutes_of(page, package)
@@ -130,7 +126,7 @@ def _pages_table(pages, package: Package, is_first: bool) -> str:
     return '<div class="mm-paths" markdown="1">\n\n' + "\n".join(rows) + "\n\n</div>\n"
 
 
-def _sum(pages, package: Package) -> int:
+def _sum(pages: Sequence[Page], package: Package) -> int:
     return sum(minutes_of(page, package) for page in pages)
 
 
