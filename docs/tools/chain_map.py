@@ -78,7 +78,8 @@ def _item(call: Call, package: Package, up: str) -> str:
             if page.link == call.name and page.page != call.page
         ),
         f'<a class="mm-map-source" href="{up}source/{place.url}">'
-        f'<span class="mm-said">source of {escape(call.name)}, </span>{escape(file)}:{line}</a>',
+        f'<span class="mm-said">source of {escape(call.name)}, </span>'
+        f'<span class="mm-map-file">{escape(file)}:{line}</span></a>',
     ]
     below = _branch(call.name, package, up)
     inner = f"<ul>{below}</ul>" if below else ""

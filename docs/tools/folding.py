@@ -103,12 +103,12 @@ def _head(node: ast.AST, n: int, comments: set[int]) -> set[int]:
     """A simple statement; of a compound one what stands before its body.
 
     Of a definition the decorators, the name, the end of the signature, and line `n` of it. Of a
-    statement of many lines the first, the last, and line `n`.
+    statement of many lines the first, and line `n`.
     """
     body = getattr(node, "body", None)
     if not body:
         every = range(node.lineno, node.end_lineno + 1)
-        return set(every) if len(every) <= LONG else {every[0], n, every[-1]}
+        return set(every) if len(every) <= LONG else {every[0], n}
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         last = _end_of_signature(node)
         return {*range(_first(node), node.lineno + 1), last} | ({n} if n <= last else set())
