@@ -46,8 +46,11 @@ class Page(NamedTuple):
 
     @property
     def title(self) -> str:
-        """As its first heading has it, with code in backticks."""
-        return re.search(r"^# (.+)$", self.text, re.MULTILINE)[1]
+        """As its first heading has it, with code in backticks; as its head has it if that has a macro."""
+        heading = re.search(r"^# (.+)$", self.text, re.MULTILINE)[1]
+        return (
+            re.search(r"^title: (.+)$", self.text, re.MULTILINE)[1] if "{{" in heading else heading
+        )
 
     @property
     def question(self) -> str:
