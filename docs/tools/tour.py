@@ -46,7 +46,7 @@ class Page(NamedTuple):
 
     @property
     def title(self) -> str:
-        """As its first heading has it, with code in backticks; as its head has it if that has a macro."""
+        """Of its first heading, with code in backticks; of its head, if the heading has a macro."""
         heading = re.search(r"^# (.+)$", self.text, re.MULTILINE)[1]
         return (
             re.search(r"^title: (.+)$", self.text, re.MULTILINE)[1] if "{{" in heading else heading
