@@ -83,6 +83,8 @@ class AnnotatedPage:
     """Imported name -> what it stands for, dotted."""
     looked_up: dict[str, str] = field(hash=False, default_factory=dict)
     """The same of names that the module looks up on first use (`exports.lazily`)."""
+    tree: ast.Module = field(hash=False, compare=False, default=None)
+    """What `ast` makes of the source."""
 
     @property
     def lines(self) -> list[str]:
@@ -133,6 +135,7 @@ def annotate(path: str, source: str) -> AnnotatedPage:
         frozenset(names.imports),
         dict(names.aliases),
         looked_up(tree),
+        tree,
     )
 
 
