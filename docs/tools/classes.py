@@ -15,18 +15,45 @@ from package import Package
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 MANY = frozenset(
-    "list List Sequence MutableSequence Iterable Iterator Generator Collection set Set frozenset "
-    "FrozenSet AbstractSet deque".split()
+    [
+        "list",
+        "List",
+        "Sequence",
+        "MutableSequence",
+        "Iterable",
+        "Iterator",
+        "Generator",
+        "Collection",
+        "set",
+        "Set",
+        "frozenset",
+        "FrozenSet",
+        "AbstractSet",
+        "deque",
+    ]
 )
-TABLES = frozenset("dict Dict Mapping MutableMapping defaultdict OrderedDict".split())
-WRAPPERS = frozenset("Optional ClassVar Final Annotated".split())
-MANAGERS = frozenset("AbstractContextManager ContextManager".split())
+TABLES = frozenset(["dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "OrderedDict"])
+WRAPPERS = frozenset(["Optional", "ClassVar", "Final", "Annotated"])
+MANAGERS = frozenset(["AbstractContextManager", "ContextManager"])
 SAME_RESULT = frozenset(
-    "traced accepts_left_out staticmethod classmethod abstractmethod property cached_property cache "
-    "lru_cache no_grad inference_mode register_order written_as".split()
+    [
+        "traced",
+        "accepts_left_out",
+        "staticmethod",
+        "classmethod",
+        "abstractmethod",
+        "property",
+        "cached_property",
+        "cache",
+        "lru_cache",
+        "no_grad",
+        "inference_mode",
+        "register_order",
+        "written_as",
+    ]
 )
 """Decorators that leave alone what a call returns."""
-PLAIN_BASES = frozenset("object ABC Protocol Generic NamedTuple Exception".split())
+PLAIN_BASES = frozenset(["object", "ABC", "Protocol", "Generic", "NamedTuple", "Exception"])
 """Bases outside the package without methods that may hide those of the bases after them."""
 
 

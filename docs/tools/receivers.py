@@ -8,6 +8,7 @@ of two classes is of none. What is not known is not linked, rather than guessed.
 """
 
 import ast
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,8 +34,8 @@ from kinds import (
 from package import Package
 from scopes import Binding, Scope, Uses
 
-COPIES = frozenset("list tuple sorted reversed iter set frozenset deque".split())
-SAME = frozenset("replace copy deepcopy".split())
+COPIES = frozenset(["list", "tuple", "sorted", "reversed", "iter", "set", "frozenset", "deque"])
+SAME = frozenset(["replace", "copy", "deepcopy"])
 """They give another object of their first argument's class."""
 
 
@@ -51,8 +52,6 @@ class Use(NamedTuple):
     """The class that the object is known to be of; None where no other method can be meant."""
     how: str
     """call, named, with, applied, or object: an object is called like a function."""
-    is_mark: bool = False
-    """Above a definition, after an @."""
 
 
 class Receivers:
@@ -64,25 +63,28 @@ class Receivers:
         self._known: dict[int, Kind | None] = {}
         self._asked: list[tuple] = []
         self._attributes: dict[tuple[Symbol, str], Kind | None] = {}
-        self._lines: dict[str, list[str]] = {}
+        self._uses: dict[str, list[Use]] = {}
 
     def uses(self, module: str) -> list[Use]:
         """What the module's code names of objects, as far as it is known."""
+        if module not in self._uses:
+            self._uses[module] = list(self._read(module))
+        return self._uses[module]
+
+    def _read(self, module: str) -> Iterator[Use]:
         code, page = self.code[module], self.package.pages[module]
         called = {id(call.func) for call, _ in code.calls}
-        found = []
         for node, scope in code.attributes:
             target, receiver, how = self._target(node, scope)
             if target is None:
                 continue
             if how == "named" and (id(node) in called or self._is_property(target)):
                 how = "call"
-            found.append(_use(page, node, target, receiver, how, id(node) in code.marks))
+            yield _use(page, node, target, receiver, how)
         for call, scope in code.calls:
-            found += self._called_object(page, call, scope)
+            yield from self._called_object(page, call, scope)
         for manager, scope in code.managers:
-            found += self._entered_object(page, manager, scope)
-        return found
+            yield from self._entered_object(manager, scope)
 
     def _target(
         self, node: ast.Attribute, scope: Scope
@@ -106,27 +108,24 @@ class Receivers:
         marks = set(decorators(node)) if isinstance(node, FunctionNode) else set()
         return bool(marks & {"property", "cached_property"})
 
-    def _called_object(self, page: AnnotatedPage, call: ast.Call, scope: Scope) -> list[Use]:
+    def _called_object(self, page: AnnotatedPage, call: ast.Call, scope: Scope) -> Iterator[Use]:
         """`model(tokens)`: its `__call__`, or the `forward` of a module of torch."""
         kind, name = self.infer(call.func, scope), call.func
         if not isinstance(kind, Instance) or not isinstance(name, ast.Name | ast.Attribute):
-            return []
+            return
         target = self.classes.member(kind.cls, "__call__")
         if target is None and "Module" in self.classes.line_of(kind.cls):
             target = self.classes.member(kind.cls, "forward")
-        return [_use(page, name, target, kind.cls, "object")] if target else []
+        if target:
+            yield _use(page, name, target, kind.cls, "object")
 
-    def _entered_object(self, page: AnnotatedPage, manager: ast.expr, scope: Scope) -> list[Use]:
+    def _entered_object(self, manager: ast.expr, scope: Scope) -> Iterator[Use]:
         """`with frame:` calls its `__enter__` and its `__exit__`."""
         kind = self.infer(manager, scope)
-        if not isinstance(kind, Instance):
-            return []
-        found = []
-        for name in ("__enter__", "__exit__"):
-            if target := self.classes.member(kind.cls, name):
-                at = (manager.lineno, manager.col_offset)
-                found.append(Use(*at, "with", target, kind.cls, "with"))
-        return found
+        if isinstance(kind, Instance):
+            for name in ("__enter__", "__exit__"):
+                if target := self.classes.member(kind.cls, name):
+                    yield Use(manager.lineno, manager.col_offset, "with", target, kind.cls, "with")
 
     # -- What an expression is --
 
@@ -248,9 +247,7 @@ class Receivers:
     def _entered(self, kind: Kind | None) -> Kind | None:
         if isinstance(kind, Entered):
             return kind.value
-        if isinstance(kind, Instance) and (
-            target := self.classes.member(kind.cls, "__enter__")
-        ):
+        if isinstance(kind, Instance) and (target := self.classes.member(kind.cls, "__enter__")):
             return self.classes.returned(target, kind.cls)
         return None
 
@@ -271,9 +268,7 @@ class Receivers:
             return Instance(symbol_owner)
         family = [one for one in self.classes.line_of(cls) if isinstance(one, tuple)]
         family += sorted(self.classes.below(cls) - {cls})
-        bindings = [
-            binding for one in family for binding in self._bindings_of(one, name)
-        ]
+        bindings = [binding for one in family for binding in self._bindings_of(one, name)]
         return self._bound(key, bindings, self.code[cls[0]].top) if bindings else None
 
     def _bindings_of(self, cls: Symbol, name: str) -> list[Binding]:
@@ -434,12 +429,11 @@ def _use(
     target: Symbol,
     receiver: Symbol | None,
     how: str,
-    is_mark: bool = False,
 ) -> Use:
     name = node.id if isinstance(node, ast.Name) else node.attr
     # ast counts bytes of UTF-8.
     line = page.lines[node.end_lineno - 1].encode()[: node.end_col_offset].decode()
-    return Use(node.end_lineno, len(line) - len(name), name, target, receiver, how, is_mark)
+    return Use(node.end_lineno, len(line) - len(name), name, target, receiver, how)
 
 
 @lru_cache(maxsize=8)

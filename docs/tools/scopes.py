@@ -41,15 +41,15 @@ class Scope:
 
 
 class Uses:
-    """What one module's code has: attributes that are read, calls, `with` statements; each with its scope."""
+    """Attributes that one module reads, its calls and `with` statements, each with its scope."""
 
     def __init__(self, module: str, tree: ast.Module):
         self.module = module
         self.attributes: list[tuple[ast.Attribute, Scope]] = []
         self.calls: list[tuple[ast.Call, Scope]] = []
         self.managers: list[tuple[ast.expr, Scope]] = []
-        self.marks: set[int] = set()
-        """Ids of the nodes that definitions are decorated with."""
+        self.marks: set[tuple[int, int]] = set()
+        """Line and column of the names that definitions are decorated with."""
         self.on_self: dict[tuple[Symbol, str], list[Binding]] = {}
         """(class, attribute) -> what its methods assign to it."""
         self.top = Scope("module", module)
@@ -110,7 +110,9 @@ class Uses:
 
     def _decorated(self, node: ast.AST, scope: Scope) -> None:
         for mark in node.decorator_list:
-            self.marks.add(id(mark.func if isinstance(mark, ast.Call) else mark))
+            mark = mark.func if isinstance(mark, ast.Call) else mark
+            name = getattr(mark, "attr", getattr(mark, "id", ""))
+            self.marks.add((mark.end_lineno, mark.end_col_offset - len(name)))
         self._all(node.decorator_list, scope)
 
     def _function(self, node: ast.AST, scope: Scope) -> None:
