@@ -19,6 +19,7 @@ import io
 import re
 import tokenize
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import PurePath
 
 NOTE = re.compile(r"#\s*-- (?P<title>.+?) --\s*$")
@@ -86,7 +87,7 @@ class AnnotatedPage:
     tree: ast.Module = field(hash=False, compare=False, default=None)
     """What `ast` makes of the source."""
 
-    @property
+    @cached_property
     def lines(self) -> list[str]:
         return self.source.split("\n")
 

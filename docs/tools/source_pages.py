@@ -63,9 +63,12 @@ def source_page(page: AnnotatedPage, package: Package, stash: Stash) -> str:
         return file + (f"#{place.anchor}" if place.anchor else "")
 
     anchors, folded = _line_anchors(page), imports_of(page)
-    parts = [HEADER.format(title=page.module), *_head(page, package, stash)]
+    what, _, more = page.rows[0].prose.strip().partition("\n\n")
+    lead = link_names(to_markdown(what), find, url)
+    parts = [HEADER.format(title=page.module), *_head(page, lead, package, stash)]
     for row in page.rows:
-        prose = link_names(to_markdown(row.prose), find, url) if row.prose else ""
+        words = more if row.kind == "module" else row.prose
+        prose = link_names(to_markdown(words), find, url) if words else ""
         numbers = row.code_lines
         code = code_block(page, numbers, links, anchors, folded=folded) if numbers else ""
         parts += _row(row, prose, callers_of(row, page, package), code, stash)
@@ -133,13 +136,18 @@ def _prose_lines(row: Row) -> str:
 # -- The head --
 
 
-def _head(page: AnnotatedPage, package: Package, stash: Stash) -> Iterator[str]:
-    """Where the module is, its name, and a table of what it belongs to."""
+def _head(page: AnnotatedPage, lead: str, package: Package, stash: Stash) -> Iterator[str]:
+    """Where the module is; its name and what it is; a table of what it belongs to."""
     yield '<div class="mm-top" markdown="1">'
     yield stash.put(_crumbs(page, package))
     yield ""
+    yield '<div class="mm-name-of" markdown="1">'
+    yield ""
     yield _heading(page.rows[0])
     yield ""
+    yield lead
+    yield ""
+    yield "</div>"
     facts = "".join(
         f"<dt>{title}</dt><dd>{words}</dd>" for title, words in _facts(page, package) if words
     )
@@ -162,7 +170,7 @@ def _crumbs(page: AnnotatedPage, package: Package) -> str:
 
 
 def _facts(page: AnnotatedPage, package: Package) -> Iterator[tuple[str, str]]:
-    yield "File", f"<code>{escape(page.path)}</code> {len(page.lines) - 1} lines"
+    yield "File", f"<code>{escape(page.path)}</code> · {len(page.lines) - 1} lines"
     yield "Spine", _place_in_spine(page.module)
     yield "Megatron", _counterpart(page)
     yield "Imported by", _module_links(package.used_by[page.module])
