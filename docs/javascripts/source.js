@@ -5,6 +5,7 @@
 
 (() => {
   const MIDDLE = 0.48;
+  const root = document.documentElement;
   let isBack = ["reload", "back_forward"].includes(performance.getEntriesByType("navigation")[0]?.type);
 
   function show() {
@@ -14,17 +15,33 @@
     // Who comes back finds the page as it was left.
     if (isBack) return;
     const target = named.closest(".mm-line") ?? named;
-    scrollBy({ top: target.getBoundingClientRect().top - MIDDLE * innerHeight, behavior: "instant" });
+    // Prose stays in view beside long code: what counts is where it stands by itself.
+    const prose = target.closest(".mm-prose");
+    prose?.style.setProperty("position", "static");
+    const { top } = target.getBoundingClientRect();
+    prose?.style.removeProperty("position");
+    scrollBy({ top: top - MIDDLE * innerHeight, behavior: "instant" });
   }
 
+  // The browser scrolls by itself, just before: to about the same place, so that nothing jumps. But for
+  // keys and paging the whole screen counts, so the padding goes again.
+  const prepare = () => root.style.setProperty("scroll-padding-top", `${100 * MIDDLE}vh`);
+  const settle = () => {
+    show();
+    setTimeout(() => root.style.removeProperty("scroll-padding-top"));
+  };
+
+  prepare();
   show();
-  addEventListener("load", show);
-  addEventListener("hashchange", show);
+  addEventListener("load", settle);
+  addEventListener("hashchange", settle);
   globalThis.navigation?.addEventListener("navigate", (event) => { isBack = event.navigationType === "traverse"; });
   addEventListener("click", (event) => {
-    // The address stays the same, and no event tells of it.
     const link = event.target.closest("a[href]");
-    if (link?.hash && link.href === location.href) setTimeout(show);
+    if (!link?.hash || link.pathname !== location.pathname) return;
+    prepare();
+    // Where the address stays the same, no event tells of it.
+    if (link.href === location.href) setTimeout(settle);
   });
   addEventListener("beforeprint", () => {
     for (const fold of document.querySelectorAll(".mm-imports")) fold.open = true;

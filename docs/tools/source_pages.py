@@ -63,15 +63,21 @@ def source_page(page: AnnotatedPage, package: Package, stash: Stash) -> str:
         return file + (f"#{place.anchor}" if place.anchor else "")
 
     anchors, folded = _line_anchors(page), imports_of(page)
+
+    def markdown(words: str) -> str:
+        return link_names(to_markdown(words), find, url) if words else ""
+
     what, _, more = page.rows[0].prose.strip().partition("\n\n")
-    lead = link_names(to_markdown(what), find, url)
-    parts = [HEADER.format(title=page.module), *_head(page, lead, package, stash)]
+    parts = [HEADER.format(title=page.module), *_head(page, markdown(what), package, stash)]
     for row in page.rows:
-        words = more if row.kind == "module" else row.prose
-        prose = link_names(to_markdown(words), find, url) if words else ""
+        callers, first, rest = callers_of(row, page, package), "", row.prose
+        if row.kind == "module":
+            rest = more
+        elif callers:  # after what the function is, before all that is to be said of it
+            first, _, rest = row.prose.strip().partition("\n\n")
         numbers = row.code_lines
         code = code_block(page, numbers, links, anchors, folded=folded) if numbers else ""
-        parts += _row(row, prose, callers_of(row, page, package), code, stash)
+        parts += _row(row, [markdown(first), callers, markdown(rest)], code, stash)
     parts += ["", stash.put(SCRIPT), ""]
     return "\n".join(parts)
 
@@ -86,8 +92,10 @@ def _line_anchors(page: AnnotatedPage) -> dict[int, list[str]]:
     return found
 
 
-def _row(row: Row, prose: str, callers: str, code: str, stash: Stash) -> Iterator[str]:
-    bare = "" if prose else " mm-bare"
+def _row(row: Row, words: list[str], code: str, stash: Stash) -> Iterator[str]:
+    """`words`: prose, the callers' lists, and more prose."""
+    first, callers, rest = words
+    bare = "" if first or rest else " mm-bare"
     yield f'<div class="mm-row mm-{row.kind}{bare}" markdown="1">'
     yield '<div class="mm-prose" markdown="1">'
     yield ""
@@ -97,11 +105,10 @@ def _row(row: Row, prose: str, callers: str, code: str, stash: Stash) -> Iterato
     if row.prose_lines:
         yield stash.put(_prose_lines(row))
         yield ""
-    yield prose
-    yield ""
-    if callers:
-        yield stash.put(callers)
-        yield ""
+    for part in (first, stash.put(callers) if callers else "", rest):
+        if part:
+            yield part
+            yield ""
     yield "</div>"
     if code:
         yield stash.put(code)

@@ -64,6 +64,13 @@ def test_excerpts_of_the_tour_link_methods(site):
         assert re.search(link, text), method
 
 
+def test_a_symbol_beside_long_code_is_in_the_middle(opened):
+    """Where its words stay in view while the code goes by."""
+    symbol = "forward_backward_pipelining_without_interleaving"
+    with opened(f"{SCHEDULES}#{symbol}", viewport=WIDE) as watched:
+        assert MIDDLE[0] < place_of(watched.page, symbol) < MIDDLE[1]
+
+
 @pytest.mark.parametrize("screen", [PHONE, WIDE], ids=["phone", "wide"])
 def test_the_target_is_in_the_middle(opened, screen):
     with opened(f"{STEP_FRAME}#L210", viewport=screen) as watched:
