@@ -137,11 +137,13 @@ def _source_strip(package: Package, here: list[Call]) -> str:
         return f'<a href="{place_of(package, call).url}">{name_html(call)}</a>'
 
     above = [call for call in line_to(here[0]) if call not in here]
+    below = [call for one in here for call in children_of(one.name) if call not in here]
     pages = list(dict.fromkeys(call.page for call in here))
     in_tour = [page for page in read_tour() if page.page in pages]
     return _strip(
         [
             _crumbs([link(call) for call in above], ", ".join(map(link, here))),
+            _beside("calls", [link(call) for call in below]),
             _beside(
                 "in the tour",
                 [f'<a href="../tour/{page.page}.html">{title_html(page)}</a>' for page in in_tour],
