@@ -23,6 +23,7 @@ from html import escape
 from pathlib import Path
 
 import cases
+import cases_of_problems
 from calculator import calculator_form
 from code_html import code_block, links_of
 from excerpts import ExcerptError, cut_out, num_definitions
@@ -201,7 +202,8 @@ class Macros:
         return f"```console\n$ {command}\n{printed.getvalue().rstrip()}\n```\n"
 
     def _evaluate(self, expression: str) -> object:
-        return eval(expression, dict(vars(cases)))  # pages are part of the repository
+        names = {**vars(cases), **vars(cases_of_problems)}
+        return eval(expression, names)  # pages are part of the repository
 
     def inline_value(self, expression: str) -> str:
         return str(self._evaluate(expression))
