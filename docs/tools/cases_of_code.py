@@ -136,7 +136,15 @@ def input_door() -> str:
         return torch.zeros(1), None
 
     forward_step(
-        your_forward_step, None, Stage(), 1, torch.zeros(1), [], Stage.config, 1, is_last_stage=False
+        your_forward_step,
+        None,
+        Stage(),
+        1,
+        torch.zeros(1),
+        [],
+        Stage.config,
+        1,
+        is_last_stage=False,
     )
     return ", then ".join(calls)
 
@@ -179,7 +187,7 @@ def _scaled_loss(loss: float, tokens: int | None, m: int, per_token: bool, c: in
 def contract_objective(
     sums: Sequence[Sequence[float]], counts: Sequence[Sequence[int]], per_token: bool
 ) -> Fraction:
-    """What is optimised where (sum, n, report) is returned; a list per copy, an entry per microbatch."""
+    """What is optimised where (sum, n, report) is returned; a list per copy."""
     copies, m = len(sums), len(sums[0])
     factor = _copies_factor(copies, per_token)
     total = sum(
@@ -211,7 +219,9 @@ def times_too_large(d: int, c: int, m: int) -> Fraction:
     """A mean over all ranks' tokens with the per-token flag on, over the right gradient."""
     ranks = d * c
     # The tokens' number stays 0, which the division takes for 1.
-    wrong = sum(_scaled_loss(1, None, m, True, c) * _copies_factor(ranks, True) for _ in range(ranks))
+    wrong = sum(
+        _scaled_loss(1, None, m, True, c) * _copies_factor(ranks, True) for _ in range(ranks)
+    )
     right = sum(
         _scaled_loss(1, None, m, False, c) * _copies_factor(ranks, False) for _ in range(ranks)
     )

@@ -111,6 +111,11 @@ def code(name: str) -> str:
     return f"`{name}`"
 
 
+def layer_name(number: int) -> str:
+    """What a checkpoint calls the layer with this number in the whole model."""
+    return code(f"decoder.layers.{number}")
+
+
 def exit_code_of_refusal() -> int:
     return BAD_ARGUMENTS
 
