@@ -183,6 +183,11 @@ def layout_makespan(layout: str, p: int, m: int, embedding: object = 0, loss: ob
     return number_words(simulate(plan("1f1b", p, m), costs).makespan)
 
 
+def shortest_layout(layouts: Sequence[str], p: int, m: int) -> str:
+    """The one with the shortest step, where embedding and loss take as long as a layer."""
+    return min(layouts, key=lambda layout: Fraction(layout_makespan(layout, p, m, 1, 1)))
+
+
 # -- Data --
 
 

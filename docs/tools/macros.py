@@ -26,6 +26,7 @@ import cases
 import cases_of_problems
 from calculator import calculator_form
 from code_html import code_block, links_of
+from exam_page import exam_html
 from excerpts import ExcerptError, cut_out, num_definitions
 from latex2mathml.converter import convert
 from package import ROOT, Package, Place
@@ -253,6 +254,9 @@ class Macros:
 
     def block_calculator(self, _: str) -> str:
         return self.stash.put(calculator_form())
+
+    def block_exam(self, _: str) -> str:
+        return self.stash.put(exam_html(self.expand, self._evaluate))
 
     # -- Links --
 
