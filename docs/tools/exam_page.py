@@ -136,7 +136,7 @@ def _question_html(
     )
     if question.answer is not None:
         yield (
-            f"<label>{words['exam.number']} "
+            f'<label class="mm-exam-typed">{words["exam.number"]} '
             '<input type="text" inputmode="decimal" autocomplete="off" name="typed"></label>'
         )
     else:
@@ -169,4 +169,6 @@ def _question_html(
 
 def _title(stem: str) -> str:
     text = (DOCS / "tour" / f"{stem}.md").read_text()
-    return markdown(re.search(r"^# (.+)$", text, re.MULTILINE)[1])[3:-4]
+    # Without the page's number: Markdown would begin a list.
+    title = markdown(re.search(r"^# (?:[\d.]+ )?(.+)$", text, re.MULTILINE)[1])
+    return title.removeprefix("<p>").removesuffix("</p>")

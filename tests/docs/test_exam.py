@@ -109,6 +109,7 @@ def test_links_lead_to_headings(site, questions):
     for question in questions:
         stem, _, anchor = question.section.partition("#")
         assert f"tour/{stem}.html#{anchor}" in links
+        assert "<" not in exam_page._title(stem).replace("<code>", "").replace("</code>", "")
         assert anchor in read(site / "tour" / f"{stem}.html").anchors
 
 
@@ -148,6 +149,8 @@ def test_the_exam_is_taken(browser, address, questions):
         expect(page.locator(f"[data-question='{number.id}'] .mm-exam-verdict")).to_contain_text(
             f"Not right. {number.choices[0].why}"
         )
+        answer(page, number, "1234567")
+        expect(score.get_by_role("listitem")).to_have_count(2)
         answer(page, number, "many")
         expect(page.locator(f"[data-question='{number.id}'] .mm-exam-verdict")).to_contain_text(
             "Type a number"
