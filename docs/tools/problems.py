@@ -42,4 +42,5 @@ def problems_of(stem: str) -> str:
         f'??? question "Solution of problem {number}"\n{problem.solution.rstrip()}\n'
         for number, problem in enumerate(read_problems(stem), 1)
     ]
-    return "\n".join(["\n## Problems\n", *parts]) if parts else ""
+    # What explains should be found, not the exercises on it.
+    return "\n".join(["\n## Problems { data-search-exclude }\n", *parts]) if parts else ""

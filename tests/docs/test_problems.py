@@ -68,3 +68,4 @@ def test_problems_stand_below_their_page(site):
         section = text[text.index('id="problems"') :]
         assert section.count("<summary>Solution of problem ") == 3, stem
     assert not (site / "problems").exists()
+    assert "Solution of problem" not in (site / "search" / "search_index.json").read_text()
