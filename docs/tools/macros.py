@@ -10,6 +10,7 @@
     {{ player schedule="1f1b" pp=4 microbatches=8 }}    where the schedule player mounts
     {{ link x.y.z }}  {{ term bubble }}  {{ thread MLM#675 }}  {{ megatron core/x.py }}
     {{ practice 05 ex06 | what to do }}    notebooks and exercises, by the beginning of their names
+    {{ exam }}  {{ problems }}    from docs/exam.toml and docs/problems
 
 A macro that cannot be filled in ends the build. Called by: `site_pages`. Calls: `package`, `cases`.
 """
@@ -30,6 +31,7 @@ from exam_page import exam_html
 from excerpts import ExcerptError, cut_out, num_definitions
 from latex2mathml.converter import convert
 from package import ROOT, Package, Place
+from problems import problems_of
 from prose import is_line
 from stash import Stash
 
@@ -254,6 +256,10 @@ class Macros:
 
     def block_calculator(self, _: str) -> str:
         return self.stash.put(calculator_form())
+
+    def block_problems(self, _: str) -> str:
+        """The worked problems of this page of the tour; the build puts them at its end."""
+        return self.expand(problems_of(Path(self.page).stem))
 
     def block_exam(self, _: str) -> str:
         return self.stash.put(exam_html(self.expand, self._evaluate))

@@ -1,6 +1,6 @@
 """Worked problems: three for each page of the tour, from docs/problems, with folded solutions.
 
-Called by: `site_pages`, tests/docs. Calls nothing. A file has the name of its page. It holds, for each
+Called by: `macros`, tests/docs. Calls nothing. A file has the name of its page. It holds, for each
 problem, the question, and below it `??? question "Solution"` with the solution, indented.
 """
 

@@ -12,7 +12,6 @@ from architecture import architecture_svg
 from calculator import calculator_script
 from macros import Macros, read_glossary, read_practice
 from package import ROOT, Package
-from problems import problems_of
 from rosetta import rosetta_page
 from source_pages import first_sentence
 from spine import read_spine, spine_files, spine_hours, spine_lines, spine_rate
@@ -38,7 +37,7 @@ def write_pages(package: Package, out: Path, pieces: Path) -> None:
         macros = Macros(package, relative.as_posix(), glossary, practice)
         if relative.as_posix() == "contributing.md":
             macros.extra = {"architecture": architecture_svg(package)}
-        below = problems_of(path.stem) if relative.parts[0] == "tour" else ""
+        below = "\n{{ problems }}\n" if relative.parts[0] == "tour" else ""
         _write(out / relative, macros.expand(path.read_text() + below))
         macros.stash.save(pieces / f"{relative.as_posix()}.json")
         faults += macros.faults
