@@ -14,6 +14,7 @@
     {{ map }}  {{ paths }}  {{ path_time One hour }}  {{ reading_speeds }}    of docs/tour.toml
     {{ here }}  {{ why_next }}    around a page of the tour; the build puts them there
     {{ practice 05 ex06 | what to do }}    notebooks and exercises, by the beginning of their names
+    {{ exam }}  {{ problems }}    from docs/exam.toml and docs/problems
 
 A macro that cannot be filled in ends the build. Called by: `site_pages`. Calls: `package`, `cases`.
 """
@@ -27,12 +28,15 @@ from html import escape
 from pathlib import Path
 
 import cases
+import cases_of_problems
 import tour_frame
 from calculator import calculator_form
 from chain_map import map_html
+from exam_page import exam_html
 from excerpts import ExcerptError
 from latex2mathml.converter import convert
 from package import ROOT, Package, Place
+from problems import problems_of
 from prose import is_line
 from quotes import quote_html, read_quote
 from repository import clone_lines, repository_link, repository_url
@@ -173,7 +177,8 @@ class Macros:
         return f"```console\n$ {command}\n{printed.getvalue().rstrip()}\n```\n"
 
     def _evaluate(self, expression: str) -> object:
-        return eval(expression, dict(vars(cases)))  # pages are part of the repository
+        names = {**vars(cases), **vars(cases_of_problems)}
+        return eval(expression, names)  # pages are part of the repository
 
     def inline_value(self, expression: str) -> str:
         return str(self._evaluate(expression))
@@ -259,6 +264,13 @@ class Macros:
         """How long a path of the tour takes."""
         (route,) = [route for route in read_routes() if route.name == name]
         return time_words(minutes_of_route(route, self.package))
+
+    def block_problems(self, _: str) -> str:
+        """The worked problems of this page of the tour; the build puts them at its end."""
+        return self.expand(problems_of(Path(self.page).stem))
+
+    def block_exam(self, _: str) -> str:
+        return self.stash.put(exam_html(self.expand, self._evaluate))
 
     # -- Links --
 

@@ -21,7 +21,7 @@ from minimegatron.moved import MOVED
 from minimegatron.planner.render_svg import STYLE
 
 DOCS = ROOT / "docs"
-SKIPPED = {"tools", "overrides"}
+SKIPPED = {"tools", "overrides", "problems"}
 
 REFERENCE = ("core", "planner", "tracing", "training")
 """What the reference covers; the rest of the package is no library but a program."""
@@ -38,9 +38,10 @@ def write_pages(package: Package, out: Path, pieces: Path) -> None:
         macros = Macros(package, relative.as_posix(), glossary, practice)
         if relative.as_posix() == "contributing.md":
             macros.extra = {"architecture": architecture_svg(package)}
-        # What else ends a page of the tour is added to its text here: "why next" comes after it.
-        text = path.read_text()
-        _write(out / relative, macros.expand(framed(relative.as_posix(), text)))
+        # What else ends a page of the tour stands before "why next".
+        below = "\n{{ problems }}\n" if relative.parts[0] == "tour" else ""
+        text = framed(relative.as_posix(), path.read_text() + below)
+        _write(out / relative, macros.expand(text))
         macros.stash.save(pieces / f"{relative.as_posix()}.json")
         faults += macros.faults
     if faults:
