@@ -29,7 +29,7 @@ from strings import write_strings  # noqa: E402
 
 OUT = ROOT / "build" / "docs"
 LINK = re.compile(r"\[([^\]]+)\]\(\.\./((?:notebooks|exercises)/[\w.-]+\.md)\)")
-SKIPPED = {"tools", "overrides", "recordings", "strings", "__pycache__", "node_modules"}
+SKIPPED = {"tools", "overrides", "problems", "recordings", "strings", "__pycache__", "node_modules"}
 """Folders of docs/ that are no part of the site."""
 
 

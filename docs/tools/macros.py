@@ -2,14 +2,19 @@
 
     {{ code minimegatron.core.pipeline_parallel.steps.backward_step }}    the code itself
     {{ code x.y.z from="for i in" to="return" }}    from one statement to the end of another
-    {{ code x.y.z shows="a, b(" }}    the excerpt must have these words; the tour says some of each
+    {{ code x.y.z shows="a, b(" }}    the excerpt must have these words, and folds what is not about
+                                    them; the tour says some of each. fold=no shows all of it
     {{ run minimegatron plan --pp 4 --microbatches 8 }}    a command and what it prints
     {{ figure timeline("1f1b", 4, 8) | Caption }}    a picture, from `cases`
     {{ table bubble_table() }}    a table, from `cases`
     {{ value percent(bubble(4, 8)) }}    a number or words, in a line of text
     {{ player schedule="1f1b" pp=4 microbatches=8 }}    where the schedule player mounts
     {{ link x.y.z }}  {{ term bubble }}  {{ thread MLM#675 }}  {{ megatron core/x.py }}
+    {{ clone }}  {{ repository_link }}    where the repository is; see `repository`
+    {{ map }}  {{ paths }}  {{ path_time One hour }}  {{ reading_speeds }}    of docs/tour.toml
+    {{ here }}  {{ why_next }}    around a page of the tour; the build puts them there
     {{ practice 05 ex06 | what to do }}    notebooks and exercises, by the beginning of their names
+    {{ exam }}  {{ problems }}    from docs/exam.toml and docs/problems
 
 A macro that cannot be filled in ends the build. Called by: `site_pages`. Calls: `package`, `cases`.
 """
@@ -23,13 +28,20 @@ from html import escape
 from pathlib import Path
 
 import cases
+import cases_of_problems
+import tour_frame
 from calculator import calculator_form
-from code_html import code_block, links_of
-from excerpts import ExcerptError, cut_out, num_definitions
+from chain_map import map_html
+from exam_page import exam_html
+from excerpts import ExcerptError
 from latex2mathml.converter import convert
 from package import ROOT, Package, Place
+from problems import problems_of
 from prose import is_line
+from quotes import quote_html, read_quote
+from repository import clone_lines, repository_link, repository_url
 from stash import Stash
+from tour import Page, minutes_of_route, page_of, read_routes, time_words
 
 from minimegatron.__main__ import main as command_line
 
@@ -140,51 +152,15 @@ class Macros:
 
     def block_code(self, argument: str) -> str:
         """The code of a symbol, without its docstring, which the page says in its own words."""
-        parts = shlex.split(argument)
-        place = self._find(parts[0])
-        options = dict(part.split("=", 1) for part in parts[1:])
-        page, numbers = place.page, self._lines_of(place)
+        # The words that the prose around an excerpt is about must be in it.
+        if self.page.startswith("tour/") and " shows=" not in argument:
+            words = 'say which words it shows: shows="a, b"'
+            raise MacroError(f"docs/{self.page}: {argument}: {words}")
         try:
-            self._check_name(place, parts[0])
-            if "from" in options:
-                numbers = cut_out(page.lines, numbers, options["from"], options.get("to"))
-            self._check_shown([page.lines[n - 1] for n in numbers], options.get("shows"))
+            quote = read_quote(self.package, argument)
         except ExcerptError as error:
-            raise MacroError(f"docs/{self.page}: {parts[0]}: {error}") from error
-        source = f"{self.up}source/"
-        links = links_of(page, self.package, source)
-        block = code_block(page, numbers, links, line_url=f"{source}{page.module}.html")
-        name = place.symbol or page.module
-        where = f"{page.path}:{numbers[0]}"
-        return self.stash.put(
-            f'<figure class="mm-quote"><figcaption><a href="{source}{place.url}">{escape(name)}</a>'
-            f'<a class="mm-quote-file" href="{source}{page.module}.html#L{numbers[0]}">{where}</a>'
-            f"</figcaption>{block}</figure>"
-        )
-
-    def _lines_of(self, place: Place) -> list[int]:
-        if not place.symbol:
-            return list(place.page.rows[0].code_lines)
-        definition = place.definition
-        prose = {n for row in place.page.rows if row.kind != "note" for n in row.prose_lines}
-        numbers = range(definition.first_line or definition.line, definition.end_line + 1)
-        return [n for n in numbers if n not in prose]
-
-    def _check_name(self, place: Place, dotted: str) -> None:
-        """An excerpt is known by the name under which it is defined, and that once."""
-        qualified = ".".join(filter(None, (place.page.module, place.symbol)))
-        if qualified != dotted:
-            raise ExcerptError(f"is defined as {qualified}; call it so")
-        if place.symbol and num_definitions(place.page.lines, place.symbol) > 1:
-            raise ExcerptError("is defined more than once")
-
-    def _check_shown(self, lines: list[str], words: str | None) -> None:
-        """The words that the prose around an excerpt is about must be in it."""
-        if words is None and self.page.startswith("tour/"):
-            raise ExcerptError('say which words it shows: shows="a, b"')
-        for word in (words or "").split(", "):
-            if not any(word in line for line in lines):
-                raise ExcerptError(f"the excerpt does not show {word!r}")
+            raise MacroError(f"docs/{self.page}: {error}") from error
+        return self.stash.put(quote_html(quote, self.package, f"{self.up}source/"))
 
     # -- What runs --
 
@@ -201,7 +177,8 @@ class Macros:
         return f"```console\n$ {command}\n{printed.getvalue().rstrip()}\n```\n"
 
     def _evaluate(self, expression: str) -> object:
-        return eval(expression, dict(vars(cases)))  # pages are part of the repository
+        names = {**vars(cases), **vars(cases_of_problems)}
+        return eval(expression, names)  # pages are part of the repository
 
     def inline_value(self, expression: str) -> str:
         return str(self._evaluate(expression))
@@ -251,6 +228,49 @@ class Macros:
 
     def block_calculator(self, _: str) -> str:
         return self.stash.put(calculator_form())
+
+    # -- The repository --
+
+    def block_clone(self, _: str) -> str:
+        return f"```console\n{clone_lines(repository_url())}\n```\n"
+
+    def inline_repository_link(self, _: str) -> str:
+        return repository_link(repository_url(), self.up)
+
+    # -- The tour --
+
+    def block_map(self, _: str) -> str:
+        return self.stash.put(map_html(self.package, self.up))
+
+    def block_paths(self, _: str) -> str:
+        return tour_frame.paths(self.package)
+
+    def block_here(self, _: str) -> str:
+        return tour_frame.here(self.package, self._tour_page(), self.stash)
+
+    def block_why_next(self, _: str) -> str:
+        return tour_frame.why_next(self.package, self._tour_page())
+
+    def _tour_page(self) -> Page:
+        page = page_of(self.page)
+        if page is None:
+            raise MacroError(f"docs/{self.page}: docs/tour.toml does not list this page")
+        return page
+
+    def inline_reading_speeds(self, _: str) -> str:
+        return tour_frame.speeds()
+
+    def inline_path_time(self, name: str) -> str:
+        """How long a path of the tour takes."""
+        (route,) = [route for route in read_routes() if route.name == name]
+        return time_words(minutes_of_route(route, self.package))
+
+    def block_problems(self, _: str) -> str:
+        """The worked problems of this page of the tour; the build puts them at its end."""
+        return self.expand(problems_of(Path(self.page).stem))
+
+    def block_exam(self, _: str) -> str:
+        return self.stash.put(exam_html(self.expand, self._evaluate))
 
     # -- Links --
 

@@ -1,7 +1,8 @@
 """What MkDocs is asked to do for us: finished HTML where its comment stands; what the navigation cannot
-know before the build, which notebooks and exercises there are; a smaller stylesheet of the theme.
+know before the build, which notebooks and exercises there are, and the tour's order; a smaller
+stylesheet of the theme.
 
-Called by: MkDocs. Calls: `stash`, `trim_css`; the catalogue, for the order of its exercises.
+Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`; the catalogue, for its exercises' order.
 """
 
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from stash import fill
+from tour_frame import tour_nav
 from trim_css import trim_site
 
 from minimegatron.exercises.exercise import exercises
@@ -25,6 +27,9 @@ def on_config(config):
             names.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
             pages = [f"{folder}/{name}" for name in names]
             config["nav"].insert(place, {folder.capitalize(): pages})
+    for tab in config["nav"]:
+        if "Tour" in tab:
+            tab["Tour"] = tour_nav()
     return config
 
 

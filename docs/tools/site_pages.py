@@ -1,6 +1,6 @@
 """The pages that are not annotated source: those of docs/, filled in, and the generated ones.
 
-Called by: `build_docs`. Calls: `macros`, `rosetta`, `architecture`.
+Called by: `build_docs`. Calls: `macros`, `tour_frame`, `rosetta`, `architecture`.
 """
 
 import re
@@ -15,12 +15,13 @@ from package import ROOT, Package
 from rosetta import rosetta_page
 from source_pages import first_sentence
 from spine import read_spine, spine_files, spine_hours, spine_lines, spine_rate
+from tour_frame import framed
 
 from minimegatron.moved import MOVED
 from minimegatron.planner.render_svg import STYLE
 
 DOCS = ROOT / "docs"
-SKIPPED = {"tools", "overrides"}
+SKIPPED = {"tools", "overrides", "problems"}
 
 REFERENCE = ("core", "planner", "tracing", "training")
 """What the reference covers; the rest of the package is no library but a program."""
@@ -37,7 +38,10 @@ def write_pages(package: Package, out: Path, pieces: Path) -> None:
         macros = Macros(package, relative.as_posix(), glossary, practice)
         if relative.as_posix() == "contributing.md":
             macros.extra = {"architecture": architecture_svg(package)}
-        _write(out / relative, macros.expand(path.read_text()))
+        # What else ends a page of the tour stands before "why next".
+        below = "\n{{ problems }}\n" if relative.parts[0] == "tour" else ""
+        text = framed(relative.as_posix(), path.read_text() + below)
+        _write(out / relative, macros.expand(text))
         macros.stash.save(pieces / f"{relative.as_posix()}.json")
         faults += macros.faults
     if faults:
