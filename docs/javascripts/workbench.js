@@ -78,6 +78,7 @@
       Object.assign(this, { player, made: null, wanted: null, asked: 0, isBusy: false, isReady: false, follows: false });
       this.texts = new Texts(texts);
       this.total = Object.values(python.sizes).reduce((sum, size) => sum + size, 0);
+      this.hasKeys = !matchMedia("(pointer: coarse)").matches;
       this.why = location.protocol === "file:" ? say("bench.file") : python.isMissing ? say("bench.missing") : "";
       this.build(python);
       const { schedule } = player.state;
@@ -97,7 +98,7 @@
       this.bar = make("progress", { "aria-label": say("bench.progress") });
       this.figure = make("span", { class: "mmp-remark" });
       this.progress = make("span", { class: "mmp-progress" }, this.bar, this.figure);
-      this.remark = make("span", { class: "mmp-remark" }, this.why || `${say("bench.first", { name: python.name, megabytes: megabytes(this.total) })} ${say("bench.keys")}`);
+      this.remark = make("span", { class: "mmp-remark" }, this.why || `${say("bench.first", { name: python.name, megabytes: megabytes(this.total) })} ${this.keyWords}`);
       this.kept = make("span", { class: "mmp-remark" });
       this.verdict = make("div", { class: "mmp-verdict", role: "status" });
       this.go.disabled = Boolean(this.why);
@@ -112,6 +113,10 @@
 
     // -- Open, closed --
 
+    get keyWords() {
+      return this.hasKeys ? say("bench.keys") : "";
+    }
+
     get isOpen() {
       return this.element.isConnected;
     }
@@ -121,8 +126,7 @@
       (this.player.controls.more ?? before).before(this.element);
       this.showStart();
       // A keyboard that comes up by itself would hide a small screen.
-      if (matchMedia("(pointer: coarse)").matches) this.element.focus();
-      else this.text.focus();
+      (this.hasKeys ? this.text : this.element).focus();
     }
 
     close() {
@@ -241,7 +245,7 @@
       else if (starting) this.countSeconds("bench.starting");
       else if (ready) {
         this.isReady = true;
-        this.remark.textContent = say("bench.keys");
+        this.remark.textContent = this.keyWords;
         this.verdict.replaceChildren();
         this.ask();
       } else if (begun) {

@@ -395,6 +395,10 @@ def test_pages_opened_as_files_say_why(browser, site):
         bench = watched.page.get_by_role("region", name="A schedule of your own")
         expect(bench).to_contain_text("A page opened as a file may not run Python")
         expect(bench.get_by_role("button", name="Run")).to_be_disabled()
+        watched.page.set_viewport_size({"width": 360, "height": 740})
+        right = "all => Math.max(...all.map((one) => one.getBoundingClientRect().right))"
+        edge = bench.evaluate("bench => bench.getBoundingClientRect().right")
+        assert bench.locator("select, button, textarea, span").evaluate_all(right) < edge <= 360
         # Where the browser stores nothing, a text lasts as long as the page.
         throws = "void (Storage.prototype.{} = () => {{ throw new Error('no storage'); }})"
         for method in ("getItem", "setItem", "removeItem"):
