@@ -1,7 +1,7 @@
 """A small page at each old address, which leads to the new one and keeps what stands behind the #.
 
-Called by: `build_docs`, when all other pages are written. Calls nothing. Pages that have moved are in docs/redirects.toml; modules whose
-names have changed, in `minimegatron.moved`.
+Called by: `build_docs`, when all other pages are written. Calls nothing. Pages that have moved are in
+docs/redirects.toml; modules whose names have changed, in `minimegatron.moved`.
 """
 
 import os
@@ -17,7 +17,8 @@ REDIRECTS = ROOT / "docs" / "redirects.toml"
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Moved</title>
-<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="robots" content="noindex">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<meta name="robots" content="noindex">
 <link rel="canonical" href="{canonical}">
 <script>
 const to = new URL("{target}", location);

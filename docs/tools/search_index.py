@@ -1,8 +1,8 @@
-"""What docs/javascripts/search.js searches: every section of the site, short, with the kind of its page.
+"""What docs/javascripts/search.js searches: every section of the site, with the kind of its page.
 
 Called by: `mkdocs_hook`, when the site is there. Calls nothing. Reads the index that MkDocs has written
-and the site's pages; writes `search/pages.js`, which is loaded when search is first opened, from a server
-or from a folder, and leaves an index without sections for the theme's own script.
+and the site's pages; writes `search/pages.js`, which is loaded when search is first opened, from a
+server or from a folder, and leaves an index without sections for the theme's own script.
 
 Bodies are cut where another page says the same: of the reference, which repeats the docstrings of the
 source pages, and of Rosetta, names are kept.
@@ -44,7 +44,7 @@ def write_search(site: Path) -> None:
 
 
 def synonyms() -> dict[str, list | dict]:
-    """"same" and "means" of docs/search_synonyms.toml."""
+    """ "same" and "means" of docs/search_synonyms.toml."""
     data = tomllib.loads(SYNONYMS.read_text())
     return {"same": data["same"], "means": data["means"]}
 
@@ -89,7 +89,7 @@ def title_of(kind: str, title: str) -> tuple[str, str]:
 
 
 def _sections(kind: str, page_title: str, sections: list[dict]) -> Iterator[list[str | int]]:
-    """[anchor, title, text] of each; what stands above the first heading has neither of the first two."""
+    """[anchor, title, text] of each; above the first heading, the first two are empty."""
     most = MAX_TEXT.get(kind)
     for section in sections:
         anchor = section["location"].partition("#")[2]

@@ -16,6 +16,7 @@ from page_heads import shortened
 from rosetta import rosetta_page
 from source_pages import first_sentence
 from spine import read_spine, spine_files, spine_hours, spine_lines, spine_rate
+from stash import Stash
 
 from minimegatron.planner.render_svg import STYLE
 
@@ -43,7 +44,9 @@ def write_pages(package: Package, out: Path, pieces: Path) -> None:
     if faults:
         raise SystemExit("\n".join(faults))
     _write(out / "source" / "index.md", source_index(package))
-    _write(out / "rosetta.md", rosetta_page(package))
+    stash = Stash()
+    _write(out / "rosetta.md", rosetta_page(package, stash))
+    stash.save(pieces / "rosetta.md.json")
     write_reference(package, out / "reference")
     _write(out / "stylesheets" / "timeline.css", timeline_css())
     _write(out / "javascripts" / "formulas.js", calculator_script())

@@ -1,4 +1,4 @@
-"""What a page says of itself, what stands at addresses without a page, print, forced colours, no scripts."""
+"""Heads of pages, addresses without a page, print, forced colours, no scripts."""
 
 import functools
 import http.server
@@ -7,13 +7,13 @@ import threading
 from html import unescape
 from pathlib import Path
 
+import page_heads
 import pytest
+import redirects
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from playwright.sync_api import expect
 
-import page_heads
-import redirects
 from tests.docs.conftest import ROOT, Watched
 from tests.docs.test_browser import violations
 
@@ -191,7 +191,7 @@ def test_on_paper(browser, address):
         answers = page.locator("details.question > p")
         assert answers.count() and all(answer.bounding_box() for answer in answers.all())
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
-        expect(page.locator(".md-content details:not([open])")).to_have_count(0)
+        expect(page.locator("details.question:not([open])")).to_have_count(0)
         link = page.locator(".md-content p a[href^='https']").first
         after = link.evaluate("a => getComputedStyle(a, '::after').content")
         assert "github.com" in after or "attr(href)" in after

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import search_index
 from playwright.sync_api import Page, expect
 
-import search_index
 from tests.docs.conftest import Watched
 from tests.figures import figure, slowness
 
@@ -98,7 +98,7 @@ def test_symbols_have_bare_names_and_the_reference_comes_last(browser, address):
         found = ask(page, "deallocate_output_tensor")
         kinds = [href.split("/")[3] for href, *_ in found]
         assert kinds.index("source") < kinds.index("reference")
-        for href, title, sections in found:
+        for href, title, _ in found:
             if "/source/" in href or "/reference/" in href:
                 assert not title.startswith("minimegatron"), title
         source = next(entry for entry in found if "pipeline_parallel.steps" in entry[0])
@@ -158,7 +158,8 @@ def test_every_kind_of_page_has_its_word(data):
 
 
 def test_names_in_quoted_code_are_kept():
-    html = '<figure class="mm-quote"><pre>x = <b>send_forward</b>(P2PCommunicator)</pre></figure> is_not'
+    code = "x = <b>send_forward</b>(P2PCommunicator)"
+    html = f'<figure class="mm-quote"><pre>{code}</pre></figure> is_not'
     assert search_index.quoted_names(html) == "P2PCommunicator send_forward"
 
 
