@@ -1,6 +1,6 @@
 """Records which files Megatron's repository has at the release's tag, and the lines that pages link to.
 
-Run with the path of a clone that has the tag, after a page has a new link to a line:
+Run by: a person, with the path of a clone that has the tag, after a page has a new link to a line:
 
     python docs/tools/record_megatron_files.py CLONE
 

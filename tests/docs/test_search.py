@@ -1,5 +1,7 @@
 """What a newcomer types leads to a lesson: thirty queries, asked of the real search in a browser."""
 
+import doctest
+import importlib
 import json
 import re
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 import search_index
 from playwright.sync_api import Page, expect
 
-from tests.docs.conftest import Watched
+from tests.docs.conftest import ROOT, Watched
 from tests.figures import figure, slowness
 
 QUERIES = """
@@ -151,9 +153,9 @@ def test_every_section_of_the_index_is_there(site, data):
 
 
 def test_every_kind_of_page_has_its_word(data):
-    words = json.loads(Path("docs/strings/en.json").read_text())
-    missing = {page["kind"] for page in data["pages"]}
-    missing = {kind for kind in missing if f"search.kind.{kind}" not in words}
+    words = json.loads((ROOT / "docs" / "strings" / "en.json").read_text())
+    kinds = {page["kind"] for page in data["pages"]}
+    missing = {kind for kind in kinds if f"search.kind.{kind}" not in words}
     assert not missing, f"docs/strings/en.json: search.kind. {missing}"
 
 
@@ -163,7 +165,14 @@ def test_names_in_quoted_code_are_kept():
     assert search_index.quoted_names(html) == "P2PCommunicator send_forward"
 
 
-def test_a_misspelt_table_of_synonyms_is_found():
+@pytest.mark.parametrize("name", ["search_index", "page_heads"])
+def test_examples_in_docstrings(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted and not result.failed
+
+
+def test_a_word_has_one_group_of_synonyms():
     found = search_index.synonyms()
     words = [word.lower() for group in found["same"] for word in group]
     assert len(words) == len(set(words)), "a word is in two groups of `same`"
+    assert all(isinstance(meant, list) and meant for meant in found["means"].values())
