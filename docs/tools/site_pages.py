@@ -80,9 +80,8 @@ def timeline_css() -> str:
     """
     light, _, dark = STYLE.partition("@media (prefers-color-scheme: dark) {")
     dark = dark.rpartition("}")[0]
-    return _scoped(light, ".mm-timeline") + _scoped(
-        dark, '[data-md-color-scheme="slate"] .mm-timeline'
-    )
+    of_dark = _scoped(dark, '[data-md-color-scheme="slate"] .mm-timeline')
+    return f"{_scoped(light, '.mm-timeline')}@media screen {{\n{of_dark}}}\n"
 
 
 def _scoped(css: str, scope: str) -> str:

@@ -176,12 +176,28 @@ def test_modules_that_have_moved_keep_their_pages(site):
 # -- Paper, forced colours, no scripts --
 
 
+def luminance(page, selector: str) -> float:
+    """Of the first letters, from 0 for black to 1 for white."""
+    style = page.locator(selector).first.evaluate("""e => {
+      const style = getComputedStyle(e);
+      return e.ownerSVGElement ? style.fill : style.color;
+    }""")
+    # "rgb(1, 2, 3)", or "rgba(...)" on white paper.
+    red, green, blue, *alpha = map(float, re.findall(r"[\d.]+", style))
+    light = (0.299 * red + 0.587 * green + 0.114 * blue) / 255
+    return 1 - (alpha[0] if alpha else 1) * (1 - light)
+
+
 def test_on_paper(browser, address):
     """No navigation, code that is not cut, folded answers open, addresses of other sites."""
-    with Watched(browser, (address,), viewport={"width": 700, "height": 900}) as watched:
+    size = {"width": 700, "height": 900}
+    with Watched(browser, (address,), viewport=size, color_scheme="dark") as watched:
         page = watched.page
         page.goto(address + "tour/one-f-one-b.html", wait_until="load")
         page.emulate_media(media="print")
+        # Dark letters, also for those who read in dark colours.
+        for words in (".md-content p", ".mm-line", ".mm-timeline svg text", ".md-content p a"):
+            assert luminance(page, words) < 0.45, words
         for hidden in (".md-header", ".md-sidebar--primary", ".md-footer", ".md-clipboard"):
             assert not page.locator(hidden).first.is_visible(), hidden
         cut = page.locator(".mm-code pre, .mm-code code").evaluate_all(
