@@ -4,69 +4,94 @@
 
 (() => {
   const MM = (globalThis.MM ||= {});
-  const make = MM.make;
-  const SCHEDULES = [["gpipe", "GPipe"], ["1f1b", "1F1B"], ["interleaved", "Interleaved"]];
+  const make = MM.make, say = (...words) => MM.say(...words);
+  const ONE = "no-pipelining";
 
   // Sizes that were planned: schedule -> [{p, M, v, G, overlap}].
   const offered = {};
   function offers(schedule) {
+    if (!MM.hasOrders(schedule)) return [];
     return (offered[schedule] ||= Object.keys(MM.orders.plans).map((key) => key.split(" ")).filter(([name]) => name === schedule)
       .map(([, p, M, v, G, overlap]) => ({ p: +p, M: +M, v: +v, G: +G, overlap: overlap ? 1 : 0 })));
   }
   const distinct = (list, name) => [...new Set(list.map((offer) => offer[name]))].sort((a, b) => a - b);
   const nearest = (values, wanted) => values.reduce((best, value) => (Math.abs(value - wanted) < Math.abs(best - wanted) ? value : best));
 
+  MM.schedules = () => Object.keys(MM.orders.names).filter((name) => name !== ONE);
+  MM.hasChunks = (schedule) => offers(schedule).some((offer) => offer.v > 1);
+
+  // The config of a plan of another schedule with these sizes, or null: for comparing.
+  MM.alike = function alike(schedule, { p, M, v, G }) {
+    if (p === 1) return { schedule: ONE, p, M, v: 1, G: 0, overlap: 0 };
+    const list = offers(schedule).filter((offer) => offer.p === p && offer.M === M && !offer.overlap);
+    if (!list.length) return null;
+    const chunks = nearest(distinct(list, "v"), v > 1 ? v : 2), same = list.filter((offer) => offer.v === chunks);
+    return { schedule, p, M, v: chunks, G: nearest(distinct(same, "G"), G || p), overlap: 0 };
+  };
+
   MM.Controls = class Controls {
     // `set(key, value)` is told of every choice.
-    constructor(state, set) {
+    constructor(state, set, isSmall) {
       this.state = state;
       this.set = set;
       const name = `mmp-${Math.random().toString(36).slice(2, 8)}`;
-      this.schedules = make("fieldset", { class: "mmp-segments" }, make("legend", { class: "mmp-hidden" }, "Schedule"),
-        ...SCHEDULES.map(([value, words]) => make("label", {},
-          make("input", { type: "radio", name, value, onchange: () => set("schedule", value) }), make("span", {}, words))));
+      this.schedules = make("fieldset", { class: "mmp-segments" }, make("legend", { class: "mmp-hidden" }, say("control.schedule")),
+        ...MM.schedules().map((value) => make("label", {},
+          make("input", { type: "radio", name, value, onchange: () => set("schedule", value) }), make("span", {}, MM.orders.names[value]))));
       this.fields = {
-        p: this.slider("Stages", "p", () => distinct(this.offersNow(), "p")),
-        M: this.slider("Microbatches", "M", () => distinct(this.offersNow().filter((o) => o.p === this.state.p && o.v === this.state.v), "M")),
-        v: this.choice("Chunks per stage", "v"),
-        G: this.choice("Group", "G"),
+        p: this.slider("p", () => distinct(this.offersNow(), "p")),
+        M: this.slider("M", () => distinct(this.offersNow().filter((o) => o.p === this.state.p && o.v === this.state.v), "M")),
+        v: this.choice("v"),
+        G: this.choice("G"),
       };
-      this.element = make("div", { class: "mmp-controls" }, this.schedules,
-        ...["p", "M", "v", "G"].map((key) => this.fields[key].element));
-      this.balance = make("div", { class: "mmp-balance", role: "group", "aria-label": "Work per stage" });
-      this.more = this.buildMore();
-    }
-
-    static knows(schedule) {
-      return SCHEDULES.some(([name]) => name === schedule);
+      this.element = make("div", { class: "mmp-controls" }, this.schedules, ...["p", "M", "v", "G"].map((key) => this.fields[key].element));
+      this.balance = make("div", { class: "mmp-balance", role: "group", "aria-label": say("control.balance") });
+      this.more = isSmall ? null : this.buildMore();
     }
 
     // -- Elements --
 
     buildMore() {
       const { set } = this;
-      this.overlap = make("input", { type: "checkbox", onchange: () => set("overlap", this.overlap.checked ? 1 : 0) });
-      this.overlapField = make("label", { class: "mmp-switch" }, this.overlap, " messages travel while stages compute");
-      this.link = make("select", { onchange: () => set("link", this.link.value) },
-        make("option", { value: "both" }, "both ends wait (NCCL)"), make("option", { value: "buffered" }, "sends do not wait (gloo)"));
-      return make("details", { class: "mmp-more" }, make("summary", {}, "Times, balance, memory"),
-        make("div", { class: "mmp-grid" }, this.number("Forward", "f", "f"), this.number("Backward", "b", "b"), this.number("Message", "c", null, "0.05"),
-          make("label", { class: "mmp-field" }, make("span", {}, "Links"), this.link),
-          this.number("Memory cap, microbatches", "cap", null, "1"), this.overlapField),
-        this.balance);
+      this.overlap = this.flag("overlap");
+      this.link = this.select("link", [["both", say("control.link.both")], ["buffered", say("control.link.buffered")]]);
+      this.pair = this.select("pair", [["sum", say("control.pair.sum")], ["max", say("control.pair.max")]]);
+      this.compare = make("select", { onchange: () => set("vs", this.compare.value) }, make("option", { value: "" }, say("control.vs.none")),
+        ...MM.schedules().map((value) => make("option", { value }, MM.orders.names[value])));
+      this.messages = this.flag("messages");
+      this.split = make("div", { class: "mmp-grid" }, this.number("bi"), this.number("bw"), MM.field(say("control.pair"), this.pair));
+      return make("details", { class: "mmp-more" }, make("summary", {}, say("control.more")),
+        make("div", { class: "mmp-grid" }, this.number("f", "f"), this.number("b", "b"), this.number("c", null, "0.05"),
+          MM.field(say("control.link"), this.link), this.number("cap", null, "1"), MM.field(say("control.vs"), this.compare),
+          this.messages.element, this.overlap.element),
+        this.split, this.balance);
     }
 
-    number(label, key, letter, step = "0.25") {
-      const input = make("input", { type: "number", min: "0", step, inputmode: "decimal", oninput: () => this.set(key, Math.max(0, Number(input.value) || 0)) });
-      this.fields[key] = { show: () => { if (document.activeElement !== input) input.value = key === "cap" && !this.state.cap ? "" : this.state[key]; } };
-      return make("label", { class: "mmp-field" }, make("span", {}, label, letter ? make("var", {}, ` ${letter}`) : null), input);
+    flag(key) {
+      const input = make("input", { type: "checkbox", onchange: () => this.set(key, input.checked ? 1 : 0) });
+      return { input, element: make("label", { class: "mmp-switch" }, input, ` ${say(`control.${key}`)}`) };
+    }
+
+    select(key, options) {
+      const select = make("select", { onchange: () => this.set(key, select.value) }, ...options.map(([value, words]) => make("option", { value }, words)));
+      return select;
+    }
+
+    number(key, letter = null, step = "0.25") {
+      const input = make("input", { type: "number", min: "0", max: "1000000", step, inputmode: "decimal", oninput: () => {
+        const value = Number(input.value || 0);
+        if (Number.isFinite(value) && value >= 0 && value <= 1e6) this.set(key, value);
+      } });
+      const isOptional = ["cap", "bi", "bw"].includes(key);
+      this.fields[key] = { show: () => { if (document.activeElement !== input) input.value = isOptional && !this.state[key] ? "" : this.state[key]; } };
+      return MM.field(say(`control.${key}`), input, letter);
     }
 
     // A slider over the values that there are plans for.
-    slider(label, key, values) {
+    slider(key, values) {
       const input = make("input", { type: "range", min: 0, step: 1, oninput: () => this.set(key, values()[input.value]) });
       const output = make("b", {});
-      return { element: make("label", { class: "mmp-field mmp-range" }, make("span", {}, label, make("var", {}, ` ${key}`), " ", output), input),
+      return { element: make("label", { class: "mmp-field mmp-range" }, make("span", {}, say(`control.${key}`), make("var", {}, ` ${key}`), " ", output), input),
         show: () => {
           const list = values();
           input.max = list.length - 1;
@@ -76,48 +101,42 @@
         } };
     }
 
-    choice(label, key) {
+    choice(key) {
       const select = make("select", { onchange: () => this.set(key, Number(select.value)) });
-      const element = make("label", { class: "mmp-field" }, make("span", {}, label, make("var", {}, ` ${key}`)), select);
+      const element = MM.field(say(`control.${key}`), select, key);
       return { element, show: () => {
-        const { state } = this, isOn = state.schedule === "interleaved";
-        element.hidden = !isOn;
-        if (!isOn) return;
-        const list = this.offersNow().filter((o) => o.p === state.p && (key === "v" || (o.v === state.v && o.M === state.M)));
-        select.replaceChildren(...distinct(list, key).map((value) => make("option", { value, selected: value === state[key] }, String(value))));
+        const { state } = this, list = distinct(this.offersNow().filter((o) => o.p === state.p && (key === "v" || (o.v === state.v && o.M === state.M))), key);
+        element.hidden = !MM.hasChunks(state.schedule) || state.p === 1 || list.length < 2;
+        select.replaceChildren(...list.map((value) => make("option", { value, selected: value === state[key] }, String(value))));
       } };
     }
 
     // -- What goes together --
 
     offersNow() {
-      const list = offers(this.state.schedule);
-      return this.state.schedule === "interleaved" ? list : [...offers("no-pipelining"), ...list];
+      return [...offers(ONE), ...offers(this.state.schedule)];
     }
 
     // Moves the sizes to the nearest ones that the planner has a plan for. Returns words on what moved.
     settle() {
       const { state } = this, moved = [];
-      const keep = (key, list) => {
-        const value = nearest(list, state[key]);
-        if (value !== state[key] && key === "M") moved.push(`M is ${value}: the planner has no such plan for ${state[key]}`);
-        state[key] = value;
-      };
       let list = this.offersNow();
-      const isInterleaved = state.schedule === "interleaved";
-      keep("p", distinct(list, "p"));
-      list = list.filter((offer) => offer.p === state.p);
-      if (!isInterleaved) Object.assign(state, { v: 1, G: 0, overlap: 0 });
-      keep("v", distinct(list, "v"));
-      list = list.filter((offer) => offer.v === state.v);
-      keep("M", distinct(list, "M"));
-      list = list.filter((offer) => offer.M === state.M);
-      if (isInterleaved && !state.G) state.G = state.p;
-      keep("G", distinct(list, "G"));
-      list = list.filter((offer) => offer.G === state.G);
-      keep("overlap", distinct(list, "overlap"));
+      const keep = (key, isTold = true) => {
+        const values = distinct(list, key), value = nearest(values, state[key]);
+        if (value !== state[key] && isTold) moved.push(say("control.moved", { name: say(`control.${key}`), asked: state[key], value }));
+        state[key] = value;
+        list = list.filter((offer) => offer[key] === value);
+      };
+      keep("p");
+      const isLooped = MM.hasChunks(state.schedule) && state.p > 1;
+      if (!isLooped) Object.assign(state, { v: 1, G: 0, overlap: 0 });
+      keep("v", isLooped && state.v > 1);
+      keep("M");
+      if (isLooped && !state.G) state.G = state.p;
+      keep("G", false);
       this.canOverlap = list.some((offer) => offer.overlap);
-      return moved.join(". ");
+      keep("overlap", false);
+      return moved.join(" ");
     }
 
     // One factor per stage.
@@ -128,25 +147,31 @@
 
     // -- Showing --
 
-    show() {
+    // `letters`: the kinds of work in the plan that is shown.
+    show(letters) {
       const { state } = this;
       for (const field of Object.values(this.fields)) field.show();
       for (const radio of this.schedules.querySelectorAll("input")) radio.checked = radio.value === state.schedule;
-      this.overlap.checked = Boolean(state.overlap);
-      this.overlapField.hidden = !this.canOverlap;
-      this.link.value = state.link;
+      if (!this.more) return;
+      this.overlap.input.checked = Boolean(state.overlap);
+      this.overlap.element.hidden = !this.canOverlap;
+      this.messages.input.checked = Boolean(state.messages);
+      this.split.hidden = !letters.includes("I");
+      Object.assign(this.link, { value: state.link });
+      Object.assign(this.pair, { value: state.pair });
+      Object.assign(this.compare, { value: state.vs });
       const factors = this.factors();
       if (this.balance.childElementCount !== state.p + 1)
-        this.balance.replaceChildren(make("span", {}, "Work per stage"), ...factors.map((_, rank) => this.share(rank)));
+        this.balance.replaceChildren(make("span", {}, say("control.balance")), ...factors.map((_, rank) => this.share(rank)));
       [...this.balance.querySelectorAll("label")].forEach((label, rank) => {
         label.firstChild.value = factors[rank];
-        label.firstChild.setAttribute("aria-valuetext", `${factors[rank]} times`);
+        label.firstChild.setAttribute("aria-valuetext", say("control.times", { factor: factors[rank] }));
         label.lastChild.textContent = `${rank}: ×${factors[rank]}`;
       });
     }
 
     share(rank) {
-      const input = make("input", { type: "range", min: "0.25", max: "2", step: "0.25", "aria-label": `Work of stage ${rank}`, oninput: () => {
+      const input = make("input", { type: "range", min: "0.25", max: "2", step: "0.25", "aria-label": say("control.work", { rank }), oninput: () => {
         const now = this.factors();
         now[rank] = Number(input.value);
         this.set("balance", now.every((factor) => factor === 1) ? "" : now.join(","));

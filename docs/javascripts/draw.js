@@ -1,278 +1,298 @@
 "use strict";
-// A timeline as a picture, once: on a canvas for the page, as SVG for a file. Knows nothing of plans
-// or recordings; `player.js` and `replay.js` give it rows of bars, gaps and held microbatches.
+// A timeline as a picture. It knows nothing of plans or recordings: `model.js` and `replay.js` make the view,
+// `painters.js` has the pens.
 //
-// A view: {rows: [{name, note, bars: [{s, l, kind, chunk, mb, id}], gaps: [{s, l, id}],
-// transfers: [{s, l}], plan: [{s, l, kind, chunk}], held: [[time, count]]}], span, v, most, cap,
-// words(time)}. What is marked: {t, chosen, hover, related: Set, critical: Set, lines, hideFrom}.
+// A view: {tracks: [track], span, words(time)}. A track is one stage:
+//   {rank, name, note, section: heading above it, lanes: [lane], strips: [strip]}
+//   a lane: {kind: "compute", bars: [bar], gaps: [{s, l, id}], transfers: [{s, l}]}
+//           {kind: "messages" or "collectives", bars: [{s, l, id, sent, label}]}
+//           {kind: "ghost", bars: [bar]}: thin, the plan beside a run
+//   a bar: {s, l, id, parts: [{kind, chunk, mb}]}: a pair has two parts, one above the other
+//   a strip: {kind: "held" or "owed", points: [[time, count]], most, cap}
+// What is marked: {t, chosen, hover, related: Set, faded: function of a bar, path: [{track, s, e}],
+// lines: [{a: {track, t}, b: {track, t}, isFaint}], hideFrom, ask: {track, t}}.
 
 (() => {
   const MM = (globalThis.MM ||= {});
-  const TOP = 6, BAR = 26, THIN = 5, AXIS = 24;
+  const TOP = 6, AXIS = 24, SECTION = 24, BIN = 3;
+  const HEIGHTS = { messages: 11, collectives: 15, ghost: 6 };
+  const STRIP = 13;
+  const LEAST_BAR = 6; // below this width on average, bars become a density
 
-  // -- Colours: the site's own, read once per colour scheme --
+  // -- Where everything is --
 
-  const FALLBACK = {
-    ink: "#1c2733", quiet: "#57636f", paper: "#ffffff", track: "#edf0f3", hatch: "#c0c9d1", rule: "#cfd6dd",
-    mark: "#c2185b", transfer: "#9b4d86", held: "#6d7f90", over: "#b3261e",
-  };
-
-  function readColours(element) {
-    const style = getComputedStyle(element);
-    const colours = {};
-    for (const [name, value] of Object.entries(FALLBACK))
-      colours[name] = style.getPropertyValue(`--mmp-${name}`).trim() || value;
-    return colours;
-  }
-
-  // -- Two painters with the same words --
-
-  function canvasPainter(context, colours) {
-    const font = (size, bold) => `${bold ? 650 : 400} ${size}px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif`;
-    let hatching = null;
-    return {
-      rect(x, y, w, h, fill, alpha = 1) {
-        context.globalAlpha = alpha;
-        context.fillStyle = fill;
-        context.fillRect(x, y, w, h);
-        context.globalAlpha = 1;
-      },
-      box(x, y, w, h, stroke, width = 2) {
-        context.strokeStyle = stroke;
-        context.lineWidth = width;
-        context.strokeRect(x, y, w, h);
-      },
-      hatch(x, y, w, h) {
-        hatching ||= hatchPattern(context, colours);
-        context.fillStyle = hatching;
-        context.fillRect(x, y, w, h);
-      },
-      line(x1, y1, x2, y2, stroke, width = 1, dashes = []) {
-        context.strokeStyle = stroke;
-        context.lineWidth = width;
-        context.setLineDash(dashes);
-        context.beginPath();
-        context.moveTo(x1, y1);
-        context.lineTo(x2, y2);
-        context.stroke();
-        context.setLineDash([]);
-      },
-      area(points, fill) {
-        context.fillStyle = fill;
-        context.beginPath();
-        points.forEach(([x, y], number) => (number ? context.lineTo(x, y) : context.moveTo(x, y)));
-        context.fill();
-      },
-      dot(x, y, radius, fill) {
-        context.fillStyle = fill;
-        context.beginPath();
-        context.arc(x, y, radius, 0, 7);
-        context.fill();
-      },
-      text(x, y, words, { size = 11, fill = colours.ink, align = "center", bold = false } = {}) {
-        const wanted = font(size, bold);
-        if (context.font !== wanted) context.font = wanted;
-        context.textAlign = align;
-        context.fillStyle = fill;
-        context.fillText(words, x, y);
-      },
-    };
-  }
-
-  function hatchPattern(context, colours) {
-    const tile = document.createElement("canvas");
-    const scale = context.getTransform().a;
-    tile.width = tile.height = Math.round(6 * scale);
-    const pen = tile.getContext("2d");
-    pen.scale(tile.width / 6, tile.width / 6);
-    pen.strokeStyle = colours.hatch;
-    pen.lineWidth = 1.1;
-    for (const shift of [-6, 0, 6]) {
-      pen.beginPath();
-      pen.moveTo(shift - 1, 7);
-      pen.lineTo(shift + 7, -1);
-      pen.stroke();
+  function measure(view, width, zoom = 1, isCoarse = false) {
+    const names = width < 560 ? 34 : 72, bar = isCoarse ? 32 : 26;
+    const layout = { names, width, zoom, bar, chart: width - names - 2, tracks: [], height: 0 };
+    let y = TOP;
+    for (const track of view.tracks) {
+      if (track.section) y += SECTION;
+      const place = { top: y, lanes: [], strips: [] };
+      for (const lane of track.lanes) {
+        const height = lane.kind === "compute" ? bar : HEIGHTS[lane.kind];
+        place.lanes.push({ y, height });
+        y += height + 2;
+      }
+      for (const strip of track.strips ?? []) {
+        place.strips.push({ y: y + 1, height: STRIP, kind: strip.kind });
+        y += STRIP + 2;
+      }
+      // A finger needs 44 pixels from one stage to the next.
+      y = Math.max(y + 8, place.top + (isCoarse ? 46 : 40));
+      place.bottom = y;
+      layout.tracks.push(place);
     }
-    const pattern = context.createPattern(tile, "repeat");
-    pattern.setTransform(new DOMMatrix().scale(6 / tile.width));
-    return pattern;
+    layout.bottom = y;
+    layout.height = y + AXIS;
+    layout.scale = (layout.chart * zoom) / (view.span || 1);
+    layout.isDense = averageBar(view) * layout.scale < LEAST_BAR;
+    return layout;
   }
 
-  function svgPainter(colours) {
-    const parts = [], n = (value) => Number(value.toFixed(2));
-    const escape = (words) => String(words).replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);
-    return {
-      parts,
-      rect: (x, y, w, h, fill, alpha = 1) => parts.push(
-        `<rect x="${n(x)}" y="${n(y)}" width="${n(Math.max(w, 0))}" height="${n(h)}" fill="${fill}"${alpha < 1 ? ` opacity="${alpha}"` : ""}/>`),
-      box: (x, y, w, h, stroke, width = 2) => parts.push(
-        `<rect x="${n(x)}" y="${n(y)}" width="${n(Math.max(w, 0))}" height="${n(h)}" fill="none" stroke="${stroke}" stroke-width="${width}"/>`),
-      hatch: (x, y, w, h) => parts.push(
-        `<rect x="${n(x)}" y="${n(y)}" width="${n(Math.max(w, 0))}" height="${n(h)}" fill="url(#idle)"/>`),
-      line: (x1, y1, x2, y2, stroke, width = 1, dashes = []) => parts.push(
-        `<line x1="${n(x1)}" y1="${n(y1)}" x2="${n(x2)}" y2="${n(y2)}" stroke="${stroke}" stroke-width="${width}"${dashes.length ? ` stroke-dasharray="${dashes}"` : ""}/>`),
-      area: (points, fill) => parts.push(
-        `<path d="M${points.map(([x, y]) => `${n(x)} ${n(y)}`).join("L")}Z" fill="${fill}"/>`),
-      dot: (x, y, radius, fill) => parts.push(`<circle cx="${n(x)}" cy="${n(y)}" r="${radius}" fill="${fill}"/>`),
-      text: (x, y, words, { size = 11, fill = colours.ink, align = "center", bold = false } = {}) => parts.push(
-        `<text x="${n(x)}" y="${n(y)}" font-size="${size}" fill="${fill}" text-anchor="${{ center: "middle", left: "start", right: "end" }[align]}"${bold ? ' font-weight="650"' : ""}>${escape(words)}</text>`),
-    };
+  function averageBar(view) {
+    let count = 0, length = 0;
+    for (const track of view.tracks) for (const { l } of track.lanes[0].bars) { count++; length += l; }
+    return count ? length / count : Infinity;
   }
 
   // -- The picture --
 
-  function measure(view, width, zoom = 1) {
-    const names = width < 560 ? 30 : 64;
-    const hasHeld = view.rows.some((row) => row.held), hasPlan = view.rows.some((row) => row.plan);
-    const strip = hasHeld ? 13 : 0;
-    const pitch = BAR + (hasPlan ? THIN + 2 : 0) + strip + (hasHeld ? 8 : 14);
-    return {
-      names, strip, pitch, hasPlan, zoom, width,
-      chart: width - names - 2,
-      height: TOP + view.rows.length * pitch + AXIS,
-      rowTop: (rank) => TOP + rank * pitch,
-    };
-  }
-
   function paint(pen, view, layout, marks, colours, shades, scroll = 0) {
-    const { names, chart, pitch, zoom } = layout;
-    const scale = (chart * zoom) / (view.span || 1);
-    const x = (time) => names + time * scale - scroll;
-    const from = scroll / scale, to = (scroll + chart) / scale;
-    const bottom = layout.rowTop(view.rows.length);
-    view.rows.forEach((row, rank) => {
-      const top = layout.rowTop(rank);
-      pen.rect(names, top, chart, BAR, colours.track);
-      for (const gap of row.gaps) {
-        if (gap.s > to || gap.s + gap.l < from) continue;
-        const end = marks.t === null ? gap.s + gap.l : Math.min(gap.s + gap.l, marks.t);
-        if (end > gap.s) pen.hatch(x(gap.s), top, (end - gap.s) * scale, BAR);
-        if (marks.chosen === gap.id) pen.box(x(gap.s) + 1.5, top + 1.5, gap.l * scale - 3, BAR - 3, colours.mark, 3);
-        else if (marks.hover === gap.id) pen.box(x(gap.s) + 1, top + 1, gap.l * scale - 2, BAR - 2, colours.quiet, 1.5);
-      }
-      drawBars(pen, row, top, { x, scale, from, to, marks, colours, shades, view });
-      for (const part of row.transfers || [])
-        if (part.s <= to && part.s + part.l >= from && (marks.t === null || part.s <= marks.t))
-          pen.rect(x(part.s), top, Math.max(part.l * scale, 1.5), BAR, colours.transfer);
-      if (row.plan) drawPlan(pen, row.plan, top + BAR + 1, { x, scale, from, to, shades });
-      if (row.held) drawHeld(pen, row, top + pitch - 8 - layout.strip, { x, layout, view, colours, marks, rank });
+    const { names, chart, scale, bar } = layout;
+    const look = { pen, view, layout, marks, colours, shades, scale, x: (time) => names + time * scale - scroll, from: scroll / scale, to: (scroll + chart) / scale };
+    view.tracks.forEach((track, number) => {
+      const place = layout.tracks[number];
+      if (track.section) pen.text(0, place.top - 7, track.section, { size: 12, align: "left", bold: true });
+      track.lanes.forEach((lane, laneNumber) => drawLane(look, lane, place.lanes[laneNumber]));
+      (track.strips ?? []).forEach((strip, stripNumber) => drawStrip(look, strip, place.strips[stripNumber]));
     });
-    drawLines(pen, marks, layout, x, colours);
-    drawAxis(pen, view, layout, { x, scale, from, to, bottom, colours });
-    if (marks.ask) {
-      const at = Math.min(x(marks.ask.t) + 4, names + chart - 26), top = layout.rowTop(marks.ask.rank);
-      pen.rect(at, top, 26, BAR, colours.paper);
-      pen.box(at + 1, top + 1, 24, BAR - 2, colours.mark);
-      pen.text(at + 13, top + 18, "?", { size: 14, fill: colours.mark, bold: true });
-    }
-    if (marks.t !== null) pen.line(x(marks.t), TOP - 4, x(marks.t), bottom, colours.mark, 1.5);
+    drawLines(look);
+    if (marks.path?.length) drawPath(look, marks.path);
+    drawAxis(look);
+    if (marks.ask) drawQuestion(look);
+    if (marks.t !== null) pen.line(look.x(marks.t), TOP - 4, look.x(marks.t), layout.bottom, colours.mark, 1.5);
     // Names last: bars that were scrolled out of sight pass beneath.
-    pen.rect(0, 0, names, layout.height, colours.paper);
-    view.rows.forEach((row, rank) => {
-      const top = layout.rowTop(rank);
-      if (names < 60) pen.text(names - 6, top + 17, String(rank), { size: 12, align: "right", bold: true });
-      else {
-        pen.text(0, top + (row.note ? 12 : 17), row.name, { size: 12, align: "left", bold: true });
-        if (row.note) pen.text(0, top + 25, row.note, { size: 10.5, align: "left", fill: colours.quiet });
-      }
+    view.tracks.forEach((track, number) => {
+      const { top, bottom } = layout.tracks[number];
+      pen.rect(0, top - 4, names, bottom - top + 4, colours.paper);
+      if (names < 60) return pen.text(names - 7, top + bar / 2 + 4, String(track.rank), { size: 12, align: "right", bold: true });
+      pen.text(0, top + (track.note ? 12 : bar / 2 + 4), track.name, { size: 12, align: "left", bold: true });
+      if (track.note) pen.text(0, top + 25, track.note, { size: 10.5, align: "left", fill: colours.quiet });
     });
   }
 
-  function drawBars(pen, row, top, { x, scale, from, to, marks, colours, shades, view }) {
+  const isSeen = ({ from, to }, { s, l }) => s <= to && s + l >= from;
+
+  function drawLane(look, lane, place) {
+    if (lane.kind === "compute") drawCompute(look, lane, place);
+    else if (lane.kind === "ghost") drawGhost(look, lane, place);
+    else drawMessages(look, lane, place);
+  }
+
+  function drawCompute(look, lane, { y, height }) {
+    const { pen, layout, marks, colours, x, scale } = look;
+    pen.rect(layout.names, y, layout.chart, height, colours.track);
+    if (layout.isDense && !marks.faded) return drawDensity(look, lane, y, height);
+    for (const gap of lane.gaps) {
+      if (!isSeen(look, gap)) continue;
+      const end = marks.t === null ? gap.s + gap.l : Math.min(gap.s + gap.l, marks.t);
+      if (end > gap.s) pen.hatch(x(gap.s), y, (end - gap.s) * scale, height);
+      if (marks.chosen === gap.id) ring(look, gap, y, height);
+      else if (marks.hover === gap.id) pen.box(x(gap.s) + 1, y + 1, gap.l * scale - 2, height - 2, colours.quiet, 1.5);
+    }
     // All numbers or none: a size is chosen for the longest.
-    const digits = String(row.bars.reduce((most, bar) => Math.max(most, bar.mb), 0)).length;
-    for (const bar of row.bars) {
-      if (bar.s > to || bar.s + bar.l < from) continue;
-      if (marks.hideFrom && marks.hideFrom(bar)) continue;
-      const [fill, ink] = shades[bar.kind][bar.chunk || 0];
-      const left = x(bar.s), width = bar.l * scale, inset = width > 4 ? 0.6 : 0;
-      const isToCome = marks.t !== null && bar.s >= marks.t;
-      const isRunning = marks.t !== null && !isToCome && bar.s + bar.l > marks.t;
-      const w = Math.max(width - 2 * inset, 0.6);
-      if (isToCome || isRunning) pen.rect(left + inset, top, w, BAR, fill, 0.2);
-      if (!isToCome) pen.rect(left + inset, top, isRunning ? Math.max((marks.t - bar.s) * scale - inset, 0.6) : w, BAR, fill);
-      const size = width >= 7.5 * digits + 3 ? 11.5 : width >= 5.4 * digits + 1 ? 9 : 0;
-      const isDark = marks.t === null || (!isToCome && (!isRunning || (marks.t - bar.s) * scale > width / 2 + 5));
-      if (size) pen.text(left + width / 2, top + 17, String(bar.mb), { size, fill: isToCome ? colours.quiet : isDark ? ink : colours.ink, bold: !isToCome });
-      if (marks.critical?.has(bar.id)) pen.rect(left + inset, top + BAR - 3, w, 3, colours.mark);
-      if (marks.chosen === bar.id) pen.box(left + 1, top - 1, Math.max(width - 2, 2), BAR + 2, colours.mark, 3);
-      else if (marks.related?.has(bar.id)) pen.box(left + 1.5, top + 1, Math.max(width - 3, 1.5), BAR - 2, colours.mark, 1.6);
-      else if (marks.hover === bar.id) pen.box(left + 1.2, top + 1, Math.max(width - 2.4, 1.5), BAR - 2, colours.ink, 1.6);
+    const digits = String(lane.bars.reduce((most, bar) => Math.max(most, bar.parts[0].mb), 0)).length;
+    const outlined = [];
+    for (const bar of lane.bars) {
+      if (!isSeen(look, bar) || marks.hideFrom?.(bar)) continue;
+      drawBar(look, bar, y, height, digits);
+      if (marks.chosen === bar.id || marks.related?.has(bar.id) || marks.hover === bar.id) outlined.push(bar);
+    }
+    for (const bar of outlined) outline(look, bar, y, height);
+    for (const part of lane.transfers ?? [])
+      if (isSeen(look, part) && (marks.t === null || part.s <= marks.t)) pen.rect(x(part.s), y, Math.max(part.l * scale, 1.5), height, colours.transfer);
+  }
+
+  function drawBar({ pen, marks, colours, shades, x, scale }, bar, y, height, digits) {
+    const left = x(bar.s), width = bar.l * scale, inset = width > 4 ? 0.6 : 0, w = Math.max(width - 2 * inset, 0.6);
+    const isToCome = marks.t !== null && bar.s >= marks.t;
+    const isRunning = marks.t !== null && !isToCome && bar.s + bar.l > marks.t;
+    const isFaded = Boolean(marks.faded?.(bar));
+    const half = height / bar.parts.length;
+    bar.parts.forEach((part, number) => {
+      const [fill, ink] = shades[part.kind][part.chunk || 0], top = y + number * half;
+      if (isToCome || isRunning || isFaded) pen.rect(left + inset, top, w, half, fill, isFaded ? 0.18 : 0.2);
+      if (!isToCome && !isFaded) pen.rect(left + inset, top, isRunning ? Math.max((marks.t - bar.s) * scale - inset, 0.6) : w, half, fill);
+      const size = half < 15 ? (width >= 5.4 * digits + 1 ? 9 : 0) : width >= 7.5 * digits + 3 ? 11.5 : width >= 5.4 * digits + 1 ? 9 : 0;
+      const isDark = !isFaded && (marks.t === null || (!isToCome && (!isRunning || (marks.t - bar.s) * scale > width / 2 + 5)));
+      if (size) pen.text(left + width / 2, top + half / 2 + size * 0.36, String(part.mb), { size, fill: isToCome || isFaded ? colours.quiet : isDark ? ink : colours.ink, bold: !isToCome && !isFaded });
+    });
+  }
+
+  // What is chosen has a dark and a light ring: one of the two is seen on every colour.
+  function ring({ pen, colours, x, scale }, { s, l }, y, height) {
+    const left = x(s), width = Math.max(l * scale, 5);
+    pen.box(left - 0.5, y - 1.5, width + 1, height + 3, colours.outer, 3);
+    pen.box(left + 1.75, y + 0.75, Math.max(width - 3.5, 1), height - 1.5, colours.inner, 1.5);
+  }
+
+  function outline(look, bar, y, height) {
+    const { pen, marks, colours, x, scale } = look, left = x(bar.s), width = Math.max(bar.l * scale, 3);
+    if (marks.chosen === bar.id) return ring(look, bar, y, height);
+    const isRelated = marks.related?.has(bar.id);
+    pen.box(left + 0.8, y + 0.8, width - 1.6, height - 1.6, colours.inner, 1.6);
+    pen.box(left + 0.8, y + 0.8, width - 1.6, height - 1.6, colours.outer, 1.6, isRelated ? [4, 3] : []);
+  }
+
+  // How much of each stretch of time each kind of work takes, from below; the rest is idle.
+  function drawDensity(look, lane, y, height) {
+    const { pen, layout, marks, shades, scale, from, x } = look;
+    const count = Math.ceil(layout.chart / BIN), perBin = BIN / scale;
+    const kinds = new Map();
+    for (const bar of lane.bars) {
+      if (!isSeen(look, bar) || marks.hideFrom?.(bar) || (marks.t !== null && bar.s >= marks.t)) continue;
+      for (const part of bar.parts) {
+        let bins = kinds.get(part.kind);
+        if (!bins) kinds.set(part.kind, (bins = new Float32Array(count)));
+        const end = marks.t === null ? bar.s + bar.l : Math.min(bar.s + bar.l, marks.t);
+        const share = 1 / bar.parts.length, first = Math.max(0, Math.floor((bar.s - from) / perBin)), last = Math.min(count - 1, Math.floor((end - from) / perBin));
+        for (let bin = first; bin <= last; bin++) {
+          const begin = from + bin * perBin;
+          bins[bin] += (share * Math.max(0, Math.min(end, begin + perBin) - Math.max(bar.s, begin))) / perBin;
+        }
+      }
+    }
+    const until = marks.t === null ? layout.chart : Math.min(x(marks.t) - layout.names, layout.chart);
+    pen.hatch(layout.names, y, Math.max(until, 0), height);
+    const letters = [...kinds.keys()].sort((a, b) => Object.keys(shades).indexOf(a) - Object.keys(shades).indexOf(b));
+    for (let bin = 0; bin < count; bin++) {
+      let base = y + height;
+      const width = Math.min(BIN, layout.chart - bin * BIN);
+      for (const letter of letters) {
+        const tall = Math.min(kinds.get(letter)[bin], 1) * height;
+        if (tall > 0.05) pen.rect(layout.names + bin * BIN, (base -= tall), width, tall, shades[letter][0][0]);
+      }
+    }
+    for (const cell of [...lane.bars, ...lane.gaps])
+      if (cell.id === marks.chosen) ring(look, cell, y, height);
+      else if (marks.related?.has(cell.id)) outline(look, cell, y, height);
+  }
+
+  function drawGhost(look, lane, { y, height }) {
+    const { pen, shades, x, scale } = look;
+    for (const bar of lane.bars) {
+      if (!isSeen(look, bar)) continue;
+      bar.parts.forEach((part, number) => pen.rect(x(bar.s) + 0.4, y + (number * height) / bar.parts.length, Math.max(bar.l * scale - 0.8, 0.6), height / bar.parts.length, shades[part.kind][part.chunk || 0][0]));
     }
   }
 
-  function drawPlan(pen, bars, top, { x, scale, from, to, shades }) {
-    for (const bar of bars) {
-      if (bar.s > to || bar.s + bar.l < from) continue;
-      pen.rect(x(bar.s) + 0.4, top, Math.max(bar.l * scale - 0.8, 0.6), THIN, shades[bar.kind][bar.chunk || 0][0]);
+  // Messages that a stage sends; where they take no time, a tick.
+  function drawMessages(look, lane, { y, height }) {
+    const { pen, layout, marks, colours, x, scale } = look;
+    pen.line(layout.names, y + height - 0.5, layout.names + layout.chart, y + height - 0.5, colours.rule);
+    for (const bar of lane.bars) {
+      if (!isSeen(look, bar) || (marks.t !== null && bar.s > marks.t) || marks.hideFrom?.(bar)) continue;
+      const width = Math.max(bar.l * scale, 2), isFaded = marks.faded?.(bar);
+      pen.rect(x(bar.s), y, width, height - 1, lane.kind === "messages" ? colours.transfer : colours.held, isFaded ? 0.2 : 1);
+      if (width > 7 * bar.label.length && height > 10) pen.text(x(bar.s) + width / 2, y + height - 2.5, bar.label, { size: 9, fill: colours.inner });
+      if (marks.chosen === bar.id) ring(look, bar, y, height - 1);
     }
   }
 
-  // How many microbatches' activations the stage holds; above the cap in the colour of trouble.
-  function drawHeld(pen, row, top, { x, layout, view, colours, marks, rank }) {
-    const { strip } = layout, most = Math.max(view.most, view.cap || 0, 1), base = top + strip;
-    const height = (count) => (strip * count) / most;
+  // How many microbatches' activations a stage holds, or weight gradients it owes; above the cap in the colour of trouble.
+  function drawStrip({ pen, view, colours, marks, x, from, to, scale }, { points, most, cap, kind }, { y, height }) {
+    const top = Math.max(most, cap || 0, 1), base = y + height, tall = (count) => (height * count) / top;
     const until = marks.t === null ? view.span : marks.t;
-    let runs = [], count = 0, since = 0;
-    for (const [time, next] of row.held) {
+    pen.line(x(Math.max(0, from)), base + 0.5, x(Math.min(view.span, to)), base + 0.5, colours.rule);
+    let count = 0, since = 0;
+    const run = (end) => {
+      const start = Math.max(since, from), stop = Math.min(end, to);
+      if (!count || stop <= start) return;
+      pen.rect(x(start), base - tall(count), Math.max((stop - start) * scale + 0.5, 0.6), tall(count), kind === "owed" ? colours.owed : colours.held);
+      if (cap && count > cap) pen.rect(x(start), base - tall(count), Math.max((stop - start) * scale, 0.6), tall(count) - tall(cap), colours.over);
+    };
+    for (const [time, next] of points) {
       if (time >= until) break;
-      if (time > since) runs.push([since, time, count]);
-      [since, count] = [Math.max(time, since), next];
+      if (time > since) { run(time); since = time; }
+      count = next;
     }
-    if (until > since) runs.push([since, until, count]);
-    pen.line(x(0), base + 0.5, x(view.span), base + 0.5, colours.rule);
-    for (const [start, end, held] of runs) {
-      if (!held) continue;
-      pen.rect(x(start), base - height(held), x(end) - x(start) + 0.5, height(held), colours.held);
-      if (view.cap && held > view.cap)
-        pen.rect(x(start), base - height(held), x(end) - x(start), height(held) - height(view.cap), colours.over);
-    }
-    if (view.cap) pen.line(x(0), base - height(view.cap), x(view.span), base - height(view.cap), colours.over, 1, [3, 2]);
+    run(until);
+    if (cap) pen.line(x(0), base - tall(cap), x(view.span), base - tall(cap), colours.over, 1, [3, 2]);
   }
 
-  function drawLines(pen, marks, layout, x, colours) {
+  // -- Lines between stages --
+
+  const middleOf = (layout, track) => layout.tracks[track].lanes[0].y + layout.bar / 2;
+
+  function drawLines({ pen, marks, layout, x, colours }) {
     for (const { a, b, isFaint } of marks.lines || []) {
-      const down = b.rank > a.rank ? 1 : -1, middle = (rank) => layout.rowTop(rank) + BAR / 2;
-      const y1 = middle(a.rank) + (down * BAR) / 2, y2 = middle(b.rank) - (down * BAR) / 2;
-      const colour = isFaint ? colours.quiet : colours.mark;
-      pen.line(x(a.t), y1, x(b.t), y2, colour, isFaint ? 1 : 1.8);
-      pen.dot(x(b.t), y2, isFaint ? 1.8 : 3, colour);
+      const down = b.track > a.track ? 1 : -1;
+      const from = [x(a.t), middleOf(layout, a.track) + (down * layout.bar) / 2], to = [x(b.t), middleOf(layout, b.track) - (down * layout.bar) / 2];
+      if (!isFaint) pen.path([from, to], colours.paper, 4);
+      pen.path([from, to], isFaint ? colours.quiet : colours.mark, isFaint ? 1 : 1.8);
+      pen.dot(...to, isFaint ? 1.8 : 3, isFaint ? colours.quiet : colours.mark);
     }
   }
 
-  function drawAxis(pen, view, layout, { x, scale, from, to, bottom, colours }) {
-    const y = bottom + 1;
+  // One line through what waits for what: the critical path, or why a gap is there.
+  function drawPath({ pen, layout, x, colours }, path) {
+    const low = (track) => layout.tracks[track].lanes[0].y + layout.bar - 5; // below the numbers
+    const points = path.flatMap(({ track, s, e }) => [[x(s), low(track)], [x(e), low(track)]]);
+    pen.path(points, colours.inner, 5);
+    pen.path(points, colours.mark, 2.6);
+    pen.dot(...points[0], 4.5, colours.mark);
+    pen.dot(...points.at(-1), 3, colours.mark);
+  }
+
+  function drawQuestion({ pen, marks, layout, x, colours }) {
+    const at = Math.min(x(marks.ask.t) + 4, layout.names + layout.chart - 26), { y } = layout.tracks[marks.ask.track].lanes[0];
+    pen.rect(at, y, 26, layout.bar, colours.paper);
+    pen.box(at + 1, y + 1, 24, layout.bar - 2, colours.mark);
+    pen.text(at + 13, y + layout.bar / 2 + 5, "?", { size: 14, fill: colours.mark, bold: true });
+  }
+
+  function drawAxis({ pen, view, layout, x, scale, from, to, colours }) {
+    const y = layout.bottom + 1;
     pen.line(layout.names, y, layout.names + layout.chart, y, colours.rule);
     const least = 58 / scale, power = 10 ** Math.floor(Math.log10(least));
     const tick = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= least * 0.999) || power;
     for (let number = Math.max(0, Math.ceil(from / tick)); number * tick <= Math.min(to, view.span); number++) {
-      const at = x(number * tick);
+      const at = x(number * tick), isLast = at > layout.width - 14;
       pen.line(at, y, at, y + 4, colours.rule);
-      const last = at > layout.width - 14;
-      pen.text(last ? layout.width - 2 : at, y + 16, view.words(number * tick), { fill: colours.quiet, align: last ? "right" : number ? "center" : "left" });
+      pen.text(isLast ? layout.width - 2 : at, y + 16, view.words(number * tick), { fill: colours.quiet, align: isLast ? "right" : number ? "center" : "left" });
     }
   }
 
-  // What is at a point: the bar or gap, or null.
-  function hit(view, layout, scroll, px, py) {
-    const rank = Math.floor((py - TOP) / layout.pitch);
-    const row = view.rows[rank];
-    if (!row || px < layout.names || py - layout.rowTop(rank) > BAR + 2) return null;
-    const time = ((px - layout.names + scroll) / (layout.chart * layout.zoom)) * view.span;
-    return [...row.bars, ...row.gaps].find((cell) => time >= cell.s && time < cell.s + cell.l)?.id ?? null;
+  // -- What is at a point --
+
+  // The id of the bar or gap there, or of the nearest that is no more than `reach` pixels away; null for none.
+  function hit(view, layout, scroll, px, py, reach = 2) {
+    const number = layout.tracks.findIndex(({ top, bottom }) => py >= top - 2 && py < bottom - 2);
+    if (number < 0 || px < layout.names) return null;
+    const { lanes } = view.tracks[number], places = layout.tracks[number].lanes;
+    let lane = lanes[0];
+    lanes.forEach((other, place) => { if (other.kind !== "ghost" && py >= places[place].y && py <= places[place].y + places[place].height) lane = other; });
+    const time = (px - layout.names + scroll) / layout.scale;
+    let best = null, least = reach / layout.scale;
+    for (const cell of [...lane.bars, ...(lane.gaps ?? [])]) {
+      const distance = Math.max(cell.s - time, time - cell.s - cell.l, 0);
+      if (distance === 0 && cell.l > 0) return cell.id;
+      if (distance <= least) [best, least] = [cell.id, distance];
+    }
+    return best;
   }
 
-  function svgFile(view, marks, colours, shades, title, lines) {
-    const width = 1000, layout = measure(view, width - 48), pen = svgPainter(colours);
-    paint(pen, view, layout, marks, colours, shades);
-    const height = layout.height + 76 + 20 * lines.length;
-    const foot = svgPainter(colours);
-    foot.text(24, 34, title, { size: 17, align: "left", bold: true });
-    lines.forEach((line, number) => foot.text(24, layout.height + 76 + 20 * number, line, { size: 12, align: "left", fill: colours.quiet }));
-    return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif" style="font-variant-numeric: tabular-nums" role="img">` +
-      `<title>${title.replace(/[&<>]/g, "")}</title><defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" stroke="${colours.hatch}" stroke-width="2"/></pattern></defs>` +
-      `<rect width="${width}" height="${height}" fill="${colours.paper}"/>${foot.parts.join("")}<g transform="translate(24 50)">${pen.parts.join("")}</g></svg>\n`;
+  // The whole step, small, and the part of it that is on the screen.
+  function minimap(pen, view, width, height, colours, shades, { from, to, names }) {
+    const scale = (width - names) / (view.span || 1), pitch = height / view.tracks.length;
+    view.tracks.forEach((track, number) => {
+      const look = { pen, view, marks: { t: null }, colours, shades, scale, from: 0, to: view.span, x: (time) => names + time * scale, layout: { names, chart: width - names } };
+      drawDensity(look, { bars: track.lanes[0].bars, gaps: [] }, number * pitch, Math.max(pitch - 1, 1));
+    });
+    pen.rect(names, 0, from * scale, height, colours.paper, 0.65);
+    pen.rect(names + to * scale, 0, Math.max(width - names - to * scale, 0), height, colours.paper, 0.65);
+    pen.box(names + from * scale + 1, 1, Math.max((to - from) * scale - 2, 4), height - 2, colours.mark, 2);
   }
 
-  MM.draw = { readColours, canvasPainter, measure, paint, hit, svgFile };
+  MM.draw = { measure, paint, hit, minimap };
 })();

@@ -1,128 +1,206 @@
 "use strict";
-// What the player says about one action or one gap: what it needs, why a stage waits, which code runs.
-// Used by schedule_player.js; reads the player's plan and times, changes nothing.
+// What the player says about a piece of work, a message or a gap: what it needs, why a stage waits, which code
+// runs. Reads a scene (model.js), changes nothing. Used by schedule_player.js, follow.js and predict.js.
 
 (() => {
   const MM = (globalThis.MM ||= {});
-  const make = MM.make, { number } = MM.words;
-  const PHASES = { warmup: "warm-up", steady: "steady state", cooldown: "cool-down" };
-  const phaseWords = ({ phase }) => (phase in PHASES ? `, ${PHASES[phase]}` : ""); // a reader's own schedule may name none
-  const KINDS = { F: "forward", B: "backward" };
+  const make = MM.make, say = (...words) => MM.say(...words), { number, phase } = MM.words;
+  const SHOWN = 6; // links of a causal chain that are shown at once
 
   MM.Explanation = class Explanation {
-    constructor(player) {
-      this.player = player;
+    // `choose(id)` chooses something in the timeline; `follow(mb, scene)` starts to follow a microbatch.
+    constructor({ scenes, choose, follow }) {
+      Object.assign(this, { scenes, choose, follow });
     }
 
-    get state() { return this.player.state; }
-    get plan() { return this.player.plan; }
-    get step() { return this.player.step; }
-    get schedule() { return this.player.schedule; }
-    get timeline() { return this.player.timeline; }
-
-    nameOf({ kind, mb, chunk }) {
-      return `${kind}${mb}${this.state.v > 1 ? ` of chunk ${chunk}` : ""}`;
-    }
-
+    // The scene that an id is of, and what it names there.
     parse(id) {
-      const [rank, rest] = id.split(":");
-      return rest[0] === "g" ? { gap: this.step.gaps[rank][Number(rest.slice(1))] } : { action: this.plan.ranks[rank][Number(rest)] };
+      for (const scene of this.scenes()) {
+        const found = scene.find(id);
+        if (found) return { scene, ...found };
+      }
+      return null;
     }
+
+    // -- In a few words --
 
     describe(id) {
-      const { action, gap } = this.parse(id);
-      if (gap) return { title: `Stage ${gap.rank} idle for ${number(gap.end - gap.start)}`, lines: [this.gapWords(gap)] };
-      const { step } = this, words = `Stage ${action.rank}: ${KINDS[action.kind]} of microbatch ${action.mb}`;
-      return { title: words + (this.state.v > 1 ? `, chunk ${action.chunk}` : ""),
-        lines: [`${number(step.startOf(action))} to ${number(step.endOf(action))}${phaseWords(action)}`] };
+      const { scene, action, gap, message } = this.parse(id);
+      if (gap) return { title: say("gap.title", { rank: gap.rank, time: number(gap.end - gap.start) }), lines: [this.gapWords(scene, gap)] };
+      if (message) return { title: this.messageTitle(scene, message), lines: [this.span(message.start, message.end)] };
+      return { title: scene.words(action), lines: [this.times(scene, action)] };
     }
 
-    gapWords(gap) {
-      const stuck = gap.before === null && this.step.plan.stuck?.get(gap.rank);
-      if (stuck) return `It waits for ever in ${stuck.call ?? this.nameOf(stuck)}${stuck.messages?.length ? ` (${this.messageWords(stuck)})` : ""}.`;
-      if (gap.before === null) return `Its work is done; the step ends with ${this.nameOf(this.plan.ranks[gap.waitsFor[0]][gap.waitsFor[1]])} on stage ${gap.waitsFor[0]}.`;
-      const next = this.nameOf(this.plan.ranks[gap.rank][gap.before]);
-      if (!gap.waitsFor) return `Until the first message arrives, for ${next}.`;
-      const [rank, index] = gap.waitsFor, cause = this.nameOf(this.plan.ranks[rank][index]);
-      if (rank === gap.rank) return `For messages, between its own ${cause} and ${next}.`;
-      const message = this.state.c ? " and the message" : "";
-      return `Before ${next}: waiting for ${cause} on stage ${rank}, which ends at ${number(this.step.ends[rank][index])}${message}.`;
+    span(start, end) {
+      return say("span", { start: number(start), end: number(end) });
     }
 
-    jump(place, words = null) {
-      const action = Array.isArray(place) ? this.plan.ranks[place[0]][place[1]] : place;
-      return make("button", { type: "button", class: "mmp-link", onclick: () => this.timeline.choose(`${action.rank}:${action.index}`) },
-        words || `${this.nameOf(action)} on stage ${action.rank}`);
+    times(scene, action) {
+      const span = this.span(scene.step.startOf(action), scene.step.endOf(action));
+      return action.phase ? `${span}, ${phase(action.phase)}` : span;
     }
 
-    gapDetails(gap, related) {
-      if (gap.waitsFor) related.add(gap.waitsFor.join(":"));
-      if (gap.before !== null) related.add(`${gap.rank}:${gap.before}`);
-      return [make("h3", {}, `Stage ${gap.rank} computes nothing for ${number(gap.end - gap.start)}`), make("p", {}, this.gapWords(gap)),
-        gap.waitsFor ? make("p", {}, "Go to ", this.jump(gap.waitsFor)) : null].filter(Boolean);
+    messageTitle(scene, m) {
+      return say(m.activation ? "message.activation" : "message.gradient", { mb: m.mb, from: m.from, to: m.to, chunk: scene.hasChunks ? say("name.chunk", { chunk: m.chunk }) : "" });
     }
 
-    actionDetails(action, related, lines) {
-      const { step, plan } = this, { config } = plan;
-      const link = (list) => list.map((what) => MM.engine.find(step, what)).filter(Boolean);
-      const needs = link(MM.engine.needs(config, action)), users = link(MM.engine.neededBy(config, action));
-      for (const other of [...needs, ...users]) related.add(`${other.rank}:${other.index}`);
-      for (const other of needs) if (other.rank !== action.rank) lines.push({ a: { rank: other.rank, t: step.endOf(other) }, b: { rank: action.rank, t: step.startOf(action) } });
-      for (const other of users) if (other.rank !== action.rank) lines.push({ a: { rank: action.rank, t: step.endOf(action) }, b: { rank: other.rank, t: step.startOf(other) } });
-      const items = (list, none) => (list.length ? list.flatMap((other, place) => [place ? ", " : "", this.jump(other), ` (ends ${number(step.endOf(other))})`]) : [none]);
-      const gap = step.gaps[action.rank].find((found) => found.before === action.index);
-      const chain = this.chainOf(action);
-      return [
-        make("h3", {}, this.describe(`${action.rank}:${action.index}`).title),
-        make("p", {}, `${number(step.startOf(action))} to ${number(step.endOf(action))}${phaseWords(action)}. `, gap ? `Idle before it for ${number(gap.end - gap.start)}. ${this.gapWords(gap)}` : ""),
-        make("div", { class: "mmp-split" },
-          make("dl", { class: "mmp-facts" },
-            make("dt", {}, "Needs"), make("dd", {}, ...items(needs, "data only")),
-            make("dt", {}, "Needed by"), make("dd", {}, ...items(users, "the optimizer step")),
-            ...this.callFacts(action)),
-          chain ? make("div", {}, make("p", { class: "mmp-head" }, "Call chain, into the annotated source"), MM.chain(chain, MM.base)) : null),
-      ];
+    gapWords(scene, gap) {
+      const stuck = gap.before === null && scene.plan.stuck?.get(gap.rank);
+      if (stuck) return say("gap.forever", { what: stuck.call ?? scene.name(stuck), messages: stuck.messages?.length ? ` (${this.messageWords(scene, stuck)})` : "" });
+      if (gap.before === null) return say("gap.end", { what: scene.name(scene.at(gap.waitsFor)), rank: gap.waitsFor[0] });
+      const next = scene.name(scene.plan.ranks[gap.rank][gap.before]);
+      if (!gap.waitsFor) return say("gap.first", { next });
+      const cause = scene.at(gap.waitsFor), what = scene.name(cause);
+      if (cause.rank === gap.rank) return say("gap.own", { what, next });
+      return say(scene.hasCosts ? "gap.why.message" : "gap.why", { next, what, rank: cause.rank, end: number(scene.step.endOf(cause)) });
+    }
+
+    messageWords(scene, call) {
+      return call.messages.map((m) => say(m.send ? "message.sent" : "message.received",
+        { what: say(m.activation ? "payload.activation" : "payload.gradient"), unit: `${m.mb}${scene.hasChunks ? `.${m.chunk}` : ""}`, peer: m.peer })).join("; ");
+    }
+
+    // -- For the inspector: {content, related: ids, path, lines} --
+
+    details(id) {
+      const { scene, action, gap, message } = this.parse(id);
+      return gap ? this.gapDetails(scene, gap) : message ? this.messageDetails(scene, message) : this.actionDetails(scene, action);
+    }
+
+    jump(scene, action, words = null) {
+      return make("button", { type: "button", class: "mmp-link", onclick: () => this.choose(scene.idOf(action)) },
+        words || say("name.on", { what: scene.name(action), rank: action.rank }));
+    }
+
+    jumps(scene, actions, none) {
+      return actions.length ? actions.flatMap((other, place) => [place ? ", " : "", this.jump(scene, other), ` ${say("ends", { end: number(scene.step.endOf(other)) })}`]) : [none];
+    }
+
+    gapDetails(scene, gap) {
+      const chain = scene.causalChain(gap), related = new Set(chain.slice(-2).map((action) => scene.idOf(action)));
+      return { related, path: scene.path(chain), lines: [], content: [
+        make("h3", {}, say("gap.head", { rank: gap.rank, time: number(gap.end - gap.start) })),
+        make("p", {}, this.gapWords(scene, gap)),
+        gap.waitsFor ? make("p", {}, ...MM.sentence("goto", { where: this.jump(scene, scene.at(gap.waitsFor)) })) : null,
+        ...this.chainList(scene, chain, gap),
+        this.sourceOf(scene, chain.at(gap.before === null ? -1 : -2) ?? chain.at(-1)),
+      ] };
+    }
+
+    // Down to the root: each could start only when the one above it had ended.
+    chainList(scene, chain, gap) {
+      if (chain.length < 2) return [];
+      const item = (action, place) => {
+        const before = chain[place - 1], isOwn = before && before.rank === action.rank;
+        const why = !before ? say("chain.root") : say(isOwn ? "chain.after" : "chain.from", { what: scene.name(before), rank: before.rank });
+        return make("li", {}, this.jump(scene, action), ` ${this.span(scene.step.startOf(action), scene.step.endOf(action))} `, make("span", { class: "mmp-remark" }, why));
+      };
+      const items = chain.map(item), hidden = items.slice(1, -(SHOWN - 1));
+      const list = (some) => make("ol", { class: "mmp-causes" }, ...some);
+      const shown = hidden.length < 2 ? [list(items)] : [list([items[0]]), make("details", {}, make("summary", {}, say("chain.between", { n: hidden.length })), list(hidden)), list(items.slice(-(SHOWN - 1)))];
+      return [make("h4", {}, say(gap.before === null ? "chain.title.end" : "chain.title")), ...shown];
+    }
+
+    messageDetails(scene, m) {
+      const call = scene.plan.ranks[m.from][m.sent], other = scene.plan.ranks[m.to][m.received];
+      return { related: new Set(), path: null, lines: this.lineOf(scene, m), content: [
+        make("h3", {}, this.messageTitle(scene, m)),
+        make("p", {}, say(m.end > m.start ? "message.takes" : "message.free", { start: number(m.start), end: number(m.end) }), m.start > m.asked ? ` ${say("message.waited", { time: number(m.start - m.asked) })}` : ""),
+        make("dl", { class: "mmp-facts" }, make("dt", {}, say("message.sender")), make("dd", {}, MM.code(call.call)), make("dt", {}, say("message.receiver")), make("dd", {}, MM.code(other.call))),
+        this.follower(scene, m.mb), ...this.chainOfCall(scene, call),
+      ] };
+    }
+
+    lineOf(scene, m) {
+      return [{ a: { track: scene.track(m.from), t: m.start }, b: { track: scene.track(m.to), t: m.end } }];
+    }
+
+    actionDetails(scene, action) {
+      const { step, plan } = scene, related = new Set(), lines = [];
+      const needs = MM.engine.needs(plan, action), feeds = MM.engine.feeds(plan, action);
+      for (const other of [...needs, ...feeds]) related.add(scene.idOf(other));
+      const line = (a, b) => a.rank !== b.rank && lines.push({ a: { track: scene.track(a.rank), t: step.endOf(a) }, b: { track: scene.track(b.rank), t: step.startOf(b) } });
+      needs.forEach((other) => line(other, action));
+      feeds.forEach((other) => line(action, other));
+      const gap = scene.gapBefore(action);
+      return { related, lines, path: null, content: [
+        make("h3", {}, scene.words(action)),
+        make("p", {}, `${this.times(scene, action)}. `, gap ? `${say("idle.before", { time: number(gap.end - gap.start) })} ${this.gapWords(scene, gap)} ` : say("idle.none"),
+          gap ? make("button", { type: "button", class: "mmp-link", onclick: () => this.choose(scene.prefix + gap.id) }, say("idle.chain")) : null),
+        make("dl", { class: "mmp-facts" },
+          make("dt", {}, say("needs")), make("dd", {}, ...this.jumps(scene, needs, say("needs.data"))),
+          make("dt", {}, say("feeds")), make("dd", {}, ...this.jumps(scene, feeds, say("feeds.optimizer"))),
+          ...this.callFacts(scene, action)),
+        this.sourceOf(scene, action), this.follower(scene, MM.engine.partsOf(action)[0].mb), ...this.wholeChain(this.chainOf(scene, action)),
+      ] };
+    }
+
+    follower(scene, mb) {
+      return make("p", {}, make("button", { type: "button", class: "mmp-follow", onclick: () => this.follow(mb, scene) }, say("follow.start", { mb })));
     }
 
     // The communicator's calls on both sides of an action, with what they move.
-    callFacts(action) {
-      const actions = this.plan.ranks[action.rank], facts = [];
-      for (const [label, call] of [["Call before", actions[action.index - 1]], ["Call after", actions[action.index + 1]]]) {
+    callFacts(scene, action) {
+      const actions = scene.plan.ranks[action.rank], facts = [];
+      for (const [label, call] of [["call.before", actions[action.index - 1]], ["call.after", actions[action.index + 1]]]) {
         if (call?.kind !== "C") continue;
-        const chain = MM.links.chains[this.schedule]?.[`${call.call} ${call.phase}`];
-        const [, url] = chain?.at(-1) ?? [];
-        const name = make("code", {}, call.call);
-        facts.push(make("dt", {}, label), make("dd", {}, url ? make("a", { href: MM.base + url }, name) : name, ` ${this.messageWords(call) || "nothing to move here"}`));
+        const [, url] = this.chainOf(scene, call)?.at(-1) ?? [], name = make("code", {}, call.call);
+        facts.push(make("dt", {}, say(label)), make("dd", {}, url ? make("a", { href: MM.base + url }, name) : name, ` ${this.messageWords(scene, call) || say("call.nothing")}`));
       }
       return facts;
     }
 
-    messageWords(call) {
-      return call.messages.map((m) =>
-        `${m.activation ? "activation" : "gradient"} of ${m.mb}${this.state.v > 1 ? `.${m.chunk}` : ""} ${m.send ? "→" : "←"} stage ${m.peer}`).join("; ");
+    // -- Code --
+
+    chainOf(scene, action) {
+      const chains = MM.links.chains[scene.schedule] ?? MM.links.chains.planned;
+      const keyOf = (of) => (action.kind === "C" ? `${action.call} ${of}` : `${MM.engine.partsOf(action)[0].kind} ${of}`);
+      const key = keyOf(action.phase);
+      return chains?.[key] ?? Object.entries(chains ?? {}).find(([name]) => name.startsWith(keyOf("")))?.[1] ?? null;
     }
 
-    chainOf(action) {
-      const chains = MM.links.chains[this.schedule];
-      return chains?.[`${action.kind} ${action.phase}`] || Object.entries(chains || {}).find(([key]) => key.startsWith(`${action.kind} `))?.[1];
+    sourceOf(scene, action) {
+      const chain = action && this.chainOf(scene, action);
+      return chain ? MM.sourceLine(chain, MM.base) : null;
+    }
+
+    chainOfCall(scene, call) {
+      const chain = this.chainOf(scene, call);
+      return chain ? [MM.sourceLine(chain, MM.base), ...this.wholeChain(chain)] : [];
+    }
+
+    wholeChain(chain) {
+      if (!chain) return [];
+      return [make("details", { class: "mmp-whole", open: innerWidth >= 1100 }, make("summary", {}, say("chain.calls", { n: chain.length })), MM.chain(chain, MM.base))];
+    }
+
+    // -- One step of a microbatch's way --
+
+    narrate(scene, { kind, action, message }) {
+      if (kind === "message") {
+        const call = scene.plan.ranks[message.from][message.sent];
+        return { words: say(message.activation ? "route.activation" : "route.gradient", { from: message.from, to: message.to, call: call.call, start: number(message.start), end: number(message.end) }), frames: this.chainOf(scene, call) };
+      }
+      const gap = scene.gapBefore(action), needs = MM.engine.needs(scene.plan, action).filter((other) => other.rank !== action.rank);
+      const names = MM.engine.partsOf(action).map((part) => scene.plan.kinds[part.kind].name);
+      const facts = { rank: action.rank, start: number(scene.step.startOf(action)), end: number(scene.step.endOf(action)), chunk: scene.hasChunks ? say("name.chunk", { chunk: action.chunk }) : "" };
+      const words = names.map((name) => say(`route.${name}`, facts));
+      if (!needs.length && action.kind === "F") words.push(say("route.data"));
+      if (gap) words.push(say("route.waited", { time: number(gap.end - gap.start) }));
+      return { words: words.join(" "), frames: this.chainOf(scene, action) };
     }
 
     // -- Table --
 
     // The timeline as tables, one per stage.
     tables() {
-      const { step } = this;
-      return step.work.map((work, rank) => {
-        const gaps = new Map(step.gaps[rank].map((gap) => [gap.before, gap]));
-        const last = gaps.get(null);
-        const row = (cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell)));
-        const rows = work.map((a) => row([number(step.startOf(a)), number(step.endOf(a)), this.nameOf(a), PHASES[a.phase] ?? "",
-          gaps.has(a.index) ? this.gapWords(gaps.get(a.index)) : ""]));
-        if (last) rows.push(row([number(last.start), number(last.end), "idle", "", this.gapWords(last)]));
-        return make("table", {}, make("caption", {}, `Stage ${rank}: idle ${number(step.idle[rank])}, peak in flight ${step.peaks[rank]}`),
-          make("thead", {}, make("tr", {}, ...["start", "end", "action", "phase", "idle before it"].map((words) => make("th", { scope: "col" }, words)))),
-          make("tbody", {}, ...rows));
-      });
+      return this.scenes().flatMap((scene) => scene.step.work.map((work, rank) => {
+        const { step } = scene, gaps = new Map(step.gaps[rank].map((gap) => [gap.before, gap])), last = gaps.get(null);
+        const rows = work.map((a) => [number(step.startOf(a)), number(step.endOf(a)), scene.name(a), phase(a.phase), gaps.has(a.index) ? this.gapWords(scene, gaps.get(a.index)) : ""]);
+        if (last) rows.push([number(last.start), number(last.end), say("legend.idle"), "", this.gapWords(scene, last)]);
+        const caption = say("table.caption", { rank, idle: number(step.idle[rank]), peak: step.peaks[rank] });
+        return MM.tableOf(scene.prefix ? `${scene.title}: ${caption}` : caption, ["start", "end", "action", "phase", "idle"].map((name) => say(`table.${name}`)), rows);
+      }));
     }
   };
 })();

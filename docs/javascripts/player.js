@@ -1,13 +1,15 @@
 "use strict";
-// The only script that a page names. Where the page has a `.mm-player` or a `.mm-replay`, it loads the
-// others from its own folder, then mounts them. No fetch, no module: all of it works from file://.
+// The only script that a page names for players and replays. Where the page has a `.mm-player` or a
+// `.mm-replay`, it loads the others from its own folder, then mounts them. No fetch, no module: all of it works
+// from file://.
 //
 //   <div class="mm-player" data-schedule="1f1b" data-pp="4" data-microbatches="8"></div>
-//       and: data-vpp, data-group, data-forward, data-backward, data-message, data-cap, data-predict
+//       and: data-vpp, data-group, data-forward, data-backward, data-message, data-cap, data-predict,
+//       data-compare="gpipe", data-small (fewer controls, answers inside), data-choose="gap" (the first one)
 //   <div class="mm-replay" data-recording="1f1b-paced"></div>
 //
 // What stands inside such an element (a picture, a sentence) is shown until it is mounted, and where
-// scripts do not run. The first player or replay of a page keeps its state in the address.
+// scripts do not run. Each has its own part of the address (address.js).
 
 (() => {
   const MM = (globalThis.MM ||= {});
@@ -25,14 +27,14 @@
       document.head.append(script);
     }));
 
-  // Interleaving has many plans; they are loaded when somebody wants to see one.
-  let late = null;
-  MM.hasOrders = (schedule) => schedule !== "interleaved" || late === true;
+  // Schedules with chunks have many plans; they are loaded when somebody wants to see one.
+  const late = {}, there = new Set();
+  MM.hasOrders = (schedule) => !MM.orders.late.includes(schedule) || there.has(schedule);
   MM.needOrders = (schedule) => {
     if (MM.hasOrders(schedule)) return Promise.resolve();
-    return (late ||= MM.load("javascripts/orders_interleaved.js").then(async () => {
-      MM.engine.merge(MM.orders, await MM.engine.unpack(MM.packed.orders_interleaved));
-      late = true;
+    return (late[schedule] ||= MM.load(`javascripts/orders_${schedule}.js`).then(async () => {
+      MM.engine.merge(MM.orders, await MM.engine.unpack(MM.packed[`orders_${schedule}`]));
+      there.add(schedule);
     }));
   };
 
@@ -50,22 +52,22 @@
     if (!elements.length) return;
     const replays = elements.some((element) => element.matches(".mm-replay"));
     const players = elements.some((element) => element.matches(".mm-player"));
-    const files = ["engine.js", "draw.js", "timeline.js", "links.js"];
-    if (players) files.push("orders.js", "controls.js", "explain.js", "schedule_player.js");
-    if (replays) files.push("replay.js");
+    const files = ["elements.js", "address.js", "engine.js", "painters.js", "draw.js", "timeline.js", "inspector.js", "follow.js", "links.js"];
+    if (!MM.say) files.unshift("words.js", "say.js");
+    if (players) files.push("orders.js", "model.js", "explain.js", "controls.js", "figures.js", "schedule_player.js");
+    if (replays) files.push("recorded_model.js", "replay.js");
     await Promise.all([addStyle(), ...files.map((name) => MM.load(`javascripts/${name}`))]);
     MM.links = await MM.engine.unpack(MM.packed.links);
     if (players) MM.orders = await MM.engine.unpack(MM.packed.orders);
     for (const [number, element] of elements.entries()) {
-      const options = { ...element.dataset, hasAddress: number === 0 };
-      if (options.schedule === "interleaved" || (number === 0 && location.hash.includes("schedule=interleaved"))) await MM.needOrders("interleaved");
+      const options = { ...element.dataset, isFirst: number === 0 };
       const show = element.matches(".mm-player") ? MM.mountPlayer : MM.mountReplay;
       try {
         await show(element, options);
         element.dataset.ready = "";
       } catch (error) {
         console.error(error);
-        element.append(`This could not be shown: ${error.message}`);
+        element.append(MM.say("player.failed", { why: error.message }));
       }
     }
   }

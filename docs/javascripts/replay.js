@@ -1,31 +1,24 @@
 "use strict";
 // The replay: a recorded run, call by call. What `minimegatron trace` knows of it was put into
 // recordings/NAME.js when the site was built (docs/tools/emit_player.py): times, gaps and their reasons,
-// messages, the plan at the run's own speed. Nothing is worked out here but what to show.
+// messages, the plan at the run's own speed. recorded_model.js gives it the same view as a plan has.
 
 (() => {
   const MM = (globalThis.MM ||= {});
-  const make = MM.make;
-  const PHASES = { warmup: "warm-up", steady: "steady state", cooldown: "cool-down" };
-  const ACTIONS = ["forward", "backward", "communicate"];
-  const LETTERS = { forward: "F", backward: "B" };
-
-  const ms = (us) => {
-    const value = us / 1000, size = Math.abs(value);
-    return `${value.toFixed(size >= 100 || value === 0 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3)} ms`;
-  };
+  const make = MM.make, say = (...words) => MM.say(...words), ms = MM.milliseconds, { check } = MM;
+  const ACTIONS = ["forward", "backward", "backward-input", "backward-weight", "communicate"];
+  const SHOWN = 6; // links of a causal chain that are shown at once
 
   MM.mountReplay = async function mountReplay(root, options) {
     const replay = new Replay(root, options);
     root.mmReplay = replay;
-    await replay.open(replay.wanted.get("recording") || options.recording || Object.keys(MM.links.recordings)[0]);
+    await replay.start(options.recording);
     return replay;
   };
 
   const pretty = (words) => words.replaceAll("->", "→").replaceAll("<-", "←").replaceAll(" x ", " × ");
 
   async function load(name) {
-    if (!(name in MM.links.recordings)) throw new Error(`there is no recording ${name}`);
     await MM.load(`recordings/${name}.js`);
     const data = await MM.engine.unpack(MM.packed[`recording ${name}`]);
     data.words = data.words.map(pretty);
@@ -35,146 +28,189 @@
   class Replay {
     constructor(root, options) {
       this.root = root;
-      this.options = options;
-      this.wanted = new URLSearchParams(options.hasAddress ? location.hash.slice(1) : "");
+      const id = check.words(/^\d+[:>][\w.:&#<>?-]+$/);
+      this.address = new MM.Address("replay", {
+        recording: check.one(() => Object.keys(MM.links.recordings)), pipeline: check.number({ min: 0, max: 1000, whole: true }), at: id, call: id,
+        follow: check.number({ min: 0, max: 127, whole: true }), t: check.number({ min: 0, max: 1e12 }), messages: check.flag, plan: check.flag,
+      }, options.isFirst);
+      root.id ||= this.address.name;
       this.build();
     }
+
+    async start(recording) {
+      await this.openAsAsked(recording);
+      this.isMounted = true;
+      this.address.listen(() => this.openAsAsked(this.name));
+    }
+
+    async openAsAsked(recording) {
+      const { values, faults } = this.address.read();
+      this.showMessages.checked = Boolean(values.messages);
+      this.showPlan.checked = values.plan !== 0;
+      await this.open(values.recording ?? recording ?? Object.keys(MM.links.recordings)[0], values, faults);
+    }
+
+    // -- Elements --
 
     build() {
       this.names = make("select", { onchange: () => this.open(this.names.value) },
         ...Object.entries(MM.links.recordings).map(([name, title]) => make("option", { value: name }, title)));
       this.steps = make("select", { onchange: () => this.openStep(Number(this.steps.value)) });
-      this.stepsField = make("label", { class: "mmp-field" }, make("span", {}, "Pipeline"), this.steps);
+      this.stepsField = MM.field(say("replay.pipeline"), this.steps);
       this.grain = make("select", { onchange: () => this.list() },
-        make("option", { value: "action" }, "forwards, backwards, messages"), make("option", { value: "call" }, "every recorded call"));
-      this.showPlan = make("input", { type: "checkbox", checked: true, onchange: () => this.draw() });
-      this.showMessages = make("input", { type: "checkbox", onchange: () => this.mark() });
+        make("option", { value: "action" }, say("replay.actions")), make("option", { value: "call" }, say("replay.calls")));
+      this.showPlan = make("input", { type: "checkbox", checked: true, onchange: () => this.redraw() });
+      this.showMessages = make("input", { type: "checkbox", onchange: () => this.redraw() });
       this.timeline = new MM.Timeline({
-        label: "Timeline of the recorded run", describe: (id) => this.describe(id), choose: (id) => this.chosen(id),
-        keys: { " ": () => this.clock.toggle(this.timeline.marks.t), ".": () => this.stepBy(1), ",": () => this.stepBy(-1), Enter: () => this.stacks.focus() },
+        label: say("replay.name"), describe: (id) => this.describe(id), choose: (id) => this.chosen(id),
+        keys: { " ": () => this.clock.toggle(this.timeline.marks.t), ".": () => this.stepBy(1), ",": () => this.stepBy(-1), Enter: () => this.inspector.body.focus() },
       });
-      this.clock = new MM.Clock({ span: () => this.step.length, next: (t) => this.calls.find((c) => c.event.s > t + 0.01)?.event.s ?? this.step.length,
-        tick: (t) => this.seek(t), changed: () => {} });
+      this.inspector = new MM.Inspector({ root: this.root, isInline: false, close: () => this.dismissed(), chosenBox: () => this.chosenBox() });
+      this.clock = new MM.Clock({ span: () => this.step.length, next: (t) => this.calls.find((c) => c.event.s > t + 0.01)?.event.s ?? this.step.length, tick: (t) => this.seek(t), changed: () => {} });
       this.clock.seconds = 30;
       this.transport = MM.transport({ clock: this.clock, seek: (t) => this.seek(t), step: (direction) => this.stepBy(direction) });
       this.transport.now = () => this.timeline.marks.t;
       this.figures = make("dl", { class: "mmp-figures" });
+      this.status = make("p", { class: "mmp-status", role: "status" });
       this.badge = make("p", {});
-      this.legend = make("ul", { class: "mmp-legend", "aria-label": "Legend" });
-      this.why = make("section", { class: "mmp-details", "aria-label": "Details of the run", "aria-live": "polite" });
-      this.stacks = make("div", { class: "mmp-stacks", tabindex: "-1", role: "group", "aria-label": "What each rank is doing" });
+      this.legend = make("ul", { class: "mmp-legend", "aria-label": say("legend.name") });
+      this.stacks = make("div", { class: "mmp-stacks", tabindex: "-1", role: "group", "aria-label": say("replay.stacks") });
       this.flights = make("ul", { class: "mmp-flights" });
-      this.table = make("div", { class: "mmp-table", tabindex: "0", role: "region", "aria-label": "Table of the run" });
-      this.twin = make("details", { class: "mmp-twin", ontoggle: () => this.drawTable() }, make("summary", {}, "The same as a table"), this.table);
+      this.table = make("div", { class: "mmp-table", tabindex: "0", role: "region", "aria-label": say("table.name") });
+      this.twin = make("details", { class: "mmp-twin", ontoggle: () => this.drawTable() }, make("summary", {}, say("table.same")), this.table);
       this.source = make("div", { class: "mmp-source" });
-      const field = (label, control) => make("label", { class: "mmp-field" }, make("span", {}, label), control);
+      const check = (input, name) => make("label", { class: "mmp-switch" }, input, ` ${say(name)}`);
+      const tools = make("div", { class: "mmp-tools" }, make("button", { type: "button", onclick: () => this.follow(0) }, say("player.follow")), MM.copyLink(() => this.address.link(this.values())));
       this.root.replaceChildren(make("div", { class: "mmp" },
-        make("div", { class: "mmp-controls" }, field("Recording", this.names), this.stepsField, field("Step through", this.grain),
-          make("label", { class: "mmp-switch" }, this.showPlan, " Plan, thin"), make("label", { class: "mmp-switch" }, this.showMessages, " All messages")),
-        this.badge, this.timeline.element, this.transport.element, this.legend, this.figures, this.why,
-        this.stacks, make("p", { class: "mmp-head" }, "Messages on their way"), this.flights, this.twin, this.source, this.timeline.help));
+        make("div", { class: "mmp-controls" }, MM.field(say("replay.recording"), this.names), this.stepsField, MM.field(say("replay.grain"), this.grain),
+          check(this.showPlan, "replay.plan"), check(this.showMessages, "replay.messages")),
+        this.status, this.badge, this.timeline.element, make("div", { class: "mmp-bar" }, this.transport.element, this.timeline.zooms), this.legend, this.figures, tools,
+        make("p", { class: "mmp-head" }, say("replay.stacks")), this.stacks, make("p", { class: "mmp-head" }, say("replay.flights")), this.flights, this.twin, this.source, this.timeline.help, this.inspector.element));
     }
 
-    async open(name) {
+    // -- Opening --
+
+    async open(name, asked = {}, faults = []) {
       this.clock.pause();
+      this.stopFollowing();
       this.name = name;
       this.data = await load(name);
       this.names.value = name;
       this.steps.replaceChildren(...this.data.steps.map((step, number) => make("option", { value: number }, step.label)));
       this.stepsField.hidden = this.data.steps.length < 2;
       this.showSource();
-      this.openStep(Math.min(Number(this.wanted.get("pipeline")) || 0, this.data.steps.length - 1));
+      this.openStep(Math.min(asked.pipeline ?? 0, this.data.steps.length - 1), asked, faults);
     }
 
-    openStep(number) {
+    openStep(number, asked = {}, faults = []) {
+      this.stopFollowing();
       this.number = number;
       this.steps.value = String(number);
       this.step = this.data.steps[number];
-      this.shades = { F: this.step.colours.forward, B: this.step.colours.backward };
-      this.byIndex = this.step.ranks.map((rank) => new Map(rank.events.map((event) => [event.i, event])));
-      Object.assign(this.timeline.marks, { t: null, chosen: null });
+      this.scene = new MM.RecordedScene(this.data, this.step, MM.links.kinds);
+      Object.assign(this.timeline.marks, { t: null, chosen: null, lines: [], path: null });
       this.badge.replaceChildren(...(this.step.paced ? [make("span", { class: "mmp-badge" }, this.step.paced)] : []));
       this.badge.hidden = !this.step.paced;
-      this.figures.replaceChildren(...this.step.figures.map((entry) => make("div", { class: entry.bad ? "mmp-bad" : null },
-        make("dt", {}, entry.label), make("dd", { class: "mmp-value" }, entry.value), make("dd", { class: "mmp-remark" }, entry.remark.replaceAll(" - ", " − ")))));
+      MM.figures(this.figures, this.step.figures.map(({ label, value, remark, bad }) => [label, value, MM.words.minus(remark), bad]));
       this.list();
-      this.draw();
+      this.timeline.set(this.view(), this.scene.shades);
       this.showLegend();
-      const { wanted } = this;
-      this.wanted = new URLSearchParams();
-      if (wanted.has("call")) this.goTo(this.calls.findIndex((c) => `${c.rank}:${c.event.i}` === wanted.get("call")));
-      else this.seek(0.42 * this.step.length);
       if (this.twin.open) this.drawTable();
+      this.goAsAsked(asked, faults);
+    }
+
+    goAsAsked({ at, call, follow, t }, faults) {
+      const id = at ?? this.idOfOld(call), found = id && this.scene.find(id);
+      const said = [...faults, id && !found ? say("address.gone", { id }) : ""].filter(Boolean).join(" ");
+      this.status.textContent = said;
+      this.status.hidden = !said;
+      this.current = null;
+      if (follow !== undefined) this.follow(Math.min(follow, this.scene.numMicrobatches - 1));
+      else if (found?.event) this.goTo(found);
+      else if (found) this.timeline.choose(id, true);
+      else this.seek(t ?? 0.42 * this.step.length);
+    }
+
+    // Links of before named a call by its number in the recording.
+    idOfOld(call) {
+      if (!call) return null;
+      const [rank, index] = call.split(":").map(Number);
+      return this.scene.byIndex[rank]?.get(index)?.id ?? call;
     }
 
     // What is stepped through, in the order in which it began on any rank.
     list() {
       const isAction = this.grain.value === "action";
-      this.calls = this.step.ranks.flatMap((owner, rank) => owner.events
-        .filter((event) => !isAction || ACTIONS.includes(event.k)).map((event) => ({ rank, event })))
+      this.calls = this.step.ranks.flatMap((owner, rank) => owner.events.filter((event) => !isAction || ACTIONS.includes(event.k)).map((event) => ({ rank, event })))
         .sort((a, b) => a.event.s - b.event.s || a.rank - b.rank);
     }
 
     // -- Timeline --
 
-    draw() {
-      const { step } = this;
-      this.timeline.set({
-        rows: step.ranks.map((owner, rank) => ({
-          name: `stage ${rank}`, note: `rank ${owner.rank}`,
-          bars: owner.events.filter((e) => e.k in LETTERS).map((e) => ({ s: e.s, l: e.l, kind: LETTERS[e.k], chunk: e.c, mb: e.m, id: `${rank}:${e.i}` })),
-          gaps: owner.gaps.map((gap, place) => ({ s: gap.s, l: gap.l, id: `${rank}:g${place}` })),
-          transfers: owner.events.filter((e) => e.t && !ACTIONS.includes(e.k)).map((e) => ({ s: e.s + e.l - e.t, l: e.t })),
-          plan: this.showPlan.checked ? owner.plan.map((bar) => ({ ...bar, kind: LETTERS[bar.k], chunk: bar.c })) : undefined,
-        })),
-        span: step.length, v: step.chunks, most: 0, cap: 0, words: (us) => `${Number((us / 1000).toPrecision(6))}${us ? "" : " ms"}`,
-      }, this.shades);
+    view() {
+      const lanes = { ghost: this.showPlan.checked, messages: this.showMessages.checked || this.following };
+      return { tracks: this.scene.tracks(lanes), span: this.step.length, words: (us) => `${Number((us / 1000).toPrecision(6))}${us ? "" : " ms"}` };
+    }
+
+    redraw() {
+      this.timeline.set(this.view(), this.scene.shades, false);
+      this.showLegend();
+      this.mark();
+      this.writeAddress();
     }
 
     showLegend() {
       const entries = [];
-      for (const kind of ["F", "B"])
-        this.shades[kind].forEach(([fill], chunk) => entries.push([`background:${fill}`, null, (kind === "F" ? "forward" : "backward") + (this.step.chunks > 1 ? `, chunk ${chunk}` : "")]));
-      entries.push([null, "mmp-idle", "waiting"], [null, "mmp-transferred", "transfer"], [null, "mmp-thin", "thin: the plan at this run's speed, messages free"]);
-      this.legend.replaceChildren(...entries.map(([style, css, words]) => make("li", {}, make("i", { style, class: css }), words)));
-    }
-
-    nameOf(event) {
-      if (event.k in LETTERS) return `${LETTERS[event.k]}${event.m}${this.step.chunks > 1 ? ` of chunk ${event.c}` : ""}`;
-      return event.a || this.data.functions[event.f][0];
-    }
-
-    event(id) {
-      const [rank, rest] = id.split(":");
-      return rest[0] === "g" ? { rank: Number(rank), gap: this.step.ranks[rank].gaps[Number(rest.slice(1))] }
-        : { rank: Number(rank), event: this.byIndex[rank].get(Number(rest)) };
+      for (const [letter, shades] of Object.entries(this.scene.shades)) {
+        if (!this.scene.kinds[letter]) continue;
+        const words = say(`kind.${this.scene.kinds[letter].name}`);
+        shades.forEach(([fill], chunk) => entries.push([`background:${fill}`, null, this.scene.hasChunks ? say("legend.chunk", { kind: words, chunk }) : words]));
+      }
+      entries.push([null, "mmp-idle", say("replay.waiting")], [null, "mmp-transferred", say("replay.transfer")], [null, "mmp-held", say("legend.held")]);
+      if (this.showPlan.checked) entries.push([null, "mmp-thin", say("replay.thin")]);
+      MM.legend(this.legend, entries);
     }
 
     describe(id) {
-      const { rank, event, gap } = this.event(id);
-      if (gap) return { title: `Stage ${rank} computes nothing for ${ms(gap.l)}`, lines: [gap.x] };
-      return { title: `Stage ${rank}: ${this.nameOf(event)}`, lines: [`${ms(event.s)} to ${ms(event.s + event.l)}: ${ms(event.l)}${event.ph ? `, ${PHASES[event.ph]}` : ""}`] };
+      const { rank, event, gap, message } = this.scene.find(id);
+      if (gap) return { title: say("gap.title", { rank, time: ms(gap.l) }), lines: [gap.x] };
+      if (message) return { title: message.x, lines: [say("span", { start: ms(message.a[2]), end: ms(message.b[2]) })] };
+      const span = say("span", { start: ms(event.s), end: ms(event.s + event.l) });
+      return { title: say("name.at", { rank, what: this.scene.name(event) }), lines: [`${span}: ${ms(event.l)}${event.ph ? `, ${MM.words.phase(event.ph)}` : ""}`] };
     }
 
     chosen(id) {
-      if (!id) return this.showMoment();
-      const { rank, event, gap } = this.event(id);
-      if (event) {
-        this.current = { rank, event };
-        this.timeline.marks.t = event.s + Math.min(event.l / 2, 1);
-      } else {
-        this.current = null;
-        this.timeline.marks.t = gap.s + gap.l / 2;
-      }
-      this.showMoment(gap && { rank, gap });
+      this.stopFollowing();
+      const found = id && this.scene.find(id);
+      this.current = found?.event ? found : null;
+      if (found?.event) this.timeline.marks.t = found.event.s + Math.min(found.event.l / 2, 1);
+      else if (found?.gap) this.timeline.marks.t = found.gap.s + found.gap.l / 2;
+      else if (found?.message) this.timeline.marks.t = found.message.a[2];
+      this.timeline.marks.path = found?.gap ? this.scene.path(this.scene.causalChain(found)) : null;
+      this.inspect(found);
+      this.showMoment();
+    }
+
+    dismissed() {
+      if (this.following) return this.following.end();
+      this.current = null;
+      Object.assign(this.timeline.marks, { chosen: null, path: null });
+      this.mark();
+      this.writeAddress();
+    }
+
+    chosenBox() {
+      const id = this.timeline.marks.chosen;
+      return id ? this.timeline.boxOf(id) : null;
     }
 
     // -- Time --
 
     seek(t) {
+      this.stopFollowing();
       this.current = null;
-      this.timeline.marks.chosen = null;
-      this.timeline.marks.t = Math.max(0, Math.min(t, this.step.length));
+      this.inspector.hide();
+      Object.assign(this.timeline.marks, { chosen: null, path: null, t: Math.max(0, Math.min(t, this.step.length)) });
       this.showMoment();
     }
 
@@ -184,61 +220,76 @@
       let place = this.current ? this.calls.findIndex((c) => c.event === this.current.event) : -1;
       if (place >= 0) place += direction;
       else place = direction > 0 ? this.calls.findIndex((c) => c.event.s >= t) : this.calls.findLastIndex((c) => c.event.s <= t);
-      this.goTo(place);
+      if (this.calls[place]) this.goTo(this.calls[place]);
     }
 
-    goTo(place) {
-      const call = this.calls[place];
-      if (!call) return;
-      this.current = call;
-      const { rank, event } = call;
-      const marks = this.timeline.marks;
-      marks.t = event.s + Math.min(event.l / 2, 1);
-      const id = `${rank}:${event.i}`;
-      marks.chosen = this.timeline.cell(id) ? id : null;
+    goTo({ rank, event }) {
+      this.timeline.live.textContent = `${say("name.at", { rank, what: this.scene.name(event) })}, ${ms(event.s)}`;
+      this.chosen(event.id);
+      this.timeline.mark({ chosen: this.timeline.cell(event.id) ? event.id : null });
       this.timeline.reveal(event.s, event.s + event.l);
-      this.showMoment();
-      this.timeline.live.textContent = `Stage ${rank}: ${this.nameOf(event)} at ${ms(event.s)}`;
     }
 
     // -- What is going on at a moment --
 
-    showMoment(blame = null) {
+    showMoment() {
       const { t } = this.timeline.marks;
-      this.transport.show(t, `${ms(t)} of ${ms(this.step.length)}`);
-      this.showWhy(blame);
+      this.transport.show(t, say("time.of", { time: ms(t), span: ms(this.step.length) }));
       this.stacks.replaceChildren(...this.step.ranks.map((_, rank) => this.stackOf(rank, t)));
-      const flying = this.step.messages.filter((m) => m.b && m.a[2] <= t && t < m.b[2]);
-      this.flights.replaceChildren(...(flying.length ? flying.map((m) => make("li", {}, `${m.x}: stage ${m.a[0]} → ${m.b[0]}, sent at ${ms(m.a[2])}, there at ${ms(m.b[2])}`))
-        : [make("li", { class: "mmp-empty" }, "None at this moment.")]));
+      const flying = this.scene.messages.filter((m) => m.a[2] <= t && t < m.b[2]);
+      this.flights.replaceChildren(...(flying.length ? flying.map((m) => make("li", {}, say("replay.flight", { what: m.x, from: m.a[0], to: m.b[0], sent: ms(m.a[2]), there: ms(m.b[2]) })))
+        : [make("li", { class: "mmp-empty" }, say("replay.none"))]));
       this.mark();
       this.writeAddress();
     }
 
-    mark() {
-      const { t, chosen } = this.timeline.marks;
-      const isOwn = (m) => {
-        const e = this.current;
-        if (!e) return false;
-        return (m.a[0] === e.rank && (m.d === e.event.i || m.a[1] === e.event.i)) || (m.b[0] === e.rank && (m.u === e.event.i || m.b[1] === e.event.i));
-      };
-      const lines = this.step.messages.filter((m) => m.b && (this.showMessages.checked || isOwn(m) || (m.a[2] <= t && t < m.b[2])))
-        .map((m) => ({ a: { rank: m.a[0], t: m.a[2] }, b: { rank: m.b[0], t: m.b[2] }, isFaint: !isOwn(m) }));
-      this.timeline.mark({ lines, chosen });
+    isOwn(m) {
+      const e = this.current;
+      if (!e) return false;
+      return (m.a[0] === e.rank && (m.d === e.event.i || m.a[1] === e.event.i)) || (m.b[0] === e.rank && (m.u === e.event.i || m.b[1] === e.event.i));
     }
 
-    showWhy(blame) {
-      const { current } = this;
-      if (blame) {
-        const { rank, gap } = blame, cause = gap.f && this.byIndex[gap.f[0]].get(gap.f[1]);
-        this.why.replaceChildren(make("h3", {}, `Stage ${rank} computes nothing for ${ms(gap.l)}`), make("p", {}, `${gap.x}.`),
-          cause ? make("p", {}, "Go to ", make("button", { type: "button", class: "mmp-link", onclick: () => this.timeline.choose(`${gap.f[0]}:${gap.f[1]}`) }, `${this.nameOf(cause)} on stage ${gap.f[0]}`)) : "");
-      } else if (current) {
-        const { rank, event } = current, [name, url] = this.data.functions[event.f];
-        const words = [`${ms(event.l)} from ${ms(event.s)}`, PHASES[event.ph], event.w || event.t ? `waited ${ms(event.w || 0)}, transfer ${ms(event.t || 0)}` : null].filter(Boolean);
-        this.why.replaceChildren(make("h3", {}, `Stage ${rank} calls `, url ? make("a", { href: MM.base + url }, MM.code(name)) : MM.code(name), event.k in LETTERS ? `: ${this.nameOf(event)}` : ""),
-          make("p", {}, `${words.join(", ")}.`), ...(event.x || []).map((word) => make("p", {}, this.data.words[word])));
-      } else this.why.replaceChildren(make("p", { class: "mmp-empty" }, "Step on, or choose a bar or a gap. Below: what every rank is inside of at this moment."));
+    mark() {
+      if (this.following) return this.timeline.draw();
+      const { t } = this.timeline.marks;
+      const lines = this.scene.messages.filter((m) => this.showMessages.checked || this.isOwn(m) || (m.a[2] <= t && t < m.b[2]))
+        .map((m) => ({ a: { track: m.a[0], t: m.a[2] }, b: { track: m.b[0], t: m.b[2] }, isFaint: !this.isOwn(m) }));
+      this.timeline.mark({ lines });
+    }
+
+    // -- One call, one gap --
+
+    inspect(found) {
+      if (!found) return this.inspector.hide();
+      const { rank, event, gap, message } = found;
+      if (gap) this.inspector.show(...this.gapDetails(rank, gap));
+      else if (message) this.inspector.show(make("h3", {}, message.x), make("p", {}, say("replay.flight", { what: message.x, from: message.a[0], to: message.b[0], sent: ms(message.a[2]), there: ms(message.b[2]) })));
+      else this.inspector.show(...this.callDetails(rank, event));
+    }
+
+    jump({ rank, event }) {
+      return make("button", { type: "button", class: "mmp-link", onclick: () => this.timeline.choose(event.id) }, say("name.on", { what: this.scene.name(event), rank }));
+    }
+
+    gapDetails(rank, gap) {
+      const chain = this.scene.causalChain({ rank, gap }), cause = chain.at(gap.b === null ? -1 : -2);
+      const items = chain.map((at) => make("li", {}, this.jump(at), ` ${say("span", { start: ms(at.event.s), end: ms(at.event.s + at.event.l) })}`));
+      const hidden = items.slice(1, -(SHOWN - 1)), list = (some) => make("ol", { class: "mmp-causes" }, ...some);
+      const shown = hidden.length < 2 ? [list(items)] : [list([items[0]]), make("details", {}, make("summary", {}, say("chain.between", { n: hidden.length })), list(hidden)), list(items.slice(-(SHOWN - 1)))];
+      return [make("h3", {}, say("gap.head", { rank, time: ms(gap.l) })), make("p", {}, `${gap.x}.`),
+        gap.f && cause ? make("p", {}, ...MM.sentence("goto", { where: this.jump(cause) })) : null,
+        ...(chain.length > 1 ? [make("h4", {}, say("chain.title")), ...shown] : []), cause ? MM.sourceLine(this.scene.frames(cause.event), MM.base) : null];
+    }
+
+    callDetails(rank, event) {
+      const [name, url] = this.data.functions[event.f], isWork = this.scene.isWork(event), frames = this.scene.frames(event);
+      const words = [say("replay.length", { length: ms(event.l), start: ms(event.s) }), MM.words.phase(event.ph), event.w || event.t ? say("replay.waited", { wait: ms(event.w || 0), transfer: ms(event.t || 0) }) : null].filter(Boolean);
+      const gap = this.scene.gapBefore(rank, event), link = url ? make("a", { href: MM.base + url }, MM.code(name)) : MM.code(name);
+      return [make("h3", {}, ...MM.sentence("replay.head", { rank, call: link }), isWork ? `: ${this.scene.name(event)}` : ""),
+        make("p", {}, `${words.join(", ")}.`), gap ? make("p", {}, `${gap.x}. `, make("button", { type: "button", class: "mmp-link", onclick: () => this.timeline.choose(gap.id) }, say("idle.chain"))) : null,
+        ...(event.x || []).map((word) => make("p", {}, this.data.words[word])), MM.sourceLine(frames, MM.base),
+        isWork ? make("p", {}, make("button", { type: "button", class: "mmp-follow", onclick: () => this.follow(event.m) }, say("follow.start", { mb: event.m }))) : null,
+        make("details", { class: "mmp-whole", open: innerWidth >= 1100 }, make("summary", {}, say("chain.calls", { n: frames.length })), MM.chain(frames, MM.base))];
     }
 
     // The innermost call that a rank is inside of, and the lines that lead there.
@@ -249,47 +300,79 @@
         if (other.s > t) break;
         if (other.s + other.l > t) event = other;
       }
-      const head = make("p", { class: "mmp-head" }, make("b", {}, `Stage ${rank}`), event ? ` ${this.nameOf(event)}` : " between calls");
+      const head = make("p", { class: "mmp-head" }, make("b", {}, say("replay.stage", { rank })), ` ${event ? this.scene.name(event) : say("replay.between")}`);
       if (!event) return make("div", { class: "mmp-stack" }, head);
-      const [name, url, dotted] = this.data.functions[event.f];
-      const frames = this.data.stacks[event.st].map((number) => this.data.frames[number]);
-      const doing = [];
-      for (let at = event; at; at = this.byIndex[rank].get(at.p)) if (at.k in LETTERS || at.k === "communicate") doing.push(...(at === event ? [] : [this.nameOf(at)]));
-      const words = [...doing.map((what) => `in ${what}`), ...(event.x || []).map((word) => this.data.words[word])];
+      const frames = this.scene.frames(event), doing = [];
+      for (let at = event; at; at = this.scene.byIndex[rank].get(at.p)) if (at !== event && (this.scene.isWork(at) || at.k === "communicate")) doing.push(this.scene.name(at));
+      const words = [...doing.map((what) => say("replay.inside", { what })), ...(event.x || []).map((word) => this.data.words[word])];
       return make("div", { class: `mmp-stack${isCurrent ? " mmp-current" : ""}` }, head,
-        words.length ? make("p", { class: "mmp-words" }, words.join("; ")) : null,
-        MM.chain([...frames.slice(-4), [dotted || name, url, ""]], MM.base),
-        frames.length > 4 ? make("details", {}, make("summary", {}, `${frames.length - 4} lines further out`), MM.chain(frames.slice(0, -4), MM.base, false)) : null);
+        words.length ? make("p", { class: "mmp-words" }, words.join("; ")) : null, MM.chain(frames.slice(-5), MM.base),
+        frames.length > 5 ? make("details", {}, make("summary", {}, say("replay.further", { n: frames.length - 5 })), MM.chain(frames.slice(0, -5), MM.base, false)) : null);
     }
+
+    // -- One microbatch --
+
+    follow(mb) {
+      this.clock.pause();
+      this.stopFollowing();
+      const { scene } = this;
+      this.following = new MM.Follow({ scene, numbers: scene.numMicrobatches, narrate: (step) => scene.narrate(step), show: (...shown) => this.showFollowed(...shown), ended: () => this.seek(this.timeline.marks.t ?? 0) });
+      Object.assign(this.timeline.marks, { path: null, chosen: null });
+      this.timeline.set(this.view(), scene.shades, false);
+      this.following.begin(mb);
+    }
+
+    showFollowed(step, content, focus) {
+      const { message } = step;
+      this.current = step.event ? { rank: step.rank, event: step.event } : null;
+      Object.assign(this.timeline.marks, { chosen: step.id, t: null, faded: (bar) => this.following.isFaded(bar),
+        lines: message ? [{ a: { track: message.a[0], t: message.a[2] }, b: { track: message.b[0], t: message.b[2] } }] : [] });
+      this.timeline.draw();
+      this.timeline.reveal(step.s, step.e);
+      this.inspector.show(...content);
+      if (focus) this.inspector.body.querySelector(`[data-name=${focus}]:not(:disabled)`)?.focus({ preventScroll: true });
+      this.writeAddress();
+    }
+
+    stopFollowing() {
+      if (!this.following) return;
+      this.following.stop();
+      this.following = null;
+      Object.assign(this.timeline.marks, { faded: null, chosen: null, lines: [] });
+      this.timeline.set(this.view(), this.scene.shades, false);
+    }
+
+    // -- Where it comes from, as a table, the address --
 
     showSource() {
       const { provenance, gone } = this.data, { command, date, versions, machine, clock } = provenance;
-      const row = (name, value) => [make("dt", {}, name), make("dd", {}, value)];
-      this.source.replaceChildren(make("details", {}, make("summary", {}, `A recorded run: ${date}, ${machine}`), make("dl", { class: "mmp-facts" },
-        ...row("Command", make("code", {}, command)), ...row("Versions", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(", ")),
-        ...row("Clocks", clock), ...(gone.length ? row("Source", `${gone.length} recorded calls are no longer there; their links lead to the function`) : []))));
+      const row = (name, value) => [make("dt", {}, say(name)), make("dd", {}, value)];
+      this.source.replaceChildren(make("details", {}, make("summary", {}, say("replay.source", { date, machine })), make("dl", { class: "mmp-facts" },
+        ...row("replay.command", make("code", {}, command)), ...row("replay.versions", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(", ")),
+        ...row("replay.clocks", clock), ...(gone.length ? row("replay.lines", say("replay.gone", { n: gone.length })) : []))));
     }
 
     drawTable() {
       if (!this.twin.open) return;
-      this.table.replaceChildren(...this.step.ranks.map((owner, rank) => make("table", {}, make("caption", {}, `Stage ${rank} (rank ${owner.rank})`),
-        make("thead", {}, make("tr", {}, ...["start", "length", "action", "phase", "waited", "transfer", "moved"].map((words) => make("th", { scope: "col" }, words)))),
-        make("tbody", {}, ...owner.events.filter((e) => ACTIONS.includes(e.k)).map((e) => make("tr", {}, ...[ms(e.s), ms(e.l), this.nameOf(e), PHASES[e.ph] || "",
-          e.w ? ms(e.w) : "", e.t ? ms(e.t) : "", (e.x || []).map((word) => this.data.words[word]).join("; ")].map((cell) => make("td", {}, cell))))))));
+      const heads = ["start", "length", "action", "phase", "waited", "transfer", "moved"].map((name) => say(`table.${name}`));
+      this.table.replaceChildren(...this.step.ranks.map((owner, rank) => MM.tableOf(say("replay.caption", { rank, global: owner.rank }), heads,
+        owner.events.filter((e) => ACTIONS.includes(e.k)).map((e) => [ms(e.s), ms(e.l), this.scene.name(e), MM.words.phase(e.ph), e.w ? ms(e.w) : "", e.t ? ms(e.t) : "", (e.x || []).map((word) => this.data.words[word]).join("; ")]))));
+    }
+
+    values() {
+      const values = { recording: this.name }, { chosen, t } = this.timeline.marks;
+      if (this.number) values.pipeline = this.number;
+      if (this.showMessages.checked) values.messages = 1;
+      if (!this.showPlan.checked) values.plan = 0;
+      if (this.following) values.follow = this.following.mb;
+      else if (this.current) values.at = this.current.event.id;
+      else if (chosen) values.at = chosen;
+      else if (t !== null) values.t = Math.round(t);
+      return values;
     }
 
     writeAddress() {
-      if (!this.options.hasAddress || this.clock.running) return;
-      if (!this.wasShown) return void (this.wasShown = true);
-      clearTimeout(this.writing);
-      this.writing = setTimeout(() => this.writeAddressNow(), 120);
-    }
-
-    writeAddressNow() {
-      const words = new URLSearchParams({ recording: this.name });
-      if (this.number) words.set("pipeline", this.number);
-      if (this.current) words.set("call", `${this.current.rank}:${this.current.event.i}`);
-      history.replaceState(history.state, "", `#${words}`);
+      if (this.isMounted && !this.clock.running) this.address.write(() => this.values());
     }
   }
 })();

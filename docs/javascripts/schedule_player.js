@@ -1,21 +1,29 @@
 "use strict";
-// The schedule player: choose a plan and its costs, see when everything happens, ask why.
-// Orders and formulas come from orders.js (the planner), times from engine.js, the picture from timeline.js,
-// choices from controls.js, words from explain.js; a reader's own plan from workbench.js, once asked for.
+// The schedule player: choose a plan and its costs, see when everything happens, ask why, compare it with
+// another one, follow a microbatch. Plans come from orders.js (the planner), times from engine.js, the view
+// from model.js, the picture from timeline.js, choices from controls.js, words from explain.js; a reader's own
+// plan from workbench.js, once asked for.
 
 (() => {
   const MM = (globalThis.MM ||= {});
-  const make = MM.make;
-  const KINDS = { F: "forward", B: "backward" };
-  const DEFAULTS = { schedule: "1f1b", p: 4, M: 8, v: 1, G: 0, overlap: 0, f: 1, b: 2, c: 0, cap: 0, link: "both", balance: "" };
+  const make = MM.make, say = (...words) => MM.say(...words);
+  const DEFAULTS = { schedule: "1f1b", p: 4, M: 8, v: 1, G: 0, overlap: 0, f: 1, b: 2, c: 0, bi: 0, bw: 0, pair: "sum", cap: 0, link: "both", balance: "", vs: "", messages: 0, critical: 0 };
+  const OTHER = "b|"; // before the ids of the schedule that is compared with
 
   const { round, number } = MM.words;
-  const percent = (value) => `${(100 * value).toFixed(1)} %`;
-  const minus = (text) => text.replaceAll(" - ", " − ");
+  const { check } = MM;
+  const CHECKS = {
+    schedule: check.one(() => MM.schedules()), vs: check.one(() => ["", ...MM.schedules()]), p: check.number({ min: 1, max: 16, whole: true }), M: check.number({ min: 1, max: 128, whole: true }),
+    v: check.number({ min: 1, max: 4, whole: true }), G: check.number({ min: 0, max: 128, whole: true }), overlap: check.flag, messages: check.flag, critical: check.flag, cap: check.number({ min: 0, max: 1000 }),
+    f: check.number({ min: 0, max: 1e6 }), b: check.number({ min: 0, max: 1e6 }), c: check.number({ min: 0, max: 1e6 }), bi: check.number({ min: 0, max: 1e6 }), bw: check.number({ min: 0, max: 1e6 }),
+    pair: check.one(() => ["sum", "max"]), link: check.one(() => ["both", "buffered"]), balance: check.words(/^(\d+(\.\d+)?(,\d+(\.\d+)?)*)?$/),
+    t: check.number({ min: 0, max: 1e12 }), at: check.words(/^(b\|)?\d+[:>][\w.:&#-]+$/), follow: check.number({ min: 0, max: 127, whole: true }), predict: check.flag,
+  };
 
-  MM.mountPlayer = function mountPlayer(root, options) {
+  MM.mountPlayer = async function mountPlayer(root, options) {
     const player = new Player(root, options);
     root.mmPlayer = player;
+    await player.start();
     return player;
   };
 
@@ -23,100 +31,113 @@
     constructor(root, options) {
       this.root = root;
       this.options = options;
+      this.isSmall = options.small !== undefined;
       this.state = { ...DEFAULTS };
       const given = { schedule: options.schedule, p: options.pp, M: options.microbatches, v: options.vpp, G: options.group,
-        f: options.forward, b: options.backward, c: options.message, cap: options.cap };
-      for (const [name, value] of Object.entries(given)) if (value) this.state[name] = name === "schedule" ? value : Number(value);
+        f: options.forward, b: options.backward, c: options.message, cap: options.cap, vs: options.compare };
+      for (const [name, value] of Object.entries(given)) if (value) this.state[name] = typeof DEFAULTS[name] === "string" ? value : Number(value);
       this.initial = { ...this.state };
-      if (options.hasAddress) this.readAddress();
+      this.address = new MM.Address("player", CHECKS, options.isFirst);
+      root.id ||= this.address.name;
       this.build();
-      this.update();
-      this.isFirst = false;
-      if (options.predict !== undefined || this.wantsQuiz) this.togglePredict();
-      if (options.hasAddress) addEventListener("hashchange", async () => {
-        if (this.written === location.hash || !location.hash.includes("schedule=")) return;
-        if (location.hash.includes("schedule=interleaved")) await MM.needOrders("interleaved");
+    }
+
+    async start() {
+      const asked = this.readAddress();
+      await this.needOrders();
+      this.update(asked);
+      if (this.options.predict !== undefined || asked.predict) await this.togglePredict();
+      if (asked.follow !== undefined) this.follow(asked.follow);
+      if (this.options.choose === "gap" && !asked.at) this.timeline.choose(this.scene.step.gaps.find((gaps) => gaps.length)?.[0].id ?? null, true);
+      this.isMounted = true;
+      this.address.listen(async () => {
         Object.assign(this.state, this.initial);
-        this.readAddress();
-        this.update();
+        const changed = this.readAddress();
+        await this.needOrders();
+        this.stopFollowing();
+        Object.assign(this.timeline.marks, { t: null, chosen: null });
+        this.update(changed);
+        if (changed.follow !== undefined) this.follow(changed.follow);
       });
+    }
+
+    needOrders() {
+      return Promise.all([this.state.schedule, this.state.vs].filter(Boolean).map((name) => MM.needOrders(name)));
     }
 
     // -- Address --
 
     readAddress() {
-      const found = new URLSearchParams(location.hash.slice(1));
-      if (!found.has("schedule")) return;
-      for (const name of Object.keys(DEFAULTS)) {
-        if (!found.has(name)) continue;
-        const value = found.get(name);
-        this.state[name] = typeof DEFAULTS[name] === "number" ? Number(value) || 0 : value;
-      }
-      if (!MM.Controls.knows(this.state.schedule)) this.state.schedule = "1f1b";
-      this.wanted = found.get("at");
-      this.wantsQuiz = found.has("predict");
-      if (found.has("t")) this.startAt = Number(found.get("t"));
+      const { values, faults } = this.address.read();
+      for (const name of Object.keys(DEFAULTS)) if (name in values) this.state[name] = values[name];
+      this.faults = faults;
+      return values;
     }
 
-    // Not at every move of a slider: browsers allow only so many changes of the address.
-    writeAddress() {
-      if (!this.options.hasAddress || this.isFirst) return;
-      clearTimeout(this.writing);
-      this.writing = setTimeout(() => this.writeAddressNow(), 120);
-    }
-
-    writeAddressNow() {
-      const words = new URLSearchParams({ schedule: this.state.schedule, p: this.state.p, M: this.state.M });
+    values() {
+      const words = { schedule: this.state.schedule, p: this.state.p, M: this.state.M };
       for (const [name, value] of Object.entries(this.state))
-        if (!words.has(name) && value !== DEFAULTS[name] && !(name === "G" && value === this.state.p)) words.set(name, value);
+        if (!(name in words) && value !== DEFAULTS[name] && !(name === "G" && value === this.state.p)) words[name] = value;
       const { chosen, t } = this.timeline.marks;
-      if (t !== null && !this.clock.running) words.set("t", round(t));
-      if (chosen) words.set("at", chosen);
-      if (this.quiz) words.set("predict", "");
-      this.written = `#${words}`;
-      history.replaceState(history.state, "", this.written);
+      if (this.following) words.follow = this.following.mb;
+      else if (t !== null && !this.clock.running) words.t = round(t);
+      if (chosen && !this.following) words.at = chosen;
+      if (this.quiz) words.predict = 1;
+      return words;
+    }
+
+    writeAddress() {
+      if (this.isMounted) this.address.write(() => this.values());
     }
 
     // -- Elements --
 
     build() {
-      this.controls = new MM.Controls(this.state, (key, value) => this.set(key, value));
-      this.explain = new MM.Explanation(this);
+      this.controls = new MM.Controls(this.state, (key, value) => this.set(key, value), this.isSmall);
       this.timeline = new MM.Timeline({
-        label: "Timeline of the schedule", describe: (id) => this.explain.describe(id), choose: (id) => this.chosen(id),
-        keys: { " ": () => this.clock.toggle(this.timeline.marks.t), Enter: () => this.details.focus() },
+        label: say("player.name"), describe: (id) => this.explain.describe(id), choose: (id) => this.chosen(id), densityChanged: () => this.showLegend(),
+        keys: { " ": () => this.clock.toggle(this.timeline.marks.t), Enter: () => this.inspector.body.focus() },
       });
-      this.clock = new MM.Clock({ span: () => this.step.makespan, next: (t) => this.endings.find((end) => end > t + 1e-9) ?? this.step.makespan,
-        tick: (t) => this.seek(t, true), changed: () => {} });
+      this.explain = new MM.Explanation({ scenes: () => this.scenes, choose: (id) => this.timeline.choose(id), follow: (mb, scene) => this.follow(mb, scene) });
+      this.inspector = new MM.Inspector({ root: this.root, isInline: this.isSmall, close: () => this.dismissed(), chosenBox: () => this.chosenBox() });
+      this.clock = new MM.Clock({ span: () => this.span, next: (t) => this.endings().find((end) => end > t + 1e-9) ?? this.span, tick: (t) => this.seek(t, true), changed: () => {} });
       this.transport = MM.transport({ clock: this.clock, seek: (t) => this.seek(t), step: (direction) => this.stepBy(direction) });
       this.transport.now = () => this.timeline.marks.t;
       const running = this.clock.changed;
       this.clock.changed = (is) => { running(is); if (!is) this.writeAddress(); };
-      this.figures = make("dl", { class: "mmp-figures" });
+      this.figures = make("div", { class: "mmp-figurebox" });
       this.status = make("p", { class: "mmp-status", role: "status" });
-      this.legend = make("ul", { class: "mmp-legend", "aria-label": "Legend" });
-      this.details = make("section", { class: "mmp-details", "aria-label": "Details", tabindex: "-1" });
-      this.critical = make("input", { type: "checkbox", onchange: () => this.update() });
-      this.quizButton = make("button", { type: "button", "aria-pressed": "false", onclick: () => this.togglePredict() }, "Predict the next action");
-      this.benchButton = make("button", { type: "button", "aria-expanded": "false", onclick: () => this.toggleBench() }, "Edit the Python");
-      const tools = make("div", { class: "mmp-tools" }, this.quizButton, this.benchButton,
-        make("label", { class: "mmp-switch" }, this.critical, " Critical path"),
-        make("button", { type: "button", onclick: () => this.saveSvg() }, "Save as SVG"),
-        make("button", { type: "button", onclick: () => this.reset() }, "Reset"));
-      this.table = make("div", { class: "mmp-table", tabindex: "0", role: "region", "aria-label": "Table" });
-      this.twin = make("details", { class: "mmp-twin", ontoggle: () => this.drawTable() }, make("summary", {}, "The same as a table"), this.table);
-      this.root.replaceChildren(make("div", { class: "mmp" }, this.controls.element, this.controls.more, this.status, this.timeline.element, this.transport.element,
-        this.legend, this.figures, tools, this.details, this.twin, this.timeline.help));
+      this.legend = make("ul", { class: "mmp-legend", "aria-label": say("legend.name") });
+      const tools = this.buildTools();
+      this.table = make("div", { class: "mmp-table", tabindex: "0", role: "region", "aria-label": say("table.name") });
+      this.twin = make("details", { class: "mmp-twin", ontoggle: () => this.drawTable() }, make("summary", {}, say("table.same")), this.table);
+      const bar = make("div", { class: "mmp-bar" }, this.transport.element, this.timeline.zooms);
+      const parts = this.isSmall ? [this.controls.element, this.status, make("div", { class: "mmp-beside" }, make("div", {}, this.timeline.element, bar, this.legend), this.inspector.element), this.figures]
+        : [this.controls.element, this.controls.more, this.status, this.timeline.element, bar, this.legend, this.figures, tools, this.twin, this.timeline.help, this.inspector.element];
+      this.root.replaceChildren(make("div", { class: `mmp ${this.isSmall ? "mmp-small" : ""}` }, ...parts));
+    }
+
+    buildTools() {
+      this.critical = make("input", { type: "checkbox", onchange: () => this.set("critical", this.critical.checked ? 1 : 0) });
+      this.quizButton = make("button", { type: "button", "aria-pressed": "false", onclick: () => this.togglePredict() }, say("player.predict"));
+      this.benchButton = make("button", { type: "button", "aria-expanded": "false", onclick: () => this.toggleBench() }, say("player.edit"));
+      const button = (name, act) => make("button", { type: "button", onclick: act }, say(name));
+      return make("div", { class: "mmp-tools" }, button("player.follow", () => this.follow(0)), this.quizButton, this.benchButton,
+        make("label", { class: "mmp-switch" }, this.critical, ` ${say("legend.critical")}`),
+        button("player.svg", () => this.saveSvg()), MM.copyLink(() => this.address.link(this.values())), button("player.reset", () => this.reset()));
     }
 
     // -- State --
 
     set(key, value) {
-      if (key === "schedule" && !MM.hasOrders(value)) return MM.needOrders(value).then(() => this.set(key, value));
+      if (["schedule", "vs"].includes(key) && value && !MM.hasOrders(value)) return MM.needOrders(value).then(() => this.set(key, value));
       this.clock.pause();
       this.state[key] = value;
-      this.timeline.marks.t = null;
-      this.timeline.marks.chosen = null;
+      this.faults = [];
+      if (key !== "critical" && key !== "messages") {
+        this.stopFollowing();
+        Object.assign(this.timeline.marks, { t: null, chosen: null });
+      }
       const before = performance.now();
       this.bench?.leave(key);
       this.update();
@@ -125,161 +146,184 @@
 
     reset() {
       this.clock.pause();
+      this.stopFollowing();
+      this.faults = [];
       Object.assign(this.state, this.initial);
       Object.assign(this.timeline.marks, { t: null, chosen: null });
-      this.critical.checked = false;
       if (this.quiz) this.togglePredict();
       if (this.bench?.isOpen) this.toggleBench();
+      this.timeline.zoom = 1;
       this.update();
     }
 
-    costs() {
-      const { p, v, f, b, c } = this.state, factors = this.controls.factors();
+    costs(v) {
+      const { p, f, b, c, bi, bw, pair } = this.state, factors = this.controls.factors();
       const share = (time) => Array.from({ length: p }, (_, rank) => Array(v).fill((time * factors[rank]) / v));
-      return { forward: share(f), backward: share(b), message: c };
+      return { times: { F: share(f), B: share(b), I: share(bi || b / 2), W: share(bw || b / 2) }, message: c, pair: pair === "max" ? Math.max : null };
     }
 
-    update() {
-      this.isFirst = !this.step;
-      this.note = this.controls.settle();
+    sceneOf(plan, schedule, options = {}) {
+      const v = plan.placement.stages[0].length;
+      return new MM.Scene({ plan, costs: this.costs(v), buffered: this.state.link === "buffered", schedule, title: this.title(plan, schedule), ...options });
+    }
+
+    update(asked = {}) {
       const { state } = this;
-      const schedule = state.p === 1 ? "no-pipelining" : state.schedule;
-      this.plan = this.bench?.plan ?? MM.engine.planOf(MM.orders, { ...state, schedule });
-      this.step = MM.engine.simulate(this.plan, this.costs(), state.link === "buffered");
-      this.schedule = this.plan.name ? "mine" : schedule;
-      this.endings = [...new Set(this.step.work.flatMap((list, rank) => list.map((a) => this.step.ends[rank][a.index])))].sort((a, b) => a - b);
-      this.order = this.step.work.flat().sort((a, b) => this.step.endOf(a) - this.step.endOf(b) || a.rank - b.rank);
-      this.shades = shadesOf(state.v);
-      this.controls.show();
-      const words = state.p === 1 ? "One stage: no pipeline, each backward follows its forward. " : "";
-      this.status.textContent = words + this.note;
+      const moved = this.controls.settle(), schedule = state.p === 1 ? "no-pipelining" : state.schedule;
+      const plan = this.bench?.plan ?? MM.engine.planOf(MM.orders, { ...state, schedule });
+      this.scene = this.sceneOf(plan, plan.name ? "mine" : schedule);
+      this.scenes = [this.scene];
+      const notes = [...(this.faults ?? []), moved, state.p === 1 ? say("player.one") : ""];
+      if (state.vs && !this.quiz) notes.push(this.addOther());
+      this.ends = null;
+      this.shades = MM.orders.shades[Math.max(...this.scenes.map(({ v }) => v))] ?? MM.orders.shades[1];
+      this.controls.show(this.scene.plan.letters);
+      this.critical.checked = Boolean(state.critical);
+      this.status.textContent = notes.filter(Boolean).join(" ");
       this.status.hidden = !this.status.textContent;
       this.quiz?.restart();
-      this.timeline.marks.critical = this.critical.checked ? new Set(MM.engine.criticalPath(this.step).map(([r, i]) => `${r}:${i}`)) : null;
-      this.timeline.box.setAttribute("aria-label", `Timeline. ${this.title()}`);
+      this.timeline.box.setAttribute("aria-label", `${say("player.name")}. ${this.scenes.map(({ title }) => title).join(". ")}`);
       this.timeline.set(this.view(), this.shades, false); // drawn below, with what is chosen
-      this.showFigures();
+      MM.showFigures(this);
       this.showLegend();
       if (this.twin.open) this.drawTable();
-      if (this.startAt !== undefined) this.timeline.marks.t = Math.min(this.startAt, this.step.makespan);
-      delete this.startAt;
+      if (asked.t !== undefined) this.timeline.marks.t = Math.min(asked.t, this.span);
       this.showTime();
-      const wanted = this.wanted;
-      delete this.wanted;
-      if (wanted && this.timeline.cell(wanted)) this.timeline.choose(wanted, true);
+      if (asked.at && !this.timeline.cell(asked.at)) this.status.append(` ${say("address.gone", { id: asked.at })}`);
+      this.status.hidden = !this.status.textContent;
+      if (asked.at && this.timeline.cell(asked.at)) this.timeline.choose(asked.at, true);
       else this.chosen(this.timeline.marks.chosen);
     }
 
-    title() {
-      const { p, M, v, G, overlap } = this.state;
-      const parts = [this.plan.name ?? MM.orders.names[this.schedule], `${p} stage${p > 1 ? "s" : ""}`];
-      if (v > 1) parts.push(`${v} chunks per stage`);
-      parts.push(`${M} microbatch${M > 1 ? "es" : ""}${v > 1 ? ` in groups of ${G}` : ""}`);
-      if (overlap) parts.push("messages overlapped");
+    // The schedule to compare with, on the same axis. Returns words where there is none of these sizes.
+    addOther() {
+      const config = MM.alike(this.state.vs, this.state);
+      if (!config) return say("player.vs.none", { name: MM.orders.names[this.state.vs], p: this.state.p, M: this.state.M });
+      this.scenes.push(this.sceneOf(MM.engine.planOf(MM.orders, config), config.schedule, { prefix: OTHER, trackOffset: this.scene.p }));
+      return "";
+    }
+
+    get span() {
+      return Math.max(...this.scenes.map(({ step }) => step.makespan));
+    }
+
+    title(plan, schedule) {
+      const { p, M, v, G, overlap } = { ...this.state, ...plan.config };
+      const parts = [plan.name ?? MM.orders.names[schedule], say("title.stages", { n: p })];
+      if (v > 1) parts.push(say("title.chunks", { n: v }));
+      parts.push(say("title.microbatches", { n: M }) + (G && schedule === "interleaved" ? say("title.groups", { G }) : ""));
+      if (overlap) parts.push(say("title.overlap"));
       return parts.join(", ");
     }
 
     view() {
-      const { step, state } = this;
+      const { state, scenes } = this, lanes = { messages: state.messages || this.following };
       return {
-        rows: step.work.map((work, rank) => ({
-          name: `stage ${rank}`, note: this.quiz ? null : `idle ${number(step.idle[rank])}`,
-          bars: work.map((a) => ({ s: step.starts[rank][a.index], l: step.ends[rank][a.index] - step.starts[rank][a.index],
-            kind: a.kind, chunk: a.chunk, mb: a.mb, id: `${rank}:${a.index}` })),
-          gaps: step.gaps[rank].map((gap, place) => ({ s: gap.start, l: gap.end - gap.start, id: `${rank}:g${place}` })),
-          held: step.held[rank],
-        })),
-        span: step.makespan, v: state.v, most: Math.max(...step.peaks), cap: state.cap * state.v, words: (t) => round(t),
+        tracks: scenes.flatMap((scene) => scene.tracks({ lanes, cap: state.cap * scene.v, notes: !this.quiz, section: scenes.length > 1 ? `${scene.title}: ${number(scene.step.makespan)}` : null })),
+        span: this.span, words: (t) => round(t),
       };
-    }
-
-    // -- Showing --
-
-    showFigures() {
-      const { step, plan, state } = this, f = plan.formulas;
-      if (!f) return this.showCounted();
-      const value = (text) => { const [a, b = "1"] = text.split("/"); return Number(a) / Number(b); };
-      const bubble = (name, counted) => {
-        const [text, said] = f[name], is = Math.abs(value(said) - counted) < 1e-9;
-        return is ? `= ${minus(text)}${said === text ? "" : ` = ${said}`}` : `${minus(text)} = ${percent(value(said))} with equal stages, free messages`;
-      };
-      const ideal = value(f.makespan[1]) * (state.f + state.b);
-      const spanIs = Math.abs(ideal - step.makespan) < 1e-9;
-      const [peakText, peaks] = f.peak;
-      const unit = state.v > 1 ? `, each 1/${state.v} of a stage` : "";
-      const over = state.cap ? step.peaks.filter((peak) => peak > state.cap * state.v).length : 0;
-      this.show4([
-        ["Step", number(step.makespan), spanIs ? `= ${minus(f.makespan[0])}` : `${minus(f.makespan[0])} = ${number(ideal)} with equal stages, free messages`],
-        ["Bubble: idle / all time", percent(step.overTotal), bubble("total", step.overTotal)],
-        ["Bubble: idle / computing", percent(step.overIdeal), bubble("ideal", step.overIdeal)],
-        ["Peak in flight, per stage", step.peaks.join(" "), over
-          ? `${over} stage${over > 1 ? "s" : ""} above the cap of ${state.cap * state.v}`
-          : peaks.every((peak, rank) => peak === step.peaks[rank]) ? `= ${minus(peakText)}${unit}` : minus(peakText), over > 0],
-      ]);
-    }
-
-    // A reader's own schedule has no formulas.
-    showCounted() {
-      const { step } = this, remark = step.plan.stuck ? "until it stands still" : "counted";
-      this.show4([["Step", number(step.makespan), remark], ["Bubble: idle / all time", percent(step.overTotal), remark],
-        ["Bubble: idle / computing", percent(step.overIdeal), remark], ["Peak in flight, per stage", step.peaks.join(" "), remark]]);
-    }
-
-    show4(entries) {
-      this.figures.replaceChildren(...entries.map(([label, value, remark, isBad]) => make("div", { class: isBad ? "mmp-bad" : null },
-        make("dt", {}, label), make("dd", { class: "mmp-value" }, value), make("dd", { class: "mmp-remark" }, remark))));
     }
 
     showLegend() {
-      const entries = [];
-      for (const kind of ["F", "B"])
-        this.shades[kind].forEach(([fill], chunk) => entries.push([`background:${fill}`, this.state.v > 1 ? `${KINDS[kind]}, chunk ${chunk}` : KINDS[kind]]));
-      entries.push(["", "idle", "mmp-idle"], ["", "activations held", "mmp-held"]);
-      if (this.critical.checked) entries.push(["", "critical path", "mmp-critical"]);
-      this.legend.replaceChildren(...entries.map(([style, words, css]) => make("li", {}, make("i", { style: style || null, class: css }), words)));
+      const entries = [], { letters, kinds } = this.scene.plan;
+      for (const letter of letters) this.shades[letter].forEach(([fill], chunk, all) => {
+        const words = say(`kind.${kinds[letter].name}`);
+        entries.push([`background:${fill}`, null, all.length > 1 ? say("legend.chunk", { kind: words, chunk }) : words]);
+      });
+      entries.push([null, "mmp-idle", say("legend.idle")], [null, "mmp-held", say("legend.held")]);
+      if (this.scene.step.owed) entries.push([null, "mmp-owed", say("legend.owed")]);
+      if (this.state.messages || this.following) entries.push([null, "mmp-transferred", say("legend.message")]);
+      if (this.state.critical) entries.push([null, "mmp-critical", say("legend.critical")]);
+      if (this.timeline.wasDense) entries.push([null, "mmp-held", say("legend.dense")]);
+      MM.legend(this.legend, entries);
     }
 
     // -- Time --
 
+    endings() {
+      return (this.ends ??= [...new Set(this.scenes.flatMap(({ step }) => step.work.flat().map((a) => step.endOf(a))))].sort((a, b) => a - b));
+    }
+
     seek(t, isPlaying = false) {
-      this.timeline.mark({ t: t >= this.step.makespan ? null : t });
+      this.timeline.mark({ t: t >= this.span ? null : t });
       this.showTime();
       if (!isPlaying) this.writeAddress();
     }
 
     stepBy(direction) {
-      const { marks } = this.timeline;
-      if (direction === Infinity) return this.seek(this.step.makespan);
+      if (direction === Infinity) return this.seek(this.span);
       if (direction === -Infinity) return this.seek(0);
-      const t = marks.t ?? (direction > 0 ? 0 : this.step.makespan);
-      const chosen = marks.chosen && !marks.chosen.includes("g") ? this.order.findIndex((a) => `${a.rank}:${a.index}` === marks.chosen) : -1;
-      const isThere = chosen >= 0 && this.step.endOf(this.order[chosen]) === t;
-      let next;
-      if (isThere) next = chosen + direction;
-      else next = direction > 0 ? this.order.findIndex((a) => this.step.endOf(a) > t + 1e-9) : this.order.findLastIndex((a) => this.step.endOf(a) < t - 1e-9);
-      const action = this.order[next];
-      if (!action) return this.seek(direction > 0 ? this.step.makespan : 0);
-      marks.t = this.step.endOf(action);
+      const { marks } = this.timeline, { step } = this.scene;
+      const order = (this.scene.order ??= step.work.flat().sort((a, b) => step.endOf(a) - step.endOf(b) || a.rank - b.rank));
+      const t = marks.t ?? (direction > 0 ? 0 : this.span);
+      const chosen = order.findIndex((a) => a.id === marks.chosen), isThere = chosen >= 0 && step.endOf(order[chosen]) === t;
+      const next = isThere ? chosen + direction : direction > 0 ? order.findIndex((a) => step.endOf(a) > t + 1e-9) : order.findLastIndex((a) => step.endOf(a) < t - 1e-9);
+      const action = order[next];
+      if (!action) return this.seek(direction > 0 ? this.span : 0);
+      marks.t = step.endOf(action);
       this.showTime();
-      this.timeline.choose(`${action.rank}:${action.index}`);
+      this.timeline.choose(action.id);
     }
 
     showTime() {
       const { t } = this.timeline.marks;
-      this.transport.show(t, `${number(t ?? this.step.makespan)} of ${number(this.step.makespan)}`);
+      this.transport.show(t, say("time.of", { time: number(t ?? this.span), span: number(this.span) }));
     }
 
     // -- One action, one gap --
 
     chosen(id) {
-      const related = new Set(), lines = [];
-      if (id && this.timeline.cell(id)) {
-        const { action, gap } = this.explain.parse(id);
-        this.details.replaceChildren(...(action ? this.explain.actionDetails(action, related, lines) : this.explain.gapDetails(gap, related)));
-      } else if (!this.quiz) this.details.replaceChildren(make("p", { class: "mmp-empty" }, "Choose a bar or a gap: what it needs, why it waits, and the code that runs there."));
-      this.details.hidden = Boolean(this.quiz) && !id;
-      this.timeline.mark({ related, lines });
+      this.stopFollowing();
+      const found = id && this.timeline.cell(id) ? this.explain.details(id) : null;
+      const critical = this.state.critical ? this.scene.criticalPath() : null;
+      this.timeline.mark({ chosen: found ? id : null, related: found?.related, lines: found?.lines, path: found?.path ?? critical });
+      if (found) this.inspector.show(...found.content);
+      else if (this.isSmall) this.inspector.show(make("p", { class: "mmp-empty" }, say("player.choose")));
+      else this.inspector.hide();
       this.writeAddress();
+    }
+
+    dismissed() {
+      if (this.following) this.following.end();
+      else if (this.timeline.marks.chosen) this.timeline.choose(null);
+    }
+
+    chosenBox() {
+      const id = this.timeline.marks.chosen ?? this.following?.id;
+      return id ? this.timeline.boxOf(id) : null;
+    }
+
+    // -- One microbatch --
+
+    follow(mb, scene = this.scene) {
+      this.clock.pause();
+      if (this.quiz) this.togglePredict();
+      this.stopFollowing();
+      Object.assign(this.timeline.marks, { t: null, chosen: null });
+      const numbers = this.state.M;
+      this.following = new MM.Follow({ scene, numbers, narrate: (step) => this.explain.narrate(scene, step),
+        show: (...shown) => this.showFollowed(scene, ...shown), ended: () => { this.stopFollowing(); this.chosen(null); } });
+      this.timeline.set(this.view(), this.shades, false); // with a lane of messages
+      this.showLegend();
+      this.following.begin(Math.min(mb, numbers - 1));
+    }
+
+    showFollowed(scene, step, content, focus) {
+      const faded = (bar) => this.following.isFaded(bar);
+      this.timeline.mark({ chosen: step.id, related: null, path: null, faded, lines: step.message ? this.explain.lineOf(scene, step.message) : [] });
+      this.timeline.reveal(step.s, step.e);
+      this.inspector.show(...content);
+      if (focus) this.inspector.body.querySelector(`[data-name=${focus}]:not(:disabled)`)?.focus({ preventScroll: true });
+      this.writeAddress();
+    }
+
+    stopFollowing() {
+      if (!this.following) return;
+      this.following.stop();
+      this.following = null;
+      Object.assign(this.timeline.marks, { faded: null, chosen: null, lines: [] });
+      if (this.timeline.view) this.timeline.set(this.view(), this.shades, false);
+      this.showLegend();
     }
 
     // -- Table, file --
@@ -289,14 +333,16 @@
     }
 
     svg() {
-      const facts = [...this.figures.children].map((entry) => [...entry.children].map((part) => part.textContent).join("  "));
-      const marks = { ...this.timeline.marks, t: null, hover: null, chosen: null, related: null, lines: [] };
-      return MM.draw.svgFile(this.view(), marks, MM.draw.readColours(this.timeline.box), this.shades, this.title(), facts);
+      const facts = [...this.figures.querySelectorAll("dl > div")].map((entry) => [...entry.children].map((part) => part.textContent).join("  "));
+      const marks = { ...this.timeline.marks, t: null, hover: null, chosen: null, related: null, lines: [], faded: null, path: this.state.critical ? this.scene.criticalPath() : null };
+      const colours = MM.painters.readColours(this.timeline.box), legend = [...this.legend.children].map((item) => ({ fill: MM.swatch(item.firstChild, colours), words: item.textContent }));
+      const source = say("svg.source", { address: this.address.link(this.values()).replace(/^file:.*\//, "") });
+      return MM.painters.svgFile({ view: this.view(), marks, colours, shades: this.shades, title: this.scenes.map(({ title }) => title).join(" — "), legend, lines: [...facts, source] });
     }
 
     saveSvg() {
       const { p, M, v } = this.state;
-      MM.download(`${this.plan.name ?? this.schedule}-p${p}-m${M}${v > 1 ? `-v${v}` : ""}.svg`, this.svg(), "image/svg+xml");
+      MM.download(`${this.scene.plan.name ?? this.scene.schedule}-p${p}-m${M}${v > 1 ? `-v${v}` : ""}.svg`, this.svg(), "image/svg+xml");
     }
 
     // -- The reader's own --
@@ -317,28 +363,20 @@
     async togglePredict() {
       await MM.load("javascripts/predict.js");
       this.clock.pause();
+      this.stopFollowing();
       const isOn = !this.quiz;
       this.quizButton.setAttribute("aria-pressed", String(isOn));
       this.root.firstChild.classList.toggle("mmp-quizzing", isOn);
       if (isOn) {
         this.quiz = new MM.Quiz(this);
-        this.transport.element.after(this.quiz.element);
-        this.timeline.set(this.view(), this.shades);
-        this.quiz.restart();
+        this.timeline.element.after(this.quiz.element);
       } else {
         this.quiz.element.remove();
         this.quiz = null;
         Object.assign(this.timeline.marks, { hideFrom: null, ask: null, t: null });
-        this.timeline.set(this.view(), this.shades);
-        this.showTime();
       }
       this.timeline.marks.chosen = null;
-      this.chosen(null);
+      this.update();
     }
-  }
-
-  function shadesOf(v) {
-    const { forward, backward } = MM.orders.shades[v];
-    return { F: forward, B: backward };
   }
 })();

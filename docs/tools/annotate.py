@@ -19,6 +19,7 @@ import io
 import re
 import tokenize
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import PurePath
 
 NOTE = re.compile(r"#\s*-- (?P<title>.+?) --\s*$")
@@ -83,8 +84,10 @@ class AnnotatedPage:
     """Imported name -> what it stands for, dotted."""
     looked_up: dict[str, str] = field(hash=False, default_factory=dict)
     """The same of names that the module looks up on first use (`exports.lazily`)."""
+    tree: ast.Module = field(hash=False, compare=False, default=None)
+    """What `ast` makes of the source."""
 
-    @property
+    @cached_property
     def lines(self) -> list[str]:
         return self.source.split("\n")
 
@@ -133,6 +136,7 @@ def annotate(path: str, source: str) -> AnnotatedPage:
         frozenset(names.imports),
         dict(names.aliases),
         looked_up(tree),
+        tree,
     )
 
 

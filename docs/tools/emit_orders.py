@@ -1,37 +1,30 @@
 """Writes orders: who does what, in which order, for every plan that the schedule player offers.
 
-Called by: `emit_player`, tests/docs. Calls: `minimegatron.planner`, which makes every order; the
-player's script decides when, never what. Nothing here or there computes an order a second time.
+Called by: `emit_player`, tests/docs. Calls: `minimegatron.planner`, which makes every order;
+`plan_words`, which writes it down. The player's script decides when, never what: a schedule that is
+registered when the site is built is offered, whatever its placement and its kinds of work.
 
     python docs/tools/emit_orders.py build/docs/javascripts
 
-orders.js holds what a page shows at first; orders_interleaved.js, eight times as large, is loaded when
-a reader chooses interleaving.
+orders.js holds what a page shows at first, the schedules with one chunk per stage;
+orders_NAME.js holds another schedule, and is loaded when a reader chooses it.
 
-A stage's order is a word, its row. Stages of different plans that do the same share a row:
+Stages of different plans that do the same share a row. Each file holds the JSON below, deflated and in
+base64, since a plain file server compresses nothing:
 
-    W S C               warm-up, steady state, cool-down from here on
-    F B F1              forward, backward; then the chunk, if that is not 0
-    a ... i             a call of P2PCommunicator (`CALLS`); ! before it: it returns at once
-    > ) < ( >1          after a call, its messages as they start: activation to the next stage,
-                        activation from the previous, gradient to the previous, gradient from the next
+    {"rows": [row, ...], "placements": [placement, ...], "plans": {"1f1b 4 8 1 0": {"r": [row number per
+     stage], "p": placement number, "b": 1 if messages are batched, "w": 1 if the wire has tags,
+     "f": {formulas}}}}
 
-Which microbatch is not written: of each mark and chunk, the first is of microbatch 0, the next of 1.
-
-Each file holds the JSON below, deflated and in base64, since a plain file server compresses nothing:
-
-    {"rows": [row, ...], "plans": {"1f1b 4 8 1 4": {"r": [row number per stage],
-     "b": 1 if messages are batched, "f": {formulas}}}, "words": {...}, "shades": {...}}
-
-A plan's key is schedule, p, M, v, G, and "overlap" where messages are. Formulas are those of
-`planner.formulas`, worked out there: makespan for f + b = 1, both bubbles, messages, peak per stage.
+and orders.js the words and colours that all share. A plan's key is schedule, p, M, v, G, and "overlap"
+where messages are. Formulas are those of `planner.formulas`, worked out there: makespan for f + b = 1,
+both bubbles, messages, peak per stage; a schedule may have none.
 """
 
 import base64
 import json
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -40,161 +33,176 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from minimegatron.planner import formulas
-from minimegatron.planner.actions import (
-    ACTIVATION,
-    BACKWARD,
-    COMMUNICATE,
-    COOLDOWN,
-    FORWARD,
-    SEND,
-    STEADY,
-    WARMUP,
-    Action,
+from plan_words import CALLS, LETTERS, kinds_data, placement_data, row
+
+from minimegatron.core.pipeline_parallel.orders import (
+    INTERLEAVED,
+    NO_PIPELINING,
+    TAGGED,
+    get_schedule,
+    schedule_names,
 )
+from minimegatron.core.pipeline_parallel.placement import LINE, LOOP
+from minimegatron.planner import formulas
+from minimegatron.planner.actions import KINDS
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_report import NAMES
 from minimegatron.planner.render_svg import shade, text_colour
-from minimegatron.planner.written_schedules import GPIPE, INTERLEAVED, NO_PIPELINING, ONE_F_ONE_B
 
-MAX_PP = 8
-MICROBATCHES = (*range(1, 33), 64)
+STAGES = (*range(1, 9), 12, 16)
+MICROBATCHES = (*range(1, 17), 20, 24, 28, 32, 48, 64, 96, 128)
+"""And p, 2p, 3p, 4p. With one chunk per stage every number up to 32."""
 CHUNKS = (2, 4)
-
-CALLS = (
-    "recv_forward",
-    "recv_backward",
-    "send_forward",
-    "send_backward",
-    "send_forward_recv_backward",
-    "send_backward_recv_forward",
-    "send_forward_recv_forward",
-    "send_backward_recv_backward",
-    "send_forward_backward_recv_forward_backward",
-)
-PHASES = {WARMUP: "W", STEADY: "S", COOLDOWN: "C"}
-MARKS = {(True, True): ">", (False, True): ")", (True, False): "<", (False, False): "("}
-"""(is sent, is activation) -> the message's mark."""
+FIRST = "orders"
 
 
 # -- The plans --
 
 
-def plans() -> Iterator[tuple[str, Plan]]:
-    """(key, plan) of everything that can be chosen."""
-    for M in MICROBATCHES:
-        yield _key(plan(NO_PIPELINING, 1, M))
-        for pp in range(2, MAX_PP + 1):
-            for schedule in (GPIPE, ONE_F_ONE_B):
-                yield _key(plan(schedule, pp, M))
-            for vpp in CHUNKS:
-                yield from _interleaved(pp, M, vpp)
+Options = dict[str, Any]
 
 
-def _interleaved(pp: int, M: int, vpp: int) -> Iterator[tuple[str, Plan]]:
-    for group_size in sorted({pp, 2 * pp, M}):
+def plans(name: str) -> Iterator[tuple[str, Plan]]:
+    """(key, plan) of everything that can be chosen of one schedule."""
+    for pp, M, options in sizes(name):
+        try:
+            step = plan(name, pp, M, **options)
+        except ValueError:  # the planner says which sizes do not go together
+            continue
+        yield key_of(name, pp, M, options, step.config.num_model_chunks), step
+
+
+def key_of(name: str, pp: int, M: int, options: Options, num_chunks: int | None = None) -> str:
+    """A plan's key: schedule, p, M, v, G, and "overlap" where messages are."""
+    sizes_of_chunks = [num_chunks or options.get("vpp", 1), options.get("group_size", 0)]
+    key = " ".join(map(str, [name, pp, M, *sizes_of_chunks]))
+    return key + (" overlap" if options.get("overlap_p2p_comm") else "")
+
+
+def sizes(name: str) -> Iterator[tuple[int, int, Options]]:
+    """(p, M, other arguments of `plan`) to try."""
+    for pp in STAGES:
+        for M in microbatches(pp, get_schedule(name).placement is not LINE):
+            for options in _options(name, pp, M):
+                yield pp, M, options
+
+
+def microbatches(pp: int, has_chunks: bool) -> list[int]:
+    """The numbers of microbatches that are offered for p stages."""
+    more = range(2 * pp, 5 * pp, pp) if has_chunks else range(1, 33)
+    return sorted({*MICROBATCHES, pp, *more})
+
+
+def _options(name: str, pp: int, M: int) -> Iterator[Options]:
+    if name == NO_PIPELINING or pp == 1:
+        if name == NO_PIPELINING and pp == 1:
+            yield {}
+    elif (rule := get_schedule(name).placement) is None or rule is LINE:
+        yield {}
+    elif rule is not LOOP:
+        yield {}  # such a rule says how many chunks there are
+    else:
+        for vpp in CHUNKS:
+            # Half of what the build takes would go into the largest plans with four chunks.
+            if vpp == 2 or (pp <= 8 and M <= 64):
+                yield from _of_chunks(name, pp, M, vpp)
+
+
+def _of_chunks(name: str, pp: int, M: int, vpp: int) -> Iterator[Options]:
+    if name != INTERLEAVED:
+        yield {"vpp": vpp}
+        return
+    for group_size in sorted({pp, 2 * pp, M} if M <= 32 else {pp, 2 * pp}):
+        if group_size > max(M, pp):
+            continue
         # Groups of more than 2p change nothing more with overlap, and would double the file.
         for overlap in (False, True) if group_size <= 2 * pp else (False,):
-            try:
-                yield _key(plan(INTERLEAVED, pp, M, vpp, group_size, overlap_p2p_comm=overlap))
-            except ValueError:  # the planner says which sizes do not go together
-                continue
+            yield {"vpp": vpp, "group_size": group_size, "overlap_p2p_comm": overlap}
 
 
-def _key(step: Plan) -> tuple[str, Plan]:
-    config = step.config
-    group_size = config.microbatch_group_size_per_vp_stage or 0
-    parts = [config.schedule, config.pp_size, config.num_microbatches, config.num_model_chunks]
-    key = " ".join(map(str, [*parts, group_size]))
-    return key + (" overlap" if config.overlap_p2p_comm else ""), step
-
-
-# -- As words --
-
-
-def row(actions: list[Action]) -> str:
-    """A stage's order as one word.
-
-    >>> row(plan(ONE_F_ONE_B, 2, 2).ranks[1])
-    'Sa)FeBf<)FeBd<'
-
-    Raises ValueError for an order in which a chunk's microbatches do not come one after the other.
-    """
-    parts, phase, counts = [], None, Counter()
-
-    def write(mark: str, microbatch: int, chunk: int) -> None:
-        if microbatch != counts[mark, chunk]:
-            raise ValueError(f"{mark} of microbatch {microbatch}, chunk {chunk} is out of turn")
-        counts[mark, chunk] += 1
-        parts.append(mark + (str(chunk) if chunk else ""))
-
-    for action in actions:
-        if action.phase != phase:
-            phase = action.phase
-            parts.append(PHASES[phase])
-        if action.kind == COMMUNICATE:
-            parts.append("!" * action.overlap + "abcdefghi"[CALLS.index(action.call)])
-            for message in action.messages:
-                mark = MARKS[message.direction == SEND, message.payload == ACTIVATION]
-                write(mark, message.microbatch, message.chunk)
-        else:
-            letter = "F" if action.kind == FORWARD else "B"
-            write(letter, action.microbatch, action.chunk)
-    return "".join(parts)
+# -- As data --
 
 
 def formula_values(step: Plan) -> dict[str, Any]:
     """The closed forms of a plan, worked out: [text, value in words] or [text, number]."""
     config = step.config
-    over_ideal, over_total = formulas.bubble_formulas(config)
-    makespan = formulas.makespan_formula(config, 1, 0)
-    messages = formulas.message_formula(config)
-    peaks = [formulas.peak_in_flight_formula(config, rank) for rank in range(config.pp_size)]
-    return {
-        "ideal": [over_ideal.text, str(over_ideal.value)],
-        "total": [over_total.text, str(over_total.value)],
-        "makespan": [makespan.text, str(makespan.value)],
-        "messages": [messages.text, str(messages.value)],
-        "peak": [peaks[0].text, [peak.value for peak in peaks]],
+    bubbles = formulas.bubble_formulas(config)
+    found = {
+        "ideal": bubbles and bubbles[0],
+        "total": bubbles and bubbles[1],
+        "makespan": formulas.makespan_formula(config, 1, 0),
+        "messages": formulas.message_formula(config),
     }
+    data = {name: [form.text, str(form.value)] for name, form in found.items() if form is not None}
+    peaks = [formulas.peak_in_flight_formula(config, rank) for rank in range(config.pp_size)]
+    if all(peaks):
+        data["peak"] = [peaks[0].text, [peak.value for peak in peaks]]
+    return data
+
+
+class Pack:
+    """Plans by key, and the rows and placements that they share."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[str]] = {}
+        self.placements: dict[Any, tuple[int, dict[str, Any]]] = {}
+        self.plans: dict[str, dict[str, Any]] = {}
+
+    def add(self, key: str, step: Plan) -> None:
+        """Writes one plan down. The plan itself, up to a million objects, is not kept."""
+        config = step.config
+        self.rows[key] = [row(actions) for actions in step.ranks]
+        letters = "".join(letter for letter in LETTERS if letter in "".join(self.rows[key]))
+        place = config.placement, letters
+        if place not in self.placements:
+            self.placements[place] = len(self.placements), placement_data(*place)
+        self.plans[key] = {"p": self.placements[place][0], "b": int(config.batch_p2p_comm)}
+        if config.wire == TAGGED:
+            self.plans[key]["w"] = 1
+        self.plans[key]["f"] = formula_values(step)
+
+    def data(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        # Like rows stand together, which makes the packed file half as large.
+        rows = {word: number for number, word in enumerate(sorted(set(chain(*self.rows.values()))))}
+        return {
+            "rows": list(rows),
+            "placements": [data for _, data in self.placements.values()],
+            "plans": {
+                key: {"r": [rows[word] for word in self.rows[key]]} | data
+                for key, data in self.plans.items()
+            },
+        }
 
 
 def orders() -> dict[str, dict[str, Any]]:
     """File name -> what it holds."""
-    steps = dict(plans())
-    late = {key for key, step in steps.items() if step.config.schedule == INTERLEAVED}
-    first = packed_plans({key: step for key, step in steps.items() if key not in late})
-    words = {"calls": CALLS, "names": NAMES, "shades": shades()}
-    return {
-        "orders": first | words,
-        "orders_interleaved": packed_plans({key: steps[key] for key in steps if key in late}),
+    packs = {FIRST: Pack()}
+    for name in schedule_names():
+        rule = get_schedule(name).placement
+        file = FIRST if rule is LINE or name == NO_PIPELINING else f"{FIRST}_{name}"
+        for key, step in plans(name):
+            packs.setdefault(file, Pack()).add(key, step)
+    words = {
+        "calls": CALLS,
+        "kinds": kinds_data(),
+        "names": {name: NAMES.get(name, name) for name in schedule_names()},
+        "late": [file.removeprefix(f"{FIRST}_") for file in packs if file != FIRST],
+        "shades": shades(),
     }
-
-
-def packed_plans(steps: dict[str, Plan]) -> dict[str, Any]:
-    """The plans by key, and the rows that they share."""
-    rows = {key: [row(actions) for actions in step.ranks] for key, step in steps.items()}
-    # Like rows stand together, which makes the packed file half as large.
-    numbers = {word: number for number, word in enumerate(sorted(set(chain(*rows.values()))))}
-    return {
-        "rows": list(numbers),
-        "plans": {
-            key: {
-                "r": [numbers[word] for word in rows[key]],
-                "b": int(step.config.batch_p2p_comm),
-                "f": formula_values(step),
-            }
-            for key, step in steps.items()
-        },
-    }
+    files = {file: pack.data() for file, pack in packs.items()}
+    return files | {FIRST: files[FIRST] | words}
 
 
 def shades() -> dict[str, dict[str, list[list[str]]]]:
-    """Number of chunks -> kind -> per chunk [fill, text on it], as in the planner's pictures."""
+    """Number of chunks -> letter -> per chunk [fill, text on it], as in the planner's pictures."""
+    kinds = [kind for kind in KINDS.values() if kind.letter]
     return {
         str(v): {
-            kind: [[fill, text_colour(fill)] for fill in (shade(kind, c, v) for c in range(v))]
-            for kind in (FORWARD, BACKWARD)
+            kind.letter: [
+                [fill, text_colour(fill)] for fill in (shade(kind.name, c, v) for c in range(v))
+            ]
+            for kind in kinds
         }
         for v in (1, *CHUNKS)
     }
@@ -203,7 +211,7 @@ def shades() -> dict[str, dict[str, list[list[str]]]]:
 # -- The file --
 
 
-def script(data: dict[str, Any], name: str = "orders") -> str:
+def script(data: dict[str, Any], name: str = FIRST) -> str:
     """A script that leaves `data`, packed, at `MM.packed[name]`."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()

@@ -6,7 +6,7 @@ docs/:
 
     javascripts/orders*.js      every plan, from the planner
     javascripts/links.js        {"chains": schedule -> "F warmup", "send_forward steady", ... -> frames,
-                                 "recordings": name -> title}
+                                 "recordings": name -> title, "kinds": letter -> kind}
     recordings/NAME.js          docs/recordings/NAME.json, its frames and functions with links
 
 A frame is [dotted name, url or "", text of the line]. A recorded line is looked up in today's source
@@ -26,6 +26,7 @@ if __name__ == "__main__":
 from annotate import AnnotatedPage  # noqa: E402
 from emit_orders import script, write_orders  # noqa: E402
 from package import ROOT, Package  # noqa: E402
+from plan_words import kinds_data  # noqa: E402
 from recorded_lines import MOVED, Finder, Missing, RecordedLine  # noqa: E402
 
 RECORDINGS = ROOT / "docs" / "recordings"
@@ -39,14 +40,14 @@ def write_player(package: Package, out: Path) -> None:
     """Writes all of it."""
     write_orders(out / "javascripts")
     recordings = read_recordings()
-    chains = {"gpipe": planned_chains(package), "mine": planned_chains(package, "")}
+    chains = {"gpipe": planned_chains(package), "planned": planned_chains(package, "")}
     for name, data in recordings.items():
         resolved = resolve(data, package)
         if name in SCHEDULES:
             chains[SCHEDULES[name]] = recorded_chains(resolved)
         _write(out / "recordings" / f"{name}.js", script(resolved, f"recording {name}"))
     titles = {name: data["title"] for name, data in recordings.items()}
-    links = {"chains": chains, "recordings": titles}
+    links = {"chains": chains, "recordings": titles, "kinds": kinds_data()}
     _write(out / "javascripts" / "links.js", script(links, "links"))
 
 

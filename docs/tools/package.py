@@ -7,7 +7,6 @@ import subprocess
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from annotate import AnnotatedPage, Definition, annotate
 
@@ -37,16 +36,6 @@ class Place:
     def url(self) -> str:
         """Relative to the folder of the annotated pages."""
         return f"{self.page.module}.html" + (f"#{self.anchor}" if self.anchor else "")
-
-
-class Caller(NamedTuple):
-    """A function whose code names another one."""
-
-    module: str
-    symbol: str
-    """"" for the module's own code, outside of all functions."""
-    is_call: bool
-    """Otherwise it hands the name on, or decorates something with it."""
 
 
 class Package:
@@ -101,29 +90,6 @@ class Package:
                 if place and place.page.module != name:
                     users[place.page.module].add(name)
         return {name: sorted(found) for name, found in users.items()}
-
-    @cached_property
-    def callers(self) -> dict[tuple[str, str], list[Caller]]:
-        """(module, symbol) of a function or class -> where its name stands in code, not in an import.
-
-        Read off the source: a call of a method through an object is not known to be one.
-        """
-        found: dict[tuple[str, str], dict[tuple[str, str], bool]] = {}
-        for name, page in self.pages.items():
-            for reference in page.references:
-                if reference.is_import or not (place := self.find(reference.target)):
-                    continue
-                definition = place.definition
-                here = (name, page.symbol_at(reference.line))
-                there = (place.page.module, place.symbol)
-                if definition is None or definition.kind == "variable" or here == there:
-                    continue
-                known = found.setdefault(there, {})
-                known[here] = known.get(here, False) or reference.is_call
-        return {
-            there: [Caller(*here, is_call) for here, is_call in sorted(known.items())]
-            for there, known in found.items()
-        }
 
     @cached_property
     def by_last_name(self) -> dict[str, list[str]]:

@@ -63,4 +63,4 @@ def set_description(meta: dict, html: str, url: str, default: str = "") -> None:
     """Puts it into the page's front matter, ready to stand in an attribute."""
     text = str(meta.get("description") or default or description(html, url))
     if text:
-        meta["description"] = escape(" ".join(text.split()))
+        meta["description"] = escape(shortened(" ".join(text.split())))

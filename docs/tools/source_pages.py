@@ -1,16 +1,19 @@
 """The annotated source: one page per module, prose beside the code that it is about.
 
-Called by: `build_docs`. Calls: `annotate`, `prose`, `code_html`.
+Called by: `build_docs`. Calls: `annotate`, `prose`, `code_html`, `caller_lists`, `rosetta`.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from html import escape
 from pathlib import Path
 
 from annotate import AnnotatedPage, Row
-from code_html import code_block, links_of
-from package import Caller, Package, Place
+from caller_lists import callers_of
+from code_html import code_block, imports_of, links_of
+from package import Package, Place
 from prose import is_line, link_names, to_markdown
+from rosetta import REPOSITORY, Record, counterpart_module
 from spine import Link, read_spine
 from stash import Stash
 
@@ -21,6 +24,11 @@ search:
   boost: 0.6
 ---
 """
+
+
+FEW = 3
+"""Modules that the head names without a fold."""
+SCRIPT = '<script src="../javascripts/source.js"></script>'
 
 
 def write_source_pages(package: Package, folder: Path, pieces: Path) -> None:
@@ -54,14 +62,23 @@ def source_page(page: AnnotatedPage, package: Package, stash: Stash) -> str:
         file = "" if here and place.anchor else f"{place.page.module}.{ending}"
         return file + (f"#{place.anchor}" if place.anchor else "")
 
-    anchors = _line_anchors(page)
-    top = stash.put("".join(_top(page, package)))
-    parts = [HEADER.format(title=page.module), top, ""]
+    anchors, folded = _line_anchors(page), imports_of(page)
+
+    def markdown(words: str) -> str:
+        return link_names(to_markdown(words), find, url) if words else ""
+
+    what, _, more = page.rows[0].prose.strip().partition("\n\n")
+    parts = [HEADER.format(title=page.module), *_head(page, markdown(what), package, stash)]
     for row in page.rows:
-        prose = link_names(to_markdown(row.prose), find, url) if row.prose else ""
-        code = code_block(page, row.code_lines, links, anchors) if row.code_lines else ""
-        parts += _row(row, prose, callers_of(row, page, package), code, stash)
-    parts.append("")
+        callers, first, rest = callers_of(row, page, package), "", row.prose
+        if row.kind == "module":
+            rest = more
+        elif callers:  # after what the function is, before all that is to be said of it
+            first, _, rest = row.prose.strip().partition("\n\n")
+        numbers = row.code_lines
+        code = code_block(page, numbers, links, anchors, folded=folded) if numbers else ""
+        parts += _row(row, [markdown(first), callers, markdown(rest)], code, stash)
+    parts += ["", stash.put(SCRIPT), ""]
     return "\n".join(parts)
 
 
@@ -75,21 +92,23 @@ def _line_anchors(page: AnnotatedPage) -> dict[int, list[str]]:
     return found
 
 
-def _row(row: Row, prose: str, callers: str, code: str, stash: Stash) -> Iterator[str]:
-    bare = "" if prose else " mm-bare"
+def _row(row: Row, words: list[str], code: str, stash: Stash) -> Iterator[str]:
+    """`words`: prose, the callers' lists, and more prose."""
+    first, callers, rest = words
+    bare = "" if first or rest else " mm-bare"
     yield f'<div class="mm-row mm-{row.kind}{bare}" markdown="1">'
     yield '<div class="mm-prose" markdown="1">'
     yield ""
-    yield _heading(row)
-    yield ""
+    if row.kind != "module":
+        yield _heading(row)
+        yield ""
     if row.prose_lines:
         yield stash.put(_prose_lines(row))
         yield ""
-    yield prose
-    yield ""
-    if callers:
-        yield stash.put(callers)
-        yield ""
+    for part in (first, stash.put(callers) if callers else "", rest):
+        if part:
+            yield part
+            yield ""
     yield "</div>"
     if code:
         yield stash.put(code)
@@ -121,7 +140,30 @@ def _prose_lines(row: Row) -> str:
     )
 
 
-def _top(page: AnnotatedPage, package: Package) -> Iterator[str]:
+# -- The head --
+
+
+def _head(page: AnnotatedPage, lead: str, package: Package, stash: Stash) -> Iterator[str]:
+    """Where the module is; its name and what it is; a table of what it belongs to."""
+    yield '<div class="mm-top" markdown="1">'
+    yield stash.put(_crumbs(page, package))
+    yield ""
+    yield '<div class="mm-name-of" markdown="1">'
+    yield ""
+    yield _heading(page.rows[0])
+    yield ""
+    yield lead
+    yield ""
+    yield "</div>"
+    facts = "".join(
+        f"<dt>{title}</dt><dd>{words}</dd>" for title, words in _facts(page, package) if words
+    )
+    yield stash.put(f'<dl class="mm-facts">{facts}</dl>')
+    yield "</div>"
+    yield ""
+
+
+def _crumbs(page: AnnotatedPage, package: Package) -> str:
     parts = page.module.split(".")
     crumbs = ['<a href="index.html">Source</a>']
     for depth in range(1, len(parts)):
@@ -131,28 +173,52 @@ def _top(page: AnnotatedPage, package: Package) -> Iterator[str]:
             f'<a href="{name}.html">{parts[depth - 1]}</a>' if has_page else parts[depth - 1]
         )
     crumbs.append(parts[-1])
-    yield '<div class="mm-top" data-search-exclude>'
-    yield f'<nav class="mm-crumbs" aria-label="Module">{" <span>›</span> ".join(crumbs)}</nav>'
-    yield f'<p class="mm-file"><code>{escape(page.path)}</code> · {len(page.lines) - 1} lines</p>'
-    yield _place_in_spine(page.module)
-    yield _module_links("Imported by", package.used_by[page.module])
+    return f'<nav class="mm-crumbs" aria-label="Module">{" <span>›</span> ".join(crumbs)}</nav>'
+
+
+def _facts(page: AnnotatedPage, package: Package) -> Iterator[tuple[str, str]]:
+    yield "File", f"<code>{escape(page.path)}</code> · {len(page.lines) - 1} lines"
+    yield "Spine", _place_in_spine(page.module)
+    yield "Megatron", _counterpart(page)
+    yield "Imported by", _module_links(package.used_by[page.module])
     imported = {
         place.page.module
         for target in {*page.imports, *page.aliases.values()}
         if (place := package.find(target)) and place.page.module != page.module
     }
-    yield _module_links("Imports", sorted(imported))
-    yield "</div>"
+    yield "Imports", _module_links(sorted(imported))
 
 
-def _module_links(title: str, modules: list[str]) -> str:
-    if not modules:
+def _counterpart(page: AnnotatedPage) -> str:
+    """The module of Megatron that the docstring names, as a link where it was recorded."""
+    name, path = counterpart_module(page.module, page.rows[0].prose, {}), ""
+    if not name:
         return ""
+    record, files = _recorded()
+    for ending in (".py", "/__init__.py"):
+        if (file := name.replace(".", "/") + ending) in files:
+            path = file
+    code = f"<code>{escape(name)}</code>"
+    return f'<a href="{REPOSITORY}/{record.tag}/{path}">{code}</a>' if path else code
+
+
+@cache
+def _recorded() -> tuple[Record, frozenset[str]]:
+    """What is known of Megatron, and the names of its files."""
+    record = Record()
+    files = {one.file for one in record.symbols.values()}
+    return record, frozenset(files | {place[0] for place in record.repository.values()})
+
+
+def _module_links(modules: list[str]) -> str:
+    """All of a few; of many the number, and they are folded."""
     links = ", ".join(
         f'<a href="{name}.html">{escape(name.removeprefix("minimegatron."))}</a>'
         for name in modules
     )
-    return f"<details><summary>{title} {len(modules)}</summary><p>{links}</p></details>"
+    if len(modules) <= FEW:
+        return links
+    return f"<details><summary>{len(modules)} modules</summary><p>{links}</p></details>"
 
 
 # -- The spine --
@@ -164,64 +230,14 @@ def _place_in_spine(module: str) -> str:
     here = next((link for link in links if link.module == module), None)
     the_spine = '<a href="index.html#the-spine">the spine</a>'
     if here is None:
-        return (
-            f'<p class="mm-spine">Second reading: not in {the_spine}, the files to read first.</p>'
-        )
+        return f"Second reading: not in {the_spine}, the files to read first."
     parts = [f"Link {here.number} of {len(links)} in {the_spine}, {here.minutes} minutes"]
     if here.number > 1:
         parts.append(f"previous: {_link(links[here.number - 2])}")
     if here.number < len(links):
         parts.append(f"next: {_link(links[here.number])}")
-    return f'<p class="mm-spine">{" · ".join(parts)}</p>'
+    return "".join(f"<span>{part}</span> " for part in parts).rstrip()
 
 
 def _link(link: Link) -> str:
     return f'<a href="{link.module}.html">{escape(link.module.removeprefix("minimegatron."))}</a>'
-
-
-# -- Who calls it --
-
-MOST_CALLERS = 6
-"""More are folded away."""
-SOLUTIONS = "minimegatron.exercises.catalog."
-"""What students are asked to write is not shown to them here."""
-
-
-def callers_of(row: Row, page: AnnotatedPage, package: Package) -> str:
-    """Under a public function or class of the module: which functions call it, or hand it on."""
-    if row.kind not in ("function", "class") or row.symbol.startswith("_"):
-        return ""
-    found = [
-        caller
-        for caller in package.callers.get((page.module, row.symbol), [])
-        if not caller.module.startswith(SOLUTIONS)
-    ]
-    called = [caller for caller in found if caller.is_call]
-    # A class is named by every annotation.
-    named = [caller for caller in found if not caller.is_call and row.kind == "function"]
-    texts = (("Called from", called), ("Handed on in", named))
-    return "".join(_callers(title, callers, page, package) for title, callers in texts)
-
-
-def _callers(title: str, callers: list[Caller], page: AnnotatedPage, package: Package) -> str:
-    if not callers:
-        return ""
-    first = {link.module for link in read_spine()} | {page.module}
-    ordered = sorted(callers, key=lambda caller: (caller.module not in first, caller))
-    items = "".join(f"<li>{_caller(caller, page, package)}</li>" for caller in ordered)
-    if len(ordered) <= MOST_CALLERS:
-        return f'<div class="mm-callers">{title}<ul>{items}</ul></div>'
-    summary = f"<summary>{title} {len(ordered)} places</summary>"
-    return f'<details class="mm-callers">{summary}<ul>{items}</ul></details>'
-
-
-def _caller(caller: Caller, page: AnnotatedPage, package: Package) -> str:
-    """Its name, with the module's if that is another one; in full where one points at it."""
-    place = Place(package.pages[caller.module], caller.symbol)
-    names = caller.module.removeprefix("minimegatron.").split(".")
-    if caller.module == page.module:
-        shown = caller.symbol or "this file"
-    else:
-        shown = ".".join([*names[-1:], caller.symbol] if caller.symbol else names)
-    full = ".".join(filter(None, (caller.module, caller.symbol)))
-    return f'<a href="{escape(place.url)}" title="{escape(full)}"><code>{escape(shown)}</code></a>'

@@ -212,8 +212,8 @@ def rank_figures(simulation: Simulation, rank: int) -> RankFigures:
     )
 
 
-def gap_words(simulation: Simulation, gap: Gap) -> str:
-    """Why the rank computes nothing in this gap.
+def gap_words(simulation: Simulation, gap: Gap, noun: str = "rank") -> str:
+    """Why the rank computes nothing in this gap. A picture calls it a stage: `noun`.
 
     >>> from minimegatron.planner.plan import plan
     >>> from minimegatron.planner.simulator import simulate
@@ -229,7 +229,7 @@ def gap_words(simulation: Simulation, gap: Gap) -> str:
     action = simulation.action(gap.waits_for)
     has_chunks = simulation.plan.config.num_model_chunks > 1
     work = " & ".join(_short_words(part, has_chunks) for part in parts_of(action))
-    where = "" if gap.waits_for[0] == gap.rank else f" on rank {gap.waits_for[0]}"
+    where = "" if gap.waits_for[0] == gap.rank else f" on {noun} {gap.waits_for[0]}"
     return f"{length} for {work}{where}" if where else f"{length} for messages after its own {work}"
 
 

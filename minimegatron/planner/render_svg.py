@@ -191,7 +191,7 @@ class _Picture:
         return (
             f"{cost_words(self.simulation)}. "
             + "; ".join(f"{f.name} {f.text} {formula_words(f)}".strip() for f in self.figures)
-            + ". Peak microbatches in flight per rank: "
+            + ". Peak microbatches in flight per stage: "
             + ", ".join(str(self.simulation.plan.peak_in_flight(r)) for r in range(self.num_ranks))
             + "."
         )
@@ -223,11 +223,11 @@ class _Picture:
         top = TOP + rank * ROW_HEIGHT
         row = rank_figures(self.simulation, rank)
         yield f'<g id="rank-{rank}">'
-        yield _text(MARGIN, top + 18, f"rank {rank}", "bold")
+        yield _text(MARGIN, top + 18, f"stage {rank}", "bold")
         yield _rect(self.left, top, self.chart_width, BAR_HEIGHT, 'class="track"')
         for gap in self.simulation.gaps(rank):
             x, width = self._x(gap.start), float(gap.length) * self.scale
-            tip = f"rank {rank} idle: {gap_words(self.simulation, gap)}"
+            tip = f"stage {rank} idle: {gap_words(self.simulation, gap, noun='stage')}"
             yield _tipped(_rect(x, top, width, BAR_HEIGHT, 'fill="url(#idle)"'), tip)
         for index, action in enumerate(self.simulation.plan.ranks[rank]):
             if action.kind != COMMUNICATE:
@@ -279,7 +279,7 @@ class _Picture:
             for part in parts_of(action)
         )
         phase = f" ({PHASES[action.phase][0]})" if action.phase in PHASES else ""
-        return f"rank {rank}: {work}{phase}, {number_words(start)} to {number_words(end)}"
+        return f"stage {rank}: {work}{phase}, {number_words(start)} to {number_words(end)}"
 
     def _phase_lines(self, rank: int, y: float) -> Iterator[str]:
         spans: dict[str, tuple[Time, Time]] = {}

@@ -114,7 +114,7 @@ def test_a_missing_page_leads_on_below_any_path(browser, site):
         page.goto(f"{root}some/deep/place/one-f-one-b.html", wait_until="load")
         expect(page.locator("html")).to_have_attribute("data-root", "/sub/")
         hrefs = page.locator("a").evaluate_all("all => all.map(a => a.pathname)")
-        assert len(hrefs) == 5
+        assert len(hrefs) >= 5
         assert all((site / href.removeprefix("/sub/")).exists() for href in hrefs), hrefs
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         assert not violations(page)

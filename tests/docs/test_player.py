@@ -1,66 +1,92 @@
-"""Schedule player and replay in a browser, opened as files: by mouse and by keyboard alone."""
+"""The schedule player in a browser, opened as a file: by mouse, by keyboard alone, by fingers."""
 
 import re
 import statistics
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
-from tests.docs.conftest import Watched
+from minimegatron.planner.plan import plan
+from minimegatron.planner.render_svg import contrast
+from minimegatron.planner.simulator import Costs, simulate
+from tests.docs.player_pages import Opened, write_pages
 from tests.figures import figure
 
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>test</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,"></head>
-<body style="margin: 8px">{body}<script src="javascripts/player.js"></script></body></html>"""
-PLAYER = '<div class="mm-player" data-schedule="1f1b" data-pp="4" data-microbatches="8"></div>'
-REPLAY = '<div class="mm-replay" data-recording="1f1b-paced"></div>'
-MAX_REDRAW_MS = 50
+SIZES = [(1440, 900), (1024, 768), (768, 1024), (360, 740)]
+MAX_REDRAW_MS = {"p=8&M=64": 50, "schedule=interleaved&p=16&M=128&v=2": 150}
+SHOWN = "header:visible, .mmp-inspector:visible"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, site: Path) -> Path:
-    """Two pages that hold nothing but a player and a replay, with the site's own scripts."""
-    out = tmp_path_factory.mktemp("player")
-    for name in ("javascripts", "stylesheets", "recordings", "python"):
-        if (site / name).exists():
-            (out / name).symlink_to(site / name)
-    (out / "player.html").write_text(PAGE.format(body=PLAYER))
-    (out / "replay.html").write_text(PAGE.format(body=REPLAY))
-    return out
+    return write_pages(tmp_path_factory.mktemp("player"), site)
 
 
-class Opened(Watched):
-    """A page whose player or replay is there."""
-
-    def __init__(
-        self, browser: Browser, folder: Path, name: str, fragment: str = "", **options: Any
-    ):
-        super().__init__(browser, ("file:",), **options)
-        self.page.goto((folder / name).as_uri() + fragment)
-        self.page.locator("[data-ready]").wait_for()
-
-    def text(self, selector: str) -> str:
-        return self.page.inner_text(selector)
-
-
-# -- The player --
+# -- What is shown --
 
 
 def test_figures_beside_formulas(browser, folder) -> None:
     with Opened(browser, folder, "player.html") as opened:
         for words in ("33", "27.3 %", "3/11", "37.5 %", "3/8", "4 3 2 1", "min(M, p − r)"):
-            opened.sees(".mmp-figures", words)
+            opened.sees(".mmp-figurebox", words)
         opened.page.get_by_role("radio", name="GPipe").check()
-        opened.sees(".mmp-figures", "8 8 8 8")
+        opened.sees(".mmp-figurebox", "8 8 8 8")
         opened.page.get_by_text("Times, balance, memory").click()
         opened.page.get_by_label("Memory cap, microbatches").fill("4")
-        opened.sees(".mmp-figures", "4 stages above the cap of 4")
+        opened.sees(".mmp-figurebox", "4 stages above the cap of 4")
         opened.page.get_by_label("Work of stage 2").press("ArrowRight")
-        opened.sees(".mmp-figures", "with equal stages, free messages")
+        opened.sees(".mmp-figurebox", "with equal stages, free messages")
+
+
+@pytest.mark.parametrize("sizes", MAX_REDRAW_MS)
+def test_a_change_is_drawn_at_once(browser, folder, sizes) -> None:
+    with Opened(browser, folder, "player.html", f"#{sizes}") as opened:
+        times = opened.page.evaluate(
+            """async () => {
+              const player = document.querySelector(".mm-player").mmPlayer, times = [];
+              for (let number = 0; number < 20; number++) {
+                await new Promise(requestAnimationFrame);
+                const before = performance.now();
+                player.set("f", 1 + (number % 5) / 4);
+                times.push(performance.now() - before);
+              }
+              return times;
+            }"""
+        )
+        median, least = statistics.median(times), min(times)
+        figure(f"{sizes} redrawn in {median:.1f} ms (median of {len(times)}; least {least:.1f})")
+        assert least < MAX_REDRAW_MS[sizes]
+
+
+def test_numbers_or_density(browser, folder) -> None:
+    """Bars below 6 pixels become a density; what is chosen is seen in both, and zooming brings bars."""
+    with Opened(browser, folder, "player.html", "#schedule=1f1b&p=16&M=128") as opened:
+        assert opened.player("player.timeline.layout.isDense")
+        opened.sees(".mmp-legend", "zoom in for single bars")
+        opened.player("player.timeline.zoomTo(12)")
+        assert not opened.player("player.timeline.layout.isDense")
+        expect(opened.page.locator(".mmp-map")).to_be_visible()
+        opened.player("player.timeline.centre(player.timeline.layout.width / 2)")
+        assert opened.player("player.timeline.scroller.scrollLeft") > 1000
+
+
+def test_what_is_chosen_is_seen_on_every_kind(browser, folder) -> None:
+    with Opened(browser, folder, "player.html") as opened:
+        shades = opened.page.evaluate("MM.orders.shades")
+        fills = [fill for kinds in shades.values() for of in kinds.values() for fill, _ in of]
+        for scheme in ("light", "dark"):
+            opened.page.emulate_media(color_scheme=scheme)
+            opened.page.wait_for_timeout(50)
+            colours = opened.player("MM.painters.readColours(player.timeline.box)")
+            rings = colours["outer"], colours["inner"]
+            assert contrast(*rings) > 10
+            for fill in [*fills, colours["track"], colours["held"], colours["transfer"]]:
+                assert max(contrast(ring, fill) for ring in rings) >= 4, fill
+
+
+# -- Asking --
 
 
 def test_keyboard_alone(browser, folder) -> None:
@@ -74,11 +100,15 @@ def test_keyboard_alone(browser, folder) -> None:
             if opened.page.evaluate("document.activeElement.className") == "mmp-timeline":
                 break
         opened.keys("Home", "ArrowRight", "ArrowRight", "ArrowRight")
-        opened.sees(".mmp-details", "Stage 0: forward of microbatch 3")
+        opened.sees(".mmp-inspector", "Stage 0: forward of microbatch 3")
         opened.keys("ArrowRight")
-        opened.sees(".mmp-details", "Stage 0 computes nothing for 6")
-        opened.sees(".mmp-details", "waiting for B0 on stage 1, which ends at 10")
-        expect(opened.page.locator(".mmp-timeline + [aria-live]")).to_contain_text("idle for 6")
+        opened.sees(".mmp-inspector", "Stage 0 computes nothing for 6")
+        opened.sees(".mmp-inspector", "waiting for B0 on stage 1, which ends at 10")
+        expect(opened.page.locator("[aria-live]").first).to_contain_text("idle for 6")
+        opened.keys("Enter")
+        assert opened.page.evaluate("document.activeElement.className") == "mmp-inspector-body"
+        opened.keys("Escape")
+        expect(opened.page.locator(".mmp-inspector")).to_be_hidden()
         opened.keys("ArrowDown", "+", "0", " ")
         opened.sees(".mmp-play", "Pause")
         opened.keys(" ")
@@ -86,11 +116,10 @@ def test_keyboard_alone(browser, folder) -> None:
 
 
 def test_an_action_leads_to_its_source(browser, folder) -> None:
-    with Opened(browser, folder, "player.html", "#schedule=1f1b&p=4&M=8&at=1:1") as opened:
-        for words in ("Needs", "F0 on stage 0", "recv_forward"):
-            opened.sees(".mmp-details", words)
+    with Opened(browser, folder, "player.html", "#player.p=4&player.at=1:F0") as opened:
+        for words in ("Needs", "F0 on stage 0", "recv_forward", "input_tensor"):
+            opened.sees(".mmp-inspector", words)
         chain = opened.page.locator(".mmp-chain a")
-        chain.first.wait_for()
         links = chain.evaluate_all("all => all.map(a => a.href)")
         schedules = "minimegatron.core.pipeline_parallel.schedules"
         assert any(
@@ -99,18 +128,59 @@ def test_an_action_leads_to_its_source(browser, folder) -> None:
         assert links[-1].endswith("minimegatron.core.pipeline_parallel.steps.html#forward_step")
 
 
-def test_the_address_holds_the_state(browser, folder) -> None:
+def test_a_gap_is_explained_down_to_its_root(browser, folder) -> None:
+    with Opened(browser, folder, "player.html", "#player.at=0:idle-before-B0") as opened:
+        opened.page.locator(".mmp-inspector details summary").first.click()
+        items = opened.page.locator(".mmp-causes li").all_inner_texts()
+        names = [re.match(r"[FB]\d on stage \d", item)[0] for item in items]
+        down = [f"F0 on stage {rank}" for rank in range(4)]
+        assert names == down + [f"B0 on stage {rank}" for rank in (3, 2, 1, 0)]
+        assert "the root" in items[0]
+        assert opened.player("player.timeline.marks.path.length") == 8
+        opened.page.get_by_role("button", name="B0 on stage 3").click()
+        opened.sees(".mmp-inspector h3", "Stage 3: backward of microbatch 0")
+
+
+def test_the_critical_path_is_one_line(browser, folder) -> None:
+    step = simulate(plan("1f1b", 4, 8), Costs(1, 2))
+    with Opened(browser, folder, "player.html", "#player.critical=1") as opened:
+        path = opened.player("player.timeline.marks.path.map((x) => [x.track, x.s])")
+        assert path == [[rank, step.starts[rank][i]] for rank, i in step.critical_path()]
+
+
+def test_one_microbatch_is_followed(browser, folder) -> None:
+    with Opened(browser, folder, "player.html", "#player.c=0.25") as opened:
+        opened.page.get_by_role("button", name="Follow a microbatch").click()
+        opened.page.locator(".mmp-followhead select").select_option("3")
+        said = []
+        for _ in range(13):
+            said.append(opened.text(".mmp-narration"))
+            assert opened.page.locator(".mmp-sourceline").inner_text().strip()
+            opened.page.get_by_role("button", name="On", exact=True).click()
+        said.append(opened.text(".mmp-narration"))
+        way = ["runs the forward", "sends its output"] * 3 + ["runs the forward"]
+        way += ["runs the backward", "sends the gradient"] * 3 + ["runs the backward"]
+        for words, sentence in zip(way, said, strict=True):
+            assert words in sentence
+        stages = [int(re.match(r"Stage (\d)", sentence)[1]) for sentence in said]
+        assert stages == [0, 0, 1, 1, 2, 2, 3, 3, 3, 2, 2, 1, 1, 0]
+        opened.address_has("player.follow=3")
+        opened.page.get_by_role("button", name="End", exact=True).click()
+        expect(opened.page.locator(".mmp-inspector")).to_be_hidden()
+
+
+def test_two_schedules_on_one_axis(browser, folder) -> None:
     with Opened(browser, folder, "player.html") as opened:
-        opened.page.get_by_role("radio", name="Interleaved").check()
-        opened.page.get_by_role("slider", name="Microbatches").press("ArrowRight")
-        opened.page.locator(".mmp-timeline").press("Home")
-        opened.page.wait_for_function("location.hash.includes('at=')")
-        address = opened.page.evaluate("location.hash")
-        label = opened.page.get_attribute(".mmp-timeline", "aria-label")
-        details = opened.text(".mmp-details")
-    with Opened(browser, folder, "player.html", address) as again:
-        expect(again.page.locator(".mmp-timeline")).to_have_attribute("aria-label", label)
-        again.sees(".mmp-details", details)
+        opened.page.get_by_text("Times, balance, memory").click()
+        opened.page.get_by_label("Compare with").select_option("interleaved")
+        opened.sees(".mmp-figurebox", "Interleaved 1F1B, 4 stages, 2 chunks per stage")
+        other = float(simulate(plan("interleaved", 4, 8, 2), Costs.of_stages(1, 2, 2)).makespan)
+        assert opened.player("player.scenes.map(({ step }) => step.makespan)") == [33, other]
+        assert opened.player("player.timeline.view.span") == 33
+        assert opened.player("player.timeline.view.tracks.length") == 8
+        opened.player("player.timeline.choose('b|2:F0.1')")
+        opened.sees(".mmp-inspector h3", "Stage 2: forward of microbatch 0, chunk 1")
+        opened.address_has("player.vs=interleaved")
 
 
 def test_wrong_predictions_are_explained(browser, folder) -> None:
@@ -131,38 +201,185 @@ def test_wrong_predictions_are_explained(browser, folder) -> None:
         opened.sees(".mmp-score", "4 of 16, 2 wrong")
 
 
-def test_a_change_is_drawn_at_once(browser, folder) -> None:
-    with Opened(browser, folder, "player.html", "#schedule=1f1b&p=8&M=64") as opened:
-        times = opened.page.evaluate(
-            """async () => {
-              const player = document.querySelector(".mm-player").mmPlayer, times = [];
-              for (let number = 0; number < 25; number++) {
-                await new Promise(requestAnimationFrame);
-                const before = performance.now();
-                player.set("f", 1 + (number % 5) / 4);
-                times.push(performance.now() - before);
-              }
-              return times;
-            }"""
+# -- In view, whatever the screen --
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_answer_is_in_view(browser, folder, size) -> None:
+    """Of the first and of the last stage, before anybody scrolls; and the bar is not beneath it."""
+    viewport = {"width": size[0], "height": size[1]}
+    with Opened(browser, folder, "player.html", viewport=viewport) as opened:
+        for id in ("0:F0", "3:B7", "1:idle-before-B0"):
+            opened.player(f"player.timeline.choose({id!r})")
+            answer = opened.page.locator(".mmp-inspector h3").bounding_box()
+            source = opened.page.locator(".mmp-inspector").bounding_box()
+            bar = opened.player(f"player.timeline.boxOf({id!r}).toJSON()")
+            assert answer["y"] >= 0 and answer["y"] + answer["height"] <= size[1], id
+            assert answer["x"] >= 0 and answer["x"] + answer["width"] <= size[0], id
+            assert bar["top"] >= 0 and bar["bottom"] <= size[1], id
+            beside = bar["right"] <= source["x"] or bar["bottom"] <= source["y"]
+            assert beside, (id, bar, source)
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= size[0]
+
+
+def test_fingers_zoom_choose_and_read(browser, folder) -> None:
+    viewport = {"width": 360, "height": 740}
+    phone = {"viewport": viewport, "has_touch": True, "is_mobile": True}
+    with Opened(browser, folder, "player.html", "#player.p=4&player.M=32", **phone) as opened:
+        opened.player("player.timeline.box.scrollIntoView({ block: 'start' })")
+        buttons = opened.page.locator(".mmp button:visible:not(.mmp-link)").all()
+        sizes = [button.bounding_box() for button in buttons]
+        assert len(sizes) >= 10
+        assert all(box["height"] >= 44 and box["width"] >= 44 for box in sizes)
+        pitch = opened.player("player.timeline.layout.tracks.map((x) => x.top)")
+        assert all(below - above >= 44 for above, below in zip(pitch, pitch[1:], strict=False))
+        box = opened.page.locator(".mmp-timeline canvas").bounding_box()
+        x, y = box["x"] + 180, box["y"] + 60
+        fingers = opened.context.new_cdp_session(opened.page)
+
+        def touch(kind: str, *spread: float) -> None:
+            points = [{"x": x + side, "y": y, "id": n} for n, side in enumerate(spread)]
+            fingers.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+        touch("touchStart", -30, 30)
+        for spread in (45, 70, 100, 120):
+            touch("touchMove", -spread, spread)
+        touch("touchEnd")
+        zoom = opened.player("player.timeline.zoom")
+        assert 3 < zoom < 5
+        expect(opened.page.locator(".mmp-map")).to_be_visible()
+        opened.page.touchscreen.tap(x, y)
+        title = opened.page.locator(".mmp-inspector h3")
+        expect(title).to_be_in_viewport()
+        assert re.match(r"Stage \d", title.inner_text())
+        opened.page.locator(".mmp-close").tap()
+        expect(opened.page.locator(".mmp-inspector")).to_be_hidden()
+
+
+def test_a_small_one_answers_inside(browser, folder) -> None:
+    with Opened(browser, folder, "small.html") as opened:
+        opened.sees(".mmp-inspector", "Stage 0 computes nothing for 6")
+        opened.sees(".mmp-inspector", "waiting for B0 on stage 1")
+        assert (
+            opened.page.evaluate(
+                "getComputedStyle(document.querySelector('.mmp-inspector')).position"
+            )
+            == "static"
         )
-        median, least = statistics.median(times), min(times)
-        figure(f"p=8, M=64 redrawn in {median:.1f} ms (median of {len(times)}; least {least:.1f})")
-        assert least < MAX_REDRAW_MS
+
+
+@pytest.mark.parametrize("name", ["player.html", "replay.html", "small.html"])
+def test_a_phone(browser, folder, name) -> None:
+    size = {"width": 360, "height": 700}
+    ink = (
+        "getComputedStyle(document.querySelector('.mm-player, .mm-replay'))"
+        ".getPropertyValue('--mmp-ink').trim()"
+    )
+    with Opened(browser, folder, name, viewport=size, color_scheme="light") as opened:
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert opened.page.evaluate(ink) == "#1c2733"
+        opened.page.emulate_media(color_scheme="dark")
+        opened.page.wait_for_function(f"{ink} === '#e6ebf0'")
+
+
+# -- The address --
+
+
+def test_the_address_holds_the_state(browser, folder) -> None:
+    with Opened(browser, folder, "player.html") as opened:
+        opened.page.get_by_role("radio", name="Interleaved").check()
+        opened.page.get_by_role("slider", name="Microbatches").press("ArrowRight")
+        opened.page.locator(".mmp-timeline").press("Home")
+        opened.address_has("player.at=")
+        address = opened.page.evaluate("location.hash")
+        label = opened.page.get_attribute(".mmp-timeline", "aria-label")
+        details = opened.text(".mmp-inspector")
+    with Opened(browser, folder, "player.html", address) as again:
+        expect(again.page.locator(".mmp-timeline")).to_have_attribute("aria-label", label)
+        again.sees(".mmp-inspector", details)
+
+
+def test_each_widget_has_its_own_part(browser, folder) -> None:
+    fragment = "#player2.p=8&replay.at=1:B2&player.M=4"
+    with Opened(browser, folder, "three.html", fragment) as opened:
+        assert opened.player("[player.state.p, player.state.M]") == [4, 4]
+        assert opened.player("[player.state.p, player.state.schedule]", 1) == [8, "gpipe"]
+        assert opened.replay("replay.current.event.id") == "1:B2"
+        opened.player("player.set('M', 16)", 1)
+        opened.address_has("player2.M=16")
+        address = opened.page.evaluate("location.hash")
+        assert "replay.at=1:B2" in address and "player.M=4" in address
+        opened.page.evaluate("location.hash = '#player.M=12'")
+        opened.page.wait_for_function(
+            "document.querySelector('.mm-player').mmPlayer.scene.plan.config.M === 12"
+        )
+        assert opened.player("player.state.M", 1) == 16
+
+
+ASKED = {
+    "#schedule=1f1b&p=4&t=foo": "t = “foo”",
+    "#player.f=1e308": "f = “1e308”",
+    "#player.f=-1&player.b=NaN": "f = “-1”",
+    "#player.p=17": "a whole number from 1 to 16",
+    "#player.p=9": "no plan for 9",
+    "#player.M=1e9": "a whole number from 1 to 128",
+    "#player.schedule=zigzag": "one of gpipe, 1f1b, interleaved",
+    "#player.at=7:F99": "There is no 7:F99",
+    "#player.at=%3Cb%3E": "the name of something",
+    "#player.vs=breadth-first&player.p=4&player.M=31": "nothing to compare with",
+    "#player.balance=1,2,x": "balance",
+}
+"""Address -> what the player says of it, instead of showing something else without a word."""
+
+
+def test_what_an_address_asks_for_is_checked(browser, folder) -> None:
+    first, *others = ASKED
+    with Opened(browser, folder, "player.html", first) as opened:
+        for fragment in (first, *others):
+            if fragment != first:
+                opened.page.evaluate("hash => { location.hash = hash }", fragment)
+            opened.sees(".mmp-status", ASKED[fragment])
+            text = re.sub("“.*?”", "", opened.text(".mm-player"))
+            assert "NaN" not in text and "Infinity" not in text
+            assert 0 < opened.player("player.scene.step.makespan") < 1000
+
+
+def test_the_largest_sizes_and_links_of_before(browser, folder) -> None:
+    fragment = "#schedule=interleaved&p=16&M=128&v=2"
+    with Opened(browser, folder, "player.html", fragment) as opened:
+        assert opened.player("[player.state.p, player.state.M, player.state.v]") == [16, 128, 2]
+        assert opened.player("player.scene.plan.ranks.length") == 16
+        expect(opened.page.locator(".mmp-status")).to_be_hidden()
+
+
+def test_a_link_can_be_copied(browser, folder) -> None:
+    with Opened(browser, folder, "player.html") as opened:
+        opened.player("player.set('M', 12)")
+        opened.page.get_by_role("button", name="Copy link").click()
+        shown = opened.page.locator(".mmp-copied")
+        expect(shown).not_to_be_empty()
+        link = opened.player("player.address.link(player.values())")
+        assert link.endswith("player.html#player.schedule=1f1b&player.p=4&player.M=12")
+
+
+# -- Files, tables, motion --
 
 
 def test_svg_and_table_say_the_same(browser, folder) -> None:
-    with Opened(browser, folder, "player.html") as opened:
+    with Opened(browser, folder, "player.html", "#player.vs=gpipe") as opened:
         with opened.page.expect_download() as waiting:
             opened.page.get_by_role("button", name="Save as SVG").click()
         picture = ElementTree.parse(waiting.value.path()).getroot()
         texts = ["".join(node.itertext()) for node in picture.iter() if node.tag.endswith("}text")]
         assert "stage 3" in texts
-        num_bars = sum(text.isdigit() for text in texts)
-        assert num_bars >= 64
+        assert sum(text.isdigit() for text in texts) >= 128
+        for words in ("forward", "backward", "idle", "activations held"):
+            assert words in texts
+        assert any("player.vs=gpipe" in text for text in texts)
         opened.page.get_by_text("The same as a table").click()
         # Drawn once the browser has told that the table was opened.
         rows = opened.page.locator(".mmp-table tbody tr").filter(has_text=re.compile(r"[FB]\d"))
-        expect(rows.nth(63)).to_be_attached()
+        expect(rows.nth(127)).to_be_attached()
         opened.sees(".mmp-table", "waiting for B0 on stage 1")
 
 
@@ -178,80 +395,6 @@ def test_no_motion_where_none_is_wanted(browser, folder) -> None:
                 seen.add(player.timeline.marks.t);
               }
               player.clock.pause();
-              return [...seen].every((t) => t === 0 || t === null || player.endings.includes(t));
+              return [...seen].every((t) => t === 0 || t === null || player.endings().includes(t));
             }"""
         )
-
-
-@pytest.mark.parametrize("name", ["player.html", "replay.html"])
-def test_a_phone(browser, folder, name) -> None:
-    size = {"width": 360, "height": 700}
-    ink = (
-        "getComputedStyle(document.querySelector('.mm-player, .mm-replay'))"
-        ".getPropertyValue('--mmp-ink').trim()"
-    )
-    with Opened(browser, folder, name, viewport=size, color_scheme="light") as opened:
-        assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert opened.page.evaluate(ink) == "#1c2733"
-        opened.page.emulate_media(color_scheme="dark")
-        opened.page.wait_for_function(f"{ink} === '#e6ebf0'")
-
-
-# -- The replay --
-
-
-def test_stepping_through_a_run(browser, folder) -> None:
-    with Opened(browser, folder, "replay.html") as opened:
-        opened.sees(".mmp-figures", "followed exactly")
-        opened.sees(".mmp-badge", "paced")
-        expect(opened.page.locator(".mmp-stack")).to_have_count(4)
-        opened.page.focus(".mmp-timeline")
-        opened.keys("Home", ".", ".", ".")
-        opened.sees(".mmp-details", "calls")
-        expect(opened.page.locator(".mmp-current")).to_have_count(1)
-        # The address is written a moment after the last key; until then it names an earlier call.
-        opened.page.wait_for_function(
-            """() => {
-              const { rank, event } = document.querySelector(".mm-replay").mmReplay.current;
-              return new URLSearchParams(location.hash.slice(1)).get("call") === `${rank}:${event.i}`;
-            }"""
-        )
-        address = opened.page.evaluate("location.hash")
-        words = opened.text(".mmp-details")
-        opened.page.get_by_text("A recorded run").click()
-        opened.sees(".mmp-source", "torchrun")
-    with Opened(browser, folder, "replay.html", address) as again:
-        again.sees(".mmp-details", words)
-
-
-def test_messages_have_shapes_and_gaps_have_reasons(browser, folder) -> None:
-    with Opened(browser, folder, "replay.html") as opened:
-        said = opened.page.evaluate(
-            """() => {
-              const next = document.querySelector("[aria-label='One action on']"), said = [];
-              for (let number = 0; number < 12; number++) {
-                next.click();
-                said.push(document.querySelector(".mmp-details").innerText);
-              }
-              return said.join(" ");
-            }"""
-        )
-        assert re.search(r"\[64 × 1 × 64\] float32", said)
-        assert re.search(r"(activation|gradient) of microbatch \d+ [→←] stage \d", said)
-        opened.page.evaluate(
-            "document.querySelector('.mm-replay').mmReplay.timeline.choose('3:g0')"
-        )
-        opened.sees(".mmp-details", "waiting for")
-
-
-def test_other_recordings(browser, folder) -> None:
-    with Opened(browser, folder, "replay.html") as opened:
-        for name in ("interleaved-paced", "tp2-pp2", "1f1b"):
-            opened.page.select_option(".mmp-controls select >> nth=0", name)
-            opened.page.wait_for_function(
-                "name => document.querySelector('.mm-replay').mmReplay.name === name "
-                "&& document.querySelector('.mm-replay').mmReplay.data.title",
-                arg=name,
-            )
-            opened.page.get_by_role("button", name="One action on").click()
-            expect(opened.page.locator(".mmp-stack a").nth(4)).to_be_attached()

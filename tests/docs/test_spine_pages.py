@@ -8,6 +8,8 @@ import pytest
 from tests.docs.conftest import ROOT
 
 annotate = importlib.import_module("annotate")
+caller_lists = importlib.import_module("caller_lists")
+callers = importlib.import_module("callers")
 package_module = importlib.import_module("package")
 site_pages = importlib.import_module("site_pages")
 source_pages = importlib.import_module("source_pages")
@@ -64,24 +66,25 @@ def small():
 
 
 def test_callers_are_found(small):
-    assert small.callers["p.a", "work"] == [
-        ("p.a", "_hidden", True),
-        ("p.b", "", False),
-        ("p.b", "Of.method", False),
-        ("p.b", "first", True),
-        ("p.c", "", True),
+    sites = callers.sites_of(small)
+    assert [one[:5] for one in sites["p.a", "work"]] == [
+        ("p.a", 14, "_hidden", "work", "call"),
+        ("p.b", 8, "first", "work", "call"),
+        ("p.b", 15, "Of.method", "work", "handed on"),
+        ("p.b", 18, "", "work", "handed on"),
+        ("p.c", 5, "", "work", "call"),
     ]
     # Annotations name a class; only making one is a call.
-    assert small.callers["p.a", "Thing"] == [
-        ("p.a", "_hidden", True),
-        ("p.b", "Of.method", False),
-        ("p.c", "", True),
+    assert [one[:5] for one in sites["p.a", "Thing"]] == [
+        ("p.a", 14, "_hidden", "Thing", "call"),
+        ("p.b", 14, "Of.method", "Thing", "handed on"),
+        ("p.c", 5, "", "Thing", "call"),
     ]
-    assert ("p.b", "first") not in small.callers
+    assert ("p.b", "first") not in sites
 
 
 def shown(text: str) -> list[list[str]]:
-    lists = re.findall(r'<(?:div|details) class="mm-callers">(.*?)</ul>', text)
+    lists = re.findall(r'<div class="mm-callers">(.*?)</div>', text)
     return [[re.sub("<.*?>", "", words) for words in re.split("<ul>|</li>", one)] for one in lists]
 
 
@@ -90,13 +93,31 @@ def test_callers_are_shown(small):
     by_symbol = {row.symbol: source_pages.callers_of(row, page, small) for row in page.rows}
     # This file's own first, then the spine's files and the others.
     assert shown(by_symbol["work"]) == [
-        ["Called from", "_hidden", "b.first", "p.c", ""],
-        ["Handed on in", "p.b", "b.Of.method", ""],
+        ["Called by", "_hidden:14", "b.first:8", "p.c:5", ""],
+        ["Handed on in", "p.b:18", "b.Of.method:15", ""],
     ]
-    assert shown(by_symbol["Thing"]) == [["Called from", "_hidden", "p.c", ""]]
+    assert shown(by_symbol["Thing"]) == [["Called by", "_hidden:14", "p.c:5", ""]]
     assert by_symbol["_hidden"] == by_symbol[""] == ""
-    assert 'href="p.b.html#first"' in by_symbol["work"]
-    assert 'title="p.b.Of.method"' in by_symbol["work"]
+    assert 'href="p.b.html#L8"' in by_symbol["work"] and 'href="#L14"' in by_symbol["work"]
+    assert 'title="p.b.Of.method, line 15"' in by_symbol["work"]
+
+
+def test_many_callers_are_folded_and_lines_of_one_stand_together(package):
+    page = package.pages["minimegatron.core.tracing"]
+    by_symbol = {row.symbol: source_pages.callers_of(row, page, package) for row in page.rows}
+    text = by_symbol["traced"]
+    first, _, rest = text[text.index("Decorates<ul>") :].partition("<details>")
+    assert first.count("<li>") == caller_lists.SHOWN
+    assert f"<summary>{rest.count('<li>')} more</summary>" in rest and rest.count("<li>") > 20
+    page = package.pages["minimegatron.core.pipeline_parallel.p2p_communication"]
+    (row,) = [row for row in page.rows if row.symbol == "P2PCommunicator.recv_forward"]
+    (written,) = re.findall(
+        r"<li>(.*?without_interleaving.*?)</li>", source_pages.callers_of(row, page, package)
+    )
+    numbers = re.findall(r"schedules\.html#L(\d+)", written)
+    lines = package.pages["minimegatron.core.pipeline_parallel.schedules"].lines
+    assert len(numbers) == 2  # in warm-up, and before the steady state
+    assert all("p2p.recv_forward(" in lines[int(number) - 1] for number in numbers)
 
 
 def test_the_chain_of_the_package_is_found(package):
@@ -106,9 +127,8 @@ def test_the_chain_of_the_package_is_found(package):
         ("core.pipeline_parallel.steps", "ModelChunk.backward_step", None, "backward_step"),
     ]
     for module, symbol, other, called in chain:
-        there = (f"minimegatron.{other or module}", called)
-        callers = [caller[:2] for caller in package.callers[there]]
-        assert (f"minimegatron.{module}", symbol) in callers
+        sites = callers.sites_of(package)[f"minimegatron.{other or module}", called]
+        assert (f"minimegatron.{module}", symbol) in [(one.module, one.symbol) for one in sites]
 
 
 def test_every_listed_file_leads_to_the_next(package):

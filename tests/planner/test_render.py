@@ -119,9 +119,9 @@ def test_svg_is_well_formed_and_complete(arguments, critical_path):
     for rank in range(step.config.pp_size):
         for action in step.work(rank):
             chunk = f", chunk {action.chunk}" if step.config.num_model_chunks > 1 else ""
-            tip = f"rank {rank}: {action.kind} of microbatch {action.microbatch}{chunk} ("
+            tip = f"stage {rank}: {action.kind} of microbatch {action.microbatch}{chunk} ("
             assert sum(t.startswith(tip) for t in tips) == 1, tip
-        idle = [t for t in tips if t.startswith(f"rank {rank} idle: ")]
+        idle = [t for t in tips if t.startswith(f"stage {rank} idle: ")]
         assert len(idle) == len(simulation.gaps(rank))
     for element in root.iter(f"{SVG}rect"):
         left, top = float(element.get("x", 0)), float(element.get("y", 0))

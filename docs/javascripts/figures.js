@@ -1,0 +1,50 @@
+"use strict";
+// The figures under the player: what was counted, beside the planner's closed forms. Of two schedules, both.
+
+(() => {
+  const MM = (globalThis.MM ||= {});
+  const make = MM.make, say = (...words) => MM.say(...words), { number, percent, minus } = MM.words;
+
+  const valueOf = (text) => { const [a, b = "1"] = text.split("/"); return Number(a) / Number(b); };
+
+  // [label, value, remark, is bad] for one scene.
+  function entries({ step, plan, v }, state) {
+    const { makespan, total, ideal, peak } = plan.formulas, remark = say(step.plan.stuck ? "figure.stuck" : "figure.counted");
+    const equal = (form, value) => say("figure.equal", { formula: minus(form), value });
+    const bubble = (form, counted) => {
+      if (!form) return remark;
+      const [text, said] = form;
+      return Math.abs(valueOf(said) - counted) < 1e-9 ? `= ${minus(text)}${said === text ? "" : ` = ${said}`}` : equal(text, percent(valueOf(said)));
+    };
+    const span = makespan ? valueOf(makespan[1]) * (state.f + state.b) : null;
+    const over = state.cap ? step.peaks.filter((count) => count > state.cap * v).length : 0;
+    const unit = v > 1 ? say("figure.unit", { v }) : "";
+    const held = !peak ? remark : peak[1].every((count, rank) => count === step.peaks[rank]) ? `= ${minus(peak[0])}${unit}` : minus(peak[0]);
+    return [
+      [say("figure.step"), number(step.makespan), span === null ? remark : Math.abs(span - step.makespan) < 1e-9 ? `= ${minus(makespan[0])}` : equal(makespan[0], number(span))],
+      [say("figure.total"), percent(step.overTotal), bubble(total, step.overTotal)],
+      [say("figure.ideal"), percent(step.overIdeal), bubble(ideal, step.overIdeal)],
+      [say("figure.peak"), step.peaks.join(" "), over ? say("figure.over", { n: over, cap: state.cap * v }) : held, over > 0],
+    ];
+  }
+
+  MM.showFigures = function showFigures({ scenes, state, figures }) {
+    figures.replaceChildren(...scenes.flatMap((scene) => {
+      const list = make("dl", { class: "mmp-figures" });
+      MM.figures(list, entries(scene, state));
+      return scenes.length > 1 ? [make("h4", { class: "mmp-figurehead" }, scene.title), list] : [list];
+    }));
+    if (scenes.length < 2) return;
+    const [one, other] = scenes.map(({ step }) => step), names = scenes.map(({ title }) => title.split(",")[0]);
+    figures.append(make("p", { class: "mmp-difference" }, say("figure.difference", { one: names[0], other: names[1], ratio: number(one.makespan / other.makespan),
+      difference: number(one.makespan - other.makespan), peak: Math.max(...one.peaks) / scenes[0].v, otherPeak: Math.max(...other.peaks) / scenes[1].v })));
+  };
+
+  // The colour of a legend's swatch, for a picture outside the page.
+  MM.swatch = function swatch(element, colours) {
+    if (element.style.background) return element.style.background.startsWith("rgb") ? hex(element.style.background) : element.style.background;
+    return { "mmp-idle": "idle", "mmp-held": colours.held, "mmp-owed": colours.owed, "mmp-transferred": colours.transfer, "mmp-critical": colours.mark }[element.className] ?? colours.held;
+  };
+
+  const hex = (rgb) => `#${rgb.match(/\d+/g).slice(0, 3).map((value) => Number(value).toString(16).padStart(2, "0")).join("")}`;
+})();

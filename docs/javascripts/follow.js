@@ -1,0 +1,78 @@
+"use strict";
+// Follows one microbatch through a step: F, send, F, ..., B, W; for each a line of words and the line of
+// source that runs. The same for a plan and for a recorded run.
+
+(() => {
+  const MM = (globalThis.MM ||= {});
+  const make = MM.make;
+  const SECONDS = 1.6;
+
+  MM.Follow = class Follow {
+    // `scene`: route(mb), has(bar, mb), track(rank); `narrate(step)` -> {words, frames}; `numbers`: how many
+    // microbatches there are; `show(step, content, name of the button in
+    // use)` puts a step on the screen; `ended()` when it is over.
+    constructor({ scene, numbers, narrate, show, ended }) {
+      Object.assign(this, { scene, numbers, narrate, show, ended });
+    }
+
+    begin(mb, place = 0) {
+      this.mb = mb;
+      this.route = this.scene.route(mb);
+      this.go(place);
+    }
+
+    go(place) {
+      this.place = Math.max(0, Math.min(place, this.route.length - 1));
+      const step = this.route[this.place];
+      if (step) this.show(step, this.content(step), this.wanted);
+    }
+
+    // Stays on the button that was pressed, so that it can be pressed again.
+    press(name, act) {
+      this.wanted = name;
+      act();
+    }
+
+    content(step) {
+      const { words, frames } = this.narrate(step), isLast = this.place === this.route.length - 1;
+      const button = (name, act, disabled = false) => make("button", { type: "button", "data-name": name, disabled, onclick: () => this.press(name, act) }, MM.say(`follow.${name}`));
+      const select = make("select", { onchange: () => { this.stop(); this.begin(Number(select.value)); } },
+        ...Array.from({ length: this.numbers }, (_, mb) => make("option", { value: mb, selected: mb === this.mb }, String(mb))));
+      return [
+        make("div", { class: "mmp-followhead" }, MM.field(MM.say("follow.mb"), select), make("b", {}, MM.say("follow.place", { place: this.place + 1, n: this.route.length }))),
+        make("p", { class: "mmp-narration", role: "status" }, words),
+        frames ? MM.sourceLine(frames, MM.base) : null,
+        make("div", { class: "mmp-tools" }, button("back", () => { this.stop(); this.go(this.place - 1); }, this.place === 0),
+          button("on", () => { this.stop(); this.go(this.place + 1); }, isLast), button(this.timer ? "stop" : "run", () => this.toggle()), button("end", () => this.end())),
+      ];
+    }
+
+    toggle() {
+      if (this.timer) this.stop();
+      else {
+        if (this.place === this.route.length - 1) this.place = -1;
+        this.timer = setInterval(() => {
+          if (this.place >= this.route.length - 1) this.stop();
+          else this.place++;
+          this.go(this.place);
+        }, 1000 * SECONDS);
+        this.place++;
+      }
+      this.go(this.place);
+    }
+
+    stop() {
+      clearInterval(this.timer);
+      this.timer = null;
+    }
+
+    end() {
+      this.stop();
+      this.ended();
+    }
+
+    isFaded(bar) {
+      return !this.scene.has(bar, this.mb);
+    }
+  };
+})();
