@@ -2,8 +2,8 @@
 know before the build, which notebooks and exercises there are, and the tour's order; a smaller
 stylesheet of the theme; what search looks through; a description per page.
 
-Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`, `search_index`, `page_heads`; the catalogue,
-for the order of its exercises.
+Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`, `search_index`, `page_heads`; the
+catalogue, for the order of its exercises.
 """
 
 import sys
@@ -24,7 +24,7 @@ ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 
 
 def on_config(config):
-    for place, folder in ((2, "notebooks"), (3, "exercises")):
+    for place, folder in ((3, "notebooks"), (4, "exercises")):
         names = sorted(path.name for path in Path(config["docs_dir"], folder).glob("*.md"))
         if names:
             names.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
