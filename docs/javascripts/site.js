@@ -1,5 +1,5 @@
 "use strict";
-// Small things on pages: a filter for long tables, and the calculator on the page of formulas.
+// Small things on pages: names that may break, and the calculator on the page of formulas.
 
 // The theme gives its search dialog no name to read out.
 document.querySelector('.md-search[role="dialog"]')?.setAttribute("aria-label", MM.say("search.name"));
@@ -8,29 +8,6 @@ document.querySelector('.md-search[role="dialog"]')?.setAttribute("aria-label", 
 for (const code of document.querySelectorAll(":is(h1, h2, h3, td) code, h1, h2, h3"))
   for (const text of [...code.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE && /\w[._]\w/.test(node.data)))
     text.replaceWith(...text.data.split(/(?<=\w[._])(?=\w)/).flatMap((part, place) => (place ? [document.createElement("wbr"), part] : [part])));
-
-(() => {
-  const input = document.getElementById("mm-filter");
-  const place = document.getElementById("mm-rosetta");
-  if (!input || !place) return;
-
-  const rows = [...place.querySelectorAll("tbody tr")].map((row) => [row, row.textContent.toLowerCase()]);
-  const sections = [...place.querySelectorAll("h2")].map((heading) => {
-    let table = heading.nextElementSibling;
-    while (table && !table.querySelector("tbody")) table = table.nextElementSibling;
-    return [heading, table];
-  });
-
-  input.addEventListener("input", () => {
-    const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const [row, text] of rows) row.hidden = !words.every((word) => text.includes(word));
-    for (const [heading, table] of sections) {
-      const isEmpty = table && !table.querySelector("tbody tr:not([hidden])");
-      heading.hidden = Boolean(isEmpty);
-      if (table) table.hidden = Boolean(isEmpty);
-    }
-  });
-})();
 
 (() => {
   const form = document.getElementById("mm-calculator");

@@ -23,6 +23,7 @@ from emit_player import write_player  # noqa: E402
 from gpu_page import write_gpu_page  # noqa: E402
 from notebook_pages import write_notebook_pages  # noqa: E402
 from package import ROOT, Package  # noqa: E402
+from redirects import read_redirects, write_redirects  # noqa: E402
 from site_pages import write_pages  # noqa: E402
 from source_pages import write_source_pages  # noqa: E402
 from strings import write_strings  # noqa: E402
@@ -31,6 +32,8 @@ OUT = ROOT / "build" / "docs"
 LINK = re.compile(r"\[([^\]]+)\]\(\.\./((?:notebooks|exercises)/[\w.-]+\.md)\)")
 SKIPPED = {"tools", "overrides", "problems", "recordings", "strings", "__pycache__", "node_modules"}
 """Folders of docs/ that are no part of the site."""
+READ = (".md", ".toml")
+"""Files of docs/ from which something else is written."""
 
 
 def build(out: Path = OUT, run_notebooks: bool = False) -> None:
@@ -56,12 +59,13 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
     for path in sorted((ROOT / "docs").rglob("*")):
         relative = path.relative_to(ROOT / "docs")
         target = written / relative
-        if relative.parts[0] in SKIPPED or not path.is_file() or path.suffix == ".md":
+        if relative.parts[0] in SKIPPED or not path.is_file() or path.suffix in READ:
             continue
         if target.exists():
             raise SystemExit(f"docs/{relative} is generated; remove it")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
+    write_redirects(written, read_redirects())
     shutil.rmtree(out, ignore_errors=True)
     written.rename(out)
 

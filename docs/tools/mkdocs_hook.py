@@ -1,8 +1,9 @@
 """What MkDocs is asked to do for us: finished HTML where its comment stands; what the navigation cannot
 know before the build, which notebooks and exercises there are, and the tour's order; a smaller
-stylesheet of the theme.
+stylesheet of the theme; what search looks through; a description per page.
 
-Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`; the catalogue, for its exercises' order.
+Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`, `search_index`, `page_heads`; the
+catalogue, for the order of its exercises.
 """
 
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from page_heads import set_description
+from search_index import write_search
 from stash import fill
 from tour_frame import tour_nav
 from trim_css import trim_site
@@ -21,7 +24,7 @@ ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 
 
 def on_config(config):
-    for place, folder in ((2, "notebooks"), (3, "exercises")):
+    for place, folder in ((3, "notebooks"), (4, "exercises")):
         names = sorted(path.name for path in Path(config["docs_dir"], folder).glob("*.md"))
         if names:
             names.sort(key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
@@ -33,9 +36,16 @@ def on_config(config):
     return config
 
 
+def on_page_content(html, page, config, files):
+    of_site = config["site_description"] if page.is_homepage else ""
+    set_description(page.meta, html, page.file.src_uri.replace(".md", ".html"), of_site)
+
+
 def on_post_page(output, page, config):
     return fill(output, Path(config["docs_dir"]).with_name("pieces") / f"{page.file.src_uri}.json")
 
 
 def on_post_build(config):
-    trim_site(Path(config["site_dir"]))
+    site = Path(config["site_dir"])
+    trim_site(site)
+    write_search(site)

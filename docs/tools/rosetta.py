@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import rosetta_names
 from package import ROOT, Package
 from signatures import Signature, Source
+from stash import Stash
 
 DATA = Path(__file__).with_name("rosetta.json")
 RECORD = Path(__file__).with_name("megatron_core.json")
@@ -147,8 +149,18 @@ def left_out(ours: Signature, theirs: Signature) -> dict[str, list[str]]:
 # -- The page --
 
 
-def rosetta_page(package: Package) -> str:
-    """The page's Markdown."""
+class Made(NamedTuple):
+    """What rows are made from."""
+
+    source: Source
+    record: Record
+    stash: Stash
+
+
+def rosetta_page(package: Package, stash: Stash | None = None) -> str:
+    """The page's Markdown. What is folded away in a cell goes into `stash`: Markdown would take its end
+    for that of the module's fold."""
+    stash = stash or Stash()
     record, source = Record(), Source(ROOT)
     all_entries = entries(package)
     num_mirrored = sum(bool(entry.counterpart) for entry in all_entries)
@@ -162,31 +174,77 @@ def rosetta_page(package: Package) -> str:
         "in meaning is known but shorter bodies and errors: here ValueError, where Megatron often "
         f"asserts. {NOT_COMPARED} means that nothing was compared: `megatron.training` is in "
         "Megatron's repository and not in that package, so of its symbols only the names were looked "
-        "up. Modules that are only here come last. Below the table: [names that a package offers]"
-        "(#names-that-a-package-offers), [arguments that are left out](#arguments-that-are-left-out), "
-        "[what is refused](#what-is-refused).\n",
-        '<label class="mm-filter">Show rows with <input type="search" id="mm-filter" '
-        'aria-controls="mm-rosetta" placeholder="for example ddp"></label>\n',
+        "up. Open a module, or type a part of a name. Further down: [modules that are only here]"
+        "(#only-here), [names that a package offers](#names-that-a-package-offers), [arguments that "
+        "are left out](#arguments-that-are-left-out), [what is refused](#what-is-refused).\n",
+        FILTER,
         '<div id="mm-rosetta" class="mm-rosetta" markdown="1">\n',
     ]
     by_module: dict[str, list[Entry]] = {}
     for entry in all_entries:
         by_module.setdefault(entry.module, []).append(entry)
-    in_order = sorted(by_module.items(), key=lambda item: not any(e.counterpart for e in item[1]))
-    for module, rows in in_order:
-        parts.append(f"\n## `{module.removeprefix('minimegatron.')}`\n")
-        there = most_common(entry.counterpart.rpartition(".")[0] for entry in rows)
-        if there:
-            parts.append(f"In Megatron `{there}`.\n")
-        parts.append("| here | in Megatron | left out or different |\n|---|---|---|")
-        for entry in rows:
-            link = f"[`{entry.symbol}`](source/{module}.md#{entry.symbol})"
-            parts.append(
-                f"| {link} | {_there(entry, there, record)} | {_words(entry, source, record)} |"
-            )
+    mirrored = {name: rows for name, rows in by_module.items() if any(e.counterpart for e in rows)}
+    own = {name: rows for name, rows in by_module.items() if name not in mirrored}
+    for title, modules in (("Here and in Megatron", mirrored), ("Only here", own)):
+        parts.append(f'\n<div class="mm-part" markdown="1">\n\n## {title}\n')
+        for module, rows in modules.items():
+            parts += _fold(module, rows, package, Made(source, record, stash))
+        parts.append("\n</div>\n")
     parts.append("\n</div>\n")
     parts += rosetta_names.sections(json.loads(DATA.read_text()), package)
+    parts.append('<link rel="stylesheet" href="stylesheets/rosetta.css">\n')
+    parts.append('<script defer src="javascripts/rosetta.js"></script>\n')
     return "\n".join(parts)
+
+
+FILTER = (
+    '<div class="mm-filter mm-needs-script"><label>Show rows with <input type="search" '
+    'id="mm-filter" placeholder="for example ddp" autocomplete="off"></label>'
+    '<output id="mm-filter-count" for="mm-filter"></output></div>\n'
+)
+
+
+def _fold(module: str, rows: list[Entry], package: Package, made: Made) -> list[str]:
+    """A module's table, folded under its name."""
+    shown = module.removeprefix("minimegatron.")
+    there = most_common(entry.counterpart.rpartition(".")[0] for entry in rows)
+    number = f"{len(rows)} name{'s' * (len(rows) > 1)}"
+    parts = [
+        '\n<details class="mm-fold" markdown="1">',
+        f'<summary><h3 id="{shown}"><code>{shown}</code></h3> '
+        f'<span class="mm-fold-count">{number}</span></summary>\n',
+    ]
+    if there:
+        parts.append(f"In Megatron `{there}`.\n")
+    parts.append("| here | in Megatron | left out or different |\n|---|---|---|")
+    for entry in rows:
+        link = f"[`{entry.symbol}`](source/{module}.md#{entry.symbol})"
+        here, words = link + _methods(entry, package, made), _words(entry, made)
+        parts.append(f"| {here} | {_there(entry, there, made.record)} | {words} |")
+    parts.append("\n</details>\n")
+    return parts
+
+
+def _methods(entry: Entry, package: Package, made: Made) -> str:
+    """The public methods of a class, each with its place; those that Megatron's has not stand apart."""
+    theirs = made.record.symbols.get(entry.counterpart)
+    definitions = package.pages[entry.module].definitions
+    names = [
+        name.rpartition(".")[2]
+        for name, definition in definitions.items()
+        if name.startswith(f"{entry.symbol}.") and definition.kind == "method"
+    ]
+    names = [name for name in dict.fromkeys(names) if not name.startswith("_")]
+    own = [name for name in names if theirs is not None and name not in theirs.methods]
+    shared = [name for name in names if name not in own]
+    lists = (("methods", shared), ("methods only here", own))
+    return "".join(_method_list(title, found, entry, made.stash) for title, found in lists if found)
+
+
+def _method_list(title: str, names: list[str], entry: Entry, stash: Stash) -> str:
+    page = f"source/{entry.module}.html#{entry.symbol}"
+    links = [f'<a href="{page}.{name}"><code>{name}</code></a>' for name in names]
+    return f'<span class="mm-methods">{title}: {_some(links, stash)}</span>'
 
 
 def most_common(modules: Iterable[str]) -> str:
@@ -204,16 +262,16 @@ def _there(entry: Entry, module: str, record: Record) -> str:
     return f"[`{shown}`]({url})" if url else f"`{shown}`"
 
 
-def _words(entry: Entry, source: Source, record: Record) -> str:
-    theirs = record.symbols.get(entry.counterpart)
+def _words(entry: Entry, made: Made) -> str:
+    theirs = made.record.symbols.get(entry.counterpart)
     said = [words for words in (entry.remark, entry.newer) if words]
     if theirs is not None:
-        missing = left_out(source.find(entry.name), theirs)
+        missing = left_out(made.source.find(entry.name), theirs)
         taken = rosetta_names.left_out().get(entry.name.removeprefix("minimegatron."), {})
         for kind, names in missing.items():
             are_taken = kind != "methods" and set(names) <= set(taken)
             how = " [taken at one value](#arguments-that-are-left-out)" if are_taken else ""
-            said.append(f"{kind}{how} {_names(names)}")
+            said.append(f"{kind}{how} {_names(names, made.stash)}")
     said += [f"here also {names}: {reason}" for names, reason in _by_reason(entry.added)]
     return "<br>".join([NOT_COMPARED, *said] if theirs is None else said)
 
@@ -226,10 +284,14 @@ def _by_reason(added: dict[str, str]) -> list[tuple[str, str]]:
     return [(", ".join(names), reason) for reason, names in reasons.items()]
 
 
-def _names(names: list[str]) -> str:
-    words = [f"`{name}`" for name in names]
+def _names(names: list[str], stash: Stash) -> str:
+    return _some([f"<code>{name}</code>" for name in names], stash)
+
+
+def _some(words: list[str], stash: Stash) -> str:
+    """The first few; the others folded away."""
     if len(words) <= SHOWN + 2:
         return ", ".join(words)
-    rest = ", ".join(f"<code>{name}</code>" for name in names[SHOWN:])
+    rest = ", ".join(words[SHOWN:])
     more = f"<details><summary>and {len(words) - SHOWN} more</summary>{rest}</details>"
-    return ", ".join(words[:SHOWN]) + " " + more
+    return ", ".join(words[:SHOWN]) + " " + stash.put(more)

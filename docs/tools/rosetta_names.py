@@ -62,13 +62,15 @@ def left_out() -> dict[str, dict[str, list | str]]:
 
 def sections(data: dict, package: Package) -> list[str]:
     """Markdown: names, arguments, refusals. `data` is rosetta.json."""
-    return [
-        '\n<div class="mm-rosetta mm-names" markdown="1">\n',
-        *_exports_section(package),
-        *_arguments_section(data["symbols"]),
-        *_refusals_section(data),
-        "\n</div>\n",
-    ]
+    parts = []
+    for section in (
+        _exports_section(package),
+        _arguments_section(data["symbols"]),
+        _refusals_section(data),
+    ):
+        head = '\n<div class="mm-rosetta mm-names mm-part" markdown="1">\n'
+        parts += [head, *section, "\n</div>\n"]
+    return parts
 
 
 def _exports_section(sources: Package) -> list[str]:

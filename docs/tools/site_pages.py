@@ -1,6 +1,6 @@
 """The pages that are not annotated source: those of docs/, filled in, and the generated ones.
 
-Called by: `build_docs`. Calls: `macros`, `tour_frame`, `rosetta`, `architecture`.
+Called by: `build_docs`. Calls: `macros`, `tour_frame`, `rosetta`, `architecture`, `page_heads`.
 """
 
 import re
@@ -12,12 +12,13 @@ from architecture import architecture_svg
 from calculator import calculator_script
 from macros import Macros, read_glossary, read_practice
 from package import ROOT, Package
+from page_heads import shortened
 from rosetta import rosetta_page
 from source_pages import first_sentence
 from spine import read_spine, spine_files, spine_hours, spine_lines, spine_rate
+from stash import Stash
 from tour_frame import framed
 
-from minimegatron.moved import MOVED
 from minimegatron.planner.render_svg import STYLE
 
 DOCS = ROOT / "docs"
@@ -47,30 +48,15 @@ def write_pages(package: Package, out: Path, pieces: Path) -> None:
     if faults:
         raise SystemExit("\n".join(faults))
     _write(out / "source" / "index.md", source_index(package))
-    _write(out / "rosetta.md", rosetta_page(package))
+    stash = Stash()
+    _write(out / "rosetta.md", rosetta_page(package, stash))
+    stash.save(pieces / "rosetta.md.json")
     write_reference(package, out / "reference")
-    write_redirects(out / "source")
     _write(out / "stylesheets" / "timeline.css", timeline_css())
     _write(out / "javascripts" / "formulas.js", calculator_script())
     _write(out / "assets" / "favicon.svg", FAVICON)
     # The theme asks for this file when pages are opened from a folder, where search cannot run.
     _write(out / "search" / "search_index.js", "var __index = {config: {}, docs: []};\n")
-
-
-def write_redirects(folder: Path) -> None:
-    """A page at each old address of a module's source; it keeps the part behind the #."""
-    for old, new in MOVED.items():
-        target = f"minimegatron.{new}.html"
-        _write(folder / f"minimegatron.{old}.html", REDIRECT.format(target=target))
-
-
-REDIRECT = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Moved</title>
-<link rel="canonical" href="{target}"><meta name="robots" content="noindex">
-<script>location.replace("{target}" + location.hash)</script>
-<noscript><meta http-equiv="refresh" content="0; url={target}"></noscript>
-<p>This module has moved: <a href="{target}">{target}</a></p></html>
-"""
 
 
 def _write(path: Path, text: str) -> None:
@@ -98,9 +84,8 @@ def timeline_css() -> str:
     """
     light, _, dark = STYLE.partition("@media (prefers-color-scheme: dark) {")
     dark = dark.rpartition("}")[0]
-    return _scoped(light, ".mm-timeline") + _scoped(
-        dark, '[data-md-color-scheme="slate"] .mm-timeline'
-    )
+    of_dark = _scoped(dark, '[data-md-color-scheme="slate"] .mm-timeline')
+    return f"{_scoped(light, '.mm-timeline')}@media screen {{\n{of_dark}}}\n"
 
 
 def _scoped(css: str, scope: str) -> str:
@@ -208,7 +193,10 @@ def write_reference(package: Package, folder: Path) -> None:
     for part, names in sorted(by_part.items()):
         title = f"minimegatron.{part}"
         modules = "\n\n".join(f"::: {name}" for name in names)
-        _write(folder / f"{part}.md", f"---\ntitle: {title}\n---\n\n# `{title}`\n\n{modules}\n")
-        words = ", ".join(f"`{name.rpartition('.')[2]}`" for name in names)
+        bare = [name.rpartition(".")[2] for name in names]
+        about = f"Signatures and docstrings of {title}: {', '.join(bare)}"
+        head = f"---\ntitle: {title}\ndescription: '{shortened(about)}'\n---\n"
+        _write(folder / f"{part}.md", f"{head}\n# `{title}`\n\n{modules}\n")
+        words = ", ".join(f"`{name}`" for name in bare)
         index.append(f"- [`{title}`]({part}.md): {words}")
     _write(folder / "index.md", "\n".join(index) + "\n")
