@@ -234,8 +234,11 @@ WATCH = """() => {
 }"""
 
 
+PAGE = "tour/one-f-one-b.html"
+
+
 class Bench(Watched):
-    """The first player of a page with its "Edit the Python" open."""
+    """The first player of the page with its "Edit the Python" open."""
 
     def __init__(self, browser, address):
         super().__init__(browser, (address,), viewport={"width": 1200, "height": 1100})
@@ -243,7 +246,7 @@ class Bench(Watched):
         self.open()
 
     def open(self):
-        self.page.goto(self.address)
+        self.page.goto(self.address + PAGE)
         self.page.locator(".mm-player[data-ready]").first.wait_for()
         self.page.get_by_role("button", name="Edit the Python").first.click()
         self.bench = self.page.get_by_role("region", name="A schedule of your own")
@@ -389,7 +392,7 @@ def check_edits_are_kept(bench: Bench):
 
 def test_pages_opened_as_files_say_why(browser, site):
     with Watched(browser, ("file:",)) as watched:
-        watched.page.goto((site / "index.html").as_uri())
+        watched.page.goto((site / PAGE).as_uri())
         watched.page.locator(".mm-player[data-ready]").first.wait_for()
         watched.page.get_by_role("button", name="Edit the Python").first.click()
         bench = watched.page.get_by_role("region", name="A schedule of your own")
