@@ -120,13 +120,22 @@
     const isFaded = Boolean(marks.faded?.(bar));
     const half = height / bar.parts.length;
     bar.parts.forEach((part, number) => {
-      const [fill, ink] = shades[part.kind][part.chunk || 0], top = y + number * half;
+      const [fill, ink, pattern] = shades[part.kind][part.chunk || 0], top = y + number * half;
       if (isToCome || isRunning || isFaded) pen.rect(left + inset, top, w, half, fill, isFaded ? 0.18 : 0.2);
       if (!isToCome && !isFaded) pen.rect(left + inset, top, isRunning ? Math.max((marks.t - bar.s) * scale - inset, 0.6) : w, half, fill);
+      if (!isToCome && !isFaded && !isRunning && w > 9) drawPattern(pen, pattern, left + inset, top + half - 4, w, ink);
       const size = half < 15 ? (width >= 5.4 * digits + 1 ? 9 : 0) : width >= 7.5 * digits + 3 ? 11.5 : width >= 5.4 * digits + 1 ? 9 : 0;
       const isDark = !isFaded && (marks.t === null || (!isToCome && (!isRunning || (marks.t - bar.s) * scale > width / 2 + 5)));
       if (size) pen.text(left + width / 2, top + half / 2 + size * 0.36, String(part.mb), { size, fill: isToCome || isFaded ? colours.quiet : isDark ? ink : colours.ink, bold: !isToCome && !isFaded });
     });
+  }
+
+  // A second sign of the kind, below the number, for eyes and papers without colours: the table's character.
+  function drawPattern(pen, pattern, x, y, w, ink) {
+    const count = Math.floor((w - 4) / 6), start = x + (w - 6 * count) / 2;
+    if (pattern === "=") pen.path([[x + 2, y + 1], [x + w - 2, y + 1]], ink, 1);
+    else if (pattern === "~") pen.path(Array.from({ length: 2 * count + 1 }, (_, n) => [start + 3 * n, y + (n % 2 ? 0 : 2.5)]), ink, 1);
+    else if (pattern === "+") for (let n = 0; n < count; n++) pen.rect(start + 6 * n + 2, y, 2, 2, ink);
   }
 
   // What is chosen has a dark and a light ring: one of the two is seen on every colour.

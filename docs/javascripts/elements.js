@@ -80,6 +80,10 @@
     return make("p", { class: "mmp-sourceline" }, url ? make("a", { href: root + url }, MM.code(shown)) : MM.code(shown), text ? make("code", { class: "mmp-line" }, text) : null);
   };
 
+  const PATTERNS = { "=": "mmp-lines", "~": "mmp-waves", "+": "mmp-dots" };
+  // The entry of a legend for a kind of work: its colour and its pattern.
+  MM.kindEntry = ([fill, ink, pattern], words) => [`background-color:${fill};color:${ink}`, PATTERNS[pattern] ?? null, words];
+
   // Entries of a legend: [style, class, words].
   MM.legend = (list, entries) => list.replaceChildren(...entries.map(([style, css, words]) => make("li", {}, make("i", { style: style || null, class: css }), words)));
 

@@ -42,7 +42,8 @@
 
   // The colour of a legend's swatch, for a picture outside the page.
   MM.swatch = function swatch(element, colours) {
-    if (element.style.background) return element.style.background.startsWith("rgb") ? hex(element.style.background) : element.style.background;
+    const fill = element.style.backgroundColor;
+    if (fill) return fill.startsWith("rgb") ? hex(fill) : fill;
     return { "mmp-idle": "idle", "mmp-held": colours.held, "mmp-owed": colours.owed, "mmp-transferred": colours.transfer, "mmp-critical": colours.mark }[element.className] ?? colours.held;
   };
 

@@ -21,7 +21,7 @@
       Object.assign(this, { data, step, kinds });
       this.letters = Object.fromEntries(Object.entries(kinds).map(([letter, kind]) => [kind.name, letter]));
       this.hasChunks = step.chunks > 1;
-      this.shades = Object.fromEntries(Object.entries(step.colours).map(([name, shades]) => [this.letters[name] ?? name, shades]));
+      this.shades = Object.fromEntries(Object.entries(step.colours).map(([name, shades]) => [this.letters[name] ?? name, shades.map(([fill, ink]) => [fill, ink, kinds[this.letters[name]]?.fill])]));
       this.byIndex = step.ranks.map((owner) => new Map(owner.events.map((event) => [event.i, event])));
       this.ids = new Map();
       step.ranks.forEach((owner, rank) => this.nameAll(owner, rank));

@@ -164,7 +164,7 @@
       for (const [letter, shades] of Object.entries(this.scene.shades)) {
         if (!this.scene.kinds[letter]) continue;
         const words = say(`kind.${this.scene.kinds[letter].name}`);
-        shades.forEach(([fill], chunk) => entries.push([`background:${fill}`, null, this.scene.hasChunks ? say("legend.chunk", { kind: words, chunk }) : words]));
+        shades.forEach((shade, chunk) => entries.push(MM.kindEntry(shade, this.scene.hasChunks ? say("legend.chunk", { kind: words, chunk }) : words)));
       }
       entries.push([null, "mmp-idle", say("replay.waiting")], [null, "mmp-transferred", say("replay.transfer")], [null, "mmp-held", say("legend.held")]);
       if (this.showPlan.checked) entries.push([null, "mmp-thin", say("replay.thin")]);

@@ -52,6 +52,16 @@
     if (!isFiltered) leftOpen = null;
   }
 
-  input.addEventListener("input", filter);
-  filter(); // A browser may have kept what was typed before the page was left.
+  // What is looked for stands in the address, so that a link can show it.
+  const address = new MM.Address("rosetta", { find: MM.check.words(/^[^<>]{0,100}$/) }, false);
+  const readAddress = () => {
+    input.value = address.read().values.find ?? input.value;
+    filter();
+  };
+  input.addEventListener("input", () => {
+    filter();
+    address.write(() => (input.value ? { find: input.value } : {}));
+  });
+  address.listen(readAddress);
+  readAddress(); // A browser may also have kept what was typed before the page was left.
 })();

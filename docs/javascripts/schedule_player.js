@@ -226,9 +226,9 @@
 
     showLegend() {
       const entries = [], { letters, kinds } = this.scene.plan;
-      for (const letter of letters) this.shades[letter].forEach(([fill], chunk, all) => {
+      for (const letter of letters) this.shades[letter].forEach((shade, chunk, all) => {
         const words = say(`kind.${kinds[letter].name}`);
-        entries.push([`background:${fill}`, null, all.length > 1 ? say("legend.chunk", { kind: words, chunk }) : words]);
+        entries.push(MM.kindEntry(shade, all.length > 1 ? say("legend.chunk", { kind: words, chunk }) : words));
       });
       entries.push([null, "mmp-idle", say("legend.idle")], [null, "mmp-held", say("legend.held")]);
       if (this.scene.step.owed) entries.push([null, "mmp-owed", say("legend.owed")]);

@@ -194,7 +194,7 @@ FIELDS = [
 
 
 def calculator_form() -> str:
-    """The calculator's HTML; javascripts/site.js fills in the results."""
+    """The calculator's HTML; javascripts/calculator.js fills in the results."""
     inputs = "".join(
         f'<label>{label}<input type="number" name="{name}" min="1" value="{value}"></label>'
         for name, label, value in FIELDS
@@ -208,4 +208,5 @@ def calculator_form() -> str:
         "</label></div>"
         '<table class="mm-results" aria-live="polite"><tbody></tbody></table></form>'
         '<script src="javascripts/formulas.js" defer></script>'
+        '<script src="javascripts/calculator.js" defer></script>'
     )

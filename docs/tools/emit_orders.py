@@ -195,12 +195,13 @@ def orders() -> dict[str, dict[str, Any]]:
 
 
 def shades() -> dict[str, dict[str, list[list[str]]]]:
-    """Number of chunks -> letter -> per chunk [fill, text on it], as in the planner's pictures."""
+    """Number of chunks -> letter -> per chunk [fill, text on it, pattern], as in pictures of plans."""
     kinds = [kind for kind in KINDS.values() if kind.letter]
     return {
         str(v): {
             kind.letter: [
-                [fill, text_colour(fill)] for fill in (shade(kind.name, c, v) for c in range(v))
+                [fill, text_colour(fill), kind.fill]
+                for fill in (shade(kind.name, c, v) for c in range(v))
             ]
             for kind in kinds
         }

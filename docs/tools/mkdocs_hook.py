@@ -2,8 +2,8 @@
 know before the build, which notebooks and exercises there are, and the tour's order; a smaller
 stylesheet of the theme; what search looks through; a description per page.
 
-Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`, `search_index`, `page_heads`; the
-catalogue, for the order of its exercises.
+Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`, `search_index`, `page_heads`,
+`translations`; the catalogue, for the order of its exercises.
 """
 
 import sys
@@ -15,6 +15,7 @@ from page_heads import set_description
 from search_index import write_search
 from stash import fill
 from tour_frame import tour_nav
+from translations import made_from
 from trim_css import trim_site
 
 from minimegatron.exercises.exercise import exercises
@@ -38,6 +39,7 @@ def on_config(config):
 
 def on_page_content(html, page, config, files):
     of_site = config["site_description"] if page.is_homepage else ""
+    page.meta["made_from"] = made_from(page.file.src_uri)
     set_description(page.meta, html, page.file.src_uri.replace(".md", ".html"), of_site)
 
 

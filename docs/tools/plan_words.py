@@ -147,6 +147,7 @@ def kinds_data() -> dict[str, dict[str, Any]]:
             "lane": kind.lane,
             "holds": kind.held(),
             "takes": kind.takes,
+            "fill": kind.fill,
             "owes": kind.holds_share,
         }
         for kind in KINDS.values()

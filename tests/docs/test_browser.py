@@ -241,6 +241,13 @@ def test_the_calculator_counts_as_python_does(opened):
         page.get_by_label("microbatches M").fill("8")
         expect(first).not_to_have_text(before, use_inner_text=True)
 
+        page.wait_for_function("location.hash === '#calculator.M=8'")
+        page.evaluate("location.hash = '#calculator.p=1e999&calculator.v=2'")
+        said = page.locator(".mm-calculator-said")
+        expect(said).to_contain_text("p = “1e999”, but it must be a whole number from 1")
+        expect(page.get_by_label("chunks v")).to_have_value("2")
+        expect(page.get_by_label("microbatches M")).to_have_value("64")
+
 
 def test_answers_are_folded(opened):
     with opened("tour/interleaving.html") as watched:

@@ -75,7 +75,7 @@ def test_numbers_or_density(browser, folder) -> None:
 def test_what_is_chosen_is_seen_on_every_kind(browser, folder) -> None:
     with Opened(browser, folder, "player.html") as opened:
         shades = opened.page.evaluate("MM.orders.shades")
-        fills = [fill for kinds in shades.values() for of in kinds.values() for fill, _ in of]
+        fills = [fill for kinds in shades.values() for of in kinds.values() for fill, *_ in of]
         for scheme in ("light", "dark"):
             opened.page.emulate_media(color_scheme=scheme)
             opened.page.wait_for_timeout(50)

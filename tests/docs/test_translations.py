@@ -1,0 +1,35 @@
+"""Ready for languages: a page says which text it was made from, and older translations are found."""
+
+import re
+from pathlib import Path
+
+import translations
+
+
+def test_a_page_says_which_text_it_was_made_from(site: Path):
+    for page in ("index.md", "tour/one-f-one-b.md", "symptoms/hang.md", "glossary.md"):
+        html = (site / page.replace(".md", ".html")).read_text()
+        said = re.search(r'name="minimegatron:made-from" content="(\S+) (\w+)"', html)
+        assert said.groups() == (page, translations.made_from(page))
+    assert "made-from" not in (site / "source" / "index.html").read_text()
+
+
+def test_older_translations_are_found(tmp_path: Path):
+    for name, text in {"a.md": "one", "b.md": "two", "c.md": "three", "d.md": "four"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "zh").mkdir()
+    head = "---\ntitle: x\nmade_from: {}\n---\n\n# x\n"
+    (tmp_path / "zh" / "a.md").write_text(head.format(translations.digest("one")))
+    (tmp_path / "zh" / "b.md").write_text(head.format(translations.digest("two, before")))
+    (tmp_path / "zh" / "c.md").write_text("# x\n")
+    assert translations.to_do("zh", tmp_path) == {
+        "b.md": "of an older text",
+        "c.md": "says not which text it is of",
+        "d.md": "missing",
+    }
+
+
+def test_pages_written_by_hand():
+    found = translations.pages()
+    assert {"index.md", "tour/index.md", "problems/p2p.md", "glossary.md"} <= {*found}
+    assert not any(page.startswith(("tools/", "zh/")) for page in found)
