@@ -83,7 +83,10 @@
         if (Number.isFinite(value) && value >= 0 && value <= 1e6) this.set(key, value);
       } });
       const isOptional = ["cap", "bi", "bw"].includes(key);
-      this.fields[key] = { show: () => { if (document.activeElement !== input) input.value = isOptional && !this.state[key] ? "" : this.state[key]; } };
+      this.fields[key] = { show: () => {
+        if (key === "bi" || key === "bw") input.placeholder = this.state.b / 2; // half of a backward, unless said otherwise
+        if (document.activeElement !== input) input.value = isOptional && !this.state[key] ? "" : this.state[key];
+      } };
       return MM.field(say(`control.${key}`), input, letter);
     }
 

@@ -288,6 +288,8 @@ def test_a_phone(browser, folder, name) -> None:
 def test_the_address_holds_the_state(browser, folder) -> None:
     with Opened(browser, folder, "player.html") as opened:
         opened.page.get_by_role("radio", name="Interleaved").check()
+        timeline = opened.page.locator(".mmp-timeline")
+        expect(timeline).to_have_attribute("aria-label", re.compile("Interleaved 1F1B"))
         opened.page.get_by_role("slider", name="Microbatches").press("ArrowRight")
         opened.page.locator(".mmp-timeline").press("Home")
         opened.address_has("player.at=")
