@@ -30,7 +30,7 @@ def clone_lines(url: str) -> str:
 
 def address_words(url: str) -> str:
     """What stands below the lines where they cannot name the address."""
-    return "" if url else "ADDRESS: of the repository; whoever gave you this site knows it."
+    return "" if url else "ADDRESS: the repository's; ask whoever gave you this site."
 
 
 def repository_link(url: str, up: str) -> str:

@@ -100,6 +100,11 @@ def test_the_index_shows_the_sums(site, package):
         assert words(text).count(tour.time_words(tour.minutes_of_route(route, package))) >= 2
 
 
+def test_the_exam_is_offered_where_the_tour_ends(site):
+    for page in (PAGES[-1].page, "index"):
+        assert "../exam.html" in links((site / "tour" / f"{page}.html").read_text())
+
+
 # -- The chain --
 
 
