@@ -39,7 +39,7 @@ from package import ROOT, Package, Place
 from problems import problems_of
 from prose import is_line
 from quotes import quote_html, read_quote
-from repository import clone_lines, repository_link, repository_url
+from repository import address_words, clone_lines, repository_link, repository_url
 from stash import Stash
 from tour import Page, minutes_of_route, page_of, read_routes, time_words
 
@@ -232,7 +232,8 @@ class Macros:
     # -- The repository --
 
     def block_clone(self, _: str) -> str:
-        return f"```console\n{clone_lines(repository_url())}\n```\n"
+        url = repository_url()
+        return f"```console\n{clone_lines(url)}\n```\n\n{address_words(url)}\n"
 
     def inline_repository_link(self, _: str) -> str:
         return repository_link(repository_url(), self.up)

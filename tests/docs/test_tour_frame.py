@@ -100,6 +100,11 @@ def test_the_index_shows_the_sums(site, package):
         assert words(text).count(tour.time_words(tour.minutes_of_route(route, package))) >= 2
 
 
+def test_the_exam_is_offered_where_the_tour_ends(site):
+    for page in (PAGES[-1].page, "index"):
+        assert "../exam.html" in links((site / "tour" / f"{page}.html").read_text())
+
+
 # -- The chain --
 
 
@@ -274,7 +279,9 @@ def test_home_says_first_what_it_is(browser, address, size):
         assert anchors.nth(0).get_attribute("href") == "tour/train-step.html"
         command = go.locator("pre")
         assert "git clone" in command.inner_text() and "make demo" in command.inner_text()
-        for element in [lead, command, *(anchors.nth(i) for i in range(3))]:
+        told = go.locator("p").filter(has_text="ADDRESS:")
+        assert told.count() == ("ADDRESS" in command.inner_text())
+        for element in [lead, command, *told.all(), *(anchors.nth(i) for i in range(3))]:
             box = element.bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= width
             assert box["y"] + box["height"] <= height
@@ -297,6 +304,7 @@ def test_where_the_repository_is(package, monkeypatch):
     text = macros.expand("{{ clone }}\n\nx {{ repository_link }}")
     assert "$ git clone https://host.example/group/minimegatron\n$ cd minimegatron" in text
     assert "[Repository](https://host.example/group/minimegatron)" in text
+    assert "ADDRESS" not in text and "ADDRESS: " in repository.address_words("")
     monkeypatch.delenv("REPOSITORY_URL")
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
     assert repository.repository_url() == urls.get("Repository", "")
