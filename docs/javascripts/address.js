@@ -19,7 +19,7 @@
       const isFine = text.trim() !== "" && Number.isFinite(value) && value >= min && value <= max && (!whole || Number.isInteger(value));
       return isFine ? value : refuse(MM.say(whole ? "address.whole" : "address.number", { min, max }));
     },
-    one: (values) => (text) => (values().includes(text) ? text : refuse(MM.say("address.one", { values: values().join(", ") }))),
+    one: (values) => (text) => (values().includes(text) ? text : refuse(MM.say("address.one", { values: values().filter(Boolean).join(", ") }))),
     flag: (text) => (["0", "1", ""].includes(text) ? (text === "0" ? 0 : 1) : refuse(MM.say("address.flag"))),
     words: (pattern) => (text) => (pattern.test(text) ? text : refuse(MM.say("address.words"))),
   };
@@ -44,7 +44,8 @@
 
     // {values: {name: value}, faults: [words]}: of what the address has for this widget.
     read() {
-      const words = Address.words(), values = {}, faults = [];
+      const words = Address.words(), values = {}, faults = [], own = `${this.name}.`;
+      for (const key of words.keys()) if (key.startsWith(own) && !(key.slice(own.length) in this.checks)) faults.push(MM.say("address.unknown", { name: key.slice(0, 60) }));
       for (const [name, check] of Object.entries(this.checks)) {
         const text = words.get(`${this.name}.${name}`) ?? (this.isFirst ? words.get(name) : null);
         if (text === null) continue;
@@ -63,7 +64,7 @@
       for (const key of [...words.keys()]) if (key.startsWith(`${this.name}.`) || (this.isFirst && key in this.checks)) words.delete(key);
       for (const [name, value] of Object.entries(values)) words.set(`${this.name}.${name}`, value);
       // Colons, commas and brackets of ids are legal in a fragment, and easier to read so.
-      return `#${String(words).replaceAll("%3A", ":").replaceAll("%2C", ",").replaceAll("%3E", ">").replaceAll("%26", "%26")}`;
+      return `#${String(words).replaceAll("%3A", ":").replaceAll("%2C", ",").replaceAll("%3E", ">").replaceAll("%7C", "|")}`;
     }
 
     link(values) {

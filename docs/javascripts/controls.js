@@ -44,7 +44,11 @@
         v: this.choice("v"),
         G: this.choice("G"),
       };
-      this.element = make("div", { class: "mmp-controls" }, this.schedules, ...["p", "M", "v", "G"].map((key) => this.fields[key].element));
+      this.compare = make("select", { onchange: () => set("vs", this.compare.value) }, make("option", { value: "" }, say("control.vs.none")),
+        ...MM.schedules().map((value) => make("option", { value }, MM.orders.names[value])));
+      const comparison = isSmall ? null : MM.field(say("control.vs"), this.compare);
+      comparison?.classList.add("mmp-spoiler");
+      this.element = make("div", { class: "mmp-controls" }, this.schedules, ...["p", "M", "v", "G"].map((key) => this.fields[key].element), comparison);
       this.balance = make("div", { class: "mmp-balance", role: "group", "aria-label": say("control.balance") });
       this.more = isSmall ? null : this.buildMore();
     }
@@ -56,13 +60,11 @@
       this.overlap = this.flag("overlap");
       this.link = this.select("link", [["both", say("control.link.both")], ["buffered", say("control.link.buffered")]]);
       this.pair = this.select("pair", [["sum", say("control.pair.sum")], ["max", say("control.pair.max")]]);
-      this.compare = make("select", { onchange: () => set("vs", this.compare.value) }, make("option", { value: "" }, say("control.vs.none")),
-        ...MM.schedules().map((value) => make("option", { value }, MM.orders.names[value])));
       this.messages = this.flag("messages");
       this.split = make("div", { class: "mmp-grid" }, this.number("bi"), this.number("bw"), MM.field(say("control.pair"), this.pair));
       return make("details", { class: "mmp-more" }, make("summary", {}, say("control.more")),
         make("div", { class: "mmp-grid" }, this.number("f", "f"), this.number("b", "b"), this.number("c", null, "0.05"),
-          MM.field(say("control.link"), this.link), this.number("cap", null, "1"), MM.field(say("control.vs"), this.compare),
+          MM.field(say("control.link"), this.link), this.number("cap", null, "1"),
           this.messages.element, this.overlap.element),
         this.split, this.balance);
     }
@@ -121,24 +123,32 @@
     }
 
     // Moves the sizes to the nearest ones that the planner has a plan for. Returns words on what moved.
-    settle() {
+    // `asked`: what an address has asked for; of the rest, a reader who changes one size does not hear.
+    settle(asked = {}) {
       const { state } = this, moved = [];
       let list = this.offersNow();
-      const keep = (key, isTold = true) => {
+      const keep = (key, isTold = key in asked) => {
         const values = distinct(list, key), value = nearest(values, state[key]);
         if (value !== state[key] && isTold) moved.push(say("control.moved", { name: say(`control.${key}`), asked: state[key], value }));
         state[key] = value;
         list = list.filter((offer) => offer[key] === value);
       };
-      keep("p");
+      keep("p", true);
       const isLooped = MM.hasChunks(state.schedule) && state.p > 1;
-      if (!isLooped) Object.assign(state, { v: 1, G: 0, overlap: 0 });
-      keep("v", isLooped && state.v > 1);
-      keep("M");
+      if (!isLooped) {
+        if ((state.v > 1 && "v" in asked) || (state.overlap && "overlap" in asked)) moved.push(say("control.one", { name: MM.orders.names[state.schedule] }));
+        Object.assign(state, { v: 1, G: 0, overlap: 0 });
+      }
+      if (state.balance && state.balance.split(",").length !== state.p) {
+        moved.push(say("control.balance.length", { n: state.balance.split(",").length, p: state.p }));
+        state.balance = "";
+      }
+      keep("v");
+      keep("M", true);
       if (isLooped && !state.G) state.G = state.p;
-      keep("G", false);
+      keep("G");
       this.canOverlap = list.some((offer) => offer.overlap);
-      keep("overlap", false);
+      keep("overlap");
       return moved.join(" ");
     }
 

@@ -9,7 +9,7 @@
 //           {kind: "ghost", bars: [bar]}: thin, the plan beside a run
 //   a bar: {s, l, id, parts: [{kind, chunk, mb}]}: a pair has two parts, one above the other
 //   a strip: {kind: "held" or "owed", points: [[time, count]], most, cap}
-// What is marked: {t, chosen, hover, related: Set, faded: function of a bar, path: [{track, s, e}],
+// What is marked: {t, chosen, hover, related: Set, faded: function of a bar, paths: [[{track, s, e}]],
 // lines: [{a: {track, t}, b: {track, t}, isFaint}], hideFrom, ask: {track, t}}.
 
 (() => {
@@ -45,7 +45,9 @@
     layout.bottom = y;
     layout.height = y + AXIS;
     layout.scale = (layout.chart * zoom) / (view.span || 1);
-    layout.isDense = averageBar(view) * layout.scale < LEAST_BAR;
+    const average = averageBar(view);
+    layout.period = 2 * average; // of the steady state: a forward and a backward
+    layout.isDense = average * layout.scale < LEAST_BAR;
     return layout;
   }
 
@@ -67,7 +69,7 @@
       (track.strips ?? []).forEach((strip, stripNumber) => drawStrip(look, strip, place.strips[stripNumber]));
     });
     drawLines(look);
-    if (marks.path?.length) drawPath(look, marks.path);
+    for (const path of marks.paths ?? []) if (path.length) drawPath(look, path);
     drawAxis(look);
     if (marks.ask) drawQuestion(look);
     if (marks.t !== null) pen.line(look.x(marks.t), TOP - 4, look.x(marks.t), layout.bottom, colours.mark, 1.5);
@@ -155,8 +157,10 @@
 
   // How much of each stretch of time each kind of work takes, from below; the rest is idle.
   function drawDensity(look, lane, y, height) {
-    const { pen, layout, marks, shades, scale, from, x } = look;
-    const count = Math.ceil(layout.chart / BIN), perBin = BIN / scale;
+    const { pen, layout, marks, shades, scale, from, to, x } = look;
+    // Whole periods of the schedule: other stretches would show waves that are not there.
+    const perBin = layout.period * Math.ceil(BIN / scale / layout.period), begun = Math.floor(from / perBin) * perBin;
+    const count = Math.ceil((to - begun) / perBin);
     const kinds = new Map();
     for (const bar of lane.bars) {
       if (!isSeen(look, bar) || marks.hideFrom?.(bar) || (marks.t !== null && bar.s >= marks.t)) continue;
@@ -164,9 +168,9 @@
         let bins = kinds.get(part.kind);
         if (!bins) kinds.set(part.kind, (bins = new Float32Array(count)));
         const end = marks.t === null ? bar.s + bar.l : Math.min(bar.s + bar.l, marks.t);
-        const share = 1 / bar.parts.length, first = Math.max(0, Math.floor((bar.s - from) / perBin)), last = Math.min(count - 1, Math.floor((end - from) / perBin));
+        const share = 1 / bar.parts.length, first = Math.max(0, Math.floor((bar.s - begun) / perBin)), last = Math.min(count - 1, Math.floor((end - begun) / perBin));
         for (let bin = first; bin <= last; bin++) {
-          const begin = from + bin * perBin;
+          const begin = begun + bin * perBin;
           bins[bin] += (share * Math.max(0, Math.min(end, begin + perBin) - Math.max(bar.s, begin))) / perBin;
         }
       }
@@ -176,10 +180,10 @@
     const letters = [...kinds.keys()].sort((a, b) => Object.keys(shades).indexOf(a) - Object.keys(shades).indexOf(b));
     for (let bin = 0; bin < count; bin++) {
       let base = y + height;
-      const width = Math.min(BIN, layout.chart - bin * BIN);
+      const left = Math.max(x(begun + bin * perBin), layout.names), right = Math.min(x(begun + (bin + 1) * perBin), layout.names + layout.chart);
       for (const letter of letters) {
         const tall = Math.min(kinds.get(letter)[bin], 1) * height;
-        if (tall > 0.05) pen.rect(layout.names + bin * BIN, (base -= tall), width, tall, shades[letter][0][0]);
+        if (tall > 0.05) pen.rect(left, (base -= tall), right - left, tall, shades[letter][0][0]);
       }
     }
     for (const cell of [...lane.bars, ...lane.gaps])
@@ -280,7 +284,9 @@
     if (number < 0 || px < layout.names) return null;
     const { lanes } = view.tracks[number], places = layout.tracks[number].lanes;
     let lane = lanes[0];
-    lanes.forEach((other, place) => { if (other.kind !== "ghost" && py >= places[place].y && py <= places[place].y + places[place].height) lane = other; });
+    // A finger finds a thin lane also a little below it.
+    const below = reach > 10 ? 14 : 0;
+    lanes.forEach((other, place) => { if (other.kind !== "ghost" && py >= places[place].y && py <= places[place].y + places[place].height + below) lane = other; });
     const time = (px - layout.names + scroll) / layout.scale;
     let best = null, least = reach / layout.scale;
     for (const cell of [...lane.bars, ...(lane.gaps ?? [])]) {
@@ -295,7 +301,7 @@
   function minimap(pen, view, width, height, colours, shades, { from, to, names }) {
     const scale = (width - names) / (view.span || 1), pitch = height / view.tracks.length;
     view.tracks.forEach((track, number) => {
-      const look = { pen, view, marks: { t: null }, colours, shades, scale, from: 0, to: view.span, x: (time) => names + time * scale, layout: { names, chart: width - names } };
+      const look = { pen, view, marks: { t: null }, colours, shades, scale, from: 0, to: view.span, x: (time) => names + time * scale, layout: { names, chart: width - names, period: 2 * averageBar(view) } };
       drawDensity(look, { bars: track.lanes[0].bars, gaps: [] }, number * pitch, Math.max(pitch - 1, 1));
     });
     pen.rect(names, 0, from * scale, height, colours.paper, 0.65);

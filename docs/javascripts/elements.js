@@ -137,6 +137,12 @@
     }
   };
 
+  // Where a microbatch is followed, Play follows it on.
+  MM.playFollows = function playFollows(widget) {
+    const play = widget.clock.play.bind(widget.clock);
+    widget.clock.play = (now) => (widget.following ? widget.following.toggle() : play(now));
+  };
+
   MM.transport = function transport({ clock, seek, step }) {
     const play = make("button", { type: "button", class: "mmp-play", onclick: () => clock.toggle(bar.now()) });
     const scrub = make("input", { type: "range", min: 0, max: 1000, value: 1000, class: "mmp-scrub", "aria-label": MM.say("transport.time"),

@@ -6,6 +6,7 @@
   const MM = (globalThis.MM ||= {});
   const make = MM.make, say = (...words) => MM.say(...words), { number, phase } = MM.words;
   const SHOWN = 6; // links of a causal chain that are shown at once
+  const heading = (words) => make("h3", { "aria-level": 2 }, words);
 
   MM.Explanation = class Explanation {
     // `choose(id)` chooses something in the timeline; `follow(mb, scene)` starts to follow a microbatch.
@@ -60,7 +61,13 @@
         { what: say(m.activation ? "payload.activation" : "payload.gradient"), unit: `${m.mb}${scene.hasChunks ? `.${m.chunk}` : ""}`, peer: m.peer })).join("; ");
     }
 
-    // -- For the inspector: {content, related: ids, path, lines} --
+    // While something is to be predicted: what it is and when, not what comes of it.
+    shortDetails(id) {
+      const { title, lines } = this.describe(id);
+      return { related: new Set(), paths: null, lines: [], content: [heading(title), ...lines.map((line) => make("p", {}, line))] };
+    }
+
+    // -- For the inspector: {content, related: ids, paths, lines} --
 
     details(id) {
       const { scene, action, gap, message } = this.parse(id);
@@ -78,8 +85,8 @@
 
     gapDetails(scene, gap) {
       const chain = scene.causalChain(gap), related = new Set(chain.slice(-2).map((action) => scene.idOf(action)));
-      return { related, path: scene.path(chain), lines: [], content: [
-        make("h3", {}, say("gap.head", { rank: gap.rank, time: number(gap.end - gap.start) })),
+      return { related, paths: [scene.path(chain)], lines: [], content: [
+        heading(say("gap.head", { rank: gap.rank, time: number(gap.end - gap.start) })),
         make("p", {}, this.gapWords(scene, gap)),
         gap.waitsFor ? make("p", {}, ...MM.sentence("goto", { where: this.jump(scene, scene.at(gap.waitsFor)) })) : null,
         ...this.chainList(scene, chain, gap),
@@ -98,13 +105,13 @@
       const items = chain.map(item), hidden = items.slice(1, -(SHOWN - 1));
       const list = (some) => make("ol", { class: "mmp-causes" }, ...some);
       const shown = hidden.length < 2 ? [list(items)] : [list([items[0]]), make("details", {}, make("summary", {}, say("chain.between", { n: hidden.length })), list(hidden)), list(items.slice(-(SHOWN - 1)))];
-      return [make("h4", {}, say(gap.before === null ? "chain.title.end" : "chain.title")), ...shown];
+      return [make("h4", { "aria-level": 3 }, say(gap.before === null ? "chain.title.end" : "chain.title")), ...shown];
     }
 
     messageDetails(scene, m) {
       const call = scene.plan.ranks[m.from][m.sent], other = scene.plan.ranks[m.to][m.received];
-      return { related: new Set(), path: null, lines: this.lineOf(scene, m), content: [
-        make("h3", {}, this.messageTitle(scene, m)),
+      return { related: new Set(), paths: null, lines: this.lineOf(scene, m), content: [
+        heading(this.messageTitle(scene, m)),
         make("p", {}, say(m.end > m.start ? "message.takes" : "message.free", { start: number(m.start), end: number(m.end) }), m.start > m.asked ? ` ${say("message.waited", { time: number(m.start - m.asked) })}` : ""),
         make("dl", { class: "mmp-facts" }, make("dt", {}, say("message.sender")), make("dd", {}, MM.code(call.call)), make("dt", {}, say("message.receiver")), make("dd", {}, MM.code(other.call))),
         this.follower(scene, m.mb), ...this.chainOfCall(scene, call),
@@ -123,8 +130,8 @@
       needs.forEach((other) => line(other, action));
       feeds.forEach((other) => line(action, other));
       const gap = scene.gapBefore(action);
-      return { related, lines, path: null, content: [
-        make("h3", {}, scene.words(action)),
+      return { related, lines, paths: null, content: [
+        heading(scene.words(action)),
         make("p", {}, `${this.times(scene, action)}. `, gap ? `${say("idle.before", { time: number(gap.end - gap.start) })} ${this.gapWords(scene, gap)} ` : say("idle.none"),
           gap ? make("button", { type: "button", class: "mmp-link", onclick: () => this.choose(scene.prefix + gap.id) }, say("idle.chain")) : null),
         make("dl", { class: "mmp-facts" },
@@ -179,7 +186,8 @@
     narrate(scene, { kind, action, message }) {
       if (kind === "message") {
         const call = scene.plan.ranks[message.from][message.sent];
-        return { words: say(message.activation ? "route.activation" : "route.gradient", { from: message.from, to: message.to, call: call.call, start: number(message.start), end: number(message.end) }), frames: this.chainOf(scene, call) };
+        const name = `${message.activation ? "route.activation" : "route.gradient"}${message.end > message.start ? "" : ".free"}`;
+        return { words: say(name, { from: message.from, to: message.to, call: call.call, start: number(message.start), end: number(message.end) }), frames: this.chainOf(scene, call) };
       }
       const gap = scene.gapBefore(action), needs = MM.engine.needs(scene.plan, action).filter((other) => other.rank !== action.rank);
       const names = MM.engine.partsOf(action).map((part) => scene.plan.kinds[part.kind].name);
@@ -199,7 +207,7 @@
         const rows = work.map((a) => [number(step.startOf(a)), number(step.endOf(a)), scene.name(a), phase(a.phase), gaps.has(a.index) ? this.gapWords(scene, gaps.get(a.index)) : ""]);
         if (last) rows.push([number(last.start), number(last.end), say("legend.idle"), "", this.gapWords(scene, last)]);
         const caption = say("table.caption", { rank, idle: number(step.idle[rank]), peak: step.peaks[rank] });
-        return MM.tableOf(scene.prefix ? `${scene.title}: ${caption}` : caption, ["start", "end", "action", "phase", "idle"].map((name) => say(`table.${name}`)), rows);
+        return MM.tableOf(this.scenes().length > 1 ? `${scene.title}: ${caption}` : caption, ["start", "end", "action", "phase", "idle"].map((name) => say(`table.${name}`)), rows);
       }));
     }
   };

@@ -32,7 +32,7 @@
     figures.replaceChildren(...scenes.flatMap((scene) => {
       const list = make("dl", { class: "mmp-figures" });
       MM.figures(list, entries(scene, state));
-      return scenes.length > 1 ? [make("h4", { class: "mmp-figurehead" }, scene.title), list] : [list];
+      return scenes.length > 1 ? [make("h4", { class: "mmp-figurehead", "aria-level": 3 }, scene.title), list] : [list];
     }));
     if (scenes.length < 2) return;
     const [one, other] = scenes.map(({ step }) => step), names = scenes.map(({ title }) => title.split(",")[0]);
@@ -44,7 +44,7 @@
   MM.swatch = function swatch(element, colours) {
     const fill = element.style.backgroundColor;
     if (fill) return fill.startsWith("rgb") ? hex(fill) : fill;
-    return { "mmp-idle": "idle", "mmp-held": colours.held, "mmp-owed": colours.owed, "mmp-transferred": colours.transfer, "mmp-critical": colours.mark }[element.className] ?? colours.held;
+    return { "mmp-idle": "idle", "mmp-held": colours.held, "mmp-owed": colours.owed, "mmp-transferred": colours.transfer, "mmp-critical": colours.mark, "mmp-cap": colours.over }[element.className] ?? colours.held;
   };
 
   const hex = (rgb) => `#${rgb.match(/\d+/g).slice(0, 3).map((value) => Number(value).toString(16).padStart(2, "0")).join("")}`;

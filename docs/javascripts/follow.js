@@ -9,22 +9,28 @@
 
   MM.Follow = class Follow {
     // `scene`: route(mb), has(bar, mb), track(rank); `narrate(step)` -> {words, frames}; `numbers`: how many
-    // microbatches there are; `show(step, content, name of the button in
-    // use)` puts a step on the screen; `ended()` when it is over.
+    // microbatches there are; `show(step, content)` puts a step on the screen; `ended()` when it is over.
     constructor({ scene, numbers, narrate, show, ended }) {
       Object.assign(this, { scene, numbers, narrate, show, ended });
     }
 
     begin(mb, place = 0) {
       this.mb = mb;
+      this.wanted ??= "on";
       this.route = this.scene.route(mb);
       this.go(place);
+    }
+
+    // One on or one back, by a key or a button outside.
+    move(steps) {
+      this.stop();
+      this.go(this.place + steps);
     }
 
     go(place) {
       this.place = Math.max(0, Math.min(place, this.route.length - 1));
       const step = this.route[this.place];
-      if (step) this.show(step, this.content(step), this.wanted);
+      if (step) this.show(step, this.content(step));
     }
 
     // Stays on the button that was pressed, so that it can be pressed again.
@@ -35,15 +41,15 @@
 
     content(step) {
       const { words, frames } = this.narrate(step), isLast = this.place === this.route.length - 1;
-      const button = (name, act, disabled = false) => make("button", { type: "button", "data-name": name, disabled, onclick: () => this.press(name, act) }, MM.say(`follow.${name}`));
-      const select = make("select", { onchange: () => { this.stop(); this.begin(Number(select.value)); } },
+      const button = (name, act, disabled = false, words = name) => make("button", { type: "button", "data-name": name, disabled, onclick: () => this.press(name, act) }, MM.say(`follow.${words}`));
+      const select = make("select", { "data-name": "mb", onchange: () => this.press("mb", () => { this.stop(); this.begin(Number(select.value)); }) },
         ...Array.from({ length: this.numbers }, (_, mb) => make("option", { value: mb, selected: mb === this.mb }, String(mb))));
       return [
         make("div", { class: "mmp-followhead" }, MM.field(MM.say("follow.mb"), select), make("b", {}, MM.say("follow.place", { place: this.place + 1, n: this.route.length }))),
-        make("p", { class: "mmp-narration", role: "status" }, words),
+        make("p", { class: "mmp-narration" }, words),
         frames ? MM.sourceLine(frames, MM.base) : null,
-        make("div", { class: "mmp-tools" }, button("back", () => { this.stop(); this.go(this.place - 1); }, this.place === 0),
-          button("on", () => { this.stop(); this.go(this.place + 1); }, isLast), button(this.timer ? "stop" : "run", () => this.toggle()), button("end", () => this.end())),
+        make("div", { class: "mmp-tools" }, button("back", () => this.move(-1), this.place === 0),
+          button("on", () => this.move(1), isLast), button("run", () => this.toggle(), false, this.timer ? "stop" : "run"), button("end", () => this.end())),
       ];
     }
 
@@ -69,6 +75,12 @@
     end() {
       this.stop();
       this.ended();
+    }
+
+    // Puts the focus where it was: on the button that was pressed, or on its neighbour.
+    focus(body) {
+      const named = (name) => body.querySelector(`[data-name=${name}]:not(:disabled)`);
+      (named(this.wanted) ?? named("back") ?? named("on"))?.focus({ preventScroll: true });
     }
 
     isFaded(bar) {

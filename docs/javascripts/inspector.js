@@ -15,13 +15,16 @@
       this.body = make("div", { class: "mmp-inspector-body", tabindex: "-1" });
       this.element = make("section", { class: `mmp-inspector ${isInline ? "mmp-inline-inspector" : ""}`, "aria-label": MM.say("inspector.name"), hidden: !isInline,
         onkeydown: (event) => this.key(event) },
-        isInline ? null : make("button", { type: "button", class: "mmp-close", "aria-label": MM.say("inspector.close"), onclick: () => this.dismiss() }, "×"), this.body);
+        isInline ? null : make("button", { type: "button", class: "mmp-close", "aria-label": MM.say("inspector.close"), onclick: () => this.leave() }, "×"), this.body);
       addEventListener("resize", () => this.place());
     }
 
     show(...content) {
+      const hadFocus = this.element.contains(document.activeElement);
       this.body.replaceChildren(...content.flat().filter(Boolean));
-      this.body.scrollTop = 0;
+      this.element.scrollTop = 0;
+      // Who has pressed a button in here goes on in here.
+      if (hadFocus && !this.element.contains(document.activeElement)) this.body.focus({ preventScroll: true });
       if (opened !== this && !this.isInline) {
         opened?.dismiss();
         opened = this;
@@ -55,8 +58,12 @@
     key(event) {
       if (event.key !== "Escape" || this.isInline) return;
       event.stopPropagation();
+      this.leave();
+    }
+
+    leave() {
       this.dismiss();
-      this.root.querySelector(".mmp-timeline")?.focus();
+      this.root.querySelector(".mmp-timeline")?.focus({ preventScroll: true });
     }
 
     // Beside the widget: what it would cover of it, the widget gives up.
@@ -71,14 +78,13 @@
       if (room > 0) this.root.style.setProperty("--mmp-room", `${Math.ceil(room)}px`);
     }
 
-    // On a narrow screen the choice must not lie beneath the sheet that explains it.
+    // The choice must neither be off the screen nor lie beneath the sheet that explains it.
     uncover() {
-      if (this.isInline || this.isDocked) return;
-      const box = this.chosenBox();
+      const box = this.isInline ? null : this.chosenBox();
       if (!box) return;
-      const top = this.element.getBoundingClientRect().top, header = document.querySelector(".md-header")?.offsetHeight ?? 0;
-      if (box.bottom > top - 8) scrollBy({ top: box.bottom - top + 16, behavior: "instant" });
-      else if (box.top < header) scrollBy({ top: box.top - header - 16, behavior: "instant" });
+      const bottom = this.isDocked ? innerHeight : this.element.getBoundingClientRect().top, header = document.querySelector(".md-header")?.offsetHeight ?? 0;
+      if (box.bottom > bottom - 8) scrollBy({ top: box.bottom - bottom + 24, behavior: "instant" });
+      else if (box.top < header + 8) scrollBy({ top: box.top - header - 16, behavior: "instant" });
     }
   };
 })();

@@ -6,6 +6,7 @@
 
   // -- Colours: the site's own, read once per colour scheme --
 
+  // Also those of paper, for files.
   const FALLBACK = {
     ink: "#1c2733", quiet: "#57636f", paper: "#ffffff", track: "#edf0f3", hatch: "#c0c9d1", rule: "#cfd6dd",
     mark: "#c2185b", transfer: "#9b4d86", held: "#6d7f90", owed: "#8a5a9e", over: "#b3261e", outer: "#10151b", inner: "#ffffff",
@@ -125,12 +126,12 @@
       foot.text(x + 24, y, words, { size: 12, align: "left", fill: colours.quiet });
       x += length;
     }
-    lines.forEach((line) => foot.text(24, (y += 20), line, { size: 12, align: "left", fill: colours.quiet }));
+    for (const line of lines) for (const piece of line.match(/.{1,130}(\s|$)|\S{1,130}/g) ?? []) foot.text(24, (y += 20), piece, { size: 12, align: "left", fill: colours.quiet });
     const height = y + 20;
     return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif" style="font-variant-numeric: tabular-nums" role="img">` +
       `<title>${escape(title)}</title><defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" stroke="${colours.hatch}" stroke-width="2"/></pattern></defs>` +
       `<rect width="${width}" height="${height}" fill="${colours.paper}"/>${foot.parts.join("")}<g transform="translate(24 50)">${pen.parts.join("")}</g></svg>\n`;
   }
 
-  MM.painters = { readColours, canvasPainter, svgPainter, svgFile };
+  MM.painters = { PAPER: FALLBACK, readColours, canvasPainter, svgPainter, svgFile };
 })();

@@ -31,7 +31,7 @@
       const id = check.words(/^\d+[:>][\w.:&#<>?-]+$/);
       this.address = new MM.Address("replay", {
         recording: check.one(() => Object.keys(MM.links.recordings)), pipeline: check.number({ min: 0, max: 1000, whole: true }), at: id, call: id,
-        follow: check.number({ min: 0, max: 127, whole: true }), t: check.number({ min: 0, max: 1e12 }), messages: check.flag, plan: check.flag,
+        follow: check.number({ min: 0, max: 127, whole: true }), step: check.number({ min: 0, max: 10000, whole: true }), t: check.number({ min: 0, max: 1e12 }), messages: check.flag, plan: check.flag,
       }, options.isFirst);
       root.id ||= this.address.name;
       this.build();
@@ -63,11 +63,12 @@
       this.showMessages = make("input", { type: "checkbox", onchange: () => this.redraw() });
       this.timeline = new MM.Timeline({
         label: say("replay.name"), describe: (id) => this.describe(id), choose: (id) => this.chosen(id),
-        keys: { " ": () => this.clock.toggle(this.timeline.marks.t), ".": () => this.stepBy(1), ",": () => this.stepBy(-1), Enter: () => this.inspector.body.focus() },
+        intercept: (key) => this.followKey(key), keys: { " ": () => this.clock.toggle(this.timeline.marks.t), ".": () => this.stepBy(1), ",": () => this.stepBy(-1), Enter: () => this.inspector.body.focus() },
       });
       this.inspector = new MM.Inspector({ root: this.root, isInline: false, close: () => this.dismissed(), chosenBox: () => this.chosenBox() });
-      this.clock = new MM.Clock({ span: () => this.step.length, next: (t) => this.calls.find((c) => c.event.s > t + 0.01)?.event.s ?? this.step.length, tick: (t) => this.seek(t), changed: () => {} });
+      this.clock = new MM.Clock({ span: () => this.step.length, next: (t) => this.calls.find((c) => c.event.s > t + 0.01)?.event.s ?? this.step.length, tick: (t) => this.seek(t, true), changed: () => {} });
       this.clock.seconds = 30;
+      MM.playFollows(this);
       this.transport = MM.transport({ clock: this.clock, seek: (t) => this.seek(t), step: (direction) => this.stepBy(direction) });
       this.transport.now = () => this.timeline.marks.t;
       this.figures = make("dl", { class: "mmp-figures" });
@@ -81,7 +82,8 @@
       this.source = make("div", { class: "mmp-source" });
       const check = (input, name) => make("label", { class: "mmp-switch" }, input, ` ${say(name)}`);
       const tools = make("div", { class: "mmp-tools" }, make("button", { type: "button", onclick: () => this.follow(0) }, say("player.follow")), MM.copyLink(() => this.address.link(this.values())));
-      this.root.replaceChildren(make("div", { class: "mmp" },
+      this.printed = make("p", { class: "mmp-printed" }); // on paper there are no controls
+      this.root.replaceChildren(make("div", { class: "mmp" }, this.printed,
         make("div", { class: "mmp-controls" }, MM.field(say("replay.recording"), this.names), this.stepsField, MM.field(say("replay.grain"), this.grain),
           check(this.showPlan, "replay.plan"), check(this.showMessages, "replay.messages")),
         this.status, this.badge, this.timeline.element, make("div", { class: "mmp-bar" }, this.transport.element, this.timeline.zooms), this.legend, this.figures, tools,
@@ -99,7 +101,9 @@
       this.steps.replaceChildren(...this.data.steps.map((step, number) => make("option", { value: number }, step.label)));
       this.stepsField.hidden = this.data.steps.length < 2;
       this.showSource();
-      this.openStep(Math.min(asked.pipeline ?? 0, this.data.steps.length - 1), asked, faults);
+      const number = asked.pipeline ?? 0, last = this.data.steps.length - 1;
+      if (number > last) faults.push(say("player.none", { what: `pipeline = ${number}` }));
+      this.openStep(Math.min(number, last), asked, faults);
     }
 
     openStep(number, asked = {}, faults = []) {
@@ -108,9 +112,10 @@
       this.steps.value = String(number);
       this.step = this.data.steps[number];
       this.scene = new MM.RecordedScene(this.data, this.step, MM.links.kinds);
-      Object.assign(this.timeline.marks, { t: null, chosen: null, lines: [], path: null });
+      Object.assign(this.timeline.marks, { t: null, chosen: null, lines: [], paths: null });
       this.badge.replaceChildren(...(this.step.paced ? [make("span", { class: "mmp-badge" }, this.step.paced)] : []));
       this.badge.hidden = !this.step.paced;
+      this.printed.textContent = this.data.title;
       MM.figures(this.figures, this.step.figures.map(({ label, value, remark, bad }) => [label, value, MM.words.minus(remark), bad]));
       this.list();
       this.timeline.set(this.view(), this.scene.shades);
@@ -119,16 +124,20 @@
       this.goAsAsked(asked, faults);
     }
 
-    goAsAsked({ at, call, follow, t }, faults) {
-      const id = at ?? this.idOfOld(call), found = id && this.scene.find(id);
-      const said = [...faults, id && !found ? say("address.gone", { id }) : ""].filter(Boolean).join(" ");
+    goAsAsked({ at, call, follow, step = 0, t }, faults) {
+      const id = at ?? this.idOfOld(call), found = id && this.scene.find(id), last = this.step.ranks.length - 1;
+      const notes = [...faults, id && !found ? say("address.gone", { id, last }) : ""];
+      if (follow >= this.scene.numMicrobatches) notes.push(say("player.none", { what: `follow = ${follow}` }));
+      if (1000 * t > this.step.length) notes.push(say("player.none", { what: `t = ${t}` }));
+      const said = notes.filter(Boolean).join(" ");
       this.status.textContent = said;
       this.status.hidden = !said;
       this.current = null;
-      if (follow !== undefined) this.follow(Math.min(follow, this.scene.numMicrobatches - 1));
+      if (follow < this.scene.numMicrobatches) this.follow(follow, step);
       else if (found?.event) this.goTo(found);
       else if (found) this.timeline.choose(id, true);
-      else this.seek(t ?? 0.42 * this.step.length);
+      else this.seek(1000 * t <= this.step.length ? 1000 * t : 0.42 * this.step.length);
+      if (said && this.isMounted) this.writeAddress();
     }
 
     // Links of before named a call by its number in the recording.
@@ -168,12 +177,13 @@
       }
       entries.push([null, "mmp-idle", say("replay.waiting")], [null, "mmp-transferred", say("replay.transfer")], [null, "mmp-held", say("legend.held")]);
       if (this.showPlan.checked) entries.push([null, "mmp-thin", say("replay.thin")]);
+      if (this.showMessages.checked || this.following) entries.push([null, "mmp-transferred", say("legend.message")]);
       MM.legend(this.legend, entries);
     }
 
     describe(id) {
       const { rank, event, gap, message } = this.scene.find(id);
-      if (gap) return { title: say("gap.title", { rank, time: ms(gap.l) }), lines: [gap.x] };
+      if (gap) return { title: say("gap.title", { rank, time: ms(gap.l) }), lines: [gap.words] };
       if (message) return { title: message.x, lines: [say("span", { start: ms(message.a[2]), end: ms(message.b[2]) })] };
       const span = say("span", { start: ms(event.s), end: ms(event.s + event.l) });
       return { title: say("name.at", { rank, what: this.scene.name(event) }), lines: [`${span}: ${ms(event.l)}${event.ph ? `, ${MM.words.phase(event.ph)}` : ""}`] };
@@ -186,7 +196,7 @@
       if (found?.event) this.timeline.marks.t = found.event.s + Math.min(found.event.l / 2, 1);
       else if (found?.gap) this.timeline.marks.t = found.gap.s + found.gap.l / 2;
       else if (found?.message) this.timeline.marks.t = found.message.a[2];
-      this.timeline.marks.path = found?.gap ? this.scene.path(this.scene.causalChain(found)) : null;
+      this.timeline.marks.paths = found?.gap ? [this.scene.path(this.scene.causalChain(found))] : null;
       this.inspect(found);
       this.showMoment();
     }
@@ -194,7 +204,7 @@
     dismissed() {
       if (this.following) return this.following.end();
       this.current = null;
-      Object.assign(this.timeline.marks, { chosen: null, path: null });
+      Object.assign(this.timeline.marks, { chosen: null, paths: null });
       this.mark();
       this.writeAddress();
     }
@@ -206,15 +216,20 @@
 
     // -- Time --
 
-    seek(t) {
-      this.stopFollowing();
-      this.current = null;
-      this.inspector.hide();
-      Object.assign(this.timeline.marks, { chosen: null, path: null, t: Math.max(0, Math.min(t, this.step.length)) });
+    // What is chosen stays chosen while the run plays.
+    seek(t, isPlaying = false) {
+      this.timeline.marks.t = Math.max(0, Math.min(t, this.step.length));
+      if (!isPlaying) {
+        this.stopFollowing();
+        this.current = null;
+        this.inspector.hide();
+        Object.assign(this.timeline.marks, { chosen: null, paths: null });
+      }
       this.showMoment();
     }
 
     stepBy(direction) {
+      if (this.following) return this.following.move(direction);
       if (!Number.isFinite(direction)) return this.seek(direction > 0 ? this.step.length : 0);
       const t = this.timeline.marks.t ?? 0;
       let place = this.current ? this.calls.findIndex((c) => c.event === this.current.event) : -1;
@@ -232,8 +247,7 @@
 
     // -- What is going on at a moment --
 
-    showMoment() {
-      const { t } = this.timeline.marks;
+    showMoment(t = this.timeline.marks.t) {
       this.transport.show(t, say("time.of", { time: ms(t), span: ms(this.step.length) }));
       this.stacks.replaceChildren(...this.step.ranks.map((_, rank) => this.stackOf(rank, t)));
       const flying = this.scene.messages.filter((m) => m.a[2] <= t && t < m.b[2]);
@@ -263,7 +277,7 @@
       if (!found) return this.inspector.hide();
       const { rank, event, gap, message } = found;
       if (gap) this.inspector.show(...this.gapDetails(rank, gap));
-      else if (message) this.inspector.show(make("h3", {}, message.x), make("p", {}, say("replay.flight", { what: message.x, from: message.a[0], to: message.b[0], sent: ms(message.a[2]), there: ms(message.b[2]) })));
+      else if (message) this.inspector.show(...this.messageDetails(message));
       else this.inspector.show(...this.callDetails(rank, event));
     }
 
@@ -276,20 +290,42 @@
       const items = chain.map((at) => make("li", {}, this.jump(at), ` ${say("span", { start: ms(at.event.s), end: ms(at.event.s + at.event.l) })}`));
       const hidden = items.slice(1, -(SHOWN - 1)), list = (some) => make("ol", { class: "mmp-causes" }, ...some);
       const shown = hidden.length < 2 ? [list(items)] : [list([items[0]]), make("details", {}, make("summary", {}, say("chain.between", { n: hidden.length })), list(hidden)), list(items.slice(-(SHOWN - 1)))];
-      return [make("h3", {}, say("gap.head", { rank, time: ms(gap.l) })), make("p", {}, `${gap.x}.`),
+      return [make("h3", { "aria-level": 2 }, say("gap.head", { rank, time: ms(gap.l) })), make("p", {}, `${gap.words}.`),
         gap.f && cause ? make("p", {}, ...MM.sentence("goto", { where: this.jump(cause) })) : null,
-        ...(chain.length > 1 ? [make("h4", {}, say("chain.title")), ...shown] : []), cause ? MM.sourceLine(this.scene.frames(cause.event), MM.base) : null];
+        ...(chain.length > 1 ? [make("h4", { "aria-level": 3 }, say("chain.title")), ...shown] : []), cause ? MM.sourceLine(this.scene.frames(cause.event), MM.base) : null];
     }
 
     callDetails(rank, event) {
       const [name, url] = this.data.functions[event.f], isWork = this.scene.isWork(event), frames = this.scene.frames(event);
       const words = [say("replay.length", { length: ms(event.l), start: ms(event.s) }), MM.words.phase(event.ph), event.w || event.t ? say("replay.waited", { wait: ms(event.w || 0), transfer: ms(event.t || 0) }) : null].filter(Boolean);
       const gap = this.scene.gapBefore(rank, event), link = url ? make("a", { href: MM.base + url }, MM.code(name)) : MM.code(name);
-      return [make("h3", {}, ...MM.sentence("replay.head", { rank, call: link }), isWork ? `: ${this.scene.name(event)}` : ""),
-        make("p", {}, `${words.join(", ")}.`), gap ? make("p", {}, `${gap.x}. `, make("button", { type: "button", class: "mmp-link", onclick: () => this.timeline.choose(gap.id) }, say("idle.chain"))) : null,
+      return [make("h3", { "aria-level": 2 }, ...MM.sentence("replay.head", { rank, call: link }), isWork ? `: ${this.scene.name(event)}` : ""),
+        make("p", {}, `${words.join(", ")}.`), gap ? make("p", {}, `${gap.words}. `, make("button", { type: "button", class: "mmp-link", onclick: () => this.timeline.choose(gap.id) }, say("idle.chain"))) : null,
+        isWork ? this.edges(rank, event) : null,
         ...(event.x || []).map((word) => make("p", {}, this.data.words[word])), MM.sourceLine(frames, MM.base),
-        isWork ? make("p", {}, make("button", { type: "button", class: "mmp-follow", onclick: () => this.follow(event.m) }, say("follow.start", { mb: event.m }))) : null,
-        make("details", { class: "mmp-whole", open: innerWidth >= 1100 }, make("summary", {}, say("chain.calls", { n: frames.length })), MM.chain(frames, MM.base))];
+        isWork ? this.follower(event.m) : null, this.wholeChain(frames)];
+    }
+
+    // What work needed, and what needed it: as of a plan, from the messages that were really sent.
+    edges(rank, event) {
+      const jumps = (list, none) => (list.length ? list.flatMap((at, place) => [place ? ", " : "", this.jump(at)]) : [none]);
+      return make("dl", { class: "mmp-facts" }, make("dt", {}, say("needs")), make("dd", {}, ...jumps(this.scene.needs(rank, event), say("needs.data"))),
+        make("dt", {}, say("feeds")), make("dd", {}, ...jumps(this.scene.feeds(rank, event), say("feeds.optimizer"))));
+    }
+
+    follower(mb) {
+      return make("p", {}, make("button", { type: "button", class: "mmp-follow", onclick: () => this.follow(mb) }, say("follow.start", { mb })));
+    }
+
+    wholeChain(frames) {
+      return make("details", { class: "mmp-whole", open: innerWidth >= 1100 }, make("summary", {}, say("chain.calls", { n: frames.length })), MM.chain(frames, MM.base));
+    }
+
+    messageDetails(message) {
+      const [from, to] = [message.a, message.b].map(([rank, index]) => this.scene.at([rank, index])), frames = from ? this.scene.frames(from.event) : null;
+      return [make("h3", { "aria-level": 2 }, say("replay.message", { what: message.x, from: message.a[0], to: message.b[0] })), make("p", {}, say("message.takes", { start: ms(message.a[2]), end: ms(message.b[2]) })),
+        make("dl", { class: "mmp-facts" }, ...[["message.sender", from], ["message.receiver", to]].filter(([, at]) => at).flatMap(([name, at]) => [make("dt", {}, say(name)), make("dd", {}, this.jump(at))])),
+        ...(frames ? [MM.sourceLine(frames, MM.base), message.mb === undefined ? null : this.follower(message.mb), this.wholeChain(frames)] : [])];
     }
 
     // The innermost call that a rank is inside of, and the lines that lead there.
@@ -312,26 +348,35 @@
 
     // -- One microbatch --
 
-    follow(mb) {
+    follow(mb, place = 0) {
       this.clock.pause();
       this.stopFollowing();
       const { scene } = this;
-      this.following = new MM.Follow({ scene, numbers: scene.numMicrobatches, narrate: (step) => scene.narrate(step), show: (...shown) => this.showFollowed(...shown), ended: () => this.seek(this.timeline.marks.t ?? 0) });
-      Object.assign(this.timeline.marks, { path: null, chosen: null });
+      this.following = new MM.Follow({ scene, numbers: scene.numMicrobatches, narrate: (step) => scene.narrate(step), show: (...shown) => this.showFollowed(...shown), ended: () => this.seek(this.moment) });
+      Object.assign(this.timeline.marks, { paths: null, chosen: null });
       this.timeline.set(this.view(), scene.shades, false);
-      this.following.begin(mb);
+      this.showLegend();
+      this.following.begin(mb, place);
     }
 
-    showFollowed(step, content, focus) {
+    showFollowed(step, content) {
       const { message } = step;
       this.current = step.event ? { rank: step.rank, event: step.event } : null;
+      this.moment = step.s + Math.min((step.e - step.s) / 2, 1);
       Object.assign(this.timeline.marks, { chosen: step.id, t: null, faded: (bar) => this.following.isFaded(bar),
         lines: message ? [{ a: { track: message.a[0], t: message.a[2] }, b: { track: message.b[0], t: message.b[2] } }] : [] });
-      this.timeline.draw();
+      this.showMoment(this.moment);
       this.timeline.reveal(step.s, step.e);
       this.inspector.show(...content);
-      if (focus) this.inspector.body.querySelector(`[data-name=${focus}]:not(:disabled)`)?.focus({ preventScroll: true });
-      this.writeAddress();
+      this.following.focus(this.inspector.body);
+      this.timeline.live.textContent = this.scene.narrate(step).words;
+    }
+
+    followKey(key) {
+      const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[key];
+      if (!this.following || !steps) return false;
+      this.following.move(steps);
+      return true;
     }
 
     stopFollowing() {
@@ -364,10 +409,10 @@
       if (this.number) values.pipeline = this.number;
       if (this.showMessages.checked) values.messages = 1;
       if (!this.showPlan.checked) values.plan = 0;
-      if (this.following) values.follow = this.following.mb;
+      if (this.following) Object.assign(values, { follow: this.following.mb }, this.following.place ? { step: this.following.place } : {});
       else if (this.current) values.at = this.current.event.id;
       else if (chosen) values.at = chosen;
-      else if (t !== null) values.t = Math.round(t);
+      else if (t !== null) values.t = Math.round(t / 1000);
       return values;
     }
 

@@ -7,18 +7,9 @@
 (() => {
   const MM = (globalThis.MM ||= {});
   const make = MM.make, say = (...words) => MM.say(...words);
-  const DEFAULTS = { schedule: "1f1b", p: 4, M: 8, v: 1, G: 0, overlap: 0, f: 1, b: 2, c: 0, bi: 0, bw: 0, pair: "sum", cap: 0, link: "both", balance: "", vs: "", messages: 0, critical: 0 };
   const OTHER = "b|"; // before the ids of the schedule that is compared with
 
   const { round, number } = MM.words;
-  const { check } = MM;
-  const CHECKS = {
-    schedule: check.one(() => MM.schedules()), vs: check.one(() => ["", ...MM.schedules()]), p: check.number({ min: 1, max: 16, whole: true }), M: check.number({ min: 1, max: 128, whole: true }),
-    v: check.number({ min: 1, max: 4, whole: true }), G: check.number({ min: 0, max: 128, whole: true }), overlap: check.flag, messages: check.flag, critical: check.flag, cap: check.number({ min: 0, max: 1000 }),
-    f: check.number({ min: 0, max: 1e6 }), b: check.number({ min: 0, max: 1e6 }), c: check.number({ min: 0, max: 1e6 }), bi: check.number({ min: 0, max: 1e6 }), bw: check.number({ min: 0, max: 1e6 }),
-    pair: check.one(() => ["sum", "max"]), link: check.one(() => ["both", "buffered"]), balance: check.words(/^(\d+(\.\d+)?(,\d+(\.\d+)?)*)?$/),
-    t: check.number({ min: 0, max: 1e12 }), at: check.words(/^(b\|)?\d+[:>][\w.:&#-]+$/), follow: check.number({ min: 0, max: 127, whole: true }), predict: check.flag,
-  };
 
   MM.mountPlayer = async function mountPlayer(root, options) {
     const player = new Player(root, options);
@@ -32,33 +23,47 @@
       this.root = root;
       this.options = options;
       this.isSmall = options.small !== undefined;
-      this.state = { ...DEFAULTS };
+      this.state = { ...MM.PlayerState.DEFAULTS };
       const given = { schedule: options.schedule, p: options.pp, M: options.microbatches, v: options.vpp, G: options.group,
         f: options.forward, b: options.backward, c: options.message, cap: options.cap, vs: options.compare };
-      for (const [name, value] of Object.entries(given)) if (value) this.state[name] = typeof DEFAULTS[name] === "string" ? value : Number(value);
+      for (const [name, value] of Object.entries(given)) if (value) this.state[name] = typeof MM.PlayerState.DEFAULTS[name] === "string" ? value : Number(value);
       this.initial = { ...this.state };
-      this.address = new MM.Address("player", CHECKS, options.isFirst);
+      this.address = new MM.Address("player", MM.PlayerState.CHECKS, options.isFirst);
       root.id ||= this.address.name;
       this.build();
     }
 
     async start() {
+      await this.openAsAsked(this.options.predict !== undefined);
+      const { chosen } = this.timeline.marks;
+      if (this.options.choose === "gap" && !chosen && !this.following) this.timeline.choose(this.scene.step.gaps.find((gaps) => gaps.length)?.[0].id ?? null, true);
+      this.isMounted = true;
+      this.address.listen(() => this.openAsAsked(false));
+    }
+
+    async openAsAsked(predicts) {
+      this.clock.pause();
+      this.stopFollowing();
+      Object.assign(this.state, this.initial);
       const asked = this.readAddress();
       await this.needOrders();
+      Object.assign(this.timeline.marks, { t: null, chosen: null });
+      if (Boolean(this.quiz) !== (predicts || asked.predict === 1)) await this.togglePredict();
       this.update(asked);
-      if (this.options.predict !== undefined || asked.predict) await this.togglePredict();
-      if (asked.follow !== undefined) this.follow(asked.follow);
-      if (this.options.choose === "gap" && !asked.at) this.timeline.choose(this.scene.step.gaps.find((gaps) => gaps.length)?.[0].id ?? null, true);
-      this.isMounted = true;
-      this.address.listen(async () => {
-        Object.assign(this.state, this.initial);
-        const changed = this.readAddress();
-        await this.needOrders();
-        this.stopFollowing();
-        Object.assign(this.timeline.marks, { t: null, chosen: null });
-        this.update(changed);
-        if (changed.follow !== undefined) this.follow(changed.follow);
-      });
+      if (asked.follow !== undefined && !this.quiz) this.followAsAsked(asked);
+      if (this.status.textContent && this.isMounted) this.writeAddress(); // what was refused goes
+    }
+
+    followAsAsked({ follow, step = 0 }) {
+      const isOther = follow.startsWith(OTHER), mb = Number(follow.replace(OTHER, "")), scene = isOther ? this.scenes[1] : this.scene;
+      if (scene && mb < this.state.M) this.follow(mb, scene, step);
+      else this.say(say("player.none", { what: `follow = ${follow}` }));
+    }
+
+    // One more sentence above the timeline.
+    say(words) {
+      this.status.textContent = `${this.status.textContent} ${words}`.trim();
+      this.status.hidden = false;
     }
 
     needOrders() {
@@ -69,7 +74,7 @@
 
     readAddress() {
       const { values, faults } = this.address.read();
-      for (const name of Object.keys(DEFAULTS)) if (name in values) this.state[name] = values[name];
+      for (const name of Object.keys(this.state)) if (name in values) this.state[name] = values[name];
       this.faults = faults;
       return values;
     }
@@ -77,10 +82,12 @@
     values() {
       const words = { schedule: this.state.schedule, p: this.state.p, M: this.state.M };
       for (const [name, value] of Object.entries(this.state))
-        if (!(name in words) && value !== DEFAULTS[name] && !(name === "G" && value === this.state.p)) words[name] = value;
+        if (!(name in words) && value !== MM.PlayerState.DEFAULTS[name] && !(name === "G" && value === this.state.p)) words[name] = value;
       const { chosen, t } = this.timeline.marks;
-      if (this.following) words.follow = this.following.mb;
-      else if (t !== null && !this.clock.running) words.t = round(t);
+      if (this.following) {
+        words.follow = this.following.scene.prefix + this.following.mb;
+        if (this.following.place) words.step = this.following.place;
+      } else if (t !== null && !this.clock.running) words.t = round(t);
       if (chosen && !this.following) words.at = chosen;
       if (this.quiz) words.predict = 1;
       return words;
@@ -96,12 +103,13 @@
       this.controls = new MM.Controls(this.state, (key, value) => this.set(key, value), this.isSmall);
       this.timeline = new MM.Timeline({
         label: say("player.name"), describe: (id) => this.explain.describe(id), choose: (id) => this.chosen(id), densityChanged: () => this.showLegend(),
-        keys: { " ": () => this.clock.toggle(this.timeline.marks.t), Enter: () => this.inspector.body.focus() },
+        intercept: (key) => this.followKey(key), keys: { " ": () => !this.quiz && this.clock.toggle(this.timeline.marks.t), Enter: () => this.inspector.body.focus() },
       });
       this.explain = new MM.Explanation({ scenes: () => this.scenes, choose: (id) => this.timeline.choose(id), follow: (mb, scene) => this.follow(mb, scene) });
       this.inspector = new MM.Inspector({ root: this.root, isInline: this.isSmall, close: () => this.dismissed(), chosenBox: () => this.chosenBox() });
       this.clock = new MM.Clock({ span: () => this.span, next: (t) => this.endings().find((end) => end > t + 1e-9) ?? this.span, tick: (t) => this.seek(t, true), changed: () => {} });
-      this.transport = MM.transport({ clock: this.clock, seek: (t) => this.seek(t), step: (direction) => this.stepBy(direction) });
+      MM.playFollows(this);
+      this.transport = MM.transport({ clock: this.clock, seek: (t) => { this.stopFollowing(); this.seek(t); }, step: (direction) => this.stepBy(direction) });
       this.transport.now = () => this.timeline.marks.t;
       const running = this.clock.changed;
       this.clock.changed = (is) => { running(is); if (!is) this.writeAddress(); };
@@ -114,7 +122,8 @@
       const bar = make("div", { class: "mmp-bar" }, this.transport.element, this.timeline.zooms);
       const parts = this.isSmall ? [this.controls.element, this.status, make("div", { class: "mmp-beside" }, make("div", {}, this.timeline.element, bar, this.legend), this.inspector.element), this.figures]
         : [this.controls.element, this.controls.more, this.status, this.timeline.element, bar, this.legend, this.figures, tools, this.twin, this.timeline.help, this.inspector.element];
-      this.root.replaceChildren(make("div", { class: `mmp ${this.isSmall ? "mmp-small" : ""}` }, ...parts));
+      this.printed = make("p", { class: "mmp-printed" }); // on paper there are no controls
+      this.root.replaceChildren(make("div", { class: `mmp ${this.isSmall ? "mmp-small" : ""}` }, this.printed, ...parts));
     }
 
     buildTools() {
@@ -122,9 +131,10 @@
       this.quizButton = make("button", { type: "button", "aria-pressed": "false", onclick: () => this.togglePredict() }, say("player.predict"));
       this.benchButton = make("button", { type: "button", "aria-expanded": "false", onclick: () => this.toggleBench() }, say("player.edit"));
       const button = (name, act) => make("button", { type: "button", onclick: act }, say(name));
-      return make("div", { class: "mmp-tools" }, button("player.follow", () => this.follow(0)), this.quizButton, this.benchButton,
-        make("label", { class: "mmp-switch" }, this.critical, ` ${say("legend.critical")}`),
-        button("player.svg", () => this.saveSvg()), MM.copyLink(() => this.address.link(this.values())), button("player.reset", () => this.reset()));
+      const spoilers = [make("label", { class: "mmp-switch" }, this.critical, ` ${say("legend.critical")}`), button("player.svg", () => this.saveSvg())];
+      for (const element of spoilers) element.classList.add("mmp-spoiler"); // not while something is to be predicted
+      return make("div", { class: "mmp-tools" }, button("player.follow", () => this.follow(0)), this.quizButton, this.benchButton, ...spoilers,
+        MM.copyLink(() => this.address.link(this.values())), button("player.reset", () => this.reset()));
     }
 
     // -- State --
@@ -134,7 +144,10 @@
       this.clock.pause();
       this.state[key] = value;
       this.faults = [];
-      if (key !== "critical" && key !== "messages") {
+      if (key === "p") this.state.balance = ""; // one factor per stage
+      const { following } = this, isLook = key === "critical" || key === "messages";
+      if (isLook && following) return this.follow(following.mb, following.scene, following.place);
+      if (!isLook) {
         this.stopFollowing();
         Object.assign(this.timeline.marks, { t: null, chosen: null });
       }
@@ -169,12 +182,12 @@
 
     update(asked = {}) {
       const { state } = this;
-      const moved = this.controls.settle(), schedule = state.p === 1 ? "no-pipelining" : state.schedule;
+      const moved = this.controls.settle(asked), schedule = state.p === 1 ? "no-pipelining" : state.schedule;
       const plan = this.bench?.plan ?? MM.engine.planOf(MM.orders, { ...state, schedule });
       this.scene = this.sceneOf(plan, plan.name ? "mine" : schedule);
       this.scenes = [this.scene];
       const notes = [...(this.faults ?? []), moved, state.p === 1 ? say("player.one") : ""];
-      if (state.vs && !this.quiz) notes.push(this.addOther());
+      if (state.vs && !this.quiz) notes.push(this.addOther(schedule));
       this.ends = null;
       this.shades = MM.orders.shades[Math.max(...this.scenes.map(({ v }) => v))] ?? MM.orders.shades[1];
       this.controls.show(this.scene.plan);
@@ -182,22 +195,25 @@
       this.status.textContent = notes.filter(Boolean).join(" ");
       this.status.hidden = !this.status.textContent;
       this.quiz?.restart();
+      this.printed.textContent = this.scenes.map(({ title }) => title).join(" — ");
       this.timeline.box.setAttribute("aria-label", `${say("player.name")}. ${this.scenes.map(({ title }) => title).join(". ")}`);
       this.timeline.set(this.view(), this.shades, false); // drawn below, with what is chosen
       MM.showFigures(this);
       this.showLegend();
       if (this.twin.open) this.drawTable();
-      if (asked.t !== undefined) this.timeline.marks.t = Math.min(asked.t, this.span);
+      if (asked.t !== undefined && asked.t <= this.span && !this.quiz) this.timeline.marks.t = asked.t;
+      else if (asked.t !== undefined) this.say(say("player.none", { what: `t = ${asked.t}` }));
       this.showTime();
-      if (asked.at && !this.timeline.cell(asked.at)) this.status.append(` ${say("address.gone", { id: asked.at })}`);
-      this.status.hidden = !this.status.textContent;
-      if (asked.at && this.timeline.cell(asked.at)) this.timeline.choose(asked.at, true);
+      const cell = asked.at && this.timeline.cell(asked.at);
+      if (asked.at && !cell) this.say(say("address.gone", { id: asked.at, last: this.scene.p - 1 }));
+      if (cell && !this.timeline.marks.hideFrom?.(cell)) this.timeline.choose(asked.at, true);
       else this.chosen(this.timeline.marks.chosen);
     }
 
     // The schedule to compare with, on the same axis. Returns words where there is none of these sizes.
-    addOther() {
-      const config = MM.alike(this.state.vs, this.state);
+    addOther(schedule) {
+      const config = MM.alike(this.state.vs, this.state), { v, G } = this.state;
+      if (config?.schedule === schedule && config.v === v && config.G === G && !this.state.overlap && !this.scene.plan.name) return say("player.vs.same");
       if (!config) return say("player.vs.none", { name: MM.orders.names[this.state.vs], p: this.state.p, M: this.state.M });
       this.scenes.push(this.sceneOf(MM.engine.planOf(MM.orders, config), config.schedule, { prefix: OTHER, trackOffset: this.scene.p }));
       return "";
@@ -233,6 +249,7 @@
       entries.push([null, "mmp-idle", say("legend.idle")], [null, "mmp-held", say("legend.held")]);
       if (this.scene.step.owed) entries.push([null, "mmp-owed", say("legend.owed")]);
       if (this.state.messages || this.following) entries.push([null, "mmp-transferred", say("legend.message")]);
+      if (this.state.cap) entries.push([null, "mmp-cap", say("legend.cap", { cap: this.state.cap })]);
       if (this.state.critical) entries.push([null, "mmp-critical", say("legend.critical")]);
       if (this.timeline.wasDense) entries.push([null, "mmp-held", say("legend.dense")]);
       MM.legend(this.legend, entries);
@@ -251,6 +268,7 @@
     }
 
     stepBy(direction) {
+      if (this.following) return this.following.move(direction);
       if (direction === Infinity) return this.seek(this.span);
       if (direction === -Infinity) return this.seek(0);
       const { marks } = this.timeline, { step } = this.scene;
@@ -274,13 +292,16 @@
 
     chosen(id) {
       this.stopFollowing();
-      const found = id && this.timeline.cell(id) ? this.explain.details(id) : null;
-      const critical = this.state.critical ? this.scene.criticalPath() : null;
-      this.timeline.mark({ chosen: found ? id : null, related: found?.related, lines: found?.lines, path: found?.path ?? critical });
+      const cell = id && this.timeline.cell(id), found = !cell ? null : this.quiz ? this.explain.shortDetails(id) : this.explain.details(id);
+      this.timeline.mark({ chosen: found ? id : null, related: found?.related, lines: found?.lines, paths: found?.paths ?? this.criticalPaths() });
       if (found) this.inspector.show(...found.content);
       else if (this.isSmall) this.inspector.show(make("p", { class: "mmp-empty" }, say("player.choose")));
       else this.inspector.hide();
       this.writeAddress();
+    }
+
+    criticalPaths() {
+      return this.state.critical && !this.quiz ? this.scenes.map((scene) => scene.criticalPath()) : null;
     }
 
     dismissed() {
@@ -289,41 +310,53 @@
     }
 
     chosenBox() {
-      const id = this.timeline.marks.chosen ?? this.following?.id;
-      return id ? this.timeline.boxOf(id) : null;
+      const { chosen } = this.timeline.marks;
+      return chosen ? this.timeline.boxOf(chosen) : null;
     }
 
     // -- One microbatch --
 
-    follow(mb, scene = this.scene) {
+    follow(mb, scene = this.scene, place = 0) {
       this.clock.pause();
       if (this.quiz) this.togglePredict();
       this.stopFollowing();
       Object.assign(this.timeline.marks, { t: null, chosen: null });
-      const numbers = this.state.M;
-      this.following = new MM.Follow({ scene, numbers, narrate: (step) => this.explain.narrate(scene, step),
+      this.following = new MM.Follow({ scene, numbers: this.state.M, narrate: (step) => this.explain.narrate(scene, step),
         show: (...shown) => this.showFollowed(scene, ...shown), ended: () => { this.stopFollowing(); this.chosen(null); } });
+      this.controls.show(this.scene.plan);
+      this.critical.checked = Boolean(this.state.critical);
       this.timeline.set(this.view(), this.shades, false); // with a lane of messages
       this.showLegend();
-      this.following.begin(Math.min(mb, numbers - 1));
+      this.following.begin(mb, place);
     }
 
-    showFollowed(scene, step, content, focus) {
+    showFollowed(scene, step, content) {
       const faded = (bar) => this.following.isFaded(bar);
-      this.timeline.mark({ chosen: step.id, related: null, path: null, faded, lines: step.message ? this.explain.lineOf(scene, step.message) : [] });
+      this.timeline.mark({ chosen: step.id, related: null, paths: this.criticalPaths(), faded, lines: step.message ? this.explain.lineOf(scene, step.message) : [] });
       this.timeline.reveal(step.s, step.e);
+      this.transport.show(step.s, say("time.of", { time: number(step.s), span: number(this.span) }));
       this.inspector.show(...content);
-      if (focus) this.inspector.body.querySelector(`[data-name=${focus}]:not(:disabled)`)?.focus({ preventScroll: true });
+      this.following.focus(this.inspector.body);
+      this.timeline.live.textContent = this.explain.narrate(scene, step).words;
       this.writeAddress();
+    }
+
+    // While a microbatch is followed, the arrows go along its way.
+    followKey(key) {
+      const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[key];
+      if (!this.following || !steps) return false;
+      this.following.move(steps);
+      return true;
     }
 
     stopFollowing() {
       if (!this.following) return;
       this.following.stop();
       this.following = null;
-      Object.assign(this.timeline.marks, { faded: null, chosen: null, lines: [] });
-      if (this.timeline.view) this.timeline.set(this.view(), this.shades, false);
+      Object.assign(this.timeline.marks, { faded: null, chosen: null, lines: [], paths: null });
+      this.timeline.set(this.view(), this.shades, false);
       this.showLegend();
+      this.showTime();
     }
 
     // -- Table, file --
@@ -332,17 +365,18 @@
       if (this.twin.open) this.table.replaceChildren(...this.explain.tables());
     }
 
+    // In the colours of paper, whatever the reader's scheme.
     svg() {
-      const facts = [...this.figures.querySelectorAll("dl > div")].map((entry) => [...entry.children].map((part) => part.textContent).join("  "));
-      const marks = { ...this.timeline.marks, t: null, hover: null, chosen: null, related: null, lines: [], faded: null, path: this.state.critical ? this.scene.criticalPath() : null };
-      const colours = MM.painters.readColours(this.timeline.box), legend = [...this.legend.children].map((item) => ({ fill: MM.swatch(item.firstChild, colours), words: item.textContent }));
+      const facts = [...this.figures.querySelectorAll("h4, dl > div, p")].map((entry) => [...(entry.children.length ? entry.children : [entry])].map((part) => part.textContent).join("  "));
+      const marks = { ...this.timeline.marks, t: null, hover: null, chosen: null, related: null, lines: [], faded: null, paths: this.criticalPaths() };
+      const colours = MM.painters.PAPER, legend = [...this.legend.children].map((item) => ({ fill: MM.swatch(item.firstChild, colours), words: item.textContent }));
       const source = say("svg.source", { address: this.address.link(this.values()).replace(/^file:.*\//, "") });
       return MM.painters.svgFile({ view: this.view(), marks, colours, shades: this.shades, title: this.scenes.map(({ title }) => title).join(" — "), legend, lines: [...facts, source] });
     }
 
     saveSvg() {
-      const { p, M, v } = this.state;
-      MM.download(`${this.scene.plan.name ?? this.scene.schedule}-p${p}-m${M}${v > 1 ? `-v${v}` : ""}.svg`, this.svg(), "image/svg+xml");
+      const { p, M, v } = this.state, names = this.scenes.map(({ plan, schedule }) => plan.name ?? schedule).join("-beside-");
+      MM.download(`${names}-p${p}-m${M}${v > 1 ? `-v${v}` : ""}.svg`, this.svg(), "image/svg+xml");
     }
 
     // -- The reader's own --

@@ -5,10 +5,11 @@
 (() => {
   const MM = (globalThis.MM ||= {});
   const make = MM.make;
-  const MAX_ZOOM = 60, MAP_HEIGHT = 30, FINGER = 22;
+  const MAX_ZOOM = 60, FINGER = 22;
   let number = 0;
 
-  // `options`: label, describe(id) -> {title, lines}, choose(id or null), keys: {key: function}
+  // `options`: label, describe(id) -> {title, lines}, choose(id or null), keys: {key: function}, intercept(key) ->
+  // whether the key was used; densityChanged()
   MM.Timeline = class Timeline {
     constructor(options) {
       this.options = options;
@@ -23,7 +24,7 @@
       this.live = make("p", { class: "mmp-hidden", "aria-live": "polite" });
       this.box = make("div", { class: "mmp-timeline", role: "application", tabindex: "0", "aria-label": options.label,
         "aria-describedby": help, onkeydown: (event) => this.key(event) }, this.scroller, this.tip);
-      this.map = make("canvas", { class: "mmp-map", "aria-hidden": "true", height: MAP_HEIGHT, hidden: true });
+      this.map = make("canvas", { class: "mmp-map", "aria-hidden": "true", hidden: true });
       this.zooms = make("div", { class: "mmp-zooms", role: "group", "aria-label": MM.say("zoom.name") },
         MM.iconButton("M2 7h12v2H2z", MM.say("zoom.out"), () => this.zoomTo(this.zoom / 1.6)),
         MM.iconButton("M2 5h2v6H2zM12 5h2v6h-2zM5 7h6v2H5z", MM.say("zoom.all"), () => this.zoomTo(1)),
@@ -54,6 +55,12 @@
       const recolour = () => { this.colours = null; this.options.recolour?.(); this.draw(); };
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
       matchMedia("(pointer: coarse)").addEventListener("change", recolour);
+      // On paper: all of it, in the colours of paper. The style sheet makes it as wide as the page.
+      matchMedia("print").addEventListener("change", ({ matches }) => {
+        if (matches) [this.zoomBefore, this.zoom] = [this.zoom, 1];
+        else this.zoom = this.zoomBefore ?? this.zoom;
+        recolour();
+      });
       new MutationObserver(recolour).observe(document.body, { attributes: true, attributeFilter: ["data-md-color-scheme"] });
     }
 
@@ -86,14 +93,16 @@
       if (isDrawn) this.draw();
     }
 
-    // Cells by id, and per track in order of time; made when first asked for.
+    // Cells by id, and per lane in order of time; made when first asked for.
     index() {
       if (this.cells) return this.cells;
-      const byId = new Map(), rows = this.view.tracks.map((track, trackNumber) => {
-        const [compute] = track.lanes;
-        for (const lane of track.lanes) if (lane.kind !== "ghost") for (const cell of [...lane.bars, ...(lane.gaps ?? [])]) byId.set(cell.id, { cell, track: trackNumber });
-        return [...compute.bars, ...compute.gaps].sort((a, b) => a.s - b.s);
-      });
+      const byId = new Map(), rows = [];
+      this.view.tracks.forEach((track, number) => track.lanes.forEach((lane, place) => {
+        if (lane.kind === "ghost") return;
+        const cells = [...lane.bars, ...(lane.gaps ?? [])].sort((a, b) => a.s - b.s);
+        for (const cell of cells) byId.set(cell.id, { cell, track: number, lane: place, row: rows.length });
+        rows.push(cells);
+      }));
       return (this.cells = { byId, rows });
     }
 
@@ -101,8 +110,8 @@
       return this.index().byId.get(id)?.cell;
     }
 
-    trackOf(id) {
-      return this.index().byId.get(id)?.track;
+    rowOf(id) {
+      return this.index().byId.get(id)?.row;
     }
 
     get isCoarse() {
@@ -137,8 +146,8 @@
       this.map.hidden = this.zoom <= 1.001;
       if (this.map.hidden) return;
       const { layout, scroller } = this, from = scroller.scrollLeft / layout.scale;
-      const pen = MM.painters.canvasPainter(this.fit(this.map, width, MAP_HEIGHT), this.colours);
-      MM.draw.minimap(pen, this.view, width, MAP_HEIGHT, this.colours, this.shades, { from, to: from + layout.chart / layout.scale, names: layout.names });
+      const height = this.isCoarse ? 44 : 30, pen = MM.painters.canvasPainter(this.fit(this.map, width, height), this.colours);
+      MM.draw.minimap(pen, this.view, width, height, this.colours, this.shades, { from, to: from + layout.chart / layout.scale, names: layout.names });
     }
 
     // Puts the time at this place of the minimap into the middle.
@@ -172,7 +181,7 @@
     boxOf(id) {
       const found = this.index().byId.get(id);
       if (!found || !this.layout) return null;
-      const { layout } = this, box = this.canvas.getBoundingClientRect(), { y, height } = layout.tracks[found.track].lanes[0];
+      const { layout } = this, box = this.canvas.getBoundingClientRect(), { y, height } = layout.tracks[found.track].lanes[found.lane];
       const left = box.left + layout.names + found.cell.s * layout.scale - this.scroller.scrollLeft;
       return new DOMRect(left, box.top + y, Math.max(found.cell.l * layout.scale, 2), height);
     }
@@ -219,7 +228,7 @@
       if (event.key in zooms) this.zoomTo(this.zoom * zooms[event.key]);
       else if (event.key === "0") this.zoomTo(1);
       else if (event.key === "Escape" && this.marks.chosen) this.choose(null);
-      else if (this.move(event.key)) this.tip.hidden = true;
+      else if (this.options.intercept?.(event.key) || this.move(event.key)) this.tip.hidden = true;
       else if (this.options.keys?.[event.key]) this.options.keys[event.key]();
       else return;
       event.preventDefault();
@@ -230,16 +239,16 @@
       const isVertical = key === "ArrowUp" || key === "ArrowDown";
       if (!isVertical && !["ArrowLeft", "ArrowRight", "Home", "End"].includes(key)) return false;
       const { rows } = this.index(), shown = rows.map((row) => row.filter((cell) => !this.marks.hideFrom?.(cell)));
-      const track = this.marks.chosen ? this.trackOf(this.marks.chosen) : undefined;
-      const row = shown[track] ?? [], chosen = this.marks.chosen && this.cell(this.marks.chosen);
+      const number = this.marks.chosen ? this.rowOf(this.marks.chosen) : undefined;
+      const row = shown[number] ?? [], chosen = this.marks.chosen && this.cell(this.marks.chosen);
       const place = row.indexOf(chosen);
-      if (track === undefined || (place < 0 && !isVertical)) {
+      if (number === undefined || place < 0) {
         const first = shown.flat()[0];
         if (first) this.choose(first.id);
         return true;
       }
       if (isVertical) {
-        const other = shown[track + (key === "ArrowUp" ? -1 : 1)], middle = chosen.s + chosen.l / 2;
+        const other = shown[number + (key === "ArrowUp" ? -1 : 1)], middle = chosen.s + chosen.l / 2;
         const distance = (cell) => Math.max(cell.s - middle, middle - cell.s - cell.l, 0);
         if (other?.length) this.choose(other.reduce((best, cell) => (distance(cell) < distance(best) ? cell : best)).id);
         return true;

@@ -136,7 +136,7 @@ def test_a_gap_is_explained_down_to_its_root(browser, folder) -> None:
         down = [f"F0 on stage {rank}" for rank in range(4)]
         assert names == down + [f"B0 on stage {rank}" for rank in (3, 2, 1, 0)]
         assert "the root" in items[0]
-        assert opened.player("player.timeline.marks.path.length") == 8
+        assert opened.player("player.timeline.marks.paths[0].length") == 8
         opened.page.get_by_role("button", name="B0 on stage 3").click()
         opened.sees(".mmp-inspector h3", "Stage 3: backward of microbatch 0")
 
@@ -144,7 +144,7 @@ def test_a_gap_is_explained_down_to_its_root(browser, folder) -> None:
 def test_the_critical_path_is_one_line(browser, folder) -> None:
     step = simulate(plan("1f1b", 4, 8), Costs(1, 2))
     with Opened(browser, folder, "player.html", "#player.critical=1") as opened:
-        path = opened.player("player.timeline.marks.path.map((x) => [x.track, x.s])")
+        path = opened.player("player.timeline.marks.paths[0].map((x) => [x.track, x.s])")
         assert path == [[rank, step.starts[rank][i]] for rank, i in step.critical_path()]
 
 
@@ -156,7 +156,7 @@ def test_one_microbatch_is_followed(browser, folder) -> None:
         for _ in range(13):
             said.append(opened.text(".mmp-narration"))
             assert opened.page.locator(".mmp-sourceline").inner_text().strip()
-            opened.page.get_by_role("button", name="On", exact=True).click()
+            opened.page.get_by_role("button", name="Next", exact=True).click()
         said.append(opened.text(".mmp-narration"))
         way = ["runs the forward", "sends its output"] * 3 + ["runs the forward"]
         way += ["runs the backward", "sends the gradient"] * 3 + ["runs the backward"]
@@ -165,13 +165,12 @@ def test_one_microbatch_is_followed(browser, folder) -> None:
         stages = [int(re.match(r"Stage (\d)", sentence)[1]) for sentence in said]
         assert stages == [0, 0, 1, 1, 2, 2, 3, 3, 3, 2, 2, 1, 1, 0]
         opened.address_has("player.follow=3")
-        opened.page.get_by_role("button", name="End", exact=True).click()
+        opened.page.get_by_role("button", name="Stop following").click()
         expect(opened.page.locator(".mmp-inspector")).to_be_hidden()
 
 
 def test_two_schedules_on_one_axis(browser, folder) -> None:
     with Opened(browser, folder, "player.html") as opened:
-        opened.page.get_by_text("Times, balance, memory").click()
         opened.page.get_by_label("Compare with").select_option("interleaved")
         opened.sees(".mmp-figurebox", "Interleaved 1F1B, 4 stages, 2 chunks per stage")
         other = float(simulate(plan("interleaved", 4, 8, 2), Costs.of_stages(1, 2, 2)).makespan)
@@ -198,7 +197,7 @@ def test_wrong_predictions_are_explained(browser, folder) -> None:
         opened.sees(".mmp-quiz .mmp-verdict", too_much)
         choose.get_by_text("B0", exact=True).click()
         opened.sees(".mmp-quiz .mmp-verdict", "It starts after waiting")
-        opened.sees(".mmp-score", "4 of 16, 2 wrong")
+        opened.sees(".mmp-score", "4 of 16 done, 2 wrong")
 
 
 # -- In view, whatever the screen --
@@ -326,10 +325,18 @@ ASKED = {
     "#player.p=9": "no plan for 9",
     "#player.M=1e9": "a whole number from 1 to 128",
     "#player.schedule=zigzag": "one of gpipe, 1f1b, interleaved",
-    "#player.at=7:F99": "There is no 7:F99",
+    "#player.at=7:F99": "This step has no 7:F99; its stages are 0 to 3",
     "#player.at=%3Cb%3E": "the name of something",
     "#player.vs=breadth-first&player.p=4&player.M=31": "nothing to compare with",
     "#player.balance=1,2,x": "balance",
+    "#player.balance=1,2": "2 factors for the work of 4 stages",
+    "#player.follow=120": "There is no follow = 120",
+    "#player.t=999": "There is no t = 999",
+    "#player.v=2": "1F1B runs one chunk per stage",
+    "#player.schedule=interleaved&player.v=2&player.G=5": "no plan for 5",
+    "#player.vs=1f1b": "shown already",
+    "#player.vs=zz": "one of gpipe",
+    "#player.foo=1": "player.foo, which nothing here is called",
 }
 """Address -> what the player says of it, instead of showing something else without a word."""
 

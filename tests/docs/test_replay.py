@@ -66,7 +66,7 @@ def test_a_microbatch_is_followed(browser, folder) -> None:
         up = [[kind, rank] for rank in (3, 2, 1) for kind in ("work", "message")]
         assert way == [*down, ["work", 3], *up, ["work", 0]]
         opened.sees(".mmp-narration", "Stage 0 runs the forward")
-        opened.page.get_by_role("button", name="On", exact=True).click()
+        opened.page.get_by_role("button", name="Next", exact=True).click()
         opened.sees(".mmp-narration", "sends its output to stage 1")
         opened.sees(".mmp-sourceline", "p2p.")
         opened.address_has("replay.follow=2")
@@ -75,7 +75,7 @@ def test_a_microbatch_is_followed(browser, folder) -> None:
 def test_what_an_address_asks_for_is_checked(browser, folder) -> None:
     fragment = "#replay.recording=none&replay.pipeline=-1&replay.at=9:F9"
     with Opened(browser, folder, "replay.html", fragment) as opened:
-        for words in ("recording = “none”", "pipeline = “-1”", "There is no 9:F9"):
+        for words in ("recording = “none”", "pipeline = “-1”", "This step has no 9:F9"):
             opened.sees(".mmp-status", words)
         assert "NaN" not in opened.text(".mm-replay")
     with Opened(browser, folder, "replay.html", "#recording=1f1b&call=2:17") as opened:
