@@ -21,6 +21,7 @@ from tests.figures import figure, slowness
 
 MAIN_PAGES = [
     "index.html",
+    "tour/index.html",
     "tour/one-f-one-b.html",
     "tour/whole-step.html",
     "source/index.html",
@@ -28,6 +29,7 @@ MAIN_PAGES = [
     "formulas.html",
     "rosetta.html",
     "glossary.html",
+    "symptoms/hang.html",
     "reference/core.tensor_parallel.html",
     "notebooks/05_gpipe_to_1f1b.html",
     "exercises/ex01_rank_arithmetic.html",
@@ -66,9 +68,11 @@ def width_of(page: Page, width: int) -> int:
     return page.evaluate("document.documentElement.scrollWidth")
 
 
-def violations(page: Page, **options) -> list[str]:
-    """What axe finds serious."""
-    answer = Axe().run(page, options={"resultTypes": ["violations"], "preload": False, **options})
+def violations(page: Page, context: str | None = None, **options) -> list[str]:
+    """What axe finds serious, on the page or in a part of it."""
+    answer = Axe().run(
+        page, context, options={"resultTypes": ["violations"], "preload": False, **options}
+    )
     return [
         f"{found['id']} x {len(found['nodes'])}: {[n['html'][:120] for n in found['nodes'][:3]]}"
         for found in answer.response["violations"]
@@ -115,6 +119,15 @@ def test_other_pages(opened, address, site: Path):
             watched.check(name)
             wide = watched.page.evaluate("document.documentElement.scrollWidth")
             assert wide <= PHONE, f"{name} is {wide} wide on a screen of {PHONE}"
+
+
+@pytest.mark.parametrize("fragment", ["player.at=0:idle-before-B0", "player.follow=3"])
+def test_answers_are_accessible(opened, fragment):
+    """The player's sheet on a phone: what axe finds serious in it."""
+    size = {"width": PHONE, "height": 740}
+    with opened(f"tour/one-f-one-b.html#{fragment}", viewport=size) as watched:
+        expect(watched.page.locator(".mmp-inspector")).to_be_visible()
+        assert not violations(watched.page, context=".mm-player")
 
 
 # -- Home --

@@ -169,6 +169,38 @@ def test_one_microbatch_is_followed(browser, folder) -> None:
         expect(opened.page.locator(".mmp-inspector")).to_be_hidden()
 
 
+def test_the_focus_stays_where_a_reader_works(browser, folder) -> None:
+    focused = "document.activeElement.dataset.name ?? document.activeElement.className"
+    with Opened(browser, folder, "player.html") as opened:
+        opened.page.locator(".mmp-timeline").press("Home")
+        opened.page.get_by_role("button", name="B0 on stage 0").press("Enter")
+        opened.sees(".mmp-inspector h3", "Stage 0: backward of microbatch 0")
+        assert opened.page.evaluate(focused) == "mmp-inspector-body"
+        opened.page.locator(".mmp-close").press("Enter")
+        assert opened.page.evaluate(focused) == "mmp-timeline"
+        opened.player("player.follow(2)")
+        for place in (1, 2):
+            opened.keys("Enter")
+            assert opened.player("player.following.place") == place
+            assert opened.page.evaluate(focused) == "on"
+        opened.player("player.following.move(Infinity)")
+        assert opened.page.evaluate(focused) == "back"  # there is nothing after it
+        opened.page.locator(".mmp-timeline").press("ArrowLeft")
+        assert opened.player("player.following.place") == 12
+        opened.page.locator(".mmp-timeline").press(" ")  # play is of the way, not of the step
+        assert opened.player("Boolean(player.following.timer) && !player.clock.running")
+
+
+def test_a_followed_microbatch_is_found_again(browser, folder) -> None:
+    fragment = "#player.vs=gpipe&player.follow=b|2&player.step=3&player.critical=1"
+    with Opened(browser, folder, "player.html", fragment) as opened:
+        state = "[player.following.scene.prefix, player.following.mb, player.following.place]"
+        assert opened.player(state) == ["b|", 2, 3]
+        opened.player("player.set('messages', 1)")
+        assert opened.player(state) == ["b|", 2, 3]
+        assert opened.player("player.timeline.marks.paths.length") == 2
+
+
 def test_two_schedules_on_one_axis(browser, folder) -> None:
     with Opened(browser, folder, "player.html") as opened:
         opened.page.get_by_label("Compare with").select_option("interleaved")
@@ -198,6 +230,14 @@ def test_wrong_predictions_are_explained(browser, folder) -> None:
         choose.get_by_text("B0", exact=True).click()
         opened.sees(".mmp-quiz .mmp-verdict", "It starts after waiting")
         opened.sees(".mmp-score", "4 of 16 done, 2 wrong")
+        # Nothing on the page, and no key, tells what is to be predicted.
+        expect(opened.page.locator(".mmp-spoiler:visible, .mmp-figurebox:visible")).to_have_count(0)
+        opened.player("player.set('critical', 1)")
+        assert opened.player("player.timeline.marks.paths") is None
+        opened.page.locator(".mmp-timeline").press(" ")
+        assert not opened.player("player.clock.running")
+        opened.player("player.timeline.choose('1:F0')")
+        assert "Needed by" not in opened.text(".mmp-inspector")
 
 
 # -- In view, whatever the screen --
@@ -219,6 +259,22 @@ def test_the_answer_is_in_view(browser, folder, size) -> None:
             beside = bar["right"] <= source["x"] or bar["bottom"] <= source["y"]
             assert beside, (id, bar, source)
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= size[0]
+
+
+@pytest.mark.parametrize("size", SIZES[:2], ids=str)
+def test_the_last_of_many_stages_is_in_view(browser, folder, size) -> None:
+    viewport = {"width": size[0], "height": size[1]}
+    fragment = "#player.p=16&player.M=16&player.at=15:F3"
+    with Opened(browser, folder, "player.html", fragment, viewport=viewport) as opened:
+        bar = opened.player("player.timeline.boxOf('15:F3').toJSON()")
+        assert bar["top"] >= 0 and bar["bottom"] <= size[1]
+        opened.player("player.timeline.zoomTo(5)")
+        opened.page.emulate_media(media="print")
+        opened.page.wait_for_function(
+            "document.querySelector('.mm-player').mmPlayer.timeline.zoom === 1"
+        )
+        expect(opened.page.locator(".mmp-printed")).to_have_text("1F1B, 16 stages, 16 microbatches")
+        expect(opened.page.locator(".mmp-controls")).to_be_hidden()
 
 
 def test_fingers_zoom_choose_and_read(browser, folder) -> None:
