@@ -2,7 +2,7 @@
 
 import re
 from functools import cache
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
@@ -19,24 +19,36 @@ RESOURCES = {
 NAMELESS_LINKS = {"canonical", "alternate", "prev", "next", "edit"}
 
 
-class Page(HTMLParser):
-    """Ids, links and fetched files of a page."""
+TAG = re.compile(
+    r"""<([a-z][a-z0-9-]*)((?:\s+[^\s=>"/]+(?:\s*=\s*(?:"[^"]*"|'[^']*'|[^\s>"']+))?)*)\s*/?>""",
+    re.I,
+)
+ATTRIBUTE = re.compile(r"""([^\s=>"/]+)(?:\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s>"']+)))?""")
+WANTED = re.compile(r"\b(?:id|href|src|data)=")
+
+
+class Page:
+    """Ids, links and fetched files of a page. By patterns: a parser needs four times as long."""
 
     def __init__(self, text: str):
-        super().__init__()
         self.ids: list[str] = []
         self.links: list[str] = []
         self.resources: list[str] = []
-        self.feed(text)
+        for tag in TAG.finditer(text):
+            if WANTED.search(tag[2]):
+                self._read(tag[1].lower(), tag[2])
         self.anchors = set(self.ids)
 
-    def handle_starttag(self, tag: str, attrs: list) -> None:
-        named = dict(attrs)
+    def _read(self, tag: str, attributes: str) -> None:
+        named = {
+            found[1]: unescape(found[2] or found[3] or found[4] or "")
+            for found in ATTRIBUTE.finditer(attributes)
+        }
         if "id" in named:
             self.ids.append(named["id"])
         if tag == "a" and named.get("href"):
             self.links.append(named["href"])
-        for name, value in attrs:
+        for name, value in named.items():
             is_fetched = (tag, name) in RESOURCES and named.get("rel") not in NAMELESS_LINKS
             if is_fetched and value:
                 self.resources.append(value)
