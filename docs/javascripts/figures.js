@@ -1,5 +1,6 @@
 "use strict";
-// The figures under the player: what was counted, beside the planner's closed forms. Of two schedules, both.
+// What stands around the player's picture: the legend; the figures, counted beside the planner's closed forms, of
+// two schedules both; and the picture as a file, with all of that in it.
 
 (() => {
   const MM = (globalThis.MM ||= {});
@@ -38,6 +39,37 @@
     const [one, other] = scenes.map(({ step }) => step), names = scenes.map(({ title }) => title.split(",")[0]);
     figures.append(make("p", { class: "mmp-difference" }, say("figure.difference", { one: names[0], other: names[1], ratio: number(one.makespan / other.makespan),
       difference: number(one.makespan - other.makespan), peak: Math.max(...one.peaks) / scenes[0].v, otherPeak: Math.max(...other.peaks) / scenes[1].v })));
+  };
+
+  // Entries of the legend, of what is shown.
+  MM.legendOf = function legendOf({ scene, state, shades, following, timeline }) {
+    const entries = [], { letters, kinds } = scene.plan;
+    for (const letter of letters) shades[letter].forEach((shade, chunk, all) => {
+      const words = say(`kind.${kinds[letter].name}`);
+      entries.push(MM.kindEntry(shade, all.length > 1 ? say("legend.chunk", { kind: words, chunk }) : words));
+    });
+    entries.push([null, "mmp-idle", say("legend.idle")], [null, "mmp-held", say("legend.held")]);
+    if (scene.step.owed) entries.push([null, "mmp-owed", say("legend.owed")]);
+    if (state.messages || following) entries.push([null, "mmp-transferred", say("legend.message")]);
+    if (state.cap) entries.push([null, "mmp-cap", say("legend.cap", { cap: state.cap })]);
+    if (state.critical) entries.push([null, "mmp-critical", say("legend.critical")]);
+    if (timeline.wasDense) entries.push([null, "mmp-held", say("legend.dense")]);
+    return entries;
+  };
+
+  // -- As a file, in the colours of paper, whatever the reader's scheme --
+
+  MM.svgOf = function svgOf(player) {
+    const facts = [...player.figures.querySelectorAll("h4, dl > div, p")].map((entry) => [...(entry.children.length ? entry.children : [entry])].map((part) => part.textContent).join("  "));
+    const marks = { ...player.timeline.marks, t: null, hover: null, chosen: null, related: null, lines: [], faded: null, paths: player.criticalPaths() };
+    const colours = MM.painters.PAPER, legend = [...player.legend.children].map((item) => ({ fill: MM.swatch(item.firstChild, colours), words: item.textContent }));
+    const source = say("svg.source", { address: player.address.link(player.values()).replace(/^file:.*\//, "") });
+    return MM.painters.svgFile({ view: player.view(), marks, colours, shades: player.shades, title: player.scenes.map(({ title }) => title).join(" — "), legend, lines: [...facts, source] });
+  };
+
+  MM.saveSvg = function saveSvg(player) {
+    const { p, M, v } = player.state, names = player.scenes.map(({ plan, schedule }) => plan.name ?? schedule).join("-beside-");
+    MM.download(`${names}-p${p}-m${M}${v > 1 ? `-v${v}` : ""}.svg`, MM.svgOf(player), "image/svg+xml");
   };
 
   // The colour of a legend's swatch, for a picture outside the page.

@@ -7,7 +7,6 @@
   const MM = (globalThis.MM ||= {});
   const make = MM.make, say = (...words) => MM.say(...words), ms = MM.milliseconds, { check } = MM;
   const ACTIONS = ["forward", "backward", "backward-input", "backward-weight", "communicate"];
-  const SHOWN = 6; // links of a causal chain that are shown at once
 
   MM.mountReplay = async function mountReplay(root, options) {
     const replay = new Replay(root, options);
@@ -62,9 +61,10 @@
       this.showPlan = make("input", { type: "checkbox", checked: true, onchange: () => this.redraw() });
       this.showMessages = make("input", { type: "checkbox", onchange: () => this.redraw() });
       this.timeline = new MM.Timeline({
-        label: say("replay.name"), describe: (id) => this.describe(id), choose: (id) => this.chosen(id),
+        label: say("replay.name"), describe: (id) => this.explain.describe(id), choose: (id) => this.chosen(id),
         intercept: (key) => this.followKey(key), keys: { " ": () => this.clock.toggle(this.timeline.marks.t), ".": () => this.stepBy(1), ",": () => this.stepBy(-1), Enter: () => this.inspector.body.focus() },
       });
+      this.explain = new MM.RecordedExplanation({ scene: () => this.scene, choose: (id) => this.timeline.choose(id), follow: (mb) => this.follow(mb) });
       this.inspector = new MM.Inspector({ root: this.root, isInline: false, close: () => this.dismissed(), chosenBox: () => this.chosenBox() });
       this.clock = new MM.Clock({ span: () => this.step.length, next: (t) => this.calls.find((c) => c.event.s > t + 0.01)?.event.s ?? this.step.length, tick: (t) => this.seek(t, true), changed: () => {} });
       this.clock.seconds = 30;
@@ -181,14 +181,6 @@
       MM.legend(this.legend, entries);
     }
 
-    describe(id) {
-      const { rank, event, gap, message } = this.scene.find(id);
-      if (gap) return { title: say("gap.title", { rank, time: ms(gap.l) }), lines: [gap.words] };
-      if (message) return { title: message.x, lines: [say("span", { start: ms(message.a[2]), end: ms(message.b[2]) })] };
-      const span = say("span", { start: ms(event.s), end: ms(event.s + event.l) });
-      return { title: say("name.at", { rank, what: this.scene.name(event) }), lines: [`${span}: ${ms(event.l)}${event.ph ? `, ${MM.words.phase(event.ph)}` : ""}`] };
-    }
-
     chosen(id) {
       this.stopFollowing();
       const found = id && this.scene.find(id);
@@ -274,58 +266,8 @@
     // -- One call, one gap --
 
     inspect(found) {
-      if (!found) return this.inspector.hide();
-      const { rank, event, gap, message } = found;
-      if (gap) this.inspector.show(...this.gapDetails(rank, gap));
-      else if (message) this.inspector.show(...this.messageDetails(message));
-      else this.inspector.show(...this.callDetails(rank, event));
-    }
-
-    jump({ rank, event }) {
-      return make("button", { type: "button", class: "mmp-link", onclick: () => this.timeline.choose(event.id) }, say("name.on", { what: this.scene.name(event), rank }));
-    }
-
-    gapDetails(rank, gap) {
-      const chain = this.scene.causalChain({ rank, gap }), cause = chain.at(gap.b === null ? -1 : -2);
-      const items = chain.map((at) => make("li", {}, this.jump(at), ` ${say("span", { start: ms(at.event.s), end: ms(at.event.s + at.event.l) })}`));
-      const hidden = items.slice(1, -(SHOWN - 1)), list = (some) => make("ol", { class: "mmp-causes" }, ...some);
-      const shown = hidden.length < 2 ? [list(items)] : [list([items[0]]), make("details", {}, make("summary", {}, say("chain.between", { n: hidden.length })), list(hidden)), list(items.slice(-(SHOWN - 1)))];
-      return [make("h3", { "aria-level": 2 }, say("gap.head", { rank, time: ms(gap.l) })), make("p", {}, `${gap.words}.`),
-        gap.f && cause ? make("p", {}, ...MM.sentence("goto", { where: this.jump(cause) })) : null,
-        ...(chain.length > 1 ? [make("h4", { "aria-level": 3 }, say("chain.title")), ...shown] : []), cause ? MM.sourceLine(this.scene.frames(cause.event), MM.base) : null];
-    }
-
-    callDetails(rank, event) {
-      const [name, url] = this.data.functions[event.f], isWork = this.scene.isWork(event), frames = this.scene.frames(event);
-      const words = [say("replay.length", { length: ms(event.l), start: ms(event.s) }), MM.words.phase(event.ph), event.w || event.t ? say("replay.waited", { wait: ms(event.w || 0), transfer: ms(event.t || 0) }) : null].filter(Boolean);
-      const gap = this.scene.gapBefore(rank, event), link = url ? make("a", { href: MM.base + url }, MM.code(name)) : MM.code(name);
-      return [make("h3", { "aria-level": 2 }, ...MM.sentence("replay.head", { rank, call: link }), isWork ? `: ${this.scene.name(event)}` : ""),
-        make("p", {}, `${words.join(", ")}.`), gap ? make("p", {}, `${gap.words}. `, make("button", { type: "button", class: "mmp-link", onclick: () => this.timeline.choose(gap.id) }, say("idle.chain"))) : null,
-        isWork ? this.edges(rank, event) : null,
-        ...(event.x || []).map((word) => make("p", {}, this.data.words[word])), MM.sourceLine(frames, MM.base),
-        isWork ? this.follower(event.m) : null, this.wholeChain(frames)];
-    }
-
-    // What work needed, and what needed it: as of a plan, from the messages that were really sent.
-    edges(rank, event) {
-      const jumps = (list, none) => (list.length ? list.flatMap((at, place) => [place ? ", " : "", this.jump(at)]) : [none]);
-      return make("dl", { class: "mmp-facts" }, make("dt", {}, say("needs")), make("dd", {}, ...jumps(this.scene.needs(rank, event), say("needs.data"))),
-        make("dt", {}, say("feeds")), make("dd", {}, ...jumps(this.scene.feeds(rank, event), say("feeds.optimizer"))));
-    }
-
-    follower(mb) {
-      return make("p", {}, make("button", { type: "button", class: "mmp-follow", onclick: () => this.follow(mb) }, say("follow.start", { mb })));
-    }
-
-    wholeChain(frames) {
-      return make("details", { class: "mmp-whole", open: innerWidth >= 1100 }, make("summary", {}, say("chain.calls", { n: frames.length })), MM.chain(frames, MM.base));
-    }
-
-    messageDetails(message) {
-      const [from, to] = [message.a, message.b].map(([rank, index]) => this.scene.at([rank, index])), frames = from ? this.scene.frames(from.event) : null;
-      return [make("h3", { "aria-level": 2 }, say("replay.message", { what: message.x, from: message.a[0], to: message.b[0] })), make("p", {}, say("message.takes", { start: ms(message.a[2]), end: ms(message.b[2]) })),
-        make("dl", { class: "mmp-facts" }, ...[["message.sender", from], ["message.receiver", to]].filter(([, at]) => at).flatMap(([name, at]) => [make("dt", {}, say(name)), make("dd", {}, this.jump(at))])),
-        ...(frames ? [MM.sourceLine(frames, MM.base), message.mb === undefined ? null : this.follower(message.mb), this.wholeChain(frames)] : [])];
+      if (found) this.inspector.show(...this.explain.details(found));
+      else this.inspector.hide();
     }
 
     // The innermost call that a rank is inside of, and the lines that lead there.

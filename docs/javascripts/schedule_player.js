@@ -131,7 +131,7 @@
       this.quizButton = make("button", { type: "button", "aria-pressed": "false", onclick: () => this.togglePredict() }, say("player.predict"));
       this.benchButton = make("button", { type: "button", "aria-expanded": "false", onclick: () => this.toggleBench() }, say("player.edit"));
       const button = (name, act) => make("button", { type: "button", onclick: act }, say(name));
-      const spoilers = [make("label", { class: "mmp-switch" }, this.critical, ` ${say("legend.critical")}`), button("player.svg", () => this.saveSvg())];
+      const spoilers = [make("label", { class: "mmp-switch" }, this.critical, ` ${say("legend.critical")}`), button("player.svg", () => MM.saveSvg(this))];
       for (const element of spoilers) element.classList.add("mmp-spoiler"); // not while something is to be predicted
       return make("div", { class: "mmp-tools" }, button("player.follow", () => this.follow(0)), this.quizButton, this.benchButton, ...spoilers,
         MM.copyLink(() => this.address.link(this.values())), button("player.reset", () => this.reset()));
@@ -241,18 +241,7 @@
     }
 
     showLegend() {
-      const entries = [], { letters, kinds } = this.scene.plan;
-      for (const letter of letters) this.shades[letter].forEach((shade, chunk, all) => {
-        const words = say(`kind.${kinds[letter].name}`);
-        entries.push(MM.kindEntry(shade, all.length > 1 ? say("legend.chunk", { kind: words, chunk }) : words));
-      });
-      entries.push([null, "mmp-idle", say("legend.idle")], [null, "mmp-held", say("legend.held")]);
-      if (this.scene.step.owed) entries.push([null, "mmp-owed", say("legend.owed")]);
-      if (this.state.messages || this.following) entries.push([null, "mmp-transferred", say("legend.message")]);
-      if (this.state.cap) entries.push([null, "mmp-cap", say("legend.cap", { cap: this.state.cap })]);
-      if (this.state.critical) entries.push([null, "mmp-critical", say("legend.critical")]);
-      if (this.timeline.wasDense) entries.push([null, "mmp-held", say("legend.dense")]);
-      MM.legend(this.legend, entries);
+      MM.legend(this.legend, MM.legendOf(this));
     }
 
     // -- Time --
@@ -363,20 +352,6 @@
 
     drawTable() {
       if (this.twin.open) this.table.replaceChildren(...this.explain.tables());
-    }
-
-    // In the colours of paper, whatever the reader's scheme.
-    svg() {
-      const facts = [...this.figures.querySelectorAll("h4, dl > div, p")].map((entry) => [...(entry.children.length ? entry.children : [entry])].map((part) => part.textContent).join("  "));
-      const marks = { ...this.timeline.marks, t: null, hover: null, chosen: null, related: null, lines: [], faded: null, paths: this.criticalPaths() };
-      const colours = MM.painters.PAPER, legend = [...this.legend.children].map((item) => ({ fill: MM.swatch(item.firstChild, colours), words: item.textContent }));
-      const source = say("svg.source", { address: this.address.link(this.values()).replace(/^file:.*\//, "") });
-      return MM.painters.svgFile({ view: this.view(), marks, colours, shades: this.shades, title: this.scenes.map(({ title }) => title).join(" — "), legend, lines: [...facts, source] });
-    }
-
-    saveSvg() {
-      const { p, M, v } = this.state, names = this.scenes.map(({ plan, schedule }) => plan.name ?? schedule).join("-beside-");
-      MM.download(`${names}-p${p}-m${M}${v > 1 ? `-v${v}` : ""}.svg`, this.svg(), "image/svg+xml");
     }
 
     // -- The reader's own --

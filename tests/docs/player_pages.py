@@ -1,5 +1,7 @@
 """Pages that hold nothing but players and replays, opened as files with the site's own scripts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,30 @@ class Opened(Watched):
     def address_has(self, words: str) -> None:
         """Waits: the address is written a moment after the last change."""
         self.page.wait_for_function("words => location.hash.includes(words)", arg=words)
+
+
+class Shared(Opened):
+    """One page for many tests of its player: each begins with the player as it was at first."""
+
+    SIZE = {"width": 1200, "height": 900}
+
+    @contextmanager
+    def shown(self, fragment: str = "") -> Iterator["Shared"]:
+        """The page as if it had been opened with this fragment. Leaving checks for errors."""
+        self.page.set_viewport_size(self.SIZE)
+        self.page.emulate_media(media="screen", color_scheme="light")
+        self.page.evaluate(
+            """async (fragment) => {
+              history.replaceState(null, "", location.pathname + fragment);
+              document.activeElement.blur();
+              const player = document.querySelector(".mm-player").mmPlayer;
+              clearTimeout(player.address.writing);
+              player.reset();
+              for (const details of document.querySelectorAll("details")) details.open = false;
+              await player.openAsAsked(false);
+              scrollTo(0, 0);
+            }""",
+            fragment,
+        )
+        yield self
+        self.check(fragment)

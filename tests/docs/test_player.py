@@ -3,6 +3,7 @@
 import re
 import statistics
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from playwright.sync_api import expect
 from minimegatron.planner.plan import plan
 from minimegatron.planner.render_svg import contrast
 from minimegatron.planner.simulator import Costs, simulate
-from tests.docs.player_pages import Opened, write_pages
+from tests.docs.player_pages import Opened, Shared, write_pages
 from tests.figures import figure
 
 SIZES = [(1440, 900), (1024, 768), (768, 1024), (360, 740)]
@@ -24,11 +25,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory, site: Path) -> Path:
     return write_pages(tmp_path_factory.mktemp("player"), site)
 
 
+@pytest.fixture(scope="module")
+def shared(browser, folder) -> Iterator[Shared]:
+    with Shared(browser, folder, "player.html") as opened:
+        yield opened
+
+
+@pytest.fixture
+def shown(shared):
+    """`with shown(fragment) as opened`: in the page that most tests share."""
+    return shared.shown
+
+
 # -- What is shown --
 
 
-def test_figures_beside_formulas(browser, folder) -> None:
-    with Opened(browser, folder, "player.html") as opened:
+def test_figures_beside_formulas(shown) -> None:
+    with shown() as opened:
         for words in ("33", "27.3 %", "3/11", "37.5 %", "3/8", "4 3 2 1", "min(M, p − r)"):
             opened.sees(".mmp-figurebox", words)
         opened.page.get_by_role("radio", name="GPipe").check()
@@ -41,8 +54,8 @@ def test_figures_beside_formulas(browser, folder) -> None:
 
 
 @pytest.mark.parametrize("sizes", MAX_REDRAW_MS)
-def test_a_change_is_drawn_at_once(browser, folder, sizes) -> None:
-    with Opened(browser, folder, "player.html", f"#{sizes}") as opened:
+def test_a_change_is_drawn_at_once(shown, sizes) -> None:
+    with shown(f"#{sizes}") as opened:
         times = opened.page.evaluate(
             """async () => {
               const player = document.querySelector(".mm-player").mmPlayer, times = [];
@@ -60,9 +73,9 @@ def test_a_change_is_drawn_at_once(browser, folder, sizes) -> None:
         assert least < MAX_REDRAW_MS[sizes]
 
 
-def test_numbers_or_density(browser, folder) -> None:
+def test_numbers_or_density(shown) -> None:
     """Bars below 6 pixels become a density; what is chosen is seen in both, and zooming brings bars."""
-    with Opened(browser, folder, "player.html", "#schedule=1f1b&p=16&M=128") as opened:
+    with shown("#schedule=1f1b&p=16&M=128") as opened:
         assert opened.player("player.timeline.layout.isDense")
         opened.sees(".mmp-legend", "zoom in for single bars")
         opened.player("player.timeline.zoomTo(12)")
@@ -72,8 +85,8 @@ def test_numbers_or_density(browser, folder) -> None:
         assert opened.player("player.timeline.scroller.scrollLeft") > 1000
 
 
-def test_what_is_chosen_is_seen_on_every_kind(browser, folder) -> None:
-    with Opened(browser, folder, "player.html") as opened:
+def test_what_is_chosen_is_seen_on_every_kind(shown) -> None:
+    with shown() as opened:
         shades = opened.page.evaluate("MM.orders.shades")
         fills = [fill for kinds in shades.values() for of in kinds.values() for fill, *_ in of]
         for scheme in ("light", "dark"):
@@ -115,8 +128,8 @@ def test_keyboard_alone(browser, folder) -> None:
         opened.sees(".mmp-play", "Play")
 
 
-def test_an_action_leads_to_its_source(browser, folder) -> None:
-    with Opened(browser, folder, "player.html", "#player.p=4&player.at=1:F0") as opened:
+def test_an_action_leads_to_its_source(shown) -> None:
+    with shown("#player.p=4&player.at=1:F0") as opened:
         for words in ("Needs", "F0 on stage 0", "recv_forward", "input_tensor"):
             opened.sees(".mmp-inspector", words)
         chain = opened.page.locator(".mmp-chain a")
@@ -128,8 +141,8 @@ def test_an_action_leads_to_its_source(browser, folder) -> None:
         assert links[-1].endswith("minimegatron.core.pipeline_parallel.steps.html#forward_step")
 
 
-def test_a_gap_is_explained_down_to_its_root(browser, folder) -> None:
-    with Opened(browser, folder, "player.html", "#player.at=0:idle-before-B0") as opened:
+def test_a_gap_is_explained_down_to_its_root(shown) -> None:
+    with shown("#player.at=0:idle-before-B0") as opened:
         opened.page.locator(".mmp-inspector details summary").first.click()
         items = opened.page.locator(".mmp-causes li").all_inner_texts()
         names = [re.match(r"[FB]\d on stage \d", item)[0] for item in items]
@@ -141,15 +154,15 @@ def test_a_gap_is_explained_down_to_its_root(browser, folder) -> None:
         opened.sees(".mmp-inspector h3", "Stage 3: backward of microbatch 0")
 
 
-def test_the_critical_path_is_one_line(browser, folder) -> None:
+def test_the_critical_path_is_one_line(shown) -> None:
     step = simulate(plan("1f1b", 4, 8), Costs(1, 2))
-    with Opened(browser, folder, "player.html", "#player.critical=1") as opened:
+    with shown("#player.critical=1") as opened:
         path = opened.player("player.timeline.marks.paths[0].map((x) => [x.track, x.s])")
         assert path == [[rank, step.starts[rank][i]] for rank, i in step.critical_path()]
 
 
-def test_one_microbatch_is_followed(browser, folder) -> None:
-    with Opened(browser, folder, "player.html", "#player.c=0.25") as opened:
+def test_one_microbatch_is_followed(shown) -> None:
+    with shown("#player.c=0.25") as opened:
         opened.page.get_by_role("button", name="Follow a microbatch").click()
         opened.page.locator(".mmp-followhead select").select_option("3")
         said = []
@@ -169,9 +182,9 @@ def test_one_microbatch_is_followed(browser, folder) -> None:
         expect(opened.page.locator(".mmp-inspector")).to_be_hidden()
 
 
-def test_the_focus_stays_where_a_reader_works(browser, folder) -> None:
+def test_the_focus_stays_where_a_reader_works(shown) -> None:
     focused = "document.activeElement.dataset.name ?? document.activeElement.className"
-    with Opened(browser, folder, "player.html") as opened:
+    with shown() as opened:
         opened.page.locator(".mmp-timeline").press("Home")
         opened.page.get_by_role("button", name="B0 on stage 0").press("Enter")
         opened.sees(".mmp-inspector h3", "Stage 0: backward of microbatch 0")
@@ -191,9 +204,9 @@ def test_the_focus_stays_where_a_reader_works(browser, folder) -> None:
         assert opened.player("Boolean(player.following.timer) && !player.clock.running")
 
 
-def test_a_followed_microbatch_is_found_again(browser, folder) -> None:
+def test_a_followed_microbatch_is_found_again(shown) -> None:
     fragment = "#player.vs=gpipe&player.follow=b|2&player.step=3&player.critical=1"
-    with Opened(browser, folder, "player.html", fragment) as opened:
+    with shown(fragment) as opened:
         state = "[player.following.scene.prefix, player.following.mb, player.following.place]"
         assert opened.player(state) == ["b|", 2, 3]
         opened.player("player.set('messages', 1)")
@@ -201,8 +214,8 @@ def test_a_followed_microbatch_is_found_again(browser, folder) -> None:
         assert opened.player("player.timeline.marks.paths.length") == 2
 
 
-def test_two_schedules_on_one_axis(browser, folder) -> None:
-    with Opened(browser, folder, "player.html") as opened:
+def test_two_schedules_on_one_axis(shown) -> None:
+    with shown() as opened:
         opened.page.get_by_label("Compare with").select_option("interleaved")
         opened.sees(".mmp-figurebox", "Interleaved 1F1B, 4 stages, 2 chunks per stage")
         other = float(simulate(plan("interleaved", 4, 8, 2), Costs.of_stages(1, 2, 2)).makespan)
@@ -214,10 +227,10 @@ def test_two_schedules_on_one_axis(browser, folder) -> None:
         opened.address_has("player.vs=interleaved")
 
 
-def test_wrong_predictions_are_explained(browser, folder) -> None:
+def test_wrong_predictions_are_explained(shown) -> None:
     needs = re.compile("needs (F0 of this very stage first|the gradient that B0 makes on stage 2)")
     too_much = re.compile("Stage 1 has done its 2 warm-up forwards|needs the activation")
-    with Opened(browser, folder, "player.html") as opened:
+    with shown() as opened:
         opened.page.get_by_role("button", name="Predict the next action").click()
         choose = opened.page.get_by_role("group", name="Answers").get_by_role("button")
         choose.get_by_text("B0", exact=True).click()
@@ -244,10 +257,10 @@ def test_wrong_predictions_are_explained(browser, folder) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_answer_is_in_view(browser, folder, size) -> None:
+def test_the_answer_is_in_view(shown, size) -> None:
     """Of the first and of the last stage, before anybody scrolls; and the bar is not beneath it."""
-    viewport = {"width": size[0], "height": size[1]}
-    with Opened(browser, folder, "player.html", viewport=viewport) as opened:
+    with shown() as opened:
+        opened.page.set_viewport_size({"width": size[0], "height": size[1]})
         for id in ("0:F0", "3:B7", "1:idle-before-B0"):
             opened.player(f"player.timeline.choose({id!r})")
             answer = opened.page.locator(".mmp-inspector h3").bounding_box()
@@ -262,10 +275,10 @@ def test_the_answer_is_in_view(browser, folder, size) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES[:2], ids=str)
-def test_the_last_of_many_stages_is_in_view(browser, folder, size) -> None:
-    viewport = {"width": size[0], "height": size[1]}
-    fragment = "#player.p=16&player.M=16&player.at=15:F3"
-    with Opened(browser, folder, "player.html", fragment, viewport=viewport) as opened:
+def test_the_last_of_many_stages_is_in_view(shown, size) -> None:
+    with shown("#player.p=16&player.M=16") as opened:
+        opened.page.set_viewport_size({"width": size[0], "height": size[1]})
+        opened.player("player.timeline.choose('15:F3')")
         bar = opened.player("player.timeline.boxOf('15:F3').toJSON()")
         assert bar["top"] >= 0 and bar["bottom"] <= size[1]
         opened.player("player.timeline.zoomTo(5)")
@@ -409,16 +422,16 @@ def test_what_an_address_asks_for_is_checked(browser, folder) -> None:
             assert 0 < opened.player("player.scene.step.makespan") < 1000
 
 
-def test_the_largest_sizes_and_links_of_before(browser, folder) -> None:
+def test_the_largest_sizes_and_links_of_before(shown) -> None:
     fragment = "#schedule=interleaved&p=16&M=128&v=2"
-    with Opened(browser, folder, "player.html", fragment) as opened:
+    with shown(fragment) as opened:
         assert opened.player("[player.state.p, player.state.M, player.state.v]") == [16, 128, 2]
         assert opened.player("player.scene.plan.ranks.length") == 16
         expect(opened.page.locator(".mmp-status")).to_be_hidden()
 
 
-def test_a_link_can_be_copied(browser, folder) -> None:
-    with Opened(browser, folder, "player.html") as opened:
+def test_a_link_can_be_copied(shown) -> None:
+    with shown() as opened:
         opened.player("player.set('M', 12)")
         opened.page.get_by_role("button", name="Copy link").click()
         shown = opened.page.locator(".mmp-copied")
@@ -430,8 +443,8 @@ def test_a_link_can_be_copied(browser, folder) -> None:
 # -- Files, tables, motion --
 
 
-def test_svg_and_table_say_the_same(browser, folder) -> None:
-    with Opened(browser, folder, "player.html", "#player.vs=gpipe") as opened:
+def test_svg_and_table_say_the_same(shown) -> None:
+    with shown("#player.vs=gpipe") as opened:
         with opened.page.expect_download() as waiting:
             opened.page.get_by_role("button", name="Save as SVG").click()
         picture = ElementTree.parse(waiting.value.path()).getroot()

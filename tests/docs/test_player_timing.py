@@ -243,7 +243,7 @@ def offered(every: int) -> list[str]:
 
 
 @needs_node
-@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.full)])
 def test_times_of_plans(folder: Path, every: int) -> None:
     """A prime: every number of stages, and of chunks, comes along."""
     keys = offered(every)
@@ -253,7 +253,7 @@ def test_times_of_plans(folder: Path, every: int) -> None:
 @needs_node
 @pytest.mark.parametrize("buffered", [False, True])
 def test_uneven_stages_and_messages_take_time(folder: Path, buffered: bool) -> None:
-    keys = [key for key in offered(47) if int(key.split()[1]) <= 8]
+    keys = [key for key in offered(109) if int(key.split()[1]) <= 8]
     assert {key.split()[0] for key in keys} == {*WRITTEN_HERE}
     options = {"message": 0.375, "buffered": buffered, "uneven": True}
     compare([(plan_of(key), case_of(plan_of(key), key, **options)) for key in keys], folder)
