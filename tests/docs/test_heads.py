@@ -194,9 +194,14 @@ def test_on_paper(browser, address):
     with Watched(browser, (address,), viewport=size, color_scheme="dark") as watched:
         page = watched.page
         page.goto(address + "tour/one-f-one-b.html", wait_until="load")
+        page.locator(".mm-player[data-ready]").wait_for()
         page.emulate_media(media="print")
-        # Dark letters, also for those who read in dark colours.
+        # Dark letters, also for those who read in dark colours; they fade into it.
         for words in (".md-content p", ".mm-line", ".mm-timeline svg text", ".md-content p a"):
+            for _ in range(40):
+                if luminance(page, words) < 0.45:
+                    break
+                page.wait_for_timeout(50)
             assert luminance(page, words) < 0.45, words
         for hidden in (".md-header", ".md-sidebar--primary", ".md-footer", ".md-clipboard"):
             assert not page.locator(hidden).first.is_visible(), hidden
