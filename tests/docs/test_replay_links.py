@@ -11,7 +11,9 @@ from playwright.sync_api import expect
 from tests.docs.conftest import Watched
 
 PAGE = "tour/whole-step.html"
-RECORDINGS = ["1f1b-paced", "1f1b", "interleaved-paced", "tp2-pp2", "one-rank"]
+RECORDINGS = ["1f1b-paced", "interleaved-paced", "tp2-pp2", "one-rank"]
+ALIKE = "1f1b"
+"""The same calls as those of 1f1b-paced."""
 
 # Steps through all calls of all pipelines, as a reader would with the button, and notes each link.
 COLLECT = """async (name) => {
@@ -41,7 +43,7 @@ def lines_of(path: Path) -> dict[str, str]:
     return ids | texts
 
 
-@pytest.mark.parametrize("name", RECORDINGS)
+@pytest.mark.parametrize("name", [*RECORDINGS, pytest.param(ALIKE, marks=pytest.mark.full)])
 def test_every_frame_leads_to_its_line(browser, address, site: Path, name):
     with Watched(browser, (address,)) as watched:
         watched.page.goto(f"{address}{PAGE}#recording={name}")
