@@ -178,6 +178,7 @@ def test_the_exam_is_taken(browser, address, questions):
         expect(score).to_contain_text("0 of 20 right")
 
 
+@pytest.mark.full
 def test_the_exam_without_scripts_or_memory(browser, address, questions):
     with Watched(browser, (address,), java_script_enabled=False) as watched:
         watched.page.goto(f"{address}exam.html")

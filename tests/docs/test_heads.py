@@ -218,6 +218,7 @@ def test_on_paper(browser, address):
         assert "github.com" in after or "attr(href)" in after
 
 
+@pytest.mark.full
 def test_in_forced_colours(browser, address):
     """What shadows and backgrounds said is said by outlines and borders."""
     with Watched(browser, (address,), forced_colors="active") as watched:

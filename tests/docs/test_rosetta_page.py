@@ -64,6 +64,7 @@ def test_the_filter(page):
     assert page.locator(".mm-fold[open]").count() == 1, "modules are as the reader left them"
 
 
+@pytest.mark.full
 def test_modules_open_by_key_and_fit_on_a_phone(page):
     page.set_viewport_size({"width": PHONE, "height": 800})
     page.locator(".mm-fold summary").nth(3).focus()

@@ -71,7 +71,9 @@ def test_a_symbol_beside_long_code_is_in_the_middle(opened):
         assert MIDDLE[0] < place_of(watched.page, symbol) < MIDDLE[1]
 
 
-@pytest.mark.parametrize("screen", [PHONE, WIDE], ids=["phone", "wide"])
+@pytest.mark.parametrize(
+    "screen", [WIDE, pytest.param(PHONE, marks=pytest.mark.full)], ids=["wide", "phone"]
+)
 def test_the_target_is_in_the_middle(opened, screen):
     with opened(f"{STEP_FRAME}#L210", viewport=screen) as watched:
         page = watched.page
@@ -103,6 +105,7 @@ def test_the_fold_counts_its_imports(site):
     assert int(count) == sum(line.startswith(("import ", "from ")) for line in lines)
 
 
+@pytest.mark.full
 def test_without_javascript_folds_open_and_are_printed(opened):
     with opened(f"{SCHEDULES}#L34", java_script_enabled=False) as watched:
         expect(watched.page.locator("#L34")).to_be_in_viewport()
