@@ -58,22 +58,9 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: at the end, no worker waits for one that began late.
-
-    Of the others, those of the documentation, which compute all the time, stand among those that wait
-    for ranks: side by side they would wait for the processors.
-    """
-    places: dict[str, float] = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
-    rest = [file for file in dict.fromkeys(map(file_of, items)) if file not in places]
-    for is_docs in (True, False):
-        group = [file for file in rest if file.startswith("tests/docs/") == is_docs]
-        for number, file in enumerate(group):
-            places[file] = len(LONGEST) + (number + 0.5) / len(group)
-    items.sort(key=lambda item: places[file_of(item)])
-
-
-def file_of(item: pytest.Item) -> str:
-    return item.nodeid.split("::")[0]
+    """The longest files first: at the end, no worker waits for one that began late."""
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ MAX_FIRST_TIMELINE_MS = 1000
 # Of rows and lines that are made alike, axe looks at the first of each kind.
 KEEP_SOME = """() => {
   const alike = [".mm-rosetta tr", ".mm-modules tr", ".mm-line", ".doc-object", ".md-nav__item"];
-  for (const list of [...alike, ".mm-callers"])
+  for (const list of [...alike, ".mm-callers", ".md-typeset pre code span"])
     [...document.querySelectorAll(list)].slice(30).forEach((element) => element.remove());
 }"""
 
