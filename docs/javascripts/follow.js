@@ -16,7 +16,7 @@
 
     begin(mb, place = 0) {
       this.mb = mb;
-      this.wanted ??= "on";
+      this.hasBegun = false;
       this.route = this.scene.route(mb);
       this.go(place);
     }
@@ -33,16 +33,10 @@
       if (step) this.show(step, this.content(step));
     }
 
-    // Stays on the button that was pressed, so that it can be pressed again.
-    press(name, act) {
-      this.wanted = name;
-      act();
-    }
-
     content(step) {
       const { words, frames } = this.narrate(step), isLast = this.place === this.route.length - 1;
-      const button = (name, act, disabled = false, words = name) => make("button", { type: "button", "data-name": name, disabled, onclick: () => this.press(name, act) }, MM.say(`follow.${words}`));
-      const select = make("select", { "data-name": "mb", onchange: () => this.press("mb", () => { this.stop(); this.begin(Number(select.value)); }) },
+      const button = (name, act, disabled = false, words = name) => make("button", { type: "button", "data-name": name, disabled, onclick: act }, MM.say(`follow.${words}`));
+      const select = make("select", { "data-name": "mb", onchange: () => { this.stop(); this.begin(Number(select.value)); } },
         ...Array.from({ length: this.numbers }, (_, mb) => make("option", { value: mb, selected: mb === this.mb }, String(mb))));
       return [
         make("div", { class: "mmp-followhead" }, MM.field(MM.say("follow.mb"), select), make("b", {}, MM.say("follow.place", { place: this.place + 1, n: this.route.length }))),
@@ -77,10 +71,15 @@
       this.ended();
     }
 
-    // Puts the focus where it was: on the button that was pressed, or on its neighbour.
-    focus(body) {
+    // Puts content into the inspector. The focus stays on the button that it was on, or goes to its neighbour;
+    // at first to the one that is `wanted`.
+    fill(inspector, content, wanted) {
+      const { body } = inspector, own = body.contains(document.activeElement) && document.activeElement.dataset.name;
+      const held = own || (this.hasBegun ? null : wanted);
+      this.hasBegun = true;
+      inspector.show(...content);
       const named = (name) => body.querySelector(`[data-name=${name}]:not(:disabled)`);
-      (named(this.wanted) ?? named("back") ?? named("on"))?.focus({ preventScroll: true });
+      if (held) (named(held) ?? named("back") ?? named("on"))?.focus({ preventScroll: true });
     }
 
     isFaded(bar) {

@@ -309,8 +309,7 @@
         lines: message ? [{ a: { track: message.a[0], t: message.a[2] }, b: { track: message.b[0], t: message.b[2] } }] : [] });
       this.showMoment(this.moment);
       this.timeline.reveal(step.s, step.e);
-      this.inspector.show(...content);
-      this.following.focus(this.inspector.body);
+      this.following.fill(this.inspector, content, this.isMounted ? "on" : null);
       this.timeline.live.textContent = this.scene.narrate(step).words;
     }
 

@@ -306,8 +306,8 @@
     // -- One microbatch --
 
     follow(mb, scene = this.scene, place = 0) {
+      if (this.quiz) return this.togglePredict().then(() => this.follow(mb));
       this.clock.pause();
-      if (this.quiz) this.togglePredict();
       this.stopFollowing();
       Object.assign(this.timeline.marks, { t: null, chosen: null });
       this.following = new MM.Follow({ scene, numbers: this.state.M, narrate: (step) => this.explain.narrate(scene, step),
@@ -324,8 +324,7 @@
       this.timeline.mark({ chosen: step.id, related: null, paths: this.criticalPaths(), faded, lines: step.message ? this.explain.lineOf(scene, step.message) : [] });
       this.timeline.reveal(step.s, step.e);
       this.transport.show(step.s, say("time.of", { time: number(step.s), span: number(this.span) }));
-      this.inspector.show(...content);
-      this.following.focus(this.inspector.body);
+      this.following.fill(this.inspector, content, this.isMounted ? "on" : null);
       this.timeline.live.textContent = this.explain.narrate(scene, step).words;
       this.writeAddress();
     }

@@ -198,8 +198,10 @@ def test_the_focus_stays_where_a_reader_works(shown) -> None:
             assert opened.page.evaluate(focused) == "on"
         opened.player("player.following.move(Infinity)")
         assert opened.page.evaluate(focused) == "back"  # there is nothing after it
-        opened.page.locator(".mmp-timeline").press("ArrowLeft")
-        assert opened.player("player.following.place") == 12
+        opened.page.locator(".mmp-timeline").focus()
+        opened.keys("ArrowLeft", "ArrowLeft")
+        assert opened.player("player.following.place") == 11
+        assert opened.page.evaluate(focused) == "mmp-timeline"
         opened.page.locator(".mmp-timeline").press(" ")  # play is of the way, not of the step
         assert opened.player("Boolean(player.following.timer) && !player.clock.running")
 
@@ -251,6 +253,9 @@ def test_wrong_predictions_are_explained(shown) -> None:
         assert not opened.player("player.clock.running")
         opened.player("player.timeline.choose('1:F0')")
         assert "Needed by" not in opened.text(".mmp-inspector")
+        opened.page.get_by_role("button", name="Follow a microbatch").click()
+        opened.sees(".mmp-narration", "Stage 0 runs the forward")
+        expect(opened.page.locator(".mmp-quiz")).to_have_count(0)
 
 
 # -- In view, whatever the screen --
