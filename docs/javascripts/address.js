@@ -8,6 +8,7 @@
 (() => {
   const MM = (globalThis.MM ||= {});
   const taken = {};
+  let written = null; // what a widget wrote last
 
   // -- What a value may be: each returns the value, or throws words that say what it may be --
 
@@ -71,20 +72,24 @@
       return location.href.replace(/#.*$/, "") + this.with(values);
     }
 
-    // Not at every move of a slider: browsers allow only so many changes of the address.
+    // Not at every move of a slider: browsers allow only so many changes of the address. Nor over one that a
+    // reader has just given, and of which the widgets are still to hear.
     write(values) {
       clearTimeout(this.writing);
+      const before = location.hash;
       this.writing = setTimeout(() => {
-        this.written = this.with(values());
-        history.replaceState(history.state, "", this.written);
+        if (location.hash !== before && location.hash !== written) return;
+        history.replaceState(history.state, "", this.with(values()));
+        written = location.hash;
       }, 120);
     }
 
     // Tells when a reader, or a link, has changed this widget's part.
     listen(changed) {
       addEventListener("hashchange", () => {
+        clearTimeout(this.writing);
         const mine = [...Address.words().keys()].some((key) => key.startsWith(`${this.name}.`) || (this.isFirst && key in this.checks));
-        if (mine && location.hash !== this.written) changed();
+        if (mine) changed();
       });
     }
   };

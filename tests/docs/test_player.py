@@ -427,6 +427,14 @@ def test_what_an_address_asks_for_is_checked(browser, folder) -> None:
             assert 0 < opened.player("player.scene.step.makespan") < 1000
 
 
+def test_an_address_that_is_given_is_not_written_over(browser, folder) -> None:
+    """By what the player was about to write of the state before."""
+    with Opened(browser, folder, "player.html") as opened:
+        opened.player("player.set('M', 12), location.hash = '#player.M=16'")
+        opened.page.wait_for_timeout(300)
+        assert opened.player("[player.state.M, location.hash]") == [16, "#player.M=16"]
+
+
 def test_the_largest_sizes_and_links_of_before(shown) -> None:
     fragment = "#schedule=interleaved&p=16&M=128&v=2"
     with shown(fragment) as opened:
