@@ -71,6 +71,15 @@
     }));
   };
 
+  const SHOWN = 6; // links of a causal chain that are shown at once
+
+  // A causal chain under its heading: items, the root first; many in the middle are folded.
+  MM.causes = function causes(heading, items) {
+    const hidden = items.slice(1, -(SHOWN - 1)), list = (some) => make("ol", { class: "mmp-causes" }, ...some);
+    const shown = hidden.length < 2 ? [list(items)] : [list([items[0]]), make("details", {}, make("summary", {}, MM.say("chain.between", { n: hidden.length })), list(hidden)), list(items.slice(-(SHOWN - 1)))];
+    return [make("h4", { "aria-level": 3 }, heading), ...shown];
+  };
+
   // The line of source that a chain ends in, with the function that it is in.
   MM.sourceLine = function sourceLine(frames, root) {
     const [, , text] = frames.findLast(([, , line]) => line) ?? [];

@@ -5,7 +5,6 @@
 (() => {
   const MM = (globalThis.MM ||= {});
   const make = MM.make, say = (...words) => MM.say(...words), { number, phase } = MM.words;
-  const SHOWN = 6; // links of a causal chain that are shown at once
   const heading = (words) => make("h3", { "aria-level": 2 }, words);
 
   MM.Explanation = class Explanation {
@@ -102,10 +101,7 @@
         const why = !before ? say("chain.root") : say(isOwn ? "chain.after" : "chain.from", { what: scene.name(before), rank: before.rank });
         return make("li", {}, this.jump(scene, action), ` ${this.span(scene.step.startOf(action), scene.step.endOf(action))} `, make("span", { class: "mmp-remark" }, why));
       };
-      const items = chain.map(item), hidden = items.slice(1, -(SHOWN - 1));
-      const list = (some) => make("ol", { class: "mmp-causes" }, ...some);
-      const shown = hidden.length < 2 ? [list(items)] : [list([items[0]]), make("details", {}, make("summary", {}, say("chain.between", { n: hidden.length })), list(hidden)), list(items.slice(-(SHOWN - 1)))];
-      return [make("h4", { "aria-level": 3 }, say(gap.before === null ? "chain.title.end" : "chain.title")), ...shown];
+      return MM.causes(say(gap.before === null ? "chain.title.end" : "chain.title"), chain.map(item));
     }
 
     messageDetails(scene, m) {

@@ -9,7 +9,7 @@
 
   MM.Follow = class Follow {
     // `scene`: route(mb), has(bar, mb), track(rank); `narrate(step)` -> {words, frames}; `numbers`: how many
-    // microbatches there are; `show(step, content)` puts a step on the screen; `ended()` when it is over.
+    // microbatches there are; `show(step, content, words)` puts a step on the screen; `ended()` when it is over.
     constructor({ scene, numbers, narrate, show, ended }) {
       Object.assign(this, { scene, numbers, narrate, show, ended });
     }
@@ -21,6 +21,13 @@
       this.go(place);
     }
 
+    // Whether a key was one of those that go along the way.
+    key(key) {
+      const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[key];
+      if (steps) this.move(steps);
+      return Boolean(steps);
+    }
+
     // One on or one back, by a key or a button outside.
     move(steps) {
       this.stop();
@@ -30,11 +37,13 @@
     go(place) {
       this.place = Math.max(0, Math.min(place, this.route.length - 1));
       const step = this.route[this.place];
-      if (step) this.show(step, this.content(step));
+      if (!step) return;
+      const told = this.narrate(step);
+      this.show(step, this.content(told), told.words);
     }
 
-    content(step) {
-      const { words, frames } = this.narrate(step), isLast = this.place === this.route.length - 1;
+    content({ words, frames }) {
+      const isLast = this.place === this.route.length - 1;
       const button = (name, act, disabled = false, words = name) => make("button", { type: "button", "data-name": name, disabled, onclick: act }, MM.say(`follow.${words}`));
       const select = make("select", { "data-name": "mb", onchange: () => { this.stop(); this.begin(Number(select.value)); } },
         ...Array.from({ length: this.numbers }, (_, mb) => make("option", { value: mb, selected: mb === this.mb }, String(mb))));

@@ -5,7 +5,6 @@
 (() => {
   const MM = (globalThis.MM ||= {});
   const make = MM.make, say = (...words) => MM.say(...words), ms = MM.milliseconds;
-  const SHOWN = 6; // links of a causal chain that are shown at once
 
   MM.RecordedExplanation = class RecordedExplanation {
     // `scene()` is the step that is shown; `choose(id)` and `follow(mb)` change what is.
@@ -34,11 +33,9 @@
     gapDetails(rank, gap) {
       const chain = this.scene.causalChain({ rank, gap }), cause = chain.at(gap.b === null ? -1 : -2);
       const items = chain.map((at) => make("li", {}, this.jump(at), ` ${say("span", { start: ms(at.event.s), end: ms(at.event.s + at.event.l) })}`));
-      const hidden = items.slice(1, -(SHOWN - 1)), list = (some) => make("ol", { class: "mmp-causes" }, ...some);
-      const shown = hidden.length < 2 ? [list(items)] : [list([items[0]]), make("details", {}, make("summary", {}, say("chain.between", { n: hidden.length })), list(hidden)), list(items.slice(-(SHOWN - 1)))];
       return [make("h3", { "aria-level": 2 }, say("gap.head", { rank, time: ms(gap.l) })), make("p", {}, `${gap.words}.`),
         gap.f && cause ? make("p", {}, ...MM.sentence("goto", { where: this.jump(cause) })) : null,
-        ...(chain.length > 1 ? [make("h4", { "aria-level": 3 }, say("chain.title")), ...shown] : []), cause ? MM.sourceLine(this.scene.frames(cause.event), MM.base) : null];
+        ...(chain.length > 1 ? MM.causes(say("chain.title"), items) : []), cause ? MM.sourceLine(this.scene.frames(cause.event), MM.base) : null];
     }
 
     callDetails(rank, event) {

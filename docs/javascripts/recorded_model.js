@@ -26,6 +26,7 @@
       this.hasChunks = step.chunks > 1;
       this.shades = Object.fromEntries(Object.entries(step.colours).map(([name, shades]) => [this.letters[name] ?? name, shades.map(([fill, ink]) => [fill, ink, kinds[this.letters[name]]?.fill])]));
       this.byIndex = step.ranks.map((owner) => new Map(owner.events.map((event) => [event.i, event])));
+      this.workOf = step.ranks.map((owner) => owner.events.filter((event) => this.isWork(event)));
       this.ids = new Map();
       step.ranks.forEach((owner, rank) => this.nameAll(owner, rank));
       this.messages = step.messages.filter((m) => m.b).map((m) => this.named(m));
@@ -100,7 +101,7 @@
     }
 
     work(rank) {
-      return this.step.ranks[rank].events.filter((event) => this.isWork(event));
+      return this.workOf[rank];
     }
 
     bar(event) {

@@ -62,7 +62,7 @@
       this.showMessages = make("input", { type: "checkbox", onchange: () => this.redraw() });
       this.timeline = new MM.Timeline({
         label: say("replay.name"), describe: (id) => this.explain.describe(id), choose: (id) => this.chosen(id),
-        intercept: (key) => this.followKey(key), keys: { " ": () => this.clock.toggle(this.timeline.marks.t), ".": () => this.stepBy(1), ",": () => this.stepBy(-1), Enter: () => this.inspector.body.focus() },
+        intercept: (key) => this.following?.key(key), keys: { " ": () => this.clock.toggle(this.timeline.marks.t), ".": () => this.stepBy(1), ",": () => this.stepBy(-1), Enter: () => this.inspector.body.focus() },
       });
       this.explain = new MM.RecordedExplanation({ scene: () => this.scene, choose: (id) => this.timeline.choose(id), follow: (mb) => this.follow(mb) });
       this.inspector = new MM.Inspector({ root: this.root, isInline: false, close: () => this.dismissed(), chosenBox: () => this.chosenBox() });
@@ -301,7 +301,7 @@
       this.following.begin(mb, place);
     }
 
-    showFollowed(step, content) {
+    showFollowed(step, content, words) {
       const { message } = step;
       this.current = step.event ? { rank: step.rank, event: step.event } : null;
       this.moment = step.s + Math.min((step.e - step.s) / 2, 1);
@@ -310,14 +310,7 @@
       this.showMoment(this.moment);
       this.timeline.reveal(step.s, step.e);
       this.following.fill(this.inspector, content, this.isMounted ? "on" : null);
-      this.timeline.live.textContent = this.scene.narrate(step).words;
-    }
-
-    followKey(key) {
-      const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[key];
-      if (!this.following || !steps) return false;
-      this.following.move(steps);
-      return true;
+      this.timeline.live.textContent = words;
     }
 
     stopFollowing() {

@@ -103,7 +103,7 @@
       this.controls = new MM.Controls(this.state, (key, value) => this.set(key, value), this.isSmall);
       this.timeline = new MM.Timeline({
         label: say("player.name"), describe: (id) => this.explain.describe(id), choose: (id) => this.chosen(id), densityChanged: () => this.showLegend(),
-        intercept: (key) => this.followKey(key), keys: { " ": () => !this.quiz && this.clock.toggle(this.timeline.marks.t), Enter: () => this.inspector.body.focus() },
+        intercept: (key) => this.following?.key(key), keys: { " ": () => !this.quiz && this.clock.toggle(this.timeline.marks.t), Enter: () => this.inspector.body.focus() },
       });
       this.explain = new MM.Explanation({ scenes: () => this.scenes, choose: (id) => this.timeline.choose(id), follow: (mb, scene) => this.follow(mb, scene) });
       this.inspector = new MM.Inspector({ root: this.root, isInline: this.isSmall, close: () => this.dismissed(), chosenBox: () => this.chosenBox() });
@@ -319,22 +319,14 @@
       this.following.begin(mb, place);
     }
 
-    showFollowed(scene, step, content) {
+    showFollowed(scene, step, content, words) {
       const faded = (bar) => this.following.isFaded(bar);
       this.timeline.mark({ chosen: step.id, related: null, paths: this.criticalPaths(), faded, lines: step.message ? this.explain.lineOf(scene, step.message) : [] });
       this.timeline.reveal(step.s, step.e);
       this.transport.show(step.s, say("time.of", { time: number(step.s), span: number(this.span) }));
       this.following.fill(this.inspector, content, this.isMounted ? "on" : null);
-      this.timeline.live.textContent = this.explain.narrate(scene, step).words;
+      this.timeline.live.textContent = words;
       this.writeAddress();
-    }
-
-    // While a microbatch is followed, the arrows go along its way.
-    followKey(key) {
-      const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[key];
-      if (!this.following || !steps) return false;
-      this.following.move(steps);
-      return true;
     }
 
     stopFollowing() {

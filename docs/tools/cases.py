@@ -268,20 +268,25 @@ def num_groups(world: int = 16, **sizes: int) -> int:
     return len({tuple(g) for gs in all_groups(world, **sizes).values() for g in gs})
 
 
+def stage_config(num_layers: int, p: int, v: int = 1, **more: object) -> SimpleNamespace:
+    """What decides how a model's layers are placed."""
+    config = {
+        "num_layers": num_layers,
+        "pipeline_model_parallel_size": p,
+        "virtual_pipeline_model_parallel_size": v if v > 1 else None,
+        "pipeline_schedule": None,
+        "pipeline_model_parallel_layout": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+    }
+    return SimpleNamespace(**config | more)
+
+
 def placement(num_layers: int, p: int, v: int = 1, **more: object) -> list[list[str]]:
     """What each virtual stage holds, in model order."""
-    config = SimpleNamespace(
-        num_layers=num_layers,
-        pipeline_model_parallel_size=p,
-        virtual_pipeline_model_parallel_size=v if v > 1 else None,
-        pipeline_schedule=None,
-        pipeline_model_parallel_layout=None,
-        num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
-    vars(config).update(more)
+    config = stage_config(num_layers, p, v, **more)
     stages, layer = [], 0
     for count in layers_of_virtual_stages(config):
         stages.append([f"layer {layer + i}" for i in range(count)])

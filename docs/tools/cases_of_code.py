@@ -261,7 +261,7 @@ def freed_bytes(*shape: int) -> tuple[int, int]:
 
 
 def refused_backward(num_losses: int) -> str:
-    """What backward says to a loss that is no single number."""
+    """The error of backward for a loss that is not a scalar."""
     try:
         custom_backward(torch.zeros(num_losses, requires_grad=True), None)
     except ValueError as error:

@@ -9,7 +9,17 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 from case_words import size_words, table
-from cases import BUFFER_PARAMS, bubble, messages, number_words, percent, placement, plan, step
+from cases import (
+    BUFFER_PARAMS,
+    bubble,
+    messages,
+    number_words,
+    percent,
+    placement,
+    plan,
+    stage_config,
+    step,
+)
 from cases_of_code import *  # noqa: F403  for pages
 from short_warmup import both_warmups
 
@@ -126,20 +136,6 @@ def seconds_until_end() -> float:
 
 
 # -- Stages --
-
-
-def stage_config(num_layers: int, p: int, v: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(
-        num_layers=num_layers,
-        pipeline_model_parallel_size=p,
-        virtual_pipeline_model_parallel_size=v if v > 1 else None,
-        pipeline_schedule=None,
-        pipeline_model_parallel_layout=None,
-        num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-    )
 
 
 def first_layer(num_layers: int, p: int, v: int, rank: int, chunk: int = 0) -> int:

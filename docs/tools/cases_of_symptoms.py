@@ -224,7 +224,7 @@ def all_verdicts() -> str:
 
 
 STOPPED = "stopped"
-"""A training run of which one rank was stopped by a signal."""
+"""A training run; one of its ranks was stopped by a signal."""
 
 
 # -- Links to what one can do --

@@ -12,7 +12,7 @@ from tour import Call, Page, page_of, place_of, read_chain, read_tour
 
 HERE_IS = "Where this is in the chain of calls"
 WORDS = {"your", "with", "chunks"}
-"""What in the name of a link is no code."""
+"""The words in a link's name that are not code."""
 
 
 def children_of(name: str | None) -> list[Call]:

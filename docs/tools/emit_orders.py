@@ -103,7 +103,7 @@ def _options(name: str, pp: int, M: int) -> Iterator[Options]:
         yield {}  # such a rule says how many chunks there are
     else:
         for vpp in CHUNKS:
-            # Half of what the build takes would go into the largest plans with four chunks.
+            # The largest plans with four chunks would make the build slow.
             if vpp == 2 or (pp <= 8 and M <= 64):
                 yield from _of_chunks(name, pp, M, vpp)
 

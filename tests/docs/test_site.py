@@ -28,7 +28,7 @@ WANTED = re.compile(r"\b(?:id|href|src|data)=")
 
 
 class Page:
-    """Ids, links and fetched files of a page. By patterns: a parser needs four times as long."""
+    """Ids, links and fetched files of a page. By patterns: a parser takes longer."""
 
     def __init__(self, text: str):
         self.ids: list[str] = []
