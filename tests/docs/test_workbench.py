@@ -14,7 +14,7 @@ from minimegatron.core.pipeline_parallel.placement import V
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.simulator import Costs, simulate
 from tests.docs.conftest import Watched
-from tests.planner.known_orders import dualpipe_v, dualpipe_v_words, registered
+from tests.planner.known_orders import dualpipe_v, dualpipe_v_words, registered, zb_h1
 
 browser_python = importlib.import_module("browser_python")
 in_browser = importlib.import_module("in_browser")
@@ -107,6 +107,13 @@ def test_what_a_reader_starts_from_is_right(texts, name, v, num_chunks):
         said = answer(texts[name]["source"], p, M, v, 4 if v > 1 else 0)
         assert said["problems"] == [] and said["v"] == num_chunks
         assert len(said["rows"]) == p and all(said["rows"])
+
+
+def test_the_split_backward_is_the_published_one(texts):
+    with registered(zb_h1) as name:
+        for p, M in ((2, 3), (4, 8), (4, 2)):
+            rows = [in_browser.row(actions) for actions in plan(name, p, M).ranks]
+            assert answer(texts["zb-h1"]["source"], p, M, 1, 0)["rows"] == rows
 
 
 def test_every_schedule_can_be_started_from(texts):
