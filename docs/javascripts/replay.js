@@ -96,7 +96,9 @@
       this.clock.pause();
       this.stopFollowing();
       this.name = name;
-      this.data = await load(name);
+      const data = await load(name);
+      if (this.name !== name) return; // another one has been asked for meanwhile
+      this.data = data;
       this.names.value = name;
       this.steps.replaceChildren(...this.data.steps.map((step, number) => make("option", { value: number }, step.label)));
       this.stepsField.hidden = this.data.steps.length < 2;
@@ -126,9 +128,9 @@
 
     goAsAsked({ at, call, follow, step = 0, t }, faults) {
       const id = at ?? this.idOfOld(call), found = id && this.scene.find(id), last = this.step.ranks.length - 1;
-      const notes = [...faults, id && !found ? say("address.gone", { id, last }) : ""];
+      const notes = [...faults, id && !found ? say("address.gone", { id, last }) : ""], isTooLate = t > Math.ceil(this.step.length / 1000);
       if (follow >= this.scene.numMicrobatches) notes.push(say("player.none", { what: `follow = ${follow}` }));
-      if (1000 * t > this.step.length) notes.push(say("player.none", { what: `t = ${t}` }));
+      if (isTooLate) notes.push(say("player.none", { what: `t = ${t}` }));
       const said = notes.filter(Boolean).join(" ");
       this.status.textContent = said;
       this.status.hidden = !said;
@@ -136,7 +138,7 @@
       if (follow < this.scene.numMicrobatches) this.follow(follow, step);
       else if (found?.event) this.goTo(found);
       else if (found) this.timeline.choose(id, true);
-      else this.seek(1000 * t <= this.step.length ? 1000 * t : 0.42 * this.step.length);
+      else this.seek(t === undefined || isTooLate ? 0.42 * this.step.length : 1000 * t);
       if (said && this.isMounted) this.writeAddress();
     }
 

@@ -8,6 +8,7 @@
   const MM = (globalThis.MM ||= {});
   const make = MM.make, say = (...words) => MM.say(...words);
   const OTHER = "b|"; // before the ids of the schedule that is compared with
+  const PREDICT = "javascripts/predict.js";
 
   const { round, number } = MM.words;
 
@@ -42,15 +43,21 @@
     }
 
     async openAsAsked(predicts) {
+      const { values: asked, faults } = this.address.read(), isQuiz = predicts || asked.predict === 1, state = { ...this.initial };
+      for (const name of Object.keys(state)) if (name in asked) state[name] = asked[name];
+      // Nothing changes before all of it is there, and nothing if another address has come meanwhile.
+      this.opening = asked;
+      await Promise.all([MM.needOrders(state.schedule), state.vs && MM.needOrders(state.vs), isQuiz && MM.load(PREDICT)]);
+      if (this.opening !== asked) return;
       this.clock.pause();
       this.stopFollowing();
-      Object.assign(this.state, this.initial);
-      const asked = this.readAddress();
-      await this.needOrders();
+      Object.assign(this.state, state);
       Object.assign(this.timeline.marks, { t: null, chosen: null });
-      if (Boolean(this.quiz) !== (predicts || asked.predict === 1)) await this.togglePredict();
+      if (Boolean(this.quiz) !== isQuiz) this.predict(isQuiz);
+      this.faults = faults;
       this.update(asked);
-      if (asked.follow !== undefined && !this.quiz) this.followAsAsked(asked);
+      if (this.quiz && ["t", "at", "follow"].some((name) => name in asked)) this.say(say("player.hidden"));
+      else if (asked.follow !== undefined) this.followAsAsked(asked);
       if (this.status.textContent && this.isMounted) this.writeAddress(); // what was refused goes
     }
 
@@ -66,30 +73,19 @@
       this.status.hidden = false;
     }
 
-    needOrders() {
-      return Promise.all([this.state.schedule, this.state.vs].filter(Boolean).map((name) => MM.needOrders(name)));
-    }
-
     // -- Address --
-
-    readAddress() {
-      const { values, faults } = this.address.read();
-      for (const name of Object.keys(this.state)) if (name in values) this.state[name] = values[name];
-      this.faults = faults;
-      return values;
-    }
 
     values() {
       const words = { schedule: this.state.schedule, p: this.state.p, M: this.state.M };
       for (const [name, value] of Object.entries(this.state))
         if (!(name in words) && value !== MM.PlayerState.DEFAULTS[name] && !(name === "G" && value === this.state.p)) words[name] = value;
+      if (this.quiz) return { ...words, predict: 1 }; // whoever opens it begins to predict at the beginning
       const { chosen, t } = this.timeline.marks;
       if (this.following) {
         words.follow = this.following.scene.prefix + this.following.mb;
         if (this.following.place) words.step = this.following.place;
       } else if (t !== null && !this.clock.running) words.t = round(t);
       if (chosen && !this.following) words.at = chosen;
-      if (this.quiz) words.predict = 1;
       return words;
     }
 
@@ -163,7 +159,7 @@
       this.faults = [];
       Object.assign(this.state, this.initial);
       Object.assign(this.timeline.marks, { t: null, chosen: null });
-      if (this.quiz) this.togglePredict();
+      if (this.quiz) this.predict(false);
       if (this.bench?.isOpen) this.toggleBench();
       this.timeline.zoom = 1;
       this.update();
@@ -201,12 +197,12 @@
       MM.showFigures(this);
       this.showLegend();
       if (this.twin.open) this.drawTable();
-      if (asked.t !== undefined && asked.t <= this.span && !this.quiz) this.timeline.marks.t = asked.t;
-      else if (asked.t !== undefined) this.say(say("player.none", { what: `t = ${asked.t}` }));
+      if (asked.t > Math.max(this.span, round(this.span))) this.say(say("player.none", { what: `t = ${asked.t}` }));
+      else if (asked.t !== undefined && !this.quiz) this.timeline.marks.t = Math.min(asked.t, this.span);
       this.showTime();
       const cell = asked.at && this.timeline.cell(asked.at);
       if (asked.at && !cell) this.say(say("address.gone", { id: asked.at, last: this.scene.p - 1 }));
-      if (cell && !this.timeline.marks.hideFrom?.(cell)) this.timeline.choose(asked.at, true);
+      if (cell && !this.quiz) this.timeline.choose(asked.at, true);
       else this.chosen(this.timeline.marks.chosen);
     }
 
@@ -306,7 +302,10 @@
     // -- One microbatch --
 
     follow(mb, scene = this.scene, place = 0) {
-      if (this.quiz) return this.togglePredict().then(() => this.follow(mb));
+      if (this.quiz) {
+        this.predict(false);
+        scene = this.scene;
+      }
       this.clock.pause();
       this.stopFollowing();
       Object.assign(this.timeline.marks, { t: null, chosen: null });
@@ -361,10 +360,13 @@
     // -- Predicting --
 
     async togglePredict() {
-      await MM.load("javascripts/predict.js");
+      await MM.load(PREDICT);
+      this.predict(!this.quiz);
+    }
+
+    predict(isOn) {
       this.clock.pause();
       this.stopFollowing();
-      const isOn = !this.quiz;
       this.quizButton.setAttribute("aria-pressed", String(isOn));
       this.root.firstChild.classList.toggle("mmp-quizzing", isOn);
       if (isOn) {

@@ -258,6 +258,25 @@ def test_wrong_predictions_are_explained(shown) -> None:
         expect(opened.page.locator(".mmp-quiz")).to_have_count(0)
 
 
+def test_a_link_to_what_is_predicted(shown) -> None:
+    """It opens without complaint, also from the middle; a place that it asks for stays hidden."""
+    with shown("#player.predict=1") as opened:
+        answers = opened.page.get_by_role("group", name="Answers").get_by_role("button")
+        answers.get_by_text("F0", exact=True).click()
+        opened.player("player.timeline.choose('0:F0')")
+        assert opened.player("player.timeline.marks.t") > 0
+        opened.address_has("player.predict=1")
+        address = opened.player("player.address.with(player.values())")
+        assert "player.t=" not in address and "player.at=" not in address
+    with shown(address) as opened:
+        expect(opened.page.locator(".mmp-quiz")).to_have_count(1)
+        expect(opened.page.locator(".mmp-status")).to_be_hidden()
+    for place in ("t=5", "at=0:B0", "follow=2"):
+        with shown(f"#player.predict=1&player.{place}") as opened:
+            opened.sees(".mmp-status", "is hidden")
+            assert opened.player("player.timeline.marks.chosen") is None
+
+
 # -- In view, whatever the screen --
 
 
@@ -403,14 +422,14 @@ ASKED = {
     "#player.at=%3Cb%3E": "the name of something",
     "#player.vs=breadth-first&player.p=4&player.M=31": "nothing to compare with",
     "#player.balance=1,2,x": "balance",
-    "#player.balance=1,2": "2 factors for the work of 4 stages",
-    "#player.follow=120": "There is no follow = 120",
-    "#player.t=999": "There is no t = 999",
+    "#player.balance=1,2": "2 factors of work, but there are 4 stages",
+    "#player.follow=120": "asks for follow = 120, which does not exist",
+    "#player.t=999": "asks for t = 999, which does not exist",
     "#player.v=2": "1F1B runs one chunk per stage",
     "#player.schedule=interleaved&player.v=2&player.G=5": "no plan for 5",
     "#player.vs=1f1b": "shown already",
     "#player.vs=zz": "one of gpipe",
-    "#player.foo=1": "player.foo, which nothing here is called",
+    "#player.foo=1": "player.foo, but nothing here has that name",
 }
 """Address -> what the player says of it, instead of showing something else without a word."""
 
@@ -425,6 +444,29 @@ def test_what_an_address_asks_for_is_checked(browser, folder) -> None:
             text = re.sub("“.*?”", "", opened.text(".mm-player"))
             assert "NaN" not in text and "Infinity" not in text
             assert 0 < opened.player("player.scene.step.makespan") < 1000
+
+
+def test_addresses_whose_orders_are_on_their_way(browser, folder) -> None:
+    """Nothing is shown before they are there, and nothing of an address after which another came."""
+    state = "[player.state.schedule, player.state.p, player.state.M, player.timeline.marks.chosen]"
+    open_all = """async (fragments) => {
+      const player = document.querySelector(".mm-player").mmPlayer, opened = [];
+      player.reset();
+      for (const fragment of fragments) {
+        history.replaceState(null, "", fragment);
+        opened.push(player.openAsAsked(false));
+      }
+      await Promise.all(opened);
+    }"""
+    late = "#player.schedule=interleaved&player.v=2&player.p=8&player.at=0:F0.0"
+    other = "#player.schedule=breadth-first&player.v=2&player.p=8&player.at=0:F0.0"
+    with Opened(browser, folder, "player.html", "#player.predict=1") as opened:
+        opened.page.evaluate(open_all, [late])
+        assert opened.player(state) == ["interleaved", 8, 8, "0:F0.0"]
+        expect(opened.page.locator(".mmp-quiz")).to_have_count(0)
+        opened.page.evaluate(open_all, [other, "#player.M=12"])
+        assert opened.player(state) == ["1f1b", 4, 12, None]
+        expect(opened.page.locator(".mmp-status")).to_be_hidden()
 
 
 def test_an_address_that_is_given_is_not_written_over(browser, folder) -> None:

@@ -86,6 +86,32 @@ def test_what_an_address_asks_for_is_checked(browser, folder) -> None:
         ]
 
 
+def test_the_last_recording_asked_for_is_shown(browser, folder) -> None:
+    """Also where the one before it is there only after it."""
+    with Opened(browser, folder, "replay.html", "#replay.recording=1f1b-paced") as opened:
+        title = opened.replay("replay.data.title")
+        opened.page.evaluate(
+            """async () => {
+              const replay = document.querySelector(".mm-replay").mmReplay;
+              await Promise.all(["interleaved-paced", "1f1b-paced"].map((name) => replay.open(name)));
+            }"""
+        )
+        assert opened.replay("replay.data.title") == title
+        assert opened.page.locator(".mmp-status").is_hidden()
+
+
+def test_a_link_to_the_end_is_good(browser, folder) -> None:
+    """The address has whole milliseconds, and the step may end before the next one."""
+    with Opened(browser, folder, "replay.html", "#replay.recording=1f1b-paced") as opened:
+        opened.page.get_by_role("button", name="To the end").click()
+        assert opened.replay("1000 * replay.values().t > replay.step.length")
+        opened.replay("replay.goAsAsked(replay.values(), [])")
+        expect(opened.page.locator(".mmp-status")).to_be_hidden()
+        assert opened.replay("replay.timeline.marks.t === replay.step.length")
+        opened.replay("replay.goAsAsked({ t: 99999 }, [])")
+        opened.sees(".mmp-status", "asks for t = 99999, which does not exist")
+
+
 def test_other_recordings(browser, folder) -> None:
     with Opened(browser, folder, "replay.html") as opened:
         for name in ("interleaved-paced", "tp2-pp2", "1f1b"):
