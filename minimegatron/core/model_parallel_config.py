@@ -55,10 +55,10 @@ class ModelParallelConfig:
     """Split what lies between the tensor-parallel layers along the sequence."""
     context_parallel_size: int = knobs.knob(1, minimum=1)
     """Ranks that share each sequence."""
-    expert_model_parallel_size: int = knobs.knob(1, minimum=1)
+    expert_model_parallel_size: int = knob(1, minimum=1)
     """Ranks that share the experts of a mixture-of-experts layer."""
-    expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert; None for the tensor-parallel size."""
+    expert_tensor_parallel_size: int | None = knob(minimum=1)
+    """Ranks that share each expert; by default the tensor-parallel size."""
 
     use_cpu_initialization: bool = True
     """Has no effect: weights are always drawn whole on the CPU, then cut
@@ -94,6 +94,8 @@ class ModelParallelConfig:
     the number of microbatches M and of context-parallel ranks c. Each sets the scale of the losses that
     it knows: scale / M for a mean over the microbatch, scale * c / M for a rank's share of one, and
     with `calculate_per_token_loss` the scale alone for a sum."""
+    before_step_funcs: tuple[Callable[[list], None], ...] = ()
+    """Called when a step begins, with the model chunks: what a failed step has left is to be forgotten."""
     after_grads_funcs: tuple[Callable[[list, Any], None], ...] = ()
     """Called by `finalize_model_grads` when all gradients are final, before the optimizer, with the
     model chunks and the `ProcessGroupCollection`."""
@@ -128,6 +130,11 @@ class ModelParallelConfig:
     """Interleaving: microbatches per turn of a chunk; by default as many as stages."""
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     """Of the microbatches in flight, how many keep (some of) their activations."""
+
+    overlap_moe_expert_parallel_comm: bool = knob(False)
+    """Send tokens to and from experts while another microbatch computes.
+
+    A forward and a backward run side by side, layer by layer; see `combined_1f1b`."""
 
     # -- Weight gradients after the input's gradient --
     delay_wgrad_compute: bool = knob(False)

@@ -94,6 +94,11 @@ class ParallelConfig:
     """Copies of the model: world size / (tensor x pipeline)."""
 
 
+@section("moe")
+class MoEArguments:
+    """Mixture of experts"""
+
+
 @section("precision")
 class PrecisionConfig:
     """Number formats"""
@@ -305,6 +310,7 @@ class Arguments:
 
     model: ModelConfig
     parallel: ParallelConfig
+    moe: MoEArguments
     precision: PrecisionConfig
     training: TrainingConfig
     optimization: OptimizationConfig

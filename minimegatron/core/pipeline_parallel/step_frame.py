@@ -7,7 +7,8 @@ In the order of one step:
 
 | moment            | what the frame does                                                           |
 |-------------------|-------------------------------------------------------------------------------|
-| the step begins   | numbers it; forgets what was deferred; `no_sync_func` holds gradients back    |
+| the step begins   | numbers it; forgets what was deferred and, with `before_step_funcs`, counted  |
+|                   | `no_sync_func` holds gradients back                                           |
 |                   | gathers parameters of the first two chunks with `param_sync_func`             |
 | before a forward  | `param_sync_func` for the chunk whose turn comes soon                         |
 | before a backward | lets a chunk's gradients go, if it is the chunk's last                        |
@@ -52,6 +53,8 @@ GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
 """What collectives inside a step run over; one order on all ranks."""
 GROUPS_OF_AN_EVALUATION = ("tp", "cp", "pp")
 """Likewise of a forward-only step: the ranks of one copy of the model."""
+GROUPS_OF_EXPERTS = ("ep", "expt_tp", "tp_ep")
+"""Both kinds of step use these too where experts are shared: copies of the model then evaluate together."""
 
 
 class StepFrame(NoFrame):
@@ -133,6 +136,8 @@ class StepFrame(NoFrame):
             self._embedding_module = clear_embedding_activation_buffer(
                 self.config, [chunk.model for chunk in chunks], chunks[-1].is_last_stage
             )
+            for begin in self.config.before_step_funcs:
+                begin([chunk.model for chunk in self.chunks])
             self.grad_sync = GradSync(self.config)
             self._param_sync.gather_first([chunk.model for chunk in self.chunks])
         except BaseException as error:
@@ -507,9 +512,9 @@ def _groups_of_a_step(
 
     A hook or a loss function may reduce over any group of the collection.
     """
-    names = GROUPS_OF_AN_EVALUATION if forward_only else GROUPS_OF_A_STEP
+    names = GROUPS_OF_AN_EVALUATION if forward_only else (*GROUPS_OF_A_STEP, "expt_dp")
     known = vars(pg_collection)
-    groups = _real(known.get(name) for name in names)
+    groups = _real(known.get(name) for name in (*names, *GROUPS_OF_EXPERTS))
     others = _real(known.values())
     if any(group.size() == dist.get_world_size() for group in groups):
         others.append(dist.group.WORLD)

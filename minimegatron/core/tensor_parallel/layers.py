@@ -322,6 +322,21 @@ def _mark_delayed(weight: torch.nn.Parameter, is_delayed: bool) -> None:
         weight.skip_backward_post_hook = True
 
 
+def mark_expert_parameters(layer: torch.nn.Module, is_expert: bool) -> None:
+    """Says of an expert's parameters that they are of the kind `expert` (see `core.parameter`).
+
+    Where experts are cut over the same ranks as everything else they are parameters like others.
+    """
+    config = layer.config
+    is_cut_as_others = (
+        config.expert_model_parallel_size == 1
+        and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+    )
+    if is_expert and not is_cut_as_others:
+        for param in layer.parameters(recurse=False):
+            param.allreduce = False
+
+
 @accepts_left_out
 class ColumnParallelLinear(torch.nn.Module):
     """Y = X W^T + bias with W's rows cut: rank r computes output features [r n/t, (r+1) n/t).
@@ -335,6 +350,8 @@ class ColumnParallelLinear(torch.nn.Module):
         gather_output: return [..., n] on every rank, not [..., n/t].
         stride: number of matrices stacked in W, each cut by itself (see `sharding`).
         skip_bias_add: return the bias instead of adding it, for a caller that fuses it.
+        is_expert: the layer is an expert's. Then `tp_group` are the ranks that share the expert, and
+            the token dispatcher gathers their tokens before it and sums their outputs after it.
         skip_weight_param_allocation: no weight of its own; `forward` gets one (tied output layer).
         embedding_activation_buffer, grad_output_buffer: where a deferred weight gradient's two
             factors are kept, if `config.defer_embedding_wgrad_compute`.
@@ -359,6 +376,7 @@ class ColumnParallelLinear(torch.nn.Module):
         skip_weight_param_allocation: bool = False,
         embedding_activation_buffer: list[torch.Tensor] | None = None,
         grad_output_buffer: list[torch.Tensor] | None = None,
+        is_expert: bool = False,
         disable_grad_reduce: bool = False,
         tp_group: Any = None,
         delay_wgrad_compute: bool | None = None,
@@ -372,12 +390,13 @@ class ColumnParallelLinear(torch.nn.Module):
         self.skip_bias_add = skip_bias_add
         self.embedding_activation_buffer = embedding_activation_buffer
         self.grad_output_buffer = grad_output_buffer
-        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group, is_expert)
         world_size = self.tp_group.size()
         self.output_size_per_partition = divide(output_size, world_size)
-        self.sequence_parallel = config.sequence_parallel and world_size > 1
+        has_own_exchange = world_size > 1 and not is_expert
+        self.sequence_parallel = config.sequence_parallel and has_own_exchange
         self.allreduce_dgrad = (
-            world_size > 1 and not self.sequence_parallel and not disable_grad_reduce
+            has_own_exchange and not self.sequence_parallel and not disable_grad_reduce
         )
         self.delay_wgrad_compute = (
             config.delay_wgrad_compute if delay_wgrad_compute is None else delay_wgrad_compute
@@ -409,6 +428,7 @@ class ColumnParallelLinear(torch.nn.Module):
         if bias:
             size = self.output_size_per_partition
             self.bias = _new_bias(size, config.params_dtype, True, stride, partition_sizes)
+        mark_expert_parameters(self, is_expert)
 
     @accepts_left_out
     def forward(
@@ -459,6 +479,7 @@ class RowParallelLinear(torch.nn.Module):
         bias: add a bias; it is whole on every rank, and added once, after the sum.
         input_is_parallel: the input is [..., n/t] already, as a column-parallel layer leaves it.
         skip_bias_add: return the bias instead of adding it.
+        is_expert: as for `ColumnParallelLinear`; the output is then one term of the sum.
         tp_group: None for `parallel_state`'s.
 
     Raises:
@@ -476,6 +497,7 @@ class RowParallelLinear(torch.nn.Module):
         input_is_parallel: bool,
         skip_bias_add: bool,
         stride: int = 1,
+        is_expert: bool = False,
         tp_group: Any = None,
     ):
         super().__init__()
@@ -484,9 +506,11 @@ class RowParallelLinear(torch.nn.Module):
         self.config = config
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
-        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group, is_expert)
         self.input_size_per_partition = divide(input_size, self.tp_group.size())
-        self.sequence_parallel = config.sequence_parallel and self.tp_group.size() > 1
+        self.is_expert = is_expert
+        has_own_exchange = self.tp_group.size() > 1 and not is_expert
+        self.sequence_parallel = config.sequence_parallel and has_own_exchange
         if self.sequence_parallel and not input_is_parallel:
             raise ValueError(
                 "a row-parallel layer under sequence_parallel takes features that are cut "
@@ -499,8 +523,10 @@ class RowParallelLinear(torch.nn.Module):
         self.bias = None
         if bias:
             self.bias = _new_bias(output_size, config.params_dtype, cut=False)
-            # Added to this rank's part of the sequence: its gradient is one term of a sum.
-            self.bias.sequence_parallel = config.sequence_parallel
+            # Added to this rank's part of the sequence: its gradient is one term of a sum. The ranks
+            # of a tensor group have different experts, whose biases are not to be summed.
+            self.bias.sequence_parallel = config.sequence_parallel and not is_expert
+        mark_expert_parameters(self, is_expert)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, n/t] -> ([s, b, h] or, with sequence parallelism, [s/t, b, h]; bias if not added)."""
@@ -508,7 +534,9 @@ class RowParallelLinear(torch.nn.Module):
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         store = store_of(self.weight) if self.delay_wgrad_compute else None
         output_parallel = _linear(input_, self.weight, None, False, False, store, self.tp_group)
-        if self.sequence_parallel:
+        if self.is_expert:
+            output = output_parallel
+        elif self.sequence_parallel:
             output = reduce_scatter_to_sequence_parallel_region(output_parallel, self.tp_group)
         else:
             output = reduce_from_tensor_model_parallel_region(output_parallel, self.tp_group)

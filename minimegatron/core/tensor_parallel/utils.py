@@ -13,13 +13,18 @@ from minimegatron.core.left_out import accepts_left_out
 
 
 @accepts_left_out
-def get_tensor_model_parallel_group_if_none(tp_group: Any | None) -> Any:
-    """`tp_group`, or this rank's tensor-parallel group of `parallel_state` for None.
+@accepts_left_out
+def get_tensor_model_parallel_group_if_none(tp_group: Any | None, is_expert: bool = False) -> Any:
+    """`tp_group`, or for None this rank's tensor-parallel group of `parallel_state`, or an expert's.
 
     Anything with `rank()` and `size()` will do for a group of one; more ranks need a
     `torch.distributed.ProcessGroup`. Mirrors: `megatron.core.utils`, same name.
     """
-    return parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
+    if tp_group is not None:
+        return tp_group
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def divide(numerator: int, denominator: int) -> int:

@@ -36,47 +36,70 @@ class MLP(MegatronModule):
     https://arxiv.org/abs/2002.05202).
 
     Args:
+        is_expert: this is an expert, or half of one; see `ColumnParallelLinear`.
+        input_size: None for the config's hidden size.
+        ffn_hidden_size: f; None for the config's.
         tp_group: None for `parallel_state`'s.
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: MLPSubmodules, *, tp_group: Any = None
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tp_group: Any = None,
     ):
         super().__init__(config)
+        ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         stacked = 2 if config.gated_linear_unit else 1
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
-            config.hidden_size,
-            stacked * config.ffn_hidden_size,
+            input_size or config.hidden_size,
+            stacked * ffn_hidden_size,
             config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear,
             gather_output=False,
             stride=stacked,
+            is_expert=is_expert,
             tp_group=tp_group,
         )
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
-            config.ffn_hidden_size,
+            ffn_hidden_size,
             config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
             input_is_parallel=True,
             skip_bias_add=True,
+            is_expert=is_expert,
             tp_group=tp_group,
         )
 
-    @accepts_left_out
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] -> ([s, b, h], bias to add); [s/t, b, h] each with sequence parallelism."""
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> ([s, b, h], bias to add); [s/t, b, h] each with sequence parallelism.
+
+        `per_token_scale` multiplies the output of each token, [n] for n tokens [n, h]; here it already
+        multiplies the activation, and the bias that is added is its product with it.
+        """
         wide, _ = self.linear_fc1(hidden_states)
         if self.config.gated_linear_unit:
             gate, up = wide.chunk(2, dim=-1)
             wide = self.config.activation_func(gate) * up
         else:
             wide = self.config.activation_func(wide)
-        return self.linear_fc2(wide)
+        if per_token_scale is None:
+            return self.linear_fc2(wide)
+        scale = per_token_scale.unsqueeze(-1)
+        output, bias = self.linear_fc2((wide * scale).to(wide.dtype))
+        if bias is not None:
+            output = (output + bias * scale).to(output.dtype)
+        return output, None
 
     def backward_dw(self) -> None:
         """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""

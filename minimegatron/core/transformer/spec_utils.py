@@ -7,6 +7,7 @@ decided in one place (`gpt_layer_specs`), and swapping one needs no subclass.
 """
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,12 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     if spec_or_module.submodules is not None:
         options["submodules"] = spec_or_module.submodules
     return spec_or_module.module(*args, **options)
+
+
+def takes(spec_or_module: Any, argument: str) -> bool:
+    """Whether the class that is described has a parameter of this name."""
+    module = getattr(spec_or_module, "module", spec_or_module)
+    return module is not None and argument in inspect.signature(module).parameters
 
 
 def import_module(module_path: tuple[str, str]) -> Any:

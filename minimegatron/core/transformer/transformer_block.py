@@ -115,7 +115,7 @@ class TransformerBlock(MegatronModule):
     ):
         super().__init__(config)
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         if config.pipeline_model_parallel_size != pg_collection.pp.size():
             raise other_num_stages(config, pg_collection.pp.size())
         self.pre_process = pre_process

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from minimegatron.core import knobs
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.transformer.moe.moe_config import MoEConfig
 
 
 def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -35,8 +36,11 @@ place = partial(knobs.knob, section="parallel")
 
 @accepts_left_out
 @dataclass
-class TransformerConfig(ModelParallelConfig):
-    """Sizes, activation, normalisation, dropout and recompute of one transformer."""
+class TransformerConfig(MoEConfig, ModelParallelConfig):
+    """Sizes, activation, normalisation, dropout and recompute of one transformer.
+
+    `MoEConfig` has what concerns experts.
+    """
 
     # -- Sizes --
     num_layers: int = compared(0, required=True, minimum=1)
@@ -136,6 +140,7 @@ class TransformerConfig(ModelParallelConfig):
             self.num_query_groups = a
         self._check_divisible(t)
         self._check_recompute()
+        self.check_experts()
         if self.init_method is None:
             self.init_method = init_method_normal(self.init_method_std)
         if self.output_layer_init_method is None:

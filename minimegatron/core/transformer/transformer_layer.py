@@ -15,7 +15,7 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.module import MegatronModule
-from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
+from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module, takes
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -75,7 +75,7 @@ class TransformerLayer(MegatronModule):
         layer_number: from 1, within this chunk. The attribute of that name counts from 1 within the
             whole model.
         hidden_dropout: None for the config's.
-        pg_collection: tp and pp; None for `parallel_state`'s.
+        pg_collection: tp and pp, and those of experts; None for `parallel_state`'s.
         vp_stage: the chunk, with virtual stages.
     """
 
@@ -90,7 +90,7 @@ class TransformerLayer(MegatronModule):
     ):
         super().__init__(config)
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.layer_number = layer_number + num_layers_before_chunk(
             config, vp_stage, pg_collection.pp.rank()
         )
@@ -108,7 +108,12 @@ class TransformerLayer(MegatronModule):
             pg_collection=pg_collection,
         )
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_options)
-        self.mlp = build_module(submodules.mlp, config=config, tp_group=pg_collection.tp)
+        # An MLP needs one group. What routes tokens to experts needs more of them, and its number.
+        needs_all = takes(submodules.mlp, "pg_collection")
+        groups = {"pg_collection": pg_collection} if needs_all else {"tp_group": pg_collection.tp}
+        self.mlp = build_module(submodules.mlp, config=config, **groups)
+        if hasattr(self.mlp, "set_layer_number"):
+            self.mlp.set_layer_number(self.layer_number)
 
     @accepts_left_out
     @traced("layer-forward", _describe)
