@@ -146,14 +146,6 @@ def get_capacity(
     return max(math.ceil((num_tokens / num_experts) * capacity_factor), min_capacity or 0)
 
 
-def get_expert_capacity(
-    num_tokens: int, router_topk: int, num_experts: int, capacity_factor: float
-) -> int:
-    """How many of this rank's T tokens an expert takes at most: T itself, if there is so much room."""
-    room = get_capacity(num_tokens * router_topk, num_experts, capacity_factor)
-    return min(room, num_tokens)
-
-
 def apply_router_token_dropping(
     routing_probs: torch.Tensor,
     routing_map: torch.Tensor,
@@ -162,12 +154,12 @@ def apply_router_token_dropping(
     drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each expert keeps `get_expert_capacity` of the tokens that chose it: (probs, map), both [T, E].
+    """Each expert keeps as many of the tokens that chose it as it has room for: (probs, map), both [T, E].
 
-    "probs" keeps the most probable, "position" the first. With `pad_to_capacity` each expert has
-    exactly so many: others fill the places that are left, with probability 0.
+    "probs" keeps the most probable, "position" the first. With `pad_to_capacity` other tokens fill the
+    places that are left, with probability 0.
 
-    T is this rank's number of tokens. So what is dropped depends on how tokens are divided over ranks
+    There is room for T k / E times the factor. T is this rank's number of tokens, so what is dropped depends on how tokens are divided over ranks
     and microbatches: such a run does not equal that of one process.
 
     Raises ValueError for another policy.
@@ -176,7 +168,7 @@ def apply_router_token_dropping(
     if drop_policy not in keys:
         raise ValueError(f"drop_policy is {drop_policy!r}; use 'probs' or 'position'")
     num_tokens, num_experts = routing_map.shape
-    capacity = get_expert_capacity(num_tokens, router_topk, num_experts, capacity_factor)
+    capacity = get_capacity(num_tokens * router_topk, num_experts, capacity_factor)
     # Stable, so that among equals the first come first; with "position" all that chose it are equal.
     order = keys[drop_policy].detach().argsort(dim=0, descending=True, stable=True)
     kept = torch.zeros_like(routing_map).scatter(0, order[:capacity], True)
