@@ -38,7 +38,7 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TokenExchange:
     """One all-to-all of tokens: over which group, how many rows to each rank, how many from each.
 
     Megatron has no counterpart. A schedule that starts a step and waits for it later needs this:
@@ -65,9 +65,9 @@ class Exchange:
         splits = (self.output_splits, self.input_splits)
         return output, collectives.all_to_all(output, tensor, self.group, *splits, async_op=True)
 
-    def reversed(self) -> "Exchange":
+    def reversed(self) -> "TokenExchange":
         """What came goes back: that of the backward, and that of the combine."""
-        return Exchange(self.group, self.output_splits, self.input_splits)
+        return TokenExchange(self.group, self.output_splits, self.input_splits)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same with autograd, and over when it returns."""
@@ -220,12 +220,12 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.is_sorted = num_sources == 1 or num_local_experts == 1
 
     @property
-    def dispatch_exchange(self) -> Exchange:
+    def dispatch_exchange(self) -> TokenExchange:
         """The all-to-all of `token_dispatch`: first of the tokens, then of the probabilities."""
-        return Exchange(self.ep_group, self.input_splits, self.output_splits)
+        return TokenExchange(self.ep_group, self.input_splits, self.output_splits)
 
     @property
-    def combine_exchange(self) -> Exchange:
+    def combine_exchange(self) -> TokenExchange:
         """The all-to-all of `token_combine`."""
         return self.dispatch_exchange.reversed()
 
