@@ -14,6 +14,11 @@ import torch.nn.functional as F
 
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from minimegatron.core.transformer.moe.permutation import (  # noqa: F401  Megatron has them here
+    permute,
+    sort_chunks_by_idxs,
+    unpermute,
+)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
@@ -154,14 +159,16 @@ def apply_router_token_dropping(
     drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each expert keeps as many of the tokens that chose it as it has room for: (probs, map), both [T, E].
+    """Each expert keeps as many of the tokens that chose it as it has room for.
 
     "probs" keeps the most probable, "position" the first. With `pad_to_capacity` other tokens fill the
     places that are left, with probability 0.
 
-    There is room for T k / E times the factor. T is this rank's number of tokens, so what is dropped depends on how tokens are divided over ranks
-    and microbatches: such a run does not equal that of one process.
+    There is room for T k / E tokens times the factor. T is this rank's number of tokens, so what is
+    dropped depends on how tokens are divided over ranks and microbatches: by design such a run does not
+    equal that of one process.
 
+    Returns probabilities and map, both [T, E], without what is dropped.
     Raises ValueError for another policy.
     """
     keys = {"probs": routing_probs, "position": routing_map.int()}
