@@ -1,4 +1,4 @@
-"""GPT-2, Llama and Mixtral written down from Hugging Face's weight names, in a few lines each: for tests.
+"""GPT-2, Llama and Mixtral written down from Hugging Face's weight names, in a few lines: for tests.
 
 Nothing here is shared with the package or with transformers.
 """
