@@ -1,8 +1,0 @@
-"""All known mistakes that need experts to show.
-
-Megatron has no counterpart.
-"""
-
-from minimegatron.exercises.labs.faults_of_expert_layers import FAULTS_OF_EXPERT_LAYERS
-
-FAULTS_WITH_EXPERTS = (*FAULTS_OF_EXPERT_LAYERS,)
