@@ -8,6 +8,7 @@ rot. Megatron has no counterpart. The tour's pages cite threads about several of
 from minimegatron.exercises.labs.fault import Fault, apply_fault
 from minimegatron.exercises.labs.faults_around_a_step import FAULTS_AROUND_A_STEP
 from minimegatron.exercises.labs.faults_of_orders import FAULTS_OF_ORDERS
+from minimegatron.exercises.labs.faults_with_experts import FAULTS_WITH_EXPERTS
 
 __all__ = ["FAULTS", "FORMER_NAMES", "Fault", "apply_fault"]
 
@@ -415,4 +416,5 @@ FAULTS = (
     ),
     *FAULTS_AROUND_A_STEP,
     *FAULTS_OF_ORDERS,
+    *FAULTS_WITH_EXPERTS,
 )

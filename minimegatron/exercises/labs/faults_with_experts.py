@@ -1,0 +1,8 @@
+"""All known mistakes that need experts to show.
+
+Megatron has no counterpart.
+"""
+
+from minimegatron.exercises.labs.faults_of_expert_layers import FAULTS_OF_EXPERT_LAYERS
+
+FAULTS_WITH_EXPERTS = (*FAULTS_OF_EXPERT_LAYERS,)
