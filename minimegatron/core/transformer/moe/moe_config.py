@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any, Literal
 
 from minimegatron.core import knobs
+from minimegatron.core.transformer.moe.expert_bias import forget_step, update_biases
+from minimegatron.core.transformer.moe.moe_utils import scale_as_mean, scale_as_sum
 
 knob = partial(knobs.knob, section="moe")
 compared = partial(knob, compared=True)
@@ -109,7 +111,8 @@ class MoEConfig:
         return [bool(has_experts) for has_experts in freq]
 
     def check_experts(self) -> None:
-        """Fills defaults; raises ValueError with the numbers and the remedy for what cannot be."""
+        """Fills defaults and hooks; raises ValueError, with numbers and remedy, for what cannot be."""
+        _enter_hooks(self)
         if self.num_moe_experts is None:
             _refuse_without_experts(self)
             return
@@ -117,6 +120,19 @@ class MoEConfig:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         for check in (_check_sizes, _check_layers, _check_choice, _check_balance, _check_travel):
             check(self)
+
+
+def _enter_hooks(config: Any) -> None:
+    """A configuration made of another (`dataclasses.replace`) brings that one's: they are taken out."""
+    scale = scale_as_sum if config.calculate_per_token_loss else scale_as_mean
+    for name, ours, wanted in (
+        ("aux_loss_scale_funcs", (scale_as_mean, scale_as_sum), scale),
+        ("before_step_funcs", (forget_step,), forget_step),
+        ("after_grads_funcs", (update_biases,), update_biases),
+    ):
+        others = tuple(func for func in getattr(config, name) if func not in ours)
+        entered = () if config.num_moe_experts is None else (wanted,)
+        setattr(config, name, (*others, *entered))
 
 
 def _refuse_without_experts(config: Any) -> None:
