@@ -58,6 +58,8 @@ NAMES = ("pytest", "tests/core/test_left_out.py", "-k")
 RANDOM = ("pytest", "tests/core/tensor_parallel/test_random.py", "-k")
 STAGES = ("pytest", "tests/core/transformer/test_parts.py", "-k")
 CLOCK = ("pytest", "tests/trace/test_device_clock.py", "-k")
+DISPATCH = ("pytest", "tests/core/transformer/moe/test_token_dispatcher.py", "-k")
+ALL_TO_ALL = ("pytest", "tests/core/test_all_to_all.py", "-k")
 
 CAUGHT_BY = {
     "backward-of-the-newest": (ORDER, r"expected gradient|Deadlock|rank 0 of"),
@@ -157,6 +159,20 @@ CAUGHT_BY = {
     "positions-of-our-own": ((*NAMES, "values"), r"unit is|TypeError|assert"),
     "inner-fork-repeats": ((*RANDOM, "goes_on_with_its_stream"), r"assert|equal"),
     "stage-that-thinks-it-is-alone": ((*STAGES, "config_that_says_one"), r"DID NOT RAISE"),
+    "probs-gradient-dropped": (
+        (*DISPATCH, "one_rank_sorts"),
+        r"gradient of the probabilities|None",
+    ),
+    "gather-backward-slices": ((*DISPATCH, "gathered_are_summed"), r"gradients must be summed"),
+    "unsorted-local-experts": (
+        (*DISPATCH, "sorted_by_local_expert"),
+        r"order of the local experts",
+    ),
+    "a2a-backward-same-splits": (
+        (*ALL_TO_ALL, "exchanges_the_splits"),
+        r"splits of the backward|shape",
+    ),
+    "empty-expert-skipped": ((*DISPATCH, "without_tokens_runs"), r"NoneType"),
 }
 
 

@@ -202,6 +202,19 @@ def test_over_real_ranks(size):
     assert run_ranks(all_exchanges, size) == [[]] * size
 
 
+def test_the_backward_exchanges_the_splits(monkeypatch):
+    asked = []
+
+    def fake(output, input, group, output_splits, input_splits):
+        asked.append((output.size(0), output_splits, input_splits))
+        output.zero_()
+
+    monkeypatch.setattr(mappings.collectives, "all_to_all", fake)
+    x = torch.ones(3, 2, requires_grad=True)
+    all_to_all(PretendGroup(0, 2), x, [4, 1], [1, 2]).sum().backward()
+    assert asked == [(5, [4, 1], [1, 2]), (3, [1, 2], [4, 1])], "splits of the backward"
+
+
 def test_a_group_of_one_gets_a_copy():
     mine, output = torch.arange(6.0).view(3, 2), torch.empty(3, 2)
     handle = collectives.all_to_all(output, mine, PretendGroup(), [3], [3], async_op=True)

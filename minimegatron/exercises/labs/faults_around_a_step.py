@@ -5,6 +5,7 @@ Megatron has no counterpart.
 
 from minimegatron.exercises.labs.fault import Fault
 from minimegatron.exercises.labs.faults_of_devices import FAULTS_OF_DEVICES
+from minimegatron.exercises.labs.faults_of_dispatch import FAULTS_OF_DISPATCH
 from minimegatron.exercises.labs.faults_of_names import FAULTS_OF_NAMES
 
 _PP = "core/pipeline_parallel/"
@@ -116,4 +117,5 @@ FAULTS_AROUND_A_STEP = (
     ),
     *FAULTS_OF_DEVICES,
     *FAULTS_OF_NAMES,
+    *FAULTS_OF_DISPATCH,
 )
