@@ -1,6 +1,7 @@
 """The all-to-all: what arrives, what is refused before anything is sent, what observers are told."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from minimegatron.tracing.lanes import in_flight
 from minimegatron.tracing.recorder import trace
 from minimegatron.tracing.recording_shape import check_recording
 from tests.groups import PretendGroup
-from tests.ranks import run_ranks
+from tests.ranks import has_shared_memory, run_ranks
 
 
 def rows_to(size: int, kind: str) -> list[list[int]]:
@@ -63,12 +64,17 @@ def all_exchanges() -> list:
         for async_op in (False, True)
         if not exchange(kind, shape, dtype, async_op)
     ]
-    assert get_mesh(dist.group.WORLD, torch.ones(1)) is not None
+    assert has_shared_memory() == (get_mesh(dist.group.WORLD, torch.ones(1)) is not None)
     check_overlapping()
     check_refusals()
     check_gradients()
     check_uneven_gathers()
     check_what_is_told()
+    with mock.patch.object(collectives, "needs_staging", lambda *_: True):
+        assert exchange("uneven", (3,), torch.float64, async_op=False)
+        assert exchange("uneven", (3,), torch.float64, async_op=True)
+    if has_shared_memory():
+        check_after_a_failed_step()
     return wrong
 
 
@@ -195,6 +201,19 @@ def check_what_is_told() -> None:
     waits[0]["attributes"]["begun"] = len(events)
     with pytest.raises(ValueError, match="begun"):
         check_recording(data)
+
+
+def check_after_a_failed_step() -> None:
+    """What only one rank has begun is not paired with the next step's of the others."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    collectives.begin_step([group])
+    if dist.get_rank() == 0:
+        collectives.all_to_all(torch.empty(size), torch.ones(size), group, async_op=True)
+    collectives.abandon([group], "planted")
+    collectives.begin_step([group])
+    collectives.all_reduce(torch.ones(3), group)
+    with pytest.raises(ConnectionError, match="collectives over gloo, and this rank"):
+        collectives.all_to_all(torch.empty(size), torch.ones(size), group)
 
 
 @pytest.mark.parametrize("size", [2, 3])
