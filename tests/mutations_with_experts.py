@@ -10,6 +10,8 @@ ON_TENSOR_RANKS = '{"tp": 2, "sp": true, "M": 1, "experts": 4, "ep": 2, "num_lay
 ROUTER = ("pytest", "tests/core/transformer/moe/test_router.py", "-k")
 SCORES = ("pytest", "tests/core/transformer/moe/test_moe_utils.py", "-k")
 BALANCE = ("pytest", "tests/core/transformer/moe/test_expert_bias.py", "-k")
+DISPATCH = ("pytest", "tests/core/transformer/moe/test_token_dispatcher.py", "-k")
+ALL_TO_ALL = ("pytest", "tests/core/test_all_to_all.py", "-k")
 NOT_CLOSE = r"Tensor-likes are not close"
 
 CAUGHT_WITH_EXPERTS = {
@@ -32,4 +34,18 @@ CAUGHT_WITH_EXPERTS = {
     "bias-in-combine-weight": ((*SCORES, "changes_the_choice"), NOT_CLOSE),
     "global-aux-current-tokens": ((*ROUTER, "counts_tokens_not"), NOT_CLOSE),
     "global-aux-over-replicas": ((*ROUTER, "gradient_of_one and global"), NOT_CLOSE),
+    "probs-gradient-dropped": (
+        (*DISPATCH, "one_rank_sorts"),
+        r"gradient of the probabilities|None",
+    ),
+    "gather-backward-slices": ((*DISPATCH, "gathered_are_summed"), r"gradients must be summed"),
+    "unsorted-local-experts": (
+        (*DISPATCH, "sorted_by_local_expert"),
+        r"order of the local experts",
+    ),
+    "a2a-backward-same-splits": (
+        (*ALL_TO_ALL, "exchanges_the_splits"),
+        r"splits of the backward|shape",
+    ),
+    "empty-expert-skipped": ((*DISPATCH, "without_tokens_runs"), r"NoneType"),
 }
