@@ -157,6 +157,7 @@ TENSOR_PARALLEL: dict[str, Call] = {
     "VocabParallelEmbedding": lambda kind: kind(
         8, 4, init_method=torch.nn.init.zeros_, config=config()
     ),
+    "all_to_all": lambda f: f(mpu.get_expert_model_parallel_group(), X),
     "broadcast_data": lambda f: f(["x"], {"x": X.long()}, torch.int64),
     "checkpoint": lambda f: f(torch.sin, False, X),
     "copy_tensor_model_parallel_attributes": lambda f: f(X.clone(), X),

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tracing import traced
@@ -135,6 +136,7 @@ class TopKRouter(Router):
 
     # -- Forward --
 
+    @accepts_left_out
     @traced("moe-route", _describe)
     def forward(self, input: torch.Tensor) -> Routing:
         """[s/t/c, b, h] -> probabilities and map, both [T, E]."""
@@ -147,6 +149,7 @@ class TopKRouter(Router):
             return input
         return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
 
+    @accepts_left_out
     def routing(self, logits: torch.Tensor) -> Routing:
         """Logits [s/t/c, b, E] -> probabilities and map, both [T, E]."""
         config = self.config
@@ -197,6 +200,7 @@ class TopKRouter(Router):
         """Its coefficient; 0 for a loss that is not in the configuration."""
         return self.coefficients.get(aux_loss_type, 0.0)
 
+    @accepts_left_out
     def apply_z_loss(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [T, E] with the z-loss on them."""
         coeff = self.config.moe_z_loss_coeff
