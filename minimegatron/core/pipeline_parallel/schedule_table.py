@@ -150,6 +150,7 @@ class InterleavedOrder:
         num_model_chunks: int,
         microbatch_group_size_per_vp_stage: int,
         forward_only: bool = False,
+        overlap_moe_expert_parallel_comm: bool = False,
     ):
         check_interleaving(pp_size, num_microbatches, microbatch_group_size_per_vp_stage)
         self.pp_size, self.pp_rank = pp_size, pp_rank
@@ -165,6 +166,7 @@ class InterleavedOrder:
             num_model_chunks,
             microbatch_group_size_per_vp_stage,
             forward_only=forward_only,
+            overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
         )
 
     def microbatch_id(self, k: int) -> int:
