@@ -100,7 +100,7 @@ class ModelParallelConfig:
     it knows: scale / M for a mean over the microbatch, scale * c / M for a rank's share of one, and
     with `calculate_per_token_loss` the scale alone for a sum."""
     before_step_funcs: tuple[Callable[[list], None], ...] = ()
-    """Called when a step begins, with the model chunks: what a failed step has left is to be forgotten."""
+    """Called when a step begins, with the model chunks, to forget what a failed step has left."""
     after_grads_funcs: tuple[Callable[[list, Any], None], ...] = ()
     """Called by `finalize_model_grads` when all gradients are final, before the optimizer, with the
     model chunks and the `ProcessGroupCollection`."""
