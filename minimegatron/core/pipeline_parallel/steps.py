@@ -267,9 +267,14 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
                 f"backward without a gradient needs a scalar, not shape {tuple(output.shape)}"
             )
         grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
+    run_backward((output,), (grad_output,))
+
+
+def run_backward(outputs: tuple, grads: tuple) -> None:
+    """Backward from outputs with these gradients, by the engine itself: it compares no shapes."""
     Variable._execution_engine.run_backward(
-        tensors=(output,),
-        grad_tensors=(grad_output,),
+        tensors=outputs,
+        grad_tensors=grads,
         keep_graph=False,
         create_graph=False,
         inputs=(),
@@ -333,10 +338,10 @@ class ModelChunk:
         self.num_microbatches = num_microbatches
         self.vp_stage, self.is_last_stage = vp_stage, is_last_stage
         self.num_tokens = torch.zeros([], dtype=torch.int, device=get_device())
-        self._step = (forward_step_func, data_iterator, model, num_microbatches)
-        self.forward_data_store, self._cp_group_size = forward_data_store, cp_group_size
-        self._collect_non_loss_data = collect_non_loss_data
-        self._forward_only, self._first_val_step = forward_only, first_val_step
+        self.forward_step_func, self.data_iterator = forward_step_func, data_iterator
+        self.forward_data_store, self.cp_group_size = forward_data_store, cp_group_size
+        self.collect_non_loss_data = collect_non_loss_data
+        self.forward_only, self._first_val_step = forward_only, first_val_step
         self._num_in_flight = num_in_flight
         self._in_flight: dict[int, tuple[Any, Any]] = {}
         self.frame = frame or NoFrame()
@@ -346,14 +351,17 @@ class ModelChunk:
         """Forward of one microbatch; remembers input and output for its backward."""
         place = self.begin_forward(microbatch_id)
         output_tensor, num_tokens = forward_step(
-            *self._step,
+            self.forward_step_func,
+            self.data_iterator,
+            self.model,
+            self.num_microbatches,
             input_tensor,
             self.forward_data_store,
             self.config,
-            self._cp_group_size,
-            self._collect_non_loss_data,
+            self.cp_group_size,
+            self.collect_non_loss_data,
             self._recomputes(place),
-            check_first_val_step(self._first_val_step, self._forward_only, microbatch_id == 0),
+            check_first_val_step(self._first_val_step, self.forward_only, microbatch_id == 0),
             microbatch_id,
             self.vp_stage,
             self.is_last_stage,
@@ -372,7 +380,7 @@ class ModelChunk:
         """After a forward: its tokens count, and the microbatch is in flight."""
         if self.is_last_stage:  # elsewhere there is no loss, and no tokens
             self.num_tokens += num_tokens
-        if not self._forward_only:
+        if not self.forward_only:
             self._in_flight[microbatch_id] = (input_tensor, output_tensor)
 
     def _recomputes(self, place: int) -> bool | None:
@@ -386,7 +394,7 @@ class ModelChunk:
 
         The loss is not freed: it is one number, never sent, and readers may still want it.
         """
-        if not self._forward_only and not self.is_last_stage:
+        if not self.forward_only and not self.is_last_stage:
             out = output_tensor[0] if isinstance(output_tensor, list) else output_tensor
             deallocate_output_tensor(out, self.config.deallocate_pipeline_outputs)
 
