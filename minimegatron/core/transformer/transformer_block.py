@@ -198,7 +198,7 @@ class TransformerBlock(MegatronModule):
             layer.backward_dw()
 
     def dropout_rng(self) -> Any:
-        """Around layers: with sequence parallelism each rank drops other tokens, by a stream of its own."""
+        """Around layers: with sequence parallelism each rank drops its tokens by its own stream."""
         drops = self.config.hidden_dropout > 0.0 or self.config.attention_dropout > 0.0
         if self.config.sequence_parallel and self.training and drops:
             return get_cuda_rng_tracker().fork()

@@ -56,10 +56,8 @@ class PreProcessNode(ScheduleNode):
         )
         # The output layer's gradient joins the embedding's, so that the tied weight gets one gradient.
         # One that is deferred comes by itself, at the end of the step.
-        is_tied = (
-            model.share_embeddings_and_output_weights
-            and not model.config.defer_embedding_wgrad_compute
-        )
+        is_deferred = model.config.defer_embedding_wgrad_compute
+        is_tied = model.share_embeddings_and_output_weights and not is_deferred
         if is_tied and model.pre_process and model.post_process:
             state.output_weight = self.detach(model.shared_embedding_or_output_weight())
         return model.decoder.first_input(hidden_states)
@@ -67,7 +65,7 @@ class PreProcessNode(ScheduleNode):
 
 @accepts_left_out
 class PostProcessNode(ScheduleNode):
-    """On the last chunk: final norm, output layer, losses of the tokens. Arguments: `PreProcessNode`."""
+    """On the last chunk: final norm, output layer, losses. Arguments as for `PreProcessNode`."""
 
     def __init__(self, gpt_model: torch.nn.Module, chunk_state: Any):
         super().__init__(name="post_process")
