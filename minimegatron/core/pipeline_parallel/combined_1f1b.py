@@ -13,8 +13,8 @@ the backward of the same microbatch, and neither could run beside the other:
 Every step takes this way while training with `overlap_moe_expert_parallel_comm`, a lone forward or
 backward too. An evaluation takes the ordinary one.
 
-`forward_step_func(data_iterator, model, return_schedule_plan=True)` gets the model without wrappers, and
-returns `model.build_schedule_plan(...)` and the loss function.
+`forward_step_func(data_iterator, model, return_schedule_plan=True)` gets the model without wrappers,
+and returns `model.build_schedule_plan(...)` and the loss function.
 """
 
 import contextlib

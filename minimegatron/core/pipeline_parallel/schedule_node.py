@@ -3,8 +3,8 @@
 Counterpart: the classes of the same names in `megatron.core.pipeline_parallel.utils`, from where they
 can be imported here too.
 
-A forward that is cut into nodes builds one autograd graph per node. A node takes detached inputs, and its
-backward runs its own graph and hands on the gradients of the inputs.
+A forward that is cut into nodes builds one autograd graph per node. A node takes detached inputs, and
+its backward runs its own graph and hands on the gradients of the inputs.
 
 Megatron gives each node a stream and an event, so that communication runs beside computation. Here a
 communication is a start and a wait, on any device: NCCL has a stream of its own, and its `wait` orders
