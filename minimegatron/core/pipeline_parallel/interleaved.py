@@ -103,7 +103,7 @@ def forward_backward_pipelining_with_interleaving(
         tp_group=pg_collection.tp,
         cp_group=pg_collection.cp,
     )
-    run_class = _RUNS[config.overlap_moe_expert_parallel_comm and not forward_only]
+    run_class = _RUNS[order.is_combined]
     run = run_class(frame.chunks, order, p2p, tensor_shape, config.overlap_p2p_comm)
     with frame:
         run.warmup()
