@@ -156,7 +156,8 @@ class TensorsInFlight:
     Args:
         tensors: one, or a tuple of them.
         handles: to wait for.
-        sent: kept until then; with `frees_sent` their memory is given back.
+        sent: kept until then; with `frees_sent` their memory is given back. What comes for one that
+            requires a gradient does so too.
     """
 
     def __init__(
@@ -169,9 +170,11 @@ class TensorsInFlight:
         """The tensors, to be read now. Once: they are not kept here."""
         for handle in self._handles:
             handle.wait()
+        tensors = self._tensors
+        for tensor, source in zip(as_tuple(tensors), self._sent, strict=False):
+            tensor.requires_grad_(source.requires_grad)
         if self._frees_sent:
             free(self._sent)
-        tensors = self._tensors
         self._tensors, self._handles, self._sent = None, (), ()
         return tensors
 
@@ -206,8 +209,6 @@ class CommunicationNode:
         self.exchange = self.get_exchange()
         sent = as_tuple(inputs)
         received, handles = _start(self.exchange, sent)
-        for tensor, source in zip(received, sent, strict=True):
-            tensor.requires_grad_(source.requires_grad)
         return TensorsInFlight(_like(inputs, received), handles, sent, self.free_input)
 
     def start_backward(self, output_grad: Any) -> TensorsInFlight:
