@@ -43,7 +43,7 @@ class MegatronModule(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = ""
     ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-        """Every weight and saved buffer by its name here, as `dist_checkpointing.save` and `load` take it.
+        """Every weight and saved buffer by its name here, as `dist_checkpointing` takes it.
 
         In the checkpoint it has its name in the full model, after `prefix`; there any layout finds its
         piece. What `load` returns, `load_state_dict` takes.

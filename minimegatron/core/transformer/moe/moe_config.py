@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from minimegatron.core import knobs
 from minimegatron.core.transformer.moe.expert_bias import forget_step, update_biases
+from minimegatron.core.transformer.moe.moe_logging import describe_balance
 from minimegatron.core.transformer.moe.moe_utils import scale_as_mean, scale_as_sum
 
 knob = partial(knobs.knob, section="moe")
@@ -129,6 +130,7 @@ def _enter_hooks(config: Any) -> None:
         ("aux_loss_scale_funcs", (scale_as_mean, scale_as_sum), scale),
         ("before_step_funcs", (forget_step,), forget_step),
         ("after_grads_funcs", (update_biases,), update_biases),
+        ("log_funcs", (describe_balance,), describe_balance),
     ):
         others = tuple(func for func in getattr(config, name) if func not in ours)
         entered = () if config.num_moe_experts is None else (wanted,)

@@ -15,9 +15,12 @@ import torch
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tracing import traced
 
+MOVED = ("tokens", "permuted_tokens", "input")
+"""What the functions below call the tensor that they move."""
+
 
 def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    tensor = next(iter(arguments.values()))
+    (tensor,) = (arguments[name] for name in MOVED if name in arguments)
     return {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
