@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from minimegatron.core.pipeline_parallel.orders import (
     BREADTH_FIRST,
+    COMBINED,
     GPIPE,
     INTERLEAVED,
     NO_PIPELINING,
@@ -43,6 +44,7 @@ NAMES = {
     GPIPE: "GPipe",
     ONE_F_ONE_B: "1F1B",
     INTERLEAVED: "Interleaved 1F1B",
+    COMBINED: "Combined 1F1B",
     BREADTH_FIRST: "Breadth-first",
 }
 

@@ -250,7 +250,14 @@ def test_every_registered_name_is_known(capsys):
         for name in schedule_names()
         if getattr(get_schedule(name).order, "__module__", "").startswith("minimegatron.")
     ]
-    assert built_in == ["no-pipelining", "gpipe", "1f1b", "interleaved", "breadth-first"]
+    assert built_in == [
+        "no-pipelining",
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "combined",
+        "breadth-first",
+    ]
     for name in built_in:
         options = {"interleaved": "--vpp 2", "breadth-first": "--vpp 2"}.get(name, "")
         p = 1 if name == "no-pipelining" else 4
