@@ -22,7 +22,7 @@ from typing import Any
 
 from minimegatron.core.json_text import json_for_html
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event, parts_of
-from minimegatron.planner.render_svg import shade, text_colour
+from minimegatron.planner.svg_shapes import shade, text_colour
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minimegatron.planner.actions import COMMUNICATE, KINDS, parts_of
-from minimegatron.planner.render_svg import shade, text_colour
+from minimegatron.planner.svg_shapes import shade, text_colour
 from minimegatron.tracing.step import Step
 from minimegatron.tracing.trace_words import (
     late_words,
