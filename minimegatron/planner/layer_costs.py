@@ -41,12 +41,10 @@ from minimegatron.planner.layer_plan import (
     run_lanes,
     step_nodes,
 )
+from minimegatron.planner.links import LAYER_NODE
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.simulator import Costs, Simulation, kinds_of, simulate
 from minimegatron.planner.stage import PlanConfig
-
-LAYER_NODE = "layer-node"
-"""The name of a node among events, as in recordings."""
 
 
 @dataclass(frozen=True)
