@@ -15,7 +15,7 @@ from typing import Any
 from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
 from minimegatron.planner.actions import KINDS, Event, parts_of
 from minimegatron.planner.imagined_transport import cost_key
-from minimegatron.planner.layer_costs import LayeredCosts
+from minimegatron.planner.layer_costs import LayeredCosts, lanes_of
 from minimegatron.planner.layer_plan import LayerCosts
 from minimegatron.planner.links import LAYER_NODE
 from minimegatron.planner.simulator import Costs
@@ -56,6 +56,15 @@ def costs_of(step: Any) -> Costs:
             for kind in step.all_kinds
         }
     )
+
+
+def planned_exposure(step: Any, rank: int) -> float | None:
+    """How long a stage should wait for all-to-alls at the step's pace; None without one for them."""
+    if "all_to_all_ms" not in (step.pace or {}):
+        return None
+    if has_nodes(step):
+        return float(lanes_of(step.simulation, rank).exposed)
+    return 1e3 * step.pace["all_to_all_ms"] * sum(map(is_of_tokens, step.events[rank].values()))
 
 
 def paced_lengths(step: Any) -> Iterator[tuple[Event, float]]:

@@ -5,10 +5,10 @@ Torch-free. Megatron has no counterpart.
 
 from collections.abc import Iterator
 
-from minimegatron.planner.layer_costs import has_lanes, lanes_of
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.lanes import exposure
 from minimegatron.tracing.step import Step, TracedGap
+from minimegatron.tracing.step_costs import planned_exposure
 from minimegatron.tracing.trace_words import (
     gap_words,
     late_words,
@@ -104,21 +104,20 @@ def blame_lines(step: Step) -> Iterator[str]:
 def all_to_all_lines(step: Step) -> Iterator[str]:
     """Per stage: how long all-to-alls of experts were in flight, and how much of that was waited for.
 
-    For a paced step of combined 1F1B, beside what the two lanes of its layers say. None without any.
+    For a paced step beside what the pace alone would leave to wait for. Nothing without all-to-alls.
     """
     found = [exposure(events) for events in step.events]
     if not any(of_stage.number for of_stage in found):
         return
     yield ""
     yield "all-to-alls, in flight from start to the end of the wait; exposed is the wait:"
-    is_planned = step.pace is not None and has_lanes(step.simulation)
     for rank, of_stage in enumerate(found):
         line = (
             f"  stage {rank}: {of_stage.number}, in flight {milliseconds(of_stage.in_flight)}, exposed "
             f"{milliseconds(of_stage.exposed)}"
         )
-        if is_planned:
-            line += f"; by the pace {milliseconds(float(lanes_of(step.simulation, rank).exposed))}"
+        if (planned := planned_exposure(step, rank)) is not None:
+            line += f"; by the pace {milliseconds(planned)}"
         yield line
 
 
