@@ -58,6 +58,8 @@ class LayeredCosts(Costs):
     layers: tuple[tuple[LayerCosts, ...], ...] = ()
     """Of each virtual stage, in model order."""
     delay_wgrad: bool = False
+    blocking: bool = False
+    """Of a program on a CPU; see `layer_plan.run_lanes`."""
 
     @classmethod
     def of_layers(
@@ -66,12 +68,14 @@ class LayeredCosts(Costs):
         latency: Time = 0,
         bandwidth: Time | None = None,
         delay_wgrad: bool = False,
+        blocking: bool = False,
     ) -> "LayeredCosts":
         """Costs from the layers of each virtual stage, in model order."""
-        forward = [_lone(FORWARD, of_stage, False) for of_stage in layers]
-        backward = [_lone(BACKWARD, of_stage, delay_wgrad) for of_stage in layers]
+        forward = [_lone(FORWARD, of_stage) for of_stage in layers]
+        backward = [_lone(BACKWARD, of_stage, delay_wgrad, blocking) for of_stage in layers]
         given = tuple(map(tuple, layers))
-        return cls(forward, backward, latency, bandwidth, layers=given, delay_wgrad=delay_wgrad)
+        more = {"layers": given, "delay_wgrad": delay_wgrad, "blocking": blocking}
+        return cls(forward, backward, latency, bandwidth, **more)
 
     def of_plan(self, plan: Plan) -> dict[str, list[dict[CostKey, Time]]]:
         """As `Costs.of_plan`. Raises ValueError for other work than forwards and backwards."""
@@ -88,7 +92,11 @@ class LayeredCosts(Costs):
         """The length of the two lanes of a pair."""
         # Its two halves are of different microbatches, whichever they are.
         halves = [self.half_of(config.placement, rank, k, n, c) for n, (k, c) in enumerate(key)]
-        return run_lanes([self._nodes(halves)]).total
+        return self.run(self._nodes(halves)).total
+
+    def run(self, nodes: list[Node]) -> LayerTimeline:
+        """The two lanes of one step."""
+        return run_lanes([nodes], blocking=self.blocking)
 
     def half_of(
         self, placement: Placement, rank: int, kind: str, microbatch: int, chunk: int
@@ -111,10 +119,12 @@ class LayeredCosts(Costs):
         return [node for half in halves for node in LayeredCosts._nodes(self, [half])]
 
 
-def _lone(kind: str, layers: Sequence[LayerCosts], delay_wgrad: bool) -> Time:
+def _lone(
+    kind: str, layers: Sequence[LayerCosts], delay_wgrad: bool = False, blocking: bool = False
+) -> Time:
     half = Half(kind, 0, 0, layers)
     nodes = step_nodes(half) if kind == FORWARD else step_nodes(None, half, delay_wgrad)
-    return run_lanes([nodes]).total
+    return run_lanes([nodes], blocking=blocking).total
 
 
 # -- The lanes of a simulated rank --
@@ -157,7 +167,7 @@ def _nodes_of(simulation: Simulation, rank: int) -> Iterator[tuple[int, TimedNod
         if action.kind == COMMUNICATE:
             continue
         begin = simulation.starts[rank][index]
-        for node, start, end in run_lanes([costs.nodes_of(config, action)]).nodes:
+        for node, start, end in costs.run(costs.nodes_of(config, action)).nodes:
             yield index, TimedNode(node, begin + start, begin + end)
 
 

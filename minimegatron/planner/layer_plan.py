@@ -221,7 +221,10 @@ class LayerTimeline:
 
 
 def run_lanes(
-    steps: Iterable[Sequence[Node]], overlap: bool = True, joined: bool = False
+    steps: Iterable[Sequence[Node]],
+    overlap: bool = True,
+    joined: bool = False,
+    blocking: bool = False,
 ) -> LayerTimeline:
     """The two-lane clock.
 
@@ -230,6 +233,8 @@ def run_lanes(
         joined: no step starts before the one before it is done. So it is where a step's end is waited
             for: by a program that computes on a CPU, and in `simulator.simulate`. On a GPU the
             streams run on.
+        blocking: the program stands still while it computes an attention's weight gradients, so the
+            next combine of that backward starts after them. On a GPU it starts beside them.
     """
     lanes, done = dict.fromkeys((COMPUTE, ALL_TO_ALL), 0), defaultdict(int)
     timed = []
@@ -243,7 +248,7 @@ def run_lanes(
             else:
                 start = max(lanes[node.lane], done[unit])
             end = lanes[node.lane] = start + node.length
-            if node.kind != BACKWARD_WEIGHT:
+            if node.kind != BACKWARD_WEIGHT or (blocking and node.name == ATTENTION):
                 done[unit] = end
             timed.append(TimedNode(node, start, end))
         if joined:

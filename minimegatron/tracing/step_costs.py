@@ -139,6 +139,7 @@ def _of_nodes(step: Any) -> LayeredCosts:
             for stage in range(placement.num_stages)
         ],
         delay_wgrad=delay_wgrad,
+        blocking=step.stages[0].device == "cpu",
     )
 
 
