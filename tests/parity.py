@@ -8,7 +8,7 @@ weights after three steps, the later ones with moments from those before.
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
-from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.parameter import kind_of, reduce_group, tensor_group
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     get_forward_backward_func,
@@ -86,6 +87,19 @@ class Case:
     """The schedule gathers parameters (`param_sync_func`), not forward alone."""
     dtype: str = "float64"
     """Of weights, activations and messages."""
+    experts: int | None = None
+    """Experts per layer; those that follow matter only with them."""
+    ep: int = 1
+    etp: int = 1
+    topk: int = 2
+    dispatcher: str = "alltoall"
+    balance: str = "none"
+    """A key of `BALANCE`."""
+    shared: bool = False
+    """A shared expert with a gate beside the others; needs `llama`, which has no biases."""
+    moe_freq: tuple[int, ...] = (1,)
+    combined: bool = False
+    """Combined 1F1B."""
 
     @property
     def world(self) -> int:
@@ -98,12 +112,59 @@ class Case:
     def serial(self) -> "Case":
         """The case that this one must equal: all of one global batch in one process."""
         layers = self.num_layers or self.pp * (self.vp or 1)
-        same = {name: getattr(self, name) for name in ("llama", "per_token", "dtype")}
+        names = ("llama", "per_token", "dtype", "experts", "topk", "balance", "shared", "moe_freq")
+        same = {name: getattr(self, name) for name in names}
         return Case(M=self.M * self.dp, num_layers=layers, **same)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+
+BALANCE = {
+    "none": {"moe_router_load_balancing_type": "none"},
+    "aux": {"moe_aux_loss_coeff": 0.5},
+    "seq": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
+    "two and z": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.3, 0.2],
+        "moe_z_loss_coeff": 0.1,
+    },
+    "bias": {
+        "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+    },
+    "groups": {
+        "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_topk_scaling_factor": 1.5,
+    },
+}
+"""Ways to balance, or to choose, that are the same in one process."""
+
+
+def expert_options(case: Case) -> dict[str, Any]:
+    """Fields of `TransformerConfig`."""
+    if case.experts is None:
+        return {}
+    return {
+        "num_moe_experts": case.experts,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp,
+        "moe_ffn_hidden_size": 16,
+        "moe_router_topk": case.topk,
+        "moe_router_pre_softmax": case.topk == 1,
+        "moe_token_dispatcher_type": case.dispatcher,
+        "moe_shared_expert_intermediate_size": 16 if case.shared else None,
+        "moe_shared_expert_gate": case.shared,
+        "moe_layer_freq": list(case.moe_freq),
+        "overlap_moe_expert_parallel_comm": case.combined,
+        **BALANCE[case.balance],
+    }
 
 
 def transformer_config(case: Case) -> TransformerConfig:
@@ -143,6 +204,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         defer_embedding_wgrad_compute=case.defer_embedding,
         wgrad_deferral_limit=case.deferral_limit,
         init_method_std=0.1,
+        **expert_options(case),
         **style,
     )
 
@@ -183,11 +245,12 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
     chunks = []
     for chunk_id in range(case.vp or 1):
         config = transformer_config(case)
+        config_chunk = None if case.vp is None else chunk_id
         first = groups.pp.rank() == 0 and chunk_id == 0
         last = groups.pp.rank() == case.pp - 1 and chunk_id == (case.vp or 1) - 1
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_decoder_block_spec(config, vp_stage=config_chunk, pp_rank=groups.pp.rank()),
             VOCAB,
             SEQ,
             pre_process=first,
@@ -195,7 +258,7 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
             share_embeddings_and_output_weights=not case.llama,
             position_embedding_type="rope" if case.llama else "learned_absolute",
             pg_collection=groups,
-            vp_stage=None if case.vp is None else chunk_id,
+            vp_stage=config_chunk,
         ).to(get_device())
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=case.dist_opt,
@@ -297,7 +360,7 @@ def train_steps(
 def reference(case: Case, folder: Path) -> str:
     """Runs the serial case here; returns the path of what it found."""
     path = folder / f"reference-{abs(hash(case))}.safetensors"
-    names = ("tp", "pp", "cp", "dp", "dp_cp", "mp", "embd", "pos_embd", "tp_cp", "tp_dp_cp")
+    names = [entry.name for entry in fields(ProcessGroupCollection)]
     groups = ProcessGroupCollection(**{name: FakeGroup() for name in names})
     chunks, optimizer = build(case, groups)
     found: dict[str, torch.Tensor] = {}
@@ -319,7 +382,7 @@ def compare(
     what went beyond its tolerance. The weights are compared after all steps of the reference."""
     chunks, optimizer = build(case, groups)
     data = batches(case.M * case.dp)[groups.dp.rank() :: case.dp]
-    tp_rank, problems, compared, worst = groups.tp.rank(), [], 0, 0.0
+    problems, compared, worst = [], 0, 0.0
 
     def check(what: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
         nonlocal compared, worst
@@ -338,10 +401,9 @@ def compare(
             check("loss", torch.tensor(losses, dtype=torch.float64), wanted, tolerance)
         for name, param, grad in gradients:
             # With a distributed optimizer a rank has whole gradients of its own shards only.
-            if not case.dist_opt or case.dp == 1:
+            if not case.dist_opt or reduce_group(param, groups).size() == 1:
                 what = f"step {step} gradient of {name}"
-                piece = shard_parameter(expected[what], param, tp_rank, case.tp)
-                check(what, grad, piece, tolerance)
+                check(what, grad, piece_of(expected[what], param, groups), tolerance)
         check(
             "norm",
             torch.tensor(norm, dtype=torch.float64),
@@ -352,22 +414,28 @@ def compare(
         chunk.start_param_sync(force_sync=True)
         for name, param in named_global_parameters(unwrap_model(chunk)):
             what = f"weight of {name}"
-            piece = shard_parameter(expected[what], param, tp_rank, case.tp)
-            check(what, param.detach(), piece, WEIGHT_TOLERANCE)
+            check(what, param.detach(), piece_of(expected[what], param, groups), WEIGHT_TOLERANCE)
     problems += copies_that_differ(case, chunks, groups)
     return compared, worst, problems
 
 
+def piece_of(full: torch.Tensor, param: torch.Tensor, groups: Any) -> torch.Tensor:
+    """What this rank holds of a tensor of the whole model that is cut as `param` is."""
+    group = tensor_group(param, groups)
+    return shard_parameter(full, param, group.rank(), group.size())
+
+
 def copies_that_differ(case: Case, chunks: list, groups: Any) -> list[str]:
     """Weights that several ranks hold must stay bit-equal: over tp, over dp, tied embeddings."""
-    shared: dict[str, list] = {"dp": [], "tp": [], "embd": []}
+    shared: dict[str, list] = {}
     for chunk in chunks:
         for name, param in named_global_parameters(unwrap_model(chunk)):
-            shared["dp"].append((name, param.detach()))
-            if not (param.tensor_model_parallel and case.tp > 1):
-                shared["tp"].append((name, param.detach()))
+            kind = kind_of(param)
+            shared.setdefault(kind.reduce, []).append((name, param.detach()))
+            if not (param.tensor_model_parallel and tensor_group(param, groups).size() > 1):
+                shared.setdefault(kind.tensor, []).append((name, param.detach()))
             if name == "embedding.word_embeddings.weight" and not case.llama:
-                shared["embd"].append((name, param.detach()))
+                shared.setdefault("embd", []).append((name, param.detach()))
     problems = []
     for kind, params in shared.items():
         group = getattr(groups, kind)
@@ -388,20 +456,27 @@ def load_reference(path: str) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path)
 
 
+def sizes_of(case: Case) -> tuple:
+    """What process groups depend on."""
+    return case.tp, case.pp, case.vp, case.ep, case.etp if case.experts else None
+
+
 def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list[str]]]:
     """In one rank: every case of one world size, with its reference's path."""
     results = []
     layout = None
-    for case, path in sorted(cases, key=lambda item: str((item[0].tp, item[0].pp, item[0].vp))):
-        if layout != (case.tp, case.pp, case.vp):
+    for case, path in sorted(cases, key=lambda item: str(sizes_of(item[0]))):
+        if layout != sizes_of(case):
             if layout is not None:
                 parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=case.tp,
                 pipeline_model_parallel_size=case.pp,
                 virtual_pipeline_model_parallel_size=case.vp,
+                expert_model_parallel_size=case.ep,
+                expert_tensor_parallel_size=case.etp if case.experts else None,
             )
-            layout = (case.tp, case.pp, case.vp)
+            layout = sizes_of(case)
         model_parallel_cuda_manual_seed(1)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         results.append((str(case), *compare(case, load_reference(path), groups)))

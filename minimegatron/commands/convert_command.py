@@ -14,7 +14,7 @@ from tqdm import tqdm
 from minimegatron.convert.hugging_face import export_to_hf, import_from_hf
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.training.argument_utils import flag_name
-from minimegatron.training.config import ModelConfig
+from minimegatron.training.config import SECTIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Converts GPT-2 and Llama weights. Raises ValueError."""
+    """Converts GPT-2, Llama and Mixtral weights. Raises ValueError."""
     if args.source == args.target:
         raise ValueError(f"--from and --to are both {args.source}; one of them must be the other")
     try:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 def flags(model_args: dict[str, Any]) -> list[str]:
     """The flags that describe this model, where they are not the defaults."""
     words = []
-    for field in dataclasses.fields(ModelConfig):
+    for field in (f for name in ("model", "moe") for f in dataclasses.fields(SECTIONS[name])):
         if field.name in model_args and model_args[field.name] != field.default:
             words.append(flag_name(field))
             if not isinstance(model_args[field.name], bool):

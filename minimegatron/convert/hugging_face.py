@@ -22,6 +22,7 @@ import torch
 from minimegatron.convert.family import Family
 from minimegatron.convert.gpt2 import GPT2
 from minimegatron.convert.llama import LLAMA
+from minimegatron.convert.mixtral import MIXTRAL
 from minimegatron.core import dist_checkpointing
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
@@ -33,9 +34,19 @@ from minimegatron.training.checkpoint_folder import (
     get_checkpoint_name,
     get_checkpoint_tracker_filename,
 )
-from minimegatron.training.config import ModelConfig
+from minimegatron.training.config import SECTIONS
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA)}
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL)}
+LIKE_LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "rotary_percent": 1.0,
+}
+"""Arguments of a model that Llama's layers compute."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Weights with a row per token."""
 
@@ -55,7 +66,7 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
             f"{load_dir / 'config.json'} has model_type {config.get('model_type')!r}; supported "
             f"are {', '.join(FAMILIES)}"
         )
-    args = known_fields(ModelConfig, family.arguments(config))
+    args = family.arguments(config)
     theirs = _read_safetensors(load_dir)
     tensors = []
     for weight in family.weights(args):
@@ -71,7 +82,7 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
         "opt_param_scheduler": None,
         "optimizer": None,
         "rng": None,
-        "args": {"model": args},
+        "args": _by_section(args),
     }
     dist_checkpointing.save_tensors(tensors, common, get_checkpoint_name(save_dir, 0))
     write_atomically(Path(get_checkpoint_tracker_filename(save_dir)), b"0")
@@ -123,9 +134,22 @@ def export_to_hf(
     return config
 
 
+def _by_section(args: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """As a run writes them. Raises TypeError for an argument that neither section has."""
+    experts = {field.name for field in dataclasses.fields(SECTIONS["moe"])}
+    found = {"model": {}, "moe": {}}
+    for name, value in args.items():
+        found["moe" if name in experts else "model"][name] = value
+    return {section: known_fields(SECTIONS[section], values) for section, values in found.items()}
+
+
 def _model_arguments(folder: Path) -> dict[str, Any]:
-    args = known_fields(ModelConfig, load_common_state_dict(folder)["args"]["model"])
-    return {field.name: field.default for field in dataclasses.fields(ModelConfig)} | args
+    saved, found = load_common_state_dict(folder)["args"], {}
+    for section in ("model", "moe"):
+        config = SECTIONS[section]
+        found |= {field.name: field.default for field in dataclasses.fields(config)}
+        found |= known_fields(config, saved.get(section, {}))
+    return found
 
 
 def _family_of(args: dict[str, Any]) -> Family:
@@ -139,15 +163,18 @@ def _family_of(args: dict[str, Any]) -> Family:
             "group_query_attention": False,
             "qk_layernorm": False,
             "kv_channels": None,
+            "num_experts": None,
         },
-        "llama": {
-            "position_embedding_type": "rope",
-            "normalization": "RMSNorm",
-            "swiglu": True,
-            "add_bias_linear": False,
-            "add_qkv_bias": False,
-            "qk_layernorm": False,
-            "rotary_percent": 1.0,
+        "llama": LIKE_LLAMA | {"num_experts": None},
+        "mixtral": LIKE_LLAMA
+        | {
+            "num_experts": args["num_experts"] or "not given",
+            "moe_shared_expert_intermediate_size": None,
+            "moe_layer_freq": 1,
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": False,
+            "moe_router_topk_scaling_factor": None,
+            "moe_router_num_groups": None,
         },
     }
     differing = {

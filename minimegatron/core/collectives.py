@@ -201,3 +201,71 @@ def reduce_scatter(
     else:
         work = _reduce_scatter(output, input.contiguous(), op=op, group=group, async_op=True)
     return _finish(work, async_op, "reduce-scatter")
+
+
+def _describe_all_to_all(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`bytes` are those of the input, as elsewhere; `bytes_sent` go to other ranks."""
+    seen = _describe(arguments)
+    tensor, group = arguments["input"], arguments["group"]
+    splits = _splits(tensor, arguments["input_splits"], group, "input")
+    row = seen["bytes"] // max(tensor.size(0), 1)
+    return seen | {
+        "bytes_sent": row * (sum(splits) - splits[group.rank()]),
+        "input_splits": splits,
+        "output_splits": _splits(arguments["output"], arguments["output_splits"], group, "output"),
+    }
+
+
+def _splits(
+    tensor: torch.Tensor, given: Sequence[int] | None, group: dist.ProcessGroup, name: str
+) -> list[int]:
+    """How many rows of `tensor` belong to each rank. Raises ValueError if that cannot be."""
+    rows, size = tensor.size(0), group.size()
+    if given is None:
+        if rows % size:
+            raise ValueError(
+                f"all-to-all: the {name} has {rows} rows, which {size} ranks cannot share equally; "
+                f"give {name}_splits"
+            )
+        return [rows // size] * size
+    given = list(given)
+    if len(given) != size or sum(given) != rows or min(given) < 0:
+        raise ValueError(
+            f"all-to-all: {name}_splits {given} are {len(given)} numbers with sum {sum(given)}, but "
+            f"the group has {size} ranks and the {name} {rows} rows; give each rank its rows"
+        )
+    return given
+
+
+@traced("all-to-all", _describe_all_to_all)
+def all_to_all(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Sends to each rank of `group` its rows of `input`; `output` is what came, in group order.
+
+    `input_splits[j]` rows go to rank j, `output_splits[j]` come from it; None: the same for all. Until
+    `wait`, `input` must stay as it is. How many bytes move differs from rank to rank, so no choice of
+    the way may depend on it: the group's backend carries them always.
+
+    Raises:
+        ValueError: there is not one split per rank, or they are not all rows. Nothing is sent then.
+    """
+    input_splits = _splits(input, input_splits, group, "input")
+    output_splits = _splits(output, output_splits, group, "output")
+    if group.size() == 1:
+        output.copy_(input)
+        return Done() if async_op else None
+    local_host.count_over_gloo(group, input)
+    splits = (output_splits, input_splits, group, True)
+    if needs_staging(input, group):
+        staged = torch.empty(output.shape, dtype=output.dtype)
+        work = dist.all_to_all_single(staged, input.cpu().contiguous(), *splits)
+        work = _CopyBack(work, staged, output)
+    else:
+        work = dist.all_to_all_single(output, input.contiguous(), *splits)
+    return _finish(work, async_op, "all-to-all")

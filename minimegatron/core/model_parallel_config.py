@@ -95,10 +95,13 @@ class ModelParallelConfig:
     it knows: scale / M for a mean over the microbatch, scale * c / M for a rank's share of one, and
     with `calculate_per_token_loss` the scale alone for a sum."""
     before_step_funcs: tuple[Callable[[list], None], ...] = ()
-    """Called when a step begins, with the model chunks: what a failed step has left is to be forgotten."""
+    """Called when a step begins, with the model chunks, to forget what a failed step has left."""
     after_grads_funcs: tuple[Callable[[list, Any], None], ...] = ()
     """Called by `finalize_model_grads` when all gradients are final, before the optimizer, with the
     model chunks and the `ProcessGroupCollection`."""
+    log_funcs: tuple[Callable[[list, Any], dict[str, float]], ...] = ()
+    """Called on all ranks when a line of the log is due, with the model chunks and the
+    `ProcessGroupCollection`: numbers to add to it, the same on all ranks."""
     schedule_plan_builders: tuple[Callable[[Any, Any], Callable[[], None] | None], ...] = ()
     """For orders of work by name: asked before each piece of work, or pair, for another way to do it.
     See `planned_schedule.PlannedRun`."""

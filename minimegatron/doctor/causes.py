@@ -58,6 +58,13 @@ MUST_AGREE = {
 }
 """What the steps of one pipeline's stages must have in common -> in words."""
 
+UNEQUAL_SIZES = (
+    "all-to-all",
+    "torch.distributed.all_to_all",
+    "torch.distributed.all_to_all_single",
+)
+"""Collectives to which each rank gives as much as it likes."""
+
 
 # -- Faults that explain more than where the arrows end --
 
@@ -102,8 +109,9 @@ def _differing(group: GroupUse, records: Mapping[int, RankRecord]) -> dict[int, 
 
 
 def _signature(entry: Collective) -> tuple:
-    """What must be the same on all ranks: operation, number of elements, type, kind of reduction."""
-    size = None if entry.shape is None else prod(entry.shape)
+    """What must be the same on all ranks: operation, size if it must, type, kind of reduction."""
+    is_of_one_size = entry.shape is not None and entry.name not in UNEQUAL_SIZES
+    size = prod(entry.shape) if is_of_one_size else None
     return entry.name, size, entry.dtype, entry.op
 
 

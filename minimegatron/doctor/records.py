@@ -25,6 +25,8 @@ Unit = tuple[int | None, int | None]
 """(microbatch, chunk)"""
 
 PICKED = [kind.name for kind in GROUP_KINDS if kind.token is None]
+EXCHANGING = "ep"
+"""Whose ranks send each other tokens, whatever else the same ranks share."""
 TITLES = {kind.name: kind.title for kind in GROUP_KINDS} | {"default_pg": "world"}
 
 
@@ -216,13 +218,14 @@ def _with_shape(data: Mapping[str, Any]) -> dict[str, Any]:
 def title_of(description: str) -> str:
     """For people, what a group is for, by torch's description of it.
 
-    >>> title_of("tp"), title_of("default_pg"), title_of("undefined")
-    ('tensor', 'world', '')
+    >>> title_of("tp"), title_of("dp+dp_cp+ep"), title_of("default_pg"), title_of("undefined")
+    ('tensor', 'data and expert', 'world', '')
     """
     # Groups with the same ranks are made once and described by all of their kinds: "pp+mp+embd".
-    # The kinds after the first hold the same ranks by their axes, or are picked from a pipeline.
+    # Most kinds after the first only hold the same ranks by their axes.
     first, *others = description.split("+")
-    titles = [TITLES.get(first, ""), *(TITLES[kind] for kind in others if kind in PICKED)]
+    named = (*PICKED, EXCHANGING)
+    titles = [TITLES.get(first, ""), *(TITLES[kind] for kind in others if kind in named)]
     return " and ".join(filter(None, titles))
 
 

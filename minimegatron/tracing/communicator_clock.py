@@ -179,6 +179,7 @@ class CommunicatorClock:
         "broadcast": _look_at_collective,
         "all-gather": _look_at_collective,
         "reduce-scatter": _look_at_collective,
+        "all-to-all": _look_at_collective,
         "collective-wait": _look_at_collective_wait,
     }
 

@@ -6,7 +6,7 @@ A recording of GPUs over NCCL has a lane per communicator (`communicator_clock` 
 mean). Any other has one lane instead, of the calls in which the program, or the compute stream, waited.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from minimegatron.planner.actions import KINDS, Event
@@ -16,6 +16,8 @@ COMPUTE, WAITS = "compute", "waits"
 """Names of lanes; every other lane has its communicator's."""
 SENDING, RECEIVING, BATCH, COLLECTIVE = "sending", "receiving", "batch", "collective"
 """What a bar of communication is. Bars of computation are of a kind of work."""
+SHORT = {"all-to-all": "A2A"}
+"""Collectives with a name of their own in a picture; others have their initials."""
 SIGNS = {SENDING: ">", RECEIVING: "<"}
 """What stands before the name of a message."""
 
@@ -38,7 +40,8 @@ class Bar:
             action = self.events[0].action
             return _unit(KINDS[self.kind].letter, action.microbatch, action.chunk)
         if self.kind == COLLECTIVE:
-            return "".join(word[0] for word in self.events[0].name.split("-")).upper()
+            name = self.events[0].name
+            return SHORT.get(name) or "".join(word[0] for word in name.split("-")).upper()
         return " ".join(map(message_label, self.events))
 
 
@@ -97,6 +100,23 @@ def _waits(events: Iterable[Event]) -> Iterator[Bar]:
     for event in events:
         if event.name == "p2p-wait" or "group_size" in event.attributes:
             yield Bar(event.start, event.end, _kind(event), [event])
+
+
+def in_flight(events: Mapping[int, Event], name: str = "all-to-all") -> list[Bar]:
+    """Each collective of a name, in order: from its start to the end of the wait for it.
+
+    That is longer than it takes, if the rank computes meanwhile. A bar's events are the call that
+    started it and, if it was not waited for there, the wait. What was exposed is the length of the last.
+    """
+    waits = {
+        wait.attributes["begun"]: wait for wait in events.values() if "begun" in wait.attributes
+    }
+    found = []
+    for index, event in events.items():
+        if event.name == name:
+            parts = [event, waits[index]] if index in waits else [event]
+            found.append(Bar(event.start, parts[-1].end, COLLECTIVE, parts))
+    return found
 
 
 def _kind(event: Event) -> str:

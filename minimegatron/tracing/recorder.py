@@ -9,6 +9,7 @@ the end: that is what keeps recording cheap.
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from minimegatron.core import tracing
+from minimegatron.core.collectives import Pending
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_device
 from minimegatron.tracing.clock import align_clocks
@@ -136,6 +138,8 @@ class Recorder:
         self._first_step, self._num_steps = first_step, num_steps
         self._num_train_steps = 0
         self._finder = UnitFinder()
+        # By its handle, the record of each collective under way.
+        self._begun: weakref.WeakKeyDictionary[Pending, int] = weakref.WeakKeyDictionary()
         # The calls that are open, None for those that are not recorded; and the innermost recorded.
         self._open: list[Record | None] = []
         self._innermost: Record | None = None
@@ -155,6 +159,8 @@ class Recorder:
         record.frames = self._frames(sys._getframe(3), record.parent)
         if call.name == "forward-backward":
             self._begin_step(call)
+        if call.name == "collective-wait" and call.arguments["handle"] in self._begun:
+            call.attributes["begun"] = self._begun[call.arguments["handle"]]
         record.finding = self._finder.begin(call)
         if self.device_clock is not None or profiler_enabled():
             record.range = open_range(call.name, self.device_clock is not None)
@@ -170,6 +176,8 @@ class Recorder:
             return
         self._innermost = record.parent
         record.end = now
+        if isinstance(call.result, Pending):
+            self._begun[call.result] = record.index
         if self.device_clock is not None:
             record.marks.append(self.device_clock.mark())
             self.communicator_clock.look(call, record)

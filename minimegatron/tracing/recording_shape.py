@@ -67,6 +67,10 @@ ATTRIBUTES = Keys(
         "shape": [int],
         "dtype": str,
         "group_size": int,
+        "bytes_sent": int,
+        "input_splits": [int],
+        "output_splits": [int],
+        "begun": int,
         "doing": str,
         "payload": str,
         "peer": int,
@@ -153,6 +157,7 @@ def check_recording(data: Any) -> None:
         _check_index(event.get("parent"), number, f"{where}.parent")
         levels.append(_level(event.get("parent"), levels, where))
         _check_index(attributes.get("stack"), len(stacks), f"{where}.attributes.stack")
+        _check_index(attributes.get("begun"), number, f"{where}.attributes.begun")
         if len(event.get("waits_for", (0, 0))) != 2:
             raise ValueError(f"{where}.waits_for is no pair of a rank and an index")
         if event["kind"] == COMMUNICATE and event.get("call") is None:

@@ -80,6 +80,13 @@ def check_world(args: argparse.Namespace) -> None:
             f"--pipeline-model-parallel-size {p} = {t * p}; start a multiple of {t * p} processes "
             f"(torchrun --nproc-per-node {t * p}) or change these sizes"
         )
+    ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or t
+    if world // p % (ep * etp):
+        raise ValueError(
+            f"each of the {p} stages has {world // p} processes, which do not divide into "
+            f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} = {ep * etp}; "
+            f"start a multiple of {ep * etp * p} processes or change these sizes"
+        )
 
 
 def check_batch(args: argparse.Namespace) -> None:

@@ -123,6 +123,8 @@ def derive(args: argparse.Namespace) -> None:
         # SwiGLU has three matrices where GELU has two: two thirds of the width keep the size.
         wide = 4 * args.hidden_size
         args.ffn_hidden_size = max(wide * 2 // 3 // 64 * 64, 64) if args.swiglu else wide
+    if isinstance(args.moe_layer_freq, list) and len(args.moe_layer_freq) == 1:
+        (args.moe_layer_freq,) = args.moe_layer_freq
     if args.bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
     if args.fp16 and args.loss_scale is None:

@@ -29,7 +29,11 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter import kind_of
-from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.core.transformer.module import (
+    global_parameter_name,
+    named_global_parameters,
+    named_saved_buffers,
+)
 from minimegatron.core.utils import barrier, get_device
 from minimegatron.training.checkpoint_args import SAVED_STATE, load_common
 from minimegatron.training.checkpoint_folder import (
@@ -99,10 +103,13 @@ def save_checkpoint(
 
 
 def sharded_model_state(model: list[torch.nn.Module]) -> Iterator[ShardedTensor]:
-    """This rank's part of the weights."""
+    """This rank's part of the weights, and of buffers that are saved."""
     for chunk in model:
         for name, param in named_global_parameters(chunk):
             yield from _sharded(f"model.{name}", param, param.detach())
+        for name, buffer in named_saved_buffers(chunk):
+            key = f"model.{global_parameter_name(chunk, name)}"
+            yield ShardedTensor.from_rank_offsets(key, buffer)
 
 
 def sharded_optimizer_state(

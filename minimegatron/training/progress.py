@@ -5,6 +5,7 @@ Counterpart: `training_log` of `megatron.training.training`; the bar is ours.
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -22,9 +23,15 @@ from minimegatron.training.utils import broadcast_from_last_stage, print_rank_0
 
 
 class Progress:
-    """The bar, and the clock and token count since the last log line."""
+    """The bar, and the clock and token count since the last log line.
 
-    def __init__(self, total: int, done: int):
+    `describe_more` is called on every rank for each line: numbers that go on it.
+    """
+
+    def __init__(
+        self, total: int, done: int, describe_more: Callable[[], dict[str, float]] | None = None
+    ):
+        self.describe_more = describe_more or dict
         # A terminal redraws one line; a file gets a new line each time, so it gets fewer.
         interval = 0.5 if sys.stderr.isatty() else 15.0
         self.bar = tqdm(
@@ -96,6 +103,7 @@ def training_log(
         "zeros in grad": num_zeros_in_grad,
         "loss scale": loss_scale if loss_scale != 1.0 else None,
         "skipped": progress.steps - good or None,
+        **progress.describe_more(),
     }
     values = {name: value for name, value in values.items() if value is not None}
     _write_to_tensorboard(values | {"tokens/s": progress.tokens / seconds}, iteration)
@@ -119,6 +127,7 @@ FORMATS = {
     "zeros in grad": ".0f",
     "loss scale": "g",
     "skipped": "d",
+    "load imbalance": ".2f",
 }
 """How the log line shows values other than losses."""
 

@@ -33,6 +33,7 @@ from minimegatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     get_canonical_lr_for_logging,
 )
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config
@@ -215,7 +216,8 @@ def train(
         forward_backward_func = wrap_forward_backward_func(forward_backward_func)
     total_loss_dict: dict[str, torch.Tensor] = {}
 
-    with Progress(args.train_iters, state.iteration) as progress:
+    describe_more = partial(_describe_model, config, model)
+    with Progress(args.train_iters, state.iteration, describe_more) as progress:
         while state.iteration < args.train_iters:
             update_num_microbatches(state.consumed_train_samples, consistency_check=True)
             config.timers = get_timers() if args.timing_log_level > 0 else None
@@ -262,6 +264,14 @@ def train(
             if state.saved_iteration == state.iteration:
                 progress.restart()
     return state.iteration
+
+
+def _describe_model(config: ModelParallelConfig, model: list[torch.nn.Module]) -> dict[str, float]:
+    """What parts of the model have to say for a line of the log."""
+    found: dict[str, float] = {}
+    for describe in config.log_funcs:
+        found |= describe(model, ProcessGroupCollection.use_mpu_process_groups())
+    return found
 
 
 def _is_due(interval: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama written down from Hugging Face's weight names, in a few lines each: for tests.
+"""GPT-2, Llama and Mixtral written down from Hugging Face's weight names, in a few lines: for tests.
 
 Nothing here is shared with the package or with transformers.
 """
@@ -32,6 +32,12 @@ LLAMA_CONFIG = {
     "hidden_act": "silu",
     "vocab_size": 50,
     "tie_word_embeddings": False,
+}
+MIXTRAL_CONFIG = LLAMA_CONFIG | {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
 }
 
 
@@ -83,6 +89,21 @@ def llama_weights() -> dict[str, torch.Tensor]:
     return _random(shapes)
 
 
+def mixtral_weights() -> dict[str, torch.Tensor]:
+    """Random weights under their names in `MixtralForCausalLM`."""
+    h, f = 24, 40
+    shapes = {
+        name: tuple(weight.shape) for name, weight in llama_weights().items() if ".mlp." not in name
+    }
+    for i in range(2):
+        name = f"model.layers.{i}.block_sparse_moe"
+        shapes[f"{name}.gate.weight"] = (4, h)
+        for expert in range(4):
+            for part, shape in (("w1", (f, h)), ("w2", (h, f)), ("w3", (f, h))):
+                shapes[f"{name}.experts.{expert}.{part}.weight"] = shape
+    return _random(shapes)
+
+
 def _random(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(11)
     return {
@@ -122,7 +143,32 @@ def gpt2_logits(w: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tenso
     return norm(x, "ln_f") @ w["transformer.wte.weight"].t()
 
 
-def llama_logits(w: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+def swiglu(y: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor):
+    return (F.silu(y @ gate.t()) * (y @ up.t())) @ down.t()
+
+
+def llama_mlp(w: dict[str, torch.Tensor], layer: str, y: torch.Tensor) -> torch.Tensor:
+    return swiglu(y, *(w[f"{layer}.mlp.{p}_proj.weight"] for p in ("gate", "up", "down")))
+
+
+def mixtral_mlp(w: dict[str, torch.Tensor], layer: str, y: torch.Tensor) -> torch.Tensor:
+    """Token by token: softmax over all experts, the two largest, divided by their sum."""
+    layer, out = f"{layer}.block_sparse_moe", torch.zeros_like(y)
+    for place in torch.cartesian_prod(*map(torch.arange, y.shape[:-1])).tolist():
+        token = y[tuple(place)]
+        probs, chosen = (w[f"{layer}.gate.weight"] @ token).softmax(-1).topk(2)
+        for prob, expert in zip(probs / probs.sum(), chosen.tolist(), strict=True):
+            weights = (w[f"{layer}.experts.{expert}.{p}.weight"] for p in ("w1", "w3", "w2"))
+            out[tuple(place)] += prob * swiglu(token, *weights)
+    return out
+
+
+def mixtral_logits(w: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """[b, s] -> [b, s, v]."""
+    return llama_logits(w, tokens, mixtral_mlp)
+
+
+def llama_logits(w: dict[str, torch.Tensor], tokens: torch.Tensor, mlp=llama_mlp) -> torch.Tensor:
     """[b, s] -> [b, s, v]."""
     b, s = tokens.shape
     x = w["model.embed_tokens.weight"][tokens]
@@ -146,7 +192,5 @@ def llama_logits(w: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tens
         q, k = (heads(y, f"{name}.self_attn.{p}_proj", True) for p in "qk")
         v = heads(y, f"{name}.self_attn.v_proj", False)
         x = x + attend(q, k, v) @ w[f"{name}.self_attn.o_proj.weight"].t()
-        y = norm(x, f"{name}.post_attention_layernorm")
-        gate, up = (y @ w[f"{name}.mlp.{p}_proj.weight"].t() for p in ("gate", "up"))
-        x = x + (F.silu(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].t()
+        x = x + mlp(w, name, norm(x, f"{name}.post_attention_layernorm"))
     return norm(x, "model.norm") @ w["lm_head.weight"].t()

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama from Hugging Face and back: the same logits, the same bytes."""
+"""GPT-2, Llama and Mixtral from Hugging Face and back: the same logits, the same bytes."""
 
 import json
 import shlex
@@ -17,10 +17,13 @@ from minimegatron.training.initialize import initialize_megatron
 from tests.convert.plain_models import (
     GPT2_CONFIG,
     LLAMA_CONFIG,
+    MIXTRAL_CONFIG,
     gpt2_logits,
     gpt2_weights,
     llama_logits,
     llama_weights,
+    mixtral_logits,
+    mixtral_weights,
 )
 from tests.figures import figure
 from tests.ranks import run_ranks
@@ -30,6 +33,7 @@ safetensors = pytest.importorskip("safetensors.torch", reason="the extra `conver
 MODELS = {
     "gpt2": (GPT2_CONFIG, gpt2_weights, gpt2_logits),
     "llama": (LLAMA_CONFIG, llama_weights, llama_logits),
+    "mixtral": (MIXTRAL_CONFIG, mixtral_weights, mixtral_logits),
 }
 REST = "--seq-length 10 --micro-batch-size 2 --train-iters 1 --lr 1 --eval-iters 0"
 TOKENS = torch.arange(20).view(2, 10) * 7 % 50
@@ -79,6 +83,9 @@ def logits_of(all_flags: list[list[str]]) -> list[torch.Tensor]:
     results = []
     for flags in all_flags:
         tp = ["--tensor-model-parallel-size", str(torch.distributed.get_world_size())]
+        if "--num-experts" in flags:
+            tp += ["--sequence-parallel", "--expert-tensor-parallel-size", "1"]
+            tp += ["--expert-model-parallel-size", str(torch.distributed.get_world_size())]
         sys.argv = ["test", *flags, *REST.split(), *tp, "--padded-vocab-size", "260"]
         initialize_megatron()
         (model,), _, _ = training.setup_model_and_optimizer(pretrain_gpt.model_provider)
@@ -128,7 +135,7 @@ def test_there_and_back(capsys, tmp_path, model_type):
 
 
 REFUSED = {
-    "model_type": ({"model_type": "mamba"}, "'mamba'; supported are gpt2, llama"),
+    "model_type": ({"model_type": "mamba"}, "'mamba'; supported are gpt2, llama, mixtral"),
     "activation": ({"hidden_act": "relu"}, "hidden_act relu"),
     "bias": ({"attention_bias": True}, "attention_bias"),
     "scaling": ({"rope_scaling": {"rope_type": "llama3"}}, "scaled by llama3"),

@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.collectives import all_gather, all_reduce, broadcast
+from minimegatron.core import parallel_state
+from minimegatron.core.collectives import all_gather, all_reduce, all_to_all, broadcast
 from minimegatron.core.local_host import channels as local_channels
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -211,6 +212,17 @@ def never_waits_for_launched() -> None:
     if dist.get_rank() == 1:
         while True:
             pass
+
+
+def rank_that_skips_its_experts() -> None:
+    """Two pairs share experts. The second of a pair sends a row to each, the first none."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    group, rank = parallel_state.get_expert_model_parallel_group(), dist.get_rank()
+    for layer in range(3):
+        if rank == 3 and layer == 2:
+            time.sleep(600)
+        rows = group.rank()
+        all_to_all(torch.empty(1, 2), torch.ones(2 * rows, 2), group, [0, 1], [rows, rows])
 
 
 # -- Ranks --

@@ -193,6 +193,16 @@ def test_waiting_for_an_asynchronous_collective(found):
     assert found.situations[1].kind == "computes"
 
 
+@after(hangs.rank_that_skips_its_experts, 4)
+def test_an_all_to_all_that_a_rank_of_the_expert_group_skips(found):
+    """Also: that the ranks of an all-to-all gave unequal numbers of rows is no mistake of theirs."""
+    assert found.kind == findings.STUCK
+    assert found.ranks == (3,)
+    waits = found.situations[2]
+    assert (waits.waits_for, waits.group.ranks) == ((3,), (2, 3))
+    assert "([0, 2] float32) of the expert group (ranks 2 and 3), for rank 3" in waits.text
+
+
 # -- Ranks --
 
 

@@ -21,6 +21,10 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.moe.expert_bias import (  # noqa: F401  Megatron has them here
+    _update_router_expert_bias,
+    reset_model_temporary_tensors,
+)
 from minimegatron.core.utils import get_model_config, unwrap_model
 
 

@@ -11,6 +11,7 @@ from minimegatron.core.local_host.channels import LENT, Connection, connect, get
 from minimegatron.core.local_host.local_collectives import (
     abandon,
     begin_step,
+    count_over_gloo,
     end_step,
     get_mesh,
     new_lane,
@@ -22,6 +23,7 @@ __all__ = [
     "abandon",
     "begin_step",
     "connect",
+    "count_over_gloo",
     "end_step",
     "get_mesh",
     "get_timeout",

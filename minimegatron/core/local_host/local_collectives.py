@@ -74,6 +74,13 @@ def get_mesh(
     return mesh if is_small else None
 
 
+def count_over_gloo(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Before a collective that gloo carries whatever its size; see `LocalMesh.count_over_gloo`."""
+    mesh = _meshes.get(group) if tensor.is_cpu else None
+    if mesh is not None:
+        mesh.count_over_gloo()
+
+
 def new_lane(group: dist.ProcessGroup) -> int:
     """A lane over `group` for collectives that belong to no step; see `channels`.
 

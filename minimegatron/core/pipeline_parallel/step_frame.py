@@ -54,7 +54,7 @@ GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
 GROUPS_OF_AN_EVALUATION = ("tp", "cp", "pp")
 """Likewise of a forward-only step: the ranks of one copy of the model."""
 GROUPS_OF_EXPERTS = ("ep", "expt_tp", "tp_ep")
-"""Both kinds of step use these too where experts are shared: copies of the model then evaluate together."""
+"""Both kinds of step use these too: copies of the model that share experts evaluate together."""
 
 
 class StepFrame(NoFrame):

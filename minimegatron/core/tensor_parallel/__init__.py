@@ -17,6 +17,7 @@ from minimegatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from minimegatron.core.tensor_parallel.mappings import (
+    all_to_all,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -50,6 +51,7 @@ __all__ = [
     "CudaRNGStatesTracker",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "all_to_all",
     "broadcast_data",
     "checkpoint",
     "copy_tensor_model_parallel_attributes",

@@ -43,7 +43,7 @@ class MegatronModule(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = ""
     ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-        """Every weight by its name here, as `dist_checkpointing.save` and `load` take it.
+        """Every weight and saved buffer by its name here, as `dist_checkpointing` takes it.
 
         In the checkpoint it has its name in the full model, after `prefix`; there any layout finds its
         piece. What `load` returns, `load_state_dict` takes.
@@ -63,6 +63,9 @@ class MegatronModule(torch.nn.Module):
                 whole = partial(_filled, param.detach())
                 parts = [ShardedTensorFactory(key, param.detach(), boxes, whole, second_copy)]
             found[prefix + name] = parts[0]
+        for name, buffer in named_saved_buffers(self):
+            key = prefix + global_parameter_name(self, name)
+            found[prefix + name] = ShardedTensor.from_rank_offsets(key, buffer)
         return found
 
     def initialize_weights(self, pg_collection: ProcessGroupCollection) -> None:
@@ -133,6 +136,14 @@ def named_global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch
     """`model.named_parameters()` under their names in the full model."""
     for name, param in model.named_parameters():
         yield global_parameter_name(model, name), param
+
+
+def named_saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that belong to the model's state, by their names here; all ranks have the same."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
 # -- 16-bit models --

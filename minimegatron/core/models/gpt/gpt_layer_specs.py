@@ -5,6 +5,7 @@ against those of Transformer Engine.
 """
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from minimegatron.core.transformer.dot_product_attention import DotProductAttention
@@ -25,8 +26,13 @@ from minimegatron.core.transformer.transformer_layer import (
 
 
 @accepts_left_out
-def get_gpt_layer_local_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
-    """A pre-norm decoder layer with causal attention. Which norm, and which MLP, the config says."""
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None, *, qk_layernorm: bool = False
+) -> ModuleSpec:
+    """A pre-norm decoder layer with causal attention. Which norm, and which MLP, the config says.
+
+    With `num_experts` it has experts in place of one MLP; their number is the config's.
+    """
     head_norm = WrappedTorchNorm if qk_layernorm else None
     attention = ModuleSpec(
         module=SelfAttention,
@@ -39,25 +45,29 @@ def get_gpt_layer_local_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-    )
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    dense = ModuleSpec(module=MLP, submodules=linears)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=WrappedTorchNorm,
             self_attention=attention,
             pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=mlp,
+            mlp=dense if num_experts is None else get_moe_module_spec(),
         ),
     )
 
 
 @accepts_left_out
 def get_gpt_decoder_layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
-    """The layers of the whole model, one spec each; the place where layers could differ."""
-    return [get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)] * config.num_layers
+    """The layers of the whole model, one spec each; `moe_layer_freq` says which have experts."""
+    specs = {
+        has_experts: get_gpt_layer_local_spec(
+            config.num_moe_experts if has_experts else None, qk_layernorm=config.qk_layernorm
+        )
+        for has_experts in (False, True)
+    }
+    return [specs[has_experts] for has_experts in config.moe_layer_pattern]
 
 
 @accepts_left_out

@@ -1,7 +1,7 @@
 """What a configuration says of its experts; `TransformerConfig` has all of it too.
 
-Megatron writes these fields in `TransformerConfig` itself, under the same names. Here they are apart, so
-that a reader without experts need not see them.
+Megatron writes these fields in `TransformerConfig` itself, under the same names. Here they are apart:
+a reader without experts need not see them.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,9 @@ from functools import partial
 from typing import Any, Literal
 
 from minimegatron.core import knobs
+from minimegatron.core.transformer.moe.expert_bias import forget_step, update_biases
+from minimegatron.core.transformer.moe.moe_logging import describe_balance
+from minimegatron.core.transformer.moe.moe_utils import scale_as_mean, scale_as_sum
 
 knob = partial(knobs.knob, section="moe")
 compared = partial(knob, compared=True)
@@ -109,7 +112,8 @@ class MoEConfig:
         return [bool(has_experts) for has_experts in freq]
 
     def check_experts(self) -> None:
-        """Fills defaults; raises ValueError with the numbers and the remedy for what cannot be."""
+        """Fills defaults and hooks; raises ValueError, with numbers and remedy, for what cannot be."""
+        _enter_hooks(self)
         if self.num_moe_experts is None:
             _refuse_without_experts(self)
             return
@@ -117,6 +121,20 @@ class MoEConfig:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         for check in (_check_sizes, _check_layers, _check_choice, _check_balance, _check_travel):
             check(self)
+
+
+def _enter_hooks(config: Any) -> None:
+    """A configuration made of another (`dataclasses.replace`) brings that one's: they are taken out."""
+    scale = scale_as_sum if config.calculate_per_token_loss else scale_as_mean
+    for name, ours, wanted in (
+        ("aux_loss_scale_funcs", (scale_as_mean, scale_as_sum), scale),
+        ("before_step_funcs", (forget_step,), forget_step),
+        ("after_grads_funcs", (update_biases,), update_biases),
+        ("log_funcs", (describe_balance,), describe_balance),
+    ):
+        others = tuple(func for func in getattr(config, name) if func not in ours)
+        entered = () if config.num_moe_experts is None else (wanted,)
+        setattr(config, name, (*others, *entered))
 
 
 def _refuse_without_experts(config: Any) -> None:
@@ -159,7 +177,12 @@ def _check_sizes(config: Any) -> None:
     if tp > 1 and not config.sequence_parallel:
         raise ValueError(
             f"num_moe_experts {num_experts} with tensor_model_parallel_size {tp} needs "
-            "sequence_parallel: else every tensor-parallel rank would send the same tokens to the experts"
+            "sequence_parallel; without it all tensor-parallel ranks would send the same tokens"
+        )
+    if config.moe_shared_expert_intermediate_size is not None and config.add_bias_linear:
+        raise ValueError(
+            "moe_shared_expert_intermediate_size with add_bias_linear: shared experts have no biases; "
+            "turn biases off"
         )
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError(
@@ -210,7 +233,8 @@ def _check_groups(config: Any) -> None:
         return
     if num_groups is None or group_topk is None:
         raise ValueError(
-            f"moe_router_num_groups is {num_groups} and moe_router_group_topk is {group_topk}; give both"
+            f"moe_router_num_groups is {num_groups} and moe_router_group_topk is {group_topk}; "
+            "give both"
         )
     if num_experts % num_groups:
         raise ValueError(
@@ -225,8 +249,8 @@ def _check_groups(config: Any) -> None:
     if topk % group_topk or topk // group_topk > num_experts // num_groups:
         raise ValueError(
             f"moe_router_topk {topk} over moe_router_group_topk {group_topk} groups of "
-            f"{num_experts // num_groups} experts: each group gives the same number of experts, and has "
-            "so many; change one of them"
+            f"{num_experts // num_groups} experts: each group gives the same number of experts, and "
+            "has so many; change one of them"
         )
 
 
@@ -251,8 +275,8 @@ def _check_balance(config: Any) -> None:
             )
     if config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax":
         raise ValueError(
-            "moe_router_enable_expert_bias needs moe_router_score_function 'sigmoid': a bias is added to "
-            "scores, and those of a softmax depend on each other"
+            "moe_router_enable_expert_bias needs moe_router_score_function 'sigmoid': a bias is added "
+            "to scores, and those of a softmax depend on each other"
         )
 
 
@@ -306,6 +330,6 @@ def _check_overlap(config: Any) -> None:
         )
     if config.pipeline_schedule is not None:
         raise ValueError(
-            f"{flag} has an order of its own, but pipeline_schedule is {config.pipeline_schedule}; drop "
-            "one of them"
+            f"{flag} has an order of its own, but pipeline_schedule is {config.pipeline_schedule}; "
+            "drop one of them"
         )

@@ -1,0 +1,54 @@
+"""Mixtral: Llama with experts, two of which each token chooses.
+
+Jiang et al. 2024 (https://arxiv.org/abs/2401.04088); Hugging Face's `MixtralForCausalLM`. Its router
+takes the softmax over all experts and divides by the sum of those chosen: the softmax over the chosen.
+"""
+
+from typing import Any
+
+from minimegatron.convert import llama
+from minimegatron.convert.family import Family, Same, Stacked, Weight, refuse
+
+
+def arguments(config: dict[str, Any]) -> dict[str, Any]:
+    """Their config.json to our arguments."""
+    window = config.get("sliding_window")
+    refuse("mixtral", {f"a sliding window of {window} tokens": window is not None})
+    return llama.arguments(config) | {
+        "num_experts": config["num_local_experts"],
+        "moe_ffn_hidden_size": config["intermediate_size"],
+        "moe_router_topk": config["num_experts_per_tok"],
+    }
+
+
+def config(args: dict[str, Any]) -> dict[str, Any]:
+    """Our arguments to their config.json."""
+    return llama.config(args) | {
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": args["moe_ffn_hidden_size"] or args["ffn_hidden_size"],
+        "num_local_experts": args["num_experts"],
+        "num_experts_per_tok": args["moe_router_topk"],
+        "sliding_window": None,
+    }
+
+
+def weights(args: dict[str, Any]) -> list[Weight]:
+    """Every weight, with its name on both sides."""
+    found = [weight for weight in llama.weights(args) if ".mlp." not in weight.ours]
+    for layer in range(args["num_layers"]):
+        ours = f"decoder.layers.{layer}.mlp"
+        theirs = f"model.layers.{layer}.block_sparse_moe"
+        found.append(Weight(f"{ours}.router.weight", (f"{theirs}.gate.weight",)))
+        for expert in range(args["num_experts"]):
+            for name, parts, way in (
+                ("linear_fc1", ("w1", "w3"), Stacked()),
+                ("linear_fc2", ("w2",), Same()),
+            ):
+                names = tuple(f"{theirs}.experts.{expert}.{part}.weight" for part in parts)
+                found.append(
+                    Weight(f"{ours}.experts.local_experts.{expert}.{name}.weight", names, way)
+                )
+    return found
+
+
+MIXTRAL = Family("mixtral", arguments, config, weights)

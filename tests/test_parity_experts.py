@@ -1,0 +1,35 @@
+"""With experts too, parallel equals serial: losses, every raw gradient, weights after three steps.
+
+`make test` runs a covering array of all options, in which every two values meet, and named cases.
+"""
+
+import pytest
+
+from tests.parity_experts import NAMED_CASES, SPACE, case_of, pairwise_cases, pairwise_rows
+from tests.test_parity import check
+
+WORLDS = SPACE.axes["world"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_two_options_equal_one_process(world, tmp_path_factory):
+    check(pairwise_cases(), world, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize("world", sorted({case.world for case in NAMED_CASES.values()}))
+def test_named_cases_equal_one_process(world, tmp_path_factory):
+    check(list(NAMED_CASES.values()), world, tmp_path_factory.getbasetemp())
+
+
+def test_every_two_values_that_may_meet_do_meet():
+    rows = pairwise_rows()
+    covered = {pair for row in rows for pair in SPACE.pairs_of(row)}
+    never = [pair for pair in SPACE.pairs() if pair not in covered]
+    assert [pair for pair in never if SPACE.complete(SPACE.row_of(pair)) is not None] == []
+
+
+def test_cases_say_what_their_rows_say():
+    cases = [case_of(row) for row in pairwise_rows()]
+    assert {case.world for case in cases} == set(WORLDS)
+    assert {case.ep for case in cases} == {1, 2, 4}
+    assert all(case.sp == (case.tp > 1) for case in cases)
