@@ -8,8 +8,12 @@ EXERCISE = Exercise(
     tier="core",
     minutes=40,
     num_ranks=1,
-    mirrors="",
+    mirrors="minimegatron.core.transformer.moe.moe_utils.topk_routing_with_score_function",
     summary="Choose experts for each token, weigh them, and add the loss that keeps their load even.",
+    real=(
+        "minimegatron.core.transformer.moe.moe_utils.topk_routing_with_score_function",
+        "minimegatron.core.transformer.moe.moe_utils.switch_load_balancing_loss_func",
+    ),
     question=(
         "Training ends with a layer in which one expert gets 60 % of all tokens. Which of your "
         "functions would you look at first, and which number would you print there?"

@@ -15,6 +15,14 @@ from minimegatron.exercises.catalog.ex19_router.data import given_layer, main_lo
 from minimegatron.exercises.catalog.ex19_router.steps import judge_step
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed
 
+_UTILS = "minimegatron.core.transformer.moe.moe_utils."
+REPLACES = (
+    _UTILS + "topk_routing_with_score_function",
+    _UTILS + "compute_routing_scores_for_aux_loss",
+    _UTILS + "switch_load_balancing_loss_func",
+    _UTILS + "MoEAuxLossAutoScaler",
+    "minimegatron.core.transformer.moe.router.TopKRouter.routing",
+)
 CHOICE, LOSS, SCALER, STEP = "the choice", "the loss", "the scaler", "a step"
 BY_HAND = {
     "scores": [[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6]],
