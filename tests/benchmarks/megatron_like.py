@@ -25,7 +25,7 @@ _NAMES = {
     "tensor_parallel.data": "broadcast_data",
     "distributed": "DistributedDataParallel DistributedDataParallelConfig",
     "distributed.finalize_model_grads": "finalize_model_grads",
-    "models.gpt.gpt_layer_specs": "get_gpt_layer_local_spec",
+    "models.gpt.gpt_layer_specs": "get_gpt_decoder_block_spec get_gpt_layer_local_spec",
     "models.gpt.gpt_model": "GPTModel",
     "optimizer": "OptimizerConfig get_megatron_optimizer",
     "pipeline_parallel.schedules": "get_forward_backward_func",

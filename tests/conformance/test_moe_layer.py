@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -192,7 +191,9 @@ def input_of(layout: dict[str, int], dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(SEQUENCE // t, BATCH, HIDDEN, generator=generator, dtype=dtype)
 
 
-def run(layer: torch.nn.Module, hidden: torch.Tensor, weight: float = 1.0) -> dict[str, torch.Tensor]:
+def run(
+    layer: torch.nn.Module, hidden: torch.Tensor, weight: float = 1.0
+) -> dict[str, torch.Tensor]:
     """Output and gradients, also that of the input, by name; the objective weighs each value."""
     hidden = hidden.clone().requires_grad_()
     output, bias = layer(hidden)
