@@ -7,6 +7,12 @@ LAYER = ("pytest", "tests/core/transformer/moe/test_moe_layer.py", "-k")
 PAIR = '{"dp": 2, "M": 1, "experts": 4, "ep": 2, "num_layers": 1}'
 CUT = '{"dp": 2, "M": 1, "experts": 4, "etp": 2, "llama": true, "num_layers": 1}'
 ON_TENSOR_RANKS = '{"tp": 2, "sp": true, "M": 1, "experts": 4, "ep": 2, "num_layers": 1}'
+ROUTER = ("pytest", "tests/core/transformer/moe/test_router.py", "-k")
+SCORES = ("pytest", "tests/core/transformer/moe/test_moe_utils.py", "-k")
+BALANCE = ("pytest", "tests/core/transformer/moe/test_expert_bias.py", "-k")
+DISPATCH = ("pytest", "tests/core/transformer/moe/test_token_dispatcher.py", "-k")
+ALL_TO_ALL = ("pytest", "tests/core/test_all_to_all.py", "-k")
+NOT_CLOSE = r"Tensor-likes are not close"
 
 CAUGHT_WITH_EXPERTS = {
     "expert-grads-over-edp": (("tests.probes", PAIR), r"gradient of .*local_experts.* is off"),
@@ -15,4 +21,31 @@ CAUGHT_WITH_EXPERTS = {
     "expert-norm-by-tp-rank": (("tests.probes", ON_TENSOR_RANKS), r"norm is off"),
     "expert-bias-summed-over-tp": (LAYER + ("not_summed",), r"local_experts.*bias"),
     "expert-key-local": (LAYER + ("are_named",), r"assert"),
+    "aux-per-token-local": ((*ROUTER, "gradient_of_one and token and aux"), NOT_CLOSE),
+    "aux-scale-not-over-M": ((*ROUTER, "one_rank_is"), NOT_CLOSE),
+    "aux-scale-forgets-context-ranks": ((*ROUTER, "gradient_of_one and means"), NOT_CLOSE),
+    "seq-aux-ignores-batch": ((*ROUTER, "one_rank_is and seq"), NOT_CLOSE),
+    "seq-aux-mixes-sequences": ((*ROUTER, "one_rank_is and seq"), NOT_CLOSE),
+    "aux-loss-discarded": ((*ROUTER, "one_rank_is"), r"NoneType|not close"),
+    "aux-counts-local": ((*ROUTER, "gradient_of_one and aux"), NOT_CLOSE),
+    "aux-counted-in-recompute": ((*ROUTER, "recompute"), r"assert \("),
+    "bias-counts-in-half": ((*BALANCE, "once_per_step"), r"approx"),
+    "expert-bias-in-half": ((*BALANCE, "once_per_step"), r"approx|bfloat16"),
+    "bias-in-combine-weight": ((*SCORES, "changes_the_choice"), NOT_CLOSE),
+    "global-aux-current-tokens": ((*ROUTER, "counts_tokens_not"), NOT_CLOSE),
+    "global-aux-over-replicas": ((*ROUTER, "gradient_of_one and global"), NOT_CLOSE),
+    "probs-gradient-dropped": (
+        (*DISPATCH, "one_rank_sorts"),
+        r"gradient of the probabilities|None",
+    ),
+    "gather-backward-slices": ((*DISPATCH, "gathered_are_summed"), r"gradients must be summed"),
+    "unsorted-local-experts": (
+        (*DISPATCH, "sorted_by_local_expert"),
+        r"order of the local experts",
+    ),
+    "a2a-backward-same-splits": (
+        (*ALL_TO_ALL, "exchanges_the_splits"),
+        r"splits of the backward|shape",
+    ),
+    "empty-expert-skipped": ((*DISPATCH, "without_tokens_runs"), r"NoneType"),
 }

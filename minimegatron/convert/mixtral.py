@@ -2,6 +2,7 @@
 
 Jiang et al. 2024 (https://arxiv.org/abs/2401.04088); Hugging Face's `MixtralForCausalLM`. Its router
 takes the softmax over all experts and divides by the sum of those chosen: the softmax over the chosen.
+For Megatron's counterpart see `family`.
 """
 
 from typing import Any

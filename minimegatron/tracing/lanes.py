@@ -106,7 +106,7 @@ def in_flight(events: Mapping[int, Event], name: str = "all-to-all") -> list[Bar
     """Each collective of a name, in order: from its start to the end of the wait for it.
 
     That is longer than it takes, if the rank computes meanwhile. A bar's events are the call that
-    started it and, if it was not waited for there, the wait. What was exposed is the length of the last.
+    started it and, if it was not waited for there, the wait. The last one's length was exposed.
     """
     waits = {
         wait.attributes["begun"]: wait for wait in events.values() if "begun" in wait.attributes

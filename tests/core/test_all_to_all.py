@@ -1,6 +1,7 @@
 """The all-to-all: what arrives, what is refused before anything is sent, what observers are told."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from minimegatron.tracing.lanes import in_flight
 from minimegatron.tracing.recorder import trace
 from minimegatron.tracing.recording_shape import check_recording
 from tests.groups import PretendGroup
-from tests.ranks import run_ranks
+from tests.ranks import has_shared_memory, run_ranks
 
 
 def rows_to(size: int, kind: str) -> list[list[int]]:
@@ -63,12 +64,17 @@ def all_exchanges() -> list:
         for async_op in (False, True)
         if not exchange(kind, shape, dtype, async_op)
     ]
-    assert get_mesh(dist.group.WORLD, torch.ones(1)) is not None
+    assert has_shared_memory() == (get_mesh(dist.group.WORLD, torch.ones(1)) is not None)
     check_overlapping()
     check_refusals()
     check_gradients()
     check_uneven_gathers()
     check_what_is_told()
+    with mock.patch.object(collectives, "needs_staging", lambda *_: True):
+        assert exchange("uneven", (3,), torch.float64, async_op=False)
+        assert exchange("uneven", (3,), torch.float64, async_op=True)
+    if has_shared_memory():
+        check_after_a_failed_step()
     return wrong
 
 
@@ -197,9 +203,35 @@ def check_what_is_told() -> None:
         check_recording(data)
 
 
+def check_after_a_failed_step() -> None:
+    """What only one rank has begun is not paired with the next step's of the others."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    collectives.begin_step([group])
+    if dist.get_rank() == 0:
+        collectives.all_to_all(torch.empty(size), torch.ones(size), group, async_op=True)
+    collectives.abandon([group], "planted")
+    collectives.begin_step([group])
+    collectives.all_reduce(torch.ones(3), group)
+    with pytest.raises(ConnectionError, match="collectives over gloo, and this rank"):
+        collectives.all_to_all(torch.empty(size), torch.ones(size), group)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_over_real_ranks(size):
     assert run_ranks(all_exchanges, size) == [[]] * size
+
+
+def test_the_backward_exchanges_the_splits(monkeypatch):
+    asked = []
+
+    def fake(output, input, group, output_splits, input_splits):
+        asked.append((output.size(0), output_splits, input_splits))
+        output.zero_()
+
+    monkeypatch.setattr(mappings.collectives, "all_to_all", fake)
+    x = torch.ones(3, 2, requires_grad=True)
+    all_to_all(PretendGroup(0, 2), x, [4, 1], [1, 2]).sum().backward()
+    assert asked == [(5, [4, 1], [1, 2]), (3, [1, 2], [4, 1])], "splits of the backward"
 
 
 def test_a_group_of_one_gets_a_copy():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from minimegatron.core.tracing import Call, observed_by
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast")
 
 
 class CountedCollective(NamedTuple):

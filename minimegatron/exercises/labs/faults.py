@@ -6,9 +6,7 @@ rot. Megatron has no counterpart. The tour's pages cite threads about several of
 """
 
 from minimegatron.exercises.labs.fault import Fault, apply_fault
-from minimegatron.exercises.labs.faults_around_a_step import FAULTS_AROUND_A_STEP
-from minimegatron.exercises.labs.faults_of_orders import FAULTS_OF_ORDERS
-from minimegatron.exercises.labs.faults_with_experts import FAULTS_WITH_EXPERTS
+from minimegatron.exercises.labs.other_faults import OTHER_FAULTS
 
 __all__ = ["FAULTS", "FORMER_NAMES", "Fault", "apply_fault"]
 
@@ -414,7 +412,5 @@ FAULTS = (
         "            pass\n",
         "One rank skips the step and the others do not.",
     ),
-    *FAULTS_AROUND_A_STEP,
-    *FAULTS_OF_ORDERS,
-    *FAULTS_WITH_EXPERTS,
+    *OTHER_FAULTS,
 )

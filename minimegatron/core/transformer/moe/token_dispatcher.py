@@ -17,7 +17,6 @@ Sizes: T tokens of this rank, s/t * b; E experts, `local` of them here; e ranks 
 that share an expert; n pairs of a token and an expert on their way.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from minimegatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from minimegatron.core.transformer.moe.moe_utils import get_capacity
 from minimegatron.core.transformer.moe.permutation import permute, sort_chunks_by_idxs, unpermute
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
@@ -233,10 +233,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         """int64 [etp, e, E] on the CPU: tokens of each of the ranks for each expert."""
         shape = (self.ep_size, self.tp_size, routing_map.size(1))
         if self.drop_and_pad:
-            config = self.config
-            num_pairs = routing_map.size(0) * config.moe_router_topk
-            factor = config.moe_expert_capacity_factor
-            capacity = math.ceil(num_pairs / config.num_moe_experts * factor)
+            num_pairs = routing_map.size(0) * self.config.moe_router_topk
+            factor = self.config.moe_expert_capacity_factor
+            capacity = get_capacity(num_pairs, self.config.num_moe_experts, factor)
             counts = torch.full(shape, capacity, dtype=torch.int64)
         else:
             own = routing_map.sum(dim=0)

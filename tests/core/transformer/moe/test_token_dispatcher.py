@@ -9,7 +9,11 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel import mappings
+from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.tracing import observed_by
+from minimegatron.core.transformer.mlp import MLPSubmodules
+from minimegatron.core.transformer.moe.experts import SequentialMLP
 from minimegatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -309,12 +313,78 @@ def test_one_rank_sorts_and_adds(name):
     case = Case(name, 1, 1, 4, 2, "dropped")
     dispatcher, _ = make_dispatcher(case, groups_of_one())
     hidden, routing_map, probs = route(case, 0)
+    hidden.requires_grad_(), probs.requires_grad_()
     ready = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
     tokens, counts, weighed = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*ready))
     experts, places = routing_map.T.nonzero(as_tuple=True)
     assert torch.equal(counts, routing_map.sum(dim=0))
     assert torch.equal(tokens, hidden.flatten(0, 1)[places])
     assert torch.equal(weighed, probs[places, experts])
+    (weighed.sum() + tokens.sum()).backward()
+    assert torch.equal(probs.grad, routing_map.double()), "gradient of the probabilities"
+    wanted = routing_map.sum(dim=1).view(SEQUENCE, BATCH, 1).expand_as(hidden)
+    assert torch.equal(hidden.grad, wanted.double())
+
+
+def test_what_arrives_is_sorted_by_local_expert():
+    """Rank 1 of two, experts 2 and 3. Each source gives each expert three places."""
+    groups = groups_of_one()
+    groups.ep = PretendGroup(1, 2)
+    case = Case("alltoall", 2, 1, 4, 2, "padded")
+    dispatcher, _ = make_dispatcher(case, groups)
+    dispatcher.dispatch_preprocess(*route(case, 1))
+    assert dispatcher.input_splits == dispatcher.output_splits == [6, 6]
+    of_source = torch.tensor([0.0, 10.0]).repeat_interleave(6)
+    of_expert = torch.tensor([2.0, 3.0]).repeat_interleave(3).repeat(2)
+    arrived = of_source + of_expert
+    tokens, counts, weights = dispatcher.dispatch_postprocess(arrived.unsqueeze(-1), arrived)
+    wanted = [2.0] * 3 + [12.0] * 3 + [3.0] * 3 + [13.0] * 3
+    assert weights.tolist() == wanted, "order of the local experts"
+    assert counts.tolist() == [6, 6] and torch.equal(tokens[:, 0], weights)
+    assert torch.equal(dispatcher.combine_preprocess(tokens)[:, 0], arrived)
+
+
+def test_gradients_of_what_was_gathered_are_summed(monkeypatch):
+    """Two ranks with the same tokens, of which this one plays both."""
+    sent = []
+
+    def all_gather(output, input, group):
+        sent.append("all-gather")
+        output.copy_(torch.cat([input, input]))
+
+    def reduce_scatter(output, input, group):
+        sent.append("reduce-scatter")
+        output.copy_(2 * input.chunk(2)[0])
+
+    monkeypatch.setattr(mappings.collectives, "all_gather", all_gather)
+    monkeypatch.setattr(mappings.collectives, "reduce_scatter", reduce_scatter)
+    groups = ProcessGroupCollection(ep=PretendGroup(0, 2), expt_tp=PretendGroup())
+    groups.tp_ep = groups.ep
+    case = Case("allgather", 2, 1, 4, 2)
+    dispatcher, _ = make_dispatcher(case, groups)
+    hidden, routing_map, probs = route(case, 0)
+    hidden.requires_grad_(), probs.requires_grad_()
+    tokens = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+    tokens = dispatcher.token_dispatch(*tokens)
+    assert sent == ["all-gather"] * 3
+    (tokens[0].sum() + tokens[1].sum()).backward()
+    assert sent == ["all-gather"] * 3 + ["reduce-scatter"] * 2, "gradients must be summed"
+    assert hidden.grad.eq(2).all() and probs.grad.eq(2).all()
+
+
+def test_an_expert_without_tokens_runs_too():
+    """Else its parameters have no gradient, and its hooks do not run: other ranks wait for them."""
+    case = Case("alltoall", 1, 1, 3, 1)
+    linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    experts = SequentialMLP(3, case.config, linears, groups_of_one())
+    tokens = torch.ones(2, HIDDEN, requires_grad=True)
+    output, _ = experts(tokens, torch.tensor([0, 2, 0]), torch.ones(2))
+    output.sum().backward()
+    norms = [
+        [param.grad.norm() for param in expert.parameters()] for expert in experts.local_experts
+    ]
+    assert [all(norm > 0 for norm in of_expert) for of_expert in norms] == [False, True, False]
+    assert output.shape == tokens.shape
 
 
 def test_an_exchange_of_one_rank_gives_a_tensor_of_its_own():
