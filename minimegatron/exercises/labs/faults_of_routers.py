@@ -28,8 +28,8 @@ FAULTS_OF_ROUTERS = (
         _MOE + "moe_utils.py",
         "scale.double() * cp_size / num_microbatches",
         "scale.double() / num_microbatches",
-        "Gradients are averaged over context-parallel ranks, but each has only a share of the balancing "
-        "loss: it is too weak by their number.",
+        "Gradients are averaged over context-parallel ranks, but each has only a share of the "
+        "balancing loss: it is too weak by their number.",
     ),
     Fault(
         "seq-aux-ignores-batch",
