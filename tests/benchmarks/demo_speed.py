@@ -10,8 +10,8 @@ that share eight experts, of which a token chooses two. On every rank these take
 - ours: a bare loop over GPT, DDP, schedule and optimizer of minimegatron.core;
 - megatron: the same loop, over megatron-core's.
 
-The last two begin with the same weights and must have the same losses after three steps, or one. On a CPU
-megatron-core has no fused kernels; neither have we, except torch's own attention.
+The last two begin with the same weights and must have the same losses after three steps, or one. On a
+CPU megatron-core has no fused kernels; neither have we, except torch's own attention.
 """
 
 import contextlib
@@ -76,7 +76,8 @@ def shape_of(argv: list[str]) -> Shape:
         num_attention_heads=args.num_attention_heads,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
-        num_microbatches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        num_microbatches=args.global_batch_size
+        // (args.micro_batch_size * args.data_parallel_size),
         vocab_size=args.padded_vocab_size,
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
