@@ -156,6 +156,7 @@ class InterleavedOrder:
         self.pp_size, self.pp_rank = pp_size, pp_rank
         self.num_microbatches, self.num_model_chunks = num_microbatches, num_model_chunks
         self.group_size, self.forward_only = microbatch_group_size_per_vp_stage, forward_only
+        self.is_combined = overlap_moe_expert_parallel_comm and not forward_only
         self.table = get_schedule_table(
             num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage
         )
