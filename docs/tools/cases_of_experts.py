@@ -7,8 +7,7 @@ which `record_experts` writes. Groups are pretended: each rank's part of a colle
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -164,35 +163,45 @@ def weights_of(logits: Sequence[float], topk: int, before: bool = False) -> str:
 # -- How tokens travel --
 
 
-@contextmanager
-def _counts_of_all() -> Iterator[None]:
-    """Within it, an all-gather of counts gives those of every rank."""
+def _dispatchers(maps: Sequence[torch.Tensor]) -> list[MoEAlltoAllTokenDispatcher]:
+    """Each rank's, after its `dispatch_preprocess` of a map [T, E]."""
+    counts_of_all = torch.cat([chosen.sum(dim=0) for chosen in maps])
+    share, found = NUM_EXPERTS // NUM_RANKS, []
 
     def gather(output: torch.Tensor, *_: object, **__: object) -> None:
-        output.copy_(torch.cat([chosen.sum(dim=0) for _, chosen in _routes()]))
+        output.copy_(counts_of_all)
 
-    with mock.patch.object(collectives, "all_gather", gather):
-        yield
-
-
-@cache
-def _dispatchers() -> list[MoEAlltoAllTokenDispatcher]:
-    """Each rank's, after its `dispatch_preprocess`."""
-    found = []
-    share = NUM_EXPERTS // NUM_RANKS
-    for rank, (probs, chosen) in enumerate(_routes()):
-        local = range(rank * share, (rank + 1) * share)
-        one = MoEAlltoAllTokenDispatcher(share, list(local), _config(), _groups(rank))
-        with _counts_of_all():
-            one.dispatch_preprocess(torch.zeros(NUM_TOKENS, 1, NUM_EXPERTS), chosen, probs)
+    for rank, chosen in enumerate(maps):
+        local = list(range(rank * share, (rank + 1) * share))
+        one = MoEAlltoAllTokenDispatcher(share, local, _config(), _groups(rank))
+        with mock.patch.object(collectives, "all_gather", gather):
+            one.dispatch_preprocess(
+                torch.zeros(len(chosen), 1, NUM_EXPERTS), chosen, chosen.float()
+            )
         found.append(one)
     return found
 
 
+@cache
+def _of_the_case() -> list[MoEAlltoAllTokenDispatcher]:
+    return _dispatchers([chosen for _, chosen in _routes()])
+
+
+def splits_of(counts_by_rank: Sequence[Sequence[int]], rank: int) -> str:
+    """Of two ranks, whose tokens chose each of four experts so often: what a rank sends and gets."""
+    experts_of_copies = [
+        torch.arange(NUM_EXPERTS).repeat_interleave(torch.tensor(counts))
+        for counts in counts_by_rank
+    ]
+    maps = [torch.nn.functional.one_hot(x, NUM_EXPERTS).bool() for x in experts_of_copies]
+    one = _dispatchers(maps)[rank]
+    return f"sends {one.input_splits} and gets {one.output_splits}"
+
+
 def splits() -> list[list[int]]:
     """Rows from each rank to each, as the senders know it; the receivers must know the same."""
-    sent = [one.input_splits for one in _dispatchers()]
-    come = [one.output_splits for one in _dispatchers()]
+    sent = [one.input_splits for one in _of_the_case()]
+    come = [one.output_splits for one in _of_the_case()]
     if sent != [list(column) for column in zip(*come, strict=True)]:
         raise ValueError(f"senders count {sent}, receivers {come}")
     return sent
@@ -203,7 +212,7 @@ def split_table() -> str:
     splits()
     rows = [
         [f"rank {rank}", f"`{one.input_splits}`", f"`{one.output_splits}`", sum(one.output_splits)]
-        for rank, one in enumerate(_dispatchers())
+        for rank, one in enumerate(_of_the_case())
     ]
     return table(["", "`input_splits`", "`output_splits`", "rows that its experts compute"], rows)
 
@@ -265,6 +274,12 @@ def times_over_edp(world: int, **sizes: int) -> Fraction:
     """How many times too large an expert's gradient is, if edp divides it."""
     dense, expert = make_grids(world, **sizes)
     return Fraction(1, expert.dp) / _factor(dense.dp * dense.cp)
+
+
+def factor_of(world: int, **sizes: int) -> Fraction:
+    """What an expert's gradient is multiplied by."""
+    dense, _ = make_grids(world, **sizes)
+    return _factor(dense.dp * dense.cp)
 
 
 def expert_grad(grads: Sequence[float], e: int) -> str:
