@@ -54,7 +54,8 @@ FAULTS_OF_COMBINED = (
         _NODES,
         "is_sorted = num_sources > 1 and (num_local_experts or 1) > 1",
         "is_sorted = (num_local_experts or 1) > 1",
-        "With one rank nothing is sorted either: the experts' saved inputs are views of what is freed.",
+        "With one rank nothing is sorted either: what the experts save are views of what is freed. "
+        "Reading them ends the process.",
     ),
     Fault(
         "final-norm-outside-plan",
