@@ -52,6 +52,20 @@ def test_every_cut_is_the_same_model():
                     assert (grad - gradients[name]).abs().max() < 1e-10, (cut, name)
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+
+
+def test_ranks_that_share_experts_have_the_same_model():
+    losses, gradients, _ = run_ranks(train_all, 1, [EXPERTS], 4)[0][0]
+    ranks = run_ranks(train_all, 2, [{**EXPERTS, "expert_model_parallel_size": 2}], 4)
+    names = set()
+    for ((found, of_rank, copy),) in ranks:
+        assert found == pytest.approx(losses[copy::2], abs=1e-9)
+        names |= of_rank.keys()
+        assert all((grad - gradients[name]).abs().max() < 1e-10 for name, grad in of_rank.items())
+    assert names == gradients.keys()
+
+
 TIED = "embedding.word_embeddings.weight"
 
 

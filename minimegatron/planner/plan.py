@@ -115,11 +115,21 @@ class Plan:
             history.append(held)
         return history
 
+    @property
+    def pairs_go_by_layers(self) -> bool:
+        """Whether in a pair the backward frees layer after layer what the forward comes to hold."""
+        return self.config.schedule == COMBINED
+
     def peak_in_flight(self, rank: int) -> int:
-        """How many microbatches' activations the rank needs room for: in a pair both are held."""
+        """How many microbatches' activations the rank needs room for: in a pair both are held.
+
+        Combined 1F1B needs room for one layer more in a pair, and not for a microbatch more.
+        """
         held = peak = 0
         for action in self.work(rank) if not self.config.forward_only else ():
             changes = [KINDS[part.kind].held() for part in parts_of(action)]
+            if self.pairs_go_by_layers:
+                changes = [sum(changes)]
             peak = max(peak, held + sum(change for change in changes if change > 0))
             held += sum(changes)
         return peak

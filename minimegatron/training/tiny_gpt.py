@@ -25,7 +25,7 @@ from minimegatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.pipeline_parallel.orders import get_schedule
@@ -85,7 +85,14 @@ class TinyGPT:
             if vp is None and placement.num_model_chunks > 1:
                 vp = placement.num_model_chunks
         self.config = _make_config(tp, pp, vp, pipeline_schedule, config)
-        parallel_state.initialize_model_parallel(tp, pp, vp, pipeline_placement=placement)
+        parallel_state.initialize_model_parallel(
+            tp,
+            pp,
+            vp,
+            expert_model_parallel_size=self.config.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.config.expert_tensor_parallel_size,
+            pipeline_placement=placement,
+        )
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -103,7 +110,9 @@ class TinyGPT:
         where = {"ignore_virtual": False, "vp_stage": vp_stage}
         model: torch.nn.Module = GPTModel(
             self.config,
-            get_gpt_layer_local_spec(),
+            get_gpt_decoder_block_spec(
+                self.config, vp_stage=vp_stage, pp_rank=self.groups.pp.rank()
+            ),
             self.vocab_size,
             self.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(**where),

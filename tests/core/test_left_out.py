@@ -144,10 +144,10 @@ def test_a_configuration_takes_megatrons_fields():
         hidden_size=8,
         num_attention_heads=2,
         attention_backend=AttnBackend.auto,
-        num_moe_experts=None,
-        moe_router_load_balancing_type="aux_loss",
+        moe_grouped_gemm=False,
+        moe_flex_dispatcher_backend="deepep",
     )
-    assert not hasattr(config, "num_moe_experts")
+    assert not hasattr(config, "moe_grouped_gemm")
     with pytest.raises(ValueError, match="multi_latent_attention is True, .* leave it at False"):
         TransformerConfig(
             num_layers=2, hidden_size=8, num_attention_heads=2, multi_latent_attention=True

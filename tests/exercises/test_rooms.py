@@ -56,6 +56,11 @@ def test_tensors_come_back_as_they_were(dtype, shape):
     assert math.isnan(from_line(to_line(math.nan)))
 
 
+def test_an_empty_part_of_a_tensor_comes_back():
+    back = from_line(to_line(torch.zeros(0, 4, dtype=torch.float64)[:, -1].clone()))
+    assert back.shape == (0,) and back.dtype == torch.float64
+
+
 class Sneaky(dict):
     """Not exactly a dict."""
 

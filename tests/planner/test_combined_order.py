@@ -15,8 +15,11 @@ from minimegatron.core.pipeline_parallel.placement import LOOP
 from minimegatron.core.pipeline_parallel.planned_schedule import get_named_forward_backward_func
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
 from minimegatron.core.pipeline_parallel.work import COMMUNICATE, PAIR, Work, parts_of
+from minimegatron.planner.formulas import peak_in_flight_formula
+from minimegatron.planner.memory import activation_timeline, peak_activation_bytes
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_check import check
+from minimegatron.planner.simulator import simulate
 from tests.core.pipeline_parallel.fake_step import Case, done_by, planned_for, run_case
 from tests.planner.grid import legal_groups
 
@@ -138,6 +141,30 @@ def test_without_the_extra_warm_up_a_pair_would_need_itself():
     """The last stage of plain interleaving: its first pair would be [F0.1 B0.1]."""
     order = order_of_ranks(PlanConfig("interleaved", 2, 4, 2, 2))[1]
     assert " ".join(map(word, order[2:4])) == "F0.1 B0.1"
+
+
+# -- What a rank holds --
+
+
+@pytest.mark.parametrize(("p", "v", "M", "G"), [(1, None, 8, None), (2, 2, 4, 2), (4, 3, 8, 4)])
+def test_the_extra_warm_up_costs_one_layer(p, v, M, G):
+    """In a pair the backward frees a layer for each that the forward adds: w + 1 chunks and a layer."""
+    L = 5
+    ordinary = plan("no-pipelining" if p == 1 else "interleaved", p, M, v, G)
+    step = plan(COMBINED, p, M, v, G)
+    for rank in range(p):
+        w = 0 if p == 1 else count_rank_microbatches(p, rank, M, v, G).num_warmup
+        held = min(w + 1, M * (v or 1))
+        assert step.peak_in_flight(rank) == ordinary.peak_in_flight(rank) == held
+        assert peak_in_flight_formula(step.config, rank).value == held
+        has_pairs = any(action.parts for action in step.ranks[rank])
+        assert peak_activation_bytes(step, rank, L, bytes_per_layer=1) == held * L + has_pairs
+        timeline = activation_timeline(simulate(step), rank, L, bytes_per_layer=1)
+        assert max(now for _, now in timeline) == held * L + has_pairs
+        assert timeline[-1][1] == 0
+    # Chunks of unequal size: what is larger, the layer beside or what the forward leaves.
+    if p == 2:
+        assert peak_activation_bytes(step, 0, [1, 1, 5, 1], bytes_per_layer=1) == 3 * 1 + 2 * 5 + 1
 
 
 # -- What is refused --

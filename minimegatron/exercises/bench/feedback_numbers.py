@@ -30,6 +30,12 @@ MEANINGS = {
         "every context-parallel rank added the same thing",
         "the sum over context-parallel ranks is missing, or it was made an average",
     ),
+    "ep": (
+        "an expert's gradient was divided by the number of its copies: it has seen the tokens of all "
+        "ranks that share the experts",
+        "what the tokens of the other ranks contribute to an expert is missing, or it was divided once "
+        "too often",
+    ),
     "pp": (
         "every stage added the same thing",
         "only one stage's share arrived, or it was divided by the number of stages",

@@ -25,6 +25,7 @@ from minimegatron.core.distributed.finalize_model_grads import finalize_model_gr
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.parameter import tensor_group
 from minimegatron.core.pipeline_parallel.orders import placement_of
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -64,6 +65,16 @@ class StepCase:
     """A first dynamic loss scale; None for no scaling."""
     loss_scale_window: int = 2
     hysteresis: int = 2
+    # -- Experts --
+    num_experts: int = 0
+    """Of every layer; 0 for MLPs."""
+    ep: int = 1
+    etp: int | None = None
+    """None for tp."""
+    topk: int = 2
+    dispatcher: str = "alltoall"
+    balance: str = "none"
+    """The loss that keeps experts balanced; one process must find the same of it."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -99,6 +110,8 @@ def _transformer_config(case: StepCase) -> TransformerConfig:
             "add_bias_linear": False,
             "ffn_hidden_size": 12,
         }
+    if case.num_experts:
+        style |= _of_experts(case)
     return TransformerConfig(
         num_layers=case.layers,
         hidden_size=HIDDEN,
@@ -117,6 +130,22 @@ def _transformer_config(case: StepCase) -> TransformerConfig:
         init_seed=case.seed + 1,
         **style,
     )
+
+
+def _of_experts(case: StepCase) -> dict[str, Any]:
+    """What a config says of experts. The loss of their balance is large, so that it is seen."""
+    return {
+        "num_moe_experts": case.num_experts,
+        "moe_ffn_hidden_size": 12,
+        "moe_router_topk": case.topk,
+        # After the choice of one expert, its weight would always be 1.
+        "moe_router_pre_softmax": case.topk == 1,
+        "moe_token_dispatcher_type": case.dispatcher,
+        "moe_router_load_balancing_type": case.balance,
+        "moe_aux_loss_coeff": 0.0 if case.balance == "none" else 0.5,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp,
+    }
 
 
 def _optimizer_config(case: StepCase) -> OptimizerConfig:
@@ -188,7 +217,7 @@ class GptStep:
         placement = placement_of(self.config)
         model = GPTModel(
             self.config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(case.num_experts or None),
             VOCAB,
             SEQ,
             pre_process=placement.is_first(*place),
@@ -250,7 +279,8 @@ class GptStep:
 
     def mine(self, full: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
         """This rank's piece of a weight or gradient of the full model."""
-        return shard_parameter(full, param, self.groups.tp.rank(), self.case.tp)
+        group = tensor_group(param, self.groups)
+        return shard_parameter(full, param, group.rank(), group.size())
 
 
 def make_groups(case: StepCase) -> ProcessGroupCollection:
@@ -260,6 +290,8 @@ def make_groups(case: StepCase) -> ProcessGroupCollection:
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
     )
     model_parallel_cuda_manual_seed(1)
     return ProcessGroupCollection.use_mpu_process_groups()

@@ -12,14 +12,14 @@ import torch
 
 from minimegatron.core.pipeline_parallel.placement import usual_placement
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.rank_generator import DEFAULT_ORDER, RankGenerator
+from minimegatron.core.rank_generator import GROUP_KINDS, make_grids
 from minimegatron.exercises.bench.cases import Wrong
 from minimegatron.exercises.bench.feedback_numbers import check_numbers, wrong_numbers
 from minimegatron.exercises.bench.gpt_step import GptStep, Seat, StepCase
 
 TOLERANCE = 1e-9
 """Relative and absolute; in float64 only the order of additions may differ."""
-GROUPS = ("tp", "pp", "cp", "dp", "dp_cp", "mp", "embd", "pos_embd", "tp_cp", "tp_dp_cp")
+GROUPS = tuple(kind.name for kind in GROUP_KINDS)
 
 
 class Reference:
@@ -28,9 +28,11 @@ class Reference:
     def __init__(self, values: dict[str, Any], num_ranks: int):
         self.case = StepCase(**values)
         self.dp = num_ranks // (self.case.tp * self.case.pp)
-        sizes = {"tp": self.case.tp, "ep": 1, "dp": self.dp, "pp": self.case.pp, "cp": 1}
-        grid = RankGenerator(**sizes, order=DEFAULT_ORDER)
-        self.places = [grid.coordinates(rank) for rank in range(num_ranks)]
+        case = self.case
+        dense, experts = make_grids(num_ranks, case.tp, case.pp, ep=case.ep, etp=case.etp)
+        self.places = [dense.coordinates(rank) for rank in range(num_ranks)]
+        self.experts = [experts.coordinates(rank) for rank in range(num_ranks)]
+        self.edp = experts.dp
         self.step = _one_process(self.case, self.dp)
         self.reports: list[dict[str, torch.Tensor]] = []
 
@@ -48,7 +50,7 @@ class Reference:
     def sizes(self) -> dict[str, int]:
         """What a wrong ratio is compared with."""
         case = self.case
-        sizes = {"tp": case.tp, "dp": self.dp, "pp": case.pp}
+        sizes = {"tp": case.tp, "dp": self.dp, "pp": case.pp, "ep": case.ep}
         return sizes | {"num_microbatches": case.num_microbatches}
 
     def who(self, rank: int) -> str:
@@ -66,7 +68,7 @@ class Reference:
     @cache  # noqa: B019  as long as the reference itself
     def as_rank(self, rank: int) -> GptStep:
         """The step as this rank builds it, without a connection: names, pieces, buffers."""
-        place, case = self.places[rank], self.case
+        place, of_experts, case = self.places[rank], self.experts[rank], self.case
         seats = dict.fromkeys(GROUPS, Seat())
         seats |= {
             "tp": Seat(place["tp"], case.tp),
@@ -74,6 +76,9 @@ class Reference:
             "pp": Seat(place["pp"], case.pp),
             "dp": Seat(place["dp"], self.dp),
             "dp_cp": Seat(place["dp"], self.dp),
+            "ep": Seat(of_experts["ep"], case.ep),
+            "expt_tp": Seat(of_experts["tp"], case.tp if case.etp is None else case.etp),
+            "expt_dp": Seat(of_experts["dp"], self.edp),
         }
         return GptStep(case, ProcessGroupCollection(**seats))
 
@@ -139,6 +144,8 @@ def _one_process(case: StepCase, dp: int) -> GptStep:
         tp=1,
         pp=1,
         vp=None,
+        ep=1,
+        etp=1,
         num_microbatches=case.num_microbatches * dp,
         num_layers=case.layers,
         sequence_parallel=False,

@@ -29,22 +29,23 @@ FAULTS_OF_DISPATCH = (
         _MOE + "token_dispatcher.py",
         "        if not self.is_sorted:\n            order = self.sort_input",
         "        if False:\n            order = self.sort_input",
-        "Tokens stay in the order of their source, so an expert gets some that chose its neighbour.",
+        "Tokens stay in the order of their source, so an expert gets some that chose its neighbour. "
+        "The loss is wrong, and would fall all the same.",
     ),
     Fault(
         "a2a-backward-same-splits",
         "core/tensor_parallel/mappings.py",
         "ctx.splits = group, (input_split_sizes, output_split_sizes)\n",
         "ctx.splits = group, (output_split_sizes, input_split_sizes)\n",
-        "The backward sends back as many gradients as tokens were sent, not as many as came. With "
-        "equal splits nobody notices.",
+        "The backward sends back as many gradients as tokens were sent, not as many as came. That "
+        "raises a ValueError here; with equal splits nobody notices.",
     ),
     Fault(
         "empty-expert-skipped",
         _MOE + "experts.py",
         "zip(self.local_experts, tokens, probs, strict=True)\n",
         "zip(self.local_experts, tokens, probs, strict=True)\n            if len(mine[0])\n",
-        "An expert that no token chose is not run. Its parameters get no gradient, and a rank that "
-        "waits for its part in a collective waits for ever.",
+        "An expert that no token chose is not run, so its parameters get no gradient. Their bucket "
+        "waits for one; at the step's end it raises a RuntimeError.",
     ),
 )

@@ -27,16 +27,16 @@ FAULTS_OF_EXPERT_LAYERS = (
         "core/tensor_parallel/layers.py",
         "        and config.expert_tensor_parallel_size == config.tensor_model_parallel_size\n",
         "",
-        "An expert that is cut where dense layers are whole counts as a dense parameter: pieces of "
-        "different columns are summed.",
+        "An expert that is cut where dense layers are whole counts as a dense parameter. The loss is "
+        "wrong: both ranks begin with the same piece. And gradients of different pieces are summed.",
     ),
     Fault(
         "expert-norm-by-tp-rank",
         "core/optimizer/optimizer.py",
         "        group = tensor_group(param, self.pg_collection)\n",
         "        group = self.pg_collection.tp\n",
-        "The norm counts replicated parameters on the first tensor-parallel rank. The other ranks have "
-        "other experts, whose biases are then in no sum: the norm is too small, and clipping too weak.",
+        "Parameters that ranks hold whole are counted on the first tensor-parallel rank. The other "
+        "ranks have other experts, whose biases are then not in the norm: clipping is too weak.",
     ),
     Fault(
         "expert-bias-summed-over-tp",
@@ -51,7 +51,7 @@ FAULTS_OF_EXPERT_LAYERS = (
         "core/transformer/moe/experts.py",
         "PartOfModuleList(experts, first)",
         "PartOfModuleList(experts)",
-        "Each rank counts its experts from 0. They begin alike on all ranks, and in a checkpoint those "
-        "of one rank take the place of all others'.",
+        "Each rank counts its experts from 0. They begin alike on all ranks, so the loss is wrong from "
+        "the first step on; and in a checkpoint those of one rank take the place of all others'.",
     ),
 )

@@ -14,22 +14,23 @@ FAULTS_OF_ROUTERS = (
         "aux_loss * (activation.size(0) * self.tp_cp_group.size())",
         "aux_loss * activation.size(0)",
         "With the loss per token, a balancing loss is multiplied by this rank's tokens and divided by "
-        "those of all ranks: more ranks per sequence make it weaker.",
+        "those of all ranks: the more ranks share a sequence, the less of it is in the gradients.",
     ),
     Fault(
         "aux-scale-not-over-M",
         _MOE + "moe_utils.py",
         "scale.double() * cp_size / num_microbatches",
         "scale.double() * cp_size",
-        "Each microbatch adds the whole balancing loss: more microbatches make it stronger.",
+        "Each microbatch adds the whole balancing loss: the more there are, the more of it is in the "
+        "gradients of the router and of all that lies below.",
     ),
     Fault(
         "aux-scale-forgets-context-ranks",
         _MOE + "moe_utils.py",
         "scale.double() * cp_size / num_microbatches",
         "scale.double() / num_microbatches",
-        "Gradients are averaged over context-parallel ranks, but each has only a share of the balancing "
-        "loss: it is too weak by their number.",
+        "Gradients are averaged over context-parallel ranks, but each has only a share of the "
+        "balancing loss: it is too weak by their number.",
     ),
     Fault(
         "seq-aux-ignores-batch",
@@ -37,14 +38,15 @@ FAULTS_OF_ROUTERS = (
         "counts, num_tokens, coeff) / bsz\n",
         "counts, num_tokens, coeff) / bsz ** (1 + self.config.calculate_per_token_loss)\n",
         "With the loss per token, the balancing loss of sequences is multiplied by the tokens of one "
-        "sequence: larger microbatches make it weaker.",
+        "sequence: the more sequences in a microbatch, the less of it is in the gradients.",
     ),
     Fault(
         "seq-aux-mixes-sequences",
         _MOE + "router.py",
         "            tensor.reshape(seq_length, -1) for tensor",
         "            tensor.reshape(bsz, seq_length, -1).transpose(0, 1).flatten(1) for tensor",
-        "Tokens of all sequences in turn are taken for a sequence: what is balanced is no sequence.",
+        "Tokens of all sequences in turn are taken for a sequence: what is balanced is no sequence. "
+        "The router's gradient is that of another loss.",
     ),
     Fault(
         "aux-loss-discarded",
@@ -58,7 +60,8 @@ FAULTS_OF_ROUTERS = (
         _MOE + "moe_utils.py",
         "reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), reduce_group)",
         "routing_map.sum(dim=0) * reduce_group.size()",
-        "Under sequence parallelism each rank balances its own part of the sequence.",
+        "Under sequence parallelism each rank balances its own part of the sequence. The gradient "
+        "is that of another loss than one process has.",
     ),
     Fault(
         "aux-counted-in-recompute",

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 
 from minimegatron.core.tracing import Call, call_traced, observed_by
@@ -123,8 +124,7 @@ def _compare(job: LabJob, expected: _Expected) -> None:
         _check("the loss of microbatches", losses, expected.losses, expected)
     # A rank that ends here leaves the others in a collective; first all compare what they have.
     dist.barrier()
-    for name, param in step.parameters():
-        _check(f"gradient of {name}", param.main_grad, expected.gradients[name], expected)
+    _check_gradients(step.gradients(), expected)
     dist.barrier()
     if case.vp is None and case.pp > 1:
         most = min(case.pp - groups.pp.rank(), case.num_microbatches)
@@ -139,6 +139,24 @@ def _compare(job: LabJob, expected: _Expected) -> None:
     for name, param in step.parameters():
         _check(f"updated {name}", param.detach(), expected.weights[name], expected)
     dist.barrier()
+
+
+def _check_gradients(found: dict[str, torch.Tensor], expected: _Expected) -> None:
+    """Of the wrong ones, the first that backward makes is told: where it goes wrong, it begins."""
+    wrong: list[tuple[str, Wrong]] = []
+    for name, gradient in found.items():
+        try:
+            _check(f"gradient of {name}", gradient, expected.gradients[name], expected)
+        except Wrong as error:
+            wrong.append((name, error))
+    if wrong:
+        names = [name for name, _ in wrong]
+        right = [name for name in found if name not in names]
+        few = ", ".join(right[-3:]) or "none"
+        raise Wrong(
+            f"{wrong[-1][1]}\n{len(names)} of this rank's {len(found)} gradients are wrong; of those "
+            f"that are right, nearest to the loss: {few}"
+        )
 
 
 def _check(what: str, found: object, wanted: object, expected: _Expected) -> None:

@@ -167,6 +167,13 @@ _SP = _TP | {"sequence_parallel": True}
 _CLIP = {"clip_grad": 0.1}
 _TOKENS = {"per_token": True}
 _OVERLAP = {"pp": 2, "num_microbatches": 3, "overlap_grad_reduce": True}
+_MOE = {"num_microbatches": 2, "num_experts": 4}
+_EP = _MOE | {"ep": 2}
+_EP_TP = _EP | _SP | {"etp": 1}
+_ETP = {"num_microbatches": 2, "num_experts": 2, "etp": 2, "swiglu": True}
+_BALANCE = {"balance": "aux_loss"}
+_BY_SEQUENCE = {"balance": "seq_aux_loss"}
+_EMPTY = _EP | {"num_experts": 8, "topk": 1, "overlap_grad_reduce": True}
 
 LABS = (
     # -- One rank --
@@ -208,5 +215,24 @@ LABS = (
     Lab("norm-gradients-not-summed", _SP, 2),
     Lab("norm-gradients-averaged", _SP, 2),
     Lab("full-sequence-buffer", _SP | {"pp": 2}, 4),
+    # -- Experts: the router --
+    Lab("aux-loss-discarded", _MOE | _BALANCE, 1),
+    Lab("aux-scale-not-over-M", _MOE | _BALANCE, 1),
+    Lab("seq-aux-mixes-sequences", _MOE | _BY_SEQUENCE, 1),
+    Lab("seq-aux-ignores-batch", _MOE | _BY_SEQUENCE | _TOKENS, 1),
+    Lab("aux-counts-local", _EP_TP | _BALANCE, 2),
+    Lab("aux-per-token-local", _EP_TP | _BALANCE | _TOKENS, 2),
+    # -- Experts: the tokens' way --
+    Lab("probs-gradient-dropped", _EP, 2),
+    Lab("unsorted-local-experts", _EP, 2),
+    Lab("a2a-backward-same-splits", _EP, 2),
+    Lab("gather-backward-slices", _EP | {"dispatcher": "allgather"}, 2),
+    Lab("empty-expert-skipped", _EMPTY, 4),
+    # -- Experts: their parameters --
+    Lab("expert-key-local", _EP, 2),
+    Lab("expert-grads-over-edp", _EP, 4),
+    Lab("experts-in-dense-buffer", _EP, 2),
+    Lab("expert-mark-by-ep-only", _ETP, 2),
+    Lab("expert-norm-by-tp-rank", _EP_TP | _CLIP, 2),
 )
 """Those faults that one step of a small model can show, the simplest layouts first."""

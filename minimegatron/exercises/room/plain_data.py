@@ -105,7 +105,8 @@ def _tensor_data(tensor: Any) -> list:
     torch = sys.modules["torch"]
     plain = tensor.detach().cpu().contiguous()
     dtype = str(plain.dtype).removeprefix("torch.")
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    # An empty tensor keeps its strides, whatever is asked of it, and cannot be seen as bytes then.
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return [dtype, list(plain.shape), base64.b64encode(data).decode()]
 
 

@@ -30,6 +30,7 @@ TABLE = {
         "own",
         "own",
     ),
+    "all_to_all": (lambda x, group: mappings.all_to_all(group, x), "own", "own"),
 }
 SHAPE = (4, 1, 4)
 

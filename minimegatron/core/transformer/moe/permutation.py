@@ -31,6 +31,7 @@ def permute(
     routing_map: torch.Tensor,
     probs: torch.Tensor | None = None,
     num_out_tokens: int | None = None,
+    *,
     drop_and_pad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Copies of the tokens, [T, h] -> [n, h], in the order of their experts.
@@ -76,6 +77,7 @@ def unpermute(
     restore_shape: torch.Size,
     probs: torch.Tensor | None = None,
     routing_map: torch.Tensor | None = None,
+    *,
     drop_and_pad: bool = False,
 ) -> torch.Tensor:
     """Each token's copies added up, [n, h] -> `restore_shape` [T, h]; with `probs` [T, E], weighed.

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tracing import traced
@@ -88,11 +89,12 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_counts(arguments: dict[str, Any]) -> dict[str, Any]:
-    chosen, kept = arguments["chosen"], arguments["routing_map"] & arguments["chosen"]
+    router, counts = arguments["self"], arguments["routing_map"].sum(dim=0).tolist()
+    num_chosen = arguments["routing_map"].size(0) * router.topk
     return {
-        "layer": arguments["self"].layer_number,
-        "tokens_per_expert": kept.sum(dim=0).tolist(),
-        "dropped": (chosen & ~kept).sum(dim=0).tolist(),
+        "layer": router.layer_number,
+        "tokens_per_expert": counts,
+        "dropped": num_chosen - sum(counts),
     }
 
 
@@ -135,6 +137,7 @@ class TopKRouter(Router):
 
     # -- Forward --
 
+    @accepts_left_out
     @traced("moe-route", _describe)
     def forward(self, input: torch.Tensor) -> Routing:
         """[s/t/c, b, h] -> probabilities and map, both [T, E]."""
@@ -147,6 +150,7 @@ class TopKRouter(Router):
             return input
         return input * torch.empty_like(input).uniform_(1.0 - eps, 1.0 + eps)
 
+    @accepts_left_out
     def routing(self, logits: torch.Tensor) -> Routing:
         """Logits [s/t/c, b, E] -> probabilities and map, both [T, E]."""
         config = self.config
@@ -177,7 +181,8 @@ class TopKRouter(Router):
             )
         if self._counts() and any(self.coefficients.values()):
             probs = self._balance(probs, logits, seq_length, bsz)
-        self._apply_expert_bias(routing_map, chosen)
+        # With padding, the map also has tokens that fill places of experts they did not choose.
+        self._apply_expert_bias(routing_map & chosen)
         return probs, routing_map
 
     def sinkhorn_load_balancing(self, logits: torch.Tensor) -> Routing:
@@ -197,6 +202,7 @@ class TopKRouter(Router):
         """Its coefficient; 0 for a loss that is not in the configuration."""
         return self.coefficients.get(aux_loss_type, 0.0)
 
+    @accepts_left_out
     def apply_z_loss(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [T, E] with the z-loss on them."""
         coeff = self.config.moe_z_loss_coeff
@@ -214,6 +220,7 @@ class TopKRouter(Router):
         probs = self._apply_seq_aux_loss(probs, scores, chosen, seq_length, bsz)
         return self._apply_global_aux_loss(probs, scores, chosen)
 
+    @accepts_left_out
     def _apply_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor
     ) -> torch.Tensor:
@@ -225,6 +232,7 @@ class TopKRouter(Router):
         share = self._switch_loss(scores_for_aux_loss, counts, num_tokens, coeff)
         return self.attach_and_log_load_balancing_loss(probs, coeff, share, "load_balancing_loss")
 
+    @accepts_left_out
     def _apply_seq_aux_loss(
         self,
         probs: torch.Tensor,
@@ -250,6 +258,7 @@ class TopKRouter(Router):
             probs, coeff, share, "seq_load_balancing_loss"
         )
 
+    @accepts_left_out
     def _apply_global_aux_loss(
         self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor
     ) -> torch.Tensor:
@@ -281,6 +290,7 @@ class TopKRouter(Router):
             scores, counts, num_tokens, self.topk, num_experts, coeff
         )
 
+    @accepts_left_out
     def attach_and_log_load_balancing_loss(
         self,
         activation: torch.Tensor,
@@ -297,11 +307,12 @@ class TopKRouter(Router):
 
     # -- Counts --
 
+    @accepts_left_out
     @traced("moe-counts", _describe_counts)
-    def _apply_expert_bias(self, routing_map: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Counts tokens for the bias. Those dropped and those that fill places do not count."""
+    def _apply_expert_bias(self, routing_map: torch.Tensor) -> None:
+        """Counts tokens for the bias: those that chose an expert and were not dropped."""
         if self._counts():
-            self.local_tokens_per_expert += (routing_map & chosen).sum(dim=0)
+            self.local_tokens_per_expert += routing_map.sum(dim=0)
             self.num_counted += 1
 
     def forget_step(self) -> None:

@@ -289,6 +289,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             )
         return hidden_states
 
+    @accepts_left_out
     def token_combine(self, hidden_states):
         return self.combine_exchange(hidden_states)
 

@@ -1,0 +1,144 @@
+"""The last part: what a step leaves in the router's gradient and counts.
+
+Megatron has no counterpart.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from minimegatron.exercises.bench.known_mistakes import check_known, is_same
+from minimegatron.exercises.catalog.ex19_router.data import given_layer
+from minimegatron.exercises.catalog.ex19_router.truth import RightStep, right_route
+from minimegatron.exercises.check import Case, Result, Wrong
+
+NAME = "the gradient of the router's weight"
+
+
+def judge_step(case: Case, found: dict[str, Any]) -> Result:
+    """How often the layer ran, the gradient, the counts; then where nothing may be counted."""
+    right = RightStep(case, given_layer(case))
+    if found["num_forwards"] != case.M:
+        raise Wrong(
+            f"forward_backward ran the layer {found['num_forwards']} times for {case.M} microbatches"
+        )
+    # Summed over the microbatches; a step's loss is their mean.
+    scale = case.loss_scale / case.M
+    expected = scale * (right.main + right.aux)
+    sizes = {"num_microbatches": case.M, "loss_scale": case.loss_scale}
+    check_known(
+        NAME, found["gradient"], expected, _known(case, right), layout=sizes, rtol=1e-5, atol=1e-7
+    )
+    counts = _check_counts(case, right, found)
+    share = float((scale * right.aux).norm() / expected.norm())
+    return Result(
+        {
+            "tokens per expert": f"{counts.long().tolist()}",
+            "the auxiliary loss's part of the gradient": f"{share:.0%}",
+        }
+    )
+
+
+def _known(case: Case, right: RightStep) -> Iterator[tuple[torch.Tensor, str]]:
+    """What a mistake leaves, and its words."""
+    S, M = case.loss_scale, case.M
+    main, aux = S / M * right.main, S / M * right.aux
+    yield (
+        main,
+        "That is the main loss's gradient alone: the auxiliary losses give none. Backward begins at "
+        "the main loss, and comes to what the layer's output was made of, and to nothing else. Which "
+        "tensor carries your auxiliary loss, and does the layer use that very tensor?",
+    )
+    yield aux, "That is the auxiliary losses' gradient alone: the main loss gives none."
+    yield (
+        main + S * right.aux,
+        f"The auxiliary losses count M times too much ({M} here): each of the {M} microbatches adds "
+        "one, and a step's loss is their mean. Whoever divides the main loss must say so to them.",
+    )
+    yield (
+        main + aux / M,
+        f"The auxiliary losses were divided by M ({M}) twice.",
+    )
+    yield (
+        main + right.aux / M,
+        f"The loss scale, {S:g}, is in the main loss's gradient and not in the auxiliary losses'. "
+        "Later all gradients are divided by it.",
+    )
+    yield (
+        main + right.aux,
+        f"The auxiliary losses' gradient is not scaled: neither the mean over M ({M}) is in it nor the "
+        f"loss scale ({S:g}).",
+    )
+    yield (
+        main + 100.0 * right.aux,
+        "The auxiliary losses have the scale that the step before has set, 100. Every step sets its "
+        "own.",
+    )
+    yield (
+        M * (main + aux),
+        f"The losses of {M} microbatches were summed; a step's loss is the mean.",
+    )
+    yield (main + aux) / S, f"The loss scale, {S:g}, is not in the gradients."
+    for instead, words in _other_losses(case, right):
+        yield main + S / M * instead, words
+
+
+def _other_losses(case: Case, right: RightStep) -> Iterator[tuple[torch.Tensor, str]]:
+    """Another auxiliary loss than the one that is asked for."""
+    counted = (
+        "f_i is a number of tokens: a whole number, which does not move when the weight moves a "
+        "little, so nothing is pulled through it. The scores P are there for the gradient."
+    )
+    yield right.soft_counts(is_detached=False), f"f_i was made of the scores' sums. {counted}"
+    yield right.soft_counts(is_detached=True), f"f_i was made of the scores' sums. {counted}"
+    yield right.sums_of_weights(), f"f_i was made of the weights that probs holds. {counted}"
+    yield (
+        right.scores_of_chosen(),
+        "P was made of the layer's weights, which are 0 for an expert that a token did not choose. "
+        "The loss must also say to the others that they may have more: it needs scores over all E.",
+    )
+    if case.has_bias:
+        yield (
+            right.counts_with_bias(),
+            "f_i was counted with the bias. The auxiliary loss is about the scores as they are.",
+        )
+
+
+def _check_counts(case: Case, right: RightStep, found: dict[str, Any]) -> torch.Tensor:
+    """Tokens per expert in all microbatches; and none where the model does not train."""
+    if not found["in_place"]:
+        raise Wrong(
+            "routing put another tensor into self.local_tokens_per_expert; add in place\n"
+            "It is a buffer of the model: the update at the step's end looks at the first one."
+        )
+    expected = torch.zeros(case.experts, dtype=torch.float64)
+    for x in right.given.microbatches:
+        logits = x @ right.given.weight.t()
+        expected += right_route(case, logits, right.given.bias)[1].sum(dim=0)
+    name = "local_tokens_per_expert after the step"
+    check_known(name, found["training"], expected, layout={"num_microbatches": case.M})
+    for what, where in (
+        ("evaluation", "in an evaluation (self.training is False)"),
+        ("no_grad", "in a forward without gradients (torch.is_grad_enabled() is False)"),
+    ):
+        if found[what].any():
+            raise Wrong(
+                f"{int(found[what].sum())} tokens were counted {where}\n"
+                "Only what trains counts. An evaluation would move the balance by tokens that train "
+                "nothing, and recomputation would count each token twice."
+            )
+    main = _evaluation(case)
+    if not is_same(found["evaluation_gradient"], main, rtol=1e-5, atol=1e-7):
+        raise Wrong(
+            "in an evaluation (self.training is False) the auxiliary loss is hung on probs all the "
+            "same\nThe layer's output must depend on nothing but the main loss there."
+        )
+    return expected
+
+
+def _evaluation(case: Case) -> torch.Tensor:
+    """The main loss's gradient of the first microbatch."""
+    given = given_layer(case)
+    given.microbatches = given.microbatches[:1]
+    return RightStep(case, given).main

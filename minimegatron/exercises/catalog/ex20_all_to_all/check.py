@@ -1,0 +1,249 @@
+"""Checks the exchange, the order of the tokens, and a layer of experts with both."""
+
+import random
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import parallel_state
+from minimegatron.exercises.bench.counted_collectives import counted
+from minimegatron.exercises.bench.known_mistakes import check_known
+from minimegatron.exercises.catalog.ex20_all_to_all.data import (
+    WORLD,
+    Tokens,
+    expert_weight,
+    grads_of,
+    members,
+    rows_of,
+    run_expert,
+)
+from minimegatron.exercises.catalog.ex20_all_to_all.exchanges import Phase, agreed
+from minimegatron.exercises.catalog.ex20_all_to_all.layer import judge_layer, judge_order
+from minimegatron.exercises.check import Case, Result, Wrong, data_seed
+
+_PERMUTATION = "minimegatron.core.transformer.moe.permutation."
+REPLACES = (
+    "minimegatron.core.tensor_parallel.mappings._AllToAll",
+    "minimegatron.core.tensor_parallel.mappings.all_to_all",
+    *(_PERMUTATION + name for name in ("permute", "unpermute", "sort_chunks_by_idxs")),
+)
+EXCHANGE, ORDER, LAYER = "the exchange", "the order", "a layer"
+
+
+def cases(seed: int) -> list[Case]:
+    """Uneven exchanges, tokens in order, then layers in which some ranks get or send nothing."""
+    draw, data = random.Random(seed), data_seed(seed)
+    found = [
+        Case("a group of 4", part=EXCHANGE, ep=4, matrix=_uneven(draw, 4), seed=data),
+        Case("two groups of 2", part=EXCHANGE, ep=2, matrix=_uneven(draw, 2), seed=data + 1),
+    ]
+    chosen = [_choices(draw, 6, range(5), 2) for _ in range(WORLD)]
+    chosen[0][draw.randrange(6)] = []
+    found.append(
+        Case("6 tokens, 5 experts", part=ORDER, ep=1, local=5, chosen=chosen, seed=data + 2)
+    )
+    return [*found, *_layers(draw, data)]
+
+
+def _layers(draw: random.Random, data: int) -> list[Case]:
+    full = draw.randrange(4)
+    nobody = [[] for _ in range(4)]
+    kinds = {
+        "2 experts on each of 4 ranks": (2, 4, [_choices(draw, 5, range(8), 2) for _ in range(4)]),
+        "two groups of 2 ranks, 3 experts on each": (
+            3,
+            2,
+            [_choices(draw, 4, range(6), draw.choice([2, 3])) for _ in range(4)],
+        ),
+        "all tokens to one expert": (1, 4, [_choices(draw, 3, [full], 1) for _ in range(4)]),
+        "a rank whose tokens choose nobody": (
+            2,
+            4,
+            [_choices(draw, 4, range(2, 8), 2) if rank != full else nobody for rank in range(4)],
+        ),
+    }
+    return [
+        Case(name, part=LAYER, ep=ep, local=local, chosen=chosen, seed=data + 10 + number)
+        for number, (name, (local, ep, chosen)) in enumerate(kinds.items())
+    ]
+
+
+def _choices(draw: random.Random, num_tokens: int, experts: Any, topk: int) -> list[list[int]]:
+    return [sorted(draw.sample(list(experts), topk)) for _ in range(num_tokens)]
+
+
+def _uneven(draw: random.Random, size: int) -> list[list[int]]:
+    """Rows from i to j, with a zero; no rank gets as many as it sends."""
+    while True:
+        matrix = [[draw.randint(0, 4) for _ in range(size)] for _ in range(size)]
+        sums = [(sum(matrix[i]), sum(row[i] for row in matrix)) for i in range(size)]
+        has_zero = any(0 in row for row in matrix)
+        if has_zero and all(sent != got and sent and got for sent, got in sums):
+            return matrix
+
+
+def run(student: ModuleType, case: Case) -> Any:
+    """One of the parts."""
+    if case.part == ORDER:
+        return _run_order(student, case)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=case.ep)
+    group, phase = parallel_state.get_expert_model_parallel_group(), Phase()
+    with agreed(student, phase):
+        if case.part == EXCHANGE:
+            return _run_exchange(student, case, group, phase)
+        return _run_layer(student, case, group, phase)
+
+
+def judge(case: Case, answers: Sequence[Any]) -> Result | None:
+    """Every rank's numbers."""
+    if case.part == ORDER:
+        return judge_order(case, answers)
+    return judge_layer(case, answers) if case.part == LAYER else _judge_exchange(case, answers)
+
+
+def _backward(phase: Phase, output: torch.Tensor, grad: torch.Tensor) -> None:
+    """Backward; what autograd itself refuses is told."""
+    if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        raise Wrong(
+            f"{phase}: what comes out has no graph (requires_grad is False)\n"
+            "collectives have no gradient: rows must go through your all_to_all."
+        )
+    phase.begin("backward")
+    try:
+        output.backward(grad)
+    except RuntimeError as error:
+        if "returned an" in str(error) or "incorrect number of gradients" in str(error):
+            raise Wrong(f"{phase}, autograd refuses a gradient: {error}") from error
+        raise
+    # A rank that is done must not meet the others' next call.
+    dist.barrier()
+
+
+def _is_tensor(value: Any, shape: Sequence[int], what: str) -> None:
+    if not isinstance(value, torch.Tensor) or list(value.shape) != list(shape):
+        is_tensor = isinstance(value, torch.Tensor)
+        kind = f"has shape {list(value.shape)}" if is_tensor else f"is a {type(value).__name__}"
+        raise Wrong(f"rank {dist.get_rank()}: {what} {kind}; a tensor {list(shape)} is expected")
+
+
+# -- The exchange --
+
+
+def _run_exchange(student: ModuleType, case: Case, group: Any, phase: Phase) -> dict[str, Any]:
+    rank, me = dist.get_rank(), group.rank()
+    entered = rows_of(case, rank).requires_grad_()
+    sent, got = list(case.matrix[me]), [row[me] for row in case.matrix]
+    output = student.all_to_all(group, entered, got, sent)
+    _is_tensor(output, (sum(got), 2), "what all_to_all returned")
+    found = {"output": output.detach().clone()}
+    dist.barrier()
+    _backward(phase, output, grads_of(case, rank))
+    if entered.grad is None:
+        raise Wrong(f"rank {rank}: the backward of all_to_all returned no gradient for its input")
+    return found | {"gradient": entered.grad}
+
+
+def _judge_exchange(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
+    matrix = case.matrix
+    for rank, answer in enumerate(answers):
+        group, me = members(case, rank), rank % case.ep
+        rows = [rows_of(case, other).split(matrix[i]) for i, other in enumerate(group)]
+        wanted = torch.cat([rows[i][me] for i in range(case.ep)])
+        check_known("what all_to_all returned", answer["output"], wanted, rank=rank)
+    for rank, answer in enumerate(answers):
+        group, me = members(case, rank), rank % case.ep
+        grads = [
+            grads_of(case, other).split([row[i] for row in matrix]) for i, other in enumerate(group)
+        ]
+        wanted = torch.cat([grads[i][me] for i in range(case.ep)])
+        check_known("the gradient of all_to_all's input", answer["gradient"], wanted, rank=rank)
+    return Result({"rows": f"from each rank to each: {matrix}"})
+
+
+# -- The order --
+
+
+def _run_order(student: ModuleType, case: Case) -> dict[str, Any]:
+    """permute with gradients, then unpermute of rows that tell themselves apart."""
+    given = Tokens(case, dist.get_rank())
+    hidden, probs = given.hidden.clone().requires_grad_(), given.probs.clone().requires_grad_()
+    returned = student.permute(hidden, given.map, probs)
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise Wrong("permute must return (tokens, probs, numbers of the tokens)")
+    n = int(given.map.sum())
+    tokens, weights, indices = returned
+    for what, value, shape in (
+        ("tokens", tokens, (n, hidden.size(1))),
+        ("probs", weights, (n,)),
+        ("numbers", indices, (n,)),
+    ):
+        _is_tensor(value, shape, f"of what permute returned, {what}")
+    total = student.unpermute(tokens, indices, len(hidden))
+    _is_tensor(total, hidden.shape, "what unpermute returned")
+    for what, value in (("tokens", total), ("probs", weights)):
+        if not value.requires_grad:
+            raise Wrong(f"no gradient comes through the {what}: what is returned has no graph")
+    (total.sum() + (weights * torch.arange(1.0, n + 1)).sum()).backward()
+    return {
+        "tokens": tokens.detach(),
+        "probs": weights.detach(),
+        "indices": indices,
+        "total": total.detach(),
+        "of_tokens": hidden.grad,
+        "of_probs": probs.grad,
+    }
+
+
+# -- A layer --
+
+
+def _run_layer(student: ModuleType, case: Case, group: Any, phase: Phase) -> dict[str, Any]:
+    rank, me = dist.get_rank(), group.rank()
+    given = Tokens(case, rank)
+    hidden, probs = given.hidden.clone().requires_grad_(), given.probs.clone().requires_grad_()
+    phase.begin("dispatch")
+    with counted() as counter:
+        returned = student.dispatch(hidden, given.map, probs, group)
+    tokens, counts, weights, state = _checked(returned, case)
+    sent = [[call.name, call.num_bytes] for call in counter.calls]
+    found = {"tokens": tokens.detach().clone(), "counts": counts, "probs": weights.detach().clone()}
+    numbers = range(me * case.local, (me + 1) * case.local)
+    experts = [expert_weight(case, rank, number).requires_grad_() for number in numbers]
+    parts = zip(tokens.split(counts), experts, weights.split(counts), strict=True)
+    outputs = torch.cat([run_expert(*part) for part in parts])
+    phase.begin("combine")
+    output = student.combine(outputs, state)
+    _is_tensor(output, hidden.shape, "what combine returned")
+    found |= {"sent": sent, "output": output.detach().clone()}
+    dist.barrier()
+    _backward(phase, output, given.grad)
+    gradients = {"of_hidden": hidden.grad, "of_probs": probs.grad}
+    return found | gradients | {"of_experts": [expert.grad for expert in experts]}
+
+
+def _checked(returned: Any, case: Case) -> tuple[torch.Tensor, list[int], torch.Tensor, Any]:
+    """What dispatch returned, if it can be given to experts."""
+    who = f"rank {dist.get_rank()}: dispatch"
+    if not isinstance(returned, tuple) or len(returned) != 4:
+        raise Wrong(f"{who} must return (tokens, tokens_per_expert, probs, state)")
+    tokens, counts, weights, state = returned
+    if isinstance(counts, torch.Tensor):
+        counts = counts.tolist()
+    counts = [int(count) for count in counts]
+    if len(counts) != case.local:
+        raise Wrong(
+            f"{who} returned {len(counts)} tokens_per_expert, {counts}; this rank has "
+            f"{case.local} expert{'s' * (case.local > 1)}"
+        )
+    n = sum(counts)
+    for what, value in (("tokens", tokens), ("probs", weights)):
+        if not isinstance(value, torch.Tensor) or len(value) != n:
+            size = f"{len(value)} rows" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise Wrong(
+                f"{who} returned {what} of {size}, but tokens_per_expert {counts} are {n} in all\n"
+                "A row, and its probability, for each token that came to an expert of this rank."
+            )
+    return tokens, counts, weights.reshape(-1), state
