@@ -121,13 +121,16 @@ def loss_func(
 
 
 def forward_step(
-    data_iterator: Iterator | None, model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable]:
+    data_iterator: Iterator | None, model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple[Any, Callable]:
     """One microbatch through one chunk. The schedule calls it, and later the function it returns.
 
     On a chunk without embedding the tokens are None: its input came from the stage before, by
     `set_input_tensor`. On a chunk without output layer the result goes to the next stage, and the
     loss function is not called.
+
+    With `return_schedule_plan`, `model` comes without wrappers, and its forward in nodes is returned
+    in place of the output: see `combined_1f1b`.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -135,8 +138,9 @@ def forward_step(
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
 
-    output_tensor = model(tokens, position_ids, attention_mask, labels=labels)
-    return output_tensor, partial(loss_func, loss_mask, model)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(tokens, position_ids, attention_mask, labels=labels)
+    return output, partial(loss_func, loss_mask, model)
 
 
 def write_sample(model: list[torch.nn.Module]) -> str:

@@ -227,16 +227,15 @@ def loss_func(mask, output):
     return total, num_tokens, {"loss": total.detach().clone(), "num_tokens": num_tokens}
 
 
-def forward_step_func(data_iterator, model, checkpoint_activations_microbatch=None):
+def forward_step_func(
+    data_iterator, model, checkpoint_activations_microbatch=None, return_schedule_plan=False
+):
     batch = next(data_iterator)
     positions = torch.arange(SEQ, device=get_device()).expand(MICRO_BATCH, SEQ)
-    output = model(
-        batch["tokens"],
-        positions,
-        None,
-        labels=batch["labels"],
-        checkpoint_activations_microbatch=checkpoint_activations_microbatch,
-    )
+    run = partial(model, checkpoint_activations_microbatch=checkpoint_activations_microbatch)
+    if return_schedule_plan:
+        run = model.build_schedule_plan
+    output = run(batch["tokens"], positions, None, labels=batch["labels"])
     return output, partial(loss_func, batch["mask"])
 
 

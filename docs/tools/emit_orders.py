@@ -47,7 +47,7 @@ from minimegatron.planner import formulas
 from minimegatron.planner.actions import KINDS
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_report import NAMES
-from minimegatron.planner.render_svg import shade, text_colour
+from minimegatron.planner.svg_shapes import shade, text_colour
 
 STAGES = (*range(1, 9), 12, 16)
 MICROBATCHES = (*range(1, 17), 20, 24, 28, 32, 48, 64, 96, 128)

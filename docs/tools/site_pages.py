@@ -19,7 +19,7 @@ from spine import read_spine, spine_files, spine_hours, spine_lines, spine_rate
 from stash import Stash
 from tour_frame import framed
 
-from minimegatron.planner.render_svg import STYLE
+from minimegatron.planner.svg_shapes import STYLE
 
 DOCS = ROOT / "docs"
 SKIPPED = {"tools", "overrides", "problems"}

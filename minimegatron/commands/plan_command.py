@@ -13,6 +13,7 @@ from pathlib import Path
 
 from minimegatron.core.pipeline_parallel.order_check import ScheduleError
 from minimegatron.core.pipeline_parallel.orders import (
+    COMBINED,
     TAGGED,
     UNTAGGED,
     get_schedule,
@@ -24,6 +25,8 @@ from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
 from minimegatron.launching.user_file import load_user_function, place_in
 from minimegatron.planner.actions import COMMUNICATE
 from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS
+from minimegatron.planner.layer_costs import LayeredCosts
+from minimegatron.planner.layer_plan import LayerCosts
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_check import Problem, check
 from minimegatron.planner.render import FORMATS, render
@@ -99,6 +102,19 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="NAME=F:B",
         help="with --layout: times of another layer (embedding, loss, mtp; default: 0)",
+    )
+    add(
+        "--layer-nodes",
+        type=_times,
+        metavar="A,M,D,C",
+        help="instead of the two times above: of one layer of experts attention, mlp, dispatch and "
+        "combine, the last two all-to-alls; backward, computation takes twice as long",
+    )
+    add("--layers-per-chunk", type=int, metavar="L", help="with --layer-nodes (default: 1)")
+    add(
+        "--delay-wgrad-compute",
+        action="store_true",
+        help="with --layer-nodes and --schedule combined: weight gradients as nodes of their own",
     )
     add(
         "--transport",
@@ -237,6 +253,8 @@ def _costs(
     if args.bandwidth is not None and not args.message_bytes:
         raise ValueError("--bandwidth needs the size of a message; add --message-bytes")
     forward, backward, latency = args.forward_time, args.backward_time, args.comm_time
+    if layers := _layers(args, planned, layout):
+        return LayeredCosts.of_layers(layers, latency, args.bandwidth, args.delay_wgrad_compute)
     if layout is None:
         if args.imbalance is not None and len(args.imbalance) != args.pp:
             raise ValueError(
@@ -258,6 +276,41 @@ def _costs(
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--layer-time {text!r}: {error}") from None
     return Costs.from_layout(layout, times, latency, args.bandwidth)
+
+
+def _layers(
+    args: argparse.Namespace, planned: Plan, layout: PipelineParallelLayerLayout | None
+) -> list[list[LayerCosts]]:
+    """Of each virtual stage its layers; empty where no times of nodes are given."""
+    if args.layer_nodes is None:
+        if args.layers_per_chunk is not None or args.delay_wgrad_compute:
+            raise ValueError(
+                "--layers-per-chunk and --delay-wgrad-compute are of layers; add --layer-nodes"
+            )
+        return []
+    if len(args.layer_nodes) != 4:
+        raise ValueError(
+            f"--layer-nodes has {len(args.layer_nodes)} times; give four: attention, mlp, dispatch "
+            "and combine"
+        )
+    if args.imbalance is not None:
+        raise ValueError("--layer-nodes and --imbalance exclude each other; leave one out")
+    if args.delay_wgrad_compute and planned.config.schedule != COMBINED:
+        raise ValueError(
+            f"--delay-wgrad-compute is for --schedule combined, but this is "
+            f"{planned.config.schedule}; leave it out"
+        )
+    layer, placement = LayerCosts(*args.layer_nodes), planned.config.placement
+    if layout is None:
+        number = 1 if args.layers_per_chunk is None else args.layers_per_chunk
+        if number < 1:
+            raise ValueError(f"--layers-per-chunk is {number}; give 1 or more")
+        return [[layer] * number] * placement.num_stages
+    if args.layers_per_chunk is not None:
+        raise ValueError("--layout says how many layers a chunk has; leave --layers-per-chunk out")
+    places = map(placement.place_of, range(placement.num_stages))
+    chunks = [layout.layout[rank][chunk] for rank, chunk in places]
+    return [[layer] * [x.name for x in names].count("decoder") for names in chunks]
 
 
 def _width(args: argparse.Namespace, is_terminal: bool) -> int:

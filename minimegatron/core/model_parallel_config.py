@@ -15,7 +15,12 @@ import torch
 
 from minimegatron.core import knobs
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, NO_PIPELINING, get_schedule
+from minimegatron.core.pipeline_parallel.orders import (
+    INTERLEAVED,
+    NO_PIPELINING,
+    get_schedule,
+    require_own_name,
+)
 
 knob = partial(knobs.knob, section="parallel")
 
@@ -191,6 +196,7 @@ class ModelParallelConfig:
     def _check_schedule(self) -> None:
         name, p = self.pipeline_schedule, self.pipeline_model_parallel_size
         v = self.virtual_pipeline_model_parallel_size
+        require_own_name(name)
         schedule = get_schedule(name)
         if schedule.order is None:
             raise ValueError(

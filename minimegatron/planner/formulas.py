@@ -4,8 +4,9 @@ Megatron has no counterpart; sources are Narayanan et al. 2021 (arXiv:2104.04473
 Huang et al. 2019 (arXiv:1811.06965) and Lamy-Poirier 2023 (arXiv:2211.05953).
 
 Each returns None for a schedule that has no closed form here: a user's own, and the breadth-first
-one where there are fewer microbatches than stages. The first two assume
-that every chunk takes equally long and that messages are free.
+one where there are fewer microbatches than stages. The first two assume that every chunk takes equally
+long and that messages are free; combined 1F1B has none of these two, since its pairs take what their
+all-to-alls leave them.
 """
 
 from fractions import Fraction
@@ -13,10 +14,12 @@ from typing import NamedTuple
 
 from minimegatron.core.pipeline_parallel.orders import (
     BREADTH_FIRST,
+    COMBINED,
     GPIPE,
     INTERLEAVED,
     NO_PIPELINING,
     ONE_F_ONE_B,
+    WRITTEN_HERE,
 )
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
 from minimegatron.planner.actions import Time
@@ -74,13 +77,14 @@ def peak_in_flight_formula(config: PlanConfig, rank: int) -> Formula | None:
     """Microbatches (each counted once per chunk) whose activations a stage holds at its peak.
 
     Plain 1F1B: a stage's warm-up forwards and one more. Interleaving likewise; w, its warm-up, is
-    2(p - r - 1) + (v - 1)G. GPipe and the breadth-first order: all.
+    2(p - r - 1) + (v - 1)G. Combined 1F1B warms up one forward more, and in its pairs a layer of the
+    forward comes before one of the backward goes. GPipe and the breadth-first order: all.
 
     >>> [peak_in_flight_formula(PlanConfig("1f1b", 4, 8), rank).value for rank in range(4)]
     [4, 3, 2, 1]
     """
     p, M, v = config.pp_size, config.num_microbatches, config.num_model_chunks
-    if config.schedule not in (NO_PIPELINING, GPIPE, ONE_F_ONE_B, INTERLEAVED, BREADTH_FIRST):
+    if config.schedule not in WRITTEN_HERE:
         return None
     if config.forward_only:
         return Formula("0", 0)
@@ -92,7 +96,13 @@ def peak_in_flight_formula(config: PlanConfig, rank: int) -> Formula | None:
         return Formula("Mv", M * v)
     if config.schedule == ONE_F_ONE_B:
         return Formula("min(M, p - r)", min(M, p - rank))
+    if config.schedule == COMBINED and p == 1:
+        return Formula("1, and a layer" if M > 1 else "1", 1)
     counts = count_rank_microbatches(p, rank, M, v, config.microbatch_group_size_per_vp_stage)
+    if config.schedule == COMBINED:
+        is_paired = counts.num_warmup + 1 < M * v
+        text = "min(Mv, w + 1)" + ", and a layer" * is_paired
+        return Formula(text, min(M * v, counts.num_warmup + 1))
     return Formula("min(Mv, w + 1)", min(M * v, counts.num_warmup + 1))
 
 
@@ -103,11 +113,11 @@ def message_formula(config: PlanConfig) -> Formula | None:
     Formula(text='(pv - 1)M', value=56)
     """
     p, M, v = config.pp_size, config.num_microbatches, config.num_model_chunks
-    if config.schedule == NO_PIPELINING:
+    if config.schedule == NO_PIPELINING or (config.schedule == COMBINED and p == 1):
         return Formula("0", 0)
     if config.schedule in (GPIPE, ONE_F_ONE_B):
         return Formula("(p - 1)M", (p - 1) * M)
-    if config.schedule in (INTERLEAVED, BREADTH_FIRST):
+    if config.schedule in (INTERLEAVED, COMBINED, BREADTH_FIRST):
         return Formula("(pv - 1)M", (p * v - 1) * M)
     return None
 

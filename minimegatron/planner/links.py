@@ -6,6 +6,7 @@ Torch-free. Megatron has no counterpart.
 from collections.abc import Mapping
 
 from minimegatron.core.pipeline_parallel.orders import (
+    COMBINED,
     INTERLEAVED,
     NO_PIPELINING,
     ONE_F_ONE_B,
@@ -18,6 +19,11 @@ from minimegatron.planner.actions import KINDS
 
 KIND_OF_LINK = {f"{kind.name}-compute": kind.name for kind in KINDS.values() if kind.computes}
 """The name that a link of work is traced under -> its kind. A pair is traced as its two parts."""
+
+COMBINED_STEP = "combined-step"
+"""The link of a step of combined 1F1B: a pair, or either half alone. Its attributes say of what."""
+LAYER_NODE = "layer-node"
+"""A node of a layer within it: one that computes, or the start of one that communicates."""
 
 FUNCTIONS = {
     "forward_backward_no_pipelining": NO_PIPELINING,
@@ -57,7 +63,7 @@ def config_of_run(
     >>> config_of_run("interleaved", 2, 4, 2).microbatch_group_size_per_vp_stage
     2
     """
-    is_interleaved = schedule == INTERLEAVED
+    is_interleaved = schedule == INTERLEAVED or (schedule == COMBINED and pp_size > 1)
     has_chunks = is_interleaved or num_model_chunks > 1
     return PlanConfig(
         schedule=schedule,

@@ -25,12 +25,16 @@ def activation_timeline(
     rank: int,
     bytes_per_microbatch: Bytes | Sequence[Bytes] = 1,
     share: int | Fraction = 1,
+    bytes_per_layer: Bytes = 0,
 ) -> list[tuple[Time, Bytes]]:
     """(time, held from then on) for each change: what the rank's activations take up.
 
     A forward's activations count from its start, and are freed at the end of its backward; so the
     backward and the forward of one moment do not share. Where the backward comes in two parts,
     `share` is what must be kept between them, of what the forward kept.
+
+    In a pair of combined 1F1B the backward frees layer after layer what the forward comes to hold: both
+    together have `bytes_per_layer` more than the larger of them. Other pairs hold both to their end.
 
     `bytes_per_microbatch` is one number per chunk and microbatch, or one per virtual stage in model
     order; 1 counts microbatches. A forward-only step keeps nothing.
@@ -45,7 +49,7 @@ def activation_timeline(
         return [(0, 0)]
     held: Bytes = 0
     points: list[tuple[Time, Bytes]] = []
-    for index, change in _changes(plan, rank, bytes_per_microbatch, share):
+    for index, change in _changes(plan, rank, bytes_per_microbatch, share, bytes_per_layer):
         held += change
         times = simulation.starts if change > 0 else simulation.ends
         points.append((times[rank][index], held))
@@ -57,19 +61,31 @@ def peak_activation_bytes(
     rank: int,
     bytes_per_microbatch: Bytes | Sequence[Bytes] = 1,
     share: int | Fraction = 1,
+    bytes_per_layer: Bytes = 0,
 ) -> Bytes:
-    """The most that the rank's activations take up at once. Needs no times: order is enough."""
+    """The most that the rank's activations take up at once. Needs no times: order is enough.
+
+    >>> from minimegatron.planner.plan import plan
+    >>> four_layers, one_layer = 4, 1
+    >>> [peak_activation_bytes(plan(name, 1, 8), 0, four_layers, bytes_per_layer=one_layer)
+    ...  for name in ("no-pipelining", "combined")]
+    [4, 5]
+    """
     if plan.config.forward_only:
         return 0
     held = peak = 0
-    for _, change in _changes(plan, rank, bytes_per_microbatch, share):
+    for _, change in _changes(plan, rank, bytes_per_microbatch, share, bytes_per_layer):
         held += change
         peak = max(peak, held)
     return peak
 
 
 def _changes(
-    plan: Plan, rank: int, sizes: Bytes | Sequence[Bytes], share: int | Fraction
+    plan: Plan,
+    rank: int,
+    sizes: Bytes | Sequence[Bytes],
+    share: int | Fraction,
+    bytes_per_layer: Bytes,
 ) -> Iterator[tuple[int, Bytes]]:
     """(index of the action, what it adds), for work that changes what is held.
 
@@ -82,6 +98,8 @@ def _changes(
             KINDS[part.kind].held(share) * _size_of(plan, rank, part.chunk, sizes)
             for part in parts_of(action)
         ]
+        if action.parts and plan.pairs_go_by_layers:
+            changes = [bytes_per_layer, sum(changes) - bytes_per_layer]
         yield from ((index, change) for change in sorted(changes, reverse=True) if change)
 
 

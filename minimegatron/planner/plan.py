@@ -23,6 +23,7 @@ from typing import Any
 from minimegatron.core.json_text import check_depth
 from minimegatron.core.pipeline_parallel.lowering import lower
 from minimegatron.core.pipeline_parallel.orders import (
+    COMBINED,
     INTERLEAVED,
     NO_PIPELINING,
     ONE_F_ONE_B,
@@ -51,6 +52,9 @@ from minimegatron.planner.actions import (
     timeline_to_json,
 )
 from minimegatron.planner.stage import Stage
+
+TURNS = (INTERLEAVED, COMBINED)
+"""Schedules in which chunks take turns, by the rules of interleaving."""
 
 
 @contextmanager
@@ -111,11 +115,21 @@ class Plan:
             history.append(held)
         return history
 
+    @property
+    def pairs_go_by_layers(self) -> bool:
+        """Whether in a pair the backward frees layer after layer what the forward comes to hold."""
+        return self.config.schedule == COMBINED
+
     def peak_in_flight(self, rank: int) -> int:
-        """How many microbatches' activations the rank needs room for: in a pair both are held."""
+        """How many microbatches' activations the rank needs room for: in a pair both are held.
+
+        Combined 1F1B needs room for one layer more in a pair, and not for a microbatch more.
+        """
         held = peak = 0
         for action in self.work(rank) if not self.config.forward_only else ():
             changes = [KINDS[part.kind].held() for part in parts_of(action)]
+            if self.pairs_go_by_layers:
+                changes = [sum(changes)]
             peak = max(peak, held + sum(change for change in changes if change > 0))
             held += sum(changes)
         return peak
@@ -216,7 +230,7 @@ def plan(
     _check_wire(found, wire)
     if group_size is None and vpp is not None:
         group_size = pp
-    if found.name == INTERLEAVED:
+    if found.name in TURNS and pp > 1:
         check_interleaving(pp, num_microbatches, group_size)
     if wire is not None:
         overlap_p2p_comm = False
@@ -282,7 +296,13 @@ def _check_fits(
         raise ValueError(f"vpp={vpp} needs a pipeline, but pp is 1; use 2 or more stages")
     if name == INTERLEAVED and vpp is None:
         raise ValueError("interleaving needs the number of chunks per stage; set vpp to 2 or more")
+    if name == COMBINED and vpp is None and pp > 1:
+        raise ValueError(
+            f"combined 1F1B over {pp} stages needs the number of chunks per stage; set vpp to 2 or "
+            "more, or use 1 stage"
+        )
     has_chunks = found.placement is not LINE and name != NO_PIPELINING
+    has_chunks = has_chunks and not (name == COMBINED and pp == 1)
     if not has_chunks and vpp is not None:
         raise ValueError(
             f"schedule {name} runs one chunk per stage, but vpp is {vpp}; leave vpp out, or use "

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from minimegatron.core.pipeline_parallel.orders import (
     BREADTH_FIRST,
+    COMBINED,
     GPIPE,
     INTERLEAVED,
     NO_PIPELINING,
@@ -36,6 +37,8 @@ from minimegatron.planner.formulas import (
     message_formula,
     peak_in_flight_formula,
 )
+from minimegatron.planner.layer_costs import has_lanes, lanes_of, ways_of
+from minimegatron.planner.layer_plan import ALL_TO_ALL, LayerTimeline, one_stage
 from minimegatron.planner.simulator import Gap, Simulation
 
 NAMES = {
@@ -43,6 +46,7 @@ NAMES = {
     GPIPE: "GPipe",
     ONE_F_ONE_B: "1F1B",
     INTERLEAVED: "Interleaved 1F1B",
+    COMBINED: "Combined 1F1B",
     BREADTH_FIRST: "Breadth-first",
 }
 
@@ -236,6 +240,51 @@ def gap_words(simulation: Simulation, gap: Gap, noun: str = "rank") -> str:
 def _short_words(action: Action, has_chunks: bool) -> str:
     words = f"{KINDS[action.kind].letter}{action.microbatch}"
     return f"{words} (chunk {action.chunk})" if has_chunks else words
+
+
+# -- The all-to-alls of layers --
+
+
+def exposed_words(lanes: LayerTimeline) -> str:
+    """How long the all-to-alls of two lanes are, and how much of that nothing hides.
+
+    >>> from minimegatron.planner.layer_plan import LayerCosts
+    >>> exposed_words(one_stage(4, [LayerCosts(2, 2, 1, 1)] * 4))
+    'all-to-all 64, exposed 14'
+    """
+    return (
+        f"{ALL_TO_ALL} {number_words(lanes.communication)}, exposed {number_words(lanes.exposed)}"
+    )
+
+
+def ways_table(simulation: Simulation) -> list[list[str]]:
+    """Rows, the first one the head: the step ordinary, combined, and with delayed weight gradients.
+
+    Empty where its costs know no all-to-alls, for an evaluation, and for other schedules than these.
+    """
+    config = simulation.plan.config
+    is_written = config.schedule in (NO_PIPELINING, INTERLEAVED, COMBINED) and config.wire is None
+    if not has_lanes(simulation) or config.forward_only or not is_written:
+        return []
+    head = ["", "length", "computes", ALL_TO_ALL, "exposed"]
+    where = [] if config.pp_size == 1 else ["of rank"]
+    rows = [head + where]
+    for name, way in ways_of(simulation):
+        of_ranks = [lanes_of(way, rank) for rank in range(config.pp_size)]
+        worst = max(range(config.pp_size), key=lambda rank: of_ranks[rank].exposed)
+        rows.append(
+            [name, *_lane_words(way.makespan, of_ranks[worst]), *([str(worst)] * len(where))]
+        )
+    if config.pp_size == 1:
+        layers = simulation.costs.layers[0]
+        for delay, name in ((False, "combined"), (True, "combined, weights delayed")):
+            lanes = one_stage(config.num_microbatches, layers, delay_wgrad=delay)
+            rows.append([f"{name}, steps not joined", *_lane_words(lanes.total, lanes)])
+    return rows
+
+
+def _lane_words(total: Time, lanes: LayerTimeline) -> list[str]:
+    return [number_words(x) for x in (total, lanes.compute, lanes.communication, lanes.exposed)]
 
 
 # -- Numbers in words --

@@ -5,6 +5,7 @@ Megatron has no counterpart.
 
 import json
 
+from minimegatron.planner.layer_costs import simulation_to_json
 from minimegatron.planner.render_chrome import render_chrome
 from minimegatron.planner.render_svg import render_svg
 from minimegatron.planner.render_text import render_text
@@ -34,7 +35,7 @@ def render(
     if format == "svg":
         return render_svg(simulation, critical_path)
     if format == "json":
-        return json.dumps(simulation.to_json(), separators=(",", ":")) + "\n"
+        return json.dumps(simulation_to_json(simulation), separators=(",", ":")) + "\n"
     if format == "chrome":
         return render_chrome(simulation)
     raise ValueError(f"unknown format {format!r}; use one of {', '.join(FORMATS)}")

@@ -23,13 +23,17 @@ from minimegatron.planner.actions import (
     version_of,
 )
 from minimegatron.planner.imagined_transport import Place, Side, match_messages
+from minimegatron.planner.layer_costs import has_lanes, lanes_of
+from minimegatron.planner.layer_plan import ALL_TO_ALL, TimedNode
 from minimegatron.planner.memory import activation_timeline
 from minimegatron.planner.plan import plan_config_to_json
 from minimegatron.planner.plan_report import gap_words, title
 from minimegatron.planner.simulator import Simulation
 
-COMPUTE_TRACK, MESSAGE_TRACK = 0, 1
+COMPUTE_TRACK, MESSAGE_TRACK, NODE_TRACK, LANE_TRACK = 0, 1, 2, 3
 TRACKS = {COMPUTE_TRACK: "forward and backward", MESSAGE_TRACK: "communication"}
+LANES = {NODE_TRACK: "layers: compute", LANE_TRACK: "layers: all-to-all"}
+"""Only where the costs have nodes of layers."""
 
 
 def render_chrome(simulation: Simulation, microseconds_per_unit: float = 1000.0) -> str:
@@ -53,6 +57,7 @@ class _Trace:
     def __init__(self, simulation: Simulation, microseconds_per_unit: float):
         self.simulation = simulation
         self.factor = microseconds_per_unit
+        self.has_lanes = has_lanes(simulation)
 
     def _us(self, time: Time) -> float:
         return round(float(time) * self.factor, 3)
@@ -61,6 +66,8 @@ class _Trace:
         for rank in range(len(self.simulation.plan.ranks)):
             yield from self._names(rank)
             yield from self._slices(rank)
+            if self.has_lanes:
+                yield from self._nodes(rank)
             yield from self._counter(rank)
         yield from self._arrows()
 
@@ -69,7 +76,7 @@ class _Trace:
             ("process_name", 0, {"name": f"rank {rank}"}),
             ("process_sort_index", 0, {"sort_index": rank}),
         ]
-        for tid, name in TRACKS.items():
+        for tid, name in (TRACKS | LANES if self.has_lanes else TRACKS).items():
             names.append(("thread_name", tid, {"name": name}))
             names.append(("thread_sort_index", tid, {"sort_index": tid}))
         for name, tid, args in names:
@@ -105,6 +112,27 @@ class _Trace:
         args = {"microbatch": action.microbatch, "chunk": action.chunk}
         name = f"{KINDS[action.kind].words} {action.microbatch}"
         return event | {"name": name, "cat": action.kind}, args
+
+    def _nodes(self, rank: int) -> Iterator[dict[str, Any]]:
+        lanes = lanes_of(self.simulation, rank)
+        exposed: dict[TimedNode, float] = {}
+        for timed, start, end in lanes.exposed_parts():
+            exposed[timed] = exposed.get(timed, 0) + self._us(end) - self._us(start)
+        for timed in lanes.nodes:
+            node, start = timed.node, self._us(timed.start)
+            args = {"microbatch": node.microbatch, "chunk": node.chunk, "layer": node.layer}
+            if timed in exposed:
+                args["exposed_us"] = round(exposed[timed], 3)
+            yield {
+                "ph": "X",
+                "pid": rank,
+                "tid": LANE_TRACK if node.lane == ALL_TO_ALL else NODE_TRACK,
+                "ts": start,
+                "dur": round(self._us(timed.end) - start, 3),
+                "name": f"{node.name} {KINDS[node.kind].letter}{node.microbatch}",
+                "cat": node.kind,
+                "args": args,
+            }
 
     def _counter(self, rank: int) -> Iterator[dict[str, Any]]:
         if self.simulation.plan.config.forward_only:

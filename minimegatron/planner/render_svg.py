@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from xml.sax.saxutils import escape
 
+from minimegatron.core.pipeline_parallel.work import COMPUTE
 from minimegatron.planner.actions import (
     COMMUNICATE,
     COOLDOWN,
@@ -23,8 +24,10 @@ from minimegatron.planner.actions import (
     Time,
     parts_of,
 )
+from minimegatron.planner.layer_costs import has_lanes, lanes_of
 from minimegatron.planner.plan_report import (
     cost_words,
+    exposed_words,
     figures,
     formula_words,
     gap_words,
@@ -34,69 +37,11 @@ from minimegatron.planner.plan_report import (
     tick_step,
     title,
 )
+from minimegatron.planner.render_layers import HATCHED, LANE_HEIGHT, lane_shapes
 from minimegatron.planner.simulator import Simulation
+from minimegatron.planner.svg_shapes import STYLE, label, rect, shade, text_colour, tipped
 
-# -- Colours --
-
-# With these two, one always has a contrast of 4.5 or more, on any colour.
-DARK_TEXT, LIGHT_TEXT = "#000000", "#ffffff"
 PHASES = {WARMUP: ("warm-up", "7 3"), STEADY: ("steady", ""), COOLDOWN: ("cool-down", "2 3")}
-
-STYLE = """
-text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif;
-  font-size: 12px; fill: #1c2733; font-variant-numeric: tabular-nums; }
-.paper { fill: #ffffff; } .track { fill: #eef1f4; } .hatch { stroke: #cfd6dd; }
-.title { font-size: 17px; font-weight: 650; } .quiet { fill: #5b6773; } .bold { font-weight: 650; }
-.num { font-size: 11px; text-anchor: middle; } .small { font-size: 9px; } .end { text-anchor: end; }
-.middle { text-anchor: middle; } .rule { stroke: #c3cbd3; } .phase { stroke: #5b6773; }
-.critical { fill: none; stroke: #c2185b; stroke-width: 2; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6ebf0; } .paper { fill: #12181f; } .track { fill: #1f2831; }
-  .hatch { stroke: #394552; } .quiet { fill: #9aa7b4; } .rule { stroke: #46525e; }
-  .phase { stroke: #9aa7b4; } .critical { stroke: #ff77a9; }
-}
-"""
-
-
-def shade(kind: str, chunk: int, num_chunks: int) -> str:
-    """The colour of a chunk's bars.
-
-    >>> shade("forward", 0, 1), shade("forward", 0, 2), shade("forward", 1, 2)
-    ('#0072b2', '#0072b2', '#b5def5')
-    """
-    darkest = 1.0 if num_chunks <= 2 else 0.0
-    place = darkest + (2 - darkest) * chunk / max(num_chunks - 1, 1)
-    low = min(int(place), 1)
-    stops = KINDS[kind].shades
-    return _mix(stops[low], stops[low + 1], place - low)
-
-
-def _channels(colour: str) -> list[int]:
-    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-
-
-def _mix(a: str, b: str, part: float) -> str:
-    pairs = zip(_channels(a), _channels(b), strict=True)
-    return "#" + "".join(f"{round(x + (y - x) * part):02x}" for x, y in pairs)
-
-
-def contrast(a: str, b: str) -> float:
-    """Contrast ratio of two colours, 1 to 21, as WCAG 2 defines it."""
-    low, high = sorted((_luminance(a), _luminance(b)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    linear = [
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-        for c in (channel / 255 for channel in _channels(colour))
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def text_colour(background: str) -> str:
-    """White or black, whichever reads better on the colour."""
-    return max((LIGHT_TEXT, DARK_TEXT), key=lambda text: contrast(text, background))
 
 
 # -- The picture --
@@ -123,13 +68,17 @@ class _Picture:
         self.simulation, self.config = simulation, simulation.plan.config
         self.critical = set(simulation.critical_path()) if critical_path else set()
         self.num_ranks = self.config.pp_size
+        self.lanes = []
+        if has_lanes(simulation):
+            self.lanes = [lanes_of(simulation, rank) for rank in range(self.num_ranks)]
         self.left = MARGIN + LABEL_WIDTH
         self.chart_width = self._chart_width()
         makespan = simulation.makespan
         self.scale = self.chart_width / float(makespan) if makespan else 1.0
         self.right = self.left + self.chart_width
         self.width = self.right + RIGHT_WIDTH + MARGIN
-        self.bottom = TOP + self.num_ranks * ROW_HEIGHT
+        self.row_height = ROW_HEIGHT + (LANE_HEIGHT + 16 if self.lanes else 0)
+        self.bottom = TOP + self.num_ranks * self.row_height
         self.number_classes = {kind: self._number_class(kind) for kind in self._shown_kinds()}
         self.figures = figures(simulation)
         self.height = self.bottom + 92 + 20 * (len(self.figures) + 1) + MARGIN
@@ -139,6 +88,9 @@ class _Picture:
         lengths = set().union(*(self._lengths(kind) for kind in self._shown_kinds()))
         if not lengths:
             return LEAST_WIDTH
+        if self.lanes:  # a node of a layer has its microbatch's number
+            nodes = (timed.node for lanes in self.lanes for timed in lanes.nodes)
+            lengths = {node.length for node in nodes if node.lane == COMPUTE and node.length}
         digits = len(str(self.config.num_microbatches - 1))
         wanted = (
             (DIGIT_WIDTHS["num"] * digits + 8)
@@ -176,7 +128,7 @@ class _Picture:
             f"<style>{STYLE}</style>",
             '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
             'patternTransform="rotate(45)"><line class="hatch" x1="0" y1="0" x2="0" y2="6"/>'
-            "</pattern></defs>",
+            f"</pattern>{HATCHED if self.lanes else ''}</defs>",
             f'<rect class="paper" width="{self.width}" height="{self.height}" rx="6"/>',
             *self._header(),
             *self._axis(),
@@ -198,43 +150,52 @@ class _Picture:
 
     def _header(self) -> Iterator[str]:
         name, _, rest = title(self.simulation).partition(", ")
-        yield _text(MARGIN, 40, name, "title")
-        yield _text(MARGIN, 62, f"{rest} · {cost_words(self.simulation)}", "quiet")
+        yield label(MARGIN, 40, name, "title")
+        yield label(MARGIN, 62, f"{rest} · {cost_words(self.simulation)}", "quiet")
         idle = percent(self.simulation.bubble_over_total)
-        yield _text(self.width - MARGIN, 40, f"{idle} idle", "title end")
-        yield _text(self.width - MARGIN - 74, TOP - 10, "idle", "quiet end")
-        yield _text(self.width - MARGIN, TOP - 10, "in flight", "quiet end")
+        yield label(self.width - MARGIN, 40, f"{idle} idle", "title end")
+        yield label(self.width - MARGIN - 74, TOP - 10, "idle", "quiet end")
+        yield label(self.width - MARGIN, TOP - 10, "in flight", "quiet end")
 
     def _axis(self) -> Iterator[str]:
         y = self.bottom + 8
         yield f'<line class="rule" x1="{self.left}" y1="{y}" x2="{self.right}" y2="{y}"/>'
-        yield _text(MARGIN, y + 18, "time", "quiet")
+        yield label(MARGIN, y + 18, "time", "quiet")
         step = tick_step(Fraction(56) / Fraction(self.scale))
         time: Time = 0
         while time <= self.simulation.makespan:
             x = self._x(time)
             yield f'<line class="rule" x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 5}"/>'
-            yield _text(x, y + 18, number_words(time), "quiet middle")
+            yield label(x, y + 18, number_words(time), "quiet middle")
             time += step
 
     # -- One rank --
 
     def _row(self, rank: int) -> Iterator[str]:
-        top = TOP + rank * ROW_HEIGHT
+        top = TOP + rank * self.row_height
         row = rank_figures(self.simulation, rank)
         yield f'<g id="rank-{rank}">'
-        yield _text(MARGIN, top + 18, f"stage {rank}", "bold")
-        yield _rect(self.left, top, self.chart_width, BAR_HEIGHT, 'class="track"')
+        yield label(MARGIN, top + 18, f"stage {rank}", "bold")
+        yield rect(self.left, top, self.chart_width, BAR_HEIGHT, 'class="track"')
         for gap in self.simulation.gaps(rank):
             x, width = self._x(gap.start), float(gap.length) * self.scale
             tip = f"stage {rank} idle: {gap_words(self.simulation, gap, noun='stage')}"
-            yield _tipped(_rect(x, top, width, BAR_HEIGHT, 'fill="url(#idle)"'), tip)
+            yield tipped(rect(x, top, width, BAR_HEIGHT, 'fill="url(#idle)"'), tip)
         for index, action in enumerate(self.simulation.plan.ranks[rank]):
             if action.kind != COMMUNICATE:
-                yield self._bar(rank, index, action, top)
-        yield from self._phase_lines(rank, top + BAR_HEIGHT + 4)
-        yield _text(self.width - MARGIN - 74, top + 18, number_words(row.idle), "end")
-        yield _text(self.width - MARGIN, top + 18, str(row.peak_in_flight), "end bold")
+                bar = self._bar(rank, index, action, top)
+                yield f'<g opacity="0.3">{bar}</g>' if self.lanes else bar
+        below = top + BAR_HEIGHT + 4
+        if self.lanes:
+            below += LANE_HEIGHT
+            yield rect(
+                self.left, below - LANE_HEIGHT - 2, self.chart_width, LANE_HEIGHT, 'class="track"'
+            )
+            yield from lane_shapes(self.lanes[rank], self._x, top, self.config.num_model_chunks)
+            yield label(self.left, below + 14, exposed_words(self.lanes[rank]), "quiet small")
+        yield from self._phase_lines(rank, below)
+        yield label(self.width - MARGIN - 74, top + 18, number_words(row.idle), "end")
+        yield label(self.width - MARGIN, top + 18, str(row.peak_in_flight), "end bold")
         yield "</g>"
 
     def _bar(self, rank: int, index: int, action: Action, top: float) -> str:
@@ -248,11 +209,11 @@ class _Picture:
             for shape in self._bar_of(action.kind, part, x, width, top + number * height, height)
         ]
         if (rank, index) in self.critical:
-            outline = _rect(
+            outline = rect(
                 x + 1.5, top + 1, max(width - 3, 0.4), BAR_HEIGHT - 2, 'class="critical"'
             )
             shapes.insert(1 if len(parts) == 1 else len(shapes), outline)
-        return _tipped("".join(shapes), self._tip(rank, action, start, end))
+        return tipped("".join(shapes), self._tip(rank, action, start, end))
 
     def _bar_of(
         self, kind: str, part: Action, x: float, width: float, y: float, height: float
@@ -261,7 +222,7 @@ class _Picture:
         fill = shade(part.kind, part.chunk, self.config.num_model_chunks)
         # Half a pixel of paper on either side keeps neighbours apart, whatever their colours.
         inset = 0.5 if width > 3 else 0
-        yield _rect(x + inset, y, max(width - 2 * inset, 0.4), height, f'rx="2" fill="{fill}"')
+        yield rect(x + inset, y, max(width - 2 * inset, 0.4), height, f'rx="2" fill="{fill}"')
         css = self.number_classes[kind]
         if css and width:
             css = css if kind != PAIR else "num small"
@@ -298,20 +259,25 @@ class _Picture:
             for swatch, width in swatches:
                 yield f'<g transform="translate({x:.2f} {y})">{swatch}</g>'
                 x += width
-            yield _text(x + 5, y + 11, words)
+            yield label(x + 5, y + 11, words)
             x += 5 + LETTER_WIDTH * len(words) + 16
 
     def _legend_entries(self) -> Iterator[tuple[list[tuple[str, int]], str]]:
         num_chunks = self.config.num_model_chunks
         for kind in self.simulation.kinds:
             fills = [shade(kind, chunk, num_chunks) for chunk in range(num_chunks)]
-            swatches = [(_rect(0, 0, 18, 14, f'rx="2" fill="{fill}"'), 20) for fill in fills]
+            swatches = [(rect(0, 0, 18, 14, f'rx="2" fill="{fill}"'), 20) for fill in fills]
             words = KINDS[kind].words
             yield swatches, words if num_chunks == 1 else f"{words}, chunk 0 to {num_chunks - 1}"
-        track = _rect(0, 0, 18, 14, 'class="track"') + _rect(0, 0, 18, 14, 'fill="url(#idle)"')
+        if self.lanes:
+            fill = shade(self.simulation.kinds[0], 0, num_chunks)
+            swatch = rect(0, 0, 18, 14, f'rx="2" fill="{fill}"')
+            swatch += rect(0, 0, 18, 14, 'fill="url(#exposed)" opacity="0.55"')
+            yield [(swatch, 20)], "all-to-all, exposed"
+        track = rect(0, 0, 18, 14, 'class="track"') + rect(0, 0, 18, 14, 'fill="url(#idle)"')
         yield [(track, 20)], "idle"
         if self.critical:
-            yield [(_rect(1, 1, 16, 12, 'class="critical"'), 20)], "critical path"
+            yield [(rect(1, 1, 16, 12, 'class="critical"'), 20)], "critical path"
         present = {a.phase for actions in self.simulation.plan.ranks for a in actions}
         for phase, (words, _) in PHASES.items():
             if phase in present:
@@ -327,24 +293,11 @@ class _Picture:
         rows.append(("in flight, peak", held, f"= {formula.text}" if agrees else ""))
         value_width = LETTER_WIDTH * max(len(text) for _, text, _ in rows)
         for name, text, words in rows:
-            yield _text(MARGIN, y, name, "quiet")
-            yield _text(MARGIN + 120, y, text, "bold")
+            yield label(MARGIN, y, name, "quiet")
+            yield label(MARGIN + 120, y, text, "bold")
             # A typographic minus; hyphens in formulas stand for nothing else.
-            yield _text(MARGIN + 136 + value_width, y, words.replace(" - ", " − "), "quiet")
+            yield label(MARGIN + 136 + value_width, y, words.replace(" - ", " − "), "quiet")
             y += 20
-
-
-def _text(x: float, y: float, words: str, css: str = "") -> str:
-    css = f' class="{css}"' if css else ""
-    return f'<text{css} x="{x:.2f}" y="{y:.2f}">{escape(words)}</text>'
-
-
-def _rect(x: float, y: float, width: float, height: float, rest: str) -> str:
-    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height}" {rest}/>'
-
-
-def _tipped(shapes: str, tip: str) -> str:
-    return f"<g><title>{escape(tip)}</title>{shapes}</g>"
 
 
 def _phase_line(start: float, end: float, y: float, phase: str) -> str:

@@ -9,6 +9,8 @@ from itertools import groupby
 from math import ceil, gcd, lcm
 
 from minimegatron.planner.actions import COMMUNICATE, FORWARD, KINDS, PAIR, Action, Time, parts_of
+from minimegatron.planner.layer_costs import has_lanes, lanes_of
+from minimegatron.planner.layer_plan import ALL_TO_ALL, LayerTimeline
 from minimegatron.planner.plan_report import (
     cost_words,
     figures,
@@ -18,10 +20,13 @@ from minimegatron.planner.plan_report import (
     rank_figures,
     tick_step,
     title,
+    ways_table,
 )
 from minimegatron.planner.simulator import Simulation
 
 IDLE = "·"
+LANE, EXPOSED = "  a2a", "/"
+"""Of the line of all-to-alls: its name, and what stands where nothing hides one."""
 NO_COLOUR = "\033[0m"
 MOST_LINES = 200
 """A timeline of more lines than these is squeezed into one block."""
@@ -39,6 +44,8 @@ def render_text(simulation: Simulation, width: int = 100, colour: bool = False) 
     lines += _rank_table(simulation)
     lines.append("")
     lines += _figure_lines(simulation)
+    if ways := ways_table(simulation):
+        lines += ["", *_aligned(ways)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -94,6 +101,10 @@ class _TextGantt:
         # Two-digit numbers side by side would run together: they get one more column.
         num_digits = len(str(self.last_microbatch))
         needed = Fraction(num_digits + (num_digits > 1)) / Fraction(min(lengths))
+        if has_lanes(self.simulation):
+            lanes = lanes_of(self.simulation, 0)  # an all-to-all has a column at least
+            exchanges = {n.node.length for n in lanes.nodes if n.node.lane == ALL_TO_ALL} - {0}
+            needed = max([needed, *(1 / Fraction(length) for length in exchanges)])
         unit = _common_unit(lengths)
         if unit is not None:
             # Every bar gets a whole number of columns.
@@ -123,7 +134,8 @@ class _TextGantt:
             for rank, of_chunks in enumerate(rows):
                 for chunk, (cells, kinds) in enumerate(of_chunks):
                     text = _paint(cells[block], kinds[block]) if colour else "".join(cells[block])
-                    yield self._label_of(rank, chunk).ljust(self.indent) + text
+                    name = LANE if chunk == self.num_chunks else self._label_of(rank, chunk)
+                    yield name.ljust(self.indent) + text
         yield self._legend()
 
     def _rows(self, rank: int) -> list[tuple[list[str], list[str | None]]]:
@@ -148,7 +160,25 @@ class _TextGantt:
                     bar = self._label(part, width).ljust(width, KINDS[part.kind].fill)
                     cells[first : first + width] = bar
                     kinds[first : first + width] = [part.kind] * width
+        if has_lanes(simulation):
+            rows.append(self._lane(lanes_of(simulation, rank)))
         return rows
+
+    def _lane(self, lanes: LayerTimeline) -> tuple[list[str], list[str | None]]:
+        """The line of all-to-alls: a column shows what there is at its middle."""
+        cells: list[str] = [IDLE] * self.num_columns
+        kinds: list[str | None] = [None] * self.num_columns
+        exchanges = [n for n in lanes.nodes if n.node.lane == ALL_TO_ALL]
+        for stretches, is_exposed in (
+            ([(timed, timed.start, timed.end) for timed in exchanges], False),
+            (lanes.exposed_parts(), True),
+        ):
+            for timed, start, end in stretches:
+                first, last = (ceil(float(t) * float(self.scale) - 0.5) for t in (start, end))
+                kind = timed.node.kind
+                cells[first:last] = (EXPOSED if is_exposed else KINDS[kind].fill) * (last - first)
+                kinds[first:last] = [None if is_exposed else kind] * (last - first)
+        return cells, kinds
 
     def _label(self, action: Action, width: int) -> str:
         number = str(action.microbatch)
@@ -182,6 +212,8 @@ class _TextGantt:
         meaning = ", ".join(words)
         if not self.numbers and len(words) > 1:
             meaning += " (too many to number)"
+        if has_lanes(self.simulation):
+            meaning += f"; a2a: all-to-alls, {EXPOSED} exposed"
         return f"{'':{self.indent}}{meaning}, {IDLE} idle"
 
 
@@ -229,6 +261,10 @@ def _rank_table(simulation: Simulation) -> list[str]:
                 gap_words(simulation, row.longest_gap) if row.longest_gap else "-",
             ]
         )
+    return _aligned(rows)
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
 

@@ -113,8 +113,8 @@ class Costs:
             if time is None:
                 return None
             if imbalance is None:
-                return _divide(time, num_model_chunks)
-            return [_divide(time * factor, num_model_chunks) for factor in imbalance]
+                return divided(time, num_model_chunks)
+            return [divided(time * factor, num_model_chunks) for factor in imbalance]
 
         split = share(backward_input), share(backward_weight)
         return cls(share(forward), share(backward), latency, bandwidth, *split, pair)
@@ -171,8 +171,8 @@ class Costs:
         if times is not None:
             return times
         if isinstance(self.backward, Sequence):
-            return [_divide(time, 2) for time in self.backward]
-        return _divide(self.backward, 2)
+            return [divided(time, 2) for time in self.backward]
+        return divided(self.backward, 2)
 
     def of_plan(self, plan: Plan) -> dict[str, list[dict[CostKey, Time]]]:
         """How long each kind of work in the plan takes: [kind][rank][`cost_key` of an action].
@@ -189,15 +189,23 @@ class Costs:
         if has_pairs:
             times[PAIR] = [
                 {
-                    key: self._of_pair([times[kind][rank][chunk] for kind, chunk in key])
+                    key: self._of_pair(
+                        plan.config, rank, key, [times[kind][rank][chunk] for kind, chunk in key]
+                    )
                     for key in {cost_key(action) for action in actions if action.parts}
                 }
                 for rank, actions in enumerate(plan.ranks)
             ]
         return times
 
-    def _of_pair(self, parts: list[Time]) -> Time:
-        time = sum(parts) if self.pair is None else self.pair(*parts)
+    def pair_time(
+        self, config: PlanConfig, rank: int, key: tuple[tuple[str, int], ...], parts: list[Time]
+    ) -> Time:
+        """How long a pair takes: `key` has kind and chunk of its two parts, `parts` their times."""
+        return sum(parts) if self.pair is None else self.pair(*parts)
+
+    def _of_pair(self, config: PlanConfig, rank: int, key: tuple, parts: list[Time]) -> Time:
+        time = self.pair_time(config, rank, key, parts)
         if not time >= 0:
             raise ValueError(
                 f"a pair of work that takes {parts[0]} and {parts[1]} takes {time}, which is "
@@ -209,13 +217,13 @@ class Costs:
         """How long one message takes once both ends are ready."""
         if self.bandwidth is None or num_bytes == 0:
             return self.latency
-        return self.latency + _divide(num_bytes, self.bandwidth)
+        return self.latency + divided(num_bytes, self.bandwidth)
 
 
-def _divide(a: Time, b: Time) -> Time:
+def divided(a: Time, b: Time) -> Time:
     """a / b, exact unless one of them is a float; a whole number stays an int.
 
-    >>> _divide(6, 3), _divide(1, 2), _divide(1.0, 2)
+    >>> divided(6, 3), divided(1, 2), divided(1.0, 2)
     (2, Fraction(1, 2), 0.5)
     """
     if isinstance(a, float) or isinstance(b, float):
@@ -280,6 +288,7 @@ class Simulation:
     ends: list[list[Time]]
     waits: list[list[Time]]
     causes: list[list[Place | None]]
+    transport: str = RENDEZVOUS
 
     def action(self, place: Place) -> Action:
         """The action at (rank, index)."""
@@ -464,7 +473,7 @@ def simulate(plan: Plan, costs: Costs | None = None, transport: str = RENDEZVOUS
             _from_units(lists, unit)
             for lists in (execution.starts, execution.ends, execution.waits)
         ]
-    return Simulation(plan, costs, *times, execution.causes)
+    return Simulation(plan, costs, *times, execution.causes, transport)
 
 
 def _message_sizes(plan: Plan) -> set[int]:

@@ -13,6 +13,7 @@ from minimegatron.planner.actions import (
     COMMUNICATE,
     FORWARD,
     GRADIENT,
+    PAIR,
     RECEIVE,
     SEND,
     Action,
@@ -115,6 +116,11 @@ class Stage(PlannedRank):
     def backward(self, microbatch: int, chunk: int = 0) -> Action:
         """Its backward."""
         return Action(BACKWARD, self.pp_rank, self.phase, microbatch, chunk)
+
+    def pair(self, first: Action, second: Action) -> Action:
+        """Two pieces of work that start and end together; see `work.pair`."""
+        unit = (first.microbatch, first.chunk)
+        return Action(PAIR, self.pp_rank, self.phase, *unit, parts=(first, second))
 
     # -- Messages: the nine methods of P2PCommunicator --
     # `output` is the forward whose output is sent, `input` the backward whose input gradient is;

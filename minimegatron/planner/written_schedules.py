@@ -11,6 +11,7 @@ What each computes, without the messages, is in `core.pipeline_parallel.orders`.
 from collections.abc import Iterator
 
 from minimegatron.core.pipeline_parallel.orders import (
+    COMBINED,
     GPIPE,
     INTERLEAVED,
     NO_PIPELINING,
@@ -112,7 +113,33 @@ def _steady_iteration(stage: Stage, forward: int, backward: int) -> Iterator[Act
 @written_as(INTERLEAVED)
 def interleaved(stage: Stage) -> Iterator[Action]:
     """1F1B over v chunks per stage. Source: Narayanan et al. 2021, section 2.2.2."""
-    planner = _Interleaved(stage)
+    yield from _in_turns(_Interleaved(stage))
+
+
+@written_as(COMBINED)
+def combined(stage: Stage) -> Iterator[Action]:
+    """Megatron's combined 1F1B: a forward and a backward in one step, its messages after it.
+
+    A step without backwards takes the ordinary path.
+    """
+    if stage.pp_size > 1:
+        yield from _in_turns(_Interleaved(stage, is_combined=not stage.forward_only))
+        return
+    M = stage.num_microbatches
+    stage.phase = WARMUP
+    for i in range(M if stage.forward_only else 1):
+        yield stage.forward(i)
+    if stage.forward_only:
+        return
+    stage.phase = STEADY
+    for i in range(M - 1):
+        yield stage.pair(stage.forward(i + 1), stage.backward(i))
+    stage.phase = COOLDOWN
+    yield stage.backward(M - 1)
+
+
+def _in_turns(planner: "_Interleaved") -> Iterator[Action]:
+    stage = planner.stage
     stage.phase = WARMUP
     yield from planner.warmup()
     if not stage.forward_only:
@@ -129,9 +156,9 @@ class _Interleaved:
     chunk arrives in the order of microbatches, so counting per chunk names each message.
     """
 
-    def __init__(self, stage: Stage):
+    def __init__(self, stage: Stage, is_combined: bool = False):
         config = stage.config
-        self.stage = stage
+        self.stage, self.is_combined = stage, is_combined
         self.order = InterleavedOrder(
             config.pp_size,
             stage.pp_rank,
@@ -139,6 +166,7 @@ class _Interleaved:
             config.num_model_chunks,
             config.microbatch_group_size_per_vp_stage,
             forward_only=config.forward_only,
+            overlap_moe_expert_parallel_comm=is_combined,
         )
         self.counts = self.order.counts
         self.forwards = self._units(forward=True)
@@ -193,13 +221,18 @@ class _Interleaved:
             output, input = self.forwards[k], self.backwards[i]
             arrival = self._arrival_after(k, forward=True)
             gradient = self._arrival_after(i, forward=False)
-            yield stage.forward(*output)
+            if self.is_combined:
+                yield stage.pair(stage.forward(*output), stage.backward(*input))
+            else:
+                yield stage.forward(*output)
             if stage.config.overlap_p2p_comm:
                 yield stage.send_forward_recv_forward(output, arrival, overlap=True)
-                yield stage.backward(*input)
+                if not self.is_combined:
+                    yield stage.backward(*input)
                 yield stage.send_backward_recv_backward(input, gradient, overlap=True)
             else:
-                yield stage.backward(*input)
+                if not self.is_combined:
+                    yield stage.backward(*input)
                 yield stage.send_forward_backward_recv_forward_backward(
                     output, input, arrival, gradient
                 )

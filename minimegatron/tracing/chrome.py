@@ -3,7 +3,8 @@
 Torch-free. Megatron has no counterpart. Format: "Trace Event Format" (Google, 2016), JSON object
 form.
 
-Each rank is a process with two threads: its calls, and what they waited for. On GPUs over NCCL there is
+Each rank is a process with two threads: its calls, and what they waited for. An all-to-all is an
+asynchronous slice from its start to the end of the wait for it. On GPUs over NCCL there is
 one thread more per communicator, with what it did. A message is an arrow from where its sender started
 it to where its receiver had it.
 """
@@ -14,18 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event
-from minimegatron.tracing.lanes import COLLECTIVE, communications
+from minimegatron.tracing.lanes import COLLECTIVE, communications, exposed_of, in_flight
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.step import Step, Transfer
 from minimegatron.tracing.trace_words import (
+    action_name,
     event_title,
     function_name,
     message_words,
     moved_words,
     pace_words,
-    unit_name,
 )
 
 CALLS, WAITS, FIRST_COMMUNICATOR = 0, 1, 2
@@ -100,6 +102,7 @@ def _calls(rank: RankTrace, refined: dict[int, Event]) -> Iterator[dict[str, Any
 
 
 def _lanes(rank: RankTrace, refined: dict[int, Event]) -> Iterator[dict[str, Any]]:
+    yield from _in_flight(rank)
     of_communicators = communications(refined.get(i, event) for i, event in enumerate(rank.events))
     for tid, name in enumerate(sorted(of_communicators), FIRST_COMMUNICATOR):
         place = {"pid": rank.rank, "tid": tid}
@@ -116,10 +119,26 @@ def _lanes(rank: RankTrace, refined: dict[int, Event]) -> Iterator[dict[str, Any
             }
 
 
+def _in_flight(rank: RankTrace) -> Iterator[dict[str, Any]]:
+    """All-to-alls between start and the end of the wait: they may overlap each other."""
+    place = {"pid": rank.rank, "tid": CALLS}
+    for number, bar in enumerate(in_flight(dict(enumerate(rank.events)))):
+        start, end = exposed_of(bar)
+        begin = {
+            "name": f"{ALL_TO_ALL} in flight",
+            "cat": ALL_TO_ALL,
+            "id": f"{rank.rank}.{number}",
+            **place,
+        }
+        args = {"moves": moved_words(bar.events[0]), "exposed us": round(end - start, 3)}
+        yield {"ph": "b", "ts": round(bar.start, 3), "args": args, **begin}
+        yield {"ph": "e", "ts": round(bar.end, 3), **begin}
+
+
 def _name(event: Event, num_chunks: int) -> str:
     action = event.action
     if action.kind in KINDS:
-        return unit_name(action.kind, action.microbatch, action.chunk, num_chunks)
+        return action_name(action, num_chunks)
     return action.call if action.kind == COMMUNICATE else function_name(event)
 
 

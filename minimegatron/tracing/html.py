@@ -22,8 +22,9 @@ from typing import Any
 
 from minimegatron.core.json_text import json_for_html
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event, parts_of
-from minimegatron.planner.render_svg import shade, text_colour
+from minimegatron.planner.svg_shapes import shade, text_colour
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
+from minimegatron.tracing.lanes import Bar, exposed_of, in_flight
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.run import Run
 from minimegatron.tracing.step import Step, TracedGap, Transfer
@@ -143,6 +144,7 @@ def _step_data(
                 "events": [_event(step, rank, index, texts) for index in step.indices[rank]],
                 "gaps": [_gap(step, gap) for gap in step.gaps(rank)],
                 "plan": _planned(step, rank),
+                "flights": [_flight(step, bar) for bar in in_flight(step.events[rank])],
             }
             for rank in ranks
         ],
@@ -205,6 +207,7 @@ def _event(step: Step, rank: int, index: int, texts: _Texts) -> dict[str, Any]:
     if event.attributes.get("unfinished"):
         words.append("not finished")
     optional = {
+        "q": [[part.kind, part.microbatch, part.chunk] for part in action.parts] or None,
         "p": event.parent if event.parent in step.events[rank] else None,
         "a": action_name(action, v) if action.kind in (*KINDS, COMMUNICATE) else None,
         "m": action.microbatch,
@@ -227,6 +230,19 @@ def _gap(step: Step, gap: TracedGap) -> dict[str, Any]:
         "b": gap.before,
         "f": list(gap.waits_for) if gap.waits_for is not None else None,
         "x": gap_words(step, gap),
+    }
+
+
+def _flight(step: Step, bar: Bar) -> dict[str, Any]:
+    """An all-to-all: from its start to the end of the wait for it, and how long that wait was."""
+    start, end = exposed_of(bar)
+    length = milliseconds(bar.end - bar.start)
+    return {
+        "s": _us(bar.start - step.start),
+        "l": _us(bar.end - bar.start),
+        "w": _us(end - start),
+        "x": f"all-to-all, {moved_words(bar.events[0])}: in flight {length}, exposed "
+        f"{milliseconds(end - start)}",
     }
 
 

@@ -24,8 +24,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minimegatron.core.tracing import Call
-from minimegatron.planner.actions import ACTIVATION, GRADIENT, KINDS, RECEIVE, SEND
-from minimegatron.planner.links import KIND_OF_LINK
+from minimegatron.planner.actions import (
+    ACTIVATION,
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    KINDS,
+    RECEIVE,
+    SEND,
+)
+from minimegatron.planner.links import COMBINED_STEP, KIND_OF_LINK
 
 PAYLOADS = (ACTIVATION, GRADIENT)
 
@@ -96,6 +104,8 @@ class Finding:
     """What is known of one traced call beyond its own attributes."""
 
     unit: Unit | None = None
+    halves: tuple[tuple[str, Unit], ...] = ()
+    """Of a combined step: kind and unit of its forward, of its backward, or of both."""
     messages: Sequence[SeenMessage] = ()
     overlap: bool = False
     ordinal: int | None = None
@@ -144,10 +154,13 @@ class UnitFinder:
         self._num_started: dict[Channel, int] = defaultdict(int)
         self._num_awaited: dict[Channel, int] = defaultdict(int)
         self._exchange = Finding()
+        self._being_made: dict[str, Unit] = {}
 
     def begin(self, call: Call) -> Finding | None:
         """What can be told when a call begins: sizes of sends must be read before they are freed."""
         kind = KIND_OF_LINK.get(call.name)
+        if call.name == COMBINED_STEP:
+            return self._begin_combined(call)
         if kind is not None:
             return self._BEGIN_WORK[KINDS[kind].takes](self, call)
         begin = self._BEGIN.get(call.name)
@@ -161,6 +174,8 @@ class UnitFinder:
             self._end_method(call, METHODS[call.name], finding)
         elif call.name == EXCHANGE:
             self._end_exchange(call, finding)
+        elif call.name == COMBINED_STEP:
+            self._end_combined(call)
         elif (kind := KIND_OF_LINK.get(call.name)) is not None and KINDS[kind].gives:
             made = call.result[0] if KINDS[kind].gives == ACTIVATION else call.result
             for tensor in _tensors(made):
@@ -182,6 +197,29 @@ class UnitFinder:
 
     def _begin_weight(self, call: Call) -> Finding:
         return Finding(Unit(call.attributes.get("microbatch"), call.attributes.get("chunk", 0)))
+
+    def _begin_combined(self, call: Call) -> Finding:
+        """A step whose messages may leave before it ends: they are of its own halves."""
+        halves = []
+        for letter, kind, received in (
+            ("f", FORWARD, "input_tensor"),
+            ("b", BACKWARD, "b_output_tensor_grad"),
+        ):
+            if call.attributes.get(f"{letter}_chunk") is None:
+                continue
+            unit = Unit(call.attributes[f"{letter}_microbatch"], call.attributes[f"{letter}_chunk"])
+            self._use(call.arguments[received], unit)
+            self._being_made[KINDS[kind].gives] = unit
+            halves.append((kind, unit))
+        return Finding(halves[0][1] if halves else None, tuple(halves))
+
+    def _end_combined(self, call: Call) -> None:
+        output, _, input_grad = call.result
+        for payload, made in ((ACTIVATION, output), (GRADIENT, input_grad)):
+            if payload in self._being_made:
+                for tensor in _tensors(made):
+                    self._made_by[payload][tensor] = self._being_made[payload]
+        self._being_made.clear()
 
     def _use(self, received: Any, unit: Unit | None) -> None:
         for tensor in _tensors(received):
@@ -228,7 +266,7 @@ class UnitFinder:
 
     def _sent(self, payload: str, peer: int, tensor: Any) -> SeenMessage:
         message = self._message(SEND, payload, peer, tensor)
-        message.unit = self._made_by[payload].get(tensor)
+        message.unit = self._being_made.get(payload) or self._made_by[payload].get(tensor)
         return message
 
     def _expected(self, payload: str, peer: int, tensor: Any) -> SeenMessage:

@@ -9,14 +9,15 @@ mean). Any other has one lane instead, of the calls in which the program, or the
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from minimegatron.planner.actions import KINDS, Event
+from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
+from minimegatron.planner.actions import KINDS, Event, parts_of
 from minimegatron.tracing.step import Step
 
 COMPUTE, WAITS = "compute", "waits"
 """Names of lanes; every other lane has its communicator's."""
 SENDING, RECEIVING, BATCH, COLLECTIVE = "sending", "receiving", "batch", "collective"
 """What a bar of communication is. Bars of computation are of a kind of work."""
-SHORT = {"all-to-all": "A2A"}
+SHORT = {ALL_TO_ALL: "A2A"}
 """Collectives with a name of their own in a picture; others have their initials."""
 SIGNS = {SENDING: ">", RECEIVING: "<"}
 """What stands before the name of a message."""
@@ -37,8 +38,8 @@ class Bar:
     def label(self) -> str:
         """Its name in a few characters: `F3`, `>F3`, `>B0 <F3`, `AR` for an all-reduce."""
         if self.kind in KINDS:
-            action = self.events[0].action
-            return _unit(KINDS[self.kind].letter, action.microbatch, action.chunk)
+            parts = parts_of(self.events[0].action)
+            return "&".join(_unit(KINDS[x.kind].letter, x.microbatch, x.chunk) for x in parts)
         if self.kind == COLLECTIVE:
             name = self.events[0].name
             return SHORT.get(name) or "".join(word[0] for word in name.split("-")).upper()
@@ -47,7 +48,7 @@ class Bar:
 
 @dataclass
 class Lane:
-    """One line of a picture: bars that do not overlap, in order."""
+    """One line of a picture: bars in order, that do not overlap but for all-to-alls in flight."""
 
     rank: int
     """The global rank."""
@@ -67,6 +68,8 @@ def _lanes_of_stage(step: Step, stage: int) -> Iterator[Lane]:
     of_communicators = communications(events.values())
     for name in sorted(of_communicators):
         yield Lane(rank, name, of_communicators[name])
+    if exchanges := in_flight(events):
+        yield Lane(rank, ALL_TO_ALL, exchanges)
     if not has_communicators(step):
         yield Lane(rank, WAITS, list(_waits(events.values())))
 
@@ -102,11 +105,11 @@ def _waits(events: Iterable[Event]) -> Iterator[Bar]:
             yield Bar(event.start, event.end, _kind(event), [event])
 
 
-def in_flight(events: Mapping[int, Event], name: str = "all-to-all") -> list[Bar]:
+def in_flight(events: Mapping[int, Event], name: str = ALL_TO_ALL) -> list[Bar]:
     """Each collective of a name, in order: from its start to the end of the wait for it.
 
     That is longer than it takes, if the rank computes meanwhile. A bar's events are the call that
-    started it and, if it was not waited for there, the wait. The last one's length was exposed.
+    started it and, if it was not waited for there, the wait. `exposed_of` says what was exposed.
     """
     waits = {
         wait.attributes["begun"]: wait for wait in events.values() if "begun" in wait.attributes
@@ -117,6 +120,38 @@ def in_flight(events: Mapping[int, Event], name: str = "all-to-all") -> list[Bar
             parts = [event, waits[index]] if index in waits else [event]
             found.append(Bar(event.start, parts[-1].end, COLLECTIVE, parts))
     return found
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """The all-to-alls of one stage. Microseconds."""
+
+    number: int
+    in_flight: float
+    """The time in which at least one is."""
+    exposed: float
+    """Of it, the time that the program, or the compute stream, waits for one."""
+
+
+def exposed_of(bar: Bar) -> tuple[float, float]:
+    """The wait for a collective: all of it where it is waited for at once."""
+    return (bar.start, bar.end) if len(bar.events) == 1 else (bar.events[1].start, bar.end)
+
+
+def exposure(events: Mapping[int, Event]) -> Exposure:
+    """What a stage's all-to-alls cost it."""
+    bars = in_flight(events)
+    spans = [(bar.start, bar.end) for bar in bars]
+    return Exposure(len(bars), _covered(spans), _covered(map(exposed_of, bars)))
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of what several stretches cover together."""
+    length, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        length += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return length
 
 
 def _kind(event: Event) -> str:

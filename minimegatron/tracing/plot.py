@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from minimegatron.planner.actions import COMMUNICATE, KINDS, parts_of
-from minimegatron.planner.render_svg import shade, text_colour
+from minimegatron.planner.svg_shapes import shade, text_colour
+from minimegatron.tracing.lanes import exposed_of, in_flight
 from minimegatron.tracing.step import Step
 from minimegatron.tracing.trace_words import (
     late_words,
@@ -36,11 +37,12 @@ class Theme:
     track: str
     hatch: str
     transfer: str
+    exposed: str
 
 
 THEMES = {
-    "light": Theme("#ffffff", "#1c2733", "#5b6773", "#f1f4f7", "#aab4be", "#9b4d86"),
-    "dark": Theme("#12181f", "#e6ebf0", "#9aa7b4", "#1b232b", "#55626f", "#e69ad0"),
+    "light": Theme("#ffffff", "#1c2733", "#5b6773", "#f1f4f7", "#aab4be", "#9b4d86", "#b3261e"),
+    "dark": Theme("#12181f", "#e6ebf0", "#9aa7b4", "#1b232b", "#55626f", "#e69ad0", "#ff8a80"),
 }
 
 
@@ -118,18 +120,37 @@ class _Gantt:
         for index in step.work(rank):
             event = step.events[rank][index]
             self._bar(rank, event.action, event.start - step.start, event.end - step.start)
+        for bar in in_flight(step.events[rank]):
+            self._strip(rank, bar.start, bar.end, self.theme.hatch)
+            self._strip(rank, *exposed_of(bar), self.theme.exposed)
         if self.plan:
             self._planned(rank)
+
+    def _strip(self, rank: int, start: float, end: float, colour: str) -> None:
+        """Above the bars: an all-to-all in flight, or its exposed part."""
+        self.axes.broken_barh(
+            [((start - self.step.start) / 1e3, (end - start) / 1e3)],
+            (rank * ROW - BAR / 2 - 0.13, 0.1),
+            facecolor=colour,
+            zorder=3,
+        )
 
     def _span(self, rank: int, height: float = BAR) -> tuple[float, float]:
         return (rank * ROW - height / 2, height)
 
     def _bar(self, rank: int, action: Any, start: float, end: float) -> None:
+        parts = parts_of(action)  # of a pair the first one above
+        for place, part in enumerate(parts):
+            height = BAR / len(parts)
+            low = rank * ROW - BAR / 2 + place * height
+            self._bar_of(part, start, end, low, height)
+
+    def _bar_of(self, action: Any, start: float, end: float, low: float, height: float) -> None:
         colour = shade(action.kind, action.chunk or 0, self.step.config.num_model_chunks)
         start, length = start / 1e3, (end - start) / 1e3
         self.axes.broken_barh(
             [(start, length)],
-            self._span(rank),
+            (low, height),
             facecolor=colour,
             edgecolor=self.theme.paper,
             linewidth=0.8,
@@ -137,11 +158,11 @@ class _Gantt:
         )
         number = "?" if action.microbatch is None else str(action.microbatch)
         room = length * self.points_per_ms
-        size = min(10.0, (room - 1.5) / (0.62 * len(number)))
+        size = min(10.0 if height == BAR else 6.5, (room - 1.5) / (0.62 * len(number)))
         if size >= 4.0:
             self.axes.text(
                 start + length / 2,
-                rank * ROW,
+                low + height / 2,
                 number,
                 ha="center",
                 va="center_baseline",

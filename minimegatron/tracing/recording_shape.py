@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Union
 
-from minimegatron.planner.actions import COMMUNICATE, PAIR
+from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, PAIR
+from minimegatron.planner.links import LAYER_NODE
 from minimegatron.planner.plan import plan_config_from_json
 
 NUMBER = (int, float)
@@ -71,6 +72,10 @@ ATTRIBUTES = Keys(
         "input_splits": [int],
         "output_splits": [int],
         "begun": int,
+        "node": str,
+        "direction": str,
+        "layer": int,
+        "lane": str,
         "doing": str,
         "payload": str,
         "peer": int,
@@ -83,6 +88,10 @@ ATTRIBUTES = Keys(
         "device_end": NUMBER,
         "unfinished": bool,
     },
+)
+PART = Keys(
+    {"kind": str, "rank": int},
+    {"phase": (str, NOTHING), "microbatch": (int, NOTHING), "chunk": (int, NOTHING)},
 )
 EVENT = Keys(
     {
@@ -106,6 +115,7 @@ EVENT = Keys(
         "symbol": str,
         "parent": int,
         "attributes": ATTRIBUTES,
+        "parts": [PART],
     },
 )
 TOGETHER = (
@@ -120,7 +130,13 @@ CLOCK = Keys(
 )
 PACE = Keys(
     {"forward_ms": NUMBER, "backward_ms": NUMBER},
-    {"backward_input_ms": NUMBER, "backward_weight_ms": NUMBER},
+    {
+        "backward_input_ms": NUMBER,
+        "backward_weight_ms": NUMBER,
+        "attention_ms": NUMBER,
+        "mlp_ms": NUMBER,
+        "all_to_all_ms": NUMBER,
+    },
 )
 ABOUT = Keys(
     {"rank": int, "world_size": int, "coordinates": Keys(AXES, {}), "sizes": Keys(AXES, {})},
@@ -162,8 +178,14 @@ def check_recording(data: Any) -> None:
             raise ValueError(f"{where}.waits_for is no pair of a rank and an index")
         if event["kind"] == COMMUNICATE and event.get("call") is None:
             raise ValueError(f"{where} is a communication without a call")
-        if event["kind"] == PAIR:
-            raise ValueError(f"{where} is a pair; a recording holds the two parts, one by one")
+        kinds = [part["kind"] for part in event.get("parts", ())]
+        if kinds != ([FORWARD, BACKWARD] if event["kind"] == PAIR else []):
+            raise ValueError(
+                f"{where} is a {event['kind']} of parts {kinds}; a recording's pairs are of a forward "
+                "and a backward, and nothing else has parts"
+            )
+        if event["name"] == LAYER_NODE and not {"node", "direction", "lane"} <= attributes.keys():
+            raise ValueError(f"{where} is a node of a layer, and does not say which")
         _check_together(event, attributes, where)
         if attributes.get("step") not in {None, *steps}:
             steps.add(attributes["step"])

@@ -8,6 +8,7 @@ from fractions import Fraction
 from math import ceil
 from textwrap import wrap
 
+from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
 from minimegatron.planner.actions import FORWARD, KINDS
 from minimegatron.planner.plan_report import number_words, tick_step
 from minimegatron.tracing.lanes import (
@@ -18,12 +19,15 @@ from minimegatron.tracing.lanes import (
     WAITS,
     Bar,
     Lane,
+    exposed_of,
     has_communicators,
     lanes_of,
 )
 from minimegatron.tracing.step import Step
 
 IDLE, MIXED, SUMMED = "·", "x", "#"
+UNDER_WAY, EXPOSED = "-", "/"
+"""Of an all-to-all: between its start and the end of the wait for it; and that wait."""
 LEAST_WIDTH = 40
 TICK_COLUMNS = 12
 """Columns from one number of the axis to the next, at least."""
@@ -70,6 +74,8 @@ class _LaneGrid:
 
     def line(self, lane: Lane) -> str:
         cells = [IDLE] * self.num_columns
+        if lane.name == ALL_TO_ALL:
+            return _title(lane).ljust(self.indent) + "".join(self._in_flight(cells, lane))
         for bar in lane.bars:
             start, end = self._column(bar.start), self._column(bar.end)
             if start == end:
@@ -80,6 +86,16 @@ class _LaneGrid:
             label = bar.label if len(bar.label) <= end - start else ""
             cells[start:end] = label.ljust(end - start, _fill(bar))
         return _title(lane).ljust(self.indent) + "".join(cells)
+
+    def _in_flight(self, cells: list[str], lane: Lane) -> list[str]:
+        """Under way, and over that, where it was waited for."""
+        spans = [(bar.start, bar.end, UNDER_WAY) for bar in lane.bars]
+        spans += [(*exposed_of(bar), EXPOSED) for bar in lane.bars]
+        for start, end, sign in spans:
+            first = min(self._column(start), self.num_columns - 1)
+            last = max(self._column(end), first + (sign == UNDER_WAY))
+            cells[first:last] = sign * (last - first)
+        return cells
 
     def width_for_names(self, lanes: list[Lane]) -> int:
         """From how many columns on each piece of work is wide enough for its name."""
@@ -125,7 +141,13 @@ def _signs(step: Step, lanes: list[Lane]) -> Iterator[str]:
     ]
     chunks = " F0' is F0 of chunk 1." if step.config.num_model_chunks > 1 else ""
     yield f"{', '.join(work)}, {IDLE} idle.{chunks}"
-    bars = [bar for lane in lanes if lane.name != COMPUTE for bar in lane.bars]
+    if any(lane.name == ALL_TO_ALL for lane in lanes):
+        yield (
+            f"{ALL_TO_ALL}: {UNDER_WAY} one is in flight, from its start to the end of the wait for "
+            f"it; {EXPOSED} it is waited for (exposed)."
+        )
+    others = (COMPUTE, ALL_TO_ALL)
+    bars = [bar for lane in lanes if lane.name not in others for bar in lane.bars]
     if any(bar.kind != COLLECTIVE for bar in bars):
         yield (
             ">F0 sends what F0 made, <F0 receives what F0 needs; >B0 and <B0 likewise, a gradient. "
@@ -141,7 +163,7 @@ def _signs(step: Step, lanes: list[Lane]) -> Iterator[str]:
 def _meaning(step: Step, lanes: list[Lane]) -> Iterator[str]:
     """What the times of the lanes are."""
     if has_communicators(step):
-        names = sorted({lane.name for lane in lanes} - {COMPUTE})
+        names = sorted({lane.name for lane in lanes} - {COMPUTE, ALL_TO_ALL})
         pair = next((name for name in names if ":" in name), None)
         if pair is not None:
             a, b = pair.split(" ")[1].split(":")

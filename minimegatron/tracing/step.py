@@ -12,7 +12,6 @@ two ranks, so they are worked out here and not while recording.
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from minimegatron.planner.actions import (
     BACKWARD,
@@ -30,9 +29,10 @@ from minimegatron.planner.formulas import Formula, bubble_formulas
 from minimegatron.planner.imagined_transport import BUFFERED
 from minimegatron.planner.plan import Plan, plan, plan_config_from_json
 from minimegatron.planner.registry import schedule_names
-from minimegatron.planner.simulator import Costs, Simulation, simulate
+from minimegatron.planner.simulator import Simulation, simulate
 from minimegatron.planner.stage import PlanConfig
-from minimegatron.tracing.rank_trace import RankTrace, paced_ms
+from minimegatron.tracing.rank_trace import RankTrace
+from minimegatron.tracing.step_costs import costs_of, paced_lengths
 
 Place = tuple[int, int]
 """(stage, index of an event in that stage's recording)."""
@@ -114,16 +114,15 @@ class Step:
         """Pieces of work of a paced run that took clearly longer than the pace."""
         if self.pace is None:
             return 0
-        pace = {kind: 1e3 * paced_ms(self.pace, kind) for kind in self.kinds}
-        events = [self.event(place) for place in self._all_work()]
         return sum(
-            event.end - event.start > LATE * pace[event.action.kind] + 100 for event in events
+            event.end - event.start > LATE * length + 100 for event, length in paced_lengths(self)
         )
 
     @cached_property
     def kinds(self) -> list[str]:
         """The kinds of work that the step did, in the order of `KINDS`."""
-        found = {self.event(place).action.kind for place in self._all_work()}
+        events = map(self.event, self.all_work())
+        found = {part.kind for event in events for part in parts_of(event.action)}
         return [kind for kind in KINDS if kind in found]
 
     @cached_property
@@ -164,12 +163,12 @@ class Step:
     @cached_property
     def start(self) -> float:
         """When the first computation of any stage began."""
-        return min((self.events[r][i].start for r, i in self._all_work()), default=0.0)
+        return min((self.events[r][i].start for r, i in self.all_work()), default=0.0)
 
     @cached_property
     def end(self) -> float:
         """When the last computation of any stage ended."""
-        return max((self.events[r][i].end for r, i in self._all_work()), default=0.0)
+        return max((self.events[r][i].end for r, i in self.all_work()), default=0.0)
 
     @property
     def makespan(self) -> float:
@@ -195,7 +194,8 @@ class Step:
     def _busy(self) -> float:
         return sum(self.busy(rank) for rank in range(len(self.stages)))
 
-    def _all_work(self) -> list[Place]:
+    def all_work(self) -> list[Place]:
+        """All pieces of work of all stages."""
         return [(rank, i) for rank in range(len(self.stages)) for i in self.work(rank)]
 
     # -- What should have happened --
@@ -220,24 +220,7 @@ class Step:
     @cached_property
     def simulation(self) -> Simulation:
         """The plan with this run's own mean times per chunk (or its pace), messages free."""
-        return simulate(self.plan, Costs(**self._costs()), BUFFERED)
-
-    def _costs(self) -> dict[str, Any]:
-        """The fields of `Costs`: of each kind of work a time, or one per virtual stage."""
-        if self.pace is not None:
-            return {KINDS[kind].cost: 1e3 * paced_ms(self.pace, kind) for kind in self.all_kinds}
-        placement = self.config.placement
-        times: dict[tuple, list[float]] = defaultdict(list)
-        for rank, index in self._all_work():
-            event = self.events[rank][index]
-            chunk = event.action.chunk or 0
-            if 0 <= chunk < placement.num_model_chunks:
-                of_stage = times[event.action.kind, placement.stage_of(rank, chunk)]
-                of_stage.append(event.end - event.start)
-        return {
-            KINDS[kind].cost: [_mean(times[kind, s]) for s in range(placement.num_stages)]
-            for kind in self.all_kinds
-        }
+        return simulate(self.plan, costs_of(self), BUFFERED)
 
     # -- Why --
 
@@ -255,7 +238,7 @@ class Step:
 
     def _gap(self, rank: int, start: float, end: float, before: int | None) -> TracedGap:
         if before is None:  # the step goes on elsewhere; nobody is waited for
-            last = max(self._all_work(), key=lambda place: self.event(place).end)
+            last = max(self.all_work(), key=lambda place: self.event(place).end)
             return TracedGap(rank, start, end, None, last, end - start, 0.0)
         waiting = transfer = longest = 0.0
         blamed = None
@@ -296,19 +279,15 @@ class Step:
     def _work_by(self, field: str) -> dict[tuple, Place]:
         """(rank, payload that the work gives or takes, its unit) -> where it is."""
         places = {}
-        for rank, index in self._all_work():
-            action = self.events[rank][index].action
-            payload = getattr(KINDS[action.kind], field)
-            places[rank, payload, (action.microbatch, action.chunk)] = (rank, index)
+        for rank, index in self.all_work():
+            for part in parts_of(self.events[rank][index].action):
+                payload = getattr(KINDS[part.kind], field)
+                places[rank, payload, (part.microbatch, part.chunk)] = (rank, index)
         return places
 
 
 def _overlap(start: float, end: float, other_start: float, other_end: float) -> float:
     return max(0.0, min(end, other_end) - max(start, other_start))
-
-
-def _mean(lengths: list[float]) -> float:
-    return sum(lengths) / max(len(lengths), 1)
 
 
 def plan_of(config: PlanConfig) -> Plan:

@@ -6,7 +6,9 @@ Torch-free. Megatron has no counterpart.
 from collections.abc import Iterator
 
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
+from minimegatron.tracing.lanes import exposure
 from minimegatron.tracing.step import Step, TracedGap
+from minimegatron.tracing.step_costs import planned_exposure
 from minimegatron.tracing.trace_words import (
     gap_words,
     late_words,
@@ -30,6 +32,7 @@ def step_report(step: Step, clock_words: str = "") -> Iterator[str]:
     yield from bubble_lines(step)
     yield ""
     yield from blame_lines(step)
+    yield from all_to_all_lines(step)
 
 
 def heading(step: Step, clock_words: str = "") -> Iterator[str]:
@@ -96,6 +99,26 @@ def blame_lines(step: Step) -> Iterator[str]:
         for gap in gaps:
             if gap.length >= SHORT_GAP * step.makespan:
                 yield f"    at {milliseconds(gap.start - step.start):>8}: {gap_words(step, gap)}"
+
+
+def all_to_all_lines(step: Step) -> Iterator[str]:
+    """Per stage: how long all-to-alls of experts were in flight, and how much of that was waited for.
+
+    For a paced step beside what the pace alone would leave to wait for. Nothing without all-to-alls.
+    """
+    found = [exposure(events) for events in step.events]
+    if not any(of_stage.number for of_stage in found):
+        return
+    yield ""
+    yield "all-to-alls, in flight from start to the end of the wait; exposed is the wait:"
+    for rank, of_stage in enumerate(found):
+        line = (
+            f"  stage {rank}: {of_stage.number}, in flight {milliseconds(of_stage.in_flight)}, exposed "
+            f"{milliseconds(of_stage.exposed)}"
+        )
+        if (planned := planned_exposure(step, rank)) is not None:
+            line += f"; by the pace {milliseconds(planned)}"
+        yield line
 
 
 def longest_gaps(step: Step, number: int) -> list[TracedGap]:

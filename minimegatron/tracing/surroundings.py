@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.core.pipeline_parallel.orders import INTERLEAVED
+from minimegatron.core.pipeline_parallel.orders import COMBINED, INTERLEAVED, NO_PIPELINING
 from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_model_config
@@ -51,6 +51,13 @@ class Surroundings:
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         schedule = schedule_of_run(call.symbol, attributes)
+        is_written = schedule in (NO_PIPELINING, INTERLEAVED)
+        if (
+            is_written
+            and config.overlap_moe_expert_parallel_comm
+            and not arguments.get("forward_only")
+        ):
+            schedule = COMBINED
         return plan_config_to_json(
             config_of_run(
                 schedule,
@@ -61,7 +68,9 @@ class Surroundings:
                 forward_only=bool(arguments.get("forward_only")),
                 overlap_p2p_comm=config.overlap_p2p_comm,
                 batch_p2p_comm=config.batch_p2p_comm,
-                message_bytes=self._message_bytes(config, arguments, schedule == INTERLEAVED),
+                message_bytes=self._message_bytes(
+                    config, arguments, schedule in (INTERLEAVED, COMBINED)
+                ),
                 wire=attributes.get("wire"),
             )
         )

@@ -16,6 +16,7 @@ from minimegatron.planner.actions import (
     COMMUNICATE,
     COOLDOWN,
     FORWARD,
+    PAIR,
     STEADY,
     WARMUP,
     Action,
@@ -160,10 +161,20 @@ class _Converter:
                 messages=tuple(map(_message, finding.messages_as_started())),
                 overlap=finding.overlap,
             )
+        if finding is not None and finding.halves:
+            parts = tuple(Action(kind, self._pp_rank, None, *unit) for kind, unit in finding.halves)
+            return parts[0] if len(parts) == 1 else Action(PAIR, *parts[0][1:5], parts=parts)
         microbatch, chunk = record.attributes.get("microbatch"), record.attributes.get("chunk")
         if finding is not None and finding.unit is not None:
             microbatch, chunk = finding.unit
-        elif parent is not None and parent.action.kind != COMMUNICATE and microbatch is None:
+        elif "begun" in record.attributes:  # the wait for a collective is of what began it
+            begun = self._events[record.attributes["begun"]].action
+            microbatch, chunk = begun.microbatch, begun.chunk
+        elif (
+            parent is not None
+            and parent.action.kind not in (COMMUNICATE, PAIR)
+            and microbatch is None
+        ):
             microbatch, chunk = parent.action.microbatch, parent.action.chunk
         kind = KIND_OF_LINK.get(record.name, CALL)
         return Action(kind, self._pp_rank, None, microbatch, chunk)
@@ -194,7 +205,8 @@ def _with_phases(events: list[Event]) -> list[Event]:
         phases = phases_of(actions, plan_config_from_json(configs[step]), planned)
         for index, phase in zip(indices, phases, strict=True):
             event = events[index]
-            events[index] = replace(event, action=event.action._replace(phase=phase))
+            parts = tuple(part._replace(phase=phase) for part in event.action.parts)
+            events[index] = replace(event, action=event.action._replace(phase=phase, parts=parts))
     return events
 
 
@@ -251,9 +263,14 @@ def _planned_phases(actions: list[Action], config: PlanConfig, planned: PlanOf) 
     except ValueError:  # a run that no plan has is still worth its recording
         return unknown
     in_plan = [part for action in plan.ranks[actions[0].rank] for part in parts_of(action)]
-    if [action._replace(phase=None) for action in in_plan] != actions:
+    # A run does a pair's two parts one after the other, or both in a combined step.
+    done = [(number, part) for number, action in enumerate(actions) for part in parts_of(action)]
+    if [action._replace(phase=None) for action in in_plan] != [part for _, part in done]:
         return unknown
-    return [action.phase for action in in_plan]
+    phases = unknown
+    for (number, _), planned_part in zip(done, in_plan, strict=True):
+        phases[number] = planned_part.phase
+    return phases
 
 
 def _fill_from_neighbours(phases: list[str | None], actions: list[Action]) -> None:

@@ -169,11 +169,9 @@ def pace_words(pace: dict[str, float] | None) -> str:
     """
     if pace is None:
         return ""
-    lengths = [
-        f"{kind.words} {pace[f'{kind.cost}_ms']:g} ms"
-        for kind in KINDS.values()
-        if f"{kind.cost}_ms" in pace
-    ]
+    words = {f"{kind.cost}_ms": kind.words for kind in KINDS.values()}
+    words |= {f"{name}_ms": name.replace("_", "-") for name in ("attention", "mlp", "all_to_all")}
+    lengths = [f"{words[name]} {pace[name]:g} ms" for name in words if name in pace]
     return f"paced: {', '.join(lengths)}"
 
 

@@ -3,22 +3,24 @@
 Run: python -m tests.benchmarks.demo_speed. Calls: `megatron_like` for the step of either package, the
 demo itself (`pretrain_gpt` and what it calls), `turns`.
 
-Two layouts: that of `make demo` (t = 2, p = 2, four ranks, eight microbatches) and one process. On
-every rank these take turns:
+Three layouts: that of `make demo` (t = 2, p = 2, four ranks, eight microbatches), one process, and two
+that share eight experts, of which a token chooses two. On every rank these take turns:
 
 - demo: the step of `make demo`, with its data, its checks and its logging values;
 - ours: a bare loop over GPT, DDP, schedule and optimizer of minimegatron.core;
 - megatron: the same loop, over megatron-core's.
 
-The last two begin with the same weights and must have the same losses after three steps. On a CPU
-megatron-core has no fused kernels; neither have we, except torch's own attention.
+The last two begin with the same weights and must have the same losses after three steps, or one. On a
+CPU megatron-core has no fused kernels; neither have we, except torch's own attention.
 """
 
 import contextlib
+import math
 import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +53,10 @@ LEAST_RATIO = 1.2
 LAYOUTS = {
     "t=2 p=2, 4 ranks": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     "1 process": "",
+    "8 experts, e=2, 2 ranks": "--num-experts 8 --expert-model-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --disable-bias-linear",
 }
+"""Without biases, where there are experts: their router would have one too."""
 
 
 def demo_arguments(layout: str) -> list[str]:
@@ -71,10 +76,14 @@ def shape_of(argv: list[str]) -> Shape:
         num_attention_heads=args.num_attention_heads,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
-        num_microbatches=args.global_batch_size // args.micro_batch_size,
+        num_microbatches=args.global_batch_size
+        // (args.micro_batch_size * args.data_parallel_size),
         vocab_size=args.padded_vocab_size,
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
+        dp=args.data_parallel_size,
+        ep=args.expert_model_parallel_size,
+        experts=_experts_of(args),
         optimizer={
             "lr": args.lr,
             "min_lr": args.min_lr,
@@ -86,9 +95,18 @@ def shape_of(argv: list[str]) -> Shape:
 
 
 def _world_size(argv: list[str]) -> int:
-    """t x p: one copy of the model."""
+    """t x p, or e: one copy of the model, or of its experts."""
     sizes = [int(argv[i + 1]) for i, word in enumerate(argv) if word.endswith("-parallel-size")]
-    return sizes[0] * sizes[1] if sizes else 1
+    return math.prod(sizes)
+
+
+def _experts_of(args: Any) -> dict[str, Any]:
+    if args.num_experts is None:
+        return {}
+    names = ("moe_router_topk", "moe_token_dispatcher_type", "add_bias_linear")
+    (coeff,) = args.moe_aux_loss_coeff
+    found = {"num_moe_experts": args.num_experts, "moe_aux_loss_coeff": coeff}
+    return found | {name: getattr(args, name) for name in names}
 
 
 # -- On a rank --
@@ -118,10 +136,13 @@ def build_demo(argv: list[str]) -> Step:
 
 
 def check_same(ours: Training, theirs: Training) -> None:
-    """Same weights, three steps: the losses and the gradient's norm must be the same."""
+    """Same weights, three steps: the losses and the gradient's norm must be the same.
+
+    One step with experts: after it, round-off in the weights decides between experts of like scores.
+    """
     same_weights(ours, theirs)
     theirs.optimizer.reload_model_params()
-    for _ in range(3):
+    for _ in range(1 if ours.shape.experts else 3):
         ours.step()
         theirs.step()
     mine, other = [*ours.losses, ours.grad_norm], [*theirs.losses, theirs.grad_norm]
@@ -139,7 +160,9 @@ def measure(argv: list[str], shape: Shape, repetitions: int) -> tuple[dict[str, 
     try:
         core = load(THEIRS)
         with surroundings(core):
-            core.parallel_state.initialize_model_parallel(shape.tp, shape.pp)
+            core.parallel_state.initialize_model_parallel(
+                shape.tp, shape.pp, expert_model_parallel_size=shape.ep
+            )
         theirs = Training(core, shape)
         check_same(ours, theirs)
         steps["megatron"] = theirs.step
@@ -193,8 +216,10 @@ def main(argv: list[str] | None = None) -> int:
     """The command line."""
     arguments = results.parser(__doc__)
     arguments.add_argument("--repetitions", type=int, default=25)
+    arguments.add_argument("--only", default="", help="layouts whose name contains this text")
     report = results.Report("demo_speed", __doc__, arguments, argv)
-    layouts, repetitions = dict(LAYOUTS), report.options.repetitions
+    layouts = {name: flags for name, flags in LAYOUTS.items() if report.options.only in name}
+    repetitions = report.options.repetitions
     if report.options.quick:
         layouts, repetitions = {"1 process": ""}, 1
     else:
@@ -205,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
         shape = shape_of(demo)
         options = {"backend": "gloo", "device": "cpu"}
         found = minimegatron.launch(
-            measure, shape.tp * shape.pp, demo, shape, repetitions, **options
+            measure, shape.tp * shape.pp * shape.dp, demo, shape, repetitions, **options
         )
         times, missing = found[0]
         rows += rows_of(layout, shape, times)

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from tests.benchmarks.peers import PeerMissing, cuda_calls_on_cpu
+from tests.benchmarks.peers import PeerMissing, cuda_calls_on_cpu, experts_on_cpu
 
 OURS, THEIRS = "minimegatron.core", "megatron.core"
 
@@ -25,7 +25,7 @@ _NAMES = {
     "tensor_parallel.data": "broadcast_data",
     "distributed": "DistributedDataParallel DistributedDataParallelConfig",
     "distributed.finalize_model_grads": "finalize_model_grads",
-    "models.gpt.gpt_layer_specs": "get_gpt_layer_local_spec",
+    "models.gpt.gpt_layer_specs": "get_gpt_decoder_block_spec get_gpt_layer_local_spec",
     "models.gpt.gpt_model": "GPTModel",
     "optimizer": "OptimizerConfig get_megatron_optimizer",
     "pipeline_parallel.schedules": "get_forward_backward_func",
@@ -60,6 +60,7 @@ def surroundings(core: SimpleNamespace) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(cuda_calls_on_cpu())
+        stack.enter_context(experts_on_cpu())
         # Its random states are those of a GPU's generators; there is no dropout here to need them.
         tracker = core.get_cuda_rng_tracker()
         stack.enter_context(mock.patch.object(tracker, "fork", contextlib.nullcontext))
@@ -90,13 +91,17 @@ class Shape:
     vocab_size: int
     tp: int = 1
     pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    experts: dict[str, Any] = field(default_factory=dict)
+    """Fields of the configuration, by name."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     bf16: bool = False
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one copy of the model."""
-        return self.num_microbatches * self.micro_batch_size * self.seq_length
+        """Of all copies of the model."""
+        return self.dp * self.num_microbatches * self.micro_batch_size * self.seq_length
 
 
 class Training:
@@ -128,17 +133,19 @@ class Training:
             num_attention_heads=shape.num_attention_heads,
             tensor_model_parallel_size=shape.tp,
             pipeline_model_parallel_size=shape.pp,
+            expert_model_parallel_size=shape.ep,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=shape.bf16,
             use_cpu_initialization=device_is_cpu(self.device),
+            **shape.experts,
             **({"gradient_accumulation_fusion": False} if core.package == THEIRS else {}),
         )
         gpt = core.GPTModel(
             self.config,
-            core.get_gpt_layer_local_spec(),
+            core.get_gpt_layer_local_spec(self.config.num_moe_experts),
             shape.vocab_size,
             shape.seq_length,
             pre_process=core.parallel_state.is_pipeline_first_stage(),

@@ -56,6 +56,30 @@ def cuda_calls_on_cpu() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def experts_on_cpu() -> Iterator[None]:
+    """What megatron-core's layer of experts needs without a GPU and without Transformer Engine.
+
+    Its all-to-all dispatcher copies counts from the GPU: here they are there already. Its router asks
+    for a name that only Transformer Engine brings.
+    """
+    owner = import_megatron("transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    router = import_megatron("transformer.moe.moe_utils")
+    with (
+        mock.patch.object(router, "te_general_gemm", None, create=True),
+        mock.patch.object(owner, "cuda_dtoh_stream", "made already"),
+        mock.patch.object(owner, "_maybe_dtoh_and_synchronize", _counts_as_numbers),
+    ):
+        yield
+
+
+def _counts_as_numbers(dispatcher, point: str, tokens_per_expert=None):
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if torch.is_tensor(getattr(dispatcher, name)):
+            setattr(dispatcher, name, getattr(dispatcher, name).numpy())
+    return tokens_per_expert
+
+
 def import_megatron(module: str):
     """`megatron.core.<module>`, or PeerMissing with the reason."""
     try:

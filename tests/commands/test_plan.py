@@ -52,6 +52,12 @@ def refused(capsys, line: str) -> str:
         ("--pp 2 --microbatches 4 --layout Et|tL --layer-time loss=1:x", "'x' is not a number"),
         ("--pp 2 --microbatches 4 --layout Et|tL --imbalance 1,1", "exclude each other"),
         ("--pp 2 --microbatches 4 --layout Et|t|t|tL --vpp 3", "leave --vpp out"),
+        ("--pp 1 --microbatches 4 --layer-nodes 2,2,1", "has 3 times; give four: attention, mlp"),
+        ("--pp 1 --microbatches 4 --layers-per-chunk 2", "add --layer-nodes"),
+        ("--pp 1 --microbatches 4 --layer-nodes 1,1,1,1 --layers-per-chunk 0", "give 1 or more"),
+        ("--pp 1 --microbatches 4 --layer-nodes 1,1,1,1 --delay-wgrad-compute", "is no-pipelining"),
+        ("--pp 2 --microbatches 4 --layer-nodes 1,1,1,1 --imbalance 1,1", "exclude each other"),
+        ("--pp 2 --microbatches 4 --schedule combined", "set vpp to 2 or more, or use 1 stage"),
         ("--pp 2 --microbatches 4 --output /nowhere/plan.svg", "/nowhere/plan.svg"),
         ("--pp 2 --microbatches 4 --user-schedule mine", "write FILE.py:FUNCTION"),
         ("--pp 2 --microbatches 4 --user-schedule no.py:mine", "there is no file no.py"),
@@ -95,6 +101,33 @@ def test_layout_gives_costs_and_chunks(capsys):
         if e["kind"] == "forward"
     }
     assert lengths == {(0, 0): 1, (1, 0): 1, (0, 1): 1, (1, 1): 2}
+
+
+def test_layers_have_nodes_and_a_step_three_ways(capsys):
+    line = "--pp 1 --microbatches 4 --schedule combined --layer-nodes 2,2,1,1 --layers-per-chunk 4"
+    assert run(line) == 0
+    text = capsys.readouterr().out
+    assert "a2a: all-to-alls, / exposed" in text
+    assert "  256     192       64          64\n" in text
+    assert "  206     192       64          14\n" in text
+    # The same costs for any schedule; and chunks of a layout.
+    makespans = []
+    for options in ("--delay-wgrad-compute --schedule combined", "--schedule no-pipelining"):
+        assert run(f"{line} {options} --format json") == 0
+        makespans.append(json.loads(capsys.readouterr().out)["summary"]["makespan"])
+    assert makespans == [201, 256]
+    layout = (
+        "--pp 2 --microbatches 2 --layout Ett|t|tt|tL --schedule combined --layer-nodes 2,2,1,1"
+    )
+    assert run(f"{layout} --format json") == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    lengths = {
+        (e["rank"], e["chunk"]): e["end"] - e["start"]
+        for rank in ranks
+        for e in rank
+        if e["kind"] == "forward"
+    }
+    assert lengths == {(0, 0): 12, (1, 0): 6, (0, 1): 12, (1, 1): 6}
 
 
 def test_bandwidth_and_transport(capsys):
@@ -250,9 +283,17 @@ def test_every_registered_name_is_known(capsys):
         for name in schedule_names()
         if getattr(get_schedule(name).order, "__module__", "").startswith("minimegatron.")
     ]
-    assert built_in == ["no-pipelining", "gpipe", "1f1b", "interleaved", "breadth-first"]
+    assert built_in == [
+        "no-pipelining",
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "combined",
+        "breadth-first",
+    ]
     for name in built_in:
-        options = {"interleaved": "--vpp 2", "breadth-first": "--vpp 2"}.get(name, "")
+        chunks = ("interleaved", "combined", "breadth-first")
+        options = "--vpp 2" if name in chunks else ""
         p = 1 if name == "no-pipelining" else 4
         assert run(f"--pp {p} --microbatches 8 --schedule {name} --wire untagged {options}") == 0
         assert "untagged wire" in capsys.readouterr().out

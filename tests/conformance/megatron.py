@@ -3,16 +3,23 @@
 Read by: the tests beside it. They are skipped, with the reason, where it cannot be imported.
 """
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.benchmarks.peers import PeerMissing, cuda_calls_on_cpu, import_megatron
+from tests.benchmarks.peers import (
+    PeerMissing,
+    cuda_calls_on_cpu,
+    experts_on_cpu,
+    import_megatron,
+)
 
-__all__ = ["cuda_calls_on_cpu", "megatron_module", "record_groups"]
+__all__ = ["cuda_calls_on_cpu", "experts_on_cpu", "megatron_module", "record_groups", "wide"]
 
 
 def megatron_module(name: str) -> ModuleType:
@@ -32,6 +39,16 @@ def megatron_module(name: str) -> ModuleType:
 def _as_written(function=None, **_):
     """`torch.compile` as a decorator, with or without options, that changes nothing."""
     return function if function is not None else _as_written
+
+
+@contextlib.contextmanager
+def wide() -> Iterator[None]:
+    """What megatron-core takes in float32 whatever it is given, as scores of a router, in float64."""
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
 
 
 def record_groups(parallel_state: ModuleType, world_size: int, **sizes) -> dict[str, list]:

@@ -15,9 +15,9 @@ from minimegatron.core.pipeline_parallel.work import pair
 from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, KINDS
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.render import FORMATS, render
-from minimegatron.planner.render_svg import contrast, shade, text_colour
 from minimegatron.planner.render_text import render_text
 from minimegatron.planner.simulator import Costs, simulate
+from minimegatron.planner.svg_shapes import contrast, shade, text_colour
 from tests.planner.known_orders import PUBLISHED, registered
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -233,7 +233,7 @@ def config_in(data: dict) -> dict:
     "change, words",
     [
         (lambda data: first_work(data).update(kind="teleport"), "unknown kind of work 'teleport'"),
-        (lambda data: first_work(data).update(kind="pair"), "is a pair; a recording holds the two"),
+        (lambda data: first_work(data).update(kind="pair"), "is a pair of parts"),
         (lambda data: data.update(version=3), "this program reads versions 1 to 2"),
         (
             lambda data: config_in(data)["placement"].update(stages=[[0, 1], [2, 2]]),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.pipeline_parallel.combined_1f1b import CombinedSteps
 from minimegatron.core.pipeline_parallel.orders import require_usual_placement
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedule_table import Arrival, InterleavedOrder
@@ -72,6 +73,7 @@ def forward_backward_pipelining_with_interleaving(
         len(model),
         config.microbatch_group_size_per_vp_stage or p2p.pp_group.size(),
         forward_only,
+        config.overlap_moe_expert_parallel_comm,
     )
     frame = StepFrame(
         config,
@@ -101,7 +103,8 @@ def forward_backward_pipelining_with_interleaving(
         tp_group=pg_collection.tp,
         cp_group=pg_collection.cp,
     )
-    run = _InterleavedRun(frame.chunks, order, p2p, tensor_shape, config.overlap_p2p_comm)
+    run_class = _RUNS[order.is_combined]
+    run = run_class(frame.chunks, order, p2p, tensor_shape, config.overlap_p2p_comm)
     with frame:
         run.warmup()
         if not forward_only:
@@ -160,7 +163,7 @@ class _InterleavedRun:
         if first_input is not None:
             self._inputs[0].append((first_input, None))
         for k in range(counts.num_warmup):
-            output = self._forward(k)
+            output, _ = self._step(k)
             arrival = self.order.arrival_after(k, forward=True)
             is_last = k == counts.num_warmup - 1
             wants_grad = is_last and not self.order.forward_only and not counts.are_all_in_warmup
@@ -177,15 +180,10 @@ class _InterleavedRun:
         """One forward, one backward, and the messages of both."""
         num_warmup, num_remaining = self.order.counts.num_warmup, self.order.counts.num_remaining
         for k in range(num_remaining):
-            output = self._forward(num_warmup + k)
-            next_input = self.order.arrival_after(num_warmup + k, forward=True)
-            if self.overlap:
-                self._exchange_forward(output, next_input)
-            input_grad = self._backward(k)
-            next_grad = self.order.arrival_after(k, forward=False)
-            if self.overlap:
-                self._exchange_backward(input_grad, next_grad)
-            else:
+            output, input_grad = self._step(num_warmup + k, k)
+            if not self.overlap:
+                next_input = self.order.arrival_after(num_warmup + k, forward=True)
+                next_grad = self.order.arrival_after(k, forward=False)
                 self._exchange_both(output, input_grad, next_input, next_grad)
             self._free(num_warmup + k, output)
 
@@ -197,33 +195,62 @@ class _InterleavedRun:
             if grad is not None:
                 self._grads[last_chunk].append((grad, None))
         for k in range(counts.num_remaining, counts.total):
-            input_grad = self._backward(k)
+            _, input_grad = self._step(None, k)
             self._exchange_backward(input_grad, self.order.arrival_after(k, False), False)
 
     # -- One forward, one backward --
 
+    def _step(
+        self, f_k: int | None = None, b_k: int | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Forward `f_k`, then backward `b_k`; with overlap, the messages of a pair too."""
+        sends_within = self.overlap and f_k is not None and b_k is not None
+        output = input_grad = None
+        if f_k is not None:
+            output = self._forward(f_k)
+        if sends_within:
+            self._after_forward(f_k, output)
+        if b_k is not None:
+            input_grad = self._backward(b_k)
+        if sends_within:
+            self._after_backward(b_k, input_grad)
+        return output, input_grad
+
     def _forward(self, k: int) -> torch.Tensor | None:
         chunk_id = self.order.model_chunk_id(k, forward=True)
-        input_tensor = None
-        if not self.order.is_first_virtual_stage(chunk_id):
-            input_tensor = _arrived(self._inputs[chunk_id])
+        input_tensor = self._input(chunk_id)
         output = self.chunks[chunk_id].forward_step(self.order.microbatch_id(k), input_tensor)
+        return self._to_send(k, output)
+
+    def _to_send(self, k: int, output: torch.Tensor) -> torch.Tensor | None:
+        chunk_id = self.order.model_chunk_id(k, forward=True)
         return None if self.order.is_last_virtual_stage(chunk_id) else output
+
+    def _input(self, chunk_id: int) -> torch.Tensor | None:
+        is_first = self.order.is_first_virtual_stage(chunk_id)
+        return None if is_first else _arrived(self._inputs[chunk_id])
 
     def _free(self, k: int, output: torch.Tensor | None) -> None:
         self.chunks[self.order.model_chunk_id(k, forward=True)].free_output(output)
 
     def _backward(self, k: int) -> torch.Tensor | None:
         chunk_id = self.order.model_chunk_id(k, forward=False)
-        grad = None
-        if not self.order.is_last_virtual_stage(chunk_id):
-            grad = _arrived(self._grads[chunk_id])
-        return self.chunks[chunk_id].backward_step(grad)
+        return self.chunks[chunk_id].backward_step(self._grad(chunk_id))
+
+    def _grad(self, chunk_id: int) -> torch.Tensor | None:
+        is_last = self.order.is_last_virtual_stage(chunk_id)
+        return None if is_last else _arrived(self._grads[chunk_id])
 
     def _is_last_rank(self) -> bool:
         return self.order.pp_rank == self.order.pp_size - 1
 
     # -- Messages: what goes out, and into which chunk's queue the arrival belongs --
+
+    def _after_forward(self, k: int, output: torch.Tensor | None) -> None:
+        self._exchange_forward(output, self.order.arrival_after(k, forward=True))
+
+    def _after_backward(self, k: int, input_grad: torch.Tensor | None) -> None:
+        self._exchange_backward(input_grad, self.order.arrival_after(k, forward=False))
 
     def _exchange_forward(self, output: torch.Tensor | None, arrival: Arrival) -> None:
         handles: dict[str, Any] = {}
@@ -261,6 +288,14 @@ class _InterleavedRun:
             self._inputs[next_input.model_chunk_id].append((received, None))
         if next_grad.expected:
             self._grads[next_grad.model_chunk_id].append((grad, None))
+
+
+class _CombinedRun(CombinedSteps, _InterleavedRun):
+    """The same with combined steps."""
+
+
+_RUNS = {False: _InterleavedRun, True: _CombinedRun}
+"""By whether each forward hides the all-to-alls of a backward, and the other way."""
 
 
 def _arrived(queue: deque) -> torch.Tensor:

@@ -45,15 +45,17 @@ from minimegatron.core.pipeline_parallel.work import (
     STEADY,
     WARMUP,
     Work,
+    pair,
 )
 
 NO_PIPELINING = "no-pipelining"
 GPIPE = "gpipe"
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved"
+COMBINED = "combined"
 BREADTH_FIRST = "breadth-first"
 
-WRITTEN_HERE = (NO_PIPELINING, GPIPE, ONE_F_ONE_B, INTERLEAVED, BREADTH_FIRST)
+WRITTEN_HERE = (NO_PIPELINING, GPIPE, ONE_F_ONE_B, INTERLEAVED, COMBINED, BREADTH_FIRST)
 """The orders of this file."""
 
 TAGGED, UNTAGGED = "tagged", "untagged"
@@ -272,6 +274,15 @@ def get_schedule(name: str) -> Schedule:
     return _SCHEDULES[name]
 
 
+def require_own_name(name: str) -> None:
+    """Raises ValueError for an order that a flag chooses, and that a run therefore cannot name."""
+    if name == COMBINED:
+        raise ValueError(
+            f"pipeline_schedule {name} is an order that one can plan by name, but not train with; set "
+            "overlap_moe_expert_parallel_comm, which runs it, and leave pipeline_schedule out"
+        )
+
+
 def schedule_names() -> list[str]:
     """All registered names, in the order of registration."""
     return list(_SCHEDULES)
@@ -404,32 +415,67 @@ def one_forward_one_backward(rank: Rank) -> Iterator[Work]:
 @register_order(INTERLEAVED, placement=LOOP)
 def interleaved(rank: Rank) -> Iterator[Work]:
     """1F1B over v chunks per rank. Source: Narayanan et al. 2021, section 2.2.2."""
-    group_size = rank.config.microbatch_group_size_per_vp_stage or rank.pp_size
-    check_interleaving(rank.pp_size, rank.num_microbatches, group_size)
-    sizes = (rank.num_microbatches, rank.num_model_chunks, group_size)
-    table = InterleavedOrder(rank.pp_size, rank.pp_rank, *sizes)
-    num_warmup, num_remaining, total = (
-        table.counts.num_warmup,
-        table.counts.num_remaining,
-        table.counts.total,
-    )
-
-    def forward(k: int) -> Work:
-        return rank.forward(table.microbatch_id(k), table.model_chunk_id(k, forward=True))
-
-    def backward(k: int) -> Work:
-        return rank.backward(table.microbatch_id(k), table.model_chunk_id(k, forward=False))
-
+    forwards, backwards, num_warmup = _in_turns(rank)
+    num_remaining = len(forwards) - num_warmup
     rank.phase = WARMUP
-    for k in range(num_warmup):
-        yield forward(k)
+    for unit in forwards[:num_warmup]:
+        yield rank.forward(*unit)
     rank.phase = STEADY
     for k in range(num_remaining):
-        yield forward(num_warmup + k)
-        yield backward(k)
+        yield rank.forward(*forwards[num_warmup + k])
+        yield rank.backward(*backwards[k])
     rank.phase = COOLDOWN
-    for k in range(num_remaining, total):
-        yield backward(k)
+    for unit in backwards[num_remaining:]:
+        yield rank.backward(*unit)
+
+
+@register_order(COMBINED, placement=LOOP)
+def combined(rank: Rank) -> Iterator[Work]:
+    """Forwards in pairs with backwards of other microbatches, so that either hides the other's
+    all-to-alls: on one stage, and with several chunks per stage in the order of interleaving.
+
+    One more forward warms up than there. Without it the last stage would pair a forward with its own
+    backward. Megatron's combined 1F1B; `--overlap-moe-expert-parallel-comm` chooses it.
+    """
+    if rank.pp_size == 1:
+        forwards = backwards = [(i, 0) for i in range(rank.num_microbatches)]
+        num_warmup = 1
+    else:
+        forwards, backwards, num_warmup = _in_turns(rank, overlap_moe_expert_parallel_comm=True)
+    num_remaining = len(forwards) - num_warmup
+    rank.phase = WARMUP
+    for unit in forwards[:num_warmup]:
+        yield rank.forward(*unit)
+    rank.phase = STEADY
+    for k in range(num_remaining):
+        yield pair(rank.forward(*forwards[num_warmup + k]), rank.backward(*backwards[k]))
+    rank.phase = COOLDOWN
+    for unit in backwards[num_remaining:]:
+        yield rank.backward(*unit)
+
+
+def _in_turns(
+    rank: Rank, overlap_moe_expert_parallel_comm: bool = False
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
+    """(microbatch, chunk) of all forwards, of all backwards, and how many forwards warm up."""
+    group_size = rank.config.microbatch_group_size_per_vp_stage or rank.pp_size
+    check_interleaving(rank.pp_size, rank.num_microbatches, group_size)
+    table = InterleavedOrder(
+        rank.pp_size,
+        rank.pp_rank,
+        rank.num_microbatches,
+        rank.num_model_chunks,
+        group_size,
+        overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
+    )
+    forwards, backwards = (
+        [
+            (table.microbatch_id(k), table.model_chunk_id(k, forward))
+            for k in range(table.counts.total)
+        ]
+        for forward in (True, False)
+    )
+    return forwards, backwards, table.counts.num_warmup
 
 
 @register_order(BREADTH_FIRST, placement=LOOP)

@@ -28,6 +28,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     PlanConfig,
     Schedule,
     get_schedule,
+    require_own_name,
 )
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.runnable import (
@@ -73,8 +74,9 @@ def get_named_forward_backward_func(name: str) -> Callable:
     """A function like those of `get_forward_backward_func`, in the order of a registered schedule.
 
     A schedule that names its own messages, and has no order, runs with these. Raises ValueError for an
-    unknown name.
+    unknown name, and for one that a flag chooses.
     """
+    require_own_name(name)
     schedule = get_schedule(name)
     if schedule.order is None:
         return get_messages_forward_backward_func(schedule)

@@ -150,11 +150,13 @@ class InterleavedOrder:
         num_model_chunks: int,
         microbatch_group_size_per_vp_stage: int,
         forward_only: bool = False,
+        overlap_moe_expert_parallel_comm: bool = False,
     ):
         check_interleaving(pp_size, num_microbatches, microbatch_group_size_per_vp_stage)
         self.pp_size, self.pp_rank = pp_size, pp_rank
         self.num_microbatches, self.num_model_chunks = num_microbatches, num_model_chunks
         self.group_size, self.forward_only = microbatch_group_size_per_vp_stage, forward_only
+        self.is_combined = overlap_moe_expert_parallel_comm and not forward_only
         self.table = get_schedule_table(
             num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage
         )
@@ -165,6 +167,7 @@ class InterleavedOrder:
             num_model_chunks,
             microbatch_group_size_per_vp_stage,
             forward_only=forward_only,
+            overlap_moe_expert_parallel_comm=overlap_moe_expert_parallel_comm,
         )
 
     def microbatch_id(self, k: int) -> int:

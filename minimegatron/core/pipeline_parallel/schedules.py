@@ -21,6 +21,7 @@ import torch
 from minimegatron.core import parallel_state
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.combined_1f1b import run_on_one_stage
 from minimegatron.core.pipeline_parallel.interleaved import (
     forward_backward_pipelining_with_interleaving,
 )
@@ -47,6 +48,7 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     groups_of,
 )
 from minimegatron.core.pipeline_parallel.steps import (
+    ModelChunk,
     backward_step,
     check_first_val_step,
     custom_backward,
@@ -205,11 +207,19 @@ def forward_backward_no_pipelining(
         first_val_step=first_val_step,
     )
     with frame:
-        for i in range(num_microbatches):
-            chunk.forward_step(i, None)
-            if not forward_only:
-                chunk.backward_step(None)
+        _ON_ONE_STAGE[config.overlap_moe_expert_parallel_comm and not forward_only](chunk)
     return frame.forward_data_store
+
+
+def _one_after_the_other(chunk: ModelChunk) -> None:
+    for i in range(chunk.num_microbatches):
+        chunk.forward_step(i, None)
+        if not chunk.forward_only:
+            chunk.backward_step(None)
+
+
+_ON_ONE_STAGE = {False: _one_after_the_other, True: run_on_one_stage}
+"""By whether each forward hides the all-to-alls of a backward, and the other way."""
 
 
 @accepts_left_out

@@ -23,7 +23,12 @@ from minimegatron.core.pipeline_parallel.lowering import (
     count_unreceived,
     simulate_orders,
 )
-from minimegatron.core.pipeline_parallel.orders import INTERLEAVED, PlanConfig, order_of_ranks
+from minimegatron.core.pipeline_parallel.orders import (
+    COMBINED,
+    INTERLEAVED,
+    PlanConfig,
+    order_of_ranks,
+)
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 from minimegatron.core.pipeline_parallel.work import ACTIVATION, GRADIENT
 
@@ -60,13 +65,18 @@ def get_interleaved_send_plan(order: InterleavedOrder, overlap: bool) -> SendPla
     if not overlap:
         return SendPlan(least, {}, chunks)
     sizes = (order.pp_size, order.num_microbatches, order.num_model_chunks, order.group_size)
-    limits = get_interleaved_send_limits(*sizes, order.forward_only)
+    limits = get_interleaved_send_limits(*sizes, order.forward_only, order.is_combined)
     return SendPlan(least, limits[order.pp_rank], chunks)
 
 
 @lru_cache(maxsize=64)
 def get_interleaved_send_limits(
-    pp_size: int, num_microbatches: int, num_model_chunks: int, group_size: int, forward_only: bool
+    pp_size: int,
+    num_microbatches: int,
+    num_model_chunks: int,
+    group_size: int,
+    forward_only: bool,
+    is_combined: bool = False,
 ) -> list[Mapping[Channel, int]]:
     """The channels of each stage whose K is more than the smallest, where messages are overlapped.
 
@@ -76,7 +86,7 @@ def get_interleaved_send_limits(
     ([{}, {}], [{('gradient', 1): 7}, {('activation', 0): 7}])
     """
     sizes = (pp_size, num_microbatches, num_model_chunks, group_size)
-    config = PlanConfig(INTERLEAVED, *sizes, forward_only)
+    config = PlanConfig(COMBINED if is_combined else INTERLEAVED, *sizes, forward_only)
     orders = order_of_ranks(config)
     counts = count_unreceived(orders, simulate_orders(orders, config), config.placement)
     return [limits_above_least(of_rank, forward_only) for of_rank in counts]

@@ -69,19 +69,11 @@ def forward_step(
     Returns the output (a list if the input was one), and the number of tokens as an int tensor.
     On the last stage the output is the loss, scaled for backward.
     """
-    if is_first_microbatch and hasattr(model, "set_is_first_microbatch"):
-        model.set_is_first_microbatch()
-    if current_microbatch is not None:
-        set_current_microbatch(model, current_microbatch)
-
-    unwrap = not isinstance(input_tensor, list)
-    set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
-    set_input_tensor([input_tensor] if unwrap else input_tensor)
-
+    prepare_forward(model, input_tensor, is_first_microbatch, current_microbatch)
     extra = (
         () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
     )
-    with _autocast(config):
+    with autocast(config):
         output_tensor, loss_func = call_traced(
             "forward-step-func", forward_step_func, data_iterator, model, *extra
         )
@@ -97,10 +89,26 @@ def forward_step(
             cp_group_size,
             is_last_stage,
         )
-    return (output_tensor if unwrap else [output_tensor]), num_tokens
+    return ([output_tensor] if isinstance(input_tensor, list) else output_tensor), num_tokens
 
 
-def _autocast(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
+def prepare_forward(
+    model: torch.nn.Module,
+    input_tensor: torch.Tensor | list[torch.Tensor | None] | None,
+    is_first_microbatch: bool,
+    current_microbatch: int | None,
+) -> None:
+    """Tells the model which microbatch comes, and gives it the input that another stage made."""
+    if is_first_microbatch and hasattr(model, "set_is_first_microbatch"):
+        model.set_is_first_microbatch()
+    if current_microbatch is not None:
+        set_current_microbatch(model, current_microbatch)
+    set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
+    set_input_tensor(input_tensor if isinstance(input_tensor, list) else [input_tensor])
+
+
+def autocast(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
+    """Around a forward: mixed precision, if the config asks for it."""
     if not config.enable_autocast:
         return contextlib.nullcontext()
     return torch.autocast(get_device().type, dtype=config.autocast_dtype)
@@ -259,15 +267,26 @@ def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> N
                 f"backward without a gradient needs a scalar, not shape {tuple(output.shape)}"
             )
         grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
+    run_backward((output,), (grad_output,))
+
+
+def run_backward(outputs: tuple, grads: tuple) -> None:
+    """Backward from outputs with these gradients, by the engine itself: it compares no shapes."""
     Variable._execution_engine.run_backward(
-        tensors=(output,),
-        grad_tensors=(grad_output,),
+        tensors=outputs,
+        grad_tensors=grads,
         keep_graph=False,
         create_graph=False,
         inputs=(),
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def weight_gradients_of(config: ModelParallelConfig) -> contextlib.AbstractContextManager:
+    """Around a backward: at its end, what it has left for later is computed."""
+    is_deferring = config.delay_wgrad_compute or config.defer_embedding_wgrad_compute
+    return weight_gradients_at_once() if is_deferring else contextlib.nullcontext()
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
@@ -319,10 +338,10 @@ class ModelChunk:
         self.num_microbatches = num_microbatches
         self.vp_stage, self.is_last_stage = vp_stage, is_last_stage
         self.num_tokens = torch.zeros([], dtype=torch.int, device=get_device())
-        self._step = (forward_step_func, data_iterator, model, num_microbatches)
-        self.forward_data_store, self._cp_group_size = forward_data_store, cp_group_size
-        self._collect_non_loss_data = collect_non_loss_data
-        self._forward_only, self._first_val_step = forward_only, first_val_step
+        self.forward_step_func, self.data_iterator = forward_step_func, data_iterator
+        self.forward_data_store, self.cp_group_size = forward_data_store, cp_group_size
+        self.collect_non_loss_data = collect_non_loss_data
+        self.forward_only, self._first_val_step = forward_only, first_val_step
         self._num_in_flight = num_in_flight
         self._in_flight: dict[int, tuple[Any, Any]] = {}
         self.frame = frame or NoFrame()
@@ -330,26 +349,39 @@ class ModelChunk:
 
     def forward_step(self, microbatch_id: int, input_tensor: Any) -> Any:
         """Forward of one microbatch; remembers input and output for its backward."""
-        self._num_forwards += 1
-        place = self.frame.before_forward(self, microbatch_id)
+        place = self.begin_forward(microbatch_id)
         output_tensor, num_tokens = forward_step(
-            *self._step,
+            self.forward_step_func,
+            self.data_iterator,
+            self.model,
+            self.num_microbatches,
             input_tensor,
             self.forward_data_store,
             self.config,
-            self._cp_group_size,
-            self._collect_non_loss_data,
+            self.cp_group_size,
+            self.collect_non_loss_data,
             self._recomputes(place),
-            check_first_val_step(self._first_val_step, self._forward_only, microbatch_id == 0),
+            check_first_val_step(self._first_val_step, self.forward_only, microbatch_id == 0),
             microbatch_id,
             self.vp_stage,
             self.is_last_stage,
         )
+        self.finish_forward(microbatch_id, input_tensor, output_tensor, num_tokens)
+        return output_tensor
+
+    def begin_forward(self, microbatch_id: int) -> int:
+        """Before a forward. Returns its number among all of the stage's."""
+        self._num_forwards += 1
+        return self.frame.before_forward(self, microbatch_id)
+
+    def finish_forward(
+        self, microbatch_id: int, input_tensor: Any, output_tensor: Any, num_tokens: torch.Tensor
+    ) -> None:
+        """After a forward: its tokens count, and the microbatch is in flight."""
         if self.is_last_stage:  # elsewhere there is no loss, and no tokens
             self.num_tokens += num_tokens
-        if not self._forward_only:
+        if not self.forward_only:
             self._in_flight[microbatch_id] = (input_tensor, output_tensor)
-        return output_tensor
 
     def _recomputes(self, place: int) -> bool | None:
         # Of the microbatches a stage holds at a time, the first few follow the model's recompute
@@ -362,7 +394,7 @@ class ModelChunk:
 
         The loss is not freed: it is one number, never sent, and readers may still want it.
         """
-        if not self._forward_only and not self.is_last_stage:
+        if not self.forward_only and not self.is_last_stage:
             out = output_tensor[0] if isinstance(output_tensor, list) else output_tensor
             deallocate_output_tensor(out, self.config.deallocate_pipeline_outputs)
 
@@ -371,17 +403,23 @@ class ModelChunk:
 
         Returns the gradient of its input.
         """
+        input_tensor, output_tensor = self.begin_backward(microbatch_id)
+        # This backward has no place of its own for weight gradients: what it leaves follows it.
+        with weight_gradients_of(self.config):
+            grad = backward_step(input_tensor, output_tensor, output_tensor_grad, None, self.config)
+        self.finish_backward()
+        return grad
+
+    def begin_backward(self, microbatch_id: int | None = None) -> tuple[Any, Any]:
+        """Before a backward: (input, output) of its forward, which is in flight no longer."""
         self.frame.before_backward(self)
         oldest = next(iter(self._in_flight)) if microbatch_id is None else microbatch_id
-        input_tensor, output_tensor = self._in_flight.pop(oldest)
-        config = self.config
-        is_deferring = config.delay_wgrad_compute or config.defer_embedding_wgrad_compute
-        # No schedule has a place of its own for weight gradients: what backward leaves follows it.
-        with weight_gradients_at_once() if is_deferring else contextlib.nullcontext():
-            grad = backward_step(input_tensor, output_tensor, output_tensor_grad, None, config)
+        return self._in_flight.pop(oldest)
+
+    def finish_backward(self) -> None:
+        """After a backward: its gradients may be due."""
         self._num_backwards += 1
         self.frame.after_backward(self)
-        return grad
 
     def num_in_flight(self) -> int:
         """Microbatches whose forward is done and whose backward is not."""

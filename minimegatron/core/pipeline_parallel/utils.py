@@ -1,10 +1,15 @@
-"""Where a stage and a chunk are, for schedules that are told groups.
+"""Where a stage and a chunk are, for schedules that are told groups; and what Megatron has beside it.
 
 Counterpart: `megatron.core.pipeline_parallel.utils`.
 """
 
 import torch.distributed as dist
 
+from minimegatron.core.pipeline_parallel.schedule_node import (
+    AbstractSchedulePlan,
+    NoopScheduleNode,
+    ScheduleNode,
+)
 from minimegatron.core.pipeline_parallel.step_frame import (
     GradSync,
     clear_embedding_activation_buffer,
@@ -17,7 +22,10 @@ from minimegatron.core.pipeline_parallel.step_frame import (
 from minimegatron.core.utils import unwrap_model
 
 __all__ = [
+    "AbstractSchedulePlan",
     "GradSync",
+    "NoopScheduleNode",
+    "ScheduleNode",
     "clear_embedding_activation_buffer",
     "finish_embedding_wgrad_compute",
     "finish_step",

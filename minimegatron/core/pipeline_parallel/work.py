@@ -38,7 +38,9 @@ STEADY = "steady"
 COOLDOWN = "cooldown"
 
 COMPUTE, MESSAGES, COLLECTIVES = "compute", "messages", "collectives"
-"""Lanes: what one rank does at the same time as something else."""
+ALL_TO_ALL = "all-to-all"
+"""Lanes: what one rank does at the same time as something else. Those of experts have a lane of their
+own beside the other collectives: a combined step hides them, one after the other, behind its work."""
 
 
 @dataclass(frozen=True)

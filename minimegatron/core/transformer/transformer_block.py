@@ -163,6 +163,21 @@ class TransformerBlock(MegatronModule):
             rotary_pos_emb: angles [s, 1, 1, d'], or None.
             checkpoint_activations_microbatch: see `Recompute.of`.
         """
+        hidden_states = self.first_input(hidden_states)
+        recompute = Recompute.of(self.config, len(self.layers), checkpoint_activations_microbatch)
+        arguments = (hidden_states, attention_mask, rotary_pos_emb)
+        with self.dropout_rng():
+            if recompute.granularity == "full" and self.training:
+                hidden_states = self._checkpointed_forward(recompute, *arguments)
+            else:
+                selective = recompute.granularity == "selective"
+                hidden_states = self._run(0, len(self.layers), *arguments, selective)
+        return (
+            hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+        )
+
+    def first_input(self, hidden_states: torch.Tensor | None) -> torch.Tensor:
+        """What the first layer gets. Raises ValueError if nothing is there."""
         if not self.pre_process:
             hidden_states = self.input_tensor
         if hidden_states is None:
@@ -170,16 +185,6 @@ class TransformerBlock(MegatronModule):
                 "this chunk has no input; call set_input_tensor with what the previous stage sent "
                 "(or build the first chunk with pre_process=True and pass hidden_states)"
             )
-        recompute = Recompute.of(self.config, len(self.layers), checkpoint_activations_microbatch)
-        arguments = (hidden_states, attention_mask, rotary_pos_emb)
-        with self._dropout_rng():
-            if recompute.granularity == "full" and self.training:
-                hidden_states = self._checkpointed_forward(recompute, *arguments)
-            else:
-                selective = recompute.granularity == "selective"
-                hidden_states = self._run(0, len(self.layers), *arguments, selective)
-        if self.final_layernorm is not None:
-            return self.final_layernorm(hidden_states)
         # A chunk without layers must not hand on its input itself: sent on and then freed, it
         # would take the tensor away from under the stage's own backward.
         return hidden_states if len(self.layers) else hidden_states.clone()
@@ -192,8 +197,8 @@ class TransformerBlock(MegatronModule):
         for layer in reversed(self.layers):
             layer.backward_dw()
 
-    def _dropout_rng(self) -> Any:
-        """With sequence parallelism each rank has other tokens and drops by its own stream."""
+    def dropout_rng(self) -> Any:
+        """Around layers: with sequence parallelism each rank drops its tokens by its own stream."""
         drops = self.config.hidden_dropout > 0.0 or self.config.attention_dropout > 0.0
         if self.config.sequence_parallel and self.training and drops:
             return get_cuda_rng_tracker().fork()

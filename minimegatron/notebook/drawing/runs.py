@@ -18,7 +18,7 @@ from minimegatron.notebook.drawing.palette import (
     nth_colour,
 )
 from minimegatron.planner.actions import Event
-from minimegatron.planner.render_svg import text_colour
+from minimegatron.planner.svg_shapes import text_colour
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.step import Step
 from minimegatron.tracing.trace_view import Trace

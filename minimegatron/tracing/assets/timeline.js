@@ -30,7 +30,7 @@ function ms(us) {
 const step = () => DATA.steps[state.step];
 const left = (us) => (100 * us) / step().length + "%";
 const PHASES = { warmup: "warm-up", steady: "steady state", cooldown: "cool-down" };
-const isWork = (event) => event.k in step().words;
+const isWork = (event) => event.k in step().words || Boolean(event.q);
 const isAction = (event) => isWork(event) || event.k === "communicate";
 
 function eventsOf(rank) {
@@ -40,7 +40,7 @@ function eventsOf(rank) {
 }
 
 function title(event) {
-  if (!isWork(event)) return event.a || event.n;
+  if (!isWork(event) || event.q) return event.a || event.n;
   const words = step().words[event.k];
   return `${words[0].toUpperCase()}${words.slice(1)} of microbatch ${event.m}` + chunkWords(event);
 }
@@ -97,6 +97,12 @@ function drawRow(rank, owner) {
     if (event.n === "_wait_for" && event.t)
       row.append(make("div", { class: "transfer", style: {
         left: left(event.s + event.l - event.t), width: left(event.t) } }));
+  for (const flight of owner.flights) {
+    row.append(make("div", { class: "flight", title: flight.x, style: { left: left(flight.s), width: left(flight.l) } }));
+    if (flight.w)
+      row.append(make("div", { class: "flight exposed", title: flight.x, style: {
+        left: left(flight.s + flight.l - flight.w), width: left(flight.w) } }));
+  }
   if ($("show-plan").checked)
     for (const planned of owner.plan)
       row.append(make("div", { class: "planned", style: {
@@ -113,7 +119,12 @@ function halfOf({ h }) {
   return { clipPath: `inset(${(100 * place) / count}% 0 ${100 - (100 * (place + 1)) / count}% 0)` };
 }
 
-const colour = (action) => step().colours[action.k][action.c || 0];
+// A pair has its two parts' colours, the first above.
+function colour(action) {
+  if (!action.q) return step().colours[action.k][action.c || 0];
+  const [[above, text], [below]] = action.q.map(([kind, , chunk]) => step().colours[kind][chunk || 0]);
+  return [`linear-gradient(${above} 0 50%, ${below} 50%)`, text];
+}
 
 function drawCell(cell) {
   const { rank, event, gap } = cell;
@@ -126,7 +137,7 @@ function drawCell(cell) {
     type: "button", class: event ? "bar" : "gap", tabindex: "-1", "aria-label": label, style,
     onclick: () => choose(cell), onfocus: () => showTip(cell), onblur: hideTip,
     onmouseenter: (e) => showTip(cell, e), onmousemove: moveTip, onmouseleave: hideTip,
-  }, event ? String(event.m) : "");
+  }, event ? (event.q ? event.q.map((part) => part[1]).join(" ") : String(event.m)) : "");
   return cell.node;
 }
 
@@ -134,12 +145,16 @@ function drawLegend() {
   const now = step();
   const entries = [];
   for (const [kind, words] of Object.entries(now.words)) {
-    if (!now.ranks.some((owner) => owner.events.some((event) => event.k === kind))) continue;
+    const isOf = (event) => event.k === kind || event.q?.some(([part]) => part === kind);
+    if (!now.ranks.some((owner) => owner.events.some(isOf))) continue;
     now.colours[kind].forEach(([background], chunk) =>
       entries.push([{ background }, now.chunks > 1 ? `${words}, chunk ${chunk}` : words]));
   }
   const hatch = "repeating-linear-gradient(-45deg, transparent 0 4px, var(--hatch) 4px 5.2px) var(--track)";
   entries.push([{ background: hatch }, "idle"], [{ background: "var(--transfer)" }, "transfer"]);
+  if (now.ranks.some((owner) => owner.flights.length))
+    entries.push([{ background: "var(--quiet)", height: "5px" }, "above: all-to-all in flight"],
+      [{ background: "var(--exposed)", height: "5px" }, "exposed: it is waited for"]);
   if ($("show-plan").checked)
     entries.push([{ background: "var(--quiet)", height: "5px" }, "thin: the plan"]);
   $("legend").replaceChildren(...entries.map(([style, words]) =>

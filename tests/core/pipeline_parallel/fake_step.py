@@ -5,6 +5,7 @@ this on each tensor they read. So a run that ends well has brought every message
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -15,6 +16,7 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
+from minimegatron.core.pipeline_parallel.schedule_node import AbstractSchedulePlan, ScheduleNode
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
@@ -22,7 +24,14 @@ from minimegatron.core.pipeline_parallel.schedules import (
     get_forward_backward_func,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.planner.actions import ACTIVATION, BACKWARD, FORWARD, GRADIENT, SEND
+from minimegatron.planner.actions import (
+    ACTIVATION,
+    COMMUNICATE,
+    FORWARD,
+    GRADIENT,
+    SEND,
+    parts_of,
+)
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from tests.fake_streams import PAIRS, TAGS, TOGETHER, Machine, Post
@@ -50,6 +59,8 @@ class Case:
     """Run this registered order, with its messages lowered; the same for a model placed so."""
     tagged: bool = False
     """A transport that matches messages by their payload."""
+    combined: bool = False
+    """Combined 1F1B."""
 
     def config(self) -> ModelParallelConfig:
         config = ModelParallelConfig(
@@ -62,6 +73,7 @@ class Case:
             variable_seq_lengths=self.variable,
             pipeline_dtype=torch.float64,
             pipeline_schedule=self.order,
+            overlap_moe_expert_parallel_comm=self.combined,
         )
         config.hidden_size = SHAPE[-1]
         return config
@@ -69,6 +81,8 @@ class Case:
     def plan(self) -> Plan:
         """What the planner says of the same step; raises ValueError if it refuses."""
         written = "interleaved" if self.v else "no-pipelining" if self.p == 1 else "1f1b"
+        if self.combined and not self.forward_only:
+            written = "combined"
         wire = None
         if self.order is not None:
             wire = "tagged" if self.tagged and not self.variable else "untagged"
@@ -155,14 +169,36 @@ class FakeChunk(torch.nn.Module):
         tensor = self.weight if self.stage == 0 else self.input_tensor
         return Identified.apply(tensor, self, microbatch)
 
+    def build_schedule_plan(self, microbatch):
+        return FakePlan(self, microbatch)
 
-def forward_step_func(data_iterator, model):
+
+class FakePlan(AbstractSchedulePlan):
+    """Of a chunk that is one node."""
+
+    def __init__(self, chunk, microbatch):
+        self.input, self.node = chunk.input_tensor, ScheduleNode(partial(chunk, microbatch))
+
+    @staticmethod
+    def run(f, b, b_grad=None, pre_forward=None, pre_backward=None, *post):
+        output = None if f is None else f.node.forward()
+        if b is not None:
+            b.node.backward(b_grad)
+            b_grad = None if b.input is None else b.input.grad
+        for hook, tensor in zip(post, (output, b_grad), strict=True):
+            if hook is not None:
+                hook(tensor, None)
+        return output
+
+
+def forward_step_func(data_iterator, model, return_schedule_plan=False):
     microbatch = next(data_iterator)
 
     def loss_func(output, non_loss_data=False):
         return output.sum(), {"microbatch": microbatch, "output": output.detach()}
 
-    return model(microbatch), loss_func
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(microbatch), loss_func
 
 
 def run_program(case: Case, network: Network, rank: int) -> list:
@@ -243,9 +279,10 @@ def planned_for(rank: int, step: Plan) -> list[tuple]:
     "lone", messages). A message is (is it a send, payload, peer, microbatch, stage that made it)."""
     stage_of, planned = step.config.placement.stage_of, []
     for action in step.ranks[rank]:
-        if action.kind in (FORWARD, BACKWARD):
-            kind = "F" if action.kind == FORWARD else "B"
-            planned.append((kind, action.microbatch, stage_of(rank, action.chunk)))
+        if action.kind != COMMUNICATE:
+            for part in parts_of(action):
+                kind = "F" if part.kind == FORWARD else "B"
+                planned.append((kind, part.microbatch, stage_of(rank, part.chunk)))
             continue
         messages = []
         for message in action.messages:

@@ -19,6 +19,9 @@ from minimegatron.core.models.common.embeddings.language_model_embedding import 
 )
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
+from minimegatron.core.models.common.model_chunk_schedule_plan import (
+    TransformerModelChunkSchedulePlan,
+)
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -183,17 +186,64 @@ class GPTModel(LanguageModule):
             models). Last chunk without: logits [b, s, v/t], or [b, s, v] unless `parallel_output`.
             Other chunks: [s, b, h], or [s/t, b, h] with sequence parallelism. Never a view.
         """
-        if self.pre_process and decoder_input is None:
-            decoder_input = self.embedding(input_ids, position_ids)
+        decoder_input, rotary_pos_emb = self._preprocess(input_ids, position_ids, decoder_input)
         hidden_states = self.decoder(
             decoder_input,
             attention_mask,
-            rotary_pos_emb=self._rotary_angles(decoder_input),
+            rotary_pos_emb=rotary_pos_emb,
             checkpoint_activations_microbatch=checkpoint_activations_microbatch,
         )
-        if not self.post_process:
-            return hidden_states
-        weight = self.shared_embedding_or_output_weight()
+        return self._postprocess(hidden_states, labels) if self.post_process else hidden_states
+
+    @accepts_left_out
+    def build_schedule_plan(
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        decoder_input: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        loss_mask: torch.Tensor | None = None,
+    ) -> TransformerModelChunkSchedulePlan:
+        """The same forward in nodes, for combined 1F1B. Computes nothing; arguments as `forward`."""
+        return TransformerModelChunkSchedulePlan(
+            self,
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input,
+            labels,
+            loss_mask=loss_mask,
+        )
+
+    @accepts_left_out
+    def _preprocess(
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        decoder_input: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the decoder needs: its input, on the first chunk; rotary angles, or None."""
+        if self.pre_process and decoder_input is None:
+            decoder_input = self.embedding(input_ids, position_ids)
+        return decoder_input, self._rotary_angles(decoder_input)
+
+    @accepts_left_out
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        *,
+        output_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """On the last chunk, from the decoder's output [s, b, h] to what `forward` returns.
+
+        `output_weight` stands for the tied weight, if the output layer has one.
+        """
+        weight = output_weight
+        if weight is None:
+            weight = self.shared_embedding_or_output_weight()
         logits, _ = self.output_layer(hidden_states, weight=weight)
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())

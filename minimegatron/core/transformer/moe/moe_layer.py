@@ -21,6 +21,7 @@ from minimegatron.core.transformer.moe.router import TopKRouter
 from minimegatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
 )
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -98,7 +99,8 @@ class MoELayer(BaseMoELayer):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config, layer_number, pg_collection)
         self.router = submodules.router(config=config, pg_collection=pg_collection)
-        self.token_dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](
+        dispatcher = DISPATCHERS[config.moe_token_dispatcher_type]
+        self.token_dispatcher: MoETokenDispatcher = dispatcher(
             self.num_local_experts,
             self.local_expert_indices,
             config=config,

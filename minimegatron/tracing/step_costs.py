@@ -1,0 +1,168 @@
+"""What the work of a recorded step costs: its pace, or what it took on average.
+
+Torch-free. Megatron has no counterpart.
+
+In a paced run only computation is padded, and all-to-alls have a length of their own, so what a piece
+of work takes depends on how many of them it has: within an ordinary forward or backward each is waited
+for; in combined 1F1B the two lanes of `planner.layer_plan` say what is left to wait for.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
+from minimegatron.planner.actions import KINDS, Event, parts_of
+from minimegatron.planner.imagined_transport import cost_key
+from minimegatron.planner.layer_costs import LayeredCosts, lanes_of
+from minimegatron.planner.layer_plan import LayerCosts
+from minimegatron.planner.links import LAYER_NODE
+from minimegatron.planner.simulator import Costs
+from minimegatron.planner.stage import PlanConfig
+from minimegatron.tracing.rank_trace import paced_ms
+
+
+@dataclass(frozen=True)
+class MeasuredCosts(Costs):
+    """Costs from what a run took; pairs have their own."""
+
+    pairs: dict[tuple, float] = field(default_factory=dict)
+    """(rank, kinds and chunks of the two parts) -> microseconds."""
+
+    def pair_time(
+        self, config: PlanConfig, rank: int, key: tuple[tuple[str, int], ...], parts: list[Any]
+    ) -> Any:
+        """What such pairs took on this rank; where it had none, one part after the other."""
+        return self.pairs.get((rank, key), sum(parts))
+
+
+def costs_of(step: Any) -> Costs:
+    """The costs that a plan of this `Step` has at the step's own speed. Microseconds."""
+    pace = step.pace
+    if pace is None:
+        return _measured(step)
+    if has_nodes(step):
+        return _of_nodes(step)
+    if "all_to_all_ms" not in pace:
+        return Costs(**{KINDS[k].cost: 1e3 * paced_ms(pace, k) for k in step.all_kinds})
+    waited = _exchanges_by_stage(step)
+    return Costs(
+        **{
+            KINDS[kind].cost: [
+                1e3 * (paced_ms(pace, kind) + waited.get((kind, stage), 0) * pace["all_to_all_ms"])
+                for stage in range(step.config.placement.num_stages)
+            ]
+            for kind in step.all_kinds
+        }
+    )
+
+
+def planned_exposure(step: Any, rank: int) -> float | None:
+    """How long a stage should wait for all-to-alls at the step's pace; None without one for them."""
+    if "all_to_all_ms" not in (step.pace or {}):
+        return None
+    if has_nodes(step):
+        return float(lanes_of(step.simulation, rank).exposed)
+    return 1e3 * step.pace["all_to_all_ms"] * sum(map(is_of_tokens, step.events[rank].values()))
+
+
+def paced_lengths(step: Any) -> Iterator[tuple[Event, float]]:
+    """(piece of work, how long it should take) for a paced step. Microseconds."""
+    times = costs_of(step).of_plan(step.plan)
+    for rank, index in step.all_work():
+        event = step.events[rank][index]
+        of_rank = times.get(event.action.kind, {rank: {}})[rank]
+        if (key := cost_key(event.action)) in of_rank:
+            yield event, float(of_rank[key])
+
+
+def _measured(step: Any) -> Costs:
+    placement = step.config.placement
+    times: dict[tuple, list[float]] = defaultdict(list)
+    pairs: dict[tuple, list[float]] = defaultdict(list)
+    for rank, index in step.all_work():
+        event = step.events[rank][index]
+        chunk = event.action.chunk or 0
+        if event.action.parts:
+            pairs[rank, cost_key(event.action)].append(event.end - event.start)
+        elif 0 <= chunk < placement.num_model_chunks:
+            of_stage = times[event.action.kind, placement.stage_of(rank, chunk)]
+            of_stage.append(event.end - event.start)
+    return MeasuredCosts(
+        pairs={key: _mean(of_pair) for key, of_pair in pairs.items()},
+        **{
+            KINDS[kind].cost: [_mean(times[kind, s]) for s in range(placement.num_stages)]
+            for kind in step.all_kinds
+        },
+    )
+
+
+def _mean(lengths: list[float]) -> float:
+    return sum(lengths) / max(len(lengths), 1)
+
+
+# -- Steps with all-to-alls --
+
+
+def has_nodes(step: Any) -> bool:
+    """Whether the step was run in nodes of layers."""
+    return any(event.name == LAYER_NODE for events in step.events for event in events.values())
+
+
+def is_of_tokens(event: Event) -> bool:
+    """Whether an all-to-all moves tokens, [n, h]; that of their probabilities goes with one."""
+    return event.name == ALL_TO_ALL and len(event.attributes.get("shape", ())) > 1
+
+
+def _of_nodes(step: Any) -> LayeredCosts:
+    """From the pace, and from the layers that the step ran: with experts where there is a dispatch."""
+    pace, placement = step.pace, step.config.placement
+    layers: dict[int, dict[int, bool]] = defaultdict(dict)
+    delay_wgrad = False
+    for rank, events in enumerate(step.events):
+        for event in events.values():
+            if event.name != LAYER_NODE:
+                continue
+            node, layer = event.attributes["node"], event.attributes.get("layer", 0)
+            delay_wgrad |= event.attributes["direction"] == "backward-weight"
+            of_stage = layers[placement.stage_of(rank, event.action.chunk or 0)]
+            of_stage[layer] = of_stage.get(layer, False) or node == "dispatch"
+    compute = (1e3 * pace.get("attention_ms", 0), 1e3 * pace.get("mlp_ms", 0))
+    exchange = 1e3 * pace.get("all_to_all_ms", 0)
+    return LayeredCosts.of_layers(
+        [
+            [
+                LayerCosts(*compute, *((exchange, exchange) if is_moe else ()))
+                for _, is_moe in sorted(layers[stage].items())
+            ]
+            for stage in range(placement.num_stages)
+        ],
+        delay_wgrad=delay_wgrad,
+        blocking=step.stages[0].device == "cpu",
+    )
+
+
+def _exchanges_by_stage(step: Any) -> dict[tuple[str, int], float]:
+    """(kind of work, virtual stage) -> how many all-to-alls of tokens such work has, on average."""
+    placement = step.config.placement
+    num_work: dict[tuple[str, int], int] = defaultdict(int)
+    num_exchanges: dict[tuple[str, int], int] = defaultdict(int)
+    for rank, events in enumerate(step.events):
+        work = set(step.work(rank))
+        for index, event in events.items():
+            if index in work:
+                around = index
+            elif is_of_tokens(event):
+                around = event.parent
+                while around is not None and around not in work:
+                    around = events[around].parent if around in events else None
+            else:
+                continue
+            if around is None:
+                continue
+            for part in parts_of(events[around].action):
+                stage = placement.stage_of(rank, part.chunk or 0)
+                counts = num_work if index in work else num_exchanges
+                counts[part.kind, stage] += 1
+    return {key: num_exchanges[key] / number for key, number in num_work.items()}
