@@ -349,6 +349,7 @@ def train(way):
     return fullest
 
 
+# %%
 def train_all(ways):
     return {name: train(way) for name, way in ways.items()}
 
