@@ -90,7 +90,7 @@ FAULTS_OF_COMBINED = (
     Fault(
         "plan-kept",
         _PP + "combined_1f1b.py",
-        "    output.schedule_plan = output.loss_input = None\n",
+        "    output_tensor.schedule_plan = output_tensor.loss_input = None\n",
         "",
         "An output that somebody keeps keeps its plan, and with it every node of the microbatch.",
     ),
