@@ -41,6 +41,7 @@ def write_player(package: Package, out: Path) -> None:
     write_orders(out / "javascripts")
     recordings = read_recordings()
     chains = {"gpipe": planned_chains(package), "planned": planned_chains(package, "")}
+    chains["combined"] = combined_chains(package)
     for name, data in recordings.items():
         resolved = resolve(data, package)
         if name in SCHEDULES:
@@ -154,6 +155,25 @@ def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[
             _named(package, "minimegatron.core.pipeline_parallel.steps", last),
         ]
     return chains
+
+
+def combined_chains(package: Package) -> dict[str, list[Frame]]:
+    """One step of combined 1F1B, whichever halves it has: no run of it is recorded here."""
+    frames = [
+        _named(package, module, symbol)
+        for module, symbol in (
+            ("minimegatron.core.pipeline_parallel.combined_1f1b", "combined_forward_backward_step"),
+            (
+                "minimegatron.core.models.common.model_chunk_schedule_plan",
+                "TransformerModelChunkSchedulePlan.run",
+            ),
+            (
+                "minimegatron.core.models.common.model_chunk_schedule_plan",
+                "TransformerLayerSchedulePlan.run",
+            ),
+        )
+    ]
+    return {"F warmup": frames, "B cooldown": frames}
 
 
 def _named(package: Package, module: str, symbol: str, text: str = "") -> Frame:
