@@ -85,7 +85,7 @@ RECIPES = {
         },
     ),
     "combined-paced": Recipe(
-        "Combined 1F1B on 2 stages × 2 expert ranks, paced",
+        "Combined 1F1B on 4 ranks, paced",
         4,
         {
             "--pipeline-model-parallel-size": 2,
