@@ -9,6 +9,7 @@ Every function takes its process group as an argument and is a no-op, or a copy,
 Asynchronous forms return an object with `wait()`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -245,27 +246,46 @@ def all_to_all(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     async_op: bool = False,
+    most_rows: int | None = None,
 ) -> Any:
     """Sends to each rank of `group` its rows of `input`; `output` is what came, in group order.
 
     `input_splits[j]` rows go to rank j, `output_splits[j]` come from it; None: the same for all. Until
-    `wait`, `input` must stay as it is. How many bytes move differs from rank to rank, so no choice of
-    the way may depend on it: the group's backend carries them always.
+    `wait`, `input` must stay as it is.
+
+    How many bytes move differs from rank to rank, so no choice of the way may depend on it. Whoever
+    knows how many rows move at most from any rank to any other, the same number on each, gives
+    `most_rows`: then few go through shared memory. Else the group's backend carries them always.
 
     Raises:
-        ValueError: there is not one split per rank, or they are not all rows. Nothing is sent then.
+        ValueError: there is not one split per rank, they are not all rows, or one is more than
+            `most_rows`. Nothing is sent then.
     """
     input_splits = _splits(input, input_splits, group, "input")
     output_splits = _splits(output, output_splits, group, "output")
+    if most_rows is not None and max(*input_splits, *output_splits) > most_rows:
+        raise ValueError(
+            f"all-to-all: most_rows is {most_rows}, but the splits are {input_splits} and "
+            f"{output_splits}; give the most that any two ranks of the group exchange"
+        )
     if group.size() == 1:
         output.copy_(input)
         return Done() if async_op else None
-    local_host.count_over_gloo(group, input)
     splits = (output_splits, input_splits, group, True)
     if needs_staging(input, group):
         staged = torch.empty(output.shape, dtype=output.dtype)
         work = dist.all_to_all_single(staged, input.cpu().contiguous(), *splits)
         work = _CopyBack(work, staged, output)
+    elif mesh := _mesh_of_rows(group, input, most_rows):
+        work = mesh.all_to_all(output, input.detach(), output_splits, input_splits)
     else:
         work = dist.all_to_all_single(output, input.contiguous(), *splits)
     return _finish(work, async_op, "all-to-all")
+
+
+def _mesh_of_rows(group: dist.ProcessGroup, input: torch.Tensor, most_rows: int | None) -> Any:
+    """As `get_mesh`, for rows of which no rank sends another more than `most_rows`."""
+    if most_rows is None:
+        return local_host.count_over_gloo(group, input)
+    num_bytes = most_rows * input.element_size() * math.prod(input.shape[1:])
+    return get_mesh(group, input, num_bytes=num_bytes)

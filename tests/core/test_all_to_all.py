@@ -224,7 +224,7 @@ def test_over_real_ranks(size):
 def test_the_backward_exchanges_the_splits(monkeypatch):
     asked = []
 
-    def fake(output, input, group, output_splits, input_splits):
+    def fake(output, input, group, output_splits, input_splits, most_rows):
         asked.append((output.size(0), output_splits, input_splits))
         output.zero_()
 

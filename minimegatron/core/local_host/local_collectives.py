@@ -53,16 +53,21 @@ _epochs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def get_mesh(
-    group: dist.ProcessGroup, tensor: torch.Tensor, lane: int = STEPS
+    group: dist.ProcessGroup,
+    tensor: torch.Tensor,
+    lane: int = STEPS,
+    num_bytes: int | None = None,
 ) -> "LocalMesh | None":
     """What carries `tensor` over `group` in gloo's place; None for gloo, or whatever it has.
 
     The answer must be the same on every rank, so it depends on what all know: the group, and the
-    size of a tensor that is as large on each. The first call for a group is collective.
+    size of a tensor that is as large on each, or else `num_bytes`. The first call for a group is
+    collective.
     """
     if not tensor.is_cpu:
         return None
-    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes is None:
+        num_bytes = tensor.numel() * tensor.element_size()
     is_small = 0 < num_bytes <= MAX_BYTES
     mesh = _mesh_of(group) if is_small else _meshes.get(group)
     if mesh is None:
@@ -225,6 +230,23 @@ class LocalMesh:
         parts = self._parts(shares[self._rank])
         return Exchange(parts, functools.partial(_combine, output, op))
 
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+    ) -> "Exchange":
+        """See `collectives.all_to_all`. Who has no rows for a rank sends it nothing: both know it."""
+        given, taken = input.split(input_splits), output.detach().split(output_splits)
+        for peer in self._peers:
+            if input_splits[peer]:
+                self._to[peer].send(given[peer])
+        places = [(peer, taken[peer]) for peer in self._peers if output_splits[peer]]
+        parts = [self._to[peer].expect(place) for peer, place in places]
+        taken[self._rank].copy_(given[self._rank])
+        return Exchange(parts, _is_in_place)
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """See `collectives.broadcast`."""
         if self._rank == source:
@@ -306,6 +328,10 @@ class Exchange:
 def _combine(target: torch.Tensor, op: dist.ReduceOp, parts: list[torch.Tensor]) -> None:
     total = functools.reduce(_COMBINE[op], parts)
     target.copy_(total / len(parts) if op == dist.ReduceOp.AVG else total)
+
+
+def _is_in_place(parts: list[torch.Tensor]) -> None:
+    """Nothing is left to do: each part was copied to its place."""
 
 
 def _concatenate(target: torch.Tensor, parts: list[torch.Tensor]) -> None:
