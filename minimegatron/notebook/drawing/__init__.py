@@ -3,10 +3,10 @@
     from minimegatron.notebook.drawing import draw_groups
 
 Each function draws and shows one figure. `ranks`: what ranks are and exchange; `runs`: what a run
-did; `sizes`: numbers side by side; `experts`: who chose whom, and how even the load is.
+did; `sizes`: numbers side by side; `token_ways`: who chose whom, and how even the load is.
 """
 
-from minimegatron.notebook.drawing.experts import (
+from minimegatron.notebook.drawing.token_ways import (
     draw_balance,
     draw_routing,
     draw_splits,
