@@ -12,6 +12,10 @@ SCORES = ("pytest", "tests/core/transformer/moe/test_moe_utils.py", "-k")
 BALANCE = ("pytest", "tests/core/transformer/moe/test_expert_bias.py", "-k")
 DISPATCH = ("pytest", "tests/core/transformer/moe/test_token_dispatcher.py", "-k")
 ALL_TO_ALL = ("pytest", "tests/core/test_all_to_all.py", "-k")
+COMBINED = ("pytest", "tests/core/pipeline_parallel/test_combined_1f1b.py", "-k")
+PLANS = ("pytest", "tests/core/models/test_schedule_plan.py", "-k")
+NODES = ("pytest", "tests/core/pipeline_parallel/test_schedule_node.py", "-k")
+GRADIENTS_OFF = r"assert \[.*\] == \[\]"
 NOT_CLOSE = r"Tensor-likes are not close"
 
 CAUGHT_WITH_EXPERTS = {
@@ -48,4 +52,28 @@ CAUGHT_WITH_EXPERTS = {
         r"splits of the backward|shape",
     ),
     "empty-expert-skipped": ((*DISPATCH, "without_tokens_runs"), r"NoneType"),
+    "combined-without-extra-warmup": (
+        (*COMBINED, "test_the_order and 4-3-2-3 or more_forward"),
+        r"schedule_plan|assert \[4, 2\]|deque|KeyError|StopIteration",
+    ),
+    "chunk-zero-is-false": ((*COMBINED, "chunk_0"), r"assert \{1\}"),
+    "residual-gradient-lost": ((*PLANS, "layers_of_experts and plain"), GRADIENTS_OFF),
+    "shared-expert-gradient-lost": (
+        (*PLANS, "layers_of_experts and shared"),
+        r"shared_experts|NoneType",
+    ),
+    "free-saved-input": ((*PLANS, "inputs_are_freed"), r"assert not True"),
+    "free-input-of-one-rank": ((*PLANS, "inputs_are_freed"), r"assert not True"),
+    "final-norm-outside-plan": ((*PLANS, "dense_layers and plain"), GRADIENTS_OFF),
+    "loss-in-half": ((*PLANS, "half_precision"), r"torch.bfloat16"),
+    "combined-loss-from-globals": ((*PLANS, "loss_scale"), GRADIENTS_OFF),
+    "wgrad-not-beside-the-all-to-all": ((*PLANS, "under_way and True"), r"backward-weight"),
+    "plan-kept": ((*PLANS, "keeps_no_plan"), r"SchedulePlan"),
+    "a2a-not-overlapped": ((*PLANS, "under_way"), r"wait"),
+    "exchange-of-another-forward": ((*NODES, "start_and_a_wait"), r"NoneType|another forward"),
+    "dropout-of-all-ranks-alike": ((*PLANS, "stream_of_its_own or own_stream"), GRADIENTS_OFF),
+    "tied-weight-has-two-gradients": (
+        (*PLANS, "dense_layers and plain and tied"),
+        r"word_embeddings",
+    ),
 }

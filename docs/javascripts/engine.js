@@ -99,10 +99,10 @@
     return { config, ...decoded.get(key) };
   }
 
-  // From rows and a placement to a plan. `more`: b batched, w tagged, f formulas.
+  // From rows and a placement to a plan. `more`: b batched, w tagged, n pairs free by layers, f formulas.
   function decode(orders, rows, placement, more = {}) {
     const ranks = rows.map((word, rank) => decodeRow(word, rank, orders, placement));
-    return { ranks, placement, kinds: orders.kinds, letters: lettersOf(ranks, orders.kinds), hasPairs: ranks.some((actions) => actions.some((action) => action.parts)), batched: Boolean(more.b), tagged: Boolean(more.w), formulas: more.f ?? {}, units: unitsOf(ranks) };
+    return { ranks, placement, kinds: orders.kinds, letters: lettersOf(ranks, orders.kinds), hasPairs: ranks.some((actions) => actions.some((action) => action.parts)), batched: Boolean(more.b), tagged: Boolean(more.w), byLayers: Boolean(more.n), formulas: more.f ?? {}, units: unitsOf(ranks) };
   }
 
   function lettersOf(ranks, kinds) {
@@ -359,12 +359,14 @@
   // Which work sets the step's length, first to last.
   const criticalPath = (step) => causesOf(step, step.lastWork);
 
-  // [time, microbatches held from then on]. A pair holds what either of its parts needs.
+  // [time, microbatches held from then on]. A pair holds what either of its parts needs; one that frees by
+  // layers, what is left of both.
   function held(step, rank) {
     let count = 0;
     const points = [];
     for (const action of step.work[rank]) {
-      const changes = partsOf(action).map((part) => step.plan.kinds[part.kind].holds);
+      const all = partsOf(action).map((part) => step.plan.kinds[part.kind].holds);
+      const changes = step.plan.byLayers ? [all.reduce((sum, change) => sum + change, 0)] : all;
       const more = changes.reduce((sum, change) => sum + Math.max(change, 0), 0);
       const less = changes.reduce((sum, change) => sum + Math.min(change, 0), 0);
       if (more) points.push([step.starts[rank][action.index], (count += more)]);

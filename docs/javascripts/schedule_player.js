@@ -223,7 +223,7 @@
       const { p, M, v, G, overlap } = { ...this.state, ...plan.config };
       const parts = [plan.name ?? MM.orders.names[schedule], say("title.stages", { n: p })];
       if (v > 1) parts.push(say("title.chunks", { n: v }));
-      parts.push(say("title.microbatches", { n: M }) + (G && schedule === "interleaved" ? say("title.groups", { G }) : ""));
+      parts.push(say("title.microbatches", { n: M }) + (G && ["interleaved", "combined"].includes(schedule) ? say("title.groups", { G }) : ""));
       if (overlap) parts.push(say("title.overlap"));
       return parts.join(", ");
     }

@@ -40,7 +40,8 @@ ORDERS = "minimegatron.core.pipeline_parallel.orders"
 SCHEDULES = {
     "gpipe": ["gpipe"],
     "1f1b": ["_steady_iteration", "one_forward_one_backward"],
-    "interleaved": ["_Interleaved", "interleaved"],
+    "interleaved": ["_Interleaved", "_in_turns", "interleaved"],
+    "combined": ["_Interleaved", "_in_turns", "combined"],
 }
 """Schedules with their messages to start from: definitions of `WRITTEN`, the schedule last."""
 

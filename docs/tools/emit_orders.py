@@ -14,7 +14,7 @@ base64, since a plain file server compresses nothing:
 
     {"rows": [row, ...], "placements": [placement, ...], "plans": {"1f1b 4 8 1 0": {"r": [row number per
      stage], "p": placement number, "b": 1 if messages are batched, "w": 1 if the wire has tags,
-     "f": {formulas}}}}
+     "n": 1 if a pair's backward frees what its forward comes to hold, "f": {formulas}}}}
 
 and orders.js the words and colours that all share. A plan's key is schedule, p, M, v, G, and "overlap"
 where messages are. Formulas are those of `planner.formulas`, worked out there: makespan for f + b = 1,
@@ -36,6 +36,7 @@ if __name__ == "__main__":
 from plan_words import CALLS, LETTERS, kinds_data, placement_data, row
 
 from minimegatron.core.pipeline_parallel.orders import (
+    COMBINED,
     INTERLEAVED,
     NO_PIPELINING,
     TAGGED,
@@ -95,7 +96,7 @@ def microbatches(pp: int, has_chunks: bool) -> list[int]:
 
 def _options(name: str, pp: int, M: int) -> Iterator[Options]:
     if name == NO_PIPELINING or pp == 1:
-        if name == NO_PIPELINING and pp == 1:
+        if name in (NO_PIPELINING, COMBINED) and pp == 1:
             yield {}
     elif (rule := get_schedule(name).placement) is None or rule is LINE:
         yield {}
@@ -109,7 +110,7 @@ def _options(name: str, pp: int, M: int) -> Iterator[Options]:
 
 
 def _of_chunks(name: str, pp: int, M: int, vpp: int) -> Iterator[Options]:
-    if name != INTERLEAVED:
+    if name not in (INTERLEAVED, COMBINED):
         yield {"vpp": vpp}
         return
     for group_size in sorted({pp, 2 * pp, M} if M <= 32 else {pp, 2 * pp}):
@@ -159,6 +160,8 @@ class Pack:
         self.plans[key] = {"p": self.placements[place][0], "b": int(config.batch_p2p_comm)}
         if config.wire == TAGGED:
             self.plans[key]["w"] = 1
+        if step.pairs_go_by_layers:
+            self.plans[key]["n"] = 1
         self.plans[key]["f"] = formula_values(step)
 
     def data(self) -> dict[str, Any]:

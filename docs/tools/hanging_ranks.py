@@ -15,7 +15,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.collectives import all_gather, all_reduce
+from minimegatron.core.collectives import all_gather, all_reduce, all_to_all
 from minimegatron.core.local_host import channels
 from minimegatron.exercises.bench import gpt_step
 from minimegatron.launching.launcher import HangError, RankError, launch
@@ -48,6 +48,17 @@ def evaluation_on_one_rank() -> None:
     group = dist.new_group([0, 1, 2])
     if dist.get_rank() == 2:
         all_gather(torch.empty(3), torch.ones(1), group)
+    all_reduce(torch.ones(8), dist.group.WORLD)
+
+
+def no_tokens_no_exchange() -> None:
+    """No token of rank 1's chose an expert elsewhere in layer 2, so it leaves the exchange out."""
+    for layer in range(3):
+        rows = 0 if layer == 2 and dist.get_rank() == 1 else 2
+        if rows:
+            splits = [rows] * dist.get_world_size()
+            tokens = torch.ones(sum(splits), 8)
+            all_to_all(torch.empty_like(tokens), tokens, dist.group.WORLD, splits, splits)
     all_reduce(torch.ones(8), dist.group.WORLD)
 
 
@@ -98,6 +109,7 @@ NUM_RANKS = {
     data_of_unequal_length: 3,
     shorter_last_batch: 3,
     evaluation_on_one_rank: 3,
+    no_tokens_no_exchange: 2,
     groups_in_another_order: 2,
     exception_that_is_caught: 3,
     unequal_microbatches: 2,

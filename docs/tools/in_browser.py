@@ -23,6 +23,7 @@ from plan_words import placement_data, row
 
 from minimegatron.core.pipeline_parallel.order_check import Problem, ScheduleError
 from minimegatron.core.pipeline_parallel.orders import (
+    COMBINED,
     INTERLEAVED,
     TAGGED,
     Schedule,
@@ -90,7 +91,9 @@ def chunks_of(found: Schedule, p: int, v: int, G: int) -> dict[str, int]:
     rule = found.placement
     if isinstance(rule, Rule) and rule.num_model_chunks is not None:
         return {}
-    if v == 1 and (rule is LOOP or found.name == INTERLEAVED):
+    if found.name == COMBINED and p == 1:
+        return {}
+    if v == 1 and (rule is LOOP or found.name in (INTERLEAVED, COMBINED)):
         v, G = 2, p
     return {"vpp": v, "group_size": G or p} if v > 1 else {}
 
@@ -232,5 +235,6 @@ def plan_data(step: Plan) -> dict[str, Any]:
         "placement": placement_data(config.placement, letters),
         "b": int(config.batch_p2p_comm),
         "w": int(config.wire == TAGGED),
+        "n": int(step.pairs_go_by_layers),
         "v": config.num_model_chunks,
     }

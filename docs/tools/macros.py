@@ -28,6 +28,7 @@ from html import escape
 from pathlib import Path
 
 import cases
+import cases_of_layers
 import cases_of_problems
 import tour_frame
 from calculator import calculator_form
@@ -177,7 +178,7 @@ class Macros:
         return f"```console\n$ {command}\n{printed.getvalue().rstrip()}\n```\n"
 
     def _evaluate(self, expression: str) -> object:
-        names = {**vars(cases), **vars(cases_of_problems)}
+        names = {**vars(cases_of_layers), **vars(cases), **vars(cases_of_problems)}
         return eval(expression, names)  # pages are part of the repository
 
     def inline_value(self, expression: str) -> str:

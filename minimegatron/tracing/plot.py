@@ -120,8 +120,10 @@ class _Gantt:
         for index in step.work(rank):
             event = step.events[rank][index]
             self._bar(rank, event.action, event.start - step.start, event.end - step.start)
-        for bar in in_flight(step.events[rank]):
+        flights = in_flight(step.events[rank])
+        for bar in flights:
             self._strip(rank, bar.start, bar.end, self.theme.hatch)
+        for bar in flights:  # over all of them: they may overlap
             self._strip(rank, *exposed_of(bar), self.theme.exposed)
         if self.plan:
             self._planned(rank)

@@ -8,7 +8,7 @@ Below the communicator, `RecordingWire` and `recording_distributed` note which m
 real communicators starts: each at once or in a batch, in raw order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -229,7 +229,9 @@ def _forward_step(data_iterator, model):
     return model(), loss_func
 
 
-def record_step(core: SimpleNamespace, case: StepCase) -> tuple[list[tuple], list]:
+def record_step(
+    core: SimpleNamespace, case: StepCase, forward_step: Callable = _forward_step
+) -> tuple[list[tuple], list]:
     """What one rank did, in order, and what its schedule returned. `core` is either package."""
     num_chunks = case.v or 1
     config = core.TransformerConfig(
@@ -250,7 +252,7 @@ def record_step(core: SimpleNamespace, case: StepCase) -> tuple[list[tuple], lis
     groups.tp, groups.cp, groups.dp_cp, groups.pp = alone, alone, alone, group
     groups.embd = groups.pos_embd = None
     arguments = {
-        "forward_step_func": _forward_step,
+        "forward_step_func": forward_step,
         "data_iterator": [iter(range(case.M)) for _ in vp_stages],
         "model": [RecordingChunk(config, core.model_type, stage, log) for stage in vp_stages],
         "num_microbatches": case.M,

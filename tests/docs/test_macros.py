@@ -94,6 +94,21 @@ def test_values_are_computed(macros):
     assert macros.expand("{{ value 1 }} and {{ value 2 }}") == "1 and 2"
 
 
+def test_layers_of_experts_are_drawn_and_counted(macros):
+    assert macros.expand("{{ value layer_words() }}") == "206, all-to-all 64, exposed 14"
+    assert macros.expand('{{ value layer_words("ordinary", 16) }}').startswith("1024, ")
+    macros.expand("{{ figure layer_pair() | One pair }}")
+    assert (
+        "all-to-all: dispatch of layer 0, forward of microbatch 1, 2 to 3" in macros.stash.pieces[0]
+    )
+    macros.expand("{{ figure layer_timeline(2, 2, (2, 2, 3, 3)) }}")
+    assert "ordinary: 96, all-to-all 48, exposed 48" in macros.stash.pieces[-1]
+    macros.expand("{{ figure layered_timeline(2, 4, 2) }}")
+    assert "all-to-all 64, exposed 40" in macros.stash.pieces[-1]
+    assert "| combined | 248 | 192 | 64 | 40 |" in macros.expand("{{ table ways_table(2, 4, 2) }}")
+    assert "| ordinary | 256 |" in macros.expand("{{ table ways_table(1, 4, layers=4) }}")
+
+
 def test_a_command_is_run(macros):
     text = macros.expand("{{ run minimegatron plan --pp 2 --microbatches 2 }}")
     assert text.startswith("```console\n$ minimegatron plan") and "makespan" in text

@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import expect
 
 from minimegatron.planner.plan import plan
-from minimegatron.planner.svg_shapes import contrast
 from minimegatron.planner.simulator import Costs, simulate
+from minimegatron.planner.svg_shapes import contrast
 from tests.docs.player_pages import Opened, Shared, write_pages
 from tests.figures import figure
 

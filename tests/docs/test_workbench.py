@@ -94,6 +94,7 @@ SIZES = [(1, 1), (2, 1), (2, 5), (3, 2), (4, 8), (4, 32), (8, 20)]
         ("1f1b", 2, 1),  # it knows one chunk, whatever the page shows
         ("interleaved", 1, 2),
         ("interleaved", 2, 2),
+        ("combined", 2, 2),
         ("breadth-first", 1, 1),
         ("breadth-first", 4, 4),
         ("zb-h1", 1, 1),

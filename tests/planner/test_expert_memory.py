@@ -102,8 +102,11 @@ def test_state_is_cut_over_each_kinds_own_ranks():
 
 
 @pytest.mark.parametrize("topk", [2, 4])
-@pytest.mark.parametrize("options", [{"add_bias_linear": False}, LLAMA, SHARED], ids=str)
-def test_activations_are_those_of_a_real_layer(options, topk):
+@pytest.mark.parametrize(
+    "options", [{"add_bias_linear": False}, LLAMA, SHARED], ids=["plain", "llama", "shared"]
+)
+def test_activations_are_those_of_a_real_layer(kind, topk):
+    options = {"plain": {"add_bias_linear": False}, "llama": LLAMA, "shared": SHARED}[kind]
     s, b = 32, 4
     moe = layer(moe_router_topk=topk, **options).mlp
     x = torch.randn(s, b, h, dtype=torch.bfloat16, requires_grad=True)

@@ -11,8 +11,6 @@ from minimegatron.core.tracing import traced
 from minimegatron.tracing import pace as pace_module
 from tests.trace.paced_overlap import Ran, measured
 
-pytest.importorskip("minimegatron.core.pipeline_parallel.combined_1f1b")
-
 ATTEMPTS = 3
 CLOSE = 0.05
 

@@ -75,6 +75,8 @@ class StepCase:
     dispatcher: str = "alltoall"
     balance: str = "none"
     """The loss that keeps experts balanced; one process must find the same of it."""
+    overlap_moe: bool = False
+    """Combined 1F1B: a forward beside each backward, layer by layer."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -145,6 +147,7 @@ def _of_experts(case: StepCase) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0 if case.balance == "none" else 0.5,
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
+        "overlap_moe_expert_parallel_comm": case.overlap_moe,
     }
 
 
@@ -186,11 +189,14 @@ def _loss_func(mask: torch.Tensor, output: torch.Tensor) -> tuple:
     return total, num_tokens, {"loss": total.detach().clone()}
 
 
-def forward_step_func(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
+def forward_step_func(
+    data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple:
     """As a user writes it: one microbatch through the model, and what makes a loss of it."""
     batch = next(data_iterator)
     positions = torch.arange(SEQ).expand(MICRO_BATCH, SEQ)
-    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(batch["tokens"], positions, None, labels=batch["labels"])
     return output, partial(_loss_func, batch["mask"])
 
 

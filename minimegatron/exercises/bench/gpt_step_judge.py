@@ -146,6 +146,7 @@ def _one_process(case: StepCase, dp: int) -> GptStep:
         vp=None,
         ep=1,
         etp=1,
+        overlap_moe=False,
         num_microbatches=case.num_microbatches * dp,
         num_layers=case.layers,
         sequence_parallel=False,

@@ -3,9 +3,15 @@
     from minimegatron.notebook.drawing import draw_groups
 
 Each function draws and shows one figure. `ranks`: what ranks are and exchange; `runs`: what a run
-did; `sizes`: numbers side by side.
+did; `sizes`: numbers side by side; `experts`: who chose whom, and how even the load is.
 """
 
+from minimegatron.notebook.drawing.experts import (
+    draw_balance,
+    draw_routing,
+    draw_splits,
+    draw_ways,
+)
 from minimegatron.notebook.drawing.ranks import (
     draw_groups,
     draw_matrices,
@@ -29,6 +35,7 @@ from minimegatron.notebook.drawing.sizes import (
 )
 
 __all__ = [
+    "draw_balance",
     "draw_buffer",
     "draw_calls",
     "draw_changes",
@@ -39,9 +46,12 @@ __all__ = [
     "draw_lengths",
     "draw_matrices",
     "draw_programs",
+    "draw_routing",
     "draw_shares",
     "draw_snapshots",
+    "draw_splits",
     "draw_stages",
     "draw_waiting",
+    "draw_ways",
     "draw_weights",
 ]

@@ -97,12 +97,12 @@ function drawRow(rank, owner) {
     if (event.n === "_wait_for" && event.t)
       row.append(make("div", { class: "transfer", style: {
         left: left(event.s + event.l - event.t), width: left(event.t) } }));
-  for (const flight of owner.flights) {
+  // What is exposed stands over all that is in flight: flights may overlap.
+  for (const flight of owner.flights)
     row.append(make("div", { class: "flight", title: flight.x, style: { left: left(flight.s), width: left(flight.l) } }));
-    if (flight.w)
-      row.append(make("div", { class: "flight exposed", title: flight.x, style: {
-        left: left(flight.s + flight.l - flight.w), width: left(flight.w) } }));
-  }
+  for (const flight of owner.flights.filter(({ w }) => w))
+    row.append(make("div", { class: "flight exposed", title: flight.x, style: {
+      left: left(flight.s + flight.l - flight.w), width: left(flight.w) } }));
   if ($("show-plan").checked)
     for (const planned of owner.plan)
       row.append(make("div", { class: "planned", style: {
@@ -137,8 +137,12 @@ function drawCell(cell) {
     type: "button", class: event ? "bar" : "gap", tabindex: "-1", "aria-label": label, style,
     onclick: () => choose(cell), onfocus: () => showTip(cell), onblur: hideTip,
     onmouseenter: (e) => showTip(cell, e), onmousemove: moveTip, onmouseleave: hideTip,
-  }, event ? (event.q ? event.q.map((part) => part[1]).join(" ") : String(event.m)) : "");
+  }, ...(event?.q ? event.q.map(drawHalf) : [event ? String(event.m) : ""]));
   return cell.node;
+}
+
+function drawHalf([kind, microbatch, chunk]) {
+  return make("span", { class: "half", style: { color: step().colours[kind][chunk || 0][1] } }, String(microbatch));
 }
 
 function drawLegend() {

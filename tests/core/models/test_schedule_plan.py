@@ -112,7 +112,11 @@ def results_of(model, *args, **kwargs) -> dict[str, torch.Tensor]:
 
 def assert_same(found: dict, wanted: dict) -> None:
     assert found.keys() == wanted.keys()
-    off = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+    off = [
+        name
+        for name, tensor in wanted.items()
+        if found[name] is None or not torch.equal(found[name], tensor)
+    ]
     assert off == []
 
 

@@ -150,7 +150,7 @@ class Exchange:
         return output, Handle(self.log, self.name, output, tensor.detach())
 
     def reversed(self):
-        return Exchange(self.log, "back")
+        return Exchange(self.log, f"back from {self.name}")
 
 
 def test_a_communication_is_a_start_and_a_wait():
@@ -169,10 +169,10 @@ def test_a_communication_is_a_start_and_a_wait():
     log.clear()
     state[0] = Exchange(log, "of another forward")
     flight = node.start_backward((ones + 1, ones + 2))
-    assert log == [("start", "back")] * 2
+    assert log == [("start", "back from there")] * 2
     grads = flight.wait()
     assert [grad.tolist() for grad in grads] == [[2.0, 2.0], [3.0, 3.0]]
-    assert log[2:] == [("wait", "back")] * 2 and node.exchange is None
+    assert log[2:] == [("wait", "back from there")] * 2 and node.exchange is None
 
 
 def test_start_and_wait_in_one():

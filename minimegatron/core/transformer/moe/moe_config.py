@@ -29,7 +29,7 @@ class MoEConfig:
     # -- Experts --
     num_moe_experts: int | None = compared(name="--num-experts", dest="num_experts", minimum=1)
     """Experts of each mixture-of-experts layer; by default there are no such layers."""
-    moe_ffn_hidden_size: int | None = compared(minimum=1)
+    moe_ffn_hidden_size: int | None = knob(minimum=1, compared=("moe_ffn_hidden_size", None))
     """Width of an expert; by default that of the MLP."""
     moe_layer_freq: list[int] | int = knob(1, nargs="+", compared=True)
     """Every how many layers one has experts, or a 1 or 0 for each layer of the model.

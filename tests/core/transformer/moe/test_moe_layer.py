@@ -33,6 +33,7 @@ SHARED = {
     "moe_shared_expert_intermediate_size": 8,
     "moe_shared_expert_gate": True,
 }
+KINDS = {"biases": {}, "llama": LLAMA, "shared": SHARED, "three": {"moe_router_topk": 3}}
 
 
 def groups(**places) -> ProcessGroupCollection:
@@ -85,9 +86,9 @@ def by_hand(moe: MoELayer, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-@pytest.mark.parametrize("options", [{}, LLAMA, SHARED, {"moe_router_topk": 3}], ids=str)
-def test_equals_a_loop_over_tokens(dispatcher, options):
-    moe = layer(moe_token_dispatcher_type=dispatcher, **options)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_a_loop_over_tokens(dispatcher, kind):
+    moe = layer(moe_token_dispatcher_type=dispatcher, **KINDS[kind])
     x = torch.randn(5, 2, HIDDEN, dtype=torch.float64, requires_grad=True)
     output, bias = moe(x)
     wanted = by_hand(moe, x)
