@@ -224,6 +224,10 @@ def test_search_waits_until_it_is_wanted(opened):
         watched.page.locator(".md-search-result__item").first.wait_for()
 
 
+FORMS = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("combined", 2), ("no-pipelining", 1))
+"""Schedules, and how many chunks."""
+
+
 def test_the_calculator_counts_as_python_does(opened):
     with opened("formulas.html") as watched:
         page = watched.page
@@ -244,7 +248,7 @@ def test_the_calculator_counts_as_python_does(opened):
 
         configs = [
             PlanConfig(schedule, p, m, v, p)
-            for schedule, v in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("no-pipelining", 1))
+            for schedule, v in FORMS
             for p, m in ((2, 4), (4, 8), (8, 64))
         ]
         script = "configs => configs.map(c => MMFormulas.bubble_formulas(c)[1].value)"
