@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
-from minimegatron.core.collectives import Pending
-from minimegatron.core.local_host.local_collectives import get_mesh
+from minimegatron.core.collectives import Done, Pending
+from minimegatron.core.local_host.local_collectives import MAX_BYTES, get_mesh
 from minimegatron.core.tensor_parallel import all_to_all, mappings
 from minimegatron.tracing.lanes import in_flight
 from minimegatron.tracing.recorder import trace
@@ -35,7 +35,9 @@ def sent(kind: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> to
     return whole.expand(-1, *shape).remainder(2 if dtype == torch.bool else 64).to(dtype)
 
 
-def exchange(kind: str, shape: tuple[int, ...], dtype: torch.dtype, async_op: bool) -> bool:
+def exchange(
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype, async_op: bool, bounded: bool = False
+) -> bool:
     rank, group = dist.get_rank(), dist.group.WORLD
     rows = rows_to(group.size(), kind)
     out_splits, in_splits = [row[rank] for row in rows], rows[rank]
@@ -45,7 +47,8 @@ def exchange(kind: str, shape: tuple[int, ...], dtype: torch.dtype, async_op: bo
     mine = sent(kind, rank, shape, dtype)
     mine = torch.stack([mine, mine], dim=-1)[..., 0]
     splits = (None, None) if kind in ("equal", "nothing") else (out_splits, in_splits)
-    handle = collectives.all_to_all(output, mine, group, *splits, async_op=async_op)
+    options = {"async_op": async_op, "most_rows": max(map(max, rows)) if bounded else None}
+    handle = collectives.all_to_all(output, mine, group, *splits, **options)
     del mine
     if async_op:
         assert isinstance(handle, Pending)
@@ -57,15 +60,17 @@ def all_exchanges() -> list:
     # With the group's shared memory in use, another collective may come in between.
     collectives.all_reduce(torch.ones(1), dist.group.WORLD)
     wrong = [
-        (kind, shape, dtype, async_op)
+        (kind, shape, dtype, async_op, bounded)
         for kind in ("uneven", "one gets all", "equal", "nothing")
         for shape in ((), (3,), (2, 2))
         for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool)
         for async_op in (False, True)
-        if not exchange(kind, shape, dtype, async_op)
+        for bounded in (False, True)
+        if not exchange(kind, shape, dtype, async_op, bounded)
     ]
     assert has_shared_memory() == (get_mesh(dist.group.WORLD, torch.ones(1)) is not None)
-    check_overlapping()
+    check_overlapping(None)
+    check_overlapping(1)
     check_refusals()
     check_gradients()
     check_uneven_gathers()
@@ -74,18 +79,20 @@ def all_exchanges() -> list:
         assert exchange("uneven", (3,), torch.float64, async_op=False)
         assert exchange("uneven", (3,), torch.float64, async_op=True)
     if has_shared_memory():
+        check_ways()
         check_after_a_failed_step()
     return wrong
 
 
-def check_overlapping() -> None:
+def check_overlapping(most_rows: int | None) -> None:
     """Several under way, small collectives between them, waited for in another order."""
     group, size = dist.group.WORLD, dist.get_world_size()
     outputs, handles = [], []
     for number in range(4):
         outputs.append(torch.empty(size))
         mine = torch.full((size,), 10.0 * number + dist.get_rank())
-        handles.append(collectives.all_to_all(outputs[-1], mine, group, async_op=True))
+        options = {"async_op": True, "most_rows": most_rows}
+        handles.append(collectives.all_to_all(outputs[-1], mine, group, **options))
         total = torch.ones(3)
         collectives.all_reduce(total, group)
         assert total.tolist() == [size] * 3
@@ -111,7 +118,25 @@ def check_refusals() -> None:
             )
     with pytest.raises(ValueError, match=f"the input has {size + 1} rows"):
         collectives.all_to_all(torch.empty(size), torch.ones(size + 1), group)
+    with pytest.raises(ValueError, match="most_rows is 1, but the splits are"):
+        collectives.all_to_all(torch.empty(size), torch.ones(2 * size), group, None, None, False, 1)
     assert exchange("uneven", (2,), torch.float64, async_op=False)
+
+
+def check_ways() -> None:
+    """Through shared memory if all know that the largest piece is small, whatever this rank's are."""
+    ways = []
+    single = mock.patch.object(
+        dist, "all_to_all_single", side_effect=lambda *_: ways.append("gloo") or Done()
+    )
+    group, size = dist.group.WORLD, dist.get_world_size()
+    with single:
+        for most_rows in (None, 1, MAX_BYTES // 8, MAX_BYTES // 8 + 1):
+            output, mine = torch.zeros(size, 2), torch.full((size, 2), 1.0 + dist.get_rank())
+            collectives.all_to_all(output, mine, group, most_rows=most_rows)
+            ways += output[:, 0].tolist()
+    arrived, nothing = list(range(1, size + 1)), [0] * size
+    assert ways == ["gloo", *nothing, *arrived, *arrived, "gloo", *nothing]
 
 
 def check_gradients() -> None:
@@ -209,8 +234,11 @@ def check_after_a_failed_step() -> None:
     collectives.begin_step([group])
     if dist.get_rank() == 0:
         collectives.all_to_all(torch.empty(size), torch.ones(size), group, async_op=True)
+        collectives.all_to_all(torch.empty(size), torch.ones(size), group, None, None, True, 1)
     collectives.abandon([group], "planted")
     collectives.begin_step([group])
+    # Over shared memory, what is left of the failed step is not taken for this one's.
+    assert exchange("uneven", (3,), torch.float64, async_op=True, bounded=True)
     collectives.all_reduce(torch.ones(3), group)
     with pytest.raises(ConnectionError, match="collectives over gloo, and this rank"):
         collectives.all_to_all(torch.empty(size), torch.ones(size), group)
