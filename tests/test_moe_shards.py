@@ -1,8 +1,8 @@
 """What experts do differently from one process by design, against one that routes the same parts.
 
-A capacity and sinkhorn look at the tokens of one rank alone; the global loss of balance, at those of all
-copies of the model so far. So here one process has the whole model, and its routers are replaced by one
-written by hand: for each microbatch, for each copy, for each tensor-parallel rank's part of the
+A capacity and sinkhorn look at the tokens of one rank alone; the global loss of balance, at those of
+all copies of the model so far. So here one process has the whole model, and its routers are replaced by
+one written by hand: for each microbatch, for each copy, for each tensor-parallel rank's part of the
 sequence. Losses, every gradient and the norm are compared.
 """
 
@@ -62,6 +62,7 @@ MORE = [
         balance="few, probs",
         **FOUR,
     ),
+    Case(dp=4, ep=4, dispatcher="allgather", balance="padded, position", **FOUR),
     Case(tp=4, sp=True, etp=4, llama=True, balance="padded, probs", **FOUR),
     Case(tp=2, dp=2, sp=True, ep=2, etp=2, llama=True, balance="few, position", **FOUR),
     Case(tp=2, pp=2, sp=True, ep=2, topk=1, balance="sinkhorn", **FOUR),
