@@ -5,7 +5,8 @@
 // A view: {tracks: [track], span, words(time)}. A track is one stage:
 //   {rank, name, note, section: heading above it, lanes: [lane], strips: [strip]}
 //   a lane: {kind: "compute", bars: [bar], gaps: [{s, l, id}], transfers: [{s, l}]}
-//           {kind: "messages" or "collectives", bars: [{s, l, id, sent, label}]}
+//           {kind: "messages" or "collectives", bars: [{s, l, id, sent, label, exposed}]}: of l, the last part that
+//           the stage waited
 //           {kind: "ghost", bars: [bar]}: thin, the plan beside a run
 //   a bar: {s, l, id, parts: [{kind, chunk, mb}]}: a pair has two parts, one above the other
 //   a strip: {kind: "held" or "owed", points: [[time, count]], most, cap}
@@ -209,6 +210,11 @@
       pen.rect(x(bar.s), y, width, height - 1, lane.kind === "messages" ? colours.transfer : colours.held, isFaded ? 0.2 : 1);
       if (width > 7 * bar.label.length && height > 10) pen.text(x(bar.s) + width / 2, y + height - 2.5, bar.label, { size: 9, fill: colours.inner });
       if (marks.chosen === bar.id) ring(look, bar, y, height - 1);
+    }
+    // Over all of them: what is in flight may overlap.
+    for (const bar of lane.bars) {
+      const from = bar.s + bar.l - (bar.exposed ?? 0), isThere = marks.t === null || from <= marks.t;
+      if (bar.exposed && isThere && isSeen(look, bar)) pen.rect(x(from), y, Math.max(bar.exposed * scale, 1), height - 1, colours.over, marks.faded?.(bar) ? 0.2 : 1);
     }
   }
 

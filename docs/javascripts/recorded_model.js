@@ -3,7 +3,7 @@
 // what `minimegatron trace` knows of the run. docs/tools/record_traces.py says what a recording holds.
 //
 // Ids: "2:F3" is the forward of microbatch 3 on stage 2; "2:idle-before-F3" the gap before it;
-// "2:backward_step.4" the fifth call of that function there; "1>2:F3" a message.
+// "2:backward_step.4" the fifth call of that function there; "1>2:F3" a message; "2:F6&B2" a pair.
 
 (() => {
   const MM = (globalThis.MM ||= {});
@@ -17,6 +17,15 @@
 
   // "0.6 ms before F1: 0 ms waiting, 0 ms transfer, 0.6 ms own work" without what took no time.
   MM.withoutZeros = (words) => words.replace(/\b0 ms [^,:]+, /g, "").replace(/, 0 ms [^,:]+$/, "");
+
+  // The single pieces of work of an event: {k: name of the kind, m, c}.
+  const partsOf = (event) => event.q?.map(([k, m, c]) => ({ k, m, c })) ?? [event];
+
+  // A filter for work that is there, and was not there before: both halves of a pair may name the same.
+  const isNew = () => {
+    const seen = new Set();
+    return (found) => found && !seen.has(found.event) && seen.add(found.event);
+  };
 
   MM.RecordedScene = class RecordedScene {
     // `data`: the recording; `step`: one of its steps; `kinds`: the table of kinds by letter.
@@ -54,16 +63,17 @@
     }
 
     named(m) {
-      const maker = this.byIndex[m.a[0]].get(m.d), isGradient = m.x.startsWith("gradient");
-      return { ...m, id: `${m.a[0]}>${m.b[0]}:${isGradient ? "B" : "F"}${maker ? this.unit(maker).slice(1) : "?"}`, mb: maker?.m, isGradient };
+      const isGradient = m.x.startsWith("gradient"), maker = this.byIndex[m.a[0]].get(m.d);
+      const part = maker && partsOf(maker).find(({ k }) => (k === "forward") !== isGradient);
+      return { ...m, id: `${m.a[0]}>${m.b[0]}:${isGradient ? "B" : "F"}${part ? this.unit(part).slice(1) : "?"}`, mb: part?.m, isGradient };
     }
 
     isWork(event) {
-      return event.k in this.letters;
+      return event.k in this.letters || Boolean(event.q);
     }
 
     unit(event) {
-      return `${this.letters[event.k]}${event.m}${this.hasChunks ? `.${event.c}` : ""}`;
+      return partsOf(event).map(({ k, m, c }) => `${this.letters[k]}${m}${this.hasChunks ? `.${c}` : ""}`).join("&");
     }
 
     functionName(event) {
@@ -71,7 +81,7 @@
     }
 
     name(event) {
-      if (this.isWork(event)) return `${this.letters[event.k]}${event.m}${this.hasChunks ? say("name.chunk", { chunk: event.c }) : ""}`;
+      if (this.isWork(event)) return partsOf(event).map(({ k, m, c }) => `${this.letters[k]}${m}${this.hasChunks ? say("name.chunk", { chunk: c }) : ""}`).join(" & ");
       return event.a || this.data.functions[event.f][0];
     }
 
@@ -93,6 +103,7 @@
         lanes: [
           { kind: "compute", bars: this.work(rank).map((e) => this.bar(e)), gaps: owner.gaps.map(({ s, l, id }) => ({ s, l, id })),
             transfers: owner.events.filter((e) => e.t && !this.isWork(e) && e.k !== "communicate").map((e) => ({ s: e.s + e.l - e.t, l: e.t })) },
+          ...(owner.flights?.length ? [{ kind: "collectives", bars: owner.flights.map((flight) => this.flight(rank, flight)) }] : []),
           ...(messages ? [{ kind: "messages", bars: this.messages.filter((m) => m.a[0] === rank).map((m) => ({ s: m.a[2], l: m.b[2] - m.a[2], id: m.id, label: m.id.split(":")[1], parts: [{ kind: "F", mb: m.mb }] })) }] : []),
           ...(ghost ? [{ kind: "ghost", bars: owner.plan.map((bar) => ({ s: bar.s, l: bar.l, parts: [{ kind: this.letters[bar.k], chunk: bar.c }] })) }] : []),
         ],
@@ -105,13 +116,20 @@
     }
 
     bar(event) {
-      return { s: event.s, l: event.l, id: event.id, parts: [{ kind: this.letters[event.k], chunk: event.c, mb: event.m }] };
+      return { s: event.s, l: event.l, id: event.id, parts: partsOf(event).map(({ k, m, c }) => ({ kind: this.letters[k], chunk: c, mb: m })) };
+    }
+
+    // An all-to-all, from its start to the end of the wait for it; `exposed` is the length of that wait.
+    flight(rank, { s, l, w, i }) {
+      const event = this.byIndex[rank].get(i);
+      return { s, l, exposed: w, id: event.id, label: "A2A", parts: [{ mb: event.m }] };
     }
 
     held(rank) {
       let count = 0;
       return this.work(rank).map((event) => {
-        const { holds } = this.kinds[this.letters[event.k]];
+        // In a pair the backward frees layer after layer what the forward comes to hold.
+        const holds = partsOf(event).reduce((sum, { k }) => sum + this.kinds[this.letters[k]].holds, 0);
         return [holds > 0 ? event.s : event.s + event.l, (count += holds)];
       });
     }
@@ -124,18 +142,18 @@
 
     // What work needs: its own stage's forward, and the maker of the message that it uses.
     needs(rank, event) {
-      const own = this.kinds[this.letters[event.k]].takes === "gradient" ? [this.same(rank, event, "forward")] : [];
-      return [...this.messages.filter((m) => m.b[0] === rank && m.u === event.i).map((m) => this.at([m.a[0], m.d])), ...own].filter(Boolean);
+      const own = partsOf(event).filter(({ k }) => this.kinds[this.letters[k]].takes === "gradient").map((part) => this.same(rank, part, "forward"));
+      return [...this.messages.filter((m) => m.b[0] === rank && m.u === event.i).map((m) => this.at([m.a[0], m.d])), ...own].filter(isNew());
     }
 
     feeds(rank, event) {
-      const own = event.k === "forward" ? [this.same(rank, event, "backward")] : [];
-      return [...this.messages.filter((m) => m.a[0] === rank && m.d === event.i).map((m) => this.at([m.b[0], m.u])), ...own].filter(Boolean);
+      const own = partsOf(event).filter(({ k }) => k === "forward").map((part) => this.same(rank, part, "backward"));
+      return [...this.messages.filter((m) => m.a[0] === rank && m.d === event.i).map((m) => this.at([m.b[0], m.u])), ...own].filter(isNew());
     }
 
-    // Work of another kind on the same microbatch and chunk.
-    same(rank, event, kind) {
-      const found = this.work(rank).find((other) => other.k === kind && other.m === event.m && other.c === event.c);
+    // Work of another kind on the same microbatch and chunk, perhaps half of a pair.
+    same(rank, { m, c }, kind) {
+      const found = this.work(rank).find((other) => partsOf(other).some((part) => part.k === kind && part.m === m && part.c === c));
       return found && { rank, event: found };
     }
 
@@ -172,14 +190,14 @@
     }
 
     route(mb) {
-      const work = this.step.ranks.flatMap((_, rank) => this.work(rank).filter((event) => event.m === mb)
+      const work = this.step.ranks.flatMap((_, rank) => this.work(rank).filter((event) => partsOf(event).some(({ m }) => m === mb))
         .map((event) => ({ kind: "work", id: event.id, rank, s: event.s, e: event.s + event.l, event })));
       const messages = this.messages.filter((m) => m.mb === mb).map((message) => ({ kind: "message", id: message.id, rank: message.a[0], s: message.a[2], e: message.b[2], message }));
       return [...work, ...messages].sort((a, b) => a.s - b.s || a.e - b.e);
     }
 
     get numMicrobatches() {
-      return 1 + Math.max(...this.step.ranks.flatMap((_, rank) => this.work(rank).map((event) => event.m)), 0);
+      return 1 + Math.max(...this.step.ranks.flatMap((_, rank) => this.work(rank).flatMap((event) => partsOf(event).map(({ m }) => m))), 0);
     }
 
     narrate({ kind, rank, event, message }) {
@@ -189,7 +207,7 @@
         return { words: say(message.isGradient ? "route.gradient" : "route.activation", facts), frames: call ? this.frames(call) : null };
       }
       const gap = this.gapBefore(rank, event), chunk = this.hasChunks ? say("name.chunk", { chunk: event.c }) : "";
-      const words = [say(`route.${event.k}`, { rank, start: ms(event.s), end: ms(event.s + event.l), chunk })];
+      const words = [say(`route.${event.k}`, { rank, start: ms(event.s), end: ms(event.s + event.l), chunk, names: this.name(event) })];
       if (gap) words.push(`${gap.words}.`);
       return { words: words.join(" "), frames: this.frames(event) };
     }

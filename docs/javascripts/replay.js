@@ -6,7 +6,7 @@
 (() => {
   const MM = (globalThis.MM ||= {});
   const make = MM.make, say = (...words) => MM.say(...words), ms = MM.milliseconds, { check } = MM;
-  const ACTIONS = ["forward", "backward", "backward-input", "backward-weight", "communicate"];
+  const ACTIONS = ["forward", "backward", "backward-input", "backward-weight", "pair", "communicate"];
 
   MM.mountReplay = async function mountReplay(root, options) {
     const replay = new Replay(root, options);
@@ -178,6 +178,7 @@
         shades.forEach((shade, chunk) => entries.push(MM.kindEntry(shade, this.scene.hasChunks ? say("legend.chunk", { kind: words, chunk }) : words)));
       }
       entries.push([null, "mmp-idle", say("replay.waiting")], [null, "mmp-transferred", say("replay.transfer")], [null, "mmp-held", say("legend.held")]);
+      if (this.step.ranks.some(({ flights }) => flights?.length)) entries.push([null, "mmp-held", say("replay.exchange")], [null, "mmp-cap", say("replay.exposed")]);
       if (this.showPlan.checked) entries.push([null, "mmp-thin", say("replay.thin")]);
       if (this.showMessages.checked || this.following) entries.push([null, "mmp-transferred", say("legend.message")]);
       MM.legend(this.legend, entries);

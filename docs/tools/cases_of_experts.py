@@ -253,7 +253,7 @@ def gradient_table() -> str:
         dense, expert = make_grids(world, tp=t, ep=e, etp=etp)
         found = all_groups(world, tp=t, ep=e, etp=etp)
         apart = [ranks for ranks in found["expt_dp"] if len(ranks) > 1]
-        summed = " ".join(f"{{{_members(ranks)}}}" for ranks in apart) or "–"
+        summed = " ".join(f"`{_members(ranks)}`" for ranks in apart) or "–"
         wrong = Fraction(1, expert.dp) / _factor(dense.dp)
         shown = "right by luck" if wrong == 1 else f"**{wrong} times** too large"
         cells = [world, t, e, etp, dense.dp, expert.dp, summed, _factor(dense.dp), shown]
@@ -274,6 +274,17 @@ def times_over_edp(world: int, **sizes: int) -> Fraction:
     """How many times too large an expert's gradient is, if edp divides it."""
     dense, expert = make_grids(world, **sizes)
     return Fraction(1, expert.dp) / _factor(dense.dp * dense.cp)
+
+
+def groups_figure(world: int = 4, **sizes: int) -> str:
+    """The ranks as dense layers see them, and as experts do."""
+    found = all_groups(world, **sizes)
+    rows = [
+        ("data", found["dp"], "sum dense gradients"),
+        ("expert", found["ep"], "exchange tokens"),
+        ("expert data", found["expt_dp"], "sum gradients of experts"),
+    ]
+    return expert_pictures.groups(rows)
 
 
 def factor_of(world: int, **sizes: int) -> Fraction:

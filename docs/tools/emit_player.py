@@ -30,7 +30,12 @@ from plan_words import kinds_data  # noqa: E402
 from recorded_lines import MOVED, Finder, Missing, RecordedLine  # noqa: E402
 
 RECORDINGS = ROOT / "docs" / "recordings"
-SCHEDULES = {"1f1b-paced": "1f1b", "interleaved-paced": "interleaved", "one-rank": "no-pipelining"}
+SCHEDULES = {
+    "1f1b-paced": "1f1b",
+    "interleaved-paced": "interleaved",
+    "combined-paced": "combined",
+    "one-rank": "no-pipelining",
+}
 """Recording -> the schedule whose call chains the player shows from it."""
 
 Frame = tuple[str, str, str]
@@ -41,6 +46,7 @@ def write_player(package: Package, out: Path) -> None:
     write_orders(out / "javascripts")
     recordings = read_recordings()
     chains = {"gpipe": planned_chains(package), "planned": planned_chains(package, "")}
+    chains["combined"] = combined_chains(package)
     for name, data in recordings.items():
         resolved = resolve(data, package)
         if name in SCHEDULES:
@@ -58,7 +64,7 @@ def _write(path: Path, text: str) -> None:
 
 def read_recordings(folder: Path = RECORDINGS) -> dict[str, dict[str, Any]]:
     """Name -> recording, in the order in which `record_traces` makes them, then any others."""
-    order = ["1f1b-paced", "1f1b", "interleaved-paced", "tp2-pp2", "one-rank"]
+    order = ["1f1b-paced", "1f1b", "interleaved-paced", "tp2-pp2", "combined-paced", "one-rank"]
     paths = {path.stem: path for path in sorted(folder.glob("*.json"))}
     names = [name for name in order if name in paths] + [n for n in paths if n not in order]
     return {name: json.loads(paths[name].read_text()) for name in names}
@@ -126,8 +132,8 @@ def _actions(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     ranks = data["steps"][0]["ranks"]
     for rank in sorted(range(len(ranks)), key=lambda r: r in (0, len(ranks) - 1)):
         for event in ranks[rank]["events"]:
-            if event["k"] in ("forward", "backward", "communicate"):
-                letter = event["k"][0].upper()
+            if event["k"] in ("forward", "backward", "pair", "communicate"):
+                letter = event.get("q", [[event["k"]]])[0][0][0].upper()  # of a pair, the first
                 what = event["a"] if event["k"] == "communicate" else letter
                 yield f"{what} {event.get('ph', 'steady')}", event
 
@@ -154,6 +160,25 @@ def planned_chains(package: Package, schedule: str = "gpipe") -> dict[str, list[
             _named(package, "minimegatron.core.pipeline_parallel.steps", last),
         ]
     return chains
+
+
+def combined_chains(package: Package) -> dict[str, list[Frame]]:
+    """One step of combined 1F1B, whichever halves it has, for a site without a recording of it."""
+    frames = [
+        _named(package, module, symbol)
+        for module, symbol in (
+            ("minimegatron.core.pipeline_parallel.combined_1f1b", "combined_forward_backward_step"),
+            (
+                "minimegatron.core.models.common.model_chunk_schedule_plan",
+                "TransformerModelChunkSchedulePlan.run",
+            ),
+            (
+                "minimegatron.core.models.common.model_chunk_schedule_plan",
+                "TransformerLayerSchedulePlan.run",
+            ),
+        )
+    ]
+    return {"F warmup": frames, "B cooldown": frames}
 
 
 def _named(package: Package, module: str, symbol: str, text: str = "") -> Frame:

@@ -32,10 +32,10 @@ def routing(cells: Sequence[Sequence[Cell]], capacity: int) -> str:
         column = [cell for cell in (row[e] for row in cells) if cell[1]]
         most = max(most, len(column))
         for place, kept in enumerate(sorted((cell[2] for cell in column), reverse=True)):
-            y = line_y + place * 14 - 16
+            y = line_y + place * 14 - 16 + (5 if place >= capacity else 0)
             css = f"mm-hue-{e % HUES}" if kept else "mm-padding"
             parts.append(box(left + e * width, y, width - 8, 11, css))
-    y = line_y + capacity * 14 - 17.5
+    y = line_y + capacity * 14 - 15
     right = left + num_experts * width
     parts.append(f'<line x1="{left - 8}" y1="{y:g}" x2="{right:g}" y2="{y:g}" class="mm-limit"/>')
     parts.append(text(right + 4, y + 4, f"capacity {capacity}", "mm-small"))
@@ -48,7 +48,7 @@ def routing(cells: Sequence[Sequence[Cell]], capacity: int) -> str:
         )
         for t, row in enumerate(cells)
     )
-    return svg(right + 84, line_y + most * 14, said, parts)
+    return svg(right + 84, line_y + most * 14 + 5, said, parts)
 
 
 def _cell(x: float, y: float, w: float, h: float, expert: int, cell: Cell) -> list[str]:
@@ -186,3 +186,26 @@ def curves(named: Sequence[tuple[str, Sequence[float]]], worst: str) -> str:
         f"{name}: {values[0]:.2f} at first, {values[-1]:.2f} at last" for name, values in named
     )
     return svg(left + width + right, top + height + 30, said, parts)
+
+
+def groups(rows: Sequence[tuple[str, Sequence[Sequence[int]], str]]) -> str:
+    """A row for each kind of group: its name, its groups, and what is done over them."""
+    cell, left, height = 40, 104, 44
+    world = max(rank for _, found, _ in rows for ranks in found for rank in ranks) + 1
+    parts = []
+    for number, (name, found, what) in enumerate(rows):
+        y = 8 + number * height
+        parts.append(text(4, y + 21, name, "mm-strong"))
+        for hue, ranks in enumerate(found):
+            for rank in ranks:
+                x = left + rank * cell
+                tip = f"{name} group: {' '.join(map(str, ranks))}"
+                parts.append(box(x, y, cell - 6, 32, f"mm-hue-{hue % HUES}", tip))
+                on = f"mm-middle mm-on-{hue % HUES}"
+                parts.append(text(x + cell / 2 - 3, y + 21, rank, on))
+        parts.append(text(left + world * cell + 8, y + 21, what))
+    said = "; ".join(
+        f"{name} groups {' '.join(str(list(ranks)) for ranks in found)}: {what}"
+        for name, found, what in rows
+    )
+    return svg(left + world * cell + 190, 8 + len(rows) * height, said, parts)

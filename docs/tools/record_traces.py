@@ -84,6 +84,25 @@ RECIPES = {
             "--global-batch-size": 4,
         },
     ),
+    "combined-paced": Recipe(
+        "Combined 1F1B on 4 ranks, paced",
+        4,
+        {
+            "--pipeline-model-parallel-size": 2,
+            "--num-virtual-stages-per-pipeline-rank": 2,
+            "--num-layers": 4,
+            "--num-experts": 4,
+            "--expert-model-parallel-size": 2,
+            "--moe-token-dispatcher-type": "alltoall",
+            "--overlap-moe-expert-parallel-comm": "",
+            "--global-batch-size": 8,
+            "--pace-forward-ms": 80,
+            "--pace-backward-ms": 160,
+            "--pace-attention-ms": 40,
+            "--pace-mlp-ms": 40,
+            "--pace-all-to-all-ms": 30,
+        },
+    ),
     "one-rank": Recipe("One rank, no pipeline", 1, {"--num-layers": 2, "--global-batch-size": 3}),
 }
 NUM_STEPS = 3
@@ -99,7 +118,7 @@ def record(recipe: Recipe, folder: str) -> str:
     """
     flags = MODEL | recipe.flags | {"--train-iters": NUM_WARMUP_STEPS + NUM_STEPS}
     flags |= {"--trace-first-step": NUM_WARMUP_STEPS, "--trace-num-steps": NUM_STEPS}
-    words = [str(word) for flag, value in flags.items() for word in (flag, value)]
+    words = [str(word) for flag, value in flags.items() for word in (flag, value) if word != ""]
     launch = ["--standalone", "--nproc-per-node", str(recipe.num_ranks)]
     launch += ["-m", "minimegatron.pretrain_gpt"]
     subprocess.run(

@@ -97,11 +97,11 @@ def peak_in_flight_formula(config: PlanConfig, rank: int) -> Formula | None:
     if config.schedule == ONE_F_ONE_B:
         return Formula("min(M, p - r)", min(M, p - rank))
     if config.schedule == COMBINED and p == 1:
-        return Formula("1, and a layer" if M > 1 else "1", 1)
+        return Formula("1 (+ a layer)" if M > 1 else "1", 1)
     counts = count_rank_microbatches(p, rank, M, v, config.microbatch_group_size_per_vp_stage)
     if config.schedule == COMBINED:
         is_paired = counts.num_warmup + 1 < M * v
-        text = "min(Mv, w + 1)" + ", and a layer" * is_paired
+        text = "min(Mv, w + 1)" + " (+ a layer)" * is_paired
         return Formula(text, min(M * v, counts.num_warmup + 1))
     return Formula("min(Mv, w + 1)", min(M * v, counts.num_warmup + 1))
 

@@ -17,7 +17,7 @@ import torch
 
 from minimegatron.core import tracing
 from minimegatron.core.tracing import Call
-from minimegatron.planner.links import KIND_OF_LINK
+from minimegatron.planner.links import COMBINED_STEP, KIND_OF_LINK
 
 
 class Kept(NamedTuple):
@@ -47,7 +47,7 @@ class ActivationMeter:
         self.now = 0
         self.peak = 0
         self.after_each: list[int] = []
-        """`now` at the end of each piece of work (`forward_step`, `backward_step`, ...), in order."""
+        """`now` at the end of each piece of work (`forward_step`, a combined step, ...), in order."""
 
     def __enter__(self) -> "ActivationMeter":
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -75,7 +75,7 @@ class ActivationMeter:
 
     def stop(self, call: Call) -> None:
         """A traced call ends."""
-        if call.name in KIND_OF_LINK:
+        if call.name in KIND_OF_LINK or call.name == COMBINED_STEP:
             self.after_each.append(self.now)
 
     # -- As hooks --

@@ -144,7 +144,7 @@ def _step_data(
                 "events": [_event(step, rank, index, texts) for index in step.indices[rank]],
                 "gaps": [_gap(step, gap) for gap in step.gaps(rank)],
                 "plan": _planned(step, rank),
-                "flights": [_flight(step, bar) for bar in in_flight(step.events[rank])],
+                "flights": _flights(step, rank),
             }
             for rank in ranks
         ],
@@ -231,6 +231,14 @@ def _gap(step: Step, gap: TracedGap) -> dict[str, Any]:
         "f": list(gap.waits_for) if gap.waits_for is not None else None,
         "x": gap_words(step, gap),
     }
+
+
+def _flights(step: Step, rank: int) -> list[dict[str, Any]]:
+    index_of = {id(event): index for index, event in step.events[rank].items()}
+    return [
+        {"i": index_of[id(bar.events[0])], **_flight(step, bar)}
+        for bar in in_flight(step.events[rank])
+    ]
 
 
 def _flight(step: Step, bar: Bar) -> dict[str, Any]:

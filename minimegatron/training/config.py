@@ -246,6 +246,12 @@ class TracingConfig:
     """Pad each forward of a chunk to this many milliseconds, to see the schedule by itself."""
     pace_backward_ms: float | None = knob(minimum=0.0)
     """The same for each backward; give both."""
+    pace_attention_ms: float | None = knob(minimum=0.0)
+    """With these two, in combined 1F1B: of a layer's attention in a forward; twice in a backward."""
+    pace_mlp_ms: float | None = knob(minimum=0.0)
+    """The same of its experts, or of its dense half."""
+    pace_all_to_all_ms: float | None = knob(minimum=0.0)
+    """No all-to-all of tokens is over before; it comes on top of what computes, unless it is hidden."""
 
 
 @section("checkpoint")

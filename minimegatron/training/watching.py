@@ -11,6 +11,8 @@ from minimegatron.tracing.recorder import trace
 from minimegatron.training.global_vars import get_args
 from minimegatron.training.utils import print_rank_0
 
+OF_LAYERS = ("attention_ms", "mlp_ms", "all_to_all_ms")
+
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
@@ -18,7 +20,8 @@ def watched() -> Iterator[None]:
     args = get_args()
     with contextlib.ExitStack() as stack:
         if args.pace_forward_ms is not None:
-            stack.enter_context(pace(args.pace_forward_ms, args.pace_backward_ms))
+            layers = {name: getattr(args, f"pace_{name}") for name in OF_LAYERS}
+            stack.enter_context(pace(args.pace_forward_ms, args.pace_backward_ms, **layers))
             print_rank_0(
                 f"> paced: every forward takes {args.pace_forward_ms:g} ms and every backward "
                 f"{args.pace_backward_ms:g} ms, or longer; times mean nothing else"

@@ -28,7 +28,8 @@ PATIENCE = 4.0
 
 SHOWN = {
     "loss": "softmax-of-a-part foreign-tokens-not-masked same-draw-on-every-rank "
-    "chunks-laid-out-by-rank unsorted-local-experts expert-key-local expert-mark-by-ep-only",
+    "chunks-laid-out-by-rank unsorted-local-experts expert-key-local expert-mark-by-ep-only "
+    "final-norm-outside-plan",
     "memory": "one-warm-up-too-many",
     "update": "clipped-by-the-local-norm shared-weight-counted-twice replicas-counted-often "
     "expert-norm-by-tp-rank",
@@ -36,7 +37,8 @@ SHOWN = {
     "error": "warm-up-not-clamped input-without-gradient embedding-group-of-all-stages "
     "backward-chunks-in-forward-order one-receive-too-many short-group-allowed "
     "chunks-share-an-iterator input-of-another-chunk full-sequence-buffer "
-    "no-sync-forgotten a2a-backward-same-splits empty-expert-skipped",
+    "no-sync-forgotten a2a-backward-same-splits empty-expert-skipped "
+    "exchange-of-another-forward combined-without-extra-warmup",
 }
 """Every other lab ends in a wrong gradient."""
 

@@ -407,6 +407,7 @@ BAD_CONFIGS = [
     ),
     BadConfig("--pace-forward-ms 40", ("--pace-forward-ms", "--pace-backward-ms")),
     BadConfig("--pace-backward-ms 80", ("--pace-forward-ms", "--pace-backward-ms")),
+    BadConfig("--pace-all-to-all-ms 5", ("--pace-all-to-all-ms", "without --pace-forward-ms")),
     BadConfig(
         "--pace-forward-ms -1 --pace-backward-ms 80", ("--pace-forward-ms is -1", "0 or more")
     ),

@@ -279,7 +279,7 @@ class CombinedSteps:
 
 
 def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
-    output = _first(arguments["b_output_tensor"])
+    output = arguments["b_output_tensor"]
     plan = None if output is None else output.schedule_plan
     chunk, is_forward = arguments["f_model_chunk_id"], arguments["f_model"] is not None
     return {
@@ -297,12 +297,12 @@ def combined_forward_backward_step(
     data_iterator: Iterator | None,
     f_model: torch.nn.Module | None,
     num_microbatches: int,
-    input_tensor: Any,
+    input_tensor: torch.Tensor | None,
     forward_data_store: list,
     b_model: torch.nn.Module | None,
-    b_input_tensor: Any,
-    b_output_tensor: Any,
-    b_output_tensor_grad: Any,
+    b_input_tensor: torch.Tensor | None,
+    b_output_tensor: torch.Tensor | None,
+    b_output_tensor_grad: torch.Tensor | None,
     config: ModelParallelConfig,
     f_model_chunk_id: int | None = None,
     pre_forward: Callable | None = None,
@@ -316,7 +316,7 @@ def combined_forward_backward_step(
     *,
     cp_group_size: int = 1,
     is_last_stage: bool | None = None,
-) -> tuple[Any, torch.Tensor | None, Any]:
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """`forward_step` of one microbatch and `backward_step` of another, their nodes side by side.
 
     Args:
@@ -326,7 +326,7 @@ def combined_forward_backward_step(
         checkpoint_activations_microbatch: None: a plan is not run again.
         cp_group_size: as for `forward_step`.
         is_last_stage: of the forward's chunk; None for what the model says (`post_process`).
-        The others: as for `forward_step` and `backward_step`.
+        The others: as for `forward_step` and `backward_step`; no lists of tensors.
 
     Returns (output, number of tokens, gradient of the backward's input), None for an absent one. Raises
     TypeError if `forward_step_func` returns no schedule plan.
@@ -363,7 +363,7 @@ def combined_forward_backward_step(
                 is_last_stage,
             )
             output.schedule_plan, output.loss_input = f_plan, loss_input
-    return _like(input_tensor, output), num_tokens, _grads_of(b_input_tensor)
+    return output, num_tokens, None if b_input_tensor is None else b_input_tensor.grad
 
 
 def _build_plan(
@@ -385,29 +385,17 @@ def _build_plan(
 
 
 def _take_plan(
-    output_tensor: Any, output_tensor_grad: Any, config: ModelParallelConfig
+    output_tensor: torch.Tensor,
+    output_tensor_grad: torch.Tensor | None,
+    config: ModelParallelConfig,
 ) -> tuple[AbstractSchedulePlan, torch.Tensor | None]:
     """The plan of a forward, and the gradient of its output: on the last stage the loss's backward."""
-    output, grad = _first(output_tensor), _first(output_tensor_grad)
-    plan, loss_input = output.schedule_plan, output.loss_input
-    output.schedule_plan = output.loss_input = None
+    plan, loss_input = output_tensor.schedule_plan, output_tensor.loss_input
+    output_tensor.schedule_plan = output_tensor.loss_input = None
     if loss_input is None:
-        return plan, grad
-    loss = output if config.grad_scale_func is None else config.grad_scale_func(output)
-    with torch.autocast(output.device.type, enabled=False):
+        return plan, output_tensor_grad
+    scale = config.grad_scale_func
+    loss = output_tensor if scale is None else scale(output_tensor)
+    with torch.autocast(loss.device.type, enabled=False):
         torch.autograd.backward(loss)
     return plan, loss_input.grad
-
-
-def _first(one_or_list: Any) -> Any:
-    return one_or_list[0] if isinstance(one_or_list, list) else one_or_list
-
-
-def _like(given: Any, tensor: Any) -> Any:
-    return [tensor] if isinstance(given, list) else tensor
-
-
-def _grads_of(tensors: Any) -> Any:
-    if isinstance(tensors, list):
-        return [_grads_of(tensor) for tensor in tensors]
-    return None if tensors is None else tensors.grad

@@ -325,8 +325,7 @@ def all_to_all(
 ) -> torch.Tensor:
     """[n, ...] -> [n', ...]: `input_split_sizes[j]` rows go to rank j, `output_split_sizes_[j]` come.
 
-    None: the same number for all. `most_rows`, and what raises ValueError: see
-    `collectives.all_to_all`.
+    None: the same number for all. `most_rows` and what is raised: as for `collectives.all_to_all`.
     """
     if group.size() == 1:
         return input_

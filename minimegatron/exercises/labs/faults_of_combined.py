@@ -16,7 +16,7 @@ FAULTS_OF_COMBINED = (
         "            num_warmup += 1\n",
         "            num_warmup += 0\n",
         "Without one more warm-up forward the last stage pairs a forward with its own backward, which "
-        "needs the loss of the forward beside it.",
+        "needs the loss of the forward beside it. There is none yet: taking it raises StopIteration.",
     ),
     Fault(
         "chunk-zero-is-false",
@@ -63,7 +63,7 @@ FAULTS_OF_COMBINED = (
         "        if model.decoder.final_layernorm is not None:\n",
         "        if False:\n",
         "The layers run as nodes and the block that holds them does not, so nobody applies its final "
-        "norm.",
+        "norm: the loss is wrong.",
     ),
     Fault(
         "loss-in-half",
@@ -90,7 +90,7 @@ FAULTS_OF_COMBINED = (
     Fault(
         "plan-kept",
         _PP + "combined_1f1b.py",
-        "    output.schedule_plan = output.loss_input = None\n",
+        "    output_tensor.schedule_plan = output_tensor.loss_input = None\n",
         "",
         "An output that somebody keeps keeps its plan, and with it every node of the microbatch.",
     ),
@@ -110,7 +110,7 @@ FAULTS_OF_COMBINED = (
         "        received, handles = _start(self.exchange.reversed(), grads)\n",
         "        received, handles = _start(self.get_exchange().reversed(), grads)\n",
         "A backward asks the dispatcher how many tokens went where, when it is in another forward "
-        "already.",
+        "already. The numbers do not fit, which raises a ValueError.",
     ),
     Fault(
         "dropout-of-all-ranks-alike",

@@ -173,6 +173,7 @@ _EP_TP = _EP | _SP | {"etp": 1}
 _ETP = {"num_microbatches": 2, "num_experts": 2, "etp": 2, "swiglu": True}
 _BALANCE = {"balance": "aux_loss"}
 _BY_SEQUENCE = {"balance": "seq_aux_loss"}
+_COMBINED = _EP | {"num_microbatches": 3, "overlap_moe": True}
 _EMPTY = _EP | {"num_experts": 8, "topk": 1, "overlap_grad_reduce": True}
 
 LABS = (
@@ -234,5 +235,10 @@ LABS = (
     Lab("experts-in-dense-buffer", _EP, 2),
     Lab("expert-mark-by-ep-only", _ETP, 2),
     Lab("expert-norm-by-tp-rank", _EP_TP | _CLIP, 2),
+    # -- Experts: combined 1F1B --
+    Lab("residual-gradient-lost", _COMBINED, 2),
+    Lab("final-norm-outside-plan", _COMBINED, 2),
+    Lab("exchange-of-another-forward", _COMBINED, 2),
+    Lab("combined-without-extra-warmup", _COMBINED | _VP, 4),
 )
 """Those faults that one step of a small model can show, the simplest layouts first."""

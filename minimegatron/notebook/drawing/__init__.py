@@ -3,15 +3,9 @@
     from minimegatron.notebook.drawing import draw_groups
 
 Each function draws and shows one figure. `ranks`: what ranks are and exchange; `runs`: what a run
-did; `sizes`: numbers side by side; `experts`: who chose whom, and how even the load is.
+did; `sizes`: numbers side by side; `token_ways`: who chose whom, and how even the load is.
 """
 
-from minimegatron.notebook.drawing.experts import (
-    draw_balance,
-    draw_routing,
-    draw_splits,
-    draw_ways,
-)
 from minimegatron.notebook.drawing.ranks import (
     draw_groups,
     draw_matrices,
@@ -32,6 +26,12 @@ from minimegatron.notebook.drawing.sizes import (
     draw_shares,
     draw_stages,
     draw_weights,
+)
+from minimegatron.notebook.drawing.token_ways import (
+    draw_balance,
+    draw_routing,
+    draw_splits,
+    draw_ways,
 )
 
 __all__ = [

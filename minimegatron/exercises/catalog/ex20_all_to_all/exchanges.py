@@ -44,12 +44,12 @@ def agreed(student: ModuleType, phase: Phase) -> Iterator[None]:
         group: Any,
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
-        async_op: bool = False,
+        **options: Any,
     ) -> Any:
         sent = _checked_splits(phase, "sends", "input", input, input_splits, group)
         expected = _checked_splits(phase, "expects", "output", output, output_splits, group)
         _check_agreement(phase, input, sent, expected, group)
-        return exchange(output, input, group, output_splits, input_splits, async_op)
+        return exchange(output, input, group, output_splits, input_splits, **options)
 
     places = [(module, "all_to_all") for module in (collectives,)]
     places += [(student, name) for name, value in vars(student).items() if value is exchange]
