@@ -184,6 +184,12 @@ def test_who_lets_the_gradients_go(package):
     # The chunk calls its frame, of which it knows only the class above.
     found = called_from(package, PIPELINE + "step_frame", "StepFrame.before_backward")
     assert found == {"ModelChunk.begin_backward": ["self.frame.before_backward(self)"]}
+    found = called_from(package, PIPELINE + "steps", "ModelChunk.begin_backward")
+    assert found.keys() == {
+        "ModelChunk.backward_step",
+        "_step_of_chunk",
+        "CombinedSteps._begin_backward",
+    }
     found = called_from(package, PIPELINE + "step_frame", "StepFrame.__exit__")
     assert set(found["forward_backward_pipelining_without_interleaving"]) == {"with frame:"}
 

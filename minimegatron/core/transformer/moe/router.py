@@ -10,6 +10,9 @@ share: the shares of the t * c ranks of a microbatch sum to its loss. A step add
     default                     share                       c / M, and by 1 / (d c) in data parallelism
     calculate_per_token_loss    share * tokens (T t c)      1 / (tokens of the whole step)
 
+Tokens of the whole step are those that the loss function counts. Where it leaves some out, and losses
+are per token, those of balance weigh more by as much: a router counts them all.
+
 Gradients of the weight are summed over t. So a step is that of one process, however tokens are cut,
 with aux_loss, seq_aux_loss and z-loss. By design it is not with a capacity or sinkhorn, which look at
 this rank's tokens alone, or with global_aux_loss and d > 1, where a microbatch also sees the counts of
