@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "biases of an expert that is cut": (
         {**EXPERTS, "expert_tensor_parallel_size": 2},
-        "expert_tensor_parallel_size 2 with add_bias_linear",
+        "expert_tensor_parallel_size 2 with biases: each of the 2 ranks",
     ),
     "tensor ranks without sequence parallelism": (
         {**EXPERTS, **NO_BIAS, "tensor_model_parallel_size": 2},
@@ -41,7 +41,7 @@ REFUSED = {
     ),
     "biases of a shared expert": (
         {**EXPERTS, "moe_shared_expert_intermediate_size": 8},
-        "moe_shared_expert_intermediate_size with add_bias_linear",
+        "moe_shared_expert_intermediate_size with biases",
     ),
     "a gate without a shared expert": (
         {**EXPERTS, "moe_shared_expert_gate": True},
@@ -222,6 +222,7 @@ def test_flags():
             2,
             "--tensor-model-parallel-size 2 needs --sequence-parallel",
         ),
+        ("--expert-tensor-parallel-size 2", 2, "add --disable-bias-linear, or use --expert-tensor"),
         ("--moe-aux-loss-coeff 0.1 0.2", 1, "--moe-aux-loss-coeff has 2"),
         ("--moe-expert-capacity-factor 0", 1, "--moe-expert-capacity-factor is 0.0"),
     ],
