@@ -209,12 +209,12 @@ def test_flags():
         (
             "--expert-model-parallel-size 4",
             2,
-            "has 2 processes, which do not divide into --expert-m",
+            "are 2 per stage, which do not divide into --expert-m",
         ),
         (
             "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
             2,
-            "each of the 2 stages has 1 processes",
+            "2 processes over --pipeline-model-parallel-size 2 are 1 per stage",
         ),
         ("--moe-router-topk 5", 1, "--moe-router-topk 5 is more than --num-experts 4"),
         (
