@@ -170,8 +170,8 @@ def _check_sizes(config: Any) -> None:
             )
     if etp > 1 and config.add_bias_linear:
         raise ValueError(
-            f"expert_tensor_parallel_size {etp} with add_bias_linear: each of the {etp} ranks that "
-            "share an expert would add its bias; turn biases off, or use "
+            f"expert_tensor_parallel_size {etp} with biases: each of the {etp} ranks that share an "
+            "expert would add its bias; set add_bias_linear=False, or use "
             "expert_tensor_parallel_size 1"
         )
     if tp > 1 and not config.sequence_parallel:
@@ -181,8 +181,8 @@ def _check_sizes(config: Any) -> None:
         )
     if config.moe_shared_expert_intermediate_size is not None and config.add_bias_linear:
         raise ValueError(
-            "moe_shared_expert_intermediate_size with add_bias_linear: shared experts have no biases; "
-            "turn biases off"
+            "moe_shared_expert_intermediate_size with biases: shared experts have none; set "
+            "add_bias_linear=False"
         )
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError(
