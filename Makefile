@@ -49,6 +49,9 @@ demo: $(VENV)/.installed
 	@echo '  make demo LAYOUT="--tensor-model-parallel-size 2"                     two copies (dp=2)'
 	@echo '  make demo LAYOUT= NPROC=1                                             one process'
 	@echo
+	@echo 'Experts in place of the MLPs, on as many ranks; about the same work per token:'
+	@echo '  make demo LAYOUT="--num-experts 8 --expert-model-parallel-size 2 --moe-ffn-hidden-size 192 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"'
+	@echo
 	@$(DEMO)
 
 # Three workers on two processors: many tests wait. What takes longest comes first, see tests/conftest.py.

@@ -51,11 +51,12 @@ def test_demo_shows_what_it_runs():
 
 def test_every_layout_offered_works():
     offered = re.findall(r"make demo (LAYOUT=(?:\"[^\"]*\")?)([^']*)", dry_run())
-    assert len(offered) == 4
-    layouts = []
+    assert len(offered) == 5
+    layouts, experts = [], []
     for layout, rest in offered:
         settings = [layout.replace('"', ""), *re.findall(r"NPROC=\d+", rest)]
         args = arguments_of_demo(*settings)
+        experts.append((args.num_experts, args.expert_model_parallel_size))
         layouts.append(
             (
                 args.tensor_model_parallel_size,
@@ -64,4 +65,7 @@ def test_every_layout_offered_works():
                 args.data_parallel_size,
             )
         )
-    assert layouts == [(1, 4, None, 1), (2, 2, 2, 1), (2, 1, None, 2), (1, 1, None, 1)]
+    *dense, with_experts = layouts
+    assert dense == [(1, 4, None, 1), (2, 2, 2, 1), (2, 1, None, 2), (1, 1, None, 1)]
+    assert with_experts == (1, 1, None, 4)
+    assert experts == [(None, 1)] * 4 + [(8, 2)]

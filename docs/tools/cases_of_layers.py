@@ -150,7 +150,7 @@ def step_time(
 
 
 def combined_order(pp: int, m: int, rank: int, vpp: int | None = None) -> str:
-    """`F0 [F1 B0] B1`: what a rank does, pairs in brackets."""
+    """As code: F0 [F1 B0] B1, what a rank does, pairs in brackets."""
     words = []
     for action in plan("combined", pp, m, vpp).work(rank):
         parts = [
@@ -158,7 +158,7 @@ def combined_order(pp: int, m: int, rank: int, vpp: int | None = None) -> str:
             for part in parts_of(action)
         ]
         words.append(f"[{' '.join(parts)}]" if len(parts) > 1 else parts[0])
-    return " ".join(words)
+    return f"`{' '.join(words)}`"
 
 
 def warmup_of(pp: int, m: int, rank: int, vpp: int, is_combined: bool = False) -> int:
@@ -180,7 +180,7 @@ def price_table(pp: int = 2, m: int = 4, vpp: int = 2, layers: int = 2) -> str:
     rows = [
         [
             f"rank {rank}",
-            f"`{combined_order(pp, m, rank, vpp)}`",
+            combined_order(pp, m, rank, vpp),
             f"{warmup_of(pp, m, rank, vpp)} → {warmup_of(pp, m, rank, vpp, True)}",
             f"{peak_layers(pp, m, rank, vpp, layers, False)} → "
             f"{peak_layers(pp, m, rank, vpp, layers)}",

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
-from minimegatron.planner.actions import KINDS, Event, parts_of
+from minimegatron.planner.actions import BACKWARD_WEIGHT, KINDS, Event, parts_of
 from minimegatron.planner.imagined_transport import cost_key
 from minimegatron.planner.layer_costs import LayeredCosts, lanes_of
-from minimegatron.planner.layer_plan import LayerCosts
+from minimegatron.planner.layer_plan import DISPATCH, LayerCosts
 from minimegatron.planner.links import LAYER_NODE
 from minimegatron.planner.simulator import Costs
 from minimegatron.planner.stage import PlanConfig
@@ -43,7 +43,7 @@ def costs_of(step: Any) -> Costs:
     if pace is None:
         return _measured(step)
     if has_nodes(step):
-        return _of_nodes(step)
+        return costs_of_nodes(step)
     if "all_to_all_ms" not in pace:
         return Costs(**{KINDS[k].cost: 1e3 * paced_ms(pace, k) for k in step.all_kinds})
     waited = _exchanges_by_stage(step)
@@ -115,30 +115,37 @@ def is_of_tokens(event: Event) -> bool:
     return event.name == ALL_TO_ALL and len(event.attributes.get("shape", ())) > 1
 
 
-def _of_nodes(step: Any) -> LayeredCosts:
-    """From the pace, and from the layers that the step ran: with experts where there is a dispatch."""
-    pace, placement = step.pace, step.config.placement
-    layers: dict[int, dict[int, bool]] = defaultdict(dict)
-    delay_wgrad = False
+def layers_of(step: Any) -> dict[int, dict[int, bool]]:
+    """Virtual stage -> number of each layer that ran in nodes -> whether it has experts."""
+    found: dict[int, dict[int, bool]] = defaultdict(dict)
     for rank, events in enumerate(step.events):
         for event in events.values():
-            if event.name != LAYER_NODE:
-                continue
-            node, layer = event.attributes["node"], event.attributes.get("layer", 0)
-            delay_wgrad |= event.attributes["direction"] == "backward-weight"
-            of_stage = layers[placement.stage_of(rank, event.action.chunk or 0)]
-            of_stage[layer] = of_stage.get(layer, False) or node == "dispatch"
+            if event.name == LAYER_NODE:
+                stage = step.config.placement.stage_of(rank, event.action.chunk or 0)
+                layer = event.attributes.get("layer", 0)
+                has_experts = event.attributes["node"] == DISPATCH
+                found[stage][layer] = found[stage].get(layer, False) or has_experts
+    return {stage: dict(sorted(layers.items())) for stage, layers in sorted(found.items())}
+
+
+def costs_of_nodes(step: Any) -> LayeredCosts:
+    """From the pace, and from the layers that the step ran.
+
+    Without a pace the nodes take no time; their order is right.
+    """
+    pace, layers = step.pace or {}, layers_of(step)
     compute = (1e3 * pace.get("attention_ms", 0), 1e3 * pace.get("mlp_ms", 0))
     exchange = 1e3 * pace.get("all_to_all_ms", 0)
+    nodes = (e for events in step.events for e in events.values() if e.name == LAYER_NODE)
     return LayeredCosts.of_layers(
         [
             [
-                LayerCosts(*compute, *((exchange, exchange) if is_moe else ()))
-                for _, is_moe in sorted(layers[stage].items())
+                LayerCosts(*compute, *((exchange, exchange) if has_experts else ()))
+                for has_experts in layers.get(stage, {}).values()
             ]
-            for stage in range(placement.num_stages)
+            for stage in range(step.config.placement.num_stages)
         ],
-        delay_wgrad=delay_wgrad,
+        delay_wgrad=any(node.attributes["direction"] == BACKWARD_WEIGHT for node in nodes),
         blocking=step.stages[0].device == "cpu",
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.lanes import exposure
+from minimegatron.tracing.node_order import wrong_nodes
 from minimegatron.tracing.step import Step, TracedGap
 from minimegatron.tracing.step_costs import planned_exposure
 from minimegatron.tracing.trace_words import (
@@ -48,7 +49,7 @@ def heading(step: Step, clock_words: str = "") -> Iterator[str]:
 
 def plan_lines(step: Step) -> Iterator[str]:
     """Whether the run did what its plan says, and where it first did not."""
-    problems = [*map(str, compare_with_plan(step)), *wrong_messages(step)]
+    problems = [*map(str, compare_with_plan(step)), *wrong_messages(step), *wrong_nodes(step)]
     num_actions = sum(len(step.actions(rank)) for rank in range(len(step.stages)))
     if not problems:
         yield (

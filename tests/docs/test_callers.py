@@ -183,7 +183,13 @@ def test_who_lets_the_gradients_go(package):
     }
     # The chunk calls its frame, of which it knows only the class above.
     found = called_from(package, PIPELINE + "step_frame", "StepFrame.before_backward")
-    assert found == {"ModelChunk.backward_step": ["self.frame.before_backward(self)"]}
+    assert found == {"ModelChunk.begin_backward": ["self.frame.before_backward(self)"]}
+    found = called_from(package, PIPELINE + "steps", "ModelChunk.begin_backward")
+    assert found.keys() == {
+        "ModelChunk.backward_step",
+        "_step_of_chunk",
+        "CombinedSteps._begin_backward",
+    }
     found = called_from(package, PIPELINE + "step_frame", "StepFrame.__exit__")
     assert set(found["forward_backward_pipelining_without_interleaving"]) == {"with frame:"}
 
@@ -194,7 +200,7 @@ def test_who_runs_a_backward(package):
     }
     found = called_from(package, PIPELINE + "steps", "ModelChunk.backward_step")
     assert found.keys() == {
-        "forward_backward_no_pipelining",
+        "_one_after_the_other",
         "forward_backward_pipelining_without_interleaving",
         "_InterleavedRun._backward",
         "PlannedRun._one_by_one",

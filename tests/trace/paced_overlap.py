@@ -17,6 +17,7 @@ from minimegatron.core import parallel_state
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.lanes import exposure
+from minimegatron.tracing.node_order import wrong_nodes
 from minimegatron.tracing.step import Step
 from minimegatron.tracing.step_costs import planned_exposure
 from tests import parity
@@ -113,7 +114,7 @@ def ran_of(name: str, step: Step) -> Ran:
         max(exposure(step.events[rank]).exposed for rank in stages) / 1e3,
         max(planned_exposure(step, rank) for rank in stages) / 1e3,
         step.num_late,
-        (*map(str, compare_with_plan(step)), *wrong_messages(step)),
+        (*map(str, compare_with_plan(step)), *wrong_messages(step), *wrong_nodes(step)),
     )
 
 

@@ -21,6 +21,7 @@ from minimegatron.tracing.clock import Alignment
 from minimegatron.tracing.compare import compare_with_plan
 from minimegatron.tracing.html import page_data
 from minimegatron.tracing.lanes import exposure, lanes_of
+from minimegatron.tracing.node_order import wrong_nodes
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.recorder import Recorder
 from minimegatron.tracing.recording_shape import check_recording
@@ -163,6 +164,25 @@ def test_nodes_and_waits_are_of_their_own_microbatch(step):
             index = event.attributes.get("begun")
             at = event if index is None else step.events[0][index]
             assert event.action.microbatch == step.events[0][at.parent].action.microbatch
+
+
+def test_nodes_are_those_of_the_plan(recorded):
+    assert wrong_nodes(Trace([recorded]).step(0)) == []
+    # Two all-to-alls of a pair the other way round: the other ranks would wait for ever.
+    nodes = [n for n, event in enumerate(recorded.events) if event.name == "layer-node"]
+    exchanges = [n for n in nodes if recorded.events[n].attributes["lane"] == "all-to-all"]
+    one, other = exchanges[4:6]
+    events = list(recorded.events)
+    for here, there in ((one, other), (other, one)):
+        node = recorded.events[there]
+        events[here] = replace(events[here], action=node.action, attributes=node.attributes)
+    (problem,) = wrong_nodes(Trace([replace(recorded, events=events)]).step(0))
+    assert problem == (
+        "stage 0, all-to-all, node 4: expected combine of layer 1, backward of microbatch 0, chunk 0, "
+        "found dispatch of layer 0, forward of microbatch 1, chunk 0"
+    )
+    report = Trace([replace(recorded, events=events)]).report()
+    assert "plan: NOT followed" in report and problem in report
 
 
 def test_what_is_exposed_is_what_the_lanes_say(step):

