@@ -84,7 +84,8 @@ def check_world(args: argparse.Namespace) -> None:
     if world // p % (ep * etp):
         raise ValueError(
             f"{world} processes over --pipeline-model-parallel-size {p} are {world // p} per stage, "
-            f"which do not divide into --expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} = {ep * etp}; "
+            f"which do not divide into --expert-model-parallel-size {ep} x "
+            f"--expert-tensor-parallel-size {etp} = {ep * etp}; "
             f"start a multiple of {ep * etp * p} processes or change these sizes"
         )
 

@@ -56,6 +56,39 @@ REFUSED = {
         {**EXPERTS, "moe_layer_freq": [1, 0, 2, 1]},
         "give a 1 or a 0 for each layer",
     ),
+    "a way to balance given twice": (
+        {
+            **EXPERTS,
+            "moe_router_load_balancing_type": ["aux_loss", "aux_loss"],
+            "moe_aux_loss_coeff": [0.1, 0.2],
+        },
+        r"moe_router_load_balancing_type is ['aux_loss', 'aux_loss']; give each way once",
+    ),
+    "a list of no way to balance": (
+        {**EXPERTS, "moe_router_load_balancing_type": [], "moe_aux_loss_coeff": []},
+        "moe_router_load_balancing_type is []; give each way once, or none",
+    ),
+    "a weight that is no number": (
+        {**EXPERTS, "moe_aux_loss_coeff": float("nan")},
+        "moe_aux_loss_coeff is nan; give 0 or more",
+    ),
+    "a bias that sinkhorn does not read": (
+        {
+            **EXPERTS,
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
+        "moe_router_enable_expert_bias is True, but moe_router_load_balancing_type 'sinkhorn'",
+    ),
+    "a factor that sinkhorn does not read": (
+        {
+            **EXPERTS,
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_router_topk_scaling_factor": 2.0,
+        },
+        "drop moe_router_topk_scaling_factor",
+    ),
     "more choices than experts": (
         {**EXPERTS, "moe_router_topk": 5},
         "moe_router_topk 5 is more than num_moe_experts 4",
