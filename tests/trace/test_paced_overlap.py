@@ -39,6 +39,15 @@ def test_every_way_follows_its_plan_node_by_node(tmp_path):
     assert ordinary > combined > delayed
 
 
+def keeps_pace(ordinary: Ran) -> bool:
+    """Whether the machine can: nothing is hidden there, so only other work makes it longer."""
+    pairs = [
+        (ordinary.length, ordinary.planned_length),
+        (ordinary.exposed, ordinary.planned_exposed),
+    ]
+    return all(abs(took / planned - 1) < CLOSE for took, planned in pairs)
+
+
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(("pp", "M"), [(1, 2), (2, 4)])
@@ -46,10 +55,13 @@ def test_what_is_exposed_and_what_is_gained(tmp_path, pp, M):
     """Of three steps each the one that the machine disturbed least; when that is much, more slowly."""
     for pace_ms in PACES_MS:
         ran = measured(str(tmp_path / f"{pace_ms}"), pp, M, pace_ms, TIMES)
-        figure(f"paced at {pace_ms:g} ms: " + "; ".join(map(str, ran)))
+        words = f"paced at {pace_ms:g} ms: " + "; ".join(map(str, ran))
+        figure(words)
         if is_close(ran):
-            break
-    assert is_close(ran), "not within 5 %: " + "; ".join(map(str, ran))
+            return
+    if not keeps_pace(ran[0]):
+        pytest.skip(f"other work makes even ordinary steps more than 5 % longer, {words}")
+    pytest.fail(f"not within 5 %, {words}")
 
 
 # -- The pace itself, without ranks --
