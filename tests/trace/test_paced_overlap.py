@@ -12,7 +12,7 @@ from minimegatron.tracing import pace as pace_module
 from tests.figures import figure
 from tests.trace.paced_overlap import Ran, measured
 
-PACES_MS = (40.0, 80.0, 160.0)
+PACES_MS = (40.0, 120.0, 360.0)
 """Of an attention, in turn: a machine that has other work is late by milliseconds, not by a share."""
 TIMES = 3
 CLOSE = 0.05
