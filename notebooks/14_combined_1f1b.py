@@ -14,9 +14,9 @@
 # %% [markdown]
 # # 14 Combined 1F1B, traced
 #
-# **The question.** In a layer of experts every token travels to its experts and back, and until it is
-# there, the rank has nothing to compute. Is there really nothing? And if something is found to fill
-# the time, what does it cost, and when is it not enough?
+# **The question.** In a layer of experts every token travels to its experts and back, and until it
+# is there, the rank has nothing to compute. Is there really nothing? And if something is found to
+# fill the time, what does it cost, and when is it not enough?
 #
 # This notebook needs [the one before it](13_experts.ipynb).
 
@@ -54,11 +54,11 @@ RANKS, LAYERS, M = 2, 2, 4
 # %% [markdown]
 # ## Predict
 #
-# A layer computes attention, then its experts (called *mlp*). Between them tokens go to their experts
-# (*dispatch*), after them the results come back (*combine*). Dispatch and combine are all-to-alls. In
-# a forward, attention and mlp take 2 units of time each, in a backward 4. An all-to-all takes 1, in
-# both. A step has two layers and four microbatches: 96 units of computation, and 32 units of
-# all-to-alls. One after the other they take 128.
+# A layer computes attention, then its experts (called *mlp*). Between them tokens go to their
+# experts (*dispatch*), after them the results come back (*combine*). Dispatch and combine are
+# all-to-alls. In a forward, attention and mlp take 2 units of time each, in a backward 4. An
+# all-to-all takes 1, in both. A step has two layers and four microbatches: 96 units of computation,
+# and 32 units of all-to-alls. One after the other they take 128.
 #
 # Now let the forward of microbatch 1 run beside the backward of microbatch 0, and so on. While one
 # waits for its tokens, the other computes.
@@ -70,7 +70,8 @@ RANKS, LAYERS, M = 2, 2, 4
 #    many now?
 # 4. Are the gradients equal to the last bit, or a little different?
 # 5. How long is a dispatch, compared with the computation of the experts? One of these decides: T,
-#    how many tokens; k, how many experts each has; h, the size of a token; f, the width of an expert.
+#    how many tokens; k, how many experts each has; h, the size of a token; f, the width of an
+#    expert.
 
 # %%
 # Write your answers in place of None. Running this cell locks them in.
@@ -87,8 +88,8 @@ predict(
 #
 # Both grow with the tokens, so look at their ratio. An expert has three matrices of h × f, and
 # multiplies and adds once for each number in them. A token is h numbers of 2 bytes. Of e ranks, one
-# is its own: it gets (e − 1)/e of the rows through a network. The two speeds are round numbers for a
-# large GPU and its network card.
+# is its own: it gets (e − 1)/e of the rows through a network. The two speeds are round numbers for
+# a large GPU and its network card.
 
 # %%
 FLOPS, BYTES_PER_SECOND = 400e12, 50e9
@@ -111,8 +112,8 @@ for f in (16384, 4096, 1024):
 compare(what_decides=min(doubled, key=doubled.get))
 
 # %% [markdown]
-# T, k and h drop out: twice the tokens are twice the bytes and twice the work. Wide experts hardly notice
-# their dispatch. Beside narrow ones it takes as long as they compute, or longer.
+# T, k and h drop out: twice the tokens are twice the bytes and twice the work. Wide experts hardly
+# notice their dispatch. Beside narrow ones it takes as long as they compute, or longer.
 #
 # ## One pair of layers
 #
@@ -132,9 +133,10 @@ print(*map(name, pair), sep=", ")
 
 
 # %% [markdown]
-# There are two *lanes*, one for computation and one for all-to-alls, and each does one thing at a time. So
-# a node waits for two things: its lane must be free, and the node before it, of the same microbatch, must be
-# done. That is the whole clock:
+# There are two *lanes*, one for computation and one for all-to-alls, and each does one thing at a
+# time. So a node waits for two things: its lane must be free, and the node before it, of the same
+# microbatch, must be done. That is the whole clock:
+#
 
 
 # %%
@@ -166,8 +168,8 @@ SVG(render_layers([("one pair", by_package)], "A pair of layers: forward F1, bac
 # Each all-to-all runs beside a node of the *other* microbatch, and both microbatches gain. The four
 # all-to-alls have one order, which depends on no data: all ranks start the same one.
 #
-# In the code an all-to-all is a start and a wait, and what stands between them hides it. `f` is the layer
-# that goes forward, `b` the one that goes backward:
+# In the code an all-to-all is a start and a wait, and what stands between them hides it. `f` is the
+# layer that goes forward, `b` the one that goes backward:
 
 # %%
 source = inspect.getsource(TransformerLayerSchedulePlan.run)
@@ -181,8 +183,8 @@ assert starts == sorted(starts)
 # %% [markdown]
 # ## The whole step on paper
 #
-# The layers of a forward are paired with those of a backward, which come from the end. The first forward
-# and the last backward have no partner.
+# The layers of a forward are paired with those of a backward, which come from the end. The first
+# forward and the last backward have no partner.
 
 # %%
 ordinary = one_stage(M, [layer] * LAYERS, overlap=False)
@@ -198,13 +200,15 @@ assert ordinary.exposed == ordinary.communication == M * LAYERS * 4
 assert combined.exposed == 2 * LAYERS * 2  # two all-to-alls per layer, in two lone halves
 
 # %% [markdown]
-# *Exposed* is an all-to-all, or a part of one, beside which nothing is computed. Here it is those of F0
-# and B3, which have nobody. With more microbatches there are more pairs, and still only these are exposed.
+# *Exposed* is an all-to-all, or a part of one, beside which nothing is computed. Here it is those
+# of F0 and B3, which have nobody. With more microbatches there are more pairs, and still only these
+# are exposed.
 #
 # ## On two real ranks
 #
-# The same step on two ranks with two experts each. An ordinary `forward_step` calls the model. In a combined
-# step it does not: it is asked for a *schedule plan*, the list of nodes, and the schedule runs them.
+# The same step on two ranks with two experts each. An ordinary `forward_step` calls the model. In a
+# combined step it does not: it is asked for a *schedule plan*, the list of nodes, and the schedule
+# runs them.
 
 # %%
 MODEL = {
@@ -241,10 +245,11 @@ class Job:
 
 
 # %% [markdown]
-# A CPU computes and moves bytes with the same cores, so on it nothing dependable is gained. To see times,
-# the runs are *paced*: each node takes at least its units of 10 ms, most of which it sleeps, and no
-# all-to-all is over before its 10 ms. Tensors, ranks and messages are real. The lengths are not those of
-# your machine.
+# A CPU computes and moves bytes with the same cores, so on it nothing dependable is gained. To see
+# times, the runs are *paced*: each node takes at least its units of 10 ms, most of which it sleeps,
+# and no all-to-all is over before its 10 ms. Tensors, ranks and messages are real. The lengths are
+# not those of your machine.
+#
 
 
 # %%
@@ -296,8 +301,8 @@ for found in ranks:
     )
 
 # %% [markdown]
-# The order of the nodes has changed, and no sum: each microbatch's gradients are added to a weight's one
-# microbatch after the other, as before. So nothing is rounded differently.
+# The order of the nodes has changed, and no sum: each microbatch's gradients are added to a
+# weight's one microbatch after the other, as before. So nothing is rounded differently.
 #
 # ## What was in flight
 #
@@ -360,9 +365,9 @@ for bar in in_flight(events):
 assert seen == {node: others for node, others in beside.items() if node in seen} and len(seen) == 4
 
 # %% [markdown]
-# It is the list of above. An all-to-all is in flight for as long as the node that hides it, although it
-# takes only 10 ms: nobody asks for it before. What costs time is the wait. All together, in units of 10 ms, beside
-# the two lanes:
+# It is the list of above. An all-to-all is in flight for as long as the node that hides it,
+# although it takes only 10 ms: nobody asks for it before. What costs time is the wait. All
+# together, in units of 10 ms, beside the two lanes:
 
 # %%
 print("          length on paper, measured    exposed on paper, measured")
@@ -372,14 +377,15 @@ for way, lanes in (("ordinary", ordinary), ("combined", combined)):
     print(f"{way}  {lanes.total:15}{length:10.1f}  {lanes.exposed:18}{exposed:10.1f}")
 
 # %% [markdown]
-# What is measured above paper is your machine: the rest of the program between two nodes, and a processor
-# that others wanted too. The 24 units that are saved are a fact about the order of nodes and about the pace.
-# They say nothing of how fast a CPU or a GPU is.
+# What is measured above paper is your machine: the rest of the program between two nodes, and a
+# processor that others wanted too. The 24 units that are saved are a fact about the order of nodes
+# and about the pace. They say nothing of how fast a CPU or a GPU is.
 #
 # ## When it is not enough
 #
-# The pair has only so much to compute. Let an all-to-all take 0 to 6 units: on paper, and four of these on
-# the ranks (two microbatches, so one pair).
+# The pair has only so much to compute. Let an all-to-all take 0 to 6 units: on paper, and four of
+# these on the ranks (two microbatches, so one pair).
+#
 
 
 # %%
@@ -426,18 +432,20 @@ for way, points in measured.items():
 # Let m be the forward of the experts, here 2, as long as the forward of attention.
 #
 # * Up to m all of a pair is hidden.
-# * From m on, the two all-to-alls that stand beside a forward stick out: the backward's dispatch, beside the
-#   forward of the experts, and the backward's combine. Delayed weight gradients help here: they are computed
-#   while the backward's dispatch is still on its way.
-# * From 2 m on, the two beside a backward stick out as well. All computation of the pair is used up. Each
-#   unit more costs what it costs in the ordinary order, and what is saved stays the same.
+# * From m on, the two all-to-alls that stand beside a forward stick out: the backward's dispatch,
+#   beside the forward of the experts, and the backward's combine. Delayed weight gradients help
+#   here: they are computed while the backward's dispatch is still on its way.
+# * From 2 m on, the two beside a backward stick out as well. All computation of the pair is used
+#   up. Each unit more costs what it costs in the ordinary order, and what is saved stays the same.
 #
 # This is why the width of the experts matters: it is m.
 #
 # ## The price
 #
-# While a pair runs, one microbatch's layers fill and the other's empty. A layer of a microbatch is held from
-# the beginning of its attention forward to the end of its attention backward. How many are there at once?
+# While a pair runs, one microbatch's layers fill and the other's empty. A layer of a microbatch is
+# held from the beginning of its attention forward to the end of its attention backward. How many
+# are there at once?
+#
 
 
 # %%
@@ -471,13 +479,14 @@ assert most_held(attentions_of(ordinary)) == LAYERS
 assert most_held(attentions_of(combined)) == most_held(recorded) == LAYERS + 1
 
 # %% [markdown]
-# One layer more, however many layers the model has, and not one microbatch more. In bytes it is less than a
-# whole layer: when the forward's experts have run, the backward's experts are gone.
+# One layer more, however many layers the model has, and not one microbatch more. In bytes it is
+# less than a whole layer: when the forward's experts have run, the backward's experts are gone.
 #
 # ## With a pipeline
 #
-# With stages, combined 1F1B is there for interleaving only. Here are the two ranks of an ordinary interleaved
-# step, two chunks each: `F2.1` is the forward of microbatch 2 through chunk 1.
+# With stages, combined 1F1B is there for interleaving only. Here are the two ranks of an ordinary
+# interleaved step, two chunks each: `F2.1` is the forward of microbatch 2 through chunk 1.
+#
 
 
 # %%
@@ -495,8 +504,8 @@ interleaved = plan("interleaved", 2, 4, vpp=2)
 show_wide("\n".join(f"rank {rank}: {work(interleaved, rank)}" for rank in range(2)))
 
 # %% [markdown]
-# Predict: after the warm-up, each forward makes a pair with the backward behind it. On which rank does that
-# give a pair that cannot run?
+# Predict: after the warm-up, each forward makes a pair with the backward behind it. On which rank
+# does that give a pair that cannot run?
 
 # %%
 predict(cannot_run_on=None)  # a rank
@@ -521,9 +530,9 @@ print(*problems, sep="\n")
 compare(cannot_run_on=problems[0].rank)
 
 # %% [markdown]
-# Rank 1 has the last chunk. There the backward of microbatch 0 needs the loss of microbatch 0, which is not
-# there before the forward beside it has ended. So combined 1F1B does one forward more in the warm-up of every
-# rank:
+# Rank 1 has the last chunk. There the backward of microbatch 0 needs the loss of microbatch 0,
+# which is not there before the forward beside it has ended. So combined 1F1B does one forward more
+# in the warm-up of every rank:
 
 # %%
 step = plan("combined", 2, 4, vpp=2)
@@ -551,22 +560,31 @@ print(f"interleaved {took[0]}, combined {took[1]}, with {LAYERS} layers in a chu
 assert took[1] < took[0]
 
 # %% [markdown]
-# The ordinary step also holds w + 1 chunks after w forwards of warm-up: at the end of each forward, before
-# the backward that follows it. So the extra forward costs no chunk; the pairs cost a layer, as above.
+# The ordinary step also holds w + 1 chunks after w forwards of warm-up: at the end of each forward,
+# before the backward that follows it. So the extra forward costs no chunk; the pairs cost a layer,
+# as above.
 #
 # ## What Megatron's documentation says of it
 #
-# Its page on `combined_1f1b` has three functions and a few sentences. You have now seen most of it:
+# Its page on `combined_1f1b` has three functions and a few sentences. What it says, and where you
+# have seen it:
 #
-# | the page says | here |
-# |---|---|
-# | without a pipeline, four microbatches make five phases: a forward, three times a backward with the next forward, a backward | the calls `F0`, `F1 & B0`, `F2 & B1`, `F3 & B2`, `B3` in the trace |
-# | the layers of one microbatch forward run beside those of another backward, each scheduled together with one of the other | the pair of layers, on paper and in the trace |
-# | the forward's all-to-alls are hidden by attention and mlp of the backward, and the other way round | `dispatch F1` beside `mlp B0`, `dispatch B0` beside `mlp F1` |
-# | `forward_step_func` returns a schedule plan | `Job.forward_step` with `return_schedule_plan=True` |
-# | `combined_forward_backward_step` is `forward_step` and `backward_step` merged; it first makes the plan, then runs both | each phase is one call of it |
-# | it runs only with `overlap_moe_expert_parallel_comm` | the other job, which calls `forward_step` and `backward_step` |
-# | with interleaving, the same step stands between what comes before and after a forward and a backward (receiving, sending, counting) | its order, planned; not run on ranks here |
+# * Without a pipeline, four microbatches make phases 0 to 4: a forward; three times a backward with
+#   the next microbatch's forward; a backward. *Here:* `F0`, `F1 & B0`, `F2 & B1`, `F3 & B2`, `B3`
+#   in the trace.
+# * Each layer's forward is scheduled together with a layer's backward of another microbatch.
+#   *Here:* the pair, on paper and in the trace.
+# * The forward's all-to-alls are hidden by attention and mlp of the backward, and the other way
+#   round. *Here:* `dispatch F1` beside `mlp B0`, `dispatch B0` beside `mlp F1`.
+# * `forward_step_func` returns a schedule plan. *Here:* `Job.forward_step`, called with
+#   `return_schedule_plan=True`.
+# * `combined_forward_backward_step` is `forward_step` and `backward_step` merged: it makes the
+#   plan, then runs both together. *Here:* each phase is one call of it; the cell below counts.
+# * It is called only with `overlap_moe_expert_parallel_comm`. *Here:* the ordinary run is the same
+#   job without.
+# * With interleaving, the merged step stands where `forward_step` and `backward_step` stood,
+#   between what precedes and follows them. *Here:* its order; the functions are in
+#   [the tour](../docs/tour/hiding-the-all-to-all.md).
 #
 # Of the extra warm-up, of memory and of the limit 2 m it says nothing.
 
@@ -579,21 +597,24 @@ for way, found in steps.items():
 # ## Change it
 #
 # * `M = 16`. Predict the exposed units of the combined step, then run. What else changes?
-# * Let the mlp take 6 units (`LayerCosts(2, 6, ...)` on paper; `"mlp_ms": 3 * node` in the run, and more for
-#   `pace`'s first two numbers). How long may a dispatch be now? And which all-to-all sticks out first?
-# * In `MODEL`, `"moe_layer_freq": 2`: every second layer is dense. What is left to hide, and what is it
-#   hidden behind? (`wrong_nodes` knows.)
+# * Let the mlp take 6 units (`LayerCosts(2, 6, ...)` on paper; `"mlp_ms": 3 * node` in the run, and
+#   more for `pace`'s first two numbers). How long may a dispatch be now? And which all-to-all
+#   sticks out first?
+# * In `MODEL`, `"moe_layer_freq": 2`: every second layer is dense. What is left to hide, and what
+#   is it hidden behind? (Which assertion fails, and is it wrong?)
 # * `"moe_token_dispatcher_type": "allgather"`. What does the package say, and why?
 # * In `Job.forward_step`, leave `return_schedule_plan` out of the arguments. Who complains?
-# * Suppose that each all-to-all is waited for as soon as it has started. Losses and gradients stay right.
-#   Which assertion of this notebook would notice?
+# * Suppose that each all-to-all is waited for as soon as it has started. Losses and gradients stay
+#   right. Which assertion of this notebook would notice?
 #
 # ## Where next
 #
-# * [Hiding the all-to-all](../docs/tour/hiding-the-all-to-all.md) in the tour: the code, and a recorded step of
-#   two stages.
-# * [ex20](../minimegatron/exercises/catalog/ex20_all_to_all/page.md): the exchange and its backward, with which
-#   a node begins; [ex12](../minimegatron/exercises/catalog/ex12_interleaved_table/page.md): where the warm-up is
+# * [Hiding the all-to-all](../docs/tour/hiding-the-all-to-all.md) in the tour: the code, and a
+#   recorded step of two stages.
+# * [ex20](../minimegatron/exercises/catalog/ex20_all_to_all/page.md): the exchange and its
+#   backward, with which a node begins;
+#   [ex12](../minimegatron/exercises/catalog/ex12_interleaved_table/page.md): where the warm-up is
 #   counted.
-# * Labs: `minimegatron exercises lab start residual-gradient-lost`, `... exchange-of-another-forward`,
-#   `... final-norm-outside-plan`, and on four ranks `... combined-without-extra-warmup`.
+# * Labs: `minimegatron exercises lab start residual-gradient-lost`,
+#   `... exchange-of-another-forward`, `... final-norm-outside-plan`, and on four ranks
+#   `... combined-without-extra-warmup`.
