@@ -23,6 +23,7 @@
 # %%
 # %matplotlib inline
 import inspect
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from unittest.mock import patch
@@ -131,12 +132,10 @@ def name(node):
 
 print(*map(name, pair), sep=", ")
 
-
 # %% [markdown]
 # There are two *lanes*, one for computation and one for all-to-alls, and each does one thing at a
 # time. So a node waits for two things: its lane must be free, and the node before it, of the same
 # microbatch, must be done. That is the whole clock:
-#
 
 
 # %%
@@ -249,7 +248,6 @@ class Job:
 # times, the runs are *paced*: each node takes at least its units of 10 ms, most of which it sleeps,
 # and no all-to-all is over before its 10 ms. Tensors, ranks and messages are real. The lengths are
 # not those of your machine.
-#
 
 
 # %%
@@ -278,6 +276,7 @@ def run(way):
     }
 
 
+# %%
 def run_both():
     return {way: run(way) for way in ("ordinary", "combined")}
 
@@ -357,12 +356,12 @@ for bar in in_flight(events):
         continue
     what, seen[what] = node_name(events[begun.parent]), computed_in(bar)
     lengths = [(end - start) / 1e3 for start, end in ((bar.start, bar.end), exposed)]
-    print(
-        f"{what:11} in flight {lengths[0]:5.1f} ms, exposed {lengths[1]:4.1f}, beside", *seen[what]
-    )
+    in_words = f"in flight {lengths[0]:5.1f} ms, exposed {lengths[1]:4.1f}"
+    print(f"{what:11} {in_words}, beside", *seen[what])
 
 # %%
-assert seen == {node: others for node, others in beside.items() if node in seen} and len(seen) == 4
+of_the_clock = {what: others for what, others in beside.items() if what in seen}
+assert len(seen) == 4 and seen == of_the_clock
 
 # %% [markdown]
 # It is the list of above. An all-to-all is in flight for as long as the node that hides it,
@@ -385,13 +384,12 @@ for way, lanes in (("ordinary", ordinary), ("combined", combined)):
 #
 # The pair has only so much to compute. Let an all-to-all take 0 to 6 units: on paper, and four of
 # these on the ranks (two microbatches, so one pair).
-#
 
 
 # %%
 def on_two_lanes(units, M=2, **how):
-    layers = [LayerCosts(attention=2, mlp=2, dispatch=units, combine=units)] * LAYERS
-    return one_stage(M, layers, joined=True, **how)
+    slower = replace(layer, dispatch=units, combine=units)
+    return one_stage(M, [slower] * LAYERS, joined=True, **how)
 
 
 def sweep(units):
@@ -445,7 +443,6 @@ for way, points in measured.items():
 # While a pair runs, one microbatch's layers fill and the other's empty. A layer of a microbatch is
 # held from the beginning of its attention forward to the end of its attention backward. How many
 # are there at once?
-#
 
 
 # %%
@@ -486,7 +483,6 @@ assert most_held(attentions_of(combined)) == most_held(recorded) == LAYERS + 1
 #
 # With stages, combined 1F1B is there for interleaving only. Here are the two ranks of an ordinary
 # interleaved step, two chunks each: `F2.1` is the forward of microbatch 2 through chunk 1.
-#
 
 
 # %%
@@ -597,9 +593,9 @@ for way, found in steps.items():
 # ## Change it
 #
 # * `M = 16`. Predict the exposed units of the combined step, then run. What else changes?
-# * Let the mlp take 6 units (`LayerCosts(2, 6, ...)` on paper; `"mlp_ms": 3 * node` in the run, and
-#   more for `pace`'s first two numbers). How long may a dispatch be now? And which all-to-all
-#   sticks out first?
+# * Let the mlp take 6 units: `mlp=6` on paper; in the run `"mlp_ms": 3 * node`, and twice `pace`'s
+#   first two numbers. From which length of an all-to-all is no more saved now? Which one sticks out
+#   first? (The assertion on what is saved will fail; the picture tells why.)
 # * In `MODEL`, `"moe_layer_freq": 2`: every second layer is dense. What is left to hide, and what
 #   is it hidden behind? (Which assertion fails, and is it wrong?)
 # * `"moe_token_dispatcher_type": "allgather"`. What does the package say, and why?
