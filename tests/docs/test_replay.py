@@ -106,7 +106,12 @@ def test_the_last_recording_asked_for_is_shown(browser, folder) -> None:
 
 def test_a_link_to_the_end_is_good(browser, folder) -> None:
     """The address has whole milliseconds, and the step may end before the next one."""
-    with Opened(browser, folder, "replay.html", "#replay.recording=1f1b-paced") as opened:
+    lengths = {
+        path.stem: json.loads(path.read_text())["steps"][0]["length"]
+        for path in sorted((ROOT / "docs" / "recordings").glob("*.json"))
+    }
+    ends_before = [name for name, length in lengths.items() if length / 1000 % 1 > 0.5]
+    with Opened(browser, folder, "replay.html", f"#replay.recording={ends_before[0]}") as opened:
         opened.page.get_by_role("button", name="To the end").click()
         assert opened.replay("1000 * replay.values().t > replay.step.length")
         opened.replay("replay.goAsAsked(replay.values(), [])")
