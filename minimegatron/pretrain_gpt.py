@@ -138,9 +138,11 @@ def forward_step(
     tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
 
-    run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(tokens, position_ids, attention_mask, labels=labels)
-    return output, partial(loss_func, loss_mask, model)
+    if return_schedule_plan:
+        plan = model.build_schedule_plan(tokens, position_ids, attention_mask, labels=labels)
+        return plan, partial(loss_func, loss_mask, model)
+    output_tensor = model(tokens, position_ids, attention_mask, labels=labels)
+    return output_tensor, partial(loss_func, loss_mask, model)
 
 
 def write_sample(model: list[torch.nn.Module]) -> str:

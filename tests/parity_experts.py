@@ -33,6 +33,7 @@ SPACE = Space(
         "per_token": (False, True),
         "delay_wgrad": (False, True),
         "evaluates": (False, True),
+        "combined": (False, True),
     },
     [
         Rule(("world", "tp", "pp", "dp"), lambda world, tp, pp, dp: world == tp * pp * dp),
@@ -49,9 +50,32 @@ SPACE = Space(
         Rule(("etp", "llama"), lambda etp, llama: etp == 1 or llama),
         Rule(("shared", "llama"), lambda shared, llama: not shared or llama),
         Rule(("dp", "dist_opt"), lambda dp, dist_opt: not dist_opt or dp > 1),
+        Rule(("combined", "ep"), lambda combined, ep: not combined or ep > 1),
+        Rule(
+            ("combined", "dispatcher"),
+            lambda combined, dispatcher: not combined or dispatcher == "alltoall",
+        ),
+        Rule(("combined", "pp", "vp"), lambda combined, pp, vp: not combined or pp == 1 or vp),
+        Rule(
+            ("combined", "recompute"),
+            lambda combined, recompute: not combined or recompute != "full",
+        ),
     ],
 )
 """The options of parity with experts."""
+
+WIDE = Space(
+    {
+        **SPACE.axes,
+        "world": (8,),
+        "pp": (1, 2, 4),
+        "dp": (1, 2, 4, 8),
+        "ep": (1, 2, 4, 8),
+        "experts": (4, 8),
+    },
+    [*SPACE.rules, Rule(("pp", "vp"), lambda pp, vp: pp * (vp or 1) <= 4)],
+)
+"""The same on eight ranks, for `make test-full`."""
 
 
 @cache

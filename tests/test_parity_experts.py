@@ -5,7 +5,15 @@
 
 import pytest
 
-from tests.parity_experts import NAMED_CASES, SPACE, case_of, pairwise_cases, pairwise_rows
+from tests.covering import covering_array
+from tests.parity_experts import (
+    NAMED_CASES,
+    SPACE,
+    WIDE,
+    case_of,
+    pairwise_cases,
+    pairwise_rows,
+)
 from tests.test_parity import check
 
 WORLDS = SPACE.axes["world"]
@@ -19,6 +27,11 @@ def test_every_two_options_equal_one_process(world, tmp_path_factory):
 @pytest.mark.parametrize("world", sorted({case.world for case in NAMED_CASES.values()}))
 def test_named_cases_equal_one_process(world, tmp_path_factory):
     check(list(NAMED_CASES.values()), world, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.full
+def test_eight_ranks_equal_one_process(tmp_path_factory):
+    check([case_of(row) for row in covering_array(WIDE)], 8, tmp_path_factory.getbasetemp())
 
 
 def test_every_two_values_that_may_meet_do_meet():

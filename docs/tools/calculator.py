@@ -15,7 +15,14 @@ from minimegatron.planner import formulas, memory
 
 CONSTANTS = {
     name: repr(getattr(orders, name))
-    for name in ("BREADTH_FIRST", "GPIPE", "INTERLEAVED", "NO_PIPELINING", "ONE_F_ONE_B")
+    for name in (
+        "BREADTH_FIRST",
+        "COMBINED",
+        "GPIPE",
+        "INTERLEAVED",
+        "NO_PIPELINING",
+        "ONE_F_ONE_B",
+    )
 }
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**"}
 FUNCTIONS = [

@@ -83,8 +83,9 @@ def check_world(args: argparse.Namespace) -> None:
     ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or t
     if world // p % (ep * etp):
         raise ValueError(
-            f"each of the {p} stages has {world // p} processes, which do not divide into "
-            f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} = {ep * etp}; "
+            f"{world} processes over --pipeline-model-parallel-size {p} are {world // p} per stage, "
+            f"which do not divide into --expert-model-parallel-size {ep} x "
+            f"--expert-tensor-parallel-size {etp} = {ep * etp}; "
             f"start a multiple of {ep * etp * p} processes or change these sizes"
         )
 

@@ -112,6 +112,7 @@ def in_flags(message: str) -> str:
 PHRASES = {
     "fp16 and bf16 are": "--fp16 and --bf16 are",
     "is for fp16 or bf16": "is for --fp16 or --bf16",
+    "set add_bias_linear=False": "add --disable-bias-linear",
     "data path: ": "--data-path: ",
     "pipeline layout: ": "--pipeline-model-parallel-layout: ",
     "split '": "--split '",

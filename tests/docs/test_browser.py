@@ -35,7 +35,12 @@ MAIN_PAGES = [
     "exercises/ex01_rank_arithmetic.html",
 ]
 """One of each type."""
-ALIKE_PAGES = ["teachers.html", "contributing.html"]
+ALIKE_PAGES = [
+    "teachers.html",
+    "contributing.html",
+    "tour/experts.html",
+    "tour/hiding-the-all-to-all.html",
+]
 """More of a type that `make test` has looked at: prose and tables."""
 
 PHONE, WIDE = 360, 1400

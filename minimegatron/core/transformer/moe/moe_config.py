@@ -4,6 +4,7 @@ Megatron writes these fields in `TransformerConfig` itself, under the same names
 a reader without experts need not see them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -97,6 +98,10 @@ class MoEConfig:
                 f"moe_router_load_balancing_type has {len(kinds)} entries, but moe_aux_loss_coeff has "
                 f"{len(weights)}; give one weight for each"
             )
+        if not kinds or len(set(kinds)) < len(kinds):
+            raise ValueError(
+                f"moe_router_load_balancing_type is {kinds}; give each way once, or none for no way"
+            )
         return dict(zip(kinds, weights, strict=True))
 
     @property
@@ -170,8 +175,8 @@ def _check_sizes(config: Any) -> None:
             )
     if etp > 1 and config.add_bias_linear:
         raise ValueError(
-            f"expert_tensor_parallel_size {etp} with add_bias_linear: each of the {etp} ranks that "
-            "share an expert would add its bias; turn biases off, or use "
+            f"expert_tensor_parallel_size {etp} with biases: each of the {etp} ranks that share an "
+            "expert would add its bias; set add_bias_linear=False, or use "
             "expert_tensor_parallel_size 1"
         )
     if tp > 1 and not config.sequence_parallel:
@@ -181,8 +186,8 @@ def _check_sizes(config: Any) -> None:
         )
     if config.moe_shared_expert_intermediate_size is not None and config.add_bias_linear:
         raise ValueError(
-            "moe_shared_expert_intermediate_size with add_bias_linear: shared experts have no biases; "
-            "turn biases off"
+            "moe_shared_expert_intermediate_size with biases: shared experts have none; set "
+            "add_bias_linear=False"
         )
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError(
@@ -193,11 +198,11 @@ def _check_sizes(config: Any) -> None:
 
 def _check_layers(config: Any) -> None:
     freq, num_layers = config.moe_layer_freq, config.num_layers
+    if isinstance(freq, list) and len(freq) == 1 and num_layers > 1:
+        (freq,) = freq
     if isinstance(freq, int):
-        freq = [freq]
-    if len(freq) == 1 and num_layers != 1:
-        if freq[0] < 1:
-            raise ValueError(f"moe_layer_freq is {freq[0]}; give 1 or more")
+        if freq < 1:
+            raise ValueError(f"moe_layer_freq is {freq}; give 1 or more")
     elif len(freq) != num_layers:
         raise ValueError(
             f"moe_layer_freq lists {len(freq)} layers, but num_layers is {num_layers}; list all of them"
@@ -262,7 +267,7 @@ def _check_balance(config: Any) -> None:
                 f"moe_router_load_balancing_type {kind!r} is unknown; use "
                 f"{', '.join(LOAD_BALANCING_TYPES)}"
             )
-        if weight < 0.0:
+        if not 0.0 <= weight < math.inf:
             raise ValueError(f"moe_aux_loss_coeff is {weight}; give 0 or more")
         if kind in ("sinkhorn", "none") and weight:
             raise ValueError(
@@ -273,11 +278,28 @@ def _check_balance(config: Any) -> None:
             raise ValueError(
                 f"moe_router_load_balancing_type {kind!r} stands alone, but {len(balancing)} are given"
             )
+    if "sinkhorn" in balancing:
+        _refuse_with_sinkhorn(config)
     if config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax":
         raise ValueError(
             "moe_router_enable_expert_bias needs moe_router_score_function 'sigmoid': a bias is added "
             "to scores, and those of a softmax depend on each other"
         )
+
+
+def _refuse_with_sinkhorn(config: Any) -> None:
+    """It has a choice and weights of its own; nothing would read these fields."""
+    for name, value in (
+        ("moe_router_enable_expert_bias", config.moe_router_enable_expert_bias),
+        ("moe_router_score_function", config.moe_router_score_function != "softmax"),
+        ("moe_router_topk_scaling_factor", config.moe_router_topk_scaling_factor),
+        ("moe_router_num_groups", config.moe_router_num_groups),
+    ):
+        if value:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, but moe_router_load_balancing_type 'sinkhorn' has "
+                f"a choice and weights of its own; drop {name}"
+            )
 
 
 def _check_travel(config: Any) -> None:

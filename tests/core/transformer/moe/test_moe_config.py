@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "biases of an expert that is cut": (
         {**EXPERTS, "expert_tensor_parallel_size": 2},
-        "expert_tensor_parallel_size 2 with add_bias_linear",
+        "expert_tensor_parallel_size 2 with biases: each of the 2 ranks",
     ),
     "tensor ranks without sequence parallelism": (
         {**EXPERTS, **NO_BIAS, "tensor_model_parallel_size": 2},
@@ -41,7 +41,7 @@ REFUSED = {
     ),
     "biases of a shared expert": (
         {**EXPERTS, "moe_shared_expert_intermediate_size": 8},
-        "moe_shared_expert_intermediate_size with add_bias_linear",
+        "moe_shared_expert_intermediate_size with biases",
     ),
     "a gate without a shared expert": (
         {**EXPERTS, "moe_shared_expert_gate": True},
@@ -55,6 +55,39 @@ REFUSED = {
     "a list of something else": (
         {**EXPERTS, "moe_layer_freq": [1, 0, 2, 1]},
         "give a 1 or a 0 for each layer",
+    ),
+    "a way to balance given twice": (
+        {
+            **EXPERTS,
+            "moe_router_load_balancing_type": ["aux_loss", "aux_loss"],
+            "moe_aux_loss_coeff": [0.1, 0.2],
+        },
+        r"moe_router_load_balancing_type is ['aux_loss', 'aux_loss']; give each way once",
+    ),
+    "a list of no way to balance": (
+        {**EXPERTS, "moe_router_load_balancing_type": [], "moe_aux_loss_coeff": []},
+        "moe_router_load_balancing_type is []; give each way once, or none",
+    ),
+    "a weight that is no number": (
+        {**EXPERTS, "moe_aux_loss_coeff": float("nan")},
+        "moe_aux_loss_coeff is nan; give 0 or more",
+    ),
+    "a bias that sinkhorn does not read": (
+        {
+            **EXPERTS,
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
+        "moe_router_enable_expert_bias is True, but moe_router_load_balancing_type 'sinkhorn'",
+    ),
+    "a factor that sinkhorn does not read": (
+        {
+            **EXPERTS,
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_router_topk_scaling_factor": 2.0,
+        },
+        "drop moe_router_topk_scaling_factor",
     ),
     "more choices than experts": (
         {**EXPERTS, "moe_router_topk": 5},
@@ -177,6 +210,8 @@ def test_what_is_filled_in():
 )
 def test_which_layers_have_experts(freq, pattern):
     config = TransformerConfig(**SIZES | EXPERTS, moe_layer_freq=freq)
+    one = TransformerConfig(**SIZES | EXPERTS | {"num_layers": 1}, moe_layer_freq=3)
+    assert one.moe_layer_pattern == [True]
     assert "".join(str(int(has)) for has in config.moe_layer_pattern) == pattern
 
 
@@ -209,12 +244,12 @@ def test_flags():
         (
             "--expert-model-parallel-size 4",
             2,
-            "has 2 processes, which do not divide into --expert-m",
+            "are 2 per stage, which do not divide into --expert-m",
         ),
         (
             "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
             2,
-            "each of the 2 stages has 1 processes",
+            "2 processes over --pipeline-model-parallel-size 2 are 1 per stage",
         ),
         ("--moe-router-topk 5", 1, "--moe-router-topk 5 is more than --num-experts 4"),
         (
@@ -222,6 +257,7 @@ def test_flags():
             2,
             "--tensor-model-parallel-size 2 needs --sequence-parallel",
         ),
+        ("--expert-tensor-parallel-size 2", 2, "add --disable-bias-linear, or use --expert-tensor"),
         ("--moe-aux-loss-coeff 0.1 0.2", 1, "--moe-aux-loss-coeff has 2"),
         ("--moe-expert-capacity-factor 0", 1, "--moe-expert-capacity-factor is 0.0"),
     ],
