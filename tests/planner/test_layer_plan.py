@@ -276,6 +276,10 @@ def test_the_picture_has_two_lanes_per_rank(step):
     )
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "all-to-all 64, exposed 40" in texts
+    # Whole forwards and backwards are shadows of their nodes, without a number that shines through.
+    shadows = [e for e in root.iter() if e.get("opacity") == "0.3"]
+    assert len(shadows) == sum(1 for rank in range(2) for _ in step.plan.work(rank))
+    assert not any(e.tag.endswith("}text") for shadow in shadows for e in shadow.iter())
 
 
 def test_chrome_and_json_have_the_nodes(step):
