@@ -258,7 +258,7 @@ def gradient_table() -> str:
         shown = "right by luck" if wrong == 1 else f"**{wrong} times** too large"
         cells = [world, t, e, etp, dense.dp, expert.dp, summed, _factor(dense.dp), shown]
         rows.append(cells)
-    head = ["ranks", "t", "e", "etp", "d · c", "edp", "sums over", "times", "if divided by edp"]
+    head = ["ranks", "t", "e", "etp", "d · c", "edp", "sums over", "multiplied by", "if divided by edp"]
     return table(head, rows)
 
 

@@ -195,7 +195,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         """See `AbstractSchedulePlan.run`.
 
         The i-th layer forward runs beside the i-th from the end backward. If one chunk has more, the
-        rest run alone: backwards first. The messages of both follow the last layers, and what is left,
+        rest run alone. The messages of both follow the last layers, and what is left,
         the model's two ends and one layer's weight gradients, is computed while they travel.
         """
         f, b = f_schedule_plan, b_schedule_plan

@@ -11,7 +11,8 @@ that it has in release 0.16.1.
 | `moe_combine`  | all-to-all of the experts' outputs                         |                      |
 | `add`          | unpermute, add                                             |                      |
 
-In Megatron `moe_combine` does the work of the last row too. Here a node communicates or computes.
+In Megatron `moe_combine` does the work of the last row too. Here the all-to-alls of tokens are nodes of
+their own; other messages, such as the counts of tokens, stay in the nodes that compute.
 """
 
 from collections.abc import Callable

@@ -36,7 +36,7 @@ class LayerBalance:
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert's tokens over the mean: 1 is even, E is all tokens to one of E experts."""
+        """The busiest expert's tokens over the mean: 1 is even. With E/k one is among all choices."""
         counts = self.tokens_per_expert
         return max(counts) * len(counts) / max(sum(counts), 1)
 

@@ -16,7 +16,7 @@ are per token, those of balance weigh more by as much: a router counts them all.
 Gradients of the weight are summed over t. So a step is that of one process, however tokens are cut,
 with aux_loss, seq_aux_loss and z-loss. By design it is not with a capacity or sinkhorn, which look at
 this rank's tokens alone, or with global_aux_loss and d > 1, where a microbatch also sees the counts of
-the other data ranks.
+the other data ranks. Random numbers (jitter) are each rank's own.
 
 megatron-core 0.16.1 differs. Per token its losses are t * c times too weak, seq_aux_loss b times more;
 global_aux_loss is d times too weak, and takes it that all microbatches have as many tokens.

@@ -199,7 +199,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
 
 @accepts_left_out
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
-    """A token goes to the ranks of the experts that it chose, and to no other.
+    """A token goes to the ranks of the experts that it chose.
 
     About T k h (e - 1) / e elements per direction. With a capacity and padding, every rank sends every
     other as many, so nobody asks.
