@@ -18,11 +18,13 @@
   const nearest = (values, wanted) => values.reduce((best, value) => (Math.abs(value - wanted) < Math.abs(best - wanted) ? value : best));
 
   MM.schedules = () => Object.keys(MM.orders.names).filter((name) => name !== ONE);
+  // The schedule whose plan is drawn: for one stage "no pipelining", unless the chosen one has a plan for it.
+  MM.drawnSchedule = ({ schedule, p }) => (p > 1 || offers(schedule).some((offer) => offer.p === 1) ? schedule : ONE);
   MM.hasChunks = (schedule) => offers(schedule).some((offer) => offer.v > 1);
 
   // The config of a plan of another schedule with these sizes, or null: for comparing.
   MM.alike = function alike(schedule, { p, M, v, G }) {
-    if (p === 1) return { schedule: ONE, p, M, v: 1, G: 0, overlap: 0 };
+    if (MM.drawnSchedule({ schedule, p }) === ONE) return { schedule: ONE, p, M, v: 1, G: 0, overlap: 0 };
     const list = offers(schedule).filter((offer) => offer.p === p && offer.M === M && !offer.overlap);
     if (!list.length) return null;
     const chunks = nearest(distinct(list, "v"), v > 1 ? v : 2), same = list.filter((offer) => offer.v === chunks);
@@ -119,7 +121,8 @@
     // -- What goes together --
 
     offersNow() {
-      return [...offers(ONE), ...offers(this.state.schedule)];
+      const { schedule } = this.state;
+      return [...(MM.drawnSchedule({ schedule, p: 1 }) === ONE ? offers(ONE) : []), ...offers(schedule)];
     }
 
     // Moves the sizes to the nearest ones that the planner has a plan for. Returns words on what moved.

@@ -178,11 +178,11 @@
 
     update(asked = {}) {
       const { state } = this;
-      const moved = this.controls.settle(asked), schedule = state.p === 1 ? "no-pipelining" : state.schedule;
+      const moved = this.controls.settle(asked), schedule = MM.drawnSchedule(state);
       const plan = this.bench?.plan ?? MM.engine.planOf(MM.orders, { ...state, schedule });
       this.scene = this.sceneOf(plan, plan.name ? "mine" : schedule);
       this.scenes = [this.scene];
-      const notes = [...(this.faults ?? []), moved, state.p === 1 ? say("player.one") : ""];
+      const notes = [...(this.faults ?? []), moved, schedule === "no-pipelining" ? say("player.one") : ""];
       if (state.vs && !this.quiz) notes.push(this.addOther(schedule));
       this.ends = null;
       this.shades = MM.orders.shades[Math.max(...this.scenes.map(({ v }) => v))] ?? MM.orders.shades[1];

@@ -350,7 +350,7 @@
     }
 
     compared() {
-      const { player } = this, { state } = player, schedule = state.p === 1 ? "no-pipelining" : state.schedule;
+      const { player } = this, { state } = player, schedule = MM.drawnSchedule(state);
       const plan = MM.engine.planOf(MM.orders, { ...state, schedule });
       const theirs = MM.engine.simulate(plan, player.costs(plan.placement.stages[0].length), state.link === "buffered");
       return say("bench.compared", { time: MM.words.number(player.scene.step.makespan), other: MM.orders.names[schedule], otherTime: MM.words.number(theirs.makespan) });

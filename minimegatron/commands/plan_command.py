@@ -86,8 +86,8 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--forward-time", type=_time, default=1, metavar="T", help="of a stage (default: 1)")
-    add("--backward-time", type=_time, default=2, metavar="T", help="of a stage (default: 2)")
+    add("--forward-time", type=_time, metavar="T", help="of a stage (default: 1)")
+    add("--backward-time", type=_time, metavar="T", help="of a stage (default: 2)")
     add("--comm-time", type=_time, default=0, metavar="T", help="of a message (default: 0)")
     add("--bandwidth", type=_time, metavar="B", help="bytes per unit of time, with --message-bytes")
     add("--imbalance", type=_times, metavar="X,X,...", help="one factor per stage")
@@ -252,7 +252,8 @@ def _costs(
 ) -> Costs:
     if args.bandwidth is not None and not args.message_bytes:
         raise ValueError("--bandwidth needs the size of a message; add --message-bytes")
-    forward, backward, latency = args.forward_time, args.backward_time, args.comm_time
+    forward = 1 if args.forward_time is None else args.forward_time
+    backward, latency = 2 if args.backward_time is None else args.backward_time, args.comm_time
     if layers := _layers(args, planned, layout):
         return LayeredCosts.of_layers(layers, latency, args.bandwidth, args.delay_wgrad_compute)
     if layout is None:
@@ -293,8 +294,10 @@ def _layers(
             f"--layer-nodes has {len(args.layer_nodes)} times; give four: attention, mlp, dispatch "
             "and combine"
         )
-    if args.imbalance is not None:
-        raise ValueError("--layer-nodes and --imbalance exclude each other; leave one out")
+    for name in ("forward_time", "backward_time", "imbalance"):
+        if getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"--layer-nodes and {flag} exclude each other; leave one out")
     if args.delay_wgrad_compute and planned.config.schedule != COMBINED:
         raise ValueError(
             f"--delay-wgrad-compute is for --schedule combined, but this is "

@@ -101,7 +101,7 @@ def peak_in_flight_formula(config: PlanConfig, rank: int) -> Formula | None:
     counts = count_rank_microbatches(p, rank, M, v, config.microbatch_group_size_per_vp_stage)
     if config.schedule == COMBINED:
         is_paired = counts.num_warmup + 1 < M * v
-        text = "min(Mv, w + 1)" + " (+ a layer)" * is_paired
+        text = "warm-up (+ a layer)" if is_paired else "Mv"
         return Formula(text, min(M * v, counts.num_warmup + 1))
     return Formula("min(Mv, w + 1)", min(M * v, counts.num_warmup + 1))
 

@@ -34,7 +34,9 @@ def activation_timeline(
     `share` is what must be kept between them, of what the forward kept.
 
     In a pair of combined 1F1B the backward frees layer after layer what the forward comes to hold: both
-    together have `bytes_per_layer` more than the larger of them. Other pairs hold both to their end.
+    together have at most `bytes_per_layer` more than the larger of them. It counts as that, though a
+    real pair frees the experts' part of a layer before it takes that of the next. Other pairs hold both
+    to their end.
 
     `bytes_per_microbatch` is one number per chunk and microbatch, or one per virtual stage in model
     order; 1 counts microbatches. A forward-only step keeps nothing.

@@ -224,7 +224,7 @@ class _Picture:
         inset = 0.5 if width > 3 else 0
         yield rect(x + inset, y, max(width - 2 * inset, 0.4), height, f'rx="2" fill="{fill}"')
         css = self.number_classes[kind]
-        if css and width:
+        if css and width and not self.lanes:  # else the nodes before it have the number
             css = css if kind != PAIR else "num small"
             baseline = y + 17 if kind != PAIR else y + height - 3.5
             yield (

@@ -8,7 +8,16 @@ from fractions import Fraction
 from itertools import groupby
 from math import ceil, gcd, lcm
 
-from minimegatron.planner.actions import COMMUNICATE, FORWARD, KINDS, PAIR, Action, Time, parts_of
+from minimegatron.planner.actions import (
+    BACKWARD,
+    COMMUNICATE,
+    FORWARD,
+    KINDS,
+    PAIR,
+    Action,
+    Time,
+    parts_of,
+)
 from minimegatron.planner.layer_costs import has_lanes, lanes_of
 from minimegatron.planner.layer_plan import ALL_TO_ALL, LayerTimeline
 from minimegatron.planner.plan_report import (
@@ -46,6 +55,8 @@ def render_text(simulation: Simulation, width: int = 100, colour: bool = False) 
     lines += _figure_lines(simulation)
     if ways := ways_table(simulation):
         lines += ["", *_aligned(ways)]
+        if simulation.plan.config.pp_size == 1:
+            lines.append("not joined: a step's end is not waited for, as on a GPU")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -136,7 +147,7 @@ class _TextGantt:
                     text = _paint(cells[block], kinds[block]) if colour else "".join(cells[block])
                     name = LANE if chunk == self.num_chunks else self._label_of(rank, chunk)
                     yield name.ljust(self.indent) + text
-        yield self._legend()
+        yield from (f"{'':{self.indent}}{words}" for words in self._legend())
 
     def _rows(self, rank: int) -> list[tuple[list[str], list[str | None]]]:
         """Per chunk: the characters of its line, and the kind of work (or None) of each."""
@@ -198,7 +209,7 @@ class _TextGantt:
             time += step
         return ticks[: self.num_columns]
 
-    def _legend(self) -> str:
+    def _legend(self) -> Iterator[str]:
         words = []
         for name in self.simulation.kinds:
             kind = KINDS[name]
@@ -212,9 +223,16 @@ class _TextGantt:
         meaning = ", ".join(words)
         if not self.numbers and len(words) > 1:
             meaning += " (too many to number)"
+        yield f"{meaning}, {IDLE} idle"
         if has_lanes(self.simulation):
-            meaning += f"; a2a: all-to-alls, {EXPOSED} exposed"
-        return f"{'':{self.indent}}{meaning}, {IDLE} idle"
+            fills = " ".join(KINDS[name].fill for name in (FORWARD, BACKWARD))
+            yield f"a2a: all-to-alls, {fills} hidden by what is computed beside, {EXPOSED} exposed"
+        if PAIR in self.simulation.times:
+            yield "a pair is one step, drawn side by side or in two chunks" + (
+                "; it may hold a layer more" * self.simulation.plan.pairs_go_by_layers
+            )
+            if self.simulation.plan.pairs_go_by_layers and not has_lanes(self.simulation):
+                yield "here as long as both; --layer-nodes shows all-to-alls, and what hides them"
 
 
 def _half(time: Time) -> Time:

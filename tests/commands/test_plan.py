@@ -57,6 +57,13 @@ def refused(capsys, line: str) -> str:
         ("--pp 1 --microbatches 4 --layer-nodes 1,1,1,1 --layers-per-chunk 0", "give 1 or more"),
         ("--pp 1 --microbatches 4 --layer-nodes 1,1,1,1 --delay-wgrad-compute", "is no-pipelining"),
         ("--pp 2 --microbatches 4 --layer-nodes 1,1,1,1 --imbalance 1,1", "exclude each other"),
+        ("--pp 1 --microbatches 4 --layer-nodes 1,1,-1,1", "-1 is negative; give 0 or more"),
+        (
+            "--pp 1 --microbatches 4 --layer-nodes 1,1,1,1 --forward-time 1",
+            "and --forward-time excl",
+        ),
+        ("--pp 1 --microbatches 4 --layer-nodes 1,1,1,1 --backward-time 1", "--backward-time excl"),
+        ("--pp 1 --microbatches 4 --schedule combined --vpp 2", "use 2 or more stages"),
         ("--pp 2 --microbatches 4 --schedule combined", "set vpp to 2 or more, or use 1 stage"),
         ("--pp 2 --microbatches 4 --output /nowhere/plan.svg", "/nowhere/plan.svg"),
         ("--pp 2 --microbatches 4 --user-schedule mine", "write FILE.py:FUNCTION"),
@@ -107,7 +114,8 @@ def test_layers_have_nodes_and_a_step_three_ways(capsys):
     line = "--pp 1 --microbatches 4 --schedule combined --layer-nodes 2,2,1,1 --layers-per-chunk 4"
     assert run(line) == 0
     text = capsys.readouterr().out
-    assert "a2a: all-to-alls, / exposed" in text
+    assert "a2a: all-to-alls, - = hidden by what is computed beside, / exposed" in text
+    assert "not joined: a step's end is not waited for" in text
     assert "  256     192       64          64\n" in text
     assert "  206     192       64          14\n" in text
     # The same costs for any schedule; and chunks of a layout.
@@ -128,6 +136,23 @@ def test_layers_have_nodes_and_a_step_three_ways(capsys):
         if e["kind"] == "forward"
     }
     assert lengths == {(0, 0): 12, (1, 0): 6, (0, 1): 12, (1, 1): 6}
+
+
+def test_a_pair_is_explained_and_what_it_needs_to_show_anything(capsys):
+    line = "--pp 2 --vpp 2 --microbatches 4 --schedule combined"
+    assert run(line) == 0
+    text = capsys.readouterr().out
+    assert (
+        "a pair is one step, drawn side by side or in two chunks; it may hold a layer more\n"
+        in text
+        and "--layer-nodes shows" in text
+    )
+    assert "5 F      3 F 3 B  5 B" in text and "5 = warm-up (+ a layer)" in text
+    assert run(line + " --layer-nodes 2,2,1,1") == 0
+    text = capsys.readouterr().out
+    assert "a pair is" in text and "--layer-nodes" not in text
+    assert run("--pp 2 --vpp 2 --microbatches 4") == 0
+    assert "a pair" not in capsys.readouterr().out
 
 
 def test_bandwidth_and_transport(capsys):

@@ -53,6 +53,19 @@ def test_figures_beside_formulas(shown) -> None:
         opened.sees(".mmp-figurebox", "with equal stages, free messages")
 
 
+def test_one_stage_is_drawn_as_what_was_chosen(shown) -> None:
+    """Combined 1F1B has pairs on one stage too; what needs a pipeline becomes "no pipelining"."""
+    num_pairs = "player.scenes.map((scene) => scene.plan.ranks[0].filter((x) => x.parts).length)"
+    words = "each backward follows its forward"
+    with shown("#schedule=combined&p=1&M=4") as opened:
+        assert opened.player(num_pairs) == [3]
+        opened.sees(".mmp-figurebox", "1 (+ a layer)")
+        assert words not in opened.text(".mm-player")
+    with shown("#schedule=1f1b&p=1&M=4&vs=combined") as opened:
+        assert opened.player(num_pairs) == [0, 3]
+        opened.sees(".mm-player", words)
+
+
 @pytest.mark.parametrize("sizes", MAX_REDRAW_MS)
 def test_a_change_is_drawn_at_once(shown, sizes) -> None:
     with shown(f"#{sizes}") as opened:

@@ -1,14 +1,19 @@
 """Layers of experts: counts and bytes against what real layers hold."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core import parallel_state
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.spec_utils import build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.planner.actions import FORWARD, parts_of
 from minimegatron.planner.expert_memory import (
     LayerParameters,
     all_to_all_bytes,
@@ -17,9 +22,13 @@ from minimegatron.planner.expert_memory import (
     expert_model_state_bytes,
     num_expert_layer_parameters,
 )
-from minimegatron.planner.memory import activation_bytes_per_layer
+from minimegatron.planner.memory import activation_bytes_per_layer, peak_activation_bytes
+from minimegatron.planner.plan import Plan, plan
 from minimegatron.tracing.activation_meter import ActivationMeter
+from tests import parity
+from tests.core.models.test_schedule_plan import EXPERTS, build, run_step
 from tests.core.transformer.moe.test_moe_layer import groups
+from tests.ranks import run_ranks
 
 h, f, E = 64, 96, 8
 LLAMA = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
@@ -102,9 +111,7 @@ def test_state_is_cut_over_each_kinds_own_ranks():
 
 
 @pytest.mark.parametrize("topk", [2, 4])
-@pytest.mark.parametrize(
-    "options", [{"add_bias_linear": False}, LLAMA, SHARED], ids=["plain", "llama", "shared"]
-)
+@pytest.mark.parametrize("kind", ["plain", "llama", "shared"])
 def test_activations_are_those_of_a_real_layer(kind, topk):
     options = {"plain": {"add_bias_linear": False}, "llama": LLAMA, "shared": SHARED}[kind]
     s, b = 32, 4
@@ -135,6 +142,83 @@ def test_a_layer_is_the_dense_one_with_its_mlp_exchanged():
     assert quarter == Fraction(found, 4)
     full = expert_layer_activation_bytes(*sizes, 768, 8, recompute="full")
     assert full == 2 * T * 512
+
+
+# -- Activations of combined 1F1B, measured beside its plan --
+
+
+def held_by(step: Plan, rank: int, sizes: dict[tuple, int]) -> list[int]:
+    """What the plan says is held after each piece of work; `sizes` by (microbatch, chunk)."""
+    held, found = 0, []
+    for action in step.work(rank):
+        for part in parts_of(action):
+            size = sizes[part.microbatch, part.chunk]
+            held += size if part.kind == FORWARD else -size
+        found.append(held)
+    return found
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_one_stage_holds_a_layer_more_at_most(delay):
+    """Between two steps one microbatch, as if they were ordinary; within a pair less than two."""
+    M, sizes = 3, {}
+    for L in (2, 3):
+        meters = {}
+        for combined in (False, True):
+            late = {"delay_wgrad_compute": delay and combined}
+            model = build(combined, num_layers=L, **EXPERTS, **late)
+            with ActivationMeter(model) as meters[combined]:
+                run_step(model, M)
+        sizes[L] = meters[False].peak
+    microbatch, one_layer = sizes[3], sizes[3] - sizes[2]
+    step = plan("combined", 1, M)
+    expected = held_by(step, 0, {(i, 0): microbatch for i in range(M)})
+    assert meters[True].after_each == expected == [microbatch] * M + [0]
+    planned = peak_activation_bytes(step, 0, microbatch, bytes_per_layer=one_layer)
+    assert microbatch < meters[True].peak <= planned == microbatch + one_layer
+
+
+TWO_STAGES = parity.Case(pp=2, dp=2, ep=2, vp=2, G=2, experts=4, num_layers=8, batched=False)
+
+
+def measure(case: parity.Case) -> tuple[int, dict[bool, tuple]]:
+    """In a rank: its stage, and (peak, held after each piece of work) without and with pairs."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp,
+        expert_model_parallel_size=case.ep,
+    )
+    pg = ProcessGroupCollection.use_mpu_process_groups()
+    data, found = parity.batches(case.M * case.dp)[pg.dp.rank() :: case.dp], {}
+    for combined in (False, True):
+        one = replace(case, combined=combined)
+        chunks, _ = parity.build(one, pg)
+        with ActivationMeter(chunks) as meter:
+            parity.run_step(one, pg, chunks, [iter(data) for _ in chunks], False)
+        found[combined] = meter.peak, meter.after_each
+    return pg.pp.rank(), found
+
+
+def test_stages_hold_w_plus_one_chunks_and_a_layer_at_most():
+    """Chunks of two layers; tokens choose experts, so each microbatch has sizes of its own."""
+    case = TWO_STAGES
+    step, ordinary = (plan(way, case.pp, case.M, case.vp) for way in ("combined", "interleaved"))
+    for rank, found in run_ranks(measure, case.world, case):
+        (_, after_each), (peak, pairs_after_each) = found[False], found[True]
+        sizes, before = {}, 0
+        for action, now in zip(ordinary.work(rank), after_each, strict=True):
+            if action.kind == FORWARD:
+                sizes[action.microbatch, action.chunk] = now - before
+            before = now
+        assert after_each == held_by(ordinary, rank, sizes)
+        assert pairs_after_each == held_by(step, rank, sizes)
+        # At most the largest chunk of each; a chunk has two layers, and ends beside them.
+        largest = max(sizes.values())
+        planned = peak_activation_bytes(step, rank, largest, bytes_per_layer=Fraction(largest, 2))
+        warmup = count_rank_microbatches(case.pp, rank, case.M, case.vp, case.G).num_warmup
+        assert planned == (warmup + 1) * largest + Fraction(largest, 2)
+        assert max(pairs_after_each) < peak <= planned
+        assert peak <= max(pairs_after_each) + Fraction(min(sizes.values()), 2)
 
 
 # -- What is sent --

@@ -257,7 +257,7 @@ def test_text_has_a_line_of_all_to_alls_for_each_rank(step):
 def test_one_stage_says_what_streams_that_run_on_would_take():
     costs = LayeredCosts.of_layers([[MOE] * 4])
     text = render(simulate(plan("combined", 1, 4), costs), "text")
-    rows = [line.split()[-4:] for line in text.splitlines()[-2:]]
+    rows = [line.split()[-4:] for line in text.splitlines()[-3:-1]]
     assert rows == [["206", "192", "64", "14"], ["199", "192", "64", "7"]]
     # An order of one's own, or an evaluation, has no such table.
     evaluation = simulate(plan("combined", 1, 4, forward_only=True), costs)
@@ -276,6 +276,10 @@ def test_the_picture_has_two_lanes_per_rank(step):
     )
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "all-to-all 64, exposed 40" in texts
+    # Whole forwards and backwards are shadows of their nodes, without a number that shines through.
+    shadows = [e for e in root.iter() if e.get("opacity") == "0.3"]
+    assert len(shadows) == sum(1 for rank in range(2) for _ in step.plan.work(rank))
+    assert not any(e.tag.endswith("}text") for shadow in shadows for e in shadow.iter())
 
 
 def test_chrome_and_json_have_the_nodes(step):

@@ -9,9 +9,12 @@ import minimegatron
 from minimegatron.core import collectives
 from minimegatron.core.tracing import traced
 from minimegatron.tracing import pace as pace_module
+from tests.figures import figure
 from tests.trace.paced_overlap import Ran, measured
 
-ATTEMPTS = 3
+PACES_MS = (40.0, 120.0, 360.0)
+"""Of an attention, in turn: a machine that has other work is late by milliseconds, not by a share."""
+TIMES = 3
 CLOSE = 0.05
 
 
@@ -36,16 +39,29 @@ def test_every_way_follows_its_plan_node_by_node(tmp_path):
     assert ordinary > combined > delayed
 
 
+def keeps_pace(ordinary: Ran) -> bool:
+    """Whether the machine can: nothing is hidden there, so only other work makes it longer."""
+    pairs = [
+        (ordinary.length, ordinary.planned_length),
+        (ordinary.exposed, ordinary.planned_exposed),
+    ]
+    return all(abs(took / planned - 1) < CLOSE for took, planned in pairs)
+
+
 @pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("pp", [1, 2])
-def test_what_is_exposed_and_what_is_gained(tmp_path, pp):
-    """A machine that is busy is late, so there are several attempts."""
-    for attempt in range(ATTEMPTS):
-        ran = measured(str(tmp_path / str(attempt)), pp, 4, 30.0)
+@pytest.mark.parametrize(("pp", "M"), [(1, 2), (2, 4)])
+def test_what_is_exposed_and_what_is_gained(tmp_path, pp, M):
+    """Of three steps each the one that the machine disturbed least; when that is much, more slowly."""
+    for pace_ms in PACES_MS:
+        ran = measured(str(tmp_path / f"{pace_ms}"), pp, M, pace_ms, TIMES)
+        words = f"paced at {pace_ms:g} ms: " + "; ".join(map(str, ran))
+        figure(words)
         if is_close(ran):
             return
-    pytest.skip("too busy for times within 5 %: " + "; ".join(map(str, ran)))
+    if not keeps_pace(ran[0]):
+        pytest.skip(f"other work makes even ordinary steps more than 5 % longer, {words}")
+    pytest.fail(f"not within 5 %, {words}")
 
 
 # -- The pace itself, without ranks --

@@ -19,10 +19,14 @@ from minimegatron.core.pipeline_parallel.transport import (
     TensorMessage,
     TorchTransport,
 )
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.planner.actions import RECEIVE
+from minimegatron.planner.links import LAYER_NODE
 from minimegatron.planner.registry import register_schedule
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
+from minimegatron.tracing.node_order import wrong_nodes
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
+from tests import parity
 from tests.core.pipeline_parallel.test_order import legal_groups
 from tests.core.pipeline_parallel.test_real_ranks import Config, pairwise, run_mode
 from tests.figures import figure
@@ -168,6 +172,78 @@ def test_plan_equals_trace_in_batches_as_nccl_gets_them():
     starts = [event for events in step.events for event in events.values()]
     starts = [event for event in starts if event.name == "p2p-start"]
     assert len(starts) == 2 * len(step.transfers)
+
+
+# -- Combined 1F1B: pairs, their messages, and the nodes of their layers --
+
+EXPERTS = {"dp": 2, "ep": 2, "experts": 4, "combined": True}
+ON_TWO = [
+    parity.Case(M=4, num_layers=2, **EXPERTS),
+    parity.Case(M=5, num_layers=3, moe_freq=(1, 0, 1), delay_wgrad=True, **EXPERTS),
+    parity.Case(M=6, num_layers=1, evaluates=True, **EXPERTS),
+]
+RINGS = [
+    {"vp": 2, "G": 2, "M": 4, "overlap": True},
+    {"vp": 2, "G": 3, "M": 5, "num_layers": 5, "layout": "Et|ttt|t|L"},
+    {"vp": 2, "G": 4, "M": 6, "overlap": True, "delay_wgrad": True, "deallocate": True},
+    {"vp": 3, "G": 2, "M": 4, "delay_wgrad": True, "num_layers": 12, "moe_freq": (1, 0) * 6},
+    {"vp": 3, "G": 3, "M": 5, "overlap": True},
+    {"vp": 3, "G": 2, "M": 6, "evaluates": True},
+]
+ON_FOUR = [parity.Case(pp=2, batched=False, **EXPERTS, **ring) for ring in RINGS]
+
+
+def record_combined(cases: list[parity.Case]) -> list:
+    runs = []
+    for case in cases:
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=case.pp,
+            virtual_pipeline_model_parallel_size=case.vp,
+            expert_model_parallel_size=case.ep,
+        )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        chunks, _ = parity.build(case, groups)
+        data = parity.batches(case.M * case.dp)[groups.dp.rank() :: case.dp]
+        with minimegatron.trace() as run:
+            for forward_only in [True, False] if case.evaluates else [False]:
+                iterators = [iter(data) for _ in chunks]
+                parity.run_step(case, groups, chunks, iterators, forward_only)
+        parallel_state.destroy_model_parallel()
+        runs.append(run)
+    return runs if dist.get_rank() == 0 else []
+
+
+@pytest.mark.parametrize("cases", [ON_TWO, ON_FOUR], ids=["two", "four"])
+def test_combined_steps_do_what_their_plans_say(cases):
+    """Work, pairs and messages in raw order, and each lane's nodes as `planner.layer_plan` has them."""
+    runs = run_ranks(record_combined, cases[0].world, cases, timeout=120)[0]
+    num_pairs = num_messages = num_nodes = 0
+    for run, case in zip(runs, cases, strict=True):
+        assert run.num_steps == 1 + case.evaluates, case
+        for number in range(run.num_steps):
+            step = run.step(number)
+            is_training = number == run.num_steps - 1
+            assert not is_training or step.config.schedule == "combined", case
+            assert compare_with_plan(step) == [], case
+            assert wrong_messages(step) == [], case
+            assert wrong_nodes(step) == [], case
+            assert step.plan.message_counts() == count_messages(step), case
+            for rank in range(case.pp):
+                # A pair counts as its parts there; here, that the same ones share a step.
+                pairs = [
+                    [[(x.kind, x.microbatch, x.chunk) for x in action.parts] for action in actions]
+                    for actions in (step.plan.ranks[rank], step.actions(rank))
+                ]
+                planned, found = ([pair for pair in of_side if pair] for of_side in pairs)
+                assert found == planned and bool(found) == is_training, case
+                num_pairs += len(found)
+            nodes = [e for events in step.events for e in events.values() if e.name == LAYER_NODE]
+            assert bool(nodes) == is_training, case
+            num_messages += len(step.transfers)
+            num_nodes += len(nodes)
+    figure(
+        f"{len(cases)} combined cases: {num_pairs} pairs, {num_messages} messages, {num_nodes} nodes"
+    )
 
 
 # -- Schedules of a user's own --

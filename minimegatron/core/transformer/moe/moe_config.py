@@ -198,11 +198,11 @@ def _check_sizes(config: Any) -> None:
 
 def _check_layers(config: Any) -> None:
     freq, num_layers = config.moe_layer_freq, config.num_layers
+    if isinstance(freq, list) and len(freq) == 1 and num_layers > 1:
+        (freq,) = freq
     if isinstance(freq, int):
-        freq = [freq]
-    if len(freq) == 1 and num_layers != 1:
-        if freq[0] < 1:
-            raise ValueError(f"moe_layer_freq is {freq[0]}; give 1 or more")
+        if freq < 1:
+            raise ValueError(f"moe_layer_freq is {freq}; give 1 or more")
     elif len(freq) != num_layers:
         raise ValueError(
             f"moe_layer_freq lists {len(freq)} layers, but num_layers is {num_layers}; list all of them"

@@ -210,6 +210,8 @@ def test_what_is_filled_in():
 )
 def test_which_layers_have_experts(freq, pattern):
     config = TransformerConfig(**SIZES | EXPERTS, moe_layer_freq=freq)
+    one = TransformerConfig(**SIZES | EXPERTS | {"num_layers": 1}, moe_layer_freq=3)
+    assert one.moe_layer_pattern == [True]
     assert "".join(str(int(has)) for has in config.moe_layer_pattern) == pattern
 
 
