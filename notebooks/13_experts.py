@@ -53,7 +53,7 @@ RANKS, TOKENS, EXPERTS, TOPK, HIDDEN = 2, 12, 4, 2, 6
 # Write your answers in place of None. Running this cell locks them in.
 predict(
     gets_as_many_as_it_sends=None,  # True or False
-    exchanges_forward=None,  # of rows of tokens, or of anything that goes with them
+    exchanges_forward=None,  # all-to-alls: of rows of tokens, or of what goes with them
     exchanges_backward=None,
     fullest_expert=None,  # a number from 1 to 4
 )
@@ -189,18 +189,18 @@ def layer_on_ranks(x):
     local = torch.arange(counts.shape[2]).repeat(world).repeat_interleave(counts[:, rank].flatten())
     order = local.argsort(stable=True)
     blocks = rows[order].split(counts[:, rank].sum(0).tolist())
-    first = rank * len(blocks)
+    first = rank * len(blocks)  # number of this rank's first expert
     answers = torch.cat([expert(first + e, block) for e, block in enumerate(blocks)])
     weighed = (answers * weights[order].unsqueeze(1))[order.argsort()]
     back = send(weighed, from_each, to_each)
     y = torch.zeros_like(x).index_add(0, tokens, back)
-    return {"y": y, "rows": counts.sum(2), "map": probs > 0, "came": local[order].tolist()}
+    return {"y": y, "rows": counts.sum(2), "map": probs > 0, "came": (first + local[order]).tolist()}
 
 
 # %%
 by_rank = launch(layer_on_ranks, RANKS, X)
 assert torch.allclose(torch.cat([found["y"] for found in by_rank]), Y)
-print("experts of the rows that came:", *[found["came"] for found in by_rank], sep="\n")
+print("experts of the rows that came, sorted:", *[found["came"] for found in by_rank], sep="\n")
 draw_ways([found["map"] for found in by_rank])
 
 # %%
@@ -211,7 +211,7 @@ print("sent:", sent.tolist(), " got:", got.tolist(), " each counts what stays at
 compare(gets_as_many_as_it_sends=torch.equal(sent, got))
 
 # %% [markdown]
-# The picture of rows is what both ends of every message must agree on. A row of it are a rank's
+# The picture of rows is what both ends of every message must agree on. A row of it is a rank's
 # input splits, a column its output splits. On the way back, and in backward, they change places.
 #
 # ## The real layer
@@ -265,9 +265,10 @@ in_backward = sum(inside(event, "backward-compute") for event in exchanges)
 compare(exchanges_forward=len(exchanges) - in_backward, exchanges_backward=in_backward)
 
 # %% [markdown]
-# Three and three: tokens, their weights, and the results; then the gradients of the three. The
-# weights are one number per row. They must travel with a gradient: it is the only way on which the
-# main loss reaches the router.
+# Three and three: tokens, their weights, and the results; then the gradients of the three. (The
+# counts are gathered, without a gradient, and are not among them.) The weights are one number per
+# row. They must travel with a gradient: it is the only way on which the main loss reaches the
+# router.
 #
 # The two ranks are also two data-parallel copies of everything else. Are losses and gradients those
 # of one process?
@@ -287,7 +288,7 @@ print(len(experts_of[0]), "of", len(ranks[0]["gradients"]), "gradients on a rank
 # %% [markdown]
 # Nobody has summed the gradients of experts over the ranks: each is on one rank only, and the
 # tokens of both came to it. It was divided by 2 all the same, because the loss is a mean over two
-# ranks. To divide by the number of an expert's copies, 1 here, is the most frequent mistake with
+# ranks. To divide by the number of an expert's copies, 1 here, is a frequent mistake with
 # experts.
 #
 # ## Balance over steps
@@ -370,8 +371,8 @@ assert at_the_end["auxiliary loss"] < 2.5 and at_the_end["bias"] < 3
 
 # %% [markdown]
 # Left alone, the router ends with two favourites of eight. What they learn makes them still better
-# choices, and the other six get no tokens, so no gradient. With experts on ranks that also costs
-# time: all tokens go to the rank of the two, and the others wait.
+# choices. The other six get hardly any tokens, so they learn hardly anything. With experts on ranks
+# that also costs time: nearly all tokens go to the ranks of the two, and the other ranks wait.
 #
 # The loss pulls at the router's scores in every step, against what the main loss wants. The bias
 # only moves the choice; the weights of the outputs stay as they were.
@@ -379,7 +380,7 @@ assert at_the_end["auxiliary loss"] < 2.5 and at_the_end["bias"] < 3
 # ## Change it
 #
 # * `TOPK = 1` at the top. The softmax of one number is always 1. Which gradient does the router get
-#   from the main loss then, and what is the way out? (The package refuses the first; see
+#   from the main loss then, and what is the way out? (The package refuses it; see
 #   `moe_router_pre_softmax`.)
 # * Leave out the sort by local expert in `layer_on_ranks` (`order = torch.arange(len(local))`).
 #   Which assertion fails? Would anything crash?
@@ -393,5 +394,6 @@ assert at_the_end["auxiliary loss"] < 2.5 and at_the_end["bias"] < 3
 #   [ex20](../minimegatron/exercises/catalog/ex20_all_to_all/page.md), the exchange with its
 #   backward; [ex21](../minimegatron/exercises/catalog/ex21_expert_gradients/page.md), the
 #   gradients.
+# * [The next notebook](14_combined_1f1b.ipynb) hides the exchanges behind computation.
 # * Labs: `minimegatron exercises lab start unsorted-local-experts`, `... probs-gradient-dropped`,
 #   `... aux-loss-discarded`.

@@ -87,10 +87,11 @@ predict(
 # %% [markdown]
 # ## Why an all-to-all costs time
 #
-# Both grow with the tokens, so look at their ratio. An expert has three matrices of h × f, and
-# multiplies and adds once for each number in them. A token is h numbers of 2 bytes. Of e ranks, one
-# is its own: it gets (e − 1)/e of the rows through a network. The two speeds are round numbers for
-# a large GPU and its network card.
+# The bytes of a dispatch and the work of the experts both grow with the tokens, so look at the ratio
+# of their times. A token is h numbers of 2 bytes. Of e ranks one is its own, so (e − 1)/e of the
+# rows go through the network. In large models an expert mostly has three matrices of h × f; for a
+# row it multiplies and adds once for each number in them. The two speeds are round numbers for a
+# large GPU and its network card.
 
 # %%
 FLOPS, BYTES_PER_SECOND = 400e12, 50e9
@@ -164,8 +165,9 @@ assert [tuple(timed) for timed in by_package.nodes] == times
 SVG(render_layers([("one pair", by_package)], "A pair of layers: forward F1, backward B0"))
 
 # %% [markdown]
-# Each all-to-all runs beside a node of the *other* microbatch, and both microbatches gain. The four
-# all-to-alls have one order, which depends on no data: all ranks start the same one.
+# Each all-to-all runs beside a node of the *other* microbatch, and both microbatches gain. The order
+# of the four all-to-alls depends on no data. So all ranks start them in this order, and none waits
+# for ever.
 #
 # In the code an all-to-all is a start and a wait, and what stands between them hides it. `f` is the
 # layer that goes forward, `b` the one that goes backward:
@@ -431,8 +433,9 @@ for way, points in measured.items():
 #
 # * Up to m all of a pair is hidden.
 # * From m on, the two all-to-alls that stand beside a forward stick out: the backward's dispatch,
-#   beside the forward of the experts, and the backward's combine. Delayed weight gradients help
-#   here: they are computed while the backward's dispatch is still on its way.
+#   beside the forward of the experts, and the backward's combine, beside the forward of attention.
+#   Delayed weight gradients help here: those of the experts are computed while the backward's
+#   dispatch is on its way.
 # * From 2 m on, the two beside a backward stick out as well. All computation of the pair is used
 #   up. Each unit more costs what it costs in the ordinary order, and what is saved stays the same.
 #
@@ -565,8 +568,8 @@ assert took[1] < took[0]
 # Its page on `combined_1f1b` has three functions and a few sentences. What it says, and where you
 # have seen it:
 #
-# * Without a pipeline, four microbatches make phases 0 to 4: a forward; three times a backward with
-#   the next microbatch's forward; a backward. *Here:* `F0`, `F1 & B0`, `F2 & B1`, `F3 & B2`, `B3`
+# * `combined_1f1b_schedule_for_no_pipelining`: four microbatches make phases 0 to 4, a forward, three
+#   times a backward with the next microbatch's forward, and a backward. *Here:* `F0`, `F1 & B0`, `F2 & B1`, `F3 & B2`, `B3`
 #   in the trace.
 # * Each layer's forward is scheduled together with a layer's backward of another microbatch.
 #   *Here:* the pair, on paper and in the trace.
@@ -578,9 +581,12 @@ assert took[1] < took[0]
 #   plan, then runs both together. *Here:* each phase is one call of it; the cell below counts.
 # * It is called only with `overlap_moe_expert_parallel_comm`. *Here:* the ordinary run is the same
 #   job without.
-# * With interleaving, the merged step stands where `forward_step` and `backward_step` stood,
-#   between what precedes and follows them. *Here:* its order; the functions are in
-#   [the tour](../docs/tour/hiding-the-all-to-all.md).
+# * `combined_1f1b_schedule_for_interleaved_pipelining`: with interleaving, the merged step stands
+#   where `forward_step` and `backward_step` stood, between what precedes and follows them. *Here:*
+#   its order, planned. Its steps have not run here; the lab `combined-without-extra-warmup` runs
+#   them on four ranks.
+# * What the functions take and return. *Not here:*
+#   [the tour](../docs/tour/hiding-the-all-to-all.md) leads to their source.
 #
 # Of the extra warm-up, of memory and of the limit 2 m it says nothing.
 

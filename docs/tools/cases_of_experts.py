@@ -258,7 +258,17 @@ def gradient_table() -> str:
         shown = "right by luck" if wrong == 1 else f"**{wrong} times** too large"
         cells = [world, t, e, etp, dense.dp, expert.dp, summed, _factor(dense.dp), shown]
         rows.append(cells)
-    head = ["ranks", "t", "e", "etp", "d · c", "edp", "sums over", "multiplied by", "if divided by edp"]
+    head = [
+        "ranks",
+        "t",
+        "e",
+        "etp",
+        "d · c",
+        "edp",
+        "sums over",
+        "multiplied by",
+        "if divided by edp",
+    ]
     return table(head, rows)
 
 
@@ -348,7 +358,7 @@ def last_loss(run: str) -> str:
 
 
 def worst_imbalance(num_experts: int, topk: int) -> str:
-    """If k experts get every token: the busiest one's tokens over the mean."""
+    """If one expert is among every token's choices: its tokens over the mean."""
     return number_words(Fraction(num_experts, topk))
 
 

@@ -111,9 +111,12 @@ def in_flight(events: Mapping[int, Event], name: str = ALL_TO_ALL) -> list[Bar]:
     That is longer than it takes, if the rank computes meanwhile. A bar's events are the call that
     started it and, if it was not waited for there, the wait. `exposed_of` says what was exposed.
     """
-    waits = {
-        wait.attributes["begun"]: wait for wait in events.values() if "begun" in wait.attributes
-    }
+    waits: dict[int, Event] = {}
+    for event in events.values():
+        if "begun" in event.attributes:
+            waits.setdefault(
+                event.attributes["begun"], event
+            )  # whoever waits again waits for nothing
     found = []
     for index, event in events.items():
         if event.name == name:

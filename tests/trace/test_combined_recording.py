@@ -20,7 +20,7 @@ from minimegatron.tracing.chrome import chrome_trace
 from minimegatron.tracing.clock import Alignment
 from minimegatron.tracing.compare import compare_with_plan
 from minimegatron.tracing.html import page_data
-from minimegatron.tracing.lanes import exposure, lanes_of
+from minimegatron.tracing.lanes import exposure, in_flight, lanes_of
 from minimegatron.tracing.node_order import wrong_nodes
 from minimegatron.tracing.rank_trace import RankTrace
 from minimegatron.tracing.recorder import Recorder
@@ -192,6 +192,16 @@ def test_what_is_exposed_is_what_the_lanes_say(step):
     assert step.makespan == close(1e3 * EXPECTED.total)
     assert found.in_flight > found.exposed
     assert float(step.simulation.makespan) == close(step.makespan)
+
+
+def test_an_all_to_all_is_over_after_the_first_wait_for_it(step):
+    """A program that waits at once and later once more has hidden nothing."""
+    events = dict(step.events[0])
+    waits = [event for event in events.values() if "begun" in event.attributes]
+    for number, wait in enumerate(waits, max(events) + 1):
+        events[number] = replace(wait, start=step.end, end=step.end + 1)
+    spans = [[(bar.start, bar.end) for bar in in_flight(x)] for x in (step.events[0], events)]
+    assert waits and spans[0] == spans[1]
 
 
 def test_the_pace_of_nodes_gives_the_plan_its_costs(recorded):

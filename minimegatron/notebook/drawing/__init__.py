@@ -3,11 +3,11 @@
     from minimegatron.notebook.drawing import draw_groups
 
 Each function draws and shows one figure. `ranks`: what ranks are and exchange; `runs`: what a run
-did; `lanes`: all-to-alls beside the computation; `sizes`: numbers side by side; `token_ways`: who
+did; `hiding`: all-to-alls beside the computation; `sizes`: numbers side by side; `token_ways`: who
 chose whom, and how even the load is.
 """
 
-from minimegatron.notebook.drawing.lanes import draw_hiding, draw_lanes
+from minimegatron.notebook.drawing.hiding import draw_hiding, draw_lanes
 from minimegatron.notebook.drawing.ranks import (
     draw_groups,
     draw_matrices,
