@@ -321,7 +321,9 @@ for way, step in steps.items():
     assert step.makespan > 0.99 * float(step.simulation.makespan)  # nothing is faster than its pace
 
 # %% [markdown]
-# Five phases: a lone forward, three pairs, a lone backward. In a pair, which node computes while an
+# In the ordinary step a whole forward or backward is paced, and what it sleeps comes at its end: so
+# its all-to-alls stand at the beginning. The combined step is paced node by node. It has five
+# phases: a lone forward, three pairs, a lone backward. In a pair, which node computes while an
 # all-to-all is in flight? From the trace, the first pair of layers in `F1 & B0`:
 
 # %%
@@ -378,8 +380,8 @@ for way, lanes in (("ordinary", ordinary), ("combined", combined)):
     print(f"{way}  {lanes.total:15}{length:10.1f}  {lanes.exposed:18}{exposed:10.1f}")
 
 # %% [markdown]
-# What is measured above paper is your machine: the rest of the program between two nodes, and a
-# processor that others wanted too. The 24 units that are saved are a fact about the order of nodes
+# What is measured above paper is your machine: what the program does between two nodes, and
+# processors that others want too. The 24 units that are saved are a fact about the order of nodes
 # and about the pace. They say nothing of how fast a CPU or a GPU is.
 #
 # ## When it is not enough
@@ -568,9 +570,9 @@ assert took[1] < took[0]
 # Its page on `combined_1f1b` has three functions and a few sentences. What it says, and where you
 # have seen it:
 #
-# * `combined_1f1b_schedule_for_no_pipelining`: four microbatches make phases 0 to 4, a forward, three
-#   times a backward with the next microbatch's forward, and a backward. *Here:* `F0`, `F1 & B0`, `F2 & B1`, `F3 & B2`, `B3`
-#   in the trace.
+# * `combined_1f1b_schedule_for_no_pipelining`: four microbatches make phases 0 to 4, a forward,
+#   three times a backward with the next microbatch's forward, and a backward. *Here:* `F0`,
+#   `F1 & B0`, `F2 & B1`, `F3 & B2`, `B3` in the trace.
 # * Each layer's forward is scheduled together with a layer's backward of another microbatch.
 #   *Here:* the pair, on paper and in the trace.
 # * The forward's all-to-alls are hidden by attention and mlp of the backward, and the other way

@@ -88,9 +88,8 @@ def draw_hiding(
     for (way, values), colour in zip(curves.items(), (ORANGE, BLUE), strict=True):
         panel.plot(lengths, values, color=colour, label=f"{way}, two lanes on paper")
         points = measured[way]
-        panel.scatter(
-            points.keys(), points.values(), color=colour, label=f"{way}, measured (paced)"
-        )
+        look = {"color": colour, "label": f"{way}, measured (paced)", "clip_on": False}
+        panel.scatter(points.keys(), points.values(), zorder=3, **look)
     for place, words in marked.items():
         panel.axvline(place, color=GREY, lw=1, ls="--")
         panel.annotate(f" {words}", (place, 0.03), xycoords=("data", "axes fraction"), color=GREY)
