@@ -40,7 +40,7 @@ def test_autocast_is_of_the_ranks_device(rank_on, monkeypatch, device):
     rank_on(device)
     asked = []
     monkeypatch.setattr(torch, "autocast", lambda kind, dtype: asked.append((kind, dtype)))
-    steps._autocast(SimpleNamespace(enable_autocast=True, autocast_dtype=torch.bfloat16))
+    steps.autocast(SimpleNamespace(enable_autocast=True, autocast_dtype=torch.bfloat16))
     assert asked == [(device, torch.bfloat16)]
 
 

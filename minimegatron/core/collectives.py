@@ -259,8 +259,18 @@ def all_to_all(
 
     Raises:
         ValueError: there is not one split per rank, they are not all rows, or one is more than
-            `most_rows`. Nothing is sent then.
+            `most_rows`; rows of `input` and of `output` are not alike, or `output` is not contiguous.
+            Nothing is sent then.
     """
+    if (output.dtype, output.shape[1:]) != (input.dtype, input.shape[1:]):
+        raise ValueError(
+            f"all-to-all: rows of the input are {input.dtype} {list(input.shape[1:])}, those of the "
+            f"output {output.dtype} {list(output.shape[1:])}; make them alike"
+        )
+    if not output.is_contiguous():
+        raise ValueError(
+            f"all-to-all: the output of shape {list(output.shape)} is not contiguous; make a new one"
+        )
     input_splits = _splits(input, input_splits, group, "input")
     output_splits = _splits(output, output_splits, group, "output")
     if most_rows is not None and max(*input_splits, *output_splits) > most_rows:

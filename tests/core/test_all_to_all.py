@@ -120,6 +120,13 @@ def check_refusals() -> None:
         collectives.all_to_all(torch.empty(size), torch.ones(size + 1), group)
     with pytest.raises(ValueError, match="most_rows is 1, but the splits are"):
         collectives.all_to_all(torch.empty(size), torch.ones(2 * size), group, None, None, False, 1)
+    for output, words in (
+        (torch.empty(size, dtype=torch.float64), r"float32 \[\], .*float64"),
+        (torch.empty(size, 2), r"float32 \[\], .*float32 \[2\]"),
+        (torch.empty(2 * size)[::2], "is not contiguous"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            collectives.all_to_all(output, torch.ones(size), group)
     assert exchange("uneven", (2,), torch.float64, async_op=False)
 
 

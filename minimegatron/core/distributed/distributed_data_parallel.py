@@ -292,9 +292,13 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's; RuntimeError where parts of it are missing and no hook gathers them."""
+        self.check_params()
+        return super().forward(*inputs, **kwargs)
+
+    def check_params(self) -> None:
+        """Before a forward: raises RuntimeError for parameters that nobody will gather."""
         if not self._gathering_hooks:
             self._require_complete_params("forward hooks, which are off")
-        return super().forward(*inputs, **kwargs)
 
     def _require_complete_params(self, gathered_by: str) -> None:
         if any(group.params_are_incomplete() for group in self.bucket_groups):

@@ -37,7 +37,7 @@ MAX_RANKS = 8
 
 MAX_BROADCASTS_AHEAD = 4
 """How many broadcasts a source may begin before the others take the first of them. In all other
-collectives a rank takes as many messages as it sends, and cannot run ahead."""
+collectives a rank takes a message from every peer that it sends one to, and cannot run ahead."""
 
 _COMBINE: dict[dist.ReduceOp, Callable] = {
     dist.ReduceOp.SUM: torch.add,
@@ -237,13 +237,11 @@ class LocalMesh:
         output_splits: list[int],
         input_splits: list[int],
     ) -> "Exchange":
-        """See `collectives.all_to_all`. Who has no rows for a rank sends it nothing: both know it."""
+        """See `collectives.all_to_all`. No rows are a message too: so sizes that differ are noticed."""
         given, taken = input.split(input_splits), output.detach().split(output_splits)
         for peer in self._peers:
-            if input_splits[peer]:
-                self._to[peer].send(given[peer])
-        places = [(peer, taken[peer]) for peer in self._peers if output_splits[peer]]
-        parts = [self._to[peer].expect(place) for peer, place in places]
+            self._to[peer].send(given[peer])
+        parts = [self._to[peer].expect(taken[peer]) for peer in self._peers]
         taken[self._rank].copy_(given[self._rank])
         return Exchange(parts, _is_in_place)
 

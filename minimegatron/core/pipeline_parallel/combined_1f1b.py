@@ -374,6 +374,8 @@ def combined_forward_backward_step(
 def _build_plan(
     forward_step_func: Callable, data_iterator: Iterator | None, model: torch.nn.Module
 ) -> tuple[AbstractSchedulePlan, Callable]:
+    # The wrapper's forward does not run, but what it would refuse is refused.
+    getattr(model, "check_params", _nothing)()
     unwrapped = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
     plan, loss_func = call_traced(
         "forward-step-func",
@@ -389,6 +391,10 @@ def _build_plan(
     return plan, loss_func
 
 
+def _nothing() -> None:
+    """In place of a wrapper's check."""
+
+
 def _take_plan(
     output_tensor: torch.Tensor,
     output_tensor_grad: torch.Tensor | None,
@@ -401,6 +407,7 @@ def _take_plan(
         return plan, output_tensor_grad
     scale = config.grad_scale_func
     loss = output_tensor if scale is None else scale(output_tensor)
-    with torch.autocast(loss.device.type, enabled=False):
-        torch.autograd.backward(loss)
+    if loss.requires_grad:
+        with torch.autocast(loss.device.type, enabled=False):
+            torch.autograd.backward(loss)
     return plan, loss_input.grad

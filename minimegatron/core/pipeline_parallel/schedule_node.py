@@ -97,7 +97,7 @@ class ScheduleNode:
         return self.detached[-1]
 
     def backward(self, output_grad: Any) -> Any:
-        """From the outputs' gradients to those of the inputs; afterwards the node holds nothing."""
+        """From the outputs' gradients to those of the inputs; afterwards the node holds no tensor."""
         self.backward_impl(as_tuple(self.output), as_tuple(output_grad))
         grads = self.get_grad()
         self._release_state()
@@ -172,7 +172,8 @@ class TensorsInFlight:
             handle.wait()
         tensors = self._tensors
         for tensor, source in zip(as_tuple(tensors), self._sent, strict=False):
-            tensor.requires_grad_(source.requires_grad)
+            if tensor is not None:
+                tensor.requires_grad_(source is not None and source.requires_grad)
         if self._frees_sent:
             free(self._sent)
         self._tensors, self._handles, self._sent = None, (), ()
@@ -195,6 +196,7 @@ class CommunicationNode:
     def __init__(self, get_exchange: Callable[[], Any], free_input: bool = False, name: str = ""):
         self.get_exchange, self.free_input, self.name = get_exchange, free_input, name
         self.exchange: Any = None
+        self._wanted: tuple[torch.Tensor | None, ...] = ()
 
     def forward(self, inputs: Any) -> Any:
         """Start and wait."""
@@ -209,14 +211,33 @@ class CommunicationNode:
         self.exchange = self.get_exchange()
         sent = as_tuple(inputs)
         received, handles = _start(self.exchange, sent)
+        # What a gradient will look like, of those that are wanted; no memory is behind it.
+        self._wanted = tuple(
+            torch.empty_like(come, device="meta") if tensor.requires_grad else None
+            for come, tensor in zip(received, sent, strict=True)
+        )
         return TensorsInFlight(_like(inputs, received), handles, sent, self.free_input)
 
     def start_backward(self, output_grad: Any) -> TensorsInFlight:
-        """Sends the gradients of what came back to where it came from."""
-        grads = as_tuple(output_grad)
-        received, handles = _start(self.exchange.reversed(), grads)
+        """Sends the gradients of what came back to where it came from.
+
+        Which ones are wanted follows from what requires a gradient, the same on all ranks: of a model
+        that is partly frozen perhaps none.
+        """
+        grads = tuple(
+            torch.zeros_like(like, device=get_device())
+            if grad is None and like is not None
+            else grad
+            for grad, like in zip(as_tuple(output_grad), self._wanted, strict=True)
+        )
+        wanted = [number for number, like in enumerate(self._wanted) if like is not None]
+        received: list[torch.Tensor | None] = [None] * len(grads)
+        exchange, handles = self.exchange.reversed(), []
+        for number in wanted:
+            received[number], handle = exchange.start(grads[number])
+            handles.append(handle)
         self.get_exchange = self.exchange = None
-        return TensorsInFlight(_like(output_grad, received), handles, grads)
+        return TensorsInFlight(_like(output_grad, tuple(received)), tuple(handles), grads)
 
 
 def _start(exchange: Any, tensors: tuple) -> tuple[tuple, tuple]:

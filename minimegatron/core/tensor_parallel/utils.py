@@ -13,7 +13,6 @@ from minimegatron.core.left_out import accepts_left_out
 
 
 @accepts_left_out
-@accepts_left_out
 def get_tensor_model_parallel_group_if_none(tp_group: Any | None, is_expert: bool = False) -> Any:
     """`tp_group`, or for None this rank's tensor-parallel group of `parallel_state`, or an expert's.
 

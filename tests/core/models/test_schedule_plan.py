@@ -208,6 +208,30 @@ def test_layers_of_experts(options, tied):
     assert_same(results_of(build(True, kind, **options)), results_of(build(False, kind, **options)))
 
 
+FROZEN = {
+    "all but experts": lambda name: ".experts." not in name,
+    "the embedding and a layer": lambda name: "embedding" in name or "layers.0." in name,
+    "experts": lambda name: ".experts." in name,
+    "everything": lambda name: True,
+}
+
+
+@pytest.mark.parametrize("what", FROZEN)
+def test_a_model_that_is_partly_frozen(what):
+    """What needs no gradient is not sent back: not a token's, if everything before it is frozen."""
+    results = []
+    for combined in (True, False):
+        model = build(combined, **EXPERTS)
+        for name, param in model.named_parameters():
+            param.requires_grad_(not FROZEN[what](name))
+        results.append(results_of(model))
+    found, wanted = results
+    assert {name for name in found if found[name] is None} == {
+        name for name in wanted if wanted[name] is None
+    }
+    assert_same(*({n: t for n, t in result.items() if t is not None} for result in results))
+
+
 @pytest.mark.parametrize("M", [1, 2, 5])
 def test_any_number_of_microbatches(M):
     assert_same(results_of(build(True, **EXPERTS), M), results_of(build(False, **EXPERTS), M))

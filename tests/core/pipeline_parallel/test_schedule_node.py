@@ -169,17 +169,27 @@ def test_a_communication_is_a_start_and_a_wait():
     log.clear()
     state[0] = Exchange(log, "of another forward")
     flight = node.start_backward((ones + 1, ones + 2))
-    assert log == [("start", "back from there")] * 2
+    # Of the second nobody wants a gradient, on any rank.
+    assert log == [("start", "back from there")]
     grads = flight.wait()
-    assert [grad.tolist() for grad in grads] == [[2.0, 2.0], [3.0, 3.0]]
-    assert log[2:] == [("wait", "back from there")] * 2 and node.exchange is None
+    assert grads[0].tolist() == [2.0, 2.0] and grads[1] is None
+    assert log[1:] == [("wait", "back from there")] and node.exchange is None
+
+
+def test_a_gradient_that_is_wanted_is_sent_though_it_is_zero():
+    log = []
+    node = CommunicationNode(lambda: Exchange(log))
+    node.forward((leaf(2) * 1.0, leaf(2) * 1.0))
+    grads = node.backward((None, torch.ones(2, dtype=torch.float64)))
+    assert [grad.tolist() for grad in grads] == [[0.0, 0.0], [1.0, 1.0]]
+    assert [event for event, _ in log[4:]] == ["start", "start", "wait", "wait"]
 
 
 def test_start_and_wait_in_one():
     log = []
     node = CommunicationNode(lambda: Exchange(log))
-    received = node.forward(torch.ones(2))
-    assert torch.equal(received, torch.full((2,), 10.0))
+    received = node.forward(torch.ones(2, requires_grad=True))
+    assert torch.equal(received.detach(), torch.full((2,), 10.0))
     assert torch.equal(node.backward(torch.ones(2)), torch.ones(2))
     assert [event for event, _ in log] == ["start", "wait"] * 2
 

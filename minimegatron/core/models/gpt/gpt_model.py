@@ -206,7 +206,10 @@ class GPTModel(LanguageModule):
         *,
         loss_mask: torch.Tensor | None = None,
     ) -> TransformerModelChunkSchedulePlan:
-        """The same forward in nodes, for combined 1F1B. Computes nothing; arguments as `forward`."""
+        """The same forward in nodes, for combined 1F1B. Computes nothing; arguments as `forward`.
+
+        Nodes call parts of layers. Forward hooks of a whole layer, or of the model, do not run.
+        """
         return TransformerModelChunkSchedulePlan(
             self,
             input_ids,

@@ -27,6 +27,9 @@ def update_biases(models: list[torch.nn.Module], pg_collection: Any) -> None:
     config = get_model_config(models[0])
     if config.moe_router_enable_expert_bias:
         _update_router_expert_bias(models, config, pg_collection.tp_dp_cp)
+    # A loop without a schedule has nobody who says that a step begins. The log may still ask.
+    for router in routers_of(models):
+        router.step_is_over = True
 
 
 def routers_of(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -19,7 +19,7 @@ knob = partial(knobs.knob, section="moe")
 compared = partial(knob, compared=True)
 
 LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "none")
+WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """Ways to balance that go with a capacity, as in Megatron."""
 
 
@@ -307,6 +307,18 @@ def _check_travel(config: Any) -> None:
     if factor is None and config.moe_pad_expert_input_to_capacity:
         raise ValueError(
             "moe_pad_expert_input_to_capacity needs a capacity; give moe_expert_capacity_factor"
+        )
+    most = config.num_moe_experts / config.moe_router_topk
+    if config.moe_pad_expert_input_to_capacity and factor > most:
+        raise ValueError(
+            f"moe_expert_capacity_factor {factor} with moe_pad_expert_input_to_capacity gives an "
+            "expert more places than a rank has tokens; give at most num_moe_experts / "
+            f"moe_router_topk = {most:g}"
+        )
+    if config.moe_pad_expert_input_to_capacity and config.variable_seq_lengths:
+        raise ValueError(
+            "moe_pad_expert_input_to_capacity needs the same number of tokens on every rank, but "
+            "variable_seq_lengths is on; turn one of them off"
         )
     without = [kind for kind in config.balancing if kind not in WITH_CAPACITY]
     if factor is not None and without:

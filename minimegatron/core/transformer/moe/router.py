@@ -118,7 +118,7 @@ class TopKRouter(Router):
         super().__init__(config, pg_collection)
         self.topk, self.coefficients = config.moe_router_topk, config.balancing
         self.losses: dict[str, torch.Tensor] = {}
-        self.num_counted = 0
+        self.num_counted, self.step_is_over = 0, False
         counts = torch.zeros(config.num_moe_experts, dtype=torch.int64)
         is_global = self.get_aux_loss_coeff("global_aux_loss") > 0
         for name, is_there in (("local", True), ("global", is_global)):
@@ -135,7 +135,8 @@ class TopKRouter(Router):
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
-            self.expert_bias = bias.to(self.expert_bias.device)
+            moved = self.expert_bias
+            self.expert_bias = moved.float() if bias.is_meta else bias.to(moved.device)
         return self
 
     # -- Forward --
@@ -158,6 +159,8 @@ class TopKRouter(Router):
         """Logits [s/t/c, b, E] -> probabilities and map, both [T, E]."""
         config = self.config
         seq_length, bsz, num_experts = logits.shape
+        if self.step_is_over and self._counts():
+            self.forget_step()
         logits = self.apply_z_loss(logits.reshape(-1, num_experts))
         if "sinkhorn" in self.coefficients:
             probs, chosen = self.sinkhorn_load_balancing(logits)
@@ -323,4 +326,4 @@ class TopKRouter(Router):
         self.local_tokens_per_expert.zero_()
         if self.global_tokens_per_expert is not None:
             self.global_tokens_per_expert.zero_()
-        self.losses, self.num_counted = {}, 0
+        self.losses, self.num_counted, self.step_is_over = {}, 0, False

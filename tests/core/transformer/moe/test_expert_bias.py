@@ -125,6 +125,25 @@ def test_a_bias_moves_once_per_step_by_what_all_microbatches_chose():
     assert first.expert_bias.tolist() == pytest.approx([0.999, 1.001, 1.0])
 
 
+def test_a_loop_without_a_schedule_counts_each_step_by_itself():
+    """Nobody tells such a loop's routers that a step begins; the log may ask when it is over."""
+    model = Layers(one_rank(), (1,), **BIAS)
+    (router,) = model.routers
+    (update,) = model.config.after_grads_funcs
+    for counts in ([4, 1, 1], [2, 2, 5]):
+        send(router, counts)
+        update([model], one_rank())
+        assert router.local_tokens_per_expert.tolist() == counts
+    assert router.expert_bias.tolist() == pytest.approx([0.0, 2e-3, 0.0])
+
+
+def test_a_bias_comes_through_a_model_without_memory():
+    router = (
+        Layers(one_rank(), (1,), bf16=True, **BIAS).to("meta").to_empty(device="cpu").routers[0]
+    )
+    assert router.expert_bias.dtype == torch.float32
+
+
 def test_without_biases_nothing_is_sent():
     groups = groups_of_all_ranks(t=2)[0][1]  # the other rank never comes
     model = Layers(groups, (1,))

@@ -148,6 +148,24 @@ REFUSED = {
         {**EXPERTS, "moe_pad_expert_input_to_capacity": True},
         "give moe_expert_capacity_factor",
     ),
+    "more places than tokens": (
+        {
+            **EXPERTS,
+            "moe_expert_capacity_factor": 2.5,
+            "moe_pad_expert_input_to_capacity": True,
+        },
+        "give at most num_moe_experts / moe_router_topk = 2",
+    ),
+    "padding to lengths that differ": (
+        {
+            **EXPERTS,
+            **ALLTOALL,
+            "moe_expert_capacity_factor": 1.0,
+            "moe_pad_expert_input_to_capacity": True,
+            "variable_seq_lengths": True,
+        },
+        "but variable_seq_lengths is on",
+    ),
     "a capacity with sinkhorn": (
         {
             **EXPERTS,
