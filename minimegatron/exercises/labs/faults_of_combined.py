@@ -107,8 +107,8 @@ FAULTS_OF_COMBINED = (
     Fault(
         "exchange-of-another-forward",
         _PP + "schedule_node.py",
-        "        received, handles = _start(self.exchange.reversed(), grads)\n",
-        "        received, handles = _start(self.get_exchange().reversed(), grads)\n",
+        "        exchange, handles = self.exchange.reversed(), []\n",
+        "        exchange, handles = self.get_exchange().reversed(), []\n",
         "A backward asks the dispatcher how many tokens went where, when it is in another forward "
         "already. The numbers do not fit, which raises a ValueError.",
     ),

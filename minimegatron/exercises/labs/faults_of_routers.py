@@ -80,7 +80,7 @@ FAULTS_OF_ROUTERS = (
     Fault(
         "expert-bias-in-half",
         _MOE + "router.py",
-        "            self.expert_bias = bias.to(self.expert_bias.device)\n",
+        "            self.expert_bias = moved.float() if bias.is_meta else bias.to(moved.device)\n",
         "            pass\n",
         "In a bfloat16 model a bias near 1 is too coarse to move by a thousandth: it stays for ever.",
     ),
