@@ -1,4 +1,4 @@
-"""Mixtral: Llama with experts, two of which each token chooses.
+"""Mixtral: Llama with experts; each token chooses two of them.
 
 Jiang et al. 2024 (https://arxiv.org/abs/2401.04088); Hugging Face's `MixtralForCausalLM`. Its router
 takes the softmax over all experts and divides by the sum of those chosen: the softmax over the chosen.

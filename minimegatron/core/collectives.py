@@ -294,7 +294,7 @@ def all_to_all(
 
 
 def _mesh_of_rows(group: dist.ProcessGroup, input: torch.Tensor, most_rows: int | None) -> Any:
-    """As `get_mesh`, for rows of which no rank sends another more than `most_rows`."""
+    """As `get_mesh`; no rank sends another more than `most_rows` rows."""
     if most_rows is None:
         return local_host.count_over_gloo(group, input)
     num_bytes = most_rows * input.element_size() * math.prod(input.shape[1:])

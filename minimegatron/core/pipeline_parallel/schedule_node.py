@@ -34,7 +34,7 @@ def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def free(tensors: tuple) -> None:
-    """Gives back the memory of tensors of which only the place in their graph is still needed."""
+    """Gives back the memory of tensors; their place in the graph is still needed, and stays."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
 

@@ -20,7 +20,7 @@ compared = partial(knob, compared=True)
 
 LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 WITH_CAPACITY = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-"""Ways to balance that go with a capacity, as in Megatron."""
+"""Ways to balance that go with a capacity, as in Megatron: a capacity drops what was chosen."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_s
 from minimegatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.module import global_parameter_name
+from minimegatron.core.transformer.moe.moe_config import WITH_CAPACITY
 from minimegatron.core.transformer.moe.moe_layer import MoELayer
 from minimegatron.core.transformer.spec_utils import build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -111,6 +112,21 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(dispatcher):
     for number, expert in enumerate(moe.experts.local_experts):
         for param in expert.parameters():
             assert param.grad is not None and (number < 2 or not param.grad.any())
+
+
+@pytest.mark.parametrize("kind", WITH_CAPACITY)
+def test_every_balance_that_goes_with_a_capacity_has_its_gradient(kind):
+    """Dropping changes the choice, not the loss: the router's gradient is that of both."""
+    x, grads = torch.rand(6, 2, HIDDEN, dtype=torch.float64), []
+    for weight in (0.0, 0.5):
+        moe = layer(
+            moe_router_load_balancing_type=kind,
+            moe_aux_loss_coeff=0.0 if kind == "none" else weight,
+            moe_expert_capacity_factor=1.0,
+        )
+        moe(x)[0].square().sum().backward()
+        grads.append(moe.router.weight.grad)
+    assert torch.equal(*grads) is (kind == "none")
 
 
 def test_weights_that_wait():
