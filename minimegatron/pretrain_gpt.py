@@ -34,6 +34,7 @@ from minimegatron.training.text_generation import generate
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import (
     batch_keys,
+    get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
     print_rank_0,
 )
@@ -92,8 +93,9 @@ def has_data(vp_stage: int | None) -> bool:
 def get_batch(
     data_iterator: Iterator | None, vp_stage: int | None = None
 ) -> tuple[torch.Tensor | None, ...]:
-    """tokens, labels, loss_mask, attention_mask, position_ids; [b, s], None where not needed."""
+    """tokens, labels, loss_mask, attention_mask, position_ids; [b, s/c], None where not needed."""
     batch = get_batch_on_this_tp_rank(data_iterator, vp_stage)
+    batch = get_batch_on_this_cp_rank(batch)
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     return tuple(batch[name] for name in names)
 
@@ -139,9 +141,11 @@ def forward_step(
     timers("batch-generator").stop()
 
     if return_schedule_plan:
-        plan = model.build_schedule_plan(tokens, position_ids, attention_mask, labels=labels)
+        plan = model.build_schedule_plan(
+            tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
+        )
         return plan, partial(loss_func, loss_mask, model)
-    output_tensor = model(tokens, position_ids, attention_mask, labels=labels)
+    output_tensor = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output_tensor, partial(loss_func, loss_mask, model)
 
 

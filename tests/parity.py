@@ -36,8 +36,14 @@ from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.utils import get_device, get_model_config, unwrap_model
+from minimegatron.core.utils import (
+    get_attr_wrapped_model,
+    get_device,
+    get_model_config,
+    unwrap_model,
+)
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
+from minimegatron.training.utils import get_batch_on_this_cp_rank
 from tests.fake_transport import FakeGroup
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 32, 8, 2, 32, 8
@@ -100,10 +106,15 @@ class Case:
     moe_freq: tuple[int, ...] = (1,)
     combined: bool = False
     """Combined 1F1B."""
+    cp: int = 1
+    comm: str = "p2p"
+    """`cp_comm_type`; matters only with `cp`."""
+    mtp: int | None = None
+    """Further tokens to predict."""
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def __str__(self) -> str:
         default = asdict(Case())
@@ -112,7 +123,10 @@ class Case:
     def serial(self) -> "Case":
         """The case that this one must equal: all of one global batch in one process."""
         layers = self.num_layers or self.pp * (self.vp or 1)
-        names = ("llama", "per_token", "dtype", "experts", "topk", "balance", "shared", "moe_freq")
+        names = (
+            *("llama", "per_token", "dtype", "mtp"),
+            *("experts", "topk", "balance", "shared", "moe_freq"),
+        )
         same = {name: getattr(self, name) for name in names}
         return Case(M=self.M * self.dp, num_layers=layers, **same)
 
@@ -189,6 +203,10 @@ def transformer_config(case: Case) -> TransformerConfig:
         params_dtype=case.torch_dtype,
         pipeline_dtype=case.torch_dtype,
         tensor_model_parallel_size=case.tp,
+        context_parallel_size=case.cp,
+        cp_comm_type=case.comm,
+        mtp_num_layers=case.mtp,
+        mtp_loss_scaling_factor=0.5,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp,
         pipeline_model_parallel_layout=case.layout,
@@ -227,15 +245,28 @@ def loss_func(mask, output):
     return total, num_tokens, {"loss": total.detach().clone(), "num_tokens": num_tokens}
 
 
+def share_of_mean(mask, num_tokens, output):
+    """With context parallelism: the rank's part of the mean over the microbatch's `num_tokens`."""
+    total = (output * mask).sum()
+    return total / num_tokens, {"loss": total.detach().clone(), "num_tokens": num_tokens}
+
+
 def forward_step_func(
     data_iterator, model, checkpoint_activations_microbatch=None, return_schedule_plan=False
 ):
     batch = next(data_iterator)
+    groups = get_attr_wrapped_model(model, "pg_collection")
+    shares_mean = groups.cp.size() > 1 and not get_model_config(model).calculate_per_token_loss
+    num_tokens = batch["mask"].sum()
     positions = torch.arange(SEQ, device=get_device()).expand(MICRO_BATCH, SEQ)
+    batch = get_batch_on_this_cp_rank(batch | {"positions": positions}, groups.cp)
     run = partial(model, checkpoint_activations_microbatch=checkpoint_activations_microbatch)
     if return_schedule_plan:
         run = model.build_schedule_plan
-    output = run(batch["tokens"], positions, None, labels=batch["labels"])
+    more = {"labels": batch["labels"], "loss_mask": batch["mask"]}
+    output = run(batch["tokens"], batch["positions"], None, **more)
+    if shares_mean:
+        return output, partial(share_of_mean, batch["mask"], num_tokens)
     return output, partial(loss_func, batch["mask"])
 
 
@@ -333,6 +364,10 @@ def train_steps(
     def run(forward_only: bool) -> list[float]:
         iterators = [iter(data) for _ in chunks]
         reports = run_step(case, groups, chunks, iterators, forward_only)
+        if reports and case.cp > 1:
+            whole = torch.stack([report["loss"] for report in reports])
+            collectives.all_reduce(whole, groups.cp)
+            return whole.tolist()
         return [report["loss"].item() for report in reports]
 
     for _ in range(num_steps):
@@ -457,7 +492,7 @@ def load_reference(path: str) -> dict[str, torch.Tensor]:
 
 def sizes_of(case: Case) -> tuple:
     """What process groups depend on."""
-    return case.tp, case.pp, case.vp, case.ep, case.etp if case.experts else None
+    return case.tp, case.cp, case.pp, case.vp, case.ep, case.etp if case.experts else None
 
 
 def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list[str]]]:
@@ -470,6 +505,7 @@ def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list
                 parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=case.tp,
+                context_parallel_size=case.cp,
                 pipeline_model_parallel_size=case.pp,
                 virtual_pipeline_model_parallel_size=case.vp,
                 expert_model_parallel_size=case.ep,

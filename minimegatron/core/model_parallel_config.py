@@ -58,7 +58,7 @@ class ModelParallelConfig:
     builds."""
     sequence_parallel: bool = knob(False)
     """Split what lies between the tensor-parallel layers along the sequence."""
-    context_parallel_size: int = knobs.knob(1, minimum=1)
+    context_parallel_size: int = knob(1, minimum=1)
     """Ranks that share each sequence."""
     expert_model_parallel_size: int = knob(1, minimum=1)
     """Ranks that share the experts of a mixture-of-experts layer."""

@@ -72,13 +72,15 @@ def check_world(args: argparse.Namespace) -> None:
         args.pipeline_model_parallel_size,
         args.world_size,
     )
+    c = args.context_parallel_size
     if not 0 <= args.rank < world:
         raise ValueError(f"RANK is {args.rank}, but WORLD_SIZE is {world}; start with torchrun")
-    if world % (t * p):
+    if world % (t * c * p):
+        context = f"--context-parallel-size {c} x " if c > 1 else ""
         raise ValueError(
             f"{world} processes do not divide into models of --tensor-model-parallel-size {t} x "
-            f"--pipeline-model-parallel-size {p} = {t * p}; start a multiple of {t * p} processes "
-            f"(torchrun --nproc-per-node {t * p}) or change these sizes"
+            f"{context}--pipeline-model-parallel-size {p} = {t * c * p}; start a multiple of "
+            f"{t * c * p} processes (torchrun --nproc-per-node {t * c * p}) or change these sizes"
         )
     ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or t
     if world // p % (ep * etp):
@@ -196,6 +198,18 @@ def check_model(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--seq-length {args.seq_length} is more than --max-position-embeddings "
             f"{args.max_position_embeddings}; raise the second to {args.seq_length}"
+        )
+    c = args.context_parallel_size
+    if c > 1 and args.seq_length % (2 * c):
+        raise ValueError(
+            f"--seq-length {args.seq_length} is not divisible by 2 x --context-parallel-size {c} = "
+            f"{2 * c}, two chunks for each rank; try {args.seq_length // (2 * c) * 2 * c or 2 * c}"
+        )
+    if args.sequence_parallel and c > 1 and args.seq_length // c % t:
+        raise ValueError(
+            f"--seq-length {args.seq_length} / --context-parallel-size {c} = {args.seq_length // c} is "
+            f"not divisible by --tensor-model-parallel-size {t}, as --sequence-parallel needs; try "
+            f"{args.seq_length // (2 * c * t) * 2 * c * t or 2 * c * t}"
         )
     if args.sequence_parallel and args.seq_length % t:
         raise ValueError(

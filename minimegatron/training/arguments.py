@@ -116,7 +116,7 @@ def _read_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> None
 def derive(args: argparse.Namespace) -> None:
     """Fills in what follows from other arguments, in place. Raises ValueError where it cannot."""
     t, p = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    args.data_parallel_size = args.world_size // (t * p)
+    args.data_parallel_size = args.world_size // (t * p * args.context_parallel_size)
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
     if args.ffn_hidden_size is None:

@@ -91,7 +91,7 @@ class ParallelConfig:
     use_tp_pp_dp_mapping: bool = knob(False)
     """Number the ranks of a pipeline before those of data parallelism."""
     data_parallel_size: int = derived(1)
-    """Copies of the model: world size / (tensor x pipeline)."""
+    """Copies of the model: world size / (tensor x context x pipeline)."""
 
 
 @section("moe")

@@ -89,6 +89,7 @@ def _initialize_distributed(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
@@ -103,9 +104,14 @@ def _initialize_distributed(
             watch_ranks(args.hang_timeout, os.environ.get("MASTER_ADDR", "localhost"))
     print_rank_0(
         f"> {args.world_size} ranks: tensor {args.tensor_model_parallel_size} x "
-        f"pipeline {args.pipeline_model_parallel_size} x data {args.data_parallel_size}, "
-        f"{dist.get_backend()}"
+        f"{_context(args)}pipeline {args.pipeline_model_parallel_size} x "
+        f"data {args.data_parallel_size}, {dist.get_backend()}"
     )
+
+
+def _context(args: Arguments) -> str:
+    c = args.context_parallel_size
+    return f"context {c} x " if c > 1 else ""
 
 
 def _init_process_group(args: Arguments) -> None:

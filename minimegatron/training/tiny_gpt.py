@@ -35,6 +35,7 @@ from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_
 from minimegatron.core.transformer.module import Float16Module, named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_device, unwrap_model
+from minimegatron.training.utils import get_batch_on_this_cp_rank
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,
@@ -89,6 +90,7 @@ class TinyGPT:
             tp,
             pp,
             vp,
+            context_parallel_size=self.config.context_parallel_size,
             expert_model_parallel_size=self.config.expert_model_parallel_size,
             expert_tensor_parallel_size=self.config.expert_tensor_parallel_size,
             pipeline_placement=placement,
@@ -163,10 +165,13 @@ class TinyGPT:
         self, data_iterator: Iterator, model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable]:
         """The `forward_step_func` of `step`."""
-        batch = next(data_iterator)
-        positions = torch.arange(self.seq_length, device=get_device()).expand_as(batch["tokens"])
-        output = model(batch["tokens"], positions, None, labels=batch["labels"])
-        return output, partial(self.loss_func, batch["mask"])
+        batch = dict(next(data_iterator))
+        positions = torch.arange(self.seq_length, device=get_device())
+        batch["positions"] = positions.expand_as(batch["tokens"])
+        batch = get_batch_on_this_cp_rank(batch, self.groups.cp)
+        tokens, labels, mask = (batch[name] for name in ("tokens", "labels", "mask"))
+        output = model(tokens, batch["positions"], None, labels=labels, loss_mask=mask)
+        return output, partial(self.loss_func, mask)
 
     def step(
         self,

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.data import broadcast_data
+from minimegatron.core.transformer.zigzag import take_part
 from minimegatron.core.utils import get_device
 
 # -- Printing --
@@ -154,3 +155,24 @@ def get_batch_on_this_tp_rank(
     if batch.get("loss_mask") is not None:
         batch["loss_mask"] = batch["loss_mask"].float()
     return batch
+
+
+@accepts_left_out
+def get_batch_on_this_cp_rank(
+    batch: dict[str, torch.Tensor | None], cp_group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor | None]:
+    """This rank's part of each sequence: `zigzag.take_part` of every field, [b, s] -> [b, s/c].
+
+    `attention_mask` [b, 1, s, s] keeps all its columns, [b, 1, s/c, s]. What is None stays None.
+    `cp_group` None means `parallel_state`'s. Raises ValueError where 2c does not divide s.
+    Source: `megatron.core.utils.get_batch_on_this_cp_rank`.
+    """
+    group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+    if group.size() == 1:
+        return batch
+    return {
+        name: None
+        if tensor is None
+        else take_part(tensor, 2 if name == "attention_mask" else 1, group)
+        for name, tensor in batch.items()
+    }

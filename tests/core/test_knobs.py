@@ -191,6 +191,7 @@ def test_what_a_checkpoint_must_have_alike():
         "moe_router_num_groups",
         "moe_router_group_topk",
         "moe_router_enable_expert_bias",
+        "mtp_num_layers",
     }
     assert {name: unless for name, unless in COMPARED.items() if unless is not True} == {
         "kv_channels": ("kv_channels", None),

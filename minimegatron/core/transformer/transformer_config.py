@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from minimegatron.core import knobs
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.transformer.context_parallel_config import check_context_parallel
 from minimegatron.core.transformer.moe.moe_config import MoEConfig
+from minimegatron.core.transformer.mtp_loss import check_mtp
 
 
 def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -115,6 +117,18 @@ class TransformerConfig(MoEConfig, ModelParallelConfig):
     Each weight is drawn from a generator seeded by this and its global name, then sliced, so the full
     model is the same for every tp x pp x vp x dp."""
 
+    # -- A sequence over several ranks --
+    cp_comm_type: list[str] | str | None = knobs.knob(None, section="parallel", nargs="+")
+    """How attention reaches the whole sequence with --context-parallel-size: p2p, all_gather or a2a.
+
+    One for all layers, or one for each layer of the model; by default p2p, a ring."""
+
+    # -- Several tokens ahead --
+    mtp_num_layers: int | None = compared(minimum=1)
+    """Tokens to predict beyond the next one, each by a layer of its own; by default none."""
+    mtp_loss_scaling_factor: float = knob(0.1, minimum=0.0)
+    """Weight of their losses, over all of them, beside the main loss."""
+
     # -- Activation recompute --
     recompute_granularity: Literal["selective", "full"] | None = knob()
     """Recompute in backward: attention's core only, or whole layers."""
@@ -141,6 +155,8 @@ class TransformerConfig(MoEConfig, ModelParallelConfig):
         self._check_divisible(t)
         self._check_recompute()
         self.check_experts()
+        check_context_parallel(self)
+        check_mtp(self)
         if self.init_method is None:
             self.init_method = init_method_normal(self.init_method_std)
         if self.output_layer_init_method is None:

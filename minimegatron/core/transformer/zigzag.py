@@ -1,0 +1,47 @@
+"""Which tokens of a sequence a context-parallel rank has.
+
+The sequence is cut into 2c chunks. Rank r of c has chunks r and 2c - 1 - r, in this order: one from the
+front, one from the back. A causal token looks at itself and at all before it, so every rank has equally
+many pairs of tokens. With c = 2 and 16 tokens: rank 0 has 0-3 and 12-15, rank 1 has 4-11.
+
+Ours: in Megatron each user of the split writes it out.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def chunks_of_rank(rank: int, num_ranks: int) -> tuple[int, int]:
+    """The two chunks, of 2 x num_ranks, that context-parallel rank `rank` has."""
+    return rank, 2 * num_ranks - 1 - rank
+
+
+def positions_of_rank(length: int, rank: int, num_ranks: int) -> torch.Tensor:
+    """Positions in the whole sequence of what the rank has; int64 [length / num_ranks].
+
+    Args:
+        length: of the whole sequence, in tokens.
+
+    Raises:
+        ValueError: 2 x num_ranks does not divide it.
+    """
+    if length % (2 * num_ranks):
+        raise ValueError(
+            f"a sequence of {length} tokens does not divide into 2 x {num_ranks} chunks, two for each "
+            f"context-parallel rank; use a multiple of {2 * num_ranks}"
+        )
+    size = length // (2 * num_ranks)
+    first, second = chunks_of_rank(rank, num_ranks)
+    own = torch.arange(size)
+    return torch.cat([own + first * size, own + second * size])
+
+
+def take_part(tensor: torch.Tensor, dim: int, cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of `tensor`, whose dimension `dim` is the whole sequence; a copy.
+
+    Without context parallelism it is the tensor itself. Raises ValueError as `positions_of_rank`.
+    """
+    if cp_group.size() == 1:
+        return tensor
+    positions = positions_of_rank(tensor.size(dim), cp_group.rank(), cp_group.size())
+    return tensor.index_select(dim, positions.to(tensor.device))
