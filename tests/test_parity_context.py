@@ -1,4 +1,4 @@
-"""Over ranks that share sequences too, parallel equals serial: losses, gradients, weights after 3 steps.
+"""Parallel equals serial where ranks share sequences: losses, gradients, weights after three steps.
 
 `make test` runs a covering array of all options, in which every two values meet, and named cases.
 """

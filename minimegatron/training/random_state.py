@@ -3,8 +3,9 @@
 Counterpart: `get_rng_state` of `megatron.training.checkpointing`.
 
 Random numbers belong to a place, (stage, tensor rank), and with `--data-parallel-random-init` also
-the copy of the model. Ranks that share a sequence have the same, as in Megatron. At the same layout each place goes on where it stopped. At another there are
-other places, and all are seeded anew, from the seed and the iteration.
+the copy of the model. Ranks that share a sequence have the same, as in Megatron. At the same layout
+each place goes on where it stopped. At another there are other places, and all are seeded anew, from
+the seed and the iteration.
 """
 
 import random
