@@ -27,7 +27,10 @@ from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_late
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
 from minimegatron.core.tracing import traced
-from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
+from minimegatron.core.transformer.context_parallel_groups import (
+    check_part_of_sequence,
+    context_parallel_group,
+)
 from minimegatron.core.transformer.rope_utils import get_pos_emb_on_this_cp_rank
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -174,7 +177,8 @@ class GPTModel(LanguageModule):
         """Runs the chunk.
 
         Args:
-            input_ids, position_ids: int64 [b, s]; read on the first chunk.
+            input_ids, position_ids: int64 [b, s], or this rank's part of them, [b, s/c] (so for s in
+                all that follows); read on the first chunk.
             attention_mask: bool, True where attention must not look, broadcastable to
                 [b, a/t, s, s]; None for plain causal attention.
             decoder_input: [s, b, h], used instead of embedding `input_ids`.
@@ -232,6 +236,9 @@ class GPTModel(LanguageModule):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the decoder needs: its input, on the first chunk; rotary angles, or None."""
         if self.pre_process and decoder_input is None:
+            if self.cp_group is not None:
+                length, ranks = input_ids.size(1), self.cp_group.size()
+                check_part_of_sequence(length, ranks, self.max_sequence_length)
             decoder_input = self.embedding(input_ids, position_ids)
         return decoder_input, self._rotary_angles(decoder_input)
 
