@@ -72,8 +72,18 @@ class Surroundings:
                     config, arguments, schedule in (INTERLEAVED, COMBINED)
                 ),
                 wire=attributes.get("wire"),
+                message_factors=self._message_factors(config),
             )
         )
+
+    def _message_factors(self, config: Any) -> tuple[int, ...] | None:
+        """Behind a stage of its own for further tokens messages are longer."""
+        layout = config.pipeline_model_parallel_layout
+        if not config.mtp_standalone or layout is None:
+            return None
+        if not isinstance(layout, PipelineParallelLayerLayout):
+            layout = PipelineParallelLayerLayout(layout, self.sizes["pp"])
+        return message_factors(stages_of_layout(layout))
 
     def _message_bytes(self, config: Any, arguments: dict[str, Any], is_interleaved: bool) -> int:
         """Bytes between two stages; 0 where there are none, or where they are not known ahead."""
