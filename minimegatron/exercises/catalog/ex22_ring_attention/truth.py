@@ -211,8 +211,8 @@ class RightRing:
             home = (r + far) % c
             words = (
                 f"It is complete, but it belongs to rank {home} of the ring, and this is rank {r}. "
-                f"Keys and values travel {c - 1} hops. Their gradients travel with them, and from the last "
-                f"step's rank they are still one hop from home: {c} in all."
+                f"Keys and values travel {c - 1} hops. Their gradients travel with them, and from the "
+                f"last step's rank they are still one hop from home: {c} in all."
             )
             yield getattr(right[home], which), words
 
