@@ -467,15 +467,17 @@ output, lse = (together([of_rank[n] for of_rank in found]) for n in range(2))
 whole, whole_lse = block_attention(Q, K, V, CAUSAL)
 torch.testing.assert_close((output, lse), (whole, whole_lse), rtol=1e-13, atol=1e-13)
 print(f"largest difference from attention in one piece: {(output - whole).abs().max():.0e}")
+compare(sends_in_forward=len(hops))
 
 # %%
 ranks = rank_of_tokens(ZIGZAG)
 step = (ranks.unsqueeze(1) - ranks) % C  # at which step a pair's key is with the pair's query
-draw_pairs({"rank of the pair": maps["zig-zag"], "step": torch.where(CAUSAL, step, -1)}, "number")
+draw_pairs({"rank of the pair": maps["zig-zag"], "step": torch.where(CAUSAL, step, -1)}, "rank / step")
 
 # %% [markdown]
-# At step 0 everybody is at home: the squares at the diagonal. From then on each rank has half of a
-# block at each step.
+# At step 0 each rank is with its own keys: the triangles at the diagonal, and the square where its
+# second chunk looks at its first. There are c − 1 hops: after step c − 1 nobody needs the keys any
+# more.
 #
 # ### The way back
 #
@@ -490,7 +492,7 @@ draw_pairs({"rank of the pair": maps["zig-zag"], "step": torch.where(CAUSAL, ste
 
 
 # %%
-def block_backward(q, k, v, lse, visible, grad, delta):
+def block_backward(q, k, v, visible, lse, grad, delta):
     """(dq, dk, dv), what this block adds to them."""
     scores = q @ k.T / WIDTH**0.5
     if visible is not None:
@@ -505,18 +507,21 @@ def ring_backward(parts, found, grads):
     """From the gradient of each rank's output, those of its q, k and v."""
     deltas = [(grad * out).sum(dim=-1) for grad, (out, _) in zip(grads, found, strict=True)]
     dqs = [torch.zeros_like(q) for q, _, _ in parts]
-    travelling = [(k, v, torch.zeros_like(k), torch.zeros_like(v)) for _, k, v in parts]
+    pairs = [(k, v) for _, k, v in parts]
+    sums = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in pairs]
     for i in range(C):
         for rank, (q, _, _) in enumerate(parts):
             queries, keys, visible = cut(i, rank, (rank - i) % C)
-            k, v, dk, dv = travelling[rank]
-            of_queries = found[rank][1][queries], visible, grads[rank][queries]
-            added = block_backward(q[queries], k[keys], v[keys], *of_queries, deltas[rank][queries])
-            totals = zip((dqs[rank], dk, dv), (queries, keys, keys), added, strict=True)
-            for total, where, more in totals:
-                total[where] += more
-        travelling = hop(travelling, "k, v, dk, dv" if i < C - 1 else "dk, dv")
-    return [(dq, dk, dv) for dq, (_, _, dk, dv) in zip(dqs, travelling, strict=True)]
+            (k, v), (dk, dv) = pairs[rank], sums[rank]
+            of_rows = (t[queries] for t in (found[rank][1], grads[rank], deltas[rank]))
+            added = block_backward(q[queries], k[keys], v[keys], visible, *of_rows)
+            dqs[rank][queries] += added[0]
+            dk[keys] += added[1]
+            dv[keys] += added[2]
+        if i < C - 1:
+            pairs = hop(pairs, "k, v")
+        sums = hop(sums, "dk, dv")  # after the last step too: they go home
+    return [(dq, *home) for dq, home in zip(dqs, sums, strict=True)]
 
 
 # %%
@@ -530,11 +535,11 @@ for n, (name, right) in enumerate(zip(("dQ", "dK", "dV"), wanted, strict=True)):
     print(f"{name}: largest difference {(by_ring - right).abs().max():.0e}")
 
 # %%
-print("hops:", *hops, sep="\n  ")
-compare(sends_in_forward=hops.count("k, v"), sends_of_gradients=sum("dk" in what for what in hops))
+backward_hops = hops[C - 1 :]
+print("hops of backward:", *backward_hops, sep="\n  ")
+compare(sends_of_gradients=backward_hops.count("dk, dv"))
 
 # %% [markdown]
-# In forward there are c − 1 hops: after the last step nobody needs the keys any more. In backward
-# the same, and one more: at step c − 1 the gradients of a rank's keys are with its neighbour, and the
-# last hop brings them home. With c = 2 a rank's next is also its previous, so a hop in the wrong
-# direction is not noticed: test a ring with four.
+# Keys and values make c − 1 hops, as in forward. Their gradients make one more: after step c − 1 they
+# are with the neighbour, and the last hop brings them home. With c = 2 a rank's next is also its
+# previous, so a hop in the wrong direction is not noticed there: test a ring with four.
