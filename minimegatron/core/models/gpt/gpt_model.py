@@ -27,6 +27,8 @@ from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_late
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
 from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
+from minimegatron.core.transformer.rope_utils import get_pos_emb_on_this_cp_rank
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
@@ -52,7 +54,7 @@ class GPTModel(LanguageModule):
         share_embeddings_and_output_weights: the output layer uses the word embedding's weight.
         position_embedding_type: "learned_absolute", "rope" or "none".
         rotary_percent, rotary_base: see `RotaryEmbedding`.
-        pg_collection: tp and pp are used; None for `parallel_state`'s.
+        pg_collection: tp, pp and cp are used; None for `parallel_state`'s.
         vp_stage: which chunk of its stage this is, with virtual stages.
 
     Raises:
@@ -90,6 +92,7 @@ class GPTModel(LanguageModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         self.vp_stage = vp_stage
+        self.cp_group = context_parallel_group(config, pg_collection)
         self.rotary_pos_emb = None
         if position_embedding_type == "rope":
             dtype = torch.promote_types(config.params_dtype, torch.float32)
@@ -260,9 +263,16 @@ class GPTModel(LanguageModule):
         self.decoder.backward_dw()
 
     def _rotary_angles(self, decoder_input: torch.Tensor | None) -> torch.Tensor | None:
-        """[s, 1, 1, d'] for the whole sequence; activations may hold 1/t of it."""
+        """[s, 1, 1, d'], or [s/c, 1, 1, d']: of this rank's tokens, by their places in the sequence.
+
+        Activations may hold 1/t of them.
+        """
         activations = decoder_input if self.pre_process else self.decoder.input_tensor
         if self.rotary_pos_emb is None or activations is None:
             return None
         ranks = self.tp_group.size() if self.config.sequence_parallel else 1
-        return self.rotary_pos_emb(activations.size(0) * ranks, device=activations.device)
+        length = activations.size(0) * ranks * self.config.context_parallel_size
+        angles = self.rotary_pos_emb(length, device=activations.device)
+        if self.cp_group is None:
+            return angles
+        return get_pos_emb_on_this_cp_rank(angles, 0, self.cp_group)
