@@ -30,6 +30,7 @@ from minimegatron.planner.layer_plan import LayerCosts
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_check import Problem, check
 from minimegatron.planner.render import FORMATS, render
+from minimegatron.planner.ring_costs import RingCosts
 from minimegatron.planner.simulator import Costs, simulate
 
 
@@ -106,9 +107,17 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--layer-nodes",
         type=_times,
-        metavar="A,M,D,C",
-        help="instead of the two times above: of one layer of experts attention, mlp, dispatch and "
-        "combine, the last two all-to-alls; backward, computation takes twice as long",
+        metavar="A,M[,D,C]",
+        help="instead of the two times above: of one layer attention and mlp, and of one with experts "
+        "dispatch and combine, two all-to-alls; backward, computation takes twice as long",
+    )
+    add("--context-parallel-size", type=int, metavar="C", help="ranks that share a sequence")
+    add(
+        "--ring-times",
+        type=_times,
+        metavar="B,H",
+        help="with --context-parallel-size: in a layer's attention each of C blocks of keys and values "
+        "takes B, a hop to the next rank H; A of --layer-nodes is the rest of it (default: 0)",
     )
     add("--layers-per-chunk", type=int, metavar="L", help="with --layer-nodes (default: 1)")
     add(
@@ -283,27 +292,30 @@ def _layers(
     args: argparse.Namespace, planned: Plan, layout: PipelineParallelLayerLayout | None
 ) -> list[list[LayerCosts]]:
     """Of each virtual stage its layers; empty where no times of nodes are given."""
-    if args.layer_nodes is None:
+    ring = _ring(args)
+    if args.layer_nodes is None and ring is None:
         if args.layers_per_chunk is not None or args.delay_wgrad_compute:
             raise ValueError(
                 "--layers-per-chunk and --delay-wgrad-compute are of layers; add --layer-nodes"
             )
         return []
-    if len(args.layer_nodes) != 4:
+    nodes = [0, 0] if args.layer_nodes is None else args.layer_nodes
+    if len(nodes) not in (2, 4):
         raise ValueError(
-            f"--layer-nodes has {len(args.layer_nodes)} times; give four: attention, mlp, dispatch "
-            "and combine"
+            f"--layer-nodes has {len(nodes)} times; give four: attention, mlp, dispatch and combine; "
+            "or the first two, for a layer without experts"
         )
     for name in ("forward_time", "backward_time", "imbalance"):
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"--layer-nodes and {flag} exclude each other; leave one out")
+            given = "--ring-times" if args.layer_nodes is None else "--layer-nodes"
+            raise ValueError(f"{given} and {flag} exclude each other; leave one out")
     if args.delay_wgrad_compute and planned.config.schedule != COMBINED:
         raise ValueError(
             f"--delay-wgrad-compute is for --schedule combined, but this is "
             f"{planned.config.schedule}; leave it out"
         )
-    layer, placement = LayerCosts(*args.layer_nodes), planned.config.placement
+    layer, placement = LayerCosts(*nodes, ring=ring), planned.config.placement
     if layout is None:
         number = 1 if args.layers_per_chunk is None else args.layers_per_chunk
         if number < 1:
@@ -314,6 +326,25 @@ def _layers(
     places = map(placement.place_of, range(placement.num_stages))
     chunks = [layout.layout[rank][chunk] for rank, chunk in places]
     return [[layer] * [x.name for x in names].count("decoder") for names in chunks]
+
+
+def _ring(args: argparse.Namespace) -> RingCosts | None:
+    """What the attention of each layer costs over the ranks that share a sequence."""
+    size, times = args.context_parallel_size, args.ring_times
+    if size is not None and size < 1:
+        raise ValueError(f"--context-parallel-size is {size}; give 1 or more")
+    if times is None:
+        if size is not None:
+            raise ValueError(
+                f"--context-parallel-size {size} needs the times of a block and of a hop; add "
+                "--ring-times"
+            )
+        return None
+    if len(times) != 2:
+        raise ValueError(f"--ring-times has {len(times)} times; give two: a block and a hop")
+    if size is None:
+        raise ValueError("--ring-times needs the number of ranks; add --context-parallel-size")
+    return RingCosts(size, *times)
 
 
 def _width(args: argparse.Namespace, is_terminal: bool) -> int:
