@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cases_of_experts as experts  # noqa: F401  for pages
+import cases_of_mtp as mtp  # noqa: F401  for pages
 import cases_of_rings as rings  # noqa: F401  for pages
 import cases_of_symptoms as symptoms  # noqa: F401  for pages
 import pictures

@@ -5,15 +5,21 @@ Called by: `cases`, where pages find it as `rings`. Calls: the package's split a
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import sequence_pictures
 import torch
 from case_words import size_words, table
+from cases_of_layers import picture_of_lanes
 
 from minimegatron.core.transformer.context_parallel import block_attention, block_of, merge
 from minimegatron.core.transformer.context_parallel_config import COMM_TYPES
 from minimegatron.core.transformer.zigzag import chunks_of_rank, positions_of_rank
 from minimegatron.planner.context_costs import SentBytes, context_parallel_bytes
+from minimegatron.planner.layer_plan import LayerCosts, LayerTimeline, one_stage
+from minimegatron.planner.plan_report import number_words
+from minimegatron.planner.render_layers import render_layers
+from minimegatron.planner.ring_costs import RingCosts
 
 C, LENGTH = 4, 32
 """Ranks and tokens of the page's case."""
@@ -68,7 +74,7 @@ def tokens_words(length: int, rank: int, c: int) -> str:
 
 
 def holder(rank: int, step: int, c: int) -> int:
-    """Whose keys and values a rank has in a step: those of step 0 are its own, each hop goes to the next."""
+    """Whose keys and values a rank has in a step, after as many hops: in step 0 its own."""
     return (rank - step) % c
 
 
@@ -88,13 +94,28 @@ def blocks(rank: int, owner: int) -> list[sequence_pictures.Block]:
 def steps_figure(c: int = C) -> str:
     """What each rank computes in each step of the ring."""
     steps = [
-        [
-            (holder(rank, step, c), blocks(rank, holder(rank, step, c)))
-            for step in range(c)
-        ]
+        [(holder(rank, step, c), blocks(rank, holder(rank, step, c))) for step in range(c)]
         for rank in range(c)
     ]
     return sequence_pictures.ring_steps([chunks_of_rank(rank, c) for rank in range(c)], steps)
+
+
+def lanes(block: int, hop: int, c: int = C) -> LayerTimeline:
+    """One attention, forward and backward, of which nothing but blocks and hops takes time."""
+    ring = RingCosts(c, Fraction(block), Fraction(hop))
+    layer = LayerCosts(attention=Fraction(0), mlp=Fraction(0), ring=ring)
+    return one_stage(1, [layer], joined=True)
+
+
+def lanes_figure(times: Sequence[tuple[int, int]] = ((2, 1), (2, 3)), c: int = C) -> str:
+    """Blocks above, hops below, for times (block, hop)."""
+    rows = [(f"hop {hop}", lanes(block, hop, c)) for block, hop in times]
+    return picture_of_lanes(render_layers(rows, f"An attention on a ring of {c} ranks"))
+
+
+def exposed(block: int, hop: int, c: int = C) -> str:
+    """Time in which a hop is under way and nothing is computed."""
+    return number_words(lanes(block, hop, c).exposed)
 
 
 # -- Two softmaxes become one --
@@ -135,7 +156,7 @@ HERE, THERE = ((2.0, 1.0), (1.0, 2.0)), ((3.0, 0.0), (3.0, 4.0))
 
 
 def merge_table() -> str:
-    """Two parts, what they merge to, one softmax over all, and the mean of the outputs, which is wrong."""
+    """Two parts, what they merge to, and one softmax over all; the mean of the outputs is wrong."""
     parts = [_part(*HERE), _part(*THERE)]
     whole = _part(HERE[0] + THERE[0], HERE[1] + THERE[1])
     names = ("keys of this rank", "keys of the next", "**merged**", "all keys at once")
@@ -146,7 +167,9 @@ def merge_table() -> str:
         (*parts, merge(*parts[0], *parts[1]), whole),
         strict=True,
     ):
-        rows.append([name, *(", ".join(f"{x:g}" for x in xs) for xs in (scores, values)), *_words(part)])
+        rows.append(
+            [name, *(", ".join(f"{x:g}" for x in xs) for xs in (scores, values)), *_words(part)]
+        )
     mean = (parts[0][0] + parts[1][0]) / 2
     rows.append(["mean of both outputs", "", "", f"{float(mean):.4g}, wrong", ""])
     return table(["", "scores", "values", "output o", "l"], rows)
@@ -156,7 +179,7 @@ def merge_table() -> str:
 
 
 def sent_bytes(way: str, c: int, tokens: int, heads: int, groups: int, head_dim: int) -> SentBytes:
-    """In bf16, by one rank for a layer and a microbatch of so many tokens; not cut over tensor ranks."""
+    """In bf16, by one rank for a layer and a microbatch of so many tokens; t is 1."""
     return context_parallel_bytes(way, tokens, 1, heads, groups, head_dim, c)
 
 
@@ -184,7 +207,7 @@ def sent_words(way: str, c: int, tokens: int, heads: int, groups: int, head_dim:
 
 
 def groups_for_ring(c: int, heads: int) -> int:
-    """The most groups, of those that divide the heads, with which a ring's forward sends less than a2a."""
+    """The most groups that divide the heads and with which a ring's forward sends less than a2a."""
     return max(
         groups
         for groups in range(1, heads + 1)

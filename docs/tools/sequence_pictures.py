@@ -1,7 +1,7 @@
 """Pictures of a sequence: who computes which pairs of tokens, the ring's steps, shifted targets.
 
-Called by: `cases_of_rings`, `cases_of_mtp`. Calls: `pictures`. Everything in them comes from arguments; a
-rank's colour is its number's.
+Called by: `cases_of_rings`, `cases_of_mtp`. Calls: `pictures`. Everything in them comes from arguments;
+a rank's colour is its number's.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def _block(x: float, y: float, size: float, block: Block, css: str, tip: str = "
 
 
 def pairs(panels: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> str:
-    """The triangle of a causal attention, whose rows of blocks belong to ranks; once for each way to cut.
+    """The triangle of causal attention, whose rows of blocks belong to ranks; once for each way to cut.
 
     Args:
         panels: the name of a way; by chunk of the sequence the rank that has it; by rank how many
