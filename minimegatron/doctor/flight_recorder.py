@@ -66,6 +66,7 @@ NAMES = {
     "all-gather": ("all-gather-base", "all-gather-into-tensor", "all-gather-single"),
     "reduce-scatter": ("reduce-scatter-base", "reduce-scatter-tensor", "reduce-scatter-single"),
     "all-to-all": ("all-to-all-single", "all-to-all-v-single"),
+    "ring-hop": ("all-to-all", "all-to-all-single", "all-to-all-v-single"),
     "barrier": ("all-reduce-barrier",),
 }
 """A collective -> further names that it has in torch."""

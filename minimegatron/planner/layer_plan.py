@@ -45,11 +45,11 @@ from typing import NamedTuple
 
 from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, COMPUTE, HIDDEN, RING_HOP
 from minimegatron.planner.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Time
-from minimegatron.planner.ring_costs import HOME, HOP, RingCosts, ring_parts
+from minimegatron.planner.ring_costs import HOME, HOPS, RingCosts, ring_parts
 from minimegatron.planner.simulator import divided
 
 ATTENTION, DISPATCH, MLP, COMBINE = "attention", "dispatch", "mlp", "combine"
-LANE_OF = {DISPATCH: ALL_TO_ALL, COMBINE: ALL_TO_ALL, HOP: RING_HOP, HOME: RING_HOP}
+LANE_OF = {DISPATCH: ALL_TO_ALL, COMBINE: ALL_TO_ALL, **dict.fromkeys(HOPS, RING_HOP)}
 """Of a node by its name; all others compute."""
 
 
@@ -273,7 +273,7 @@ def run_lanes(
             next combine of that backward starts after them. On a GPU it starts beside them.
     """
     lanes, done = dict.fromkeys((COMPUTE, *HIDDEN), 0), defaultdict(int)
-    beside: dict[tuple, Time] = {}  # by unit, when the hop that its next node runs beside is over
+    beside: dict[tuple, Time] = {}  # by unit, when the hops that its next node runs beside are over
     timed = []
     for nodes in steps:
         for node in nodes:
@@ -285,7 +285,7 @@ def run_lanes(
             else:
                 start = max(lanes[node.lane], done[unit])
             end = lanes[node.lane] = start + node.length
-            if node.name == HOP:
+            if node.lane == RING_HOP and node.name != HOME:
                 beside[unit] = end
             elif node.kind != BACKWARD_WEIGHT or (blocking and node.name == ATTENTION):
                 done[unit] = max(end, beside.pop(unit, 0))

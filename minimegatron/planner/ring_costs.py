@@ -7,12 +7,12 @@ block after the other, its own first; a hop brings the next one from the rank be
 computed. With the split of `zigzag` every block is as much work as any other, but for half a chunk's
 diagonal (`context_costs.pairs_of_tokens`).
 
-| step  | forward, beside the block | backward, beside the block              |
-|-------|---------------------------|-----------------------------------------|
-| 0     | next keys and values      | next keys and values                    |
-| 1 ... | next keys and values      | the same, and gradients of this block   |
-| c - 1 | nothing                   | gradients of this block                 |
-| after |                           | gradients go home; nothing is beside it |
+| step  | forward, beside the block | backward, beside the block                             |
+|-------|---------------------------|--------------------------------------------------------|
+| 0     | next keys and values      | next keys and values                                   |
+| 1 ... | next keys and values      | this block's gradients so far; next keys and values    |
+| c - 1 | nothing                   | this block's gradients so far                          |
+| after |                           | gradients go home; nothing is beside                   |
 
 So forward c - 1 hops; backward c - 1 of keys and values, and c of gradients. All ranks do each step
 at the same time.
@@ -23,7 +23,9 @@ from dataclasses import dataclass
 
 from minimegatron.planner.actions import FORWARD, Time
 
-BLOCK, HOP, HOME = "block", "hop", "home"
+BLOCK, HOP, GRADIENT_HOP, HOME = "block", "kv", "dkv", "dkv home"
+"""Names of the parts: those of hops say what moves."""
+HOPS = (HOP, GRADIENT_HOP, HOME)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class RingCosts:
     block: Time
     """Of one block of keys and values, forward."""
     hop: Time = 0
-    """Of one hop of keys and values. Their gradients take as long, and both together twice as long."""
+    """Of one hop of keys and values, or of their gradients."""
     backward: Time = 2
     """A block's backward over its forward."""
     in_order: bool = False
@@ -58,19 +60,20 @@ class RingCosts:
 def ring_parts(ring: RingCosts, kind: str) -> Iterator[tuple[str, Time]]:
     """(name, length) of the ring's parts in the order of a program, forward or backward.
 
-    A `HOP` runs beside the `BLOCK` after it; nothing runs beside `HOME`.
+    Hops run beside the `BLOCK` after them, one after the other; nothing runs beside `HOME`.
 
     >>> list(ring_parts(RingCosts(2, 10, 3), FORWARD))
-    [('hop', 3), ('block', 10), ('block', 10)]
+    [('kv', 3), ('block', 10), ('block', 10)]
     >>> list(ring_parts(RingCosts(2, 10, 3), "backward"))
-    [('hop', 3), ('block', 20), ('hop', 3), ('block', 20), ('home', 3)]
+    [('kv', 3), ('block', 20), ('dkv', 3), ('block', 20), ('dkv home', 3)]
     """
     last = ring.num_ranks - 1
     is_forward = kind == FORWARD
     for step in range(ring.num_ranks):
-        num_loads = (step < last) + (step > 0 and not is_forward)
-        if num_loads:
-            yield HOP, num_loads * ring.hop
+        if step > 0 and not is_forward:
+            yield GRADIENT_HOP, ring.hop
+        if step < last:
+            yield HOP, ring.hop
         block = ring.block * (2 if ring.in_order and step else 1)
         yield BLOCK, block if is_forward else block * ring.backward
     if not is_forward and last:
