@@ -79,7 +79,8 @@ def test_volumes_and_what_is_exposed():
 
 def test_a_depth_reads_what_the_one_before_predicts():
     for depth in (1, 2):
-        assert mtp.reads(mtp.TEXT, depth) == [*mtp.targets(mtp.TEXT, depth - 1)[:-1], ""]
+        before = mtp.targets(mtp.TEXT, depth - 1)
+        assert mtp.reads(mtp.TEXT, depth) == before[:-depth] + [""] * depth
         assert mtp.targets(mtp.TEXT, depth)[: -depth or None] == list(mtp.TEXT[1 + depth :])
         assert mtp.num_targets(8, depth) == 8 - depth
     assert mtp.targets_figure().count("mm-padding") == 2 * (1 + 2)
