@@ -87,13 +87,7 @@ def step(
 def timeline(*args: object, critical: bool = False, **kwargs: object) -> str:
     """The step as a picture."""
     svg = render_svg(step(*args, **kwargs), critical)
-    return f'<div class="mm-timeline">{_without_style(svg)}</div>'
-
-
-def _without_style(svg: str) -> str:
-    # stylesheets/timeline.css has the rules, once for all pictures, in the page's colours.
-    start, end = svg.index("<style>"), svg.index("</style>") + len("</style>")
-    return svg[:start] + svg[end:]
+    return f'<div class="mm-timeline">{pictures.without_style(svg)}</div>'
 
 
 def one_at_a_time(stage: Stage) -> Iterator[Action]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from case_words import table
-from cases import _without_style
+from pictures import without_style
 
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
 from minimegatron.core.pipeline_parallel.work import parts_of
@@ -48,7 +48,7 @@ def _layer(nodes: Nodes) -> LayerCosts:
 
 
 def picture_of_lanes(svg: str) -> str:
-    return f'<div class="mm-timeline">{_without_style(svg)}</div>'
+    return f'<div class="mm-timeline">{without_style(svg)}</div>'
 
 
 def layer_way(
