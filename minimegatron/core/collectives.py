@@ -281,16 +281,26 @@ def all_to_all(
     if group.size() == 1:
         output.copy_(input)
         return Done() if async_op else None
+    work = _start_rows(output, input, group, output_splits, input_splits, most_rows)
+    return _finish(work, async_op, "all-to-all")
+
+
+def _start_rows(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    output_splits: list[int],
+    input_splits: list[int],
+    most_rows: int | None,
+) -> Any:
     splits = (output_splits, input_splits, group, True)
     if needs_staging(input, group):
         staged = torch.empty(output.shape, dtype=output.dtype)
         work = dist.all_to_all_single(staged, input.cpu().contiguous(), *splits)
-        work = _CopyBack(work, staged, output)
-    elif mesh := _mesh_of_rows(group, input, most_rows):
-        work = mesh.all_to_all(output, input.detach(), output_splits, input_splits)
-    else:
-        work = dist.all_to_all_single(output, input.contiguous(), *splits)
-    return _finish(work, async_op, "all-to-all")
+        return _CopyBack(work, staged, output)
+    if mesh := _mesh_of_rows(group, input, most_rows):
+        return mesh.all_to_all(output, input.detach(), output_splits, input_splits)
+    return dist.all_to_all_single(output, input.contiguous(), *splits)
 
 
 def _mesh_of_rows(group: dist.ProcessGroup, input: torch.Tensor, most_rows: int | None) -> Any:
@@ -299,3 +309,37 @@ def _mesh_of_rows(group: dist.ProcessGroup, input: torch.Tensor, most_rows: int 
         return local_host.count_over_gloo(group, input)
     num_bytes = most_rows * input.element_size() * math.prod(input.shape[1:])
     return get_mesh(group, input, num_bytes=num_bytes)
+
+
+def _describe_hop(arguments: dict[str, Any]) -> dict[str, Any]:
+    seen = _describe(arguments)
+    seen["bytes_sent"] = seen["bytes"] if seen["group_size"] > 1 else 0
+    return seen | {name: arguments[name] for name in ("hop", "layer", "direction", "payload")}
+
+
+@traced("ring-hop", _describe_hop)
+def pass_to_next(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    hop: int = 0,
+    layer: int = 0,
+    direction: str = "forward",
+    payload: str = "kv",
+) -> Any:
+    """Sends `input` to the next rank of the group, the last one's to the first; returns its handle.
+
+    After `wait`, `output` is what the rank before has sent: as large as `input` on every rank, of its
+    dtype, and contiguous. Until then, `input` must stay as it is. It is an all-to-all in which a rank
+    has rows for one other alone. `hop`, `layer`, `direction` and `payload` are for who watches: which
+    hop of a ring this is (from 0), of which layer (from 1), in "forward" or "backward", and what moves.
+    """
+    size, rank = group.size(), group.rank()
+    if size == 1:
+        output.copy_(input)
+        return Done()
+    rows = len(input)
+    given = [rows if other == (rank + 1) % size else 0 for other in range(size)]
+    taken = [rows if other == (rank - 1) % size else 0 for other in range(size)]
+    return Pending(_start_rows(output, input, group, taken, given, rows), "ring-hop")

@@ -61,6 +61,28 @@ def _set_rng_state(state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
+def get_rng_state() -> torch.Tensor:
+    """Where the generator stands, for `repeats_from`."""
+    return _get_rng_state()
+
+
+@contextlib.contextmanager
+def repeats_from(state: torch.Tensor | None) -> Iterator[None]:
+    """Within it, the generator gives again what it gave after `get_rng_state` returned `state`.
+
+    Afterwards it goes on as if nothing had happened. None: nothing was random, and nothing is done.
+    """
+    if state is None:
+        yield
+        return
+    now = _get_rng_state()
+    _set_rng_state(state)
+    try:
+        yield
+    finally:
+        _set_rng_state(now)
+
+
 def _manual_seed(seed: int) -> None:
     if get_device().type == "cuda":
         torch.cuda.manual_seed(seed)

@@ -19,6 +19,7 @@ import torch
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import checkpoint
+from minimegatron.core.transformer.context_parallel_groups import options_of_core
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
@@ -44,10 +45,12 @@ class SelfAttention(MegatronModule):
     Args:
         layer_number: from 1, in the whole model.
         attn_mask_type: see `AttnMaskType`.
-        pg_collection: tp is used; None for `parallel_state`'s.
+        cp_comm_type: how ranks that share a sequence attend; None for the config's, for this layer.
+        pg_collection: tp and cp are used; None for `parallel_state`'s.
 
     Raises:
-        ValueError: `config.qk_layernorm` asks for norms that `submodules` lacks, or the reverse.
+        ValueError: `config.qk_layernorm` asks for norms that `submodules` lacks, or the reverse; a
+            core attention that takes no groups cannot reach the tokens of other ranks.
     """
 
     def __init__(
@@ -57,12 +60,13 @@ class SelfAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         *,
+        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
         self.layer_number = layer_number
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         tp_group = pg_collection.tp
         # The config has checked that t divides both.
         self.num_query_groups_per_partition = config.num_query_groups // tp_group.size()
@@ -83,6 +87,7 @@ class SelfAttention(MegatronModule):
             config=config,
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
+            **options_of_core(config, submodules.core_attention, cp_comm_type, pg_collection),
         )
         self.linear_proj = build_module(
             submodules.linear_proj,
@@ -135,9 +140,10 @@ class SelfAttention(MegatronModule):
         """Attends over the whole sequence.
 
         Args:
-            hidden_states: [s, b, h]; [s/t, b, h] with sequence parallelism.
+            hidden_states: [s, b, h]; [s/t, b, h] with sequence parallelism; s/c for s everywhere with
+                context parallelism.
             attention_mask: see `DotProductAttention`.
-            rotary_pos_emb: angles [s, 1, 1, d'], or None.
+            rotary_pos_emb: angles [s, 1, 1, d'] of this rank's tokens, or None.
             checkpoint_core_attention: recompute the core in backward (selective recompute): without
                 a fused kernel its [b, a/t, s, s] probabilities cost much memory and little time.
 

@@ -1,17 +1,23 @@
 """softmax(Q K^T / sqrt(d)) V, for the heads of this rank.
 
 Counterpart: `megatron.core.transformer.dot_product_attention`, which multiplies matrices itself and
-leaves fused kernels to Transformer Engine.
+leaves fused kernels, and context parallelism, to Transformer Engine.
 """
 
 import contextlib
+import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from minimegatron.core.transformer.context_parallel import Sharing, attention_over_ranks
+from minimegatron.core.transformer.context_parallel_config import comm_type_of_layer
+from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -28,6 +34,12 @@ class DotProductAttention(MegatronModule):
         attn_mask_type: what is masked beside, or without, `attention_mask`.
         attention_dropout: None for the config's.
         softmax_scale: None for 1 / sqrt(head width).
+        cp_comm_type: how ranks that share a sequence attend; None for the config's, for this layer.
+        pg_collection: cp is used; None, or one without cp, for `parallel_state`'s, if the config has
+            context parallelism at all.
+
+    Raises:
+        ValueError: the cp group has not `config.context_parallel_size` ranks.
     """
 
     def __init__(
@@ -38,6 +50,8 @@ class DotProductAttention(MegatronModule):
         *,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config)
         self.layer_number = layer_number
@@ -46,6 +60,9 @@ class DotProductAttention(MegatronModule):
         self.attention_dropout = (
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
+        self.cp_comm_type = cp_comm_type or comm_type_of_layer(config, layer_number)
+        self.cp_group = context_parallel_group(config, pg_collection)
+        self._attend = _attend if self.cp_group is None else _attend_over_ranks
 
     def _mask(
         self, attention_mask: torch.Tensor | None, s_q: int, s_k: int, device: torch.device
@@ -76,31 +93,67 @@ class DotProductAttention(MegatronModule):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention over the whole sequence, for this rank's heads.
+        """Attention over the whole sequence, for this rank's heads, and tokens with c > 1.
 
         Args:
-            query: [s, b, a/t, d].
-            key, value: [s, b, g/t, d]; each of the g groups serves a/g query heads.
-            attention_mask: bool, broadcastable to [b, a/t, s, s], True where attention must not
-                look; None for none beside `attn_mask_type`.
+            query: [s, b, a/t, d]; [s/c, b, a/t, d] with context parallelism.
+            key, value: [s, b, g/t, d], or [s/c, ...]; each of the g groups serves a/g query heads.
+            attention_mask: bool, broadcastable to [b, a/t, s, s], or [b, a/t, s/c, s], True where
+                attention must not look; None for none beside `attn_mask_type`.
 
         Returns:
-            [s, b, (a/t) d].
+            [s, b, (a/t) d], or [s/c, ...].
         """
-        s, b = query.shape[:2]
         dropout = self.attention_dropout if self.training else 0.0
-        visible, is_causal = self._mask(attention_mask, s, key.size(0), query.device)
-        # [s, b, heads, d] -> [b, heads, s, d], as views.
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         with self._dropout_rng(dropout):
-            context = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=visible,
-                dropout_p=dropout,
-                is_causal=is_causal,
-                scale=self.softmax_scale,
-                enable_gqa=query.size(1) != key.size(1),
-            )
-        return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+            return self._attend(self, dropout, query, key, value, attention_mask)
+
+
+def _attend(
+    core: DotProductAttention,
+    dropout: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """All tokens are on this rank."""
+    s, b = query.shape[:2]
+    visible, is_causal = core._mask(attention_mask, s, key.size(0), query.device)
+    # [s, b, heads, d] -> [b, heads, s, d], as views.
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    context = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=visible,
+        dropout_p=dropout,
+        is_causal=is_causal,
+        scale=core.softmax_scale,
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+def _attend_over_ranks(
+    core: DotProductAttention,
+    dropout: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    scale = core.softmax_scale
+    sharing = Sharing(
+        core.cp_group,
+        core.layer_number,
+        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+        core.attn_mask_type in _CAUSAL,
+        dropout,
+    )
+    if core.attn_mask_type == AttnMaskType.no_mask:
+        attention_mask = None
+    attend = partial(_attend, core, dropout)
+    return attention_over_ranks(
+        core.cp_comm_type, query, key, value, attention_mask, sharing, attend
+    )

@@ -5,8 +5,10 @@ it is here, and can be imported from there too.
 """
 
 import torch
+import torch.distributed as dist
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.transformer.zigzag import take_part
 
 
 @accepts_left_out
@@ -31,3 +33,13 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin). The sign goes to the sine, which is small.
     first, second = sin.chunk(2, dim=-1)
     return t * cos + t.roll(width // 2, dims=-1) * torch.cat((-first, second), dim=-1)
+
+
+def get_pos_emb_on_this_cp_rank(
+    pos_emb: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The angles of this rank's tokens, from those of the whole sequence along dimension `seq_dim`.
+
+    A group of one rank has all. Raises ValueError if the sequence does not divide into 2c chunks.
+    """
+    return pos_emb if cp_group.size() == 1 else take_part(pos_emb, seq_dim, cp_group)

@@ -1,0 +1,52 @@
+"""The ranks that share each sequence, for whoever builds attention; an attention that cannot use them.
+
+Ours: Megatron hands `pg_collection` on, and its `DotProductAttention` asserts that nobody shares.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.transformer.spec_utils import takes
+
+
+def context_parallel_group(
+    config: Any, groups: ProcessGroupCollection | None
+) -> dist.ProcessGroup | None:
+    """The group over which attention goes; None if a sequence lies on one rank.
+
+    Raises:
+        ValueError: it has not `config.context_parallel_size` ranks.
+    """
+    c = config.context_parallel_size
+    if groups is None or not hasattr(groups, "cp"):
+        if c == 1:
+            return None
+        groups = ProcessGroupCollection.use_mpu_process_groups(["cp"])
+    size = groups.cp.size()
+    if size != c:
+        raise ValueError(
+            f"context_parallel_size is {c}, but the cp group has {size} ranks; give the same number to "
+            "TransformerConfig and to initialize_model_parallel"
+        )
+    return None if size == 1 else groups.cp
+
+
+def options_of_core(
+    config: Any, core_attention: Any, cp_comm_type: str | None, groups: ProcessGroupCollection
+) -> dict[str, Any]:
+    """What a core attention is given of context parallelism: those arguments that it takes.
+
+    Raises:
+        ValueError: a sequence lies on several ranks, and the core attention takes no groups.
+    """
+    offered = {"cp_comm_type": cp_comm_type, "pg_collection": groups}
+    taken = {name: given for name, given in offered.items() if takes(core_attention, name)}
+    if config.context_parallel_size > 1 and "pg_collection" not in taken:
+        name = getattr(core_attention, "module", core_attention).__name__
+        raise ValueError(
+            f"core attention {name} takes no pg_collection, so it cannot reach the tokens of the other "
+            f"{config.context_parallel_size - 1} context-parallel ranks; use DotProductAttention"
+        )
+    return taken
