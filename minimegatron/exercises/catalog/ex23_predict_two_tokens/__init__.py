@@ -8,9 +8,13 @@ EXERCISE = Exercise(
     tier="core",
     minutes=35,
     num_ranks=1,
-    mirrors="",
+    mirrors="minimegatron.core.transformer.multi_token_prediction.process_mtp_loss",
     summary="Shift labels and mask once more for each further token, and attach its loss to the model.",
-    real=(),
+    real=(
+        "minimegatron.core.transformer.multi_token_prediction.roll_tensor",
+        "minimegatron.core.transformer.mtp_loss.MTPLossAutoScaler",
+        "minimegatron.core.transformer.multi_token_prediction.process_mtp_loss",
+    ),
     question=(
         "The real model hands the mask to the forward, though its own loss is made outside. Why must "
         "it, and what would its logs show if somebody forgot?"

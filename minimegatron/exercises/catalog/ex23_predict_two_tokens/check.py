@@ -26,7 +26,13 @@ from minimegatron.exercises.catalog.ex23_predict_two_tokens.truth import (
 )
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed
 
-REPLACES = ()
+_CORE = "minimegatron.core.transformer."
+REPLACES = (
+    _CORE + "multi_token_prediction.roll_tensor",
+    _CORE + "multi_token_prediction.process_mtp_loss",
+    _CORE + "mtp_loss.MTPLossAutoScaler",
+    _CORE + "moe.moe_utils.MoEAuxLossAutoScaler",
+)
 ROLL, SCALER, LOSSES, STEP = "rolling", "the scaler", "the losses", "a step"
 
 
@@ -114,7 +120,7 @@ def _pair(value: Any, function: str, words: str) -> tuple[Any, Any]:
 # -- Rolling --
 
 
-def _to_roll(case: Case) -> list[torch.Tensor]:
+def to_roll(case: Case) -> list[torch.Tensor]:
     """By hand, then labels, then a mask with a hole."""
     mask = torch.tensor([[1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
     labels = (draw(case, 0, 2, 5).abs() * 10 + 1).long()
@@ -123,7 +129,7 @@ def _to_roll(case: Case) -> list[torch.Tensor]:
 
 def _run_roll(student: ModuleType, case: Case) -> list[tuple[torch.Tensor, float]]:
     found = []
-    for given in _to_roll(case):
+    for given in to_roll(case):
         kept = given.clone()
         tensor, total = _pair(student.roll_tensor(kept), "roll_tensor", "(the tensor, its sum)")
         if not isinstance(tensor, torch.Tensor) or tensor.shape != given.shape:
@@ -145,7 +151,7 @@ def _run_roll(student: ModuleType, case: Case) -> list[tuple[torch.Tensor, float
 
 
 def _judge_roll(case: Case, answer: list[tuple[torch.Tensor, float]]) -> None:
-    for given, (found, total) in zip(_to_roll(case), answer, strict=True):
+    for given, (found, total) in zip(to_roll(case), answer, strict=True):
         wanted = rolled(given, 1)
         known = [
             (

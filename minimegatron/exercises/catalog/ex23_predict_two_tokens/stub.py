@@ -2,7 +2,7 @@
 
 Started by: you, and `minimegatron exercises check`. Beside the next token a model may learn to predict
 the one after it, and so on: multi-token prediction (MTP). It has K more layers for that, its depths.
-Write what is made of their outputs, on one process. The check works out losses and gradients on its own.
+Write what is made of their outputs. The check works out losses and gradients on its own.
 
     hidden_states   K + 1 tensors [s, b, h]: the model's own, then those of depth 1 to K
     labels          [b, s], int64: at t stands the token after token t
