@@ -119,10 +119,10 @@
       return { s: event.s, l: event.l, id: event.id, parts: partsOf(event).map(({ k, m, c }) => ({ kind: this.letters[k], chunk: c, mb: m })) };
     }
 
-    // An all-to-all, from its start to the end of the wait for it; `exposed` is the length of that wait.
-    flight(rank, { s, l, w, i }) {
+    // An all-to-all or a hop, from its start to the end of the wait for it; `exposed` is the length of that wait.
+    flight(rank, { s, l, w, i, n }) {
       const event = this.byIndex[rank].get(i);
-      return { s, l, exposed: w, id: event.id, label: "A2A", parts: [{ mb: event.m }] };
+      return { s, l, exposed: w, id: event.id, label: n, parts: [{ mb: event.m }] };
     }
 
     held(rank) {

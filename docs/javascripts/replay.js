@@ -178,7 +178,10 @@
         shades.forEach((shade, chunk) => entries.push(MM.kindEntry(shade, this.scene.hasChunks ? say("legend.chunk", { kind: words, chunk }) : words)));
       }
       entries.push([null, "mmp-idle", say("replay.waiting")], [null, "mmp-transferred", say("replay.transfer")], [null, "mmp-held", say("legend.held")]);
-      if (this.step.ranks.some(({ flights }) => flights?.length)) entries.push([null, "mmp-held", say("replay.exchange")], [null, "mmp-cap", say("replay.exposed")]);
+      const flying = new Set(this.step.ranks.flatMap(({ flights }) => (flights ?? []).map(({ n }) => n)));
+      if (flying.has("A2A")) entries.push([null, "mmp-held", say("replay.exchange")]);
+      if (flying.has("HOP")) entries.push([null, "mmp-held", say("replay.hop")]);
+      if (flying.size) entries.push([null, "mmp-cap", say("replay.exposed")]);
       if (this.showPlan.checked) entries.push([null, "mmp-thin", say("replay.thin")]);
       if (this.showMessages.checked || this.following) entries.push([null, "mmp-transferred", say("legend.message")]);
       MM.legend(this.legend, entries);

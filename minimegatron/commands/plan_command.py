@@ -19,6 +19,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     get_schedule,
     schedule_names,
 )
+from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
@@ -27,9 +28,11 @@ from minimegatron.planner.actions import COMMUNICATE
 from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS
 from minimegatron.planner.layer_costs import LayeredCosts
 from minimegatron.planner.layer_plan import LayerCosts
+from minimegatron.planner.mtp_costs import layer_times, message_factors, stages_of_layout
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_check import Problem, check
 from minimegatron.planner.render import FORMATS, render
+from minimegatron.planner.ring_costs import RingCosts
 from minimegatron.planner.simulator import Costs, simulate
 
 
@@ -101,14 +104,23 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=F:B",
-        help="with --layout: times of another layer (embedding, loss, mtp; default: 0)",
+        help="with --layout: times of embedding or loss (default: 0), or of mtp (default: a layer's, "
+        "and a sixth of it for the projection); the loss is computed once more for each m",
     )
     add(
         "--layer-nodes",
         type=_times,
-        metavar="A,M,D,C",
-        help="instead of the two times above: of one layer of experts attention, mlp, dispatch and "
-        "combine, the last two all-to-alls; backward, computation takes twice as long",
+        metavar="A,M[,D,C]",
+        help="instead of the two times above: of one layer attention and mlp, and of one with experts "
+        "dispatch and combine, two all-to-alls; backward, computation takes twice as long",
+    )
+    add("--context-parallel-size", type=int, metavar="C", help="ranks that share a sequence")
+    add(
+        "--ring-times",
+        type=_times,
+        metavar="B,H",
+        help="with --context-parallel-size: in a layer's attention each of C blocks of keys and values "
+        "takes B, a hop to the next rank H; A of --layer-nodes is the rest of it (default: 0)",
     )
     add("--layers-per-chunk", type=int, metavar="L", help="with --layer-nodes (default: 1)")
     add(
@@ -184,6 +196,7 @@ def _plan(
             args.batch_p2p_comm,
             args.message_bytes,
             args.wire,
+            None if layout is None else message_factors(stages_of_layout(layout)),
         )
     except ScheduleError:
         raise
@@ -264,7 +277,8 @@ def _costs(
         # Chunks of one copy of the model: with two copies each stage is there twice.
         v = planned.config.num_virtual_stages // args.pp
         return Costs.of_stages(forward, backward, v, args.imbalance, latency, args.bandwidth)
-    times = {"embedding": (0, 0), "loss": (0, 0), "mtp": (0, 0), "decoder": (forward, backward)}
+    stages = stages_of_layout(layout)
+    times = layer_times((forward, backward))
     for text in args.layer_time:
         name, _, pair = text.partition("=")
         parts = pair.split(":")
@@ -276,6 +290,8 @@ def _costs(
             times[name] = (_time(parts[0]), _time(parts[1]))
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--layer-time {text!r}: {error}") from None
+    num_depths = sum(stage.count(LayerType.mtp) for stage in stages)
+    times["loss"] = layer_times(times["decoder"], times["loss"], num_depths)["loss"]
     return Costs.from_layout(layout, times, latency, args.bandwidth)
 
 
@@ -283,27 +299,30 @@ def _layers(
     args: argparse.Namespace, planned: Plan, layout: PipelineParallelLayerLayout | None
 ) -> list[list[LayerCosts]]:
     """Of each virtual stage its layers; empty where no times of nodes are given."""
-    if args.layer_nodes is None:
+    ring = _ring(args)
+    if args.layer_nodes is None and ring is None:
         if args.layers_per_chunk is not None or args.delay_wgrad_compute:
             raise ValueError(
                 "--layers-per-chunk and --delay-wgrad-compute are of layers; add --layer-nodes"
             )
         return []
-    if len(args.layer_nodes) != 4:
+    nodes = [0, 0] if args.layer_nodes is None else args.layer_nodes
+    if len(nodes) not in (2, 4):
         raise ValueError(
-            f"--layer-nodes has {len(args.layer_nodes)} times; give four: attention, mlp, dispatch "
-            "and combine"
+            f"--layer-nodes has {len(nodes)} times; give four: attention, mlp, dispatch and combine; "
+            "or the first two, for a layer without experts"
         )
     for name in ("forward_time", "backward_time", "imbalance"):
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"--layer-nodes and {flag} exclude each other; leave one out")
+            given = "--ring-times" if args.layer_nodes is None else "--layer-nodes"
+            raise ValueError(f"{given} and {flag} exclude each other; leave one out")
     if args.delay_wgrad_compute and planned.config.schedule != COMBINED:
         raise ValueError(
             f"--delay-wgrad-compute is for --schedule combined, but this is "
             f"{planned.config.schedule}; leave it out"
         )
-    layer, placement = LayerCosts(*args.layer_nodes), planned.config.placement
+    layer, placement = LayerCosts(*nodes, ring=ring), planned.config.placement
     if layout is None:
         number = 1 if args.layers_per_chunk is None else args.layers_per_chunk
         if number < 1:
@@ -311,9 +330,27 @@ def _layers(
         return [[layer] * number] * placement.num_stages
     if args.layers_per_chunk is not None:
         raise ValueError("--layout says how many layers a chunk has; leave --layers-per-chunk out")
-    places = map(placement.place_of, range(placement.num_stages))
-    chunks = [layout.layout[rank][chunk] for rank, chunk in places]
-    return [[layer] * [x.name for x in names].count("decoder") for names in chunks]
+    kinds = (LayerType.decoder, LayerType.mtp)
+    return [[layer] * sum(map(names.count, kinds)) for names in stages_of_layout(layout)]
+
+
+def _ring(args: argparse.Namespace) -> RingCosts | None:
+    """What the attention of each layer costs over the ranks that share a sequence."""
+    size, times = args.context_parallel_size, args.ring_times
+    if size is not None and size < 1:
+        raise ValueError(f"--context-parallel-size is {size}; give 1 or more")
+    if times is None:
+        if size is not None:
+            raise ValueError(
+                f"--context-parallel-size {size} needs the times of a block and of a hop; add "
+                "--ring-times"
+            )
+        return None
+    if len(times) != 2:
+        raise ValueError(f"--ring-times has {len(times)} times; give two: a block and a hop")
+    if size is None:
+        raise ValueError("--ring-times needs the number of ranks; add --context-parallel-size")
+    return RingCosts(size, *times)
 
 
 def _width(args: argparse.Namespace, is_terminal: bool) -> int:

@@ -43,6 +43,7 @@ from minimegatron.planner.layer_plan import (
 )
 from minimegatron.planner.links import LAYER_NODE
 from minimegatron.planner.plan import Plan, plan
+from minimegatron.planner.ring_costs import RingCosts
 from minimegatron.planner.simulator import Costs, Simulation, kinds_of, simulate
 from minimegatron.planner.stage import PlanConfig
 
@@ -131,9 +132,23 @@ def _lone(
 
 
 def has_lanes(simulation: Simulation) -> bool:
-    """Whether the simulation knows the nodes of layers, with all-to-alls among them."""
-    layers = getattr(simulation.costs, "layers", ())
-    return any(layer.dispatch is not None for of_stage in layers for layer in of_stage)
+    """Whether the simulation knows the nodes of layers, with all-to-alls or hops among them."""
+    return has_exchanges(simulation) or bool(rings_of(simulation))
+
+
+def has_exchanges(simulation: Simulation) -> bool:
+    """Whether there are all-to-alls among them."""
+    return any(layer.dispatch is not None for layer in _all_layers(simulation))
+
+
+def rings_of(simulation: Simulation) -> list[RingCosts]:
+    """The rings of its layers, each kind once."""
+    rings = [layer.ring for layer in _all_layers(simulation)]
+    return list(dict.fromkeys(ring for ring in rings if ring is not None and ring.num_ranks > 1))
+
+
+def _all_layers(simulation: Simulation) -> Iterator[LayerCosts]:
+    return (x for of_stage in getattr(simulation.costs, "layers", ()) for x in of_stage)
 
 
 def lanes_of(simulation: Simulation, rank: int) -> LayerTimeline:
@@ -203,6 +218,7 @@ def ways_of(simulation: Simulation) -> list[tuple[str, Simulation]]:
             overlap_p2p_comm=config.overlap_p2p_comm,
             batch_p2p_comm=config.batch_p2p_comm,
             message_bytes=config.message_bytes,
+            message_factors=config.message_factors,
         )
         given = simulation.costs
         costs = LayeredCosts.of_layers(given.layers, given.latency, given.bandwidth, delay_wgrad)

@@ -23,6 +23,10 @@ go in pairs, the forward's i-th beside the backward's i-th from the end:
 Each lane does one node at a time, in this order. So a node starts when its lane is free and the node
 before it, of its own microbatch, is done. Both ends of the model (embedding, loss) take no time here.
 
+Where ranks share a sequence on a ring, an attention has blocks and hops too (`ring_costs`), behind its
+projections in a forward and before them in a backward. Hops have a third lane; beside each, the block
+after it is computed.
+
 A program that starts an all-to-all as soon as its input exists, and waits for it where it is used
 (start 1, run 2, start 4, wait 1, run 3, start 6, wait 4, run 7, start 8, wait 6, run 9, wait 8) has the
 same lanes; a CPU needs that order, since its program stands still while it computes.
@@ -39,11 +43,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, COMPUTE
+from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, COMPUTE, HIDDEN, RING_HOP
 from minimegatron.planner.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Time
+from minimegatron.planner.ring_costs import HOME, HOPS, RingCosts, ring_parts
 from minimegatron.planner.simulator import divided
 
 ATTENTION, DISPATCH, MLP, COMBINE = "attention", "dispatch", "mlp", "combine"
+LANE_OF = {DISPATCH: ALL_TO_ALL, COMBINE: ALL_TO_ALL, **dict.fromkeys(HOPS, RING_HOP)}
+"""Of a node by its name; all others compute."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +67,12 @@ class LayerCosts:
     """None for both: a dense layer, which has no all-to-alls."""
     backward: Time = 2
     """A backward's computation over its forward's; half of it is that of weight gradients."""
+    ring: RingCosts | None = None
+    """Of its blocks of attention; `attention` is then the rest. None: they are in `attention`."""
 
     def __post_init__(self) -> None:
-        for name, time in vars(self).items():
+        for name in ("attention", "mlp", "dispatch", "combine", "backward"):
+            time = getattr(self, name)
             if time is not None and not time >= 0:
                 raise ValueError(f"{name} takes {time}, which is negative; give 0 or more")
         if (self.dispatch is None) != (self.combine is None):
@@ -95,7 +105,7 @@ class Node(NamedTuple):
     @property
     def lane(self) -> str:
         """Where it runs."""
-        return ALL_TO_ALL if self.name in (DISPATCH, COMBINE) else COMPUTE
+        return LANE_OF.get(self.name, COMPUTE)
 
 
 class TimedNode(NamedTuple):
@@ -122,44 +132,52 @@ def step_nodes(
     nodes = [
         node
         for f, b in zip(f_layers[:num_pairs], b_layers[:num_pairs], strict=True)
-        for node in (*b[:1], *f[:1], *b[1:2], *f[1:2], *b[2:4], *f[2:], *b[4:])
+        for nodes in (*b[:1], *f[:1], *b[1:2], *f[1:2], *b[2:4], *f[2:], *b[4:])
+        for node in nodes
     ]
-    nodes += [node for layer in (*b_layers[num_pairs:], *f_layers[num_pairs:]) for node in layer]
-    return [node for node in nodes if node is not None]
+    rest = (*b_layers[num_pairs:], *f_layers[num_pairs:])
+    return nodes + [node for layer in rest for nodes in layer for node in nodes]
 
 
-def _forward_nodes(half: Half) -> Iterator[list[Node | None]]:
+def _forward_nodes(half: Half) -> Iterator[list[list[Node]]]:
     for number, layer in enumerate(half.layers):
         unit = (number, half.microbatch, half.chunk)
+        attention = Node(ATTENTION, FORWARD, *unit, layer.attention)
         yield [
-            Node(ATTENTION, FORWARD, *unit, layer.attention),
+            [attention, *_ring(layer.ring, FORWARD, unit)],
             _exchange(DISPATCH, FORWARD, unit, layer.dispatch),
-            Node(MLP, FORWARD, *unit, layer.mlp),
+            [Node(MLP, FORWARD, *unit, layer.mlp)],
             _exchange(COMBINE, FORWARD, unit, layer.combine),
         ]
 
 
-def _backward_nodes(half: Half, delay_wgrad: bool) -> Iterator[list[Node | None]]:
+def _backward_nodes(half: Half, delay_wgrad: bool) -> Iterator[list[list[Node]]]:
     for number, layer in enumerate(half.layers):
         unit = (number, half.microbatch, half.chunk)
         mlp, attention = layer.mlp * layer.backward, layer.attention * layer.backward
-        mlp_weights = attention_weights = None
+        mlp_weights, attention_weights = [], []
         if delay_wgrad:
             mlp, attention = divided(mlp, 2), divided(attention, 2)
-            mlp_weights = Node(MLP, BACKWARD_WEIGHT, *unit, mlp)
-            attention_weights = Node(ATTENTION, BACKWARD_WEIGHT, *unit, attention)
+            mlp_weights = [Node(MLP, BACKWARD_WEIGHT, *unit, mlp)]
+            attention_weights = [Node(ATTENTION, BACKWARD_WEIGHT, *unit, attention)]
         yield [
             _exchange(COMBINE, BACKWARD, unit, layer.combine),
-            Node(MLP, BACKWARD, *unit, mlp),
+            [Node(MLP, BACKWARD, *unit, mlp)],
             mlp_weights,
             _exchange(DISPATCH, BACKWARD, unit, layer.dispatch),
-            Node(ATTENTION, BACKWARD, *unit, attention),
+            [*_ring(layer.ring, BACKWARD, unit), Node(ATTENTION, BACKWARD, *unit, attention)],
             attention_weights,
         ]
 
 
-def _exchange(name: str, kind: str, unit: tuple, time: Time | None) -> Node | None:
-    return None if time is None else Node(name, kind, *unit, time)
+def _exchange(name: str, kind: str, unit: tuple, time: Time | None) -> list[Node]:
+    return [] if time is None else [Node(name, kind, *unit, time)]
+
+
+def _ring(ring: RingCosts | None, kind: str, unit: tuple) -> list[Node]:
+    return (
+        [] if ring is None else [Node(x, kind, *unit, time) for x, time in ring_parts(ring, kind)]
+    )
 
 
 # -- When they run --
@@ -186,27 +204,45 @@ class LayerTimeline:
         return self.busy(COMPUTE)
 
     @property
+    def hidden_lanes(self) -> list[str]:
+        """The lanes, of those that work may hide, which have nodes."""
+        found = {node.lane for node, _, _ in self.nodes}
+        return [lane for lane in HIDDEN if lane in found]
+
+    @property
     def communication(self) -> Time:
-        """All all-to-alls together."""
-        return self.busy(ALL_TO_ALL)
+        """All all-to-alls and hops together."""
+        return sum(map(self.busy, self.hidden_lanes))
 
     @property
     def exposed(self) -> Time:
-        """How long an all-to-all runs and nothing is computed beside it."""
-        return sum(end - start for _, start, end in self.exposed_parts())
+        """How long an all-to-all or a hop runs and nothing is computed beside it."""
+        length, until = 0, 0
+        for start, end in sorted((start, end) for _, start, end in self.exposed_parts()):
+            length += max(0, end - max(start, until))
+            until = max(until, end)
+        return length
 
-    def exposed_parts(self) -> Iterator[tuple[TimedNode, Time, Time]]:
-        """(all-to-all, start, end) for each such stretch, in order."""
-        gaps, first = list(self._idle()), 0
-        for timed in self.nodes:
-            if timed.node.lane != ALL_TO_ALL or timed.start == timed.end:
-                continue
-            while first < len(gaps) and gaps[first][1] <= timed.start:
-                first += 1
-            for start, end in islice(gaps, first, None):
-                if start >= timed.end:
-                    break
-                yield timed, max(start, timed.start), min(end, timed.end)
+    def exposed_on(self, lane: str) -> Time:
+        """The same of one lane alone."""
+        return sum(end - start for _, start, end in self.exposed_parts([lane]))
+
+    def exposed_parts(
+        self, lanes: Sequence[str] | None = None
+    ) -> Iterator[tuple[TimedNode, Time, Time]]:
+        """(all-to-all or hop, start, end) for each such stretch, lane after lane, in order."""
+        gaps = list(self._idle())
+        for lane in self.hidden_lanes if lanes is None else lanes:
+            first = 0
+            for timed in self.nodes:
+                if timed.node.lane != lane or timed.start == timed.end:
+                    continue
+                while first < len(gaps) and gaps[first][1] <= timed.start:
+                    first += 1
+                for start, end in islice(gaps, first, None):
+                    if start >= timed.end:
+                        break
+                    yield timed, max(start, timed.start), min(end, timed.end)
 
     def _idle(self) -> Iterator[tuple[Time, Time]]:
         """The stretches in which the compute lane stands still."""
@@ -226,7 +262,7 @@ def run_lanes(
     joined: bool = False,
     blocking: bool = False,
 ) -> LayerTimeline:
-    """The two-lane clock.
+    """The clock of all lanes.
 
     Args:
         overlap: False: no node starts before the one before it is done, whatever its lane.
@@ -236,7 +272,8 @@ def run_lanes(
         blocking: the program stands still while it computes an attention's weight gradients, so the
             next combine of that backward starts after them. On a GPU it starts beside them.
     """
-    lanes, done = dict.fromkeys((COMPUTE, ALL_TO_ALL), 0), defaultdict(int)
+    lanes, done = dict.fromkeys((COMPUTE, *HIDDEN), 0), defaultdict(int)
+    beside: dict[tuple, Time] = {}  # by unit, when the hops that its next node runs beside are over
     timed = []
     for nodes in steps:
         for node in nodes:
@@ -248,12 +285,26 @@ def run_lanes(
             else:
                 start = max(lanes[node.lane], done[unit])
             end = lanes[node.lane] = start + node.length
-            if node.kind != BACKWARD_WEIGHT or (blocking and node.name == ATTENTION):
-                done[unit] = end
+            if node.lane == RING_HOP and node.name != HOME:
+                beside[unit] = end
+            elif node.kind != BACKWARD_WEIGHT or (blocking and node.name == ATTENTION):
+                done[unit] = max(end, beside.pop(unit, 0))
             timed.append(TimedNode(node, start, end))
         if joined:
             lanes = dict.fromkeys(lanes, max(lanes.values()))
     return LayerTimeline(timed)
+
+
+def one_ring(ring: RingCosts, kind: str, overlap: bool = True) -> LayerTimeline:
+    """The attention of one layer on a ring, forward or backward; each hop waited for without overlap.
+
+    >>> ring = RingCosts(num_ranks=4, block=2, hop=1)
+    >>> one_ring(ring, FORWARD).total, one_ring(ring, FORWARD, overlap=False).total
+    (8, 11)
+    >>> one_ring(ring, BACKWARD).total, one_ring(ring, BACKWARD).exposed
+    (17, 1)
+    """
+    return run_lanes([_ring(ring, kind, (0, 0, 0))], overlap)
 
 
 def one_stage(

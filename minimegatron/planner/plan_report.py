@@ -5,7 +5,7 @@ Megatron has no counterpart.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from minimegatron.core.pipeline_parallel.orders import (
@@ -20,7 +20,9 @@ from minimegatron.core.pipeline_parallel.orders import (
 from minimegatron.core.pipeline_parallel.placement import usual_placement
 from minimegatron.planner.actions import (
     ACTIVATION,
+    BACKWARD,
     COOLDOWN,
+    FORWARD,
     GRADIENT,
     KINDS,
     PAIR,
@@ -37,8 +39,14 @@ from minimegatron.planner.formulas import (
     message_formula,
     peak_in_flight_formula,
 )
-from minimegatron.planner.layer_costs import has_lanes, lanes_of, ways_of
-from minimegatron.planner.layer_plan import ALL_TO_ALL, LayerTimeline, one_stage
+from minimegatron.planner.layer_costs import has_exchanges, lanes_of, rings_of, ways_of
+from minimegatron.planner.layer_plan import (
+    ALL_TO_ALL,
+    RING_HOP,
+    LayerTimeline,
+    one_ring,
+    one_stage,
+)
 from minimegatron.planner.simulator import Gap, Simulation
 
 NAMES = {
@@ -49,6 +57,9 @@ NAMES = {
     COMBINED: "Combined 1F1B",
     BREADTH_FIRST: "Breadth-first",
 }
+
+
+LANE_WORDS = {ALL_TO_ALL: ALL_TO_ALL, RING_HOP: "ring hops"}
 
 
 @dataclass(frozen=True)
@@ -242,18 +253,20 @@ def _short_words(action: Action, has_chunks: bool) -> str:
     return f"{words} (chunk {action.chunk})" if has_chunks else words
 
 
-# -- The all-to-alls of layers --
+# -- The all-to-alls and hops of layers --
 
 
 def exposed_words(lanes: LayerTimeline) -> str:
-    """How long the all-to-alls of two lanes are, and how much of that nothing hides.
+    """How long the all-to-alls, or hops, of a timeline are, and how much of that nothing hides.
 
     >>> from minimegatron.planner.layer_plan import LayerCosts
     >>> exposed_words(one_stage(4, [LayerCosts(2, 2, 1, 1)] * 4))
     'all-to-all 64, exposed 14'
     """
-    return (
-        f"{ALL_TO_ALL} {number_words(lanes.communication)}, exposed {number_words(lanes.exposed)}"
+    return "; ".join(
+        f"{LANE_WORDS[lane]} {number_words(lanes.busy(lane))}, "
+        f"exposed {number_words(lanes.exposed_on(lane))}"
+        for lane in lanes.hidden_lanes or [ALL_TO_ALL]
     )
 
 
@@ -264,7 +277,7 @@ def ways_table(simulation: Simulation) -> list[list[str]]:
     """
     config = simulation.plan.config
     is_written = config.schedule in (NO_PIPELINING, INTERLEAVED, COMBINED) and config.wire is None
-    if not has_lanes(simulation) or config.forward_only or not is_written:
+    if not has_exchanges(simulation) or config.forward_only or not is_written:
         return []
     head = ["", "length", "computes", ALL_TO_ALL, "exposed"]
     where = [] if config.pp_size == 1 else ["of rank"]
@@ -280,6 +293,26 @@ def ways_table(simulation: Simulation) -> list[list[str]]:
         for delay, name in ((False, "combined"), (True, "combined, weights delayed")):
             lanes = one_stage(config.num_microbatches, layers, delay_wgrad=delay)
             rows.append([f"{name}, steps not joined", *_lane_words(lanes.total, lanes)])
+    return rows
+
+
+def ring_table(simulation: Simulation) -> list[list[str]]:
+    """Rows, the first one the head: the attention of one layer, as it is and in two worse ways.
+
+    Empty where its layers have no rings.
+    """
+    rows = []
+    for ring in rings_of(simulation):
+        head = f"attention of a layer, {ring.num_ranks} ranks"
+        rows += [[head, "length", "computes", LANE_WORDS[RING_HOP], "exposed"]]
+        for words, costs, overlap in (
+            ("", ring, True),
+            (", each hop waited for", ring, False),
+            (", split in order", replace(ring, in_order=True), True),
+        ):
+            for kind in (FORWARD, BACKWARD):
+                lanes = one_ring(costs, kind, overlap)
+                rows.append([f"{kind}{words}", *_lane_words(lanes.total, lanes)])
     return rows
 
 

@@ -24,16 +24,16 @@ from minimegatron.planner.actions import (
 )
 from minimegatron.planner.imagined_transport import Place, Side, match_messages
 from minimegatron.planner.layer_costs import has_lanes, lanes_of
-from minimegatron.planner.layer_plan import ALL_TO_ALL, TimedNode
+from minimegatron.planner.layer_plan import ALL_TO_ALL, COMPUTE, RING_HOP, TimedNode
 from minimegatron.planner.memory import activation_timeline
 from minimegatron.planner.plan import plan_config_to_json
 from minimegatron.planner.plan_report import gap_words, title
 from minimegatron.planner.simulator import Simulation
 
-COMPUTE_TRACK, MESSAGE_TRACK, NODE_TRACK, LANE_TRACK = 0, 1, 2, 3
+COMPUTE_TRACK, MESSAGE_TRACK = 0, 1
 TRACKS = {COMPUTE_TRACK: "forward and backward", MESSAGE_TRACK: "communication"}
-LANES = {NODE_TRACK: "layers: compute", LANE_TRACK: "layers: all-to-all"}
-"""Only where the costs have nodes of layers."""
+NODE_TRACKS = {COMPUTE: 2, ALL_TO_ALL: 3, RING_HOP: 4}
+"""By the lane of a node; only where the costs have nodes of layers."""
 
 
 def render_chrome(simulation: Simulation, microseconds_per_unit: float = 1000.0) -> str:
@@ -57,7 +57,9 @@ class _Trace:
     def __init__(self, simulation: Simulation, microseconds_per_unit: float):
         self.simulation = simulation
         self.factor = microseconds_per_unit
-        self.has_lanes = has_lanes(simulation)
+        self.lanes = []
+        if has_lanes(simulation):
+            self.lanes = [lanes_of(simulation, x) for x in range(len(simulation.plan.ranks))]
 
     def _us(self, time: Time) -> float:
         return round(float(time) * self.factor, 3)
@@ -66,7 +68,7 @@ class _Trace:
         for rank in range(len(self.simulation.plan.ranks)):
             yield from self._names(rank)
             yield from self._slices(rank)
-            if self.has_lanes:
+            if self.lanes:
                 yield from self._nodes(rank)
             yield from self._counter(rank)
         yield from self._arrows()
@@ -76,7 +78,11 @@ class _Trace:
             ("process_name", 0, {"name": f"rank {rank}"}),
             ("process_sort_index", 0, {"sort_index": rank}),
         ]
-        for tid, name in (TRACKS | LANES if self.has_lanes else TRACKS).items():
+        tracks = TRACKS
+        if self.lanes:
+            shown = [COMPUTE, *self.lanes[rank].hidden_lanes]
+            tracks = TRACKS | {NODE_TRACKS[lane]: f"layers: {lane}" for lane in shown}
+        for tid, name in tracks.items():
             names.append(("thread_name", tid, {"name": name}))
             names.append(("thread_sort_index", tid, {"sort_index": tid}))
         for name, tid, args in names:
@@ -114,7 +120,7 @@ class _Trace:
         return event | {"name": name, "cat": action.kind}, args
 
     def _nodes(self, rank: int) -> Iterator[dict[str, Any]]:
-        lanes = lanes_of(self.simulation, rank)
+        lanes = self.lanes[rank]
         exposed: dict[TimedNode, float] = {}
         for timed, start, end in lanes.exposed_parts():
             exposed[timed] = exposed.get(timed, 0) + self._us(end) - self._us(start)
@@ -126,7 +132,7 @@ class _Trace:
             yield {
                 "ph": "X",
                 "pid": rank,
-                "tid": LANE_TRACK if node.lane == ALL_TO_ALL else NODE_TRACK,
+                "tid": NODE_TRACKS[node.lane],
                 "ts": start,
                 "dur": round(self._us(timed.end) - start, 3),
                 "name": f"{node.name} {KINDS[node.kind].letter}{node.microbatch}",

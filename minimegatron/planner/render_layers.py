@@ -1,9 +1,9 @@
-"""The two lanes of a rank as shapes: computation above, all-to-alls below, what is exposed hatched.
+"""The lanes of a rank as shapes: computation above, all-to-alls or hops below, what is exposed hatched.
 
 Megatron has no counterpart.
 
-Forwards are blue and backwards orange on both lanes. Where nothing is computed beside an all-to-all,
-it is hatched.
+Forwards are blue and backwards orange on all lanes. Where nothing is computed beside an all-to-all or a
+hop, it is hatched.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +12,11 @@ from xml.sax.saxutils import escape
 
 from minimegatron.planner.actions import KINDS, Time
 from minimegatron.planner.layer_plan import ALL_TO_ALL, COMPUTE, LayerTimeline, TimedNode
-from minimegatron.planner.plan_report import exposed_words, number_words, tick_step
+from minimegatron.planner.plan_report import LANE_WORDS, exposed_words, number_words, tick_step
 from minimegatron.planner.svg_shapes import STYLE, label, rect, shade, text_colour, tipped
 
 COMPUTE_HEIGHT, LANE_HEIGHT, LANE_GAP = 26, 14, 2
-"""Of a bar of computation, of one of an all-to-all, and between the two."""
+"""Of a bar of computation, of one of another lane, and between two lanes."""
 
 HATCHED = (
     '<pattern id="exposed" width="5" height="5" patternUnits="userSpaceOnUse" '
@@ -33,11 +33,12 @@ LETTER_WIDTH = 6.6
 def lane_shapes(
     lanes: LayerTimeline, x_of: Callable[[Time], float], top: float, num_chunks: int = 1
 ) -> Iterator[str]:
-    """The bars of both lanes, from `top` on."""
-    below = top + COMPUTE_HEIGHT + LANE_GAP
+    """The bars of all lanes, from `top` on."""
+    below = dict(zip(lanes.hidden_lanes, lane_tops(top, len(lanes.hidden_lanes)), strict=True))
     for timed in lanes.nodes:
         node = timed.node
-        y, height = (top, COMPUTE_HEIGHT) if node.lane == COMPUTE else (below, LANE_HEIGHT)
+        is_computed = node.lane == COMPUTE
+        y, height = (top, COMPUTE_HEIGHT) if is_computed else (below[node.lane], LANE_HEIGHT)
         x, width = x_of(timed.start), x_of(timed.end) - x_of(timed.start)
         if width <= 0:
             continue
@@ -45,9 +46,15 @@ def lane_shapes(
         inset = 0.5 if width > 3 else 0
         bar = rect(x + inset, y, width - 2 * inset, height, f'rx="2" fill="{fill}"')
         yield tipped(bar + _name(timed, x, width, y + height / 2 + 4, fill), node_words(timed))
-    for _, start, end in lanes.exposed_parts():
-        x = x_of(start)
-        yield rect(x, below, x_of(end) - x, LANE_HEIGHT, 'fill="url(#exposed)" opacity="0.55"')
+    for timed, start, end in lanes.exposed_parts():
+        x, y = x_of(start), below[timed.node.lane]
+        yield rect(x, y, x_of(end) - x, LANE_HEIGHT, 'fill="url(#exposed)" opacity="0.55"')
+
+
+def lane_tops(top: float, num_lanes: int) -> list[float]:
+    """Where the lanes below the computation begin, one below the other."""
+    first = top + COMPUTE_HEIGHT + LANE_GAP
+    return [first + number * (LANE_HEIGHT + LANE_GAP) for number in range(num_lanes)]
 
 
 def _name(timed: TimedNode, x: float, width: float, baseline: float, fill: str) -> str:
@@ -71,7 +78,7 @@ def node_words(timed: TimedNode) -> str:
     'all-to-all: dispatch of layer 1, forward of microbatch 3, 4 to 6'
     """
     node = timed.node
-    lane = f"{ALL_TO_ALL}: " if node.lane == ALL_TO_ALL else ""
+    lane = "" if node.lane == COMPUTE else f"{LANE_WORDS[node.lane]}: "
     work = f"{KINDS[node.kind].words} of microbatch {node.microbatch}"
     times = f"{number_words(timed.start)} to {number_words(timed.end)}"
     return f"{lane}{node.name} of layer {node.layer}, {work}, {times}"
@@ -81,7 +88,10 @@ def render_layers(rows: Sequence[tuple[str, LayerTimeline]], title: str) -> str:
     """One SVG picture of several timelines on one clock, a name beside each. It needs nothing else."""
     longest = max(float(lanes.total) for _, lanes in rows)
     scale = CHART_WIDTH / longest if longest else 1.0
-    width, height = LEFT + CHART_WIDTH + RIGHT, TOP + ROW * len(rows) + 30
+    found = {lane for _, lanes in rows for lane in lanes.hidden_lanes}
+    shown = [lane for lane in LANE_WORDS if lane in found] or [ALL_TO_ALL]
+    row_height = ROW + (len(shown) - 1) * (LANE_HEIGHT + LANE_GAP)
+    width, height = LEFT + CHART_WIDTH + RIGHT, TOP + row_height * len(rows) + 30
 
     def x_of(time: Time) -> float:
         return LEFT + float(time) * scale
@@ -95,9 +105,9 @@ def render_layers(rows: Sequence[tuple[str, LayerTimeline]], title: str) -> str:
         label(LEFT, 24, title, "bold"),
     ]
     for number, (name, lanes) in enumerate(rows):
-        top = TOP + ROW * number
+        top = TOP + row_height * number
         words = f"{name}: {number_words(lanes.total)}, {exposed_words(lanes)}"
-        parts += [label(LEFT, top + 12, words, "quiet"), *_tracks(top + 20)]
+        parts += [label(LEFT, top + 12, words, "quiet"), *_tracks(top + 20, shown)]
         parts += lane_shapes(lanes, x_of, top + 20)
     step, time = tick_step(Fraction(56) / Fraction(scale)), 0
     while time <= longest:
@@ -106,9 +116,9 @@ def render_layers(rows: Sequence[tuple[str, LayerTimeline]], title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _tracks(top: float) -> Iterator[str]:
+def _tracks(top: float, lanes: Sequence[str]) -> Iterator[str]:
     yield label(12, top + 17, "computes")
-    yield label(12, top + COMPUTE_HEIGHT + LANE_GAP + 11, ALL_TO_ALL)
     yield rect(LEFT, top, CHART_WIDTH, COMPUTE_HEIGHT, 'class="track"')
-    below = top + COMPUTE_HEIGHT + LANE_GAP
-    yield rect(LEFT, below, CHART_WIDTH, LANE_HEIGHT, 'class="track"')
+    for lane, below in zip(lanes, lane_tops(top, len(lanes)), strict=True):
+        yield label(12, below + 11, LANE_WORDS[lane])
+        yield rect(LEFT, below, CHART_WIDTH, LANE_HEIGHT, 'class="track"')

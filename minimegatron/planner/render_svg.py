@@ -26,6 +26,7 @@ from minimegatron.planner.actions import (
 )
 from minimegatron.planner.layer_costs import has_lanes, lanes_of
 from minimegatron.planner.plan_report import (
+    LANE_WORDS,
     cost_words,
     exposed_words,
     figures,
@@ -37,7 +38,13 @@ from minimegatron.planner.plan_report import (
     tick_step,
     title,
 )
-from minimegatron.planner.render_layers import HATCHED, LANE_HEIGHT, lane_shapes
+from minimegatron.planner.render_layers import (
+    HATCHED,
+    LANE_GAP,
+    LANE_HEIGHT,
+    lane_shapes,
+    lane_tops,
+)
 from minimegatron.planner.simulator import Simulation
 from minimegatron.planner.svg_shapes import STYLE, label, rect, shade, text_colour, tipped
 
@@ -77,7 +84,9 @@ class _Picture:
         self.scale = self.chart_width / float(makespan) if makespan else 1.0
         self.right = self.left + self.chart_width
         self.width = self.right + RIGHT_WIDTH + MARGIN
-        self.row_height = ROW_HEIGHT + (LANE_HEIGHT + 16 if self.lanes else 0)
+        self.lane_names = self.lanes[0].hidden_lanes if self.lanes else []
+        below = len(self.lane_names) * (LANE_HEIGHT + LANE_GAP)
+        self.row_height = ROW_HEIGHT + (below + 14 if self.lanes else 0)
         self.bottom = TOP + self.num_ranks * self.row_height
         self.number_classes = {kind: self._number_class(kind) for kind in self._shown_kinds()}
         self.figures = figures(simulation)
@@ -187,10 +196,9 @@ class _Picture:
                 yield f'<g opacity="0.3">{bar}</g>' if self.lanes else bar
         below = top + BAR_HEIGHT + 4
         if self.lanes:
-            below += LANE_HEIGHT
-            yield rect(
-                self.left, below - LANE_HEIGHT - 2, self.chart_width, LANE_HEIGHT, 'class="track"'
-            )
+            for below in lane_tops(top, len(self.lane_names)):
+                yield rect(self.left, below, self.chart_width, LANE_HEIGHT, 'class="track"')
+            below += LANE_HEIGHT + 2
             yield from lane_shapes(self.lanes[rank], self._x, top, self.config.num_model_chunks)
             yield label(self.left, below + 14, exposed_words(self.lanes[rank]), "quiet small")
         yield from self._phase_lines(rank, below)
@@ -273,7 +281,8 @@ class _Picture:
             fill = shade(self.simulation.kinds[0], 0, num_chunks)
             swatch = rect(0, 0, 18, 14, f'rx="2" fill="{fill}"')
             swatch += rect(0, 0, 18, 14, 'fill="url(#exposed)" opacity="0.55"')
-            yield [(swatch, 20)], "all-to-all, exposed"
+            names = " or ".join(LANE_WORDS[lane] for lane in self.lane_names)
+            yield [(swatch, 20)], f"{names}, exposed"
         track = rect(0, 0, 18, 14, 'class="track"') + rect(0, 0, 18, 14, 'fill="url(#idle)"')
         yield [(track, 20)], "idle"
         if self.critical:

@@ -19,7 +19,7 @@ from minimegatron.planner.actions import (
     parts_of,
 )
 from minimegatron.planner.layer_costs import has_lanes, lanes_of
-from minimegatron.planner.layer_plan import ALL_TO_ALL, LayerTimeline
+from minimegatron.planner.layer_plan import ALL_TO_ALL, COMPUTE, RING_HOP, LayerTimeline
 from minimegatron.planner.plan_report import (
     cost_words,
     figures,
@@ -27,6 +27,7 @@ from minimegatron.planner.plan_report import (
     gap_words,
     number_words,
     rank_figures,
+    ring_table,
     tick_step,
     title,
     ways_table,
@@ -34,8 +35,8 @@ from minimegatron.planner.plan_report import (
 from minimegatron.planner.simulator import Simulation
 
 IDLE = "·"
-LANE, EXPOSED = "  a2a", "/"
-"""Of the line of all-to-alls: its name, and what stands where nothing hides one."""
+LANES, EXPOSED = {ALL_TO_ALL: "a2a", RING_HOP: "ring"}, "/"
+"""Of the lines of all-to-alls and hops: their names, and what stands where nothing hides one."""
 NO_COLOUR = "\033[0m"
 MOST_LINES = 200
 """A timeline of more lines than these is squeezed into one block."""
@@ -57,6 +58,8 @@ def render_text(simulation: Simulation, width: int = 100, colour: bool = False) 
         lines += ["", *_aligned(ways)]
         if simulation.plan.config.pp_size == 1:
             lines.append("not joined: a step's end is not waited for, as on a GPU")
+    if rings := ring_table(simulation):
+        lines += ["", *_aligned(rings)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -113,8 +116,8 @@ class _TextGantt:
         num_digits = len(str(self.last_microbatch))
         needed = Fraction(num_digits + (num_digits > 1)) / Fraction(min(lengths))
         if has_lanes(self.simulation):
-            lanes = lanes_of(self.simulation, 0)  # an all-to-all has a column at least
-            exchanges = {n.node.length for n in lanes.nodes if n.node.lane == ALL_TO_ALL} - {0}
+            lanes = lanes_of(self.simulation, 0)  # an all-to-all, or a hop, has a column at least
+            exchanges = {n.node.length for n in lanes.nodes if n.node.lane != COMPUTE} - {0}
             needed = max([needed, *(1 / Fraction(length) for length in exchanges)])
         unit = _common_unit(lengths)
         if unit is not None:
@@ -142,15 +145,14 @@ class _TextGantt:
         for first in range(0, max(self.num_columns, 1), self.block_width):
             block = slice(first, first + self.block_width)
             yield "time".ljust(self.indent) + "".join(axis[block])
-            for rank, of_chunks in enumerate(rows):
-                for chunk, (cells, kinds) in enumerate(of_chunks):
+            for of_chunks in rows:
+                for name, cells, kinds in of_chunks:
                     text = _paint(cells[block], kinds[block]) if colour else "".join(cells[block])
-                    name = LANE if chunk == self.num_chunks else self._label_of(rank, chunk)
                     yield name.ljust(self.indent) + text
         yield from (f"{'':{self.indent}}{words}" for words in self._legend())
 
-    def _rows(self, rank: int) -> list[tuple[list[str], list[str | None]]]:
-        """Per chunk: the characters of its line, and the kind of work (or None) of each."""
+    def _rows(self, rank: int) -> list[tuple[str, list[str], list[str | None]]]:
+        """Per chunk and lane: its name, the characters of its line, and the kind of work of each."""
         simulation = self.simulation
         rows: list[tuple[list[str], list[str | None]]] = [
             ([IDLE] * self.num_columns, [None] * self.num_columns) for _ in range(self.num_chunks)
@@ -171,18 +173,20 @@ class _TextGantt:
                     bar = self._label(part, width).ljust(width, KINDS[part.kind].fill)
                     cells[first : first + width] = bar
                     kinds[first : first + width] = [part.kind] * width
+        named = [(self._label_of(rank, chunk), *row) for chunk, row in enumerate(rows)]
         if has_lanes(simulation):
-            rows.append(self._lane(lanes_of(simulation, rank)))
-        return rows
+            lanes = lanes_of(simulation, rank)
+            named += [(f"  {LANES[x]}", *self._lane(lanes, x)) for x in lanes.hidden_lanes]
+        return named
 
-    def _lane(self, lanes: LayerTimeline) -> tuple[list[str], list[str | None]]:
-        """The line of all-to-alls: a column shows what there is at its middle."""
+    def _lane(self, lanes: LayerTimeline, name: str) -> tuple[list[str], list[str | None]]:
+        """The line of all-to-alls or hops: a column shows what there is at its middle."""
         cells: list[str] = [IDLE] * self.num_columns
         kinds: list[str | None] = [None] * self.num_columns
-        exchanges = [n for n in lanes.nodes if n.node.lane == ALL_TO_ALL]
+        exchanges = [n for n in lanes.nodes if n.node.lane == name]
         for stretches, is_exposed in (
             ([(timed, timed.start, timed.end) for timed in exchanges], False),
-            (lanes.exposed_parts(), True),
+            (lanes.exposed_parts([name]), True),
         ):
             for timed, start, end in stretches:
                 first, last = (ceil(float(t) * float(self.scale) - 0.5) for t in (start, end))
@@ -224,14 +228,18 @@ class _TextGantt:
         if not self.numbers and len(words) > 1:
             meaning += " (too many to number)"
         yield f"{meaning}, {IDLE} idle"
-        if has_lanes(self.simulation):
+        hidden = lanes_of(self.simulation, 0).hidden_lanes if has_lanes(self.simulation) else ()
+        for lane in hidden:
             fills = " ".join(KINDS[name].fill for name in (FORWARD, BACKWARD))
-            yield f"a2a: all-to-alls, {fills} hidden by what is computed beside, {EXPOSED} exposed"
+            words = {ALL_TO_ALL: "all-to-alls", RING_HOP: "hops of attention's ring"}[lane]
+            yield (
+                f"{LANES[lane]}: {words}, {fills} hidden by what is computed beside, {EXPOSED} exposed"
+            )
         if PAIR in self.simulation.times:
             yield "a pair is one step, drawn side by side or in two chunks" + (
                 "; it may hold a layer more" * self.simulation.plan.pairs_go_by_layers
             )
-            if self.simulation.plan.pairs_go_by_layers and not has_lanes(self.simulation):
+            if self.simulation.plan.pairs_go_by_layers and not hidden:
                 yield "here as long as both; --layer-nodes shows all-to-alls, and what hides them"
 
 

@@ -3,10 +3,10 @@
 Torch-free. Megatron has no counterpart. Format: "Trace Event Format" (Google, 2016), JSON object
 form.
 
-Each rank is a process with two threads: its calls, and what they waited for. An all-to-all is an
-asynchronous slice from its start to the end of the wait for it. On GPUs over NCCL there is
-one thread more per communicator, with what it did. A message is an arrow from where its sender started
-it to where its receiver had it.
+Each rank is a process with two threads: its calls, and what they waited for. An all-to-all, or a hop
+of attention's ring, is an asynchronous slice from its start to the end of the wait for it. On GPUs over
+NCCL there is one thread more per communicator, with what it did. A message is an arrow from where its
+sender started it to where its receiver had it.
 """
 
 import json
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
+from minimegatron.core.pipeline_parallel.work import HIDDEN
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event
 from minimegatron.tracing.lanes import COLLECTIVE, communications, exposed_of, in_flight
 from minimegatron.tracing.rank_trace import RankTrace
@@ -120,13 +120,16 @@ def _lanes(rank: RankTrace, refined: dict[int, Event]) -> Iterator[dict[str, Any
 
 
 def _in_flight(rank: RankTrace) -> Iterator[dict[str, Any]]:
-    """All-to-alls between start and the end of the wait: they may overlap each other."""
+    """All-to-alls and hops between start and the end of the wait: they may overlap each other."""
     place = {"pid": rank.rank, "tid": CALLS}
-    for number, bar in enumerate(in_flight(dict(enumerate(rank.events)))):
+    events = dict(enumerate(rank.events))
+    bars = (bar for lane in HIDDEN for bar in in_flight(events, lane))
+    for number, bar in enumerate(bars):
         start, end = exposed_of(bar)
+        lane = bar.events[0].name
         begin = {
-            "name": f"{ALL_TO_ALL} in flight",
-            "cat": ALL_TO_ALL,
+            "name": f"{lane} in flight",
+            "cat": lane,
             "id": f"{rank.rank}.{number}",
             **place,
         }

@@ -180,6 +180,7 @@ class CommunicatorClock:
         "all-gather": _look_at_collective,
         "reduce-scatter": _look_at_collective,
         "all-to-all": _look_at_collective,
+        "ring-hop": _look_at_collective,
         "collective-wait": _look_at_collective_wait,
     }
 

@@ -12,6 +12,7 @@ or two letters long, since there are thousands of events:
   what it waited for, `x` words;
 * a message: `a` [stage, index, time] of its start, `b` the same of its arrival, `d` index of the work
   that made it, `u` of the work that used it, `x` words;
+* an all-to-all or a hop: `i` index, `n` short name, `s`, `l`, `w` exposed part of it, `x` words;
 * a bar of the plan: `k`, `a`, `c`, `s`, `l`; of a pair, `h` [its place, how many there are].
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from minimegatron.core.json_text import json_for_html
+from minimegatron.core.pipeline_parallel.work import HIDDEN
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event, parts_of
 from minimegatron.planner.svg_shapes import shade, text_colour
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
@@ -237,19 +239,21 @@ def _flights(step: Step, rank: int) -> list[dict[str, Any]]:
     index_of = {id(event): index for index, event in step.events[rank].items()}
     return [
         {"i": index_of[id(bar.events[0])], **_flight(step, bar)}
-        for bar in in_flight(step.events[rank])
+        for lane in HIDDEN
+        for bar in in_flight(step.events[rank], lane)
     ]
 
 
 def _flight(step: Step, bar: Bar) -> dict[str, Any]:
-    """An all-to-all: from its start to the end of the wait for it, and how long that wait was."""
+    """An all-to-all or a hop, from its start to the end of the wait, and how long that wait was."""
     start, end = exposed_of(bar)
     length = milliseconds(bar.end - bar.start)
     return {
+        "n": bar.label,
         "s": _us(bar.start - step.start),
         "l": _us(bar.end - bar.start),
         "w": _us(end - start),
-        "x": f"all-to-all, {moved_words(bar.events[0])}: in flight {length}, exposed "
+        "x": f"{bar.events[0].name}, {moved_words(bar.events[0])}: in flight {length}, exposed "
         f"{milliseconds(end - start)}",
     }
 

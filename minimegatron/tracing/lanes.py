@@ -9,7 +9,7 @@ mean). Any other has one lane instead, of the calls in which the program, or the
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
+from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, HIDDEN, RING_HOP
 from minimegatron.planner.actions import KINDS, Event, parts_of
 from minimegatron.tracing.step import Step
 
@@ -17,7 +17,7 @@ COMPUTE, WAITS = "compute", "waits"
 """Names of lanes; every other lane has its communicator's."""
 SENDING, RECEIVING, BATCH, COLLECTIVE = "sending", "receiving", "batch", "collective"
 """What a bar of communication is. Bars of computation are of a kind of work."""
-SHORT = {ALL_TO_ALL: "A2A"}
+SHORT = {ALL_TO_ALL: "A2A", RING_HOP: "HOP"}
 """Collectives with a name of their own in a picture; others have their initials."""
 SIGNS = {SENDING: ">", RECEIVING: "<"}
 """What stands before the name of a message."""
@@ -48,7 +48,7 @@ class Bar:
 
 @dataclass
 class Lane:
-    """One line of a picture: bars in order, that do not overlap but for all-to-alls in flight."""
+    """One line of a picture: bars in order, that do not overlap but on the two lanes of `HIDDEN`."""
 
     rank: int
     """The global rank."""
@@ -68,8 +68,9 @@ def _lanes_of_stage(step: Step, stage: int) -> Iterator[Lane]:
     of_communicators = communications(events.values())
     for name in sorted(of_communicators):
         yield Lane(rank, name, of_communicators[name])
-    if exchanges := in_flight(events):
-        yield Lane(rank, ALL_TO_ALL, exchanges)
+    for name in HIDDEN:
+        if bars := in_flight(events, name):
+            yield Lane(rank, name, bars)
     if not has_communicators(step):
         yield Lane(rank, WAITS, list(_waits(events.values())))
 
@@ -127,7 +128,7 @@ def in_flight(events: Mapping[int, Event], name: str = ALL_TO_ALL) -> list[Bar]:
 
 @dataclass(frozen=True)
 class Exposure:
-    """The all-to-alls of one stage. Microseconds."""
+    """The all-to-alls, or the hops, of one stage. Microseconds."""
 
     number: int
     in_flight: float
@@ -141,9 +142,9 @@ def exposed_of(bar: Bar) -> tuple[float, float]:
     return (bar.start, bar.end) if len(bar.events) == 1 else (bar.events[1].start, bar.end)
 
 
-def exposure(events: Mapping[int, Event]) -> Exposure:
-    """What a stage's all-to-alls cost it."""
-    bars = in_flight(events)
+def exposure(events: Mapping[int, Event], name: str = ALL_TO_ALL) -> Exposure:
+    """What a stage's all-to-alls, or its `RING_HOP`s, cost it."""
+    bars = in_flight(events, name)
     spans = [(bar.start, bar.end) for bar in bars]
     return Exposure(len(bars), _covered(spans), _covered(map(exposed_of, bars)))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimegatron.core.pipeline_parallel.work import HIDDEN
 from minimegatron.planner.actions import COMMUNICATE, KINDS, parts_of
 from minimegatron.planner.svg_shapes import shade, text_colour
 from minimegatron.tracing.lanes import exposed_of, in_flight
@@ -120,7 +121,7 @@ class _Gantt:
         for index in step.work(rank):
             event = step.events[rank][index]
             self._bar(rank, event.action, event.start - step.start, event.end - step.start)
-        flights = in_flight(step.events[rank])
+        flights = [bar for lane in HIDDEN for bar in in_flight(step.events[rank], lane)]
         for bar in flights:
             self._strip(rank, bar.start, bar.end, self.theme.hatch)
         for bar in flights:  # over all of them: they may overlap
@@ -129,7 +130,7 @@ class _Gantt:
             self._planned(rank)
 
     def _strip(self, rank: int, start: float, end: float, colour: str) -> None:
-        """Above the bars: an all-to-all in flight, or its exposed part."""
+        """Above the bars: an all-to-all or a hop in flight, or its exposed part."""
         self.axes.broken_barh(
             [((start - self.step.start) / 1e3, (end - start) / 1e3)],
             (rank * ROW - BAR / 2 - 0.13, 0.1),

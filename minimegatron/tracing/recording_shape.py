@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Union
 
+from minimegatron.core.pipeline_parallel.work import RING_HOP
 from minimegatron.planner.actions import BACKWARD, COMMUNICATE, FORWARD, PAIR
 from minimegatron.planner.links import LAYER_NODE
 from minimegatron.planner.plan import plan_config_from_json
@@ -55,6 +56,7 @@ CONFIG = Keys(
         "message_bytes": int,
         "placement": (dict, NOTHING),
         "wire": (str, NOTHING),
+        "message_factors": [int],
     },
 )
 PLACEMENT = Keys({"name": str, "stages": [[int]]}, {})
@@ -75,6 +77,7 @@ ATTRIBUTES = Keys(
         "node": str,
         "direction": str,
         "layer": int,
+        "hop": int,
         "lane": str,
         "doing": str,
         "payload": str,
@@ -124,6 +127,8 @@ TOGETHER = (
     {"communicator", "device_start", "device_end"},
 )
 """Attributes that say something only with each other."""
+OF_HOP = {"payload", "hop", "layer", "direction", "bytes_sent", "group_size"}
+"""Attributes of a hop of attention's ring; its payload is no message's."""
 CLOCK = Keys(
     {},
     {"offset_us": NUMBER, "residual_us": NUMBER, "worst_residual_us": NUMBER, "is_shared": bool},
@@ -208,8 +213,13 @@ def _level(parent: int | None, levels: list[int], where: str) -> int:
 
 
 def _check_together(event: dict[str, Any], attributes: dict[str, Any], where: str) -> None:
+    told = attributes.keys()
+    if event["name"] == RING_HOP:
+        if missing := OF_HOP - told:
+            raise ValueError(f"{where}.attributes lacks {min(missing)!r}")
+        told = told - {"payload"}
     for names in TOGETHER:
-        found = names & attributes.keys()
+        found = names & told
         missing = names - found
         if "ordinal" in missing and str(attributes.get("payload")).endswith(" shape"):
             missing = missing - {"ordinal"}  # messages of sizes are not counted

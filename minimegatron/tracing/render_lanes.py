@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil
 from textwrap import wrap
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
+from minimegatron.core.pipeline_parallel.work import HIDDEN
 from minimegatron.planner.actions import FORWARD, KINDS
 from minimegatron.planner.plan_report import number_words, tick_step
 from minimegatron.tracing.lanes import (
@@ -27,7 +27,7 @@ from minimegatron.tracing.step import Step
 
 IDLE, MIXED, SUMMED = "·", "x", "#"
 UNDER_WAY, EXPOSED = "-", "/"
-"""Of an all-to-all: between its start and the end of the wait for it; and that wait."""
+"""Of an all-to-all or a hop: between its start and the end of the wait for it; and that wait."""
 LEAST_WIDTH = 40
 TICK_COLUMNS = 12
 """Columns from one number of the axis to the next, at least."""
@@ -74,7 +74,7 @@ class _LaneGrid:
 
     def line(self, lane: Lane) -> str:
         cells = [IDLE] * self.num_columns
-        if lane.name == ALL_TO_ALL:
+        if lane.name in HIDDEN:
             return _title(lane).ljust(self.indent) + "".join(self._in_flight(cells, lane))
         for bar in lane.bars:
             start, end = self._column(bar.start), self._column(bar.end)
@@ -141,12 +141,12 @@ def _signs(step: Step, lanes: list[Lane]) -> Iterator[str]:
     ]
     chunks = " F0' is F0 of chunk 1." if step.config.num_model_chunks > 1 else ""
     yield f"{', '.join(work)}, {IDLE} idle.{chunks}"
-    if any(lane.name == ALL_TO_ALL for lane in lanes):
+    for name in dict.fromkeys(lane.name for lane in lanes if lane.name in HIDDEN):
         yield (
-            f"{ALL_TO_ALL}: {UNDER_WAY} one is in flight, from its start to the end of the wait for "
+            f"{name}: {UNDER_WAY} one is in flight, from its start to the end of the wait for "
             f"it; {EXPOSED} it is waited for (exposed)."
         )
-    others = (COMPUTE, ALL_TO_ALL)
+    others = (COMPUTE, *HIDDEN)
     bars = [bar for lane in lanes if lane.name not in others for bar in lane.bars]
     if any(bar.kind != COLLECTIVE for bar in bars):
         yield (
@@ -163,7 +163,7 @@ def _signs(step: Step, lanes: list[Lane]) -> Iterator[str]:
 def _meaning(step: Step, lanes: list[Lane]) -> Iterator[str]:
     """What the times of the lanes are."""
     if has_communicators(step):
-        names = sorted({lane.name for lane in lanes} - {COMPUTE, ALL_TO_ALL})
+        names = sorted({lane.name for lane in lanes} - {COMPUTE, *HIDDEN})
         pair = next((name for name in names if ":" in name), None)
         if pair is not None:
             a, b = pair.split(" ")[1].split(":")

@@ -58,9 +58,9 @@ def costs_of(step: Any) -> Costs:
     )
 
 
-def planned_exposure(step: Any, rank: int) -> float | None:
+def planned_exposure(step: Any, rank: int, lane: str = ALL_TO_ALL) -> float | None:
     """How long a stage should wait for all-to-alls at the step's pace; None without one for them."""
-    if "all_to_all_ms" not in (step.pace or {}):
+    if lane != ALL_TO_ALL or "all_to_all_ms" not in (step.pace or {}):
         return None
     if has_nodes(step):
         return float(lanes_of(step.simulation, rank).exposed)

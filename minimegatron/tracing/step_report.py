@@ -5,6 +5,7 @@ Torch-free. Megatron has no counterpart.
 
 from collections.abc import Iterator
 
+from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, HIDDEN, RING_HOP
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.lanes import exposure
 from minimegatron.tracing.node_order import wrong_nodes
@@ -33,7 +34,8 @@ def step_report(step: Step, clock_words: str = "") -> Iterator[str]:
     yield from bubble_lines(step)
     yield ""
     yield from blame_lines(step)
-    yield from all_to_all_lines(step)
+    for lane in HIDDEN:
+        yield from exposed_lines(step, lane)
 
 
 def heading(step: Step, clock_words: str = "") -> Iterator[str]:
@@ -102,22 +104,25 @@ def blame_lines(step: Step) -> Iterator[str]:
                 yield f"    at {milliseconds(gap.start - step.start):>8}: {gap_words(step, gap)}"
 
 
-def all_to_all_lines(step: Step) -> Iterator[str]:
-    """Per stage: how long all-to-alls of experts were in flight, and how much of that was waited for.
+HEADS = {ALL_TO_ALL: "all-to-alls", RING_HOP: "hops of attention's ring"}
 
-    For a paced step beside what the pace alone would leave to wait for. Nothing without all-to-alls.
+
+def exposed_lines(step: Step, lane: str = ALL_TO_ALL) -> Iterator[str]:
+    """Per stage: how long all-to-alls, or hops, were in flight, and how much of that was waited for.
+
+    For a paced step beside what the pace alone would leave to wait for. Nothing without any.
     """
-    found = [exposure(events) for events in step.events]
+    found = [exposure(events, lane) for events in step.events]
     if not any(of_stage.number for of_stage in found):
         return
     yield ""
-    yield "all-to-alls, in flight from start to the end of the wait; exposed is the wait:"
+    yield f"{HEADS[lane]}, in flight from start to the end of the wait; exposed is the wait:"
     for rank, of_stage in enumerate(found):
         line = (
             f"  stage {rank}: {of_stage.number}, in flight {milliseconds(of_stage.in_flight)}, exposed "
             f"{milliseconds(of_stage.exposed)}"
         )
-        if (planned := planned_exposure(step, rank)) is not None:
+        if (planned := planned_exposure(step, rank, lane)) is not None:
             line += f"; by the pace {milliseconds(planned)}"
         yield line
 

@@ -3,6 +3,7 @@
 Torch-free. Megatron has no counterpart.
 """
 
+from minimegatron.core.pipeline_parallel.work import RING_HOP
 from minimegatron.planner.actions import (
     COMMUNICATE,
     KINDS,
@@ -116,6 +117,8 @@ def wait_words(event: Event) -> str:
 def moved_words(event: Event) -> str:
     """What a collective, or a call below the communicator, moves; empty for other events."""
     attributes = event.attributes
+    if event.name == RING_HOP:
+        return hop_words(event)
     if "payload" in attributes:
         to_or_from = "to" if attributes["doing"] == "sending" else "from"
         words = f"{attributes['doing']} {attributes['payload']}"
@@ -125,6 +128,25 @@ def moved_words(event: Event) -> str:
     if "group_size" in attributes:
         return f"{size(attributes['bytes'])} over {attributes['group_size']} ranks"
     return ""
+
+
+CARRIED = {"kv": "keys and values", "dkv": "gradients of keys and values"}
+"""What a hop's payload is."""
+
+
+def hop_words(event: Event) -> str:
+    """What a hop of attention's ring carries.
+
+    >>> hop = {"payload": "dkv", "hop": 1, "layer": 3, "direction": "backward", "bytes_sent": 2048}
+    >>> hop_words(Event(Action("call", 0), 0, 1, attributes=hop | {"group_size": 4}))
+    'gradients of keys and values, hop 1 of layer 3, backward, 2 KiB to the next of 4 ranks'
+    """
+    told = event.attributes
+    carried = CARRIED.get(told["payload"], told["payload"])
+    return (
+        f"{carried}, hop {told['hop']} of layer {told['layer']}, {told['direction']}, "
+        f"{size(told['bytes_sent'])} to the next of {told['group_size']} ranks"
+    )
 
 
 def communicator_words(event: Event) -> str:

@@ -38,9 +38,12 @@ STEADY = "steady"
 COOLDOWN = "cooldown"
 
 COMPUTE, MESSAGES, COLLECTIVES = "compute", "messages", "collectives"
-ALL_TO_ALL = "all-to-all"
-"""Lanes: what one rank does at the same time as something else. Those of experts have a lane of their
-own beside the other collectives: a combined step hides them, one after the other, behind its work."""
+ALL_TO_ALL, RING_HOP = "all-to-all", "ring-hop"
+"""Lanes: what one rank does at the same time as something else. The last two are apart from the
+other collectives, because work hides them: a combined step hides the all-to-alls of its experts, one
+after the other; a block of attention hides the hop that brings the next keys and values."""
+HIDDEN = (ALL_TO_ALL, RING_HOP)
+"""These two. Each has the name that its collective is traced under."""
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,10 @@ function drawLegend() {
   }
   const hatch = "repeating-linear-gradient(-45deg, transparent 0 4px, var(--hatch) 4px 5.2px) var(--track)";
   entries.push([{ background: hatch }, "idle"], [{ background: "var(--transfer)" }, "transfer"]);
-  if (now.ranks.some((owner) => owner.flights.length))
-    entries.push([{ background: "var(--quiet)", height: "5px" }, "above: all-to-all in flight"],
+  const flying = new Set(now.ranks.flatMap(({ flights }) => flights.map(({ n }) => n)));
+  const what = [["A2A", "all-to-all"], ["HOP", "ring hop"]].filter(([name]) => flying.has(name)).map(([, words]) => words);
+  if (what.length)
+    entries.push([{ background: "var(--quiet)", height: "5px" }, `above: ${what.join(" or ")} in flight`],
       [{ background: "var(--exposed)", height: "5px" }, "exposed: it is waited for"]);
   if ($("show-plan").checked)
     entries.push([{ background: "var(--quiet)", height: "5px" }, "thin: the plan"]);
