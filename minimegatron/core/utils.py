@@ -20,6 +20,7 @@ __getattr__, __dir__ = lazily(
         "drain_embedding_wgrad_compute": (
             "minimegatron.core.tensor_parallel.layers:drain_embedding_wgrad_compute"
         ),
+        "get_batch_on_this_cp_rank": "minimegatron.training.utils:get_batch_on_this_cp_rank",
         "get_tensor_model_parallel_group_if_none": (
             "minimegatron.core.tensor_parallel.utils:get_tensor_model_parallel_group_if_none"
         ),

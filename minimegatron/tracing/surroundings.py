@@ -92,7 +92,7 @@ class Surroundings:
     def _message_bytes(self, config: Any, arguments: dict[str, Any], is_interleaved: bool) -> int:
         """Bytes between two stages; 0 where there are none, or where they are not known ahead."""
         is_fixed = arguments.get("adjust_tensor_shapes_fn") is None
-        if self.sizes["pp"] == 1 or config.variable_seq_lengths or not is_fixed:
+        if self.sizes["pp"] == 1 or config.sends_shapes or not is_fixed:
             return 0
         (shape,) = get_tensor_shapes(
             seq_length=arguments["seq_length"],

@@ -200,6 +200,12 @@ def check_model(args: argparse.Namespace) -> None:
             f"{args.max_position_embeddings}; raise the second to {args.seq_length}"
         )
     c = args.context_parallel_size
+    if c > 1 and args.sample_tokens:
+        raise ValueError(
+            f"--sample-tokens {args.sample_tokens} writes text one token at a time, which "
+            f"--context-parallel-size {c} ranks cannot share; give 0, or sample from the checkpoint "
+            "with --context-parallel-size 1"
+        )
     if c > 1 and args.seq_length % (2 * c):
         raise ValueError(
             f"--seq-length {args.seq_length} is not divisible by 2 x --context-parallel-size {c} = "

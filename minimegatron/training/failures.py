@@ -59,11 +59,12 @@ class Identity:
     dp: int
     host: str
     pid: int
+    cp: int | None = None
+    """None without context parallelism."""
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank} (stage {self.stage}/{self.num_stages}, tp {self.tp}, dp {self.dp})"
-        )
+        place = f"stage {self.stage}/{self.num_stages}, tp {self.tp}, dp {self.dp}"
+        return f"rank {self.rank} ({place}{'' if self.cp is None else f', cp {self.cp}'})"
 
     def is_gone(self) -> bool:
         """True once the process has ended, even if nobody has collected it yet."""
@@ -80,6 +81,7 @@ class Identity:
 
 def identify() -> Identity:
     """This process, once its process groups exist."""
+    shares_sequences = parallel_state.get_context_parallel_world_size() > 1
     return Identity(
         rank=dist.get_rank(),
         stage=parallel_state.get_pipeline_model_parallel_rank(),
@@ -88,6 +90,7 @@ def identify() -> Identity:
         dp=parallel_state.get_data_parallel_rank(),
         host=socket.gethostname(),
         pid=os.getpid(),
+        cp=parallel_state.get_context_parallel_rank() if shares_sequences else None,
     )
 
 

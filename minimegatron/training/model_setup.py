@@ -76,7 +76,7 @@ def get_model(
 
 
 def _print_number_of_parameters(model: list[torch.nn.Module]) -> None:
-    if parallel_state.get_data_parallel_rank() == 0:
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         count = sum(param.numel() for chunk in model for param in chunk.parameters())
         print(
             f" > number of parameters on (tensor, pipeline) model parallel rank "

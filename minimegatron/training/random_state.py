@@ -3,8 +3,9 @@
 Counterpart: `get_rng_state` of `megatron.training.checkpointing`.
 
 Random numbers belong to a place, (stage, tensor rank), and with `--data-parallel-random-init` also
-the copy of the model. At the same layout each place goes on where it stopped. At another there are
-other places, and all are seeded anew, from the seed and the iteration.
+the copy of the model. Ranks that share a sequence have the same, as in Megatron. At the same layout
+each place goes on where it stopped. At another there are other places, and all are seeded anew, from
+the seed and the iteration.
 """
 
 import random
@@ -24,24 +25,29 @@ ITERATIONS_APART = 1_000_003
 
 def rng_layout(per_copy: bool) -> dict[str, Any]:
     """The places there are, and whose generators run there."""
-    return {
+    layout = {
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "dp": parallel_state.get_data_parallel_world_size() if per_copy else 1,
         "device": get_device().type,
     }
+    # Each rank draws for its part of a sequence. Checkpoints without this entry are of whole ones.
+    num_parts = parallel_state.get_context_parallel_world_size()
+    return layout if num_parts == 1 else layout | {"cp": num_parts}
 
 
 def sharded_rng_state(per_copy: bool) -> list[ShardedTensor]:
     """This place's states. `per_copy`: copies of the model have their own; else the first's is all."""
     copy = parallel_state.get_data_parallel_rank()
+    among_all = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    in_copy = parallel_state.get_context_parallel_rank()
     place = (
         f"rng.pp{parallel_state.get_pipeline_model_parallel_rank()}"
         f".tp{parallel_state.get_tensor_model_parallel_rank()}.dp{copy if per_copy else 0}"
     )
     return [
         ShardedTensor.from_rank_offsets(
-            f"{place}.{stream}", state, replica_id=0 if per_copy else copy
+            f"{place}.{stream}", state, replica_id=in_copy if per_copy else among_all
         )
         for stream, state in _get_states().items()
     ]

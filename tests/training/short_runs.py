@@ -30,7 +30,11 @@ from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.pipeline_schedule import schedule_of_run
-from minimegatron.training.utils import broadcast_from_last_stage, get_batch_on_this_tp_rank
+from minimegatron.training.utils import (
+    broadcast_from_last_stage,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
@@ -133,7 +137,7 @@ def double_model(pre_process=True, post_process=True, vp_stage=None):
 def double_forward_step(data_iterator, model):
     """`pretrain_gpt.forward_step` whose loss stays in float64."""
     vp_stage = model.module.vp_stage
-    batch = get_batch_on_this_tp_rank(data_iterator, vp_stage)
+    batch = get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator, vp_stage))
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(double_loss, batch["loss_mask"])
 
@@ -153,5 +157,6 @@ def mean_of_microbatches() -> torch.Tensor:
     """The step's loss, which `train_step` reports in float32, in float64."""
     pair = torch.stack(reports).sum(dim=0) if reports else torch.zeros(2, dtype=torch.float64)
     reports.clear()
-    torch.distributed.all_reduce(pair, group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(pair, group=group)
     return pair[0] / pair[1]

@@ -31,9 +31,14 @@ LAYOUTS = [
 def built(case: Case):
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    tp, pp, vp, ep, etp = sizes_of(case)
+    tp, cp, pp, vp, ep, etp = sizes_of(case)
     parallel_state.initialize_model_parallel(
-        tp, pp, vp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+        tp,
+        pp,
+        vp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
     )
     model_parallel_cuda_manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()

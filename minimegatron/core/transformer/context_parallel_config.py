@@ -25,6 +25,11 @@ def check_context_parallel(config: Any) -> None:
     given = config.cp_comm_type
     ways = [given] if isinstance(given, str) else list(given or ["p2p"])
     for way in ways:
+        if way == "a2a+p2p":
+            raise ValueError(
+                "cp_comm_type 'a2a+p2p' needs groups of groups, which are not implemented here; use "
+                f"one of {', '.join(COMM_TYPES)}"
+            )
         if way not in COMM_TYPES:
             raise ValueError(f"cp_comm_type {way!r} is unknown; use one of {', '.join(COMM_TYPES)}")
     if len(ways) not in (1, config.num_layers):
