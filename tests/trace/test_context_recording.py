@@ -3,14 +3,16 @@
 import json
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 import minimegatron
 from minimegatron.core import parallel_state
-from minimegatron.core.pipeline_parallel.work import RING_HOP
+from minimegatron.core.pipeline_parallel.work import GRADIENT, RING_HOP
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.planner.context_costs import context_parallel_bytes
 from minimegatron.tracing.chrome import chrome_trace
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
@@ -29,6 +31,12 @@ RINGS = [
     parity.Case(pp=2, cp=2, M=3, num_layers=2),
     parity.Case(pp=2, cp=2, M=4, vp=2, G=2, overlap=True, batched=False, comm="all_gather"),
 ]
+FURTHER = [
+    # Behind a stage of its own for two further tokens, messages are three times as long.
+    parity.Case(pp=4, M=3, num_layers=3, mtp=2, layout="Ett|t|mm|L"),
+    parity.Case(pp=2, dp=2, M=4, vp=2, G=2, num_layers=3, mtp=1, layout="Et|t|tm|L", batched=False),
+    parity.Case(pp=2, cp=2, M=2, num_layers=2, mtp=1, layout="Ett|mL"),
+]
 RING = 0
 """The first of them, which is drawn."""
 ELEMENT = 8
@@ -38,7 +46,9 @@ ELEMENT = 8
 def record(cases: list[parity.Case]) -> list:
     runs = []
     for case in cases:
+        copies = partial(ranks_with_word_embedding, parity.transformer_config(case), True)
         parallel_state.initialize_model_parallel(
+            get_embedding_ranks=copies if case.mtp else None,
             pipeline_model_parallel_size=case.pp,
             virtual_pipeline_model_parallel_size=case.vp,
             context_parallel_size=case.cp,
@@ -55,7 +65,7 @@ def record(cases: list[parity.Case]) -> list:
 
 @pytest.fixture(scope="module")
 def runs():
-    return run_ranks(record, 4, RINGS, timeout=120)[0]
+    return run_ranks(record, 4, [*RINGS, *FURTHER], timeout=120)[0]
 
 
 def steps_of(run, case: parity.Case) -> list:
@@ -65,7 +75,7 @@ def steps_of(run, case: parity.Case) -> list:
 def test_plan_equals_trace_where_ranks_share_sequences(runs):
     """Message for message, in raw order; [s/c, b, h] travels between stages."""
     num_messages = 0
-    for run, case in zip(runs, RINGS, strict=True):
+    for run, case in zip(runs, RINGS, strict=False):
         steps = steps_of(run, case)
         assert len(steps) == case.cp
         for step in steps:
@@ -76,6 +86,31 @@ def test_plan_equals_trace_where_ranks_share_sequences(runs):
             assert {message.num_bytes for message in step.transfers} == {size}
             num_messages += len(step.transfers)
     figure(f"{len(RINGS)} cases of shared sequences: {num_messages} messages as planned")
+
+
+def test_plan_equals_trace_where_further_tokens_are_predicted(runs):
+    """Also the sizes, which are sent ahead where there are two of them."""
+    for run, case in zip(runs[len(RINGS) :], FURTHER, strict=True):
+        size = parity.SEQ // case.cp * parity.MICRO_BATCH * parity.HIDDEN * ELEMENT
+        stages = [stage.count("m") for stage in case.layout.split("|")]
+        for step in steps_of(run, case):
+            assert compare_with_plan(step) == [], case
+            assert wrong_messages(step) == [], case
+            assert step.plan.message_counts() == count_messages(step), case
+            assert step.config.message_bytes == size
+            is_alone = step.config.message_factors is not None
+            assert is_alone == ("L" not in case.layout.split("m")[-1].split("|")[0])
+            for message in step.transfers:
+                made_by = step.config.placement.stage_of(message.sender, message.sent_unit[1])
+                behind = made_by - (message.payload == GRADIENT)
+                assert message.num_bytes == size * (1 + sum(stages[: behind + 1])), case
+            shapes = [e for e in events_of(step) if "shape" in str(e.attributes.get("payload"))]
+            assert bool(shapes) == is_alone
+            check_recording(json.loads(json.dumps(step.stages[0].to_json())))
+
+
+def events_of(step) -> list:
+    return [event for events in step.events for event in events.values()]
 
 
 # -- The hops of a ring --
