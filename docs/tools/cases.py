@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cases_of_experts as experts  # noqa: F401  for pages
+import cases_of_mtp as mtp  # noqa: F401  for pages
+import cases_of_rings as rings  # noqa: F401  for pages
 import cases_of_symptoms as symptoms  # noqa: F401  for pages
 import pictures
 from case_words import count_words, fraction_words, size_words, table  # noqa: F401  for pages
@@ -85,13 +87,7 @@ def step(
 def timeline(*args: object, critical: bool = False, **kwargs: object) -> str:
     """The step as a picture."""
     svg = render_svg(step(*args, **kwargs), critical)
-    return f'<div class="mm-timeline">{_without_style(svg)}</div>'
-
-
-def _without_style(svg: str) -> str:
-    # stylesheets/timeline.css has the rules, once for all pictures, in the page's colours.
-    start, end = svg.index("<style>"), svg.index("</style>") + len("</style>")
-    return svg[:start] + svg[end:]
+    return f'<div class="mm-timeline">{pictures.without_style(svg)}</div>'
 
 
 def one_at_a_time(stage: Stage) -> Iterator[Action]:

@@ -276,10 +276,8 @@ def tied_gradient(first: float | Fraction, last: float | Fraction) -> str:
     """Of a tied embedding's copy on the first stage, once the embedding group has summed."""
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.main_grad = torch.tensor([float(first)])
-    chunk = SimpleNamespace(
-        share_embeddings_and_output_weights=True,
-        shared_embedding_or_output_weight=lambda: weight,
-    )
+    weight.shared_embedding = True
+    chunk = SimpleNamespace(share_embeddings_and_output_weights=True, parameters=lambda: [weight])
     with _others_hold(finalize, float(last)):
         finalize._allreduce_word_embedding_grads(
             [chunk], embd_group=_group(0, 2), pp_group=_group(0, 4)

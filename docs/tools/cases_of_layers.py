@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from case_words import table
-from cases import _without_style
+from pictures import without_style
 
 from minimegatron.core.pipeline_parallel.schedule_table import count_rank_microbatches
 from minimegatron.core.pipeline_parallel.work import parts_of
@@ -47,8 +47,8 @@ def _layer(nodes: Nodes) -> LayerCosts:
     return LayerCosts(*map(Fraction, nodes))
 
 
-def _picture(svg: str) -> str:
-    return f'<div class="mm-timeline">{_without_style(svg)}</div>'
+def picture_of_lanes(svg: str) -> str:
+    return f'<div class="mm-timeline">{without_style(svg)}</div>'
 
 
 def layer_way(
@@ -67,7 +67,7 @@ def layer_pair(nodes: Nodes = (2, 2, 1, 1), delay_wgrad: bool = False) -> str:
     layers = [_layer(nodes)]
     pair = Half(FORWARD, 1, 0, layers), Half(BACKWARD, 0, 0, layers)
     lanes = run_lanes([step_nodes(*pair, delay_wgrad)])
-    return _picture(
+    return picture_of_lanes(
         render_layers([("one pair", lanes)], "A pair of layers: forward F1, backward B0")
     )
 
@@ -81,7 +81,7 @@ def layer_timeline(
 ) -> str:
     """The same step in several ways, on one clock."""
     rows = [(way, layer_way(way, m, layers, nodes, joined)) for way in ways]
-    return _picture(render_layers(rows, f"One stage, {layers} layers, {m} microbatches"))
+    return picture_of_lanes(render_layers(rows, f"One stage, {layers} layers, {m} microbatches"))
 
 
 def layer_words(*args: object, **kwargs: object) -> str:
@@ -107,7 +107,7 @@ def layered_step(
 
 def layered_timeline(*args: object, **kwargs: object) -> str:
     """It as a picture, two lanes for each rank."""
-    return _picture(render_svg(layered_step(*args, **kwargs)))
+    return picture_of_lanes(render_svg(layered_step(*args, **kwargs)))
 
 
 def ways_table(*args: object, **kwargs: object) -> str:

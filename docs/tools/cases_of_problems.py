@@ -60,7 +60,11 @@ def refusal(call: Callable[[], object]) -> str:
 
 def refused_world(world: int, t: int, p: int) -> str:
     args = SimpleNamespace(
-        tensor_model_parallel_size=t, pipeline_model_parallel_size=p, world_size=world, rank=0
+        tensor_model_parallel_size=t,
+        pipeline_model_parallel_size=p,
+        context_parallel_size=1,
+        world_size=world,
+        rank=0,
     )
     return refusal(lambda: check_world(args))
 

@@ -19,6 +19,12 @@ def svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
     )
 
 
+def without_style(svg: str) -> str:
+    # stylesheets/timeline.css has the rules, once for all pictures, in the page's colours.
+    start, end = svg.index("<style>"), svg.index("</style>") + len("</style>")
+    return svg[:start] + svg[end:]
+
+
 def text(x: float, y: float, words: object, css: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{css}">{escape(str(words))}</text>'
 

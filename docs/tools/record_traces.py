@@ -103,6 +103,18 @@ RECIPES = {
             "--pace-all-to-all-ms": 30,
         },
     ),
+    "ring": Recipe(
+        "A ring of attention on 2 ranks",
+        2,
+        {
+            "--context-parallel-size": 2,
+            "--num-layers": 2,
+            "--seq-length": 1024,
+            "--max-position-embeddings": 1024,
+            "--position-embedding-type": "rope",
+            "--global-batch-size": 1,
+        },
+    ),
     "one-rank": Recipe("One rank, no pipeline", 1, {"--num-layers": 2, "--global-batch-size": 3}),
 }
 NUM_STEPS = 3

@@ -39,6 +39,8 @@ class Page(NamedTuple):
     link: str
     """The link of the chain that it is about."""
     why_next: str
+    aside: bool = False
+    """Whether the paths through the tour leave it out, but for the longest."""
 
     @property
     def text(self) -> str:
@@ -66,6 +68,8 @@ class Route(NamedTuple):
     most_minutes: int | None = None
     last: str | None = None
     """Its last page; None for all pages."""
+    asides: bool = False
+    """Whether it has the pages that the others leave out."""
     spine: bool = False
     """Whether the files of the spine come after the pages."""
 
@@ -117,10 +121,11 @@ def page_after(page: Page) -> Page | None:
 
 def pages_of(route: Route) -> Sequence[Page]:
     """What the path has one read, from the first page on."""
+    pages = [page for page in read_tour() if route.asides or not page.aside]
     if route.last is None:
-        return read_tour()
-    names = [page.page for page in read_tour()]
-    return read_tour()[: names.index(route.last) + 1]
+        return pages
+    names = [page.page for page in pages]
+    return pages[: names.index(route.last) + 1]
 
 
 def place_of(package: Package, call: Call) -> Place:

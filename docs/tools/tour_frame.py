@@ -59,7 +59,19 @@ def why_next(package: Package, page: Page) -> str:
     else:
         title, minutes = following.title, minutes_of(following, package)
         link = f"**Next: [{title}]({following.page}.md)**, {minutes} minutes."
+        if following.aside and not page.aside:
+            link = f"{_way_round(following)}\n\n{link}"
     return f'<div class="mm-next" markdown="1">\n\n{page.why_next}\n\n{link}\n\n</div>\n'
+
+
+def _way_round(aside: Page) -> str:
+    """Where a reader goes on who leaves out this page, and others like it behind it."""
+    goes_on = aside
+    while goes_on.aside:
+        goes_on = page_after(goes_on)
+    number = goes_on.number - aside.number
+    what = "next page" if number == 1 else f"next {number} pages"
+    return f"Who leaves out the {what} goes on with [{goes_on.title}]({goes_on.page}.md)."
 
 
 def tour_nav() -> list:
@@ -76,17 +88,17 @@ def tour_nav() -> list:
 
 def paths(package: Package) -> str:
     """Each path: what it is for, its pages after those of the path before it, and the sum."""
-    parts, number_read = [], 0
+    parts, have_read = [], []
     for route in read_routes():
         minutes = time_words(minutes_of_route(route, package))
         parts.append(f"## {route.name} {{ #{anchor_of(route)} }}\n\n{route.what}\n")
-        new = pages_of(route)[number_read:]
+        new = [page for page in pages_of(route) if page not in have_read]
         if new:
-            parts.append(_pages_table(new, package, is_first=number_read == 0))
+            parts.append(_pages_table(new, package, is_first=not have_read))
         if route.spine:
             parts.append(_spine_table())
-        parts.append(f"In all: **{minutes}**{_how_counted(route, number_read)}.\n")
-        number_read = len(pages_of(route))
+        parts.append(f"In all: **{minutes}**{_how_counted(route, not have_read)}.\n")
+        have_read += new
     return "\n".join(parts)
 
 
@@ -109,8 +121,8 @@ def anchor_of(route: Route) -> str:
     return route.name.lower().replace(" ", "-")
 
 
-def _how_counted(route: Route, number_read: int) -> str:
-    if not number_read:
+def _how_counted(route: Route, is_first: bool) -> str:
+    if is_first:
         return f", {len(pages_of(route))} pages"
     before = read_routes()[read_routes().index(route) - 1].name.lower()
     return f", {before} and this" if not route.spine else ", the tour and the spine"
