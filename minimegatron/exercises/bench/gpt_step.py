@@ -332,14 +332,16 @@ class GptStep:
 
 def make_groups(case: StepCase) -> ProcessGroupCollection:
     """The process groups for a case, in place of whatever there was; every rank must call it."""
-    copies = partial(ranks_with_word_embedding, _transformer_config(case), case.tied)
+    copies = None
+    if case.mtp:
+        copies = partial(ranks_with_word_embedding, _transformer_config(case), case.tied)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         context_parallel_size=case.cp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp,
-        get_embedding_ranks=copies if case.mtp else None,
+        get_embedding_ranks=copies,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     )
