@@ -23,7 +23,10 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
-from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from minimegatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.parameter import kind_of, reduce_group, tensor_group
@@ -34,6 +37,7 @@ from minimegatron.core.pipeline_parallel.schedules import (
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
+from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import (
@@ -110,7 +114,7 @@ class Case:
     comm: str = "p2p"
     """`cp_comm_type`; matters only with `cp`."""
     mtp: int | None = None
-    """Further tokens to predict."""
+    """Further tokens to predict. Then positions are rotary, because all stages have those."""
 
     @property
     def world(self) -> int:
@@ -278,15 +282,18 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
         config_chunk = None if case.vp is None else chunk_id
         first = groups.pp.rank() == 0 and chunk_id == 0
         last = groups.pp.rank() == case.pp - 1 and chunk_id == (case.vp or 1) - 1
+        where = {"vp_stage": config_chunk, "pp_rank": groups.pp.rank()}
+        spec = get_gpt_decoder_block_spec(config, **where)
         model = GPTModel(
             config,
-            get_gpt_decoder_block_spec(config, vp_stage=config_chunk, pp_rank=groups.pp.rank()),
+            spec,
             VOCAB,
             SEQ,
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=not case.llama,
-            position_embedding_type="rope" if case.llama else "learned_absolute",
+            position_embedding_type="rope" if case.llama or case.mtp else "learned_absolute",
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, **where),
             pg_collection=groups,
             vp_stage=config_chunk,
         ).to(get_device())
@@ -468,7 +475,7 @@ def copies_that_differ(case: Case, chunks: list, groups: Any) -> list[str]:
             shared.setdefault(kind.reduce, []).append((name, param.detach()))
             if not (param.tensor_model_parallel and tensor_group(param, groups).size() > 1):
                 shared.setdefault(kind.tensor, []).append((name, param.detach()))
-            if name == "embedding.word_embeddings.weight" and not case.llama:
+            if name == "embedding.word_embeddings.weight" and (case.mtp or not case.llama):
                 shared.setdefault("embd", []).append((name, param.detach()))
     problems = []
     for kind, params in shared.items():
@@ -492,7 +499,9 @@ def load_reference(path: str) -> dict[str, torch.Tensor]:
 
 def sizes_of(case: Case) -> tuple:
     """What process groups depend on."""
-    return case.tp, case.cp, case.pp, case.vp, case.ep, case.etp if case.experts else None
+    embedding = (not case.llama, case.layout) if case.mtp else None
+    experts = case.etp if case.experts else None
+    return case.tp, case.cp, case.pp, case.vp, case.ep, experts, embedding
 
 
 def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list[str]]]:
@@ -503,7 +512,9 @@ def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list
         if layout != sizes_of(case):
             if layout is not None:
                 parallel_state.destroy_model_parallel()
+            copies = partial(ranks_with_word_embedding, transformer_config(case), not case.llama)
             parallel_state.initialize_model_parallel(
+                get_embedding_ranks=copies if case.mtp else None,
                 tensor_model_parallel_size=case.tp,
                 context_parallel_size=case.cp,
                 pipeline_model_parallel_size=case.pp,

@@ -18,6 +18,7 @@ TITLES = {
     "paced": "Paced pipelines",
     "demo_speed": "The demo",
     "bucket_overlap": "Buckets",
+    "context_speed": "A shared sequence",
     "gpu_mfu": "One GPU",
     "planner_speed": "The planner",
     "start_time": "Starting",

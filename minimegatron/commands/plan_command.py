@@ -19,6 +19,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     get_schedule,
     schedule_names,
 )
+from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
@@ -27,6 +28,7 @@ from minimegatron.planner.actions import COMMUNICATE
 from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS
 from minimegatron.planner.layer_costs import LayeredCosts
 from minimegatron.planner.layer_plan import LayerCosts
+from minimegatron.planner.mtp_costs import layer_times, message_factors, stages_of_layout
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_check import Problem, check
 from minimegatron.planner.render import FORMATS, render
@@ -102,7 +104,8 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=F:B",
-        help="with --layout: times of another layer (embedding, loss, mtp; default: 0)",
+        help="with --layout: times of embedding or loss (default: 0), or of mtp (default: a layer's, "
+        "and a sixth of it for the projection); the loss is computed once more for each m",
     )
     add(
         "--layer-nodes",
@@ -193,6 +196,7 @@ def _plan(
             args.batch_p2p_comm,
             args.message_bytes,
             args.wire,
+            None if layout is None else message_factors(stages_of_layout(layout)),
         )
     except ScheduleError:
         raise
@@ -273,7 +277,8 @@ def _costs(
         # Chunks of one copy of the model: with two copies each stage is there twice.
         v = planned.config.num_virtual_stages // args.pp
         return Costs.of_stages(forward, backward, v, args.imbalance, latency, args.bandwidth)
-    times = {"embedding": (0, 0), "loss": (0, 0), "mtp": (0, 0), "decoder": (forward, backward)}
+    stages = stages_of_layout(layout)
+    times = layer_times((forward, backward))
     for text in args.layer_time:
         name, _, pair = text.partition("=")
         parts = pair.split(":")
@@ -285,6 +290,8 @@ def _costs(
             times[name] = (_time(parts[0]), _time(parts[1]))
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--layer-time {text!r}: {error}") from None
+    num_depths = sum(stage.count(LayerType.mtp) for stage in stages)
+    times["loss"] = layer_times(times["decoder"], times["loss"], num_depths)["loss"]
     return Costs.from_layout(layout, times, latency, args.bandwidth)
 
 
@@ -323,9 +330,8 @@ def _layers(
         return [[layer] * number] * placement.num_stages
     if args.layers_per_chunk is not None:
         raise ValueError("--layout says how many layers a chunk has; leave --layers-per-chunk out")
-    places = map(placement.place_of, range(placement.num_stages))
-    chunks = [layout.layout[rank][chunk] for rank, chunk in places]
-    return [[layer] * [x.name for x in names].count("decoder") for names in chunks]
+    kinds = (LayerType.decoder, LayerType.mtp)
+    return [[layer] * sum(map(names.count, kinds)) for names in stages_of_layout(layout)]
 
 
 def _ring(args: argparse.Namespace) -> RingCosts | None:

@@ -128,6 +128,9 @@ class ModelParallelConfig:
     """Send the shape ahead of every message between stages.
 
     Three int64 sizes; without it one fixed shape is assumed."""
+    mtp_standalone: bool = False
+    """Further tokens are predicted on another stage than the loss, so that messages behind it are
+    longer. A layout decides it; then shapes are sent ahead too."""
     deallocate_pipeline_outputs: bool = knob(False)
     """Free a stage's output once it is sent.
 
@@ -153,6 +156,11 @@ class ModelParallelConfig:
     """Compute the output layer's weight gradients after the last backward."""
     wgrad_deferral_limit: int = knob(0, minimum=0)
     """How many microbatches --defer-embedding-wgrad-compute may put off; 0 for all."""
+
+    @property
+    def sends_shapes(self) -> bool:
+        """Whether the shape goes ahead of every message between stages."""
+        return self.variable_seq_lengths or self.mtp_standalone
 
     def __post_init__(self) -> None:
         """Raises ValueError, with the numbers and the remedy, for sizes that cannot work."""

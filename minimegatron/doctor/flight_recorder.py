@@ -65,11 +65,10 @@ DTYPES = {
 NAMES = {
     "all-gather": ("all-gather-base", "all-gather-into-tensor", "all-gather-single"),
     "reduce-scatter": ("reduce-scatter-base", "reduce-scatter-tensor", "reduce-scatter-single"),
-    "all-to-all": ("all-to-all-single", "all-to-all-v-single"),
-    "ring-hop": ("all-to-all", "all-to-all-single", "all-to-all-v-single"),
+    "all-to-all": ("all-to-all-single", "all-to-all-v-single", "ring-hop"),
     "barrier": ("all-reduce-barrier",),
 }
-"""A collective -> further names that it has in torch."""
+"""A collective -> further names that it has in torch; and a ring's hop, which is one."""
 EQUAL_SIZES = ("all-reduce", "broadcast", "all-gather", "reduce-scatter", "barrier")
 """Collectives whose inputs have the same size on all ranks."""
 

@@ -218,6 +218,7 @@ def ways_of(simulation: Simulation) -> list[tuple[str, Simulation]]:
             overlap_p2p_comm=config.overlap_p2p_comm,
             batch_p2p_comm=config.batch_p2p_comm,
             message_bytes=config.message_bytes,
+            message_factors=config.message_factors,
         )
         given = simulation.costs
         costs = LayeredCosts.of_layers(given.layers, given.latency, given.bandwidth, delay_wgrad)

@@ -55,6 +55,7 @@ def config_of_run(
     batch_p2p_comm: bool = True,
     message_bytes: int = 0,
     wire: str | None = None,
+    message_factors: tuple[int, ...] | None = None,
 ) -> PlanConfig:
     """The config of the plan that a run should follow, from what the run was given.
 
@@ -77,6 +78,7 @@ def config_of_run(
         message_bytes=message_bytes,
         placement=placement_of_run(schedule, pp_size, num_model_chunks),
         wire=wire,
+        message_factors=message_factors,
     )
 
 

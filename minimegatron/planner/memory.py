@@ -167,17 +167,19 @@ def message_bytes(
     context_parallel_size: int = 1,
     sequence_parallel: bool = False,
     bytes_per_element: int = 2,
+    num_further_tokens: int = 0,
 ) -> Bytes:
     """Bytes of one activation or gradient between two stages, from one rank to one rank.
 
     [s/c, b, h], and s/c/t with sequence parallelism. Without it each of the t ranks sends the same
-    full copy.
+    full copy. Behind a stage of its own that predicts K further tokens it is (1 + K) times as long.
 
     >>> message_bytes(2048, 1, 1024), message_bytes(2048, 1, 1024, 4, sequence_parallel=True)
     (4194304, 1048576)
     """
     parts = context_parallel_size * (tensor_parallel_size if sequence_parallel else 1)
-    elements = Fraction(seq_length, parts) * micro_batch_size * hidden_size
+    length = Fraction(seq_length * (1 + num_further_tokens), parts)
+    elements = length * micro_batch_size * hidden_size
     return _whole(elements * bytes_per_element)
 
 

@@ -15,7 +15,7 @@ chunk 0 -> send_forward_recv_backward()
 import dataclasses
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,15 +78,28 @@ def plan_config_to_json(config: PlanConfig) -> dict[str, Any]:
     placement = data.pop("placement")
     if placement != usual_placement(config.pp_size, config.num_model_chunks):
         data["placement"] = {"name": placement.name, "stages": [*map(list, placement.stages)]}
-    if config.wire is None:
-        del data["wire"]
+    for name in ("wire", "message_factors"):
+        if data[name] is None:
+            del data[name]
     return data
 
 
 def plan_config_from_json(data: dict[str, Any]) -> PlanConfig:
     """The inverse of `plan_config_to_json`. Raises TypeError or ValueError for anything else."""
-    placement = data.get("placement")
-    return PlanConfig(**(data | {"placement": placement and Placement(**placement)}))
+    placement, factors = data.get("placement"), data.get("message_factors")
+    read = {"placement": placement and Placement(**placement)}
+    config = PlanConfig(**(data | read | {"message_factors": factors and tuple(factors)}))
+    _check_factors(config)
+    return config
+
+
+def _check_factors(config: PlanConfig) -> None:
+    factors, number = config.message_factors, config.num_virtual_stages
+    if factors is not None and (len(factors) != number or min(factors) < 1):
+        raise ValueError(
+            f"message_factors {list(factors)} are for {number} virtual stages; give one of 1 or more "
+            "for each"
+        )
 
 
 @dataclass(frozen=True)
@@ -194,6 +207,7 @@ def plan(
     batch_p2p_comm: bool | None = None,
     message_bytes: int = 0,
     wire: str | None = None,
+    message_factors: Sequence[int] | None = None,
 ) -> Plan:
     """The plan of one step of one pipeline.
 
@@ -214,6 +228,7 @@ def plan(
         message_bytes: size of one message between stages.
         wire: "tagged" or "untagged", for messages lowered from the schedule's order; None for those
             that the schedule itself names or, if it names none, "tagged".
+        message_factors: of each virtual stage, how many times that size it sends on; None for once.
 
     Raises ValueError, with the numbers and the remedy, for what no run could do.
     """
@@ -254,7 +269,9 @@ def plan(
         message_bytes=message_bytes,
         placement=placement,
         wire=wire,
+        message_factors=message_factors and tuple(message_factors),
     )
+    _check_factors(config)
     with without_garbage_collection():
         if wire is not None:
             return Plan(config, lower(order_of_ranks(config, found), config))

@@ -206,6 +206,13 @@ class Stage(PlannedRank):
             unit = (unit, 0)
         return None if unit is None or unit[1] == self._last_chunk else unit
 
+    def _bytes_of(self, part: int, chunk: int) -> int:
+        """Size of one message: behind the chunk's stage, or before it."""
+        if self.config.message_factors is None:
+            return self.config.message_bytes
+        stage = self.placement.stage_of(self.pp_rank, chunk)
+        return self.config.bytes_behind(stage - (part in (_RECV_PREV, _SEND_PREV)))
+
     def _exchange(
         self,
         call: str,
@@ -216,10 +223,9 @@ class Stage(PlannedRank):
         overlap: bool = False,
     ) -> Action:
         units = (send_next, recv_prev, send_prev, recv_next)
-        num_bytes = self.config.message_bytes
         ends = self._ends
         messages = [
-            Message(*ends[part], *units[part], num_bytes)
+            Message(*ends[part], *units[part], self._bytes_of(part, units[part][1]))
             for part in self._order
             if units[part] is not None
         ]

@@ -56,6 +56,7 @@ CONFIG = Keys(
         "message_bytes": int,
         "placement": (dict, NOTHING),
         "wire": (str, NOTHING),
+        "message_factors": [int],
     },
 )
 PLACEMENT = Keys({"name": str, "stages": [[int]]}, {})

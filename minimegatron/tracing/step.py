@@ -306,6 +306,7 @@ def plan_of(config: PlanConfig) -> Plan:
         batch_p2p_comm=config.batch_p2p_comm,
         message_bytes=config.message_bytes,
         wire=config.wire,
+        message_factors=config.message_factors,
     )
 
 

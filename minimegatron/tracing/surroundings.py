@@ -11,8 +11,12 @@ from minimegatron.core import parallel_state
 from minimegatron.core.pipeline_parallel.orders import COMBINED, INTERLEAVED, NO_PIPELINING
 from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes
 from minimegatron.core.tracing import Call
+from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
 from minimegatron.core.utils import get_model_config
 from minimegatron.planner.links import config_of_run, schedule_of_run
+from minimegatron.planner.mtp_costs import message_factors, stages_of_layout
 from minimegatron.planner.plan import plan_config_to_json
 from minimegatron.tracing.pace import Pace, current_pace
 from minimegatron.tracing.rank_trace import AXES
@@ -72,13 +76,23 @@ class Surroundings:
                     config, arguments, schedule in (INTERLEAVED, COMBINED)
                 ),
                 wire=attributes.get("wire"),
+                message_factors=self._message_factors(config),
             )
         )
+
+    def _message_factors(self, config: Any) -> tuple[int, ...] | None:
+        """Behind a stage of its own for further tokens messages are longer."""
+        if not config.mtp_standalone:
+            return None
+        layout = config.pipeline_model_parallel_layout
+        if not isinstance(layout, PipelineParallelLayerLayout):
+            layout = PipelineParallelLayerLayout(layout, self.sizes["pp"])
+        return message_factors(stages_of_layout(layout))
 
     def _message_bytes(self, config: Any, arguments: dict[str, Any], is_interleaved: bool) -> int:
         """Bytes between two stages; 0 where there are none, or where they are not known ahead."""
         is_fixed = arguments.get("adjust_tensor_shapes_fn") is None
-        if self.sizes["pp"] == 1 or config.variable_seq_lengths or not is_fixed:
+        if self.sizes["pp"] == 1 or config.sends_shapes or not is_fixed:
             return 0
         (shape,) = get_tensor_shapes(
             seq_length=arguments["seq_length"],

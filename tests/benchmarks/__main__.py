@@ -20,6 +20,7 @@ NAMES = (
     "paced",
     "demo_speed",
     "bucket_overlap",
+    "context_speed",
     "planner_speed",
     "start_time",
     "tracing_cost",

@@ -3,8 +3,9 @@
 Run: python -m tests.benchmarks.demo_speed. Calls: `megatron_like` for the step of either package, the
 demo itself (`pretrain_gpt` and what it calls), `turns`.
 
-Three layouts: that of `make demo` (t = 2, p = 2, four ranks, eight microbatches), one process, and two
-that share eight experts, of which a token chooses two. On every rank these take turns:
+Four layouts: that of `make demo` (t = 2, p = 2, four ranks, eight microbatches), one process, two that
+share eight experts, of which a token chooses two, and one process that also predicts a further token
+(`--only further`). On every rank these take turns:
 
 - demo: the step of `make demo`, with its data, its checks and its logging values;
 - ours: a bare loop over GPT, DDP, schedule and optimizer of minimegatron.core;
@@ -56,6 +57,7 @@ LAYOUTS = {
     "1 process": "",
     "8 experts, e=2, 2 ranks": "--num-experts 8 --expert-model-parallel-size 2 "
     "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --disable-bias-linear",
+    "a further token, 1 process": "--mtp-num-layers 1",
 }
 """Without biases, where there are experts: their router would have one too."""
 
@@ -85,6 +87,7 @@ def shape_of(argv: list[str]) -> Shape:
         dp=args.data_parallel_size,
         ep=args.expert_model_parallel_size,
         experts=_experts_of(args),
+        further=args.mtp_num_layers,
         optimizer={
             "lr": args.lr,
             "min_lr": args.min_lr,

@@ -25,7 +25,9 @@ _NAMES = {
     "tensor_parallel.data": "broadcast_data",
     "distributed": "DistributedDataParallel DistributedDataParallelConfig",
     "distributed.finalize_model_grads": "finalize_model_grads",
-    "models.gpt.gpt_layer_specs": "get_gpt_decoder_block_spec get_gpt_layer_local_spec",
+    "models.gpt.gpt_layer_specs": (
+        "get_gpt_decoder_block_spec get_gpt_layer_local_spec get_gpt_mtp_block_spec"
+    ),
     "models.gpt.gpt_model": "GPTModel",
     "optimizer": "OptimizerConfig get_megatron_optimizer",
     "pipeline_parallel.schedules": "get_forward_backward_func",
@@ -95,6 +97,8 @@ class Shape:
     ep: int = 1
     experts: dict[str, Any] = field(default_factory=dict)
     """Fields of the configuration, by name."""
+    further: int | None = None
+    """Tokens that are predicted beyond the next one."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     bf16: bool = False
 
@@ -134,6 +138,7 @@ class Training:
             tensor_model_parallel_size=shape.tp,
             pipeline_model_parallel_size=shape.pp,
             expert_model_parallel_size=shape.ep,
+            mtp_num_layers=shape.further,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             params_dtype=dtype,
@@ -143,15 +148,17 @@ class Training:
             **shape.experts,
             **({"gradient_accumulation_fusion": False} if core.package == THEIRS else {}),
         )
+        layer = core.get_gpt_layer_local_spec(self.config.num_moe_experts)
         gpt = core.GPTModel(
             self.config,
-            core.get_gpt_layer_local_spec(self.config.num_moe_experts),
+            layer,
             shape.vocab_size,
             shape.seq_length,
             pre_process=core.parallel_state.is_pipeline_first_stage(),
             post_process=core.parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=True,
             position_embedding_type="rope",
+            mtp_block_spec=core.get_gpt_mtp_block_spec(self.config, layer, False),
         ).to(self.device)
         if shape.bf16:
             gpt = core.Float16Module(self.config, gpt)

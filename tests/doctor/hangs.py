@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.core.collectives import all_gather, all_reduce, all_to_all, broadcast
+from minimegatron.core.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    pass_to_next,
+)
 from minimegatron.core.local_host import channels as local_channels
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -223,6 +229,18 @@ def rank_that_skips_its_experts() -> None:
             time.sleep(600)
         rows = group.rank()
         all_to_all(torch.empty(1, 2), torch.ones(2 * rows, 2), group, [0, 1], [rows, rows])
+
+
+def rank_that_skips_a_hop() -> None:
+    """Two pairs share sequences. In the backward of the second layer a rank does nothing more."""
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    group = parallel_state.get_context_parallel_group()
+    for layer in (1, 2):
+        for hop in range(2):
+            if dist.get_rank() == 2 and (layer, hop) == (2, 1):
+                time.sleep(600)
+            told = {"hop": hop, "layer": layer, "direction": "backward", "payload": "dkv"}
+            pass_to_next(torch.empty(2, 3), torch.ones(2, 3), group, **told).wait()
 
 
 # -- Ranks --

@@ -203,6 +203,16 @@ def test_an_all_to_all_that_a_rank_of_the_expert_group_skips(found):
     assert "([0, 2] float32) of the expert group (ranks 2 and 3), for rank 3" in waits.text
 
 
+@after(hangs.rank_that_skips_a_hop, 4)
+def test_a_hop_of_a_ring_that_a_rank_of_the_context_group_skips(found):
+    assert found.kind == findings.STUCK
+    assert found.ranks == (2,)
+    waits = found.situations[3]
+    assert (waits.waits_for, waits.group.ranks) == ((2,), (2, 3))
+    assert waits.text.startswith("waits in ring-hop #")
+    assert "([2, 3] float32) of the context group (ranks 2 and 3), for rank 2" in waits.text
+
+
 # -- Ranks --
 
 

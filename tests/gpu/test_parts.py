@@ -10,7 +10,7 @@ import torch
 
 from minimegatron.core import utils
 from minimegatron.training import training
-from tests.gpu import host_syncs, one_gpu
+from tests.gpu import host_syncs, one_gpu, two_gpus
 from tests.gpu.parts import PARTS
 from tests.gpu.place import Place
 from tests.gpu.report import run_parts
@@ -20,7 +20,17 @@ pytestmark = pytest.mark.processes
 STAND_IN = Place("cpu", num_gpus=0, is_quick=True)
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.title)
+TRIED_ELSEWHERE = (two_gpus.notebooks,)
+"""On the CPU it executes a notebook as `test_notebooks` does. `make test-full` has it."""
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, id=part.title, marks=[pytest.mark.full] * (part.run in TRIED_ELSEWHERE))
+        for part in PARTS
+    ],
+)
 def test_stand_in(part):
     report = run_parts([part._replace(num_gpus=0)], STAND_IN)
     (entry,) = report["parts"]

@@ -8,7 +8,7 @@ ranks, so it may treat them elementwise; the tokens come last, one factor for al
 
     1. data parallel     sum over dp_cp        (experts: expt_dp; what backward launched is waited for)
     2. tensor parallel   sum over tp, expt_tp  gradients of replicated parameters that are partial
-    3. tied embedding    sum over embd         first stage's and last stage's copy, wherever they are
+    3. word embedding    sum over embd         copies of it: first stage's, tied output layer's, ...
     4. tokens            divide by their number, which only the last stage knows
 """
 
@@ -78,25 +78,28 @@ def _allreduce_word_embedding_grads(
     embd_group: dist.ProcessGroup | None,
     pp_group: dist.ProcessGroup,
 ) -> None:
-    """Adds up the two gradients of a tied embedding: as a lookup table and as output weights.
+    """Adds up the gradients of the word embedding's copies: as a lookup table and as output weights.
 
-    Without a pipeline both went into one parameter already, and the group has one rank. Where a
-    placement has both ends of the model on one rank, two chunks of that rank have a copy each.
+    Without a pipeline both went into one parameter already, and the group has one rank. A rank may
+    have several copies, in several chunks. The group's ranks are those that have one: first stage, last
+    stage if it is tied, the stage that predicts further tokens.
     """
     if embd_group is None:
         return
-    tied = [
-        chunk
-        for chunk in unwrap_model(list(model))
-        if getattr(chunk, "share_embeddings_and_output_weights", False)
+    chunks = unwrap_model(list(model))
+    copies = [
+        param
+        for chunk in chunks
+        for param in chunk.parameters()
+        if getattr(param, "shared_embedding", False)
     ]
-    copies = [chunk.shared_embedding_or_output_weight() for chunk in tied]
-    grads = [get_main_grad(copy) for copy in copies if copy is not None]
-    if tied and not grads:
+    is_tied = any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks)
+    if is_tied and embd_group.size() > 1 and not copies:
         raise RuntimeError(
             f"rank {pp_group.rank()} of the pipeline is in the embedding group, but none of its "
             f"{len(model)} chunks has the tied embedding; choose other embedding ranks"
         )
+    grads = [get_main_grad(copy) for copy in copies]
     grads = [grad for grad in grads if grad is not None]
     if grads:
         grad, *others = grads

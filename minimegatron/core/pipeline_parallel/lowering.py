@@ -268,9 +268,8 @@ def _sends(order: list[Work], ends: list[int], config: PlanConfig, rank: int) ->
             if target is None or target[1].rank == rank:
                 continue
             payload, (peer, _) = target
-            message = Message(
-                SEND, payload, peer, part.microbatch, part.chunk, config.message_bytes
-            )
+            num_bytes = _bytes_of(config, rank, part.chunk, is_behind=payload == ACTIVATION)
+            message = Message(SEND, payload, peer, part.microbatch, part.chunk, num_bytes)
             turn = ends[index] if config.wire == UNTAGGED else 0
             yield _Placed(index + 1, turn, _key(ends[index], rank, payload, part), message)
 
@@ -283,12 +282,19 @@ def _receives(order: list[Work], times: Times, config: PlanConfig, rank: int) ->
             if source is None or source[1].rank == rank:
                 continue
             payload, (peer, chunk) = source
-            message = Message(
-                RECEIVE, payload, peer, part.microbatch, part.chunk, config.message_bytes
-            )
+            num_bytes = _bytes_of(config, rank, part.chunk, is_behind=payload != ACTIVATION)
+            message = Message(RECEIVE, payload, peer, part.microbatch, part.chunk, num_bytes)
             sent = times.made[payload, part.microbatch, peer, chunk]
             key = _key(sent, peer, payload, part._replace(chunk=chunk))
             yield _Placed(index, sent if config.wire == UNTAGGED else 0, key, message)
+
+
+def _bytes_of(config: PlanConfig, rank: int, chunk: int, is_behind: bool) -> int:
+    """Size of a message between a chunk's stage and the one behind it, or before it."""
+    if config.message_factors is None:
+        return config.message_bytes
+    stage = config.placement.stage_of(rank, chunk)
+    return config.bytes_behind(stage if is_behind else stage - 1)
 
 
 def _key(moment: int, sender: int, payload: str, made_by: Work) -> tuple:

@@ -84,6 +84,9 @@ class PlanConfig:
     """Which stage of the model is where; None for a line or, with several chunks, a loop."""
     wire: str | None = None
     """`TAGGED` or `UNTAGGED`, for messages that were lowered from an order; None for others."""
+    message_factors: tuple[int, ...] | None = None
+    """Size of what each virtual stage sends on, in `message_bytes`; None: of all of them 1. Behind a
+    stage of its own for further tokens it is more, `mtp_costs.lengths_behind`."""
 
     def __post_init__(self) -> None:
         if self.placement is None:
@@ -94,6 +97,11 @@ class PlanConfig:
     def num_virtual_stages(self) -> int:
         """Stages that a microbatch passes through: p * v, less with two copies of the model."""
         return self.placement.num_stages
+
+    def bytes_behind(self, stage: int) -> int:
+        """Size of the activation that a virtual stage sends on, and of the gradient that comes back."""
+        factors = self.message_factors
+        return self.message_bytes * (1 if factors is None else factors[stage])
 
 
 # -- What an order sees --

@@ -356,7 +356,7 @@ class P2PCommunicator:
         wire gets all messages as one batch. Raises ConnectionError, naming both stages, if a peer has
         gone.
         """
-        if self.config.variable_seq_lengths:
+        if self.config.sends_shapes:
             messages = self._with_shapes(messages, overlap)
         messages = [self._prepared(message) for message in messages]
         may_run_on = overlap or self.transport.matches_by_tag or self.config.overlap_p2p_comm

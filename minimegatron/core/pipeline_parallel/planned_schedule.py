@@ -110,7 +110,7 @@ def _lowered(
 
 def _wire_of(is_tagged: bool, config: ModelParallelConfig) -> str:
     """The wire to lower for. A receive that waits for its sizes must not be asked for early."""
-    return TAGGED if is_tagged and not config.variable_seq_lengths else UNTAGGED
+    return TAGGED if is_tagged and not config.sends_shapes else UNTAGGED
 
 
 def _with_its_messages(

@@ -339,10 +339,11 @@ def get_tensor_shapes(
 ) -> list[tuple[int, ...]]:
     """Shapes of what travels between two stages: one, [s/c/t, b, h]; /t with sequence parallelism.
 
-    With `variable_seq_lengths` the sizes are sent ahead of each message instead: one empty shape.
+    With `variable_seq_lengths` the sizes are sent ahead of each message instead: one empty shape. So
+    they are where messages are (1 + K) s long, behind a stage of their own for further tokens.
     A two-stack model's stages exchange decoder states, of `decoder_seq_length`.
     """
-    if config.variable_seq_lengths:
+    if config.sends_shapes:
         return [()]
     length = (decoder_seq_length or seq_length) // cp_group.size()
     if config.sequence_parallel:

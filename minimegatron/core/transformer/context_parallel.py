@@ -206,6 +206,14 @@ class _Hop:
         return self._arriving
 
 
+def _by_tokens(output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same [b, g, n, s/c, d], lying in memory as [s/c, b, g, n, d].
+
+    What comes next takes it in this order, and without a copy: a layer keeps it once.
+    """
+    return output.permute(3, 0, 1, 2, 4).to(dtype).contiguous().permute(1, 2, 3, 0, 4)
+
+
 class RingAttention(torch.autograd.Function):
     """Rank r attends in step i to the keys and values of rank (r - i) mod c.
 
@@ -241,7 +249,7 @@ class RingAttention(torch.autograd.Function):
                 output[..., rows, :], lse[..., rows], *result
             )
             pair = pair if is_last else hop.wait()
-        output = output.to(query.dtype)
+        output = _by_tokens(output, query.dtype)
         ctx.save_for_backward(query, key, value, mask, output, lse)
         return output
 
@@ -303,7 +311,7 @@ class GatherAttention(torch.autograd.Function):
             visible=_visible_of_all(mask, keys, sharing),
             keep=sharing.draw(query, keys),
         )
-        output = output.to(query.dtype)
+        output = _by_tokens(output, query.dtype)
         ctx.save_for_backward(query, key, value, mask, output, lse)
         return output
 

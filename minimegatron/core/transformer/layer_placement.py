@@ -122,11 +122,7 @@ def layers_of_virtual_stages(config: Any) -> list[int]:
                 f"the pipeline layout has {layout.virtual_pipeline_model_parallel_size} chunks "
                 f"per rank but virtual_pipeline_model_parallel_size is {v}; make them equal"
             )
-        places = map(layout.placement.place_of, range(layout.placement.num_stages))
-        stages = [
-            layout.get_num_layers_to_build(LayerType.decoder, vp_stage=chunk, pp_rank=rank)
-            for rank, chunk in places
-        ]
+        stages = _layers_of_layout(layout, LayerType.decoder)
         if sum(stages) != config.num_layers:
             raise ValueError(
                 f"the pipeline layout has {sum(stages)} decoder layers but num_layers is "
@@ -152,6 +148,14 @@ def layers_of_virtual_stages(config: Any) -> list[int]:
     return stages
 
 
+def _layers_of_layout(layout: PipelineParallelLayerLayout, layer_type: LayerType) -> list[int]:
+    places = map(layout.placement.place_of, range(layout.placement.num_stages))
+    return [
+        layout.get_num_layers_to_build(layer_type, vp_stage=chunk, pp_rank=rank)
+        for rank, chunk in places
+    ]
+
+
 def _virtual_stage(config: Any, vp_stage: int | None, pp_rank: int) -> int:
     p = config.pipeline_model_parallel_size
     v = config.virtual_pipeline_model_parallel_size
@@ -173,3 +177,47 @@ def num_layers_of_chunk(config: Any, vp_stage: int | None, pp_rank: int) -> int:
 def num_layers_before_chunk(config: Any, vp_stage: int | None, pp_rank: int) -> int:
     """Layers that come before that chunk's first, in the whole model."""
     return sum(layers_of_virtual_stages(config)[: _virtual_stage(config, vp_stage, pp_rank)])
+
+
+# -- Layers that predict further tokens --
+
+
+def mtp_layers_of_virtual_stages(config: Any) -> list[int]:
+    """Layers that predict further tokens, of each virtual stage: all in one, by default the last."""
+    layout = _layout_of(config)
+    if layout is not None:
+        return _layers_of_layout(layout, LayerType.mtp)
+    num_stages = placement_of(config).num_stages
+    return [0] * (num_stages - 1) + [config.mtp_num_layers or 0]
+
+
+def num_mtp_layers_of_chunk(config: Any, vp_stage: int | None, pp_rank: int) -> int:
+    """How many of them chunk `vp_stage` of pipeline rank `pp_rank` builds: none, or all."""
+    return mtp_layers_of_virtual_stages(config)[_virtual_stage(config, vp_stage, pp_rank)]
+
+
+def num_mtp_layers_before_chunk(config: Any, vp_stage: int | None, pp_rank: int) -> int:
+    """How many of them chunks before that one build."""
+    return sum(mtp_layers_of_virtual_stages(config)[: _virtual_stage(config, vp_stage, pp_rank)])
+
+
+def get_mtp_ranks(pp_ranks: list[int], config: Any) -> list[int]:
+    """Of one pipeline's global ranks, the one that predicts further tokens; none without such layers.
+
+    Source: `megatron.core.transformer.multi_token_prediction.get_mtp_ranks`.
+    """
+    place_of = placement_of(config).place_of
+    numbers = mtp_layers_of_virtual_stages(config)
+    return [pp_ranks[place_of(stage).rank] for stage, number in enumerate(numbers) if number]
+
+
+def ranks_with_word_embedding(config: Any, is_tied: bool, pp_ranks: list[int]) -> list[int]:
+    """Of one pipeline's global ranks, those that hold the word embedding or, if tied, a copy of it.
+
+    The first stage's; that of further tokens, which embeds them too; the loss stage's, if tied. Bound
+    to its first two arguments it is what `initialize_model_parallel` takes as `get_embedding_ranks`.
+    Source: `get_embedding_ranks` of Megatron-LM's `pretrain_gpt.py`.
+    """
+    placement = placement_of(config)
+    ends = [placement.first_rank, placement.last_rank] if is_tied else [placement.first_rank]
+    return sorted({pp_ranks[rank] for rank in ends} | set(get_mtp_ranks(pp_ranks, config)))

@@ -91,12 +91,23 @@ class Recompute:
         return chosen
 
 
+def dropout_rng(config: TransformerConfig, is_training: bool) -> Any:
+    """Around layers: with sequence parallelism each rank drops its tokens by its own stream."""
+    drops = config.hidden_dropout > 0.0 or config.attention_dropout > 0.0
+    if config.sequence_parallel and is_training and drops:
+        return get_cuda_rng_tracker().fork()
+    return contextlib.nullcontext()
+
+
 class TransformerBlock(MegatronModule):
     """One chunk's layers, and the final norm if it is the last chunk.
 
+    Where further tokens are predicted, the final norm is with the model's last layer, wherever that is:
+    they begin with what the norm returns.
+
     Args:
         spec: a layer's `ModuleSpec`, used for every layer, or `TransformerBlockSubmodules`.
-        post_layer_norm: have a final norm, on the last chunk.
+        post_layer_norm: have a final norm, on its chunk.
         pre_process: this is the first chunk, whose input `forward` gets from the embedding.
         post_process: this is the last chunk.
         pg_collection: tp and pp; None for `parallel_state`'s.
@@ -137,7 +148,10 @@ class TransformerBlock(MegatronModule):
         self.layers = PartOfModuleList(layers, first)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm = None
-        if post_process and post_layer_norm:
+        is_last = post_process
+        if config.mtp_num_layers is not None:
+            is_last = len(self.layers) > 0 and first + len(self.layers) == config.num_layers
+        if is_last and post_layer_norm:
             self.final_layernorm = build_module(
                 submodules.layer_norm, config, config.hidden_size, eps=config.layernorm_epsilon
             )
@@ -198,11 +212,8 @@ class TransformerBlock(MegatronModule):
             layer.backward_dw()
 
     def dropout_rng(self) -> Any:
-        """Around layers: with sequence parallelism each rank drops its tokens by its own stream."""
-        drops = self.config.hidden_dropout > 0.0 or self.config.attention_dropout > 0.0
-        if self.config.sequence_parallel and self.training and drops:
-            return get_cuda_rng_tracker().fork()
-        return contextlib.nullcontext()
+        """Around layers; see the function of this name."""
+        return dropout_rng(self.config, self.training)
 
     def _run(
         self,

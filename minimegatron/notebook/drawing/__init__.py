@@ -4,7 +4,7 @@
 
 Each function draws and shows one figure. `ranks`: what ranks are and exchange; `runs`: what a run
 did; `hiding`: all-to-alls beside the computation; `sizes`: numbers side by side; `token_ways`: who
-chose whom, and how even the load is.
+chose whom, and how even the load is; `shared_sequence`: pairs of tokens over ranks.
 """
 
 from minimegatron.notebook.drawing.hiding import draw_hiding, draw_lanes
@@ -21,6 +21,7 @@ from minimegatron.notebook.drawing.runs import (
     draw_held_bytes,
     draw_waiting,
 )
+from minimegatron.notebook.drawing.shared_sequence import draw_pairs
 from minimegatron.notebook.drawing.sizes import (
     draw_changes,
     draw_configurations,
@@ -49,6 +50,7 @@ __all__ = [
     "draw_lanes",
     "draw_lengths",
     "draw_matrices",
+    "draw_pairs",
     "draw_programs",
     "draw_routing",
     "draw_shares",

@@ -5,6 +5,7 @@ Counterpart: `megatron.core.models.gpt.gpt_model`.
     tokens [b, s] -> embedding -> [s, b, h] -> layers -> [s, b, h] -> output layer -> [s, b, v/t]
                      first chunk only        every chunk             last chunk only
 
+Between the last two, on one chunk, there may be layers for further tokens: `multi_token_prediction`.
 Between chunks the schedule carries the [s, b, h] tensor: it calls `set_input_tensor` before
 `forward`. With sequence parallelism it is [s/t, b, h].
 """
@@ -27,7 +28,14 @@ from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_late
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
 from minimegatron.core.tracing import traced
-from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
+from minimegatron.core.transformer.context_parallel_groups import (
+    check_part_of_sequence,
+    context_parallel_group,
+)
+from minimegatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    process_mtp_loss,
+)
 from minimegatron.core.transformer.rope_utils import get_pos_emb_on_this_cp_rank
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -54,11 +62,14 @@ class GPTModel(LanguageModule):
         share_embeddings_and_output_weights: the output layer uses the word embedding's weight.
         position_embedding_type: "learned_absolute", "rope" or "none".
         rotary_percent, rotary_base: see `RotaryEmbedding`.
+        mtp_block_spec: `get_gpt_mtp_block_spec(...)` for the chunk, None if it predicts no further
+            tokens.
         pg_collection: tp, pp and cp are used; None for `parallel_state`'s.
         vp_stage: which chunk of its stage this is, with virtual stages.
 
     Raises:
-        ValueError: unknown position embedding, indivisible sizes.
+        ValueError: unknown position embedding, indivisible sizes; learned positions where another
+            stage than the first predicts further tokens.
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class GPTModel(LanguageModule):
         position_embedding_type: str = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: float = 10000,
+        mtp_block_spec: Any = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ):
@@ -93,6 +105,8 @@ class GPTModel(LanguageModule):
         self.position_embedding_type = position_embedding_type
         self.vp_stage = vp_stage
         self.cp_group = context_parallel_group(config, pg_collection)
+        self.mtp_process = mtp_block_spec is not None
+        self.mtp: MultiTokenPredictionBlock | None = None
         self.rotary_pos_emb = None
         if position_embedding_type == "rope":
             dtype = torch.promote_types(config.params_dtype, torch.float32)
@@ -100,12 +114,12 @@ class GPTModel(LanguageModule):
                 config.kv_channels, rotary_percent, rotary_base=rotary_base, dtype=dtype
             )
         with weights_drawn_later():
-            self._build(transformer_layer_spec)
+            self._build(transformer_layer_spec, mtp_block_spec)
         self.setup_embeddings_and_output_layer()
         self.initialize_weights(self.pg_collection)
 
-    def _build(self, transformer_layer_spec: Any) -> None:
-        if self.pre_process:
+    def _build(self, transformer_layer_spec: Any, mtp_block_spec: Any) -> None:
+        if self.pre_process or self.mtp_process:
             self.embedding = LanguageModelEmbedding(
                 self.config,
                 self.vocab_size,
@@ -121,8 +135,24 @@ class GPTModel(LanguageModule):
             pg_collection=self.pg_collection,
             vp_stage=self.vp_stage,
         )
+        if self.mtp_process:
+            self._build_mtp(mtp_block_spec)
         if self.post_process:
             self._build_output_layer()
+
+    def _build_mtp(self, mtp_block_spec: Any) -> None:
+        if self.position_embedding_type == "learned_absolute" and not self.pre_process:
+            raise ValueError(
+                "further tokens are embedded on another stage than the first, which would need a copy "
+                "of the learned positions; use position_embedding_type 'rope' or 'none', or "
+                "pipeline_model_parallel_size 1"
+            )
+        self.mtp = MultiTokenPredictionBlock(
+            self.config,
+            mtp_block_spec,
+            vp_stage=self.vp_stage,
+            pg_collection=self.pg_collection,
+        )
 
     def _build_output_layer(self) -> None:
         # The two factors of deferred weight gradients, filled by backward, emptied by
@@ -130,7 +160,7 @@ class GPTModel(LanguageModule):
         deferring = self.config.defer_embedding_wgrad_compute
         self.embedding_activation_buffer: list[torch.Tensor] | None = [] if deferring else None
         self.grad_output_buffer: list[torch.Tensor] | None = [] if deferring else None
-        # A tied weight is allocated here only where the embedding lives on another stage.
+        # A tied weight is allocated here only where this chunk has no embedding.
         self.output_layer = ColumnParallelLinear(
             self.config.hidden_size,
             self.vocab_size,
@@ -139,7 +169,7 @@ class GPTModel(LanguageModule):
             bias=False,
             gather_output=not self.parallel_output,
             skip_weight_param_allocation=(
-                self.pre_process and self.share_embeddings_and_output_weights
+                self.share_embeddings_and_output_weights and (self.pre_process or self.mtp_process)
             ),
             embedding_activation_buffer=self.embedding_activation_buffer,
             grad_output_buffer=self.grad_output_buffer,
@@ -174,12 +204,15 @@ class GPTModel(LanguageModule):
         """Runs the chunk.
 
         Args:
-            input_ids, position_ids: int64 [b, s]; read on the first chunk.
+            input_ids, position_ids: int64 [b, s], or this rank's part of them, [b, s/c] (so for s in
+                all that follows); read on the first chunk, and on the one that predicts further
+                tokens.
             attention_mask: bool, True where attention must not look, broadcastable to
                 [b, a/t, s, s]; None for plain causal attention.
             decoder_input: [s, b, h], used instead of embedding `input_ids`.
             labels: int64 [b, s]; read on the last chunk.
-            loss_mask: not read here; the loss function applies it.
+            loss_mask: [b, s], read on the last chunk for the losses of further tokens; to the main
+                loss, the loss function applies it.
             checkpoint_activations_microbatch: the schedule's word on recompute for this
                 microbatch, None for the config's. A `forward_step_func` that takes it as third
                 argument passes it on here (see `transformer_block.Recompute.of`).
@@ -188,6 +221,7 @@ class GPTModel(LanguageModule):
             Last chunk, with labels: the loss of each token, [b, s], float32 (float64 for float64
             models). Last chunk without: logits [b, s, v/t], or [b, s, v] unless `parallel_output`.
             Other chunks: [s, b, h], or [s/t, b, h] with sequence parallelism. Never a view.
+            Without gradients, nothing is computed for further tokens.
         """
         decoder_input, rotary_pos_emb = self._preprocess(input_ids, position_ids, decoder_input)
         hidden_states = self.decoder(
@@ -196,7 +230,19 @@ class GPTModel(LanguageModule):
             rotary_pos_emb=rotary_pos_emb,
             checkpoint_activations_microbatch=checkpoint_activations_microbatch,
         )
-        return self._postprocess(hidden_states, labels) if self.post_process else hidden_states
+        if self.mtp is not None and torch.is_grad_enabled():
+            hidden_states = self.mtp(
+                input_ids,
+                position_ids,
+                hidden_states,
+                attention_mask,
+                rotary_pos_emb=rotary_pos_emb,
+                embedding=self.embedding,
+                checkpoint_activations_microbatch=checkpoint_activations_microbatch,
+            )
+        if not self.post_process:
+            return hidden_states
+        return self._postprocess(hidden_states, labels, loss_mask=loss_mask)
 
     @accepts_left_out
     def build_schedule_plan(
@@ -232,6 +278,9 @@ class GPTModel(LanguageModule):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the decoder needs: its input, on the first chunk; rotary angles, or None."""
         if self.pre_process and decoder_input is None:
+            if self.cp_group is not None:
+                length, ranks = input_ids.size(1), self.cp_group.size()
+                check_part_of_sequence(length, ranks, self.max_sequence_length)
             decoder_input = self.embedding(input_ids, position_ids)
         return decoder_input, self._rotary_angles(decoder_input)
 
@@ -241,15 +290,19 @@ class GPTModel(LanguageModule):
         hidden_states: torch.Tensor,
         labels: torch.Tensor | None,
         *,
+        loss_mask: torch.Tensor | None = None,
         output_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """On the last chunk, from the decoder's output [s, b, h] to what `forward` returns.
 
-        `output_weight` stands for the tied weight, if the output layer has one.
+        With further tokens it takes [(1+K) s, b, h]. `output_weight` stands for the tied weight, if the
+        output layer has one.
         """
         weight = output_weight
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
+        if self.config.mtp_num_layers is not None and torch.is_grad_enabled():
+            hidden_states = process_mtp_loss(self, hidden_states, labels, loss_mask, weight)
         logits, _ = self.output_layer(hidden_states, weight=weight)
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
@@ -260,6 +313,8 @@ class GPTModel(LanguageModule):
 
         Norms, biases, the embedding and the output layer have theirs from backward.
         """
+        if self.mtp is not None:
+            self.mtp.backward_dw()
         self.decoder.backward_dw()
 
     def _rotary_angles(self, decoder_input: torch.Tensor | None) -> torch.Tensor | None:

@@ -57,8 +57,9 @@ def balance_of_layers(models: list[torch.nn.Module], pg_collection: Any) -> list
     num_experts = config.num_moe_experts
     device = next(models[0].parameters()).device
     # A row for each layer of the whole model, so that all stages send the same.
+    num_layers = config.num_layers + (config.mtp_num_layers or 0)
     table = torch.zeros(
-        config.num_layers, num_experts + len(LOSSES) + 1, dtype=torch.float64, device=device
+        num_layers, num_experts + len(LOSSES) + 1, dtype=torch.float64, device=device
     )
     for router in routers_of(models):
         row = table[router.layer_number - 1]

@@ -1,4 +1,4 @@
-"""What language models share: the loss, and the weight that first and last stage may share.
+"""What language models share: the loss, and the weight that several stages may share.
 
 Counterpart: `megatron.core.models.common.language_module.language_module`.
 """
@@ -30,6 +30,7 @@ class LanguageModule(MegatronModule):
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.pre_process = self.post_process = True
+        self.mtp_process = False  # whether this chunk predicts further tokens
         self.share_embeddings_and_output_weights = False
 
     def compute_language_model_loss(
@@ -51,24 +52,28 @@ class LanguageModule(MegatronModule):
     def setup_embeddings_and_output_layer(self) -> None:
         """Marks the vocabulary's weights for modules that treat them specially.
 
-        With a pipeline, a tied weight lives twice: on the first stage as the embedding and on the
-        last as the output layer, perhaps in two chunks of one rank. `shared_embedding` on both: they
-        are one parameter, their gradients to be summed. `shared` on the second: the gradient norm
-        counts the first only.
+        With a pipeline, the word embedding's weight lives in several places: on the first stage; if it
+        is tied, on the last as the output layer's; where further tokens are predicted, to embed them.
+        These may be chunks of one rank. `shared_embedding` on all: they are one parameter, their
+        gradients to be summed. `shared` on all but the first: the gradient norm counts that only.
         """
         if self.post_process and self.output_layer.weight is not None:
             self.output_layer.weight.is_embedding_or_output_parameter = True
-        if not self.share_embeddings_and_output_weights or self.pre_process and self.post_process:
-            return
-        weight = self.shared_embedding_or_output_weight()
-        if weight is not None:
+        is_in_several = (
+            self.share_embeddings_and_output_weights or self.config.mtp_num_layers is not None
+        )
+        weight = self.word_embedding_weight()
+        if weight is not None and is_in_several and not (self.pre_process and self.post_process):
             weight.shared_embedding = True
-            weight.shared = self.post_process
+            weight.shared = not self.pre_process
+
+    def word_embedding_weight(self) -> torch.nn.Parameter | None:
+        """This chunk's copy of the word embedding, as such or as a tied output layer's; or None."""
+        if self.pre_process or self.mtp_process:
+            return self.embedding.word_embeddings.weight
+        is_tied = self.share_embeddings_and_output_weights
+        return self.output_layer.weight if self.post_process and is_tied else None
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
         """This chunk's copy of the tied weight; None for a middle chunk or if none is tied."""
-        if not self.share_embeddings_and_output_weights:
-            return None
-        if self.pre_process:
-            return self.embedding.word_embeddings.weight
-        return self.output_layer.weight if self.post_process else None
+        return self.word_embedding_weight() if self.share_embeddings_and_output_weights else None

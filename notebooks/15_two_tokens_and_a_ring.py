@@ -1,0 +1,913 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 15 Two tokens, and a ring of attention
+#
+# **The question.** Two questions about a sequence. A model predicts the next token at each
+# position: can the same step also train it on the token after the next, and what does that change
+# in the gradients? And if a sequence is too long for one rank: how do ranks that share it compute
+# attention, the one place where tokens look at one another?
+#
+# Both parts are by hand first, and then on ranks. Everything is in float64, so that "the same" can
+# be checked. The two parts do not need each other.
+
+# %%
+# %matplotlib inline
+import time
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from IPython.display import SVG
+from minimegatron.planner.context_costs import context_parallel_bytes
+from minimegatron.planner.ring_costs import RingCosts
+
+from minimegatron import launch, trace
+from minimegatron.core.transformer import context_parallel
+from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.core.transformer.zigzag import positions_of_rank
+from minimegatron.core.utils import unwrap_model
+from minimegatron.notebook import compare, predict
+from minimegatron.notebook.drawing import draw_pairs
+from minimegatron.planner.layer_plan import one_ring
+from minimegatron.planner.render_layers import render_layers
+from minimegatron.tracing.activation_meter import ActivationMeter
+from minimegatron.tracing.lanes import exposed_of, in_flight
+from minimegatron.training.tiny_gpt import TinyGPT, masked_loss
+
+torch.set_default_dtype(torch.float64)
+
+# %% [markdown]
+# ## Part 1: two tokens
+#
+# Beside the loss of the next token there is a second loss, of the token after the next, with a
+# small factor f = 0.1. The second loss comes from one layer more, behind the model's own. This is
+# called multi-token prediction (MTP).
+#
+# ### Predict
+#
+# 1. A row has 8 labels, and its mask is 0 1 1 1 0 1 1 1: at 6 positions the label counts. For the
+#    second loss, every position takes the label and the mask of the position behind it. At how many
+#    positions does that label count?
+# 2. The step reports the loss of the next token. With MTP, for the same weights and data, is the
+#    reported number another one?
+# 3. A step has M = 2 microbatches. The schedule divides a microbatch's main loss by 2. It does not
+#    see the second loss. If nobody else divides that one, how many times too large is its gradient?
+# 4. Three stages: the first has the embedding and one layer, the second one layer and the MTP
+#    layer, the third the loss. Input embedding and output layer share one weight. Which stages hold
+#    a copy of this weight?
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    count_for_second_loss=None,
+    reported_loss_changes=None,  # True or False
+    times_too_large=None,
+    stages_with_embedding=None,  # such as [0, 2]
+)
+
+# %% [markdown]
+# ### Labels and mask, rolled
+#
+# Position i has seen tokens 0 to i. Its label is token i + 1. For the second loss it must predict
+# token i + 2, which is the label of position i + 1. So all labels move one place to the left, and a
+# 0 comes in at the end. The mask moves with them: it says whether a *label* counts.
+
+
+# %%
+def roll(row):
+    """One place to the left; the last becomes 0."""
+    return torch.cat([row[..., 1:], torch.zeros_like(row[..., :1])], dim=-1)
+
+
+# %%
+text = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5])
+tokens, labels = text[:-1], text[1:]
+mask = torch.tensor([0.0, 1, 1, 1, 0, 1, 1, 1])
+rows = {"position": torch.arange(8), "token": tokens, "label": labels, "mask": mask}
+rows |= {"label of the second loss": roll(labels), "its mask": roll(mask)}
+for name, row in rows.items():
+    print(f"{name:25}", *row.int().tolist())
+
+# %%
+n0, n1 = int(mask.sum()), int(roll(mask).sum())
+print("labels that count:", n0, "and", n1)
+compare(count_for_second_loss=n1)
+
+# %% [markdown]
+# The 0 at the front went out, and a 0 came in at the end. Often n₁ is one less than n₀, but here it
+# is not: so both are counted. The last position has no label now. The 0 that came in would be a
+# valid label, and only the mask keeps it out.
+#
+# ### A model by hand
+#
+# A stand-in for a transformer: each position mixes itself with what is before it. The second loss
+# comes from `h1`, and `h1` comes from two things: what position i knows (`h0`), and the embedding of
+# token i + 1. That is no cheating: token i + 2 is what must be predicted.
+
+# %%
+V, H = 10, 6
+torch.manual_seed(5)
+EMBED, DECODER, JOIN, LAYER = (
+    (0.5 * torch.randn(shape)).requires_grad_() for shape in [(V, H), (H, H), (2 * H, H), (H, H)]
+)
+WEIGHTS = {"embedding": EMBED, "decoder": DECODER, "joining": JOIN, "MTP layer": LAYER}
+
+
+# %%
+def norm(x):
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def layer(x, weight):
+    """Stands for a transformer layer: position i sees the positions 0 to i."""
+    seen = x.cumsum(dim=0) / torch.arange(1, len(x) + 1).unsqueeze(1)
+    return x + torch.tanh(seen @ weight)
+
+
+# %%
+def hidden_states(tokens):
+    """What the next token, and the token behind it, are predicted from; [s, h] each."""
+    h0 = norm(layer(EMBED[tokens], DECODER))
+    ahead = EMBED[roll(tokens)]
+    joined = torch.cat([norm(ahead), norm(h0)], dim=-1) @ JOIN
+    return h0, norm(layer(joined, LAYER))
+
+
+def loss_of(hidden, labels):
+    """Of each position, [s]. The output layer is the embedding, for both losses."""
+    return F.cross_entropy(hidden @ EMBED.T, labels, reduction="none")
+
+
+# %% [markdown]
+# ### The two losses of a step
+#
+# Two microbatches, of one row each; more labels count in the first. There are two ways to weigh
+# tokens. Without the flag `calculate_per_token_loss` every *microbatch* weighs the same: each loss is
+# a mean, and the step has the mean of the means. With the flag every *token* weighs the same: there
+# are sums, and all is divided once by N, the tokens of the whole step.
+
+# %%
+other = torch.tensor([2, 7, 1, 8, 2, 8, 1, 8, 2])
+other_mask = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0])
+BATCHES = [(tokens, labels, mask), (other[:-1], other[1:], other_mask)]
+M, N = len(BATCHES), sum(mask.sum() for _, _, mask in BATCHES)
+FACTOR, DEPTHS = 0.1, 1  # mtp_loss_scaling_factor, mtp_num_layers
+
+
+# %%
+def weights_of_tokens(mask, per_token, N):
+    """What one token of this microbatch weighs in the step, for the first and second loss."""
+    n0, n1 = mask.sum(), roll(mask).sum().clamp(min=1)
+    f = FACTOR / DEPTHS
+    return (1 / N, f * n0 / n1 / N) if per_token else (1 / n0 / M, f / n1 / M)
+
+
+# %%
+print("flag    microbatch   n0  n1   weight of a token: first loss, second loss")
+for per_token in (False, True):
+    for number, (_, _, own_mask) in enumerate(BATCHES):
+        first, second = weights_of_tokens(own_mask, per_token, N)
+        counts = f"{int(own_mask.sum()):2} {int(roll(own_mask).sum()):3}"
+        print(f"{per_token!s:8}{number:10} {counts:>8} {first:30.4f} {second:11.5f}")
+
+# %% [markdown]
+# With the flag, the second loss is multiplied by n₀/n₁. Then the n₁ tokens together weigh f times as
+# much as the n₀ tokens of the first loss, in each microbatch. (The `clamp` is for a microbatch with
+# nothing left to predict: 0/0 would be NaN.)
+#
+# The step as one sum, and its gradients:
+
+
+# %%
+def sum_of_step(per_token):
+    total = 0
+    for tokens, labels, mask in BATCHES:
+        h0, h1 = hidden_states(tokens)
+        first, second = weights_of_tokens(mask, per_token, N)
+        total = total + first * (mask * loss_of(h0, labels)).sum()
+        total = total + second * (roll(mask) * loss_of(h1, roll(labels))).sum()
+    return total
+
+
+# %%
+wanted = {flag: torch.autograd.grad(sum_of_step(flag), WEIGHTS.values()) for flag in (False, True)}
+
+# %% [markdown]
+# ### The autoscaler
+#
+# A schedule does not work with such a sum. It gets one loss from the model, the first, scales it and
+# calls backward. The second loss must come along without being part of it. The trick: an operation
+# that gives back its first input unchanged. In backward it hands the gradient on, and it gives the
+# *losses* a gradient too, as if they had been added to the total.
+
+
+# %%
+class Attach(torch.autograd.Function):
+    """`hidden`, unchanged. In backward each of `losses` gets the gradient `scale`."""
+
+    scale = 1.0
+
+    @staticmethod
+    def forward(ctx, hidden, losses):
+        ctx.save_for_backward(losses)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (losses,) = ctx.saved_tensors
+        return grad, Attach.scale * torch.ones_like(losses)
+
+
+# %%
+def step_with_autoscaler(per_token, scale):
+    """One backward per microbatch. Returns the reported losses and the gradients."""
+    Attach.scale = scale
+    for weight in WEIGHTS.values():
+        weight.grad = None
+    reported = []
+    for tokens, labels, mask in BATCHES:
+        h0, h1 = hidden_states(tokens)
+        n0, n1 = mask.sum(), roll(mask).sum().clamp(min=1)
+        second = FACTOR / DEPTHS * roll(mask) * loss_of(h1, roll(labels))
+        h0 = Attach.apply(h0, second * (n0 if per_token else 1) / n1)
+        total = (mask * loss_of(h0, labels)).sum()  # the first loss alone
+        (total if per_token else total / n0 / M).backward()
+        reported.append((total / n0).item())
+    return reported, [weight.grad / (N if per_token else 1) for weight in WEIGHTS.values()]
+
+
+# %%
+for per_token, scale in ((False, 1 / M), (True, 1.0)):
+    reported, found = step_with_autoscaler(per_token, scale)
+    for gradient, of_sum in zip(found, wanted[per_token], strict=True):
+        torch.testing.assert_close(gradient, of_sum, rtol=1e-12, atol=1e-12)
+print("autoscaler and sum: the same gradients, with the flag and without")
+
+# %%
+with torch.no_grad():
+    alone = [
+        ((mask * loss_of(hidden_states(tokens)[0], labels)).sum() / mask.sum()).item()
+        for tokens, labels, mask in BATCHES
+    ]
+print("reported with MTP:", reported, " without:", alone)
+compare(reported_loss_changes=reported != alone)
+
+# %% [markdown]
+# The forward is the identity, so the reported loss is the same to the last bit. The gradient is not:
+# the embedding and the decoder now hear from the second loss too.
+#
+# The scale is 1/M without the flag, because the schedule divides the first loss by M. It is 1 with
+# the flag, where both are divided by N at the end. Now nobody sets it:
+
+# %%
+_, unscaled = step_with_autoscaler(per_token=False, scale=1.0)
+_, without = step_with_autoscaler(per_token=False, scale=0.0)
+for name, much, none, right in zip(WEIGHTS, unscaled, without, wanted[False], strict=True):
+    part, right_part = much - none, right - none  # what the second loss adds
+    ratio = part.norm() / right_part.norm()
+    print(f"{name:10} second loss adds {right_part.norm():.4f}, unscaled {part.norm():.4f}")
+compare(times_too_large=round(ratio.item(), 6))
+
+# %% [markdown]
+# This is easy to overlook: training still works, with another factor f, which changes when the
+# number of microbatches changes.
+
+# %% [markdown]
+# ### The real model
+#
+# A GPT of two layers with an MTP layer behind them, on one rank. What does the MTP layer add to the
+# parameters, and does the package weigh the losses as we did?
+#
+# `explicit_sum` takes the model apart: the decoder, the block of MTP layers, and the output layer,
+# which is the embedding. The block returns h₀ and h₁ as one tensor, one behind the other.
+
+# %%
+MTP = {
+    "num_layers": 2,
+    "mtp_num_layers": DEPTHS,
+    "mtp_loss_scaling_factor": FACTOR,
+    "params_dtype": torch.float64,
+    "position_embedding_type": "none",
+}
+
+
+# %%
+def explicit_sum(gpt, per_token):
+    """The step's sum, from the parts of the model on this rank."""
+    model = unwrap_model(gpt.chunks[0])
+    data, total = gpt.microbatches(M), 0
+    N = sum(batch["mask"].sum() for batch in data)
+    for batch in data:
+        labels, mask = batch["labels"], batch["mask"]
+        weights = weights_of_tokens(mask, per_token, N)
+        h0 = model.decoder(model.embedding(batch["tokens"], None), None)
+        hidden = model.mtp(batch["tokens"], None, h0, None, embedding=model.embedding)
+        for h, weight in zip(hidden.chunk(2), weights, strict=True):
+            logits = h @ model.embedding.word_embeddings.weight.T
+            losses = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+            total = total + weight * (mask * losses).sum()
+            labels, mask = roll(labels), roll(mask)
+    return total
+
+
+# %%
+def real_step(per_token, **config):
+    gpt = TinyGPT(calculate_per_token_loss=per_token, **MTP | config)
+    losses = gpt.step(M)
+    gradients = gpt.gradients()
+    names = [name for name, _ in named_global_parameters(unwrap_model(gpt.chunks[0]))]
+    params = [param for _, param in named_global_parameters(unwrap_model(gpt.chunks[0]))]
+    wanted = torch.autograd.grad(explicit_sum(gpt, per_token), params)
+    return {
+        "losses": [report["loss"].item() for report in losses],
+        "gradients": gradients,
+        "of the sum": dict(zip(names, wanted, strict=True)),
+    }
+
+
+def with_and_without_flag():
+    return {per_token: real_step(per_token) for per_token in (False, True)}
+
+
+# %%
+(alone,) = launch(with_and_without_flag, 1)
+for per_token, found in alone.items():
+    torch.testing.assert_close(found["gradients"], found["of the sum"], rtol=1e-10, atol=1e-10)
+    print(f"flag {per_token}: {len(found['gradients'])} gradients are those of the explicit sum")
+for name, gradient in alone[False]["gradients"].items():
+    if name.startswith("mtp") and "transformer_layer" not in name:
+        print(f"{name:35} {list(gradient.shape)}")
+
+# %% [markdown]
+# `enorm` and `hnorm` are the two norms, `eh_proj` is what we called joining; then come a whole
+# transformer layer, which is not listed here, and a final norm.
+#
+# ### On stages
+#
+# A layout says which stage has what: E embedding, t transformer layer, m MTP layer, L loss; a bar
+# ends a stage. The model on two stages, and on three, with the MTP layer on a stage of its own:
+
+
+# %%
+def step_on_stages(layout):
+    stages = layout.count("|") + 1
+    gpt = TinyGPT(pp=stages, pipeline_model_parallel_layout=layout, **MTP)
+    gpt.step(M)
+    gradients = gpt.gradients()
+    with trace() as recorded:
+        gpt.step(M)
+    params = [pair for chunk in gpt.chunks for pair in unwrap_model(chunk).named_parameters()]
+    return {
+        "gradients": gradients,
+        "copy": [name for name, param in params if getattr(param, "shared_embedding", False)],
+        "trace": recorded if dist.get_rank() == 0 else None,
+    }
+
+
+# %%
+two, three = (launch(step_on_stages, p, way) for p, way in ((2, "Et|tmL"), (3, "Et|tm|L")))
+for ranks in (two, three):
+    for rank, found in enumerate(ranks):
+        print(f"{len(ranks)} stages, rank {rank}: {len(found['gradients']):2} gradients,", end=" ")
+        print("copy of the embedding:", *found["copy"])
+        for name, gradient in found["gradients"].items():
+            wanted = alone[False]["gradients"][name]
+            torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
+compare(stages_with_embedding=[rank for rank, found in enumerate(three) if found["copy"]])
+
+# %% [markdown]
+# All three. The first stage embeds the tokens; the MTP layer embeds the tokens that come next; the
+# last stage needs the weight for both losses. On two stages the copy of stage 1 serves the MTP layer
+# and the output layer.
+#
+# Each copy gets another part of the gradient. After the last microbatch the parts are summed over the
+# stages that hold a copy, so that all copies stay the same. A stage that is left out of this sum goes
+# its own way, and nothing crashes.
+#
+# And what do stages send? The MTP layer hands on h₁ *and* h₀, for the first loss needs h₀:
+
+# %%
+for rank in range(2):
+    events = three[0]["trace"].rank(rank).events
+    shapes = {tuple(event.attributes["shape"]) for event in events if event.name == "forward-send"}
+    print(f"rank {rank} sends to rank {rank + 1}: {shapes}, [length, micro-batch, hidden]")
+
+# %% [markdown]
+# ## Part 2: a ring of attention
+#
+# A linear layer, a norm or an MLP looks at one token at a time. So c ranks can each take a part of a
+# sequence, and compute these as before. In attention each token looks at all tokens before it, on
+# whichever rank they are. Sharing sequences in this way is called context parallelism.
+#
+# ### Predict
+#
+# 1. 32 tokens on 4 ranks, rank 0 has the first 8, rank 3 the last 8. A token looks at itself and at
+#    all before it; each such pair costs work. How many times the work of rank 0 has rank 3?
+# 2. In a ring each rank hands keys and values on to the next rank, until everybody has seen all. How
+#    many times does a rank send its neighbour something, in the forward of one layer, c = 4?
+# 3. In backward, keys and values go round again, and the gradients of keys and values with them. How
+#    many times does a rank send *gradients*?
+# 4. Another way is an all-to-all that gives each rank all tokens, of some of the heads. On 2 ranks,
+#    with 4 heads, it sends as many bytes in forward as the ring. Now only 2 heads have keys and
+#    values of their own, and two query heads share each (grouped queries). Which way sends fewer?
+# 5. Until backward a rank holds activations. Which share of them does it hold if 4 ranks share each
+#    sequence: all, about 1/4, or about 1/16?
+
+# %%
+# Write your answers in place of None. Running this cell locks them in.
+predict(
+    work_of_rank_3_over_rank_0=None,
+    sends_in_forward=None,
+    sends_of_gradients=None,
+    fewer_bytes=None,  # "ring" or "all-to-all"
+    share_of_activations=None,  # "all", "1/4" or "1/16"
+)
+
+# %% [markdown]
+# ### Who has which tokens
+
+# %%
+S, C, WIDTH = 32, 4, 8  # tokens, ranks, width of a head
+CONTIGUOUS = list(torch.arange(S).chunk(C))
+
+
+def zigzag(rank):
+    """Of 2c chunks, one from the front and one from the back."""
+    chunks = torch.arange(S).chunk(2 * C)
+    return torch.cat([chunks[rank], chunks[2 * C - 1 - rank]])
+
+
+ZIGZAG = [zigzag(rank) for rank in range(C)]
+
+# %%
+for name, split in (("contiguous", CONTIGUOUS), ("zig-zag", ZIGZAG)):
+    pairs = [int((own + 1).sum()) for own in split]  # token i looks at i + 1 tokens
+    print(f"{name:10} pairs of each rank: {pairs}")
+pairs_of_contiguous = [int((own + 1).sum()) for own in CONTIGUOUS]
+compare(work_of_rank_3_over_rank_0=pairs_of_contiguous[3] / pairs_of_contiguous[0])
+
+# %%
+CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
+
+
+def rank_of_tokens(split):
+    """[s]: which rank has it."""
+    ranks = torch.empty(S, dtype=torch.long)
+    for rank, own in enumerate(split):
+        ranks[own] = rank
+    return ranks
+
+
+# %%
+maps = {
+    name: torch.where(CAUSAL, rank_of_tokens(split).unsqueeze(1), -1)
+    for name, split in (("contiguous", CONTIGUOUS), ("zig-zag", ZIGZAG))
+}
+draw_pairs(maps, "rank")
+
+# %% [markdown]
+# A row is as long as the token has tokens before it. Contiguous, rank 3 has the eight longest rows,
+# and the other ranks wait for it. In a zig-zag every rank has as many long rows as short ones, and
+# all have 132 pairs. That is what the package does:
+
+# %%
+for rank, own in enumerate(ZIGZAG):
+    assert torch.equal(positions_of_rank(S, rank, C), own)
+    print(f"rank {rank}: {own.tolist()}")
+
+# %% [markdown]
+# ### A softmax in two parts
+#
+# A rank gets the keys and values in blocks. It must not wait until all are there, or it would hold
+# the whole sequence. But a softmax needs its denominator, the sum over *all* keys. The way out: of
+# each block keep the output and the logarithm of its denominator, `lse` (log-sum-exp). From these two
+# the blocks' outputs can be weighed later.
+
+
+# %%
+def block_attention(q, k, v, visible=None):
+    """(output [q, d], lse [q]) of these keys and values alone."""
+    scores = q @ k.T / WIDTH**0.5
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    return (scores - lse.unsqueeze(1)).exp() @ v, lse
+
+
+def merge(out, lse, out2, lse2):
+    """The same of two blocks together."""
+    both = torch.logaddexp(lse, lse2)
+    weight, weight2 = (lse - both).exp(), (lse2 - both).exp()
+    return out * weight.unsqueeze(1) + out2 * weight2.unsqueeze(1), both
+
+
+# %%
+torch.manual_seed(7)
+Q, K, V = (torch.randn(S, WIDTH, requires_grad=True) for _ in range(3))
+q, k, v = Q[-1:], K, V  # the last token, which looks at all
+whole, lse = block_attention(q, k, v)
+near, far = block_attention(q, k[:10], v[:10]), block_attention(q, k[10:], v[10:])
+merged, merged_lse = merge(*near, *far)
+
+torch.testing.assert_close((merged, merged_lse), (whole, lse), rtol=1e-13, atol=1e-13)
+shares = [(part[1] - lse).exp().item() for part in (near, far)]
+print("weights of the two blocks:", [round(share, 3) for share in shares])
+
+# %% [markdown]
+# A weight is the block's share of the whole denominator. Only differences of logarithms are
+# exponentiated, so nothing overflows. Blocks may come in any order, and any number of them.
+#
+# ### The ring, played by one process
+#
+# Four ranks, each with its zig-zag part of Q, K and V. At step i rank r has the keys and values of
+# rank j = (r − i) mod c: what came from its neighbour r − 1. There are three cases:
+#
+# * j = r, at the beginning: its own tokens, causal.
+# * j < r: the *first* half of j's keys stands before both halves of r's queries, the second half
+#   behind both. So all queries look at the first half of the keys, without a mask.
+# * j > r: the second half of r's queries stands behind all of j's keys, the first half before all.
+#   So the second half of the queries looks at all keys, without a mask.
+#
+# In each case it is half of the block, or a little more at the start. Everybody computes as much as
+# everybody else, at every step.
+
+# %%
+HALF = S // C // 2
+hops = []
+
+
+def hop(travelling, what):
+    """Everybody hands on what it has: rank r gets what rank r - 1 had."""
+    hops.append(what)
+    return travelling[-1:] + travelling[:-1]
+
+
+# %%
+
+
+def cut(i, rank, other):
+    """Which of its queries look at which of the other's keys, and whether a mask is needed."""
+    if other == rank:
+        return slice(None), slice(None), CAUSAL[: 2 * HALF, : 2 * HALF]
+    if other < rank:
+        return slice(None), slice(HALF), None
+    return slice(HALF, None), slice(None), None
+
+
+# %%
+def ring_forward(parts):
+    """`parts` has (q, k, v) of each rank. Returns (output, lse) of each."""
+    travelling = [(k, v) for _, k, v in parts]
+    found = [None] * C
+    for i in range(C):
+        for rank, (q, _, _) in enumerate(parts):
+            queries, keys, visible = cut(i, rank, (rank - i) % C)
+            k, v = travelling[rank]
+            new = block_attention(q[queries], k[keys], v[keys], visible)
+            if i == 0:
+                found[rank] = new
+            else:
+                out, lse = (old.clone() for old in found[rank])
+                out[queries], lse[queries] = merge(out[queries], lse[queries], *new)
+                found[rank] = out, lse
+        if i < C - 1:
+            travelling = hop(travelling, "k, v")
+    return found
+
+
+# %%
+def together(parts):
+    """Tensors of the ranks' tokens, in the order of the sequence."""
+    return torch.cat(parts)[torch.cat(ZIGZAG).argsort()]
+
+
+# %%
+parts = [(Q[own], K[own], V[own]) for own in ZIGZAG]
+hops.clear()
+found = ring_forward(parts)
+output, lse = (together([of_rank[n] for of_rank in found]) for n in range(2))
+whole, whole_lse = block_attention(Q, K, V, CAUSAL)
+torch.testing.assert_close((output, lse), (whole, whole_lse), rtol=1e-13, atol=1e-13)
+print(f"largest difference from attention in one piece: {(output - whole).abs().max():.0e}")
+compare(sends_in_forward=len(hops))
+
+# %%
+ranks = rank_of_tokens(ZIGZAG)
+step = (ranks.unsqueeze(1) - ranks) % C  # at which step a pair's key is with the pair's query
+draw_pairs(
+    {"rank of the pair": maps["zig-zag"], "step": torch.where(CAUSAL, step, -1)}, "rank / step"
+)
+
+# %% [markdown]
+# At step 0 each rank is with its own keys: the triangles at the diagonal, and the square where its
+# second chunk looks at its first. There are c − 1 hops: after step c − 1 nobody needs the keys any
+# more.
+#
+# ### The way back
+#
+# Backward computes the softmax again, block by block. It needs no denominators of blocks for that:
+# the probabilities are exp(S − lse) with the *merged* lse, which the rank has kept. And each row needs
+# one number, D = Σ dO · O, once. Then for each block, with P the probabilities and S the scores:
+#
+#     dV = Pᵀ dO      dS = P ∘ (dO Vᵀ − D)      dQ = dS K / √d      dK = dSᵀ Q / √d
+#
+# dQ stays with its rank. dK and dV belong to the rank that owns the keys, and every rank adds its
+# share. So they travel with their keys, and collect.
+
+
+# %%
+def block_backward(q, k, v, visible, lse, grad, delta):
+    """(dq, dk, dv), what this block adds to them."""
+    scores = q @ k.T / WIDTH**0.5
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    p = (scores - lse.unsqueeze(1)).exp()
+    ds = p * (grad @ v.T - delta.unsqueeze(1)) / WIDTH**0.5
+    return ds @ k, ds.T @ q, p.T @ grad
+
+
+# %%
+def ring_backward(parts, found, grads):
+    """From the gradient of each rank's output, those of its q, k and v."""
+    deltas = [(grad * out).sum(dim=-1) for grad, (out, _) in zip(grads, found, strict=True)]
+    dqs = [torch.zeros_like(q) for q, _, _ in parts]
+    pairs = [(k, v) for _, k, v in parts]
+    sums = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in pairs]
+    for i in range(C):
+        for rank, (q, _, _) in enumerate(parts):
+            queries, keys, visible = cut(i, rank, (rank - i) % C)
+            (k, v), (dk, dv) = pairs[rank], sums[rank]
+            of_rows = (t[queries] for t in (found[rank][1], grads[rank], deltas[rank]))
+            added = block_backward(q[queries], k[keys], v[keys], visible, *of_rows)
+            dqs[rank][queries] += added[0]
+            dk[keys] += added[1]
+            dv[keys] += added[2]
+        if i < C - 1:
+            pairs = hop(pairs, "k, v")
+        sums = hop(sums, "dk, dv")  # after the last step too: they go home
+    return [(dq, *home) for dq, home in zip(dqs, sums, strict=True)]
+
+
+# %%
+upstream = torch.randn(S, WIDTH)
+wanted = torch.autograd.grad(whole, (Q, K, V), upstream)
+with torch.no_grad():
+    gradients = ring_backward(parts, found, [upstream[own] for own in ZIGZAG])
+for n, (name, right) in enumerate(zip(("dQ", "dK", "dV"), wanted, strict=True)):
+    by_ring = together([of_rank[n] for of_rank in gradients])
+    torch.testing.assert_close(by_ring, right, rtol=1e-12, atol=1e-12)
+    print(f"{name}: largest difference {(by_ring - right).abs().max():.0e}")
+
+# %%
+backward_hops = hops[C - 1 :]
+print("hops of backward:", *backward_hops, sep="\n  ")
+compare(sends_of_gradients=backward_hops.count("dk, dv"))
+
+# %% [markdown]
+# Keys and values make c − 1 hops, as in forward. Their gradients make one more: after step c − 1 they
+# are with the neighbour, and the last hop brings them home. With c = 2 a rank's next is also its
+# previous, so a hop in the wrong direction is not noticed there: test a ring with four.
+
+# %% [markdown]
+# ### On ranks
+#
+# A GPT on one rank, and on two and four that share its sequences. Each rank gets the whole batch and
+# takes its part of it, labels and mask too. The mask leaves out the last tokens of some rows: all of
+# these are on rank 0. So the ranks' counts differ, and `calculate_per_token_loss` is the simplest way
+# to get it right: each rank returns its sum and its count, and both are summed over all ranks.
+
+# %%
+SHARED = {
+    "num_layers": 2,
+    "seq_length": S,
+    "position_embedding_type": "rope",
+    "calculate_per_token_loss": True,
+    "params_dtype": torch.float64,
+}
+
+
+# %%
+def sum_and_count(mask, losses):
+    total, count, _ = masked_loss(mask, losses)
+    return total, count, {"sum": total.detach().clone(), "count": count}
+
+
+def step_of_shared(c, **config):
+    config = SHARED | {"context_parallel_size": c} | config
+    gpt = TinyGPT(loss_func=sum_and_count, **config)
+    with ActivationMeter(gpt.chunks) as meter:
+        reports = gpt.step(M)
+    gradients = gpt.gradients()
+    with trace() as recorded:
+        gpt.step(1)
+    return {
+        "reports": [(report["sum"].item(), int(report["count"])) for report in reports],
+        "gradients": gradients,
+        "bytes": meter.peak,
+        "trace": recorded if dist.get_rank() == 0 else None,
+    }
+
+
+# %%
+sharing = {c: launch(step_of_shared, c, c) for c in (1, 2, 4)}
+
+
+def losses_of(ranks):
+    """Of each microbatch: sums and counts of all ranks, and their quotient."""
+    found = []
+    for reports in zip(*(of_rank["reports"] for of_rank in ranks), strict=True):
+        total, count = (sum(column) for column in zip(*reports, strict=True))
+        found.append(total / count)
+    return found
+
+
+# %%
+(whole,) = sharing[1]
+for c, ranks in sharing.items():
+    counts = [[count for _, count in found["reports"]] for found in ranks]
+    print(f"c = {c}: losses {[round(x, 6) for x in losses_of(ranks)]}, counts of ranks {counts}")
+    torch.testing.assert_close(losses_of(ranks), losses_of(sharing[1]), rtol=1e-12, atol=1e-12)
+    for found in ranks:
+        torch.testing.assert_close(found["gradients"], whole["gradients"], rtol=1e-10, atol=1e-10)
+
+# %% [markdown]
+# Losses and gradients are those of one rank. Every rank has all weights, and after its backward the
+# part of their gradients that comes from its tokens. So gradients are summed over the ranks that
+# share sequences as they are over data-parallel copies.
+#
+# ### What is sent
+#
+# One layer, one microbatch. The ring is called `p2p` here, as in Megatron. `all_gather` gives every
+# rank all keys and values at once; that is shorter to write, and a rank holds all of them for a
+# moment. `a2a` gives each rank all tokens of some of the heads. Which bytes leave a rank, and do the
+# planner's formulas know them?
+
+# %%
+EVENTS = ("ring-hop", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def bytes_that_leave(event):
+    told = event.attributes
+    others = told["group_size"] - 1
+    if event.name == "all-gather":  # what it has, to each of the others
+        return told["bytes"] * others
+    if event.name == "reduce-scatter":  # to each of the others the part that is theirs
+        return told["bytes"] // told["group_size"] * others
+    return told["bytes_sent"]
+
+
+# %%
+def bytes_sent(recorded):
+    """(forward, backward) of rank 0."""
+    events, sent = recorded.rank(0).events, [0, 0]
+    for event in events:
+        if event.name in EVENTS:
+            frames = [event]
+            while frames[-1].parent is not None:
+                frames.append(events[frames[-1].parent])
+            in_backward = any(frame.name == "backward-compute" for frame in frames)
+            sent[in_backward] += bytes_that_leave(event)
+    return tuple(sent)
+
+
+# %%
+WAYS = ("p2p", "all_gather", "a2a")
+
+
+def measure(c, groups_of_heads):
+    """Bytes by (groups, way)."""
+    found = {}
+    for groups in groups_of_heads:
+        for way in WAYS:
+            config = {"num_layers": 1, "num_query_groups": groups, "cp_comm_type": way}
+            found[groups, way] = step_of_shared(c, **config)["trace"]
+    return {case: recorded and bytes_sent(recorded) for case, recorded in found.items()}
+
+
+# %%
+sent = {c: launch(measure, c, c, groups)[0] for c, groups in ((2, (4, 2)), (4, (4,)))}
+print("ranks  heads  groups  way          forward  backward")
+for c, cases in sent.items():
+    for (groups, way), found in cases.items():
+        print(f"{c:5}{4:7}{groups:8}  {way:10}{found[0]:10}{found[1]:10}")
+        formula = context_parallel_bytes(way, S, 2, 4, groups, 8, c, bytes_per_element=8)
+        assert found == (formula.forward, formula.backward)
+print("the planner's formulas give the same")
+ring, exchange = sent[2][2, "p2p"][0], sent[2][2, "a2a"][0]
+compare(fewer_bytes="ring" if ring < exchange else "all-to-all")
+
+# %% [markdown]
+# The ring and the gather send keys and values, and nothing else in forward. With fewer groups of
+# heads that is less. The all-to-all sends queries and output too, so it gains less from groups. But
+# each rank sends only what the others need: with four ranks and no groups it sends half as much as
+# the ring.
+#
+# ### What a hop hides behind
+#
+# The ring's other strength is time: while a rank computes with the keys that are here, the next ones
+# are on their way. On paper, with blocks that take 2 units and hops that take 1; below, the same if
+# each hop were waited for at once:
+
+# %%
+costs = RingCosts(num_ranks=C, block=2, hop=1)
+rows = [("hops beside blocks", one_ring(costs, "forward"))]
+rows += [("each hop waited for", one_ring(costs, "forward", overlap=False))]
+SVG(render_layers(rows, "Forward of one attention, one rank of four"))
+
+# %%
+backward = one_ring(costs, "backward")
+SVG(render_layers([("backward", backward)], "Its backward; the last hop brings gradients home"))
+
+# %% [markdown]
+# On real ranks: a CPU computes and moves bytes with the same cores, and these blocks are tiny. So each
+# block sleeps for 20 ms. A hop is *in flight* from its start to the end of the wait for it; during the
+# wait nothing is computed.
+
+
+# %%
+def slow_blocks():
+    """One forward on this rank, each block of attention 20 ms long."""
+    block = context_parallel.block_attention
+
+    def slow(*args, **more):
+        time.sleep(0.02)
+        return block(*args, **more)
+
+    gpt = TinyGPT(context_parallel_size=C, **SHARED | {"num_layers": 1})
+    with patch.object(context_parallel, "block_attention", slow), trace() as recorded:
+        gpt.step(1, forward_only=True)
+    return recorded if dist.get_rank() == 0 else None
+
+
+# %%
+slow = launch(slow_blocks, C)[0]
+for rank in range(C):
+    bars = in_flight(dict(enumerate(slow.rank(rank).events)), "ring-hop")
+    print(f"rank {rank}:", end="")
+    for bar in bars:
+        begin, end = exposed_of(bar)
+        words = (
+            f"in flight {(bar.end - bar.start) / 1e3:5.1f} ms, waited {(end - begin) / 1e3:4.1f}"
+        )
+        print(f"  {words}", end=";")
+        assert bar.end - bar.start > 19e3  # a block was computed meanwhile
+    print()
+
+# %% [markdown]
+# Every hop was in flight for the whole of a block. What is waited for is what the ranks' sleeps
+# differ by.
+#
+# ### What a rank holds
+
+# %%
+held = {c: max(found["bytes"] for found in ranks) for c, ranks in sharing.items()}
+for c, number in held.items():
+    print(
+        f"c = {c}: at most {number / 1024:6.1f} KiB for backward, {number / held[1]:.3f} of c = 1"
+    )
+shares = {"all": 1, "1/4": 1 / 4, "1/16": 1 / 16}
+compare(share_of_activations=min(shares, key=lambda name: abs(shares[name] - held[4] / held[1])))
+assert all(abs(number * c / held[1] - 1) < 0.1 for c, number in held.items())
+
+# %% [markdown]
+# 1/c. Each activation has a row per token, and a rank has 1/c of the tokens. The
+# keys and values of others are used and let go: for backward a rank keeps its own, its output, and
+# one lse per row and head. So c times as many tokens fit into the memory of a rank. (Weights,
+# gradients and the optimizer do not get smaller.)
+#
+# ## Change it
+#
+# * Take the labels of the second loss without a roll: `loss_of(h1, labels)`, also in the sum. Do the
+#   assertions notice? What would such a model learn?
+# * In `step_with_autoscaler`, write `Attach.apply(...)` without `h0 =`. Which gradients are wrong, and
+#   is the reported loss?
+# * In a new cell, `MTP["mtp_num_layers"] = 2`, and `step_on_stages` with the layout `Et|tmm|L`. How
+#   long are the messages behind m now? What does the second MTP layer predict?
+# * In `hop`, let everything go the other way: `travelling[1:] + travelling[:1]`. Which assertion
+#   fails? Does it fail with `C = 2`?
+# * In `ring_backward`, use each block's own lse instead of the merged one. Which of dQ, dK, dV are
+#   wrong?
+# * Leave `calculate_per_token_loss` out of `SHARED`. The losses stay the same, the gradients do not.
+#   Why? Which token weighs too much?
+# * `S = 30`. Who complains, and what does it propose?
+#
+# ## Where next
+#
+# * [Predicting two tokens](../docs/tour/predicting-two-tokens.md) and
+#   [a ring of attention](../docs/tour/a-ring-of-attention.md) in the tour: the code.
+# * [ex22](../minimegatron/exercises/catalog/ex22_ring_attention/page.md): the merge, the ring and its
+#   backward; [ex23](../minimegatron/exercises/catalog/ex23_predict_two_tokens/page.md): the second
+#   loss.
