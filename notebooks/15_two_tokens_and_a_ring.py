@@ -24,15 +24,28 @@
 
 # %%
 # %matplotlib inline
+import time
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from IPython.display import SVG
+from minimegatron.planner.context_costs import context_parallel_bytes
+from minimegatron.planner.ring_costs import RingCosts
 
 from minimegatron import launch, trace
+from minimegatron.core.transformer import context_parallel
+from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.zigzag import positions_of_rank
-from minimegatron.notebook import compare, predict, show_wide
+from minimegatron.core.utils import unwrap_model
+from minimegatron.notebook import compare, predict
 from minimegatron.notebook.drawing import draw_pairs
-from minimegatron.training.tiny_gpt import TinyGPT
+from minimegatron.planner.layer_plan import one_ring
+from minimegatron.planner.render_layers import render_layers
+from minimegatron.tracing.activation_meter import ActivationMeter
+from minimegatron.tracing.lanes import exposed_of, in_flight
+from minimegatron.training.tiny_gpt import TinyGPT, masked_loss
 
 torch.set_default_dtype(torch.float64)
 
@@ -76,7 +89,7 @@ predict(
 # %%
 def roll(row):
     """One place to the left; the last becomes 0."""
-    return torch.cat([row[1:], torch.zeros_like(row[:1])])
+    return torch.cat([row[..., 1:], torch.zeros_like(row[..., :1])], dim=-1)
 
 
 # %%
@@ -155,7 +168,7 @@ FACTOR, DEPTHS = 0.1, 1  # mtp_loss_scaling_factor, mtp_num_layers
 
 
 # %%
-def weights_of_tokens(mask, per_token):
+def weights_of_tokens(mask, per_token, N):
     """What one token of this microbatch weighs in the step, for the first and second loss."""
     n0, n1 = mask.sum(), roll(mask).sum().clamp(min=1)
     f = FACTOR / DEPTHS
@@ -166,7 +179,7 @@ def weights_of_tokens(mask, per_token):
 print("flag    microbatch   n0  n1   weight of a token: first loss, second loss")
 for per_token in (False, True):
     for number, (_, _, own_mask) in enumerate(BATCHES):
-        first, second = weights_of_tokens(own_mask, per_token)
+        first, second = weights_of_tokens(own_mask, per_token, N)
         counts = f"{int(own_mask.sum()):2} {int(roll(own_mask).sum()):3}"
         print(f"{per_token!s:8}{number:10} {counts:>8} {first:30.4f} {second:11.5f}")
 
@@ -183,7 +196,7 @@ def sum_of_step(per_token):
     total = 0
     for tokens, labels, mask in BATCHES:
         h0, h1 = hidden_states(tokens)
-        first, second = weights_of_tokens(mask, per_token)
+        first, second = weights_of_tokens(mask, per_token, N)
         total = total + first * (mask * loss_of(h0, labels)).sum()
         total = total + second * (roll(mask) * loss_of(h1, roll(labels))).sum()
     return total
@@ -273,6 +286,126 @@ compare(times_too_large=round(ratio.item(), 6))
 # number of microbatches changes.
 
 # %% [markdown]
+# ### The real model
+#
+# A GPT of two layers with an MTP layer behind them, on one rank. What does the MTP layer add to the
+# parameters, and does the package weigh the losses as we did?
+#
+# `explicit_sum` takes the model apart: the decoder, the block of MTP layers, and the output layer,
+# which is the embedding. The block returns h₀ and h₁ as one tensor, one behind the other.
+
+# %%
+MTP = {
+    "num_layers": 2,
+    "mtp_num_layers": DEPTHS,
+    "mtp_loss_scaling_factor": FACTOR,
+    "params_dtype": torch.float64,
+    "position_embedding_type": "none",
+}
+
+
+# %%
+def explicit_sum(gpt, per_token):
+    """The step's sum, from the parts of the model on this rank."""
+    model = unwrap_model(gpt.chunks[0])
+    data, total = gpt.microbatches(M), 0
+    N = sum(batch["mask"].sum() for batch in data)
+    for batch in data:
+        labels, mask = batch["labels"], batch["mask"]
+        weights = weights_of_tokens(mask, per_token, N)
+        h0 = model.decoder(model.embedding(batch["tokens"], None), None)
+        hidden = model.mtp(batch["tokens"], None, h0, None, embedding=model.embedding)
+        for h, weight in zip(hidden.chunk(2), weights, strict=True):
+            logits = h @ model.embedding.word_embeddings.weight.T
+            losses = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+            total = total + weight * (mask * losses).sum()
+            labels, mask = roll(labels), roll(mask)
+    return total
+
+
+# %%
+def real_step(per_token, **config):
+    gpt = TinyGPT(calculate_per_token_loss=per_token, **MTP | config)
+    losses = gpt.step(M)
+    gradients = gpt.gradients()
+    names = [name for name, _ in named_global_parameters(unwrap_model(gpt.chunks[0]))]
+    params = [param for _, param in named_global_parameters(unwrap_model(gpt.chunks[0]))]
+    wanted = torch.autograd.grad(explicit_sum(gpt, per_token), params)
+    return {
+        "losses": [report["loss"].item() for report in losses],
+        "gradients": gradients,
+        "of the sum": dict(zip(names, wanted, strict=True)),
+    }
+
+
+def with_and_without_flag():
+    return {per_token: real_step(per_token) for per_token in (False, True)}
+
+
+# %%
+(alone,) = launch(with_and_without_flag, 1)
+for per_token, found in alone.items():
+    torch.testing.assert_close(found["gradients"], found["of the sum"], rtol=1e-10, atol=1e-10)
+    print(f"flag {per_token}: {len(found['gradients'])} gradients are those of the explicit sum")
+for name, gradient in alone[False]["gradients"].items():
+    if name.startswith("mtp") and "transformer_layer" not in name:
+        print(f"{name:35} {list(gradient.shape)}")
+
+# %% [markdown]
+# `enorm` and `hnorm` are the two norms, `eh_proj` is what we called joining; then come a whole
+# transformer layer, which is not listed here, and a final norm.
+#
+# ### On stages
+#
+# A layout says which stage has what: E embedding, t transformer layer, m MTP layer, L loss; a bar
+# ends a stage. The model on two stages, and on three, with the MTP layer on a stage of its own:
+
+
+# %%
+def step_on_stages(layout):
+    stages = layout.count("|") + 1
+    gpt = TinyGPT(pp=stages, pipeline_model_parallel_layout=layout, **MTP)
+    gpt.step(M)
+    gradients = gpt.gradients()
+    with trace() as recorded:
+        gpt.step(M)
+    params = [pair for chunk in gpt.chunks for pair in unwrap_model(chunk).named_parameters()]
+    return {
+        "gradients": gradients,
+        "copy": [name for name, param in params if getattr(param, "shared_embedding", False)],
+        "trace": recorded if dist.get_rank() == 0 else None,
+    }
+
+
+# %%
+two, three = (launch(step_on_stages, p, way) for p, way in ((2, "Et|tmL"), (3, "Et|tm|L")))
+for ranks in (two, three):
+    for rank, found in enumerate(ranks):
+        print(f"{len(ranks)} stages, rank {rank}: {len(found['gradients']):2} gradients,", end=" ")
+        print("copy of the embedding:", *found["copy"])
+        for name, gradient in found["gradients"].items():
+            wanted = alone[False]["gradients"][name]
+            torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
+compare(stages_with_embedding=[rank for rank, found in enumerate(three) if found["copy"]])
+
+# %% [markdown]
+# All three. The first stage embeds the tokens; the MTP layer embeds the tokens that come next; the
+# last stage needs the weight for both losses. On two stages the copy of stage 1 serves the MTP layer
+# and the output layer.
+#
+# Each copy gets another part of the gradient. After the last microbatch the parts are summed over the
+# stages that hold a copy, so that all copies stay the same. A stage that is left out of this sum goes
+# its own way, and nothing crashes.
+#
+# And what do stages send? The MTP layer hands on h₁ *and* h₀, for the first loss needs h₀:
+
+# %%
+for rank in range(2):
+    events = three[0]["trace"].rank(rank).events
+    shapes = {tuple(event.attributes["shape"]) for event in events if event.name == "forward-send"}
+    print(f"rank {rank} sends to rank {rank + 1}: {shapes}, [length, micro-batch, hidden]")
+
+# %% [markdown]
 # ## Part 2: a ring of attention
 #
 # A linear layer, a norm or an MLP looks at one token at a time. So c ranks can each take a part of a
@@ -287,9 +420,11 @@ compare(times_too_large=round(ratio.item(), 6))
 #    many times does a rank send its neighbour something, in the forward of one layer, c = 4?
 # 3. In backward, keys and values go round again, and the gradients of keys and values with them. How
 #    many times does a rank send *gradients*?
-# 4. With 4 query heads and 1 head for keys and values, c = 2: which sends fewer bytes in a forward,
-#    the ring or an all-to-all that gives each rank whole heads?
-# 5. What share of the activations of one rank alone does each of 4 ranks hold?
+# 4. Another way is an all-to-all that gives each rank all tokens, of some of the heads. On 2 ranks,
+#    with 4 heads, it sends as many bytes in forward as the ring. Now only 2 heads have keys and
+#    values of their own, and two query heads share each (grouped queries). Which way sends fewer?
+# 5. Until backward a rank holds activations. Which share of them does it hold if 4 ranks share each
+#    sequence: all, about 1/4, or about 1/16?
 
 # %%
 # Write your answers in place of None. Running this cell locks them in.
@@ -298,7 +433,7 @@ predict(
     sends_in_forward=None,
     sends_of_gradients=None,
     fewer_bytes=None,  # "ring" or "all-to-all"
-    share_of_activations=None,
+    share_of_activations=None,  # "all", "1/4" or "1/16"
 )
 
 # %% [markdown]
@@ -472,7 +607,9 @@ compare(sends_in_forward=len(hops))
 # %%
 ranks = rank_of_tokens(ZIGZAG)
 step = (ranks.unsqueeze(1) - ranks) % C  # at which step a pair's key is with the pair's query
-draw_pairs({"rank of the pair": maps["zig-zag"], "step": torch.where(CAUSAL, step, -1)}, "rank / step")
+draw_pairs(
+    {"rank of the pair": maps["zig-zag"], "step": torch.where(CAUSAL, step, -1)}, "rank / step"
+)
 
 # %% [markdown]
 # At step 0 each rank is with its own keys: the triangles at the diagonal, and the square where its
@@ -543,3 +680,234 @@ compare(sends_of_gradients=backward_hops.count("dk, dv"))
 # Keys and values make c − 1 hops, as in forward. Their gradients make one more: after step c − 1 they
 # are with the neighbour, and the last hop brings them home. With c = 2 a rank's next is also its
 # previous, so a hop in the wrong direction is not noticed there: test a ring with four.
+
+# %% [markdown]
+# ### On ranks
+#
+# A GPT on one rank, and on two and four that share its sequences. Each rank gets the whole batch and
+# takes its part of it, labels and mask too. The mask leaves out the last tokens of some rows: all of
+# these are on rank 0. So the ranks' counts differ, and `calculate_per_token_loss` is the simplest way
+# to get it right: each rank returns its sum and its count, and both are summed over all ranks.
+
+# %%
+SHARED = {
+    "num_layers": 2,
+    "seq_length": S,
+    "position_embedding_type": "rope",
+    "calculate_per_token_loss": True,
+    "params_dtype": torch.float64,
+}
+
+
+# %%
+def sum_and_count(mask, losses):
+    total, count, _ = masked_loss(mask, losses)
+    return total, count, {"sum": total.detach().clone(), "count": count}
+
+
+def step_of_shared(c, **config):
+    config = SHARED | {"context_parallel_size": c} | config
+    gpt = TinyGPT(loss_func=sum_and_count, **config)
+    with ActivationMeter(gpt.chunks) as meter:
+        reports = gpt.step(M)
+    gradients = gpt.gradients()
+    with trace() as recorded:
+        gpt.step(1)
+    return {
+        "reports": [(report["sum"].item(), int(report["count"])) for report in reports],
+        "gradients": gradients,
+        "bytes": meter.peak,
+        "trace": recorded if dist.get_rank() == 0 else None,
+    }
+
+
+# %%
+sharing = {c: launch(step_of_shared, c, c) for c in (1, 2, 4)}
+
+
+def losses_of(ranks):
+    """Of each microbatch: sums and counts of all ranks, and their quotient."""
+    found = []
+    for reports in zip(*(of_rank["reports"] for of_rank in ranks), strict=True):
+        total, count = (sum(column) for column in zip(*reports, strict=True))
+        found.append(total / count)
+    return found
+
+
+# %%
+(whole,) = sharing[1]
+for c, ranks in sharing.items():
+    counts = [[count for _, count in found["reports"]] for found in ranks]
+    print(f"c = {c}: losses {[round(x, 6) for x in losses_of(ranks)]}, counts of ranks {counts}")
+    torch.testing.assert_close(losses_of(ranks), losses_of(sharing[1]), rtol=1e-12, atol=1e-12)
+    for found in ranks:
+        torch.testing.assert_close(found["gradients"], whole["gradients"], rtol=1e-10, atol=1e-10)
+
+# %% [markdown]
+# Losses and gradients are those of one rank. Every rank has all weights, and after its backward the
+# part of their gradients that comes from its tokens. So gradients are summed over the ranks that
+# share sequences as they are over data-parallel copies.
+#
+# ### What is sent
+#
+# One layer, one microbatch. The ring is called `p2p` here, as in Megatron. `all_gather` gives every
+# rank all keys and values at once; that is shorter to write, and a rank holds all of them for a
+# moment. `a2a` gives each rank all tokens of some of the heads. Which bytes leave a rank, and do the
+# planner's formulas know them?
+
+# %%
+EVENTS = ("ring-hop", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def bytes_that_leave(event):
+    told = event.attributes
+    others = told["group_size"] - 1
+    if event.name == "all-gather":  # what it has, to each of the others
+        return told["bytes"] * others
+    if event.name == "reduce-scatter":  # to each of the others the part that is theirs
+        return told["bytes"] // told["group_size"] * others
+    return told["bytes_sent"]
+
+
+# %%
+def bytes_sent(recorded):
+    """(forward, backward) of rank 0."""
+    events, sent = recorded.rank(0).events, [0, 0]
+    for event in events:
+        if event.name in EVENTS:
+            frames = [event]
+            while frames[-1].parent is not None:
+                frames.append(events[frames[-1].parent])
+            in_backward = any(frame.name == "backward-compute" for frame in frames)
+            sent[in_backward] += bytes_that_leave(event)
+    return tuple(sent)
+
+
+# %%
+WAYS = ("p2p", "all_gather", "a2a")
+
+
+def measure(c, groups_of_heads):
+    """Bytes by (groups, way)."""
+    found = {}
+    for groups in groups_of_heads:
+        for way in WAYS:
+            config = {"num_layers": 1, "num_query_groups": groups, "cp_comm_type": way}
+            found[groups, way] = step_of_shared(c, **config)["trace"]
+    return {case: recorded and bytes_sent(recorded) for case, recorded in found.items()}
+
+
+# %%
+sent = {c: launch(measure, c, c, groups)[0] for c, groups in ((2, (4, 2)), (4, (4,)))}
+print("ranks  heads  groups  way          forward  backward")
+for c, cases in sent.items():
+    for (groups, way), found in cases.items():
+        print(f"{c:5}{4:7}{groups:8}  {way:10}{found[0]:10}{found[1]:10}")
+        formula = context_parallel_bytes(way, S, 2, 4, groups, 8, c, bytes_per_element=8)
+        assert found == (formula.forward, formula.backward)
+print("the planner's formulas give the same")
+ring, exchange = sent[2][2, "p2p"][0], sent[2][2, "a2a"][0]
+compare(fewer_bytes="ring" if ring < exchange else "all-to-all")
+
+# %% [markdown]
+# The ring and the gather send keys and values, and nothing else in forward. With fewer groups of
+# heads that is less. The all-to-all sends queries and output too, so it gains less from groups. But
+# each rank sends only what the others need: with four ranks and no groups it sends half as much as
+# the ring.
+#
+# ### What a hop hides behind
+#
+# The ring's other strength is time: while a rank computes with the keys that are here, the next ones
+# are on their way. On paper, with blocks that take 2 units and hops that take 1; below, the same if
+# each hop were waited for at once:
+
+# %%
+costs = RingCosts(num_ranks=C, block=2, hop=1)
+rows = [("hops beside blocks", one_ring(costs, "forward"))]
+rows += [("each hop waited for", one_ring(costs, "forward", overlap=False))]
+SVG(render_layers(rows, "Forward of one attention, one rank of four"))
+
+# %%
+backward = one_ring(costs, "backward")
+SVG(render_layers([("backward", backward)], "Its backward; the last hop brings gradients home"))
+
+# %% [markdown]
+# On real ranks: a CPU computes and moves bytes with the same cores, and these blocks are tiny. So each
+# block sleeps for 20 ms. A hop is *in flight* from its start to the end of the wait for it; during the
+# wait nothing is computed.
+
+
+# %%
+def slow_blocks():
+    """One forward on this rank, each block of attention 20 ms long."""
+    block = context_parallel.block_attention
+
+    def slow(*args, **more):
+        time.sleep(0.02)
+        return block(*args, **more)
+
+    gpt = TinyGPT(context_parallel_size=C, **SHARED | {"num_layers": 1})
+    with patch.object(context_parallel, "block_attention", slow), trace() as recorded:
+        gpt.step(1, forward_only=True)
+    return recorded if dist.get_rank() == 0 else None
+
+
+# %%
+slow = launch(slow_blocks, C)[0]
+for rank in range(C):
+    bars = in_flight(dict(enumerate(slow.rank(rank).events)), "ring-hop")
+    print(f"rank {rank}:", end="")
+    for bar in bars:
+        begin, end = exposed_of(bar)
+        words = (
+            f"in flight {(bar.end - bar.start) / 1e3:5.1f} ms, waited {(end - begin) / 1e3:4.1f}"
+        )
+        print(f"  {words}", end=";")
+        assert bar.end - bar.start > 19e3  # a block was computed meanwhile
+    print()
+
+# %% [markdown]
+# Every hop was in flight for the whole of a block. What is waited for is what the ranks' sleeps
+# differ by.
+#
+# ### What a rank holds
+
+# %%
+held = {c: max(found["bytes"] for found in ranks) for c, ranks in sharing.items()}
+for c, number in held.items():
+    print(
+        f"c = {c}: at most {number / 1024:6.1f} KiB for backward, {number / held[1]:.3f} of c = 1"
+    )
+shares = {"all": 1, "1/4": 1 / 4, "1/16": 1 / 16}
+compare(share_of_activations=min(shares, key=lambda name: abs(shares[name] - held[4] / held[1])))
+assert all(abs(number * c / held[1] - 1) < 0.1 for c, number in held.items())
+
+# %% [markdown]
+# 1/c. Each activation has a row per token, and a rank has 1/c of the tokens. The
+# keys and values of others are used and let go: for backward a rank keeps its own, its output, and
+# one lse per row and head. So c times as many tokens fit into the memory of a rank. (Weights,
+# gradients and the optimizer do not get smaller.)
+#
+# ## Change it
+#
+# * Take the labels of the second loss without a roll: `loss_of(h1, labels)`, also in the sum. Do the
+#   assertions notice? What would such a model learn?
+# * In `step_with_autoscaler`, write `Attach.apply(...)` without `h0 =`. Which gradients are wrong, and
+#   is the reported loss?
+# * In a new cell, `MTP["mtp_num_layers"] = 2`, and `step_on_stages` with the layout `Et|tmm|L`. How
+#   long are the messages behind m now? What does the second MTP layer predict?
+# * In `hop`, let everything go the other way: `travelling[1:] + travelling[:1]`. Which assertion
+#   fails? Does it fail with `C = 2`?
+# * In `ring_backward`, use each block's own lse instead of the merged one. Which of dQ, dK, dV are
+#   wrong?
+# * Leave `calculate_per_token_loss` out of `SHARED`. The losses stay the same, the gradients do not.
+#   Why? Which token weighs too much?
+# * `S = 30`. Who complains, and what does it propose?
+#
+# ## Where next
+#
+# * [Predicting two tokens](../docs/tour/predicting-two-tokens.md) and
+#   [a ring of attention](../docs/tour/a-ring-of-attention.md) in the tour: the code.
+# * [ex22](../minimegatron/exercises/catalog/ex22_ring_attention/page.md): the merge, the ring and its
+#   backward; [ex23](../minimegatron/exercises/catalog/ex23_predict_two_tokens/page.md): the second
+#   loss.

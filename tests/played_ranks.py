@@ -68,12 +68,14 @@ class PlayedGroup:
 
 
 class Exchange:
-    """A handle: `wait` gives the turn away until all parts are there."""
+    """A handle: `wait` gives the turn away until all parts are there. To wait again changes nothing."""
 
     def __init__(self, stage: Stage, keys: list[tuple[int, int, int]], finish: Callable):
         self._stage, self._keys, self._finish = stage, keys, finish
 
     def wait(self) -> bool:
+        if not self._keys:
+            return True
         stage, random = self._stage, torch.get_rng_state()
         here = stage.turn.wait_for(
             lambda: stage.error or all(key in stage.sent for key in self._keys), PATIENCE
@@ -82,6 +84,7 @@ class Exchange:
         if stage.error or not here:
             raise RuntimeError("another rank failed, or sent nothing") from stage.error
         self._finish([stage.sent.pop(key) for key in self._keys])
+        self._keys = []
         return True
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
 from minimegatron.exercises.labs.labs import copy_package
+from tests.mutations_with_context import CAUGHT_WITH_CONTEXT
 from tests.mutations_with_experts import CAUGHT_WITH_EXPERTS
 from tests.parity import Case
 from tests.test_parity import check
@@ -159,6 +160,7 @@ CAUGHT_BY = {
     "inner-fork-repeats": ((*RANDOM, "goes_on_with_its_stream"), r"assert|equal"),
     "stage-that-thinks-it-is-alone": ((*STAGES, "config_that_says_one"), r"DID NOT RAISE"),
     **CAUGHT_WITH_EXPERTS,
+    **CAUGHT_WITH_CONTEXT,
 }
 
 

@@ -104,8 +104,8 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=F:B",
-        help="with --layout: times of embedding or loss (default: 0), or of mtp (default: a layer's, and "
-        "a sixth of it for the projection); the loss is computed once more for each m in the layout",
+        help="with --layout: times of embedding or loss (default: 0), or of mtp (default: a layer's, "
+        "and a sixth of it for the projection); the loss is computed once more for each m",
     )
     add(
         "--layer-nodes",

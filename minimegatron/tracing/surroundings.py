@@ -82,7 +82,7 @@ class Surroundings:
 
     def _message_factors(self, config: Any) -> tuple[int, ...] | None:
         """Behind a stage of its own for further tokens messages are longer."""
-        if not getattr(config, "mtp_standalone", False):
+        if not config.mtp_standalone:
             return None
         layout = config.pipeline_model_parallel_layout
         if not isinstance(layout, PipelineParallelLayerLayout):

@@ -25,13 +25,17 @@ from minimegatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from minimegatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.transformer.module import Float16Module, named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_device, unwrap_model
@@ -59,6 +63,8 @@ class TinyGPT:
         ddp: fields of `DistributedDataParallelConfig`.
         pipeline_schedule: a registered order of work (see `orders`), whose placement decides which
             layers a rank builds; None for Megatron's choice.
+        position_embedding_type: None for learned positions, or rotary ones if further tokens are
+            predicted (`mtp_num_layers`): those need no table where these are embedded.
         config: fields of `TransformerConfig`, over those of `SIZES`.
 
     Groups that existed are replaced. `groups`, `config` and `chunks` are there to be looked at.
@@ -76,6 +82,7 @@ class TinyGPT:
         loss_func: Callable | None = None,
         ddp: dict[str, Any] | None = None,
         pipeline_schedule: str | None = None,
+        position_embedding_type: str | None = None,
         **config: Any,
     ):
         if parallel_state.is_initialized():
@@ -93,6 +100,7 @@ class TinyGPT:
             context_parallel_size=self.config.context_parallel_size,
             expert_model_parallel_size=self.config.expert_model_parallel_size,
             expert_tensor_parallel_size=self.config.expert_tensor_parallel_size,
+            get_embedding_ranks=partial(ranks_with_word_embedding, self.config, True),
             pipeline_placement=placement,
         )
         torch.manual_seed(1)
@@ -101,6 +109,8 @@ class TinyGPT:
         self.vocab_size, self.seq_length = vocab_size, seq_length
         self.micro_batch_size, self.ddp = micro_batch_size, ddp or {}
         self.loss_func = loss_func or masked_loss
+        learned = "learned_absolute" if self.config.mtp_num_layers is None else "rope"
+        self.position_embedding_type = position_embedding_type or learned
         self.chunks = [
             self._build_chunk(vp_stage) for vp_stage in ([None] if vp is None else range(vp))
         ]
@@ -110,16 +120,18 @@ class TinyGPT:
 
     def _build_chunk(self, vp_stage: int | None) -> DistributedDataParallel:
         where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        place = {"vp_stage": vp_stage, "pp_rank": self.groups.pp.rank()}
+        spec = get_gpt_decoder_block_spec(self.config, **place)
         model: torch.nn.Module = GPTModel(
             self.config,
-            get_gpt_decoder_block_spec(
-                self.config, vp_stage=vp_stage, pp_rank=self.groups.pp.rank()
-            ),
+            spec,
             self.vocab_size,
             self.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=True,
+            position_embedding_type=self.position_embedding_type,
+            mtp_block_spec=get_gpt_mtp_block_spec(self.config, spec, **place),
             pg_collection=self.groups,
             vp_stage=vp_stage,
         ).to(get_device())

@@ -50,3 +50,18 @@ def options_of_core(
             f"{config.context_parallel_size - 1} context-parallel ranks; use DotProductAttention"
         )
     return taken
+
+
+def check_part_of_sequence(length: int, num_ranks: int, max_sequence_length: int) -> None:
+    """Raises ValueError where a rank's `length` tokens are no two chunks, or too many."""
+    if length % 2:
+        raise ValueError(
+            f"a rank's part of a sequence has {length} tokens, which are not two equal chunks; use "
+            f"sequences of a multiple of 2 x {num_ranks} = {2 * num_ranks} tokens"
+        )
+    if length * num_ranks > max_sequence_length:
+        raise ValueError(
+            f"{length} tokens on each of {num_ranks} context-parallel ranks make a sequence of "
+            f"{length * num_ranks}, but max_sequence_length is {max_sequence_length}; give the model "
+            "get_batch_on_this_cp_rank(batch), not the whole batch"
+        )

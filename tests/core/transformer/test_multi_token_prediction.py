@@ -1,4 +1,4 @@
-"""Further tokens: their losses written out by hand, what is rolled, what the log says, what is refused."""
+"""Further tokens: losses written out by hand, what is rolled, what the log says, what is refused."""
 
 from functools import partial
 from types import SimpleNamespace

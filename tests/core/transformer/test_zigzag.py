@@ -1,12 +1,20 @@
 """Which tokens a context-parallel rank has, and that every rank has as much to attend to."""
 
+from unittest import mock
+
 import pytest
 import torch
 
+from minimegatron.core import parallel_state
+from minimegatron.core.models.gpt import GPTModel
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.context_parallel import block_of
 from minimegatron.core.transformer.rope_utils import get_pos_emb_on_this_cp_rank
+from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.zigzag import chunks_of_rank, positions_of_rank, take_part
 from minimegatron.core.utils import get_batch_on_this_cp_rank
+from minimegatron.training import data_iterators
 from tests.fake_transport import FakeGroup
 from tests.figures import figure
 
@@ -81,10 +89,11 @@ def test_a_batch_keeps_all_columns_of_its_mask():
     """Each field's sequence is cut; of the mask, the rows."""
     tokens = torch.arange(16).view(2, 8)
     mask = torch.arange(64).view(1, 1, 8, 8).expand(2, 1, 8, 8)
-    batch = {"tokens": tokens, "labels": None, "attention_mask": mask}
+    batch = {"tokens": tokens, "labels": tokens, "loss_mask": None, "attention_mask": mask}
     part = get_batch_on_this_cp_rank(batch, FakeGroup(0, 2))
-    assert part["tokens"].tolist() == [[0, 1, 6, 7], [8, 9, 14, 15]]
-    assert part["labels"] is None
+    for name in ("tokens", "labels"):
+        assert part[name].tolist() == [[0, 1, 6, 7], [8, 9, 14, 15]]
+    assert part["loss_mask"] is None
     assert torch.equal(part["attention_mask"], mask[:, :, [0, 1, 6, 7]])
     assert get_batch_on_this_cp_rank(batch, FakeGroup()) is batch
 
@@ -94,3 +103,54 @@ def test_angles_are_those_of_the_places_in_the_sequence():
     parts = [get_pos_emb_on_this_cp_rank(angles, 0, FakeGroup(rank, 2)) for rank in range(2)]
     assert [part.flatten().tolist() for part in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert get_pos_emb_on_this_cp_rank(angles, 0, FakeGroup()) is angles
+
+
+def model_on(rank: int, **options) -> GPTModel:
+    """Of two context-parallel ranks."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=2
+    )
+    groups = ProcessGroupCollection(tp=FakeGroup(), pp=FakeGroup(), cp=FakeGroup(rank, 2))
+    spec = get_gpt_layer_local_spec()
+    return GPTModel(
+        config, spec, 32, 8, position_embedding_type="rope", pg_collection=groups, **options
+    )
+
+
+def test_a_model_turns_by_the_places_in_the_sequence():
+    for rank in range(2):
+        model = model_on(rank)
+        found = model._rotary_angles(torch.zeros(4, 1, 8))
+        whole = model.rotary_pos_emb(8)
+        assert torch.equal(found, whole[positions_of_rank(8, rank, 2)])
+
+
+def test_a_whole_batch_is_refused():
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match="8 tokens on each of 2 .* a sequence of 16, .* is 8; give"
+    ):
+        model_on(0)(tokens, tokens, None)
+    with pytest.raises(ValueError, match="3 tokens, .* not two equal chunks; .* 2 x 2 = 4"):
+        model_on(0)(tokens[:, :3], tokens[:, :3], None)
+
+
+def test_ranks_that_share_sequences_read_the_same_samples(monkeypatch):
+    """The sampler of a rank is told its place among copies of the model."""
+    places = {"dp": (1, 2), "dp_cp": (3, 4), "tp": (0, 1)}
+    monkeypatch.setattr(parallel_state, "_rank", lambda kind: places[kind][0])
+    monkeypatch.setattr(parallel_state, "_size", lambda kind: places[kind][1])
+    args = mock.MagicMock(train_iters=1, eval_iters=0)
+    state = mock.MagicMock(iteration=0, do_train=0, do_valid=0, do_test=0)
+    told = {}
+    for name, value in {
+        "get_args": lambda: args,
+        "get_train_state": lambda: state,
+        "get_train_valid_test_num_samples": lambda: (1, 0, 0),
+        "build_pretraining_data_loader": lambda *_, **options: told.update(options),
+        "dist": mock.MagicMock(),
+        "collectives": mock.MagicMock(),
+    }.items():
+        monkeypatch.setattr(data_iterators, name, value)
+    data_iterators.build_train_valid_test_data_loaders(lambda _: ("train", None, None))
+    assert (told["data_parallel_rank"], told["data_parallel_size"]) == (1, 2)

@@ -28,7 +28,10 @@ from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_late
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
 from minimegatron.core.tracing import traced
-from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
+from minimegatron.core.transformer.context_parallel_groups import (
+    check_part_of_sequence,
+    context_parallel_group,
+)
 from minimegatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     process_mtp_loss,
@@ -201,8 +204,9 @@ class GPTModel(LanguageModule):
         """Runs the chunk.
 
         Args:
-            input_ids, position_ids: int64 [b, s]; read on the first chunk, and on the one that
-                predicts further tokens.
+            input_ids, position_ids: int64 [b, s], or this rank's part of them, [b, s/c] (so for s in
+                all that follows); read on the first chunk, and on the one that predicts further
+                tokens.
             attention_mask: bool, True where attention must not look, broadcastable to
                 [b, a/t, s, s]; None for plain causal attention.
             decoder_input: [s, b, h], used instead of embedding `input_ids`.
@@ -274,6 +278,9 @@ class GPTModel(LanguageModule):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the decoder needs: its input, on the first chunk; rotary angles, or None."""
         if self.pre_process and decoder_input is None:
+            if self.cp_group is not None:
+                length, ranks = input_ids.size(1), self.cp_group.size()
+                check_part_of_sequence(length, ranks, self.max_sequence_length)
             decoder_input = self.embedding(input_ids, position_ids)
         return decoder_input, self._rotary_angles(decoder_input)
 

@@ -8,9 +8,14 @@ EXERCISE = Exercise(
     tier="stretch",
     minutes=45,
     num_ranks=4,
-    mirrors="",
+    mirrors="minimegatron.core.transformer.context_parallel.RingAttention",
     summary="Attend to a sequence cut over ranks: keys go round, and their gradients come home.",
-    real=(),
+    real=(
+        "minimegatron.core.transformer.context_parallel.merge",
+        "minimegatron.core.transformer.context_parallel.block_of",
+        "minimegatron.core.transformer.context_parallel.RingAttention",
+        "minimegatron.core.transformer.context_parallel.block_gradients",
+    ),
     question=(
         "In the real ring, keys and values are under way while a block is computed. Which hop has "
         "nothing beside it that it could hide behind, and in which of the two directions?"

@@ -49,7 +49,7 @@ def _judge_block(case: Case, rank: int, step: int, block: list[Any]) -> None:
     length = num_tokens * c
     source = (rank - step) % c
     mine, theirs = (positions(r, c, length).tolist() for r in (rank, source))
-    found, wanted = _pairs(*block), _right_pairs(mine, theirs)
+    found, wanted = pairs_of(*block), _right_pairs(mine, theirs)
     if found == wanted:
         return
     where = f"{c} ranks with {num_tokens} tokens each, step {step} on rank {rank}"
@@ -62,7 +62,7 @@ def _judge_block(case: Case, rank: int, step: int, block: list[Any]) -> None:
     raise Wrong("\n".join(line for line in lines if line))
 
 
-def _pairs(queries: list[int], keys: list[int], is_causal: bool) -> set[tuple[int, int]]:
+def pairs_of(queries: list[int], keys: list[int], is_causal: bool) -> set[tuple[int, int]]:
     """(query, key), by their numbers on their ranks."""
     return {
         (q, k) for i, q in enumerate(queries) for j, k in enumerate(keys) if not is_causal or j <= i
