@@ -478,6 +478,11 @@ def copies_that_differ(case: Case, chunks: list, groups: Any) -> list[str]:
             if name == "embedding.word_embeddings.weight" and (case.mtp or not case.llama):
                 shared.setdefault("embd", []).append((name, param.detach()))
     problems = []
+    # A rank may have two copies in two chunks; then one of them stands for it.
+    (name, mine), *others = shared.get("embd", [("", None)])
+    if any(not torch.equal(mine, other) for _, other in others):
+        problems.append(f"{case}: copies of {name} differ on one rank")
+    shared |= {"embd": [(name, mine)] if mine is not None else []}
     for kind, params in shared.items():
         group = getattr(groups, kind)
         if params and group is not None and group.size() > 1:
