@@ -504,17 +504,20 @@ def load_reference(path: str) -> dict[str, torch.Tensor]:
 
 def sizes_of(case: Case) -> tuple:
     """What process groups depend on."""
-    embedding = (not case.llama, case.layout) if case.mtp else None
-    experts = case.etp if case.experts else None
-    return case.tp, case.cp, case.pp, case.vp, case.ep, experts, embedding
+    return case.tp, case.cp, case.pp, case.vp, case.ep, case.etp if case.experts else None
+
+
+def groups_of_case(case: Case) -> tuple:
+    """The same, and what the embedding's groups depend on."""
+    return *sizes_of(case), (not case.llama, case.layout) if case.mtp else None
 
 
 def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list[str]]]:
     """In one rank: every case of one world size, with its reference's path."""
     results = []
     layout = None
-    for case, path in sorted(cases, key=lambda item: str(sizes_of(item[0]))):
-        if layout != sizes_of(case):
+    for case, path in sorted(cases, key=lambda item: str(groups_of_case(item[0]))):
+        if layout != groups_of_case(case):
             if layout is not None:
                 parallel_state.destroy_model_parallel()
             copies = partial(ranks_with_word_embedding, transformer_config(case), not case.llama)
@@ -527,7 +530,7 @@ def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list
                 expert_model_parallel_size=case.ep,
                 expert_tensor_parallel_size=case.etp if case.experts else None,
             )
-            layout = sizes_of(case)
+            layout = groups_of_case(case)
         model_parallel_cuda_manual_seed(1)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         results.append((str(case), *compare(case, load_reference(path), groups)))
