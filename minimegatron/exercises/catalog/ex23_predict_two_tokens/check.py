@@ -343,8 +343,8 @@ def _judge_depths(
         found = gradients[k]
         if found is None:
             raise Wrong(
-                f"depth {k}'s hidden states have no gradient\nEither its loss is not made of them, or it "
-                "was detached. Or what apply returned for it was lost: attach each loss to what the "
+                f"depth {k}'s hidden states have no gradient\nEither its loss is not made of them, or "
+                "it was detached. Or what apply returned for it was lost: attach each loss to what the "
                 "attachment before has given."
             )
         if not torch.isfinite(found).all():
