@@ -85,8 +85,8 @@ FAULTS_OF_RINGS = (
     Fault(
         "mask-of-own-columns",
         _RING,
-        "columns = positions_of_rank(count, source, ranks)[block.columns]",
-        "columns = positions_of_rank(count, self.group.rank(), ranks)[block.columns]",
+        "columns = positions_of_rank(count, source, ranks, mask.device)",
+        "columns = positions_of_rank(count, self.group.rank(), ranks, mask.device)",
         "The mask is read at the places of this rank's keys, though those of another are here.",
     ),
     Fault(
@@ -108,7 +108,7 @@ FAULTS_OF_RINGS = (
     Fault(
         "gathered-keys-in-rank-order",
         _RING,
-        "    in_order = _order(ranks * key.size(-2), ranks).argsort().to(key.device)\n",
+        "    in_order = _order(ranks * key.size(-2), ranks, key.device).argsort()\n",
         "    in_order = torch.arange(ranks * key.size(-2), device=key.device)\n",
         "Gathered keys stand as the ranks have them, and the causal mask takes them for the order of "
         "the sequence.",
@@ -116,7 +116,7 @@ FAULTS_OF_RINGS = (
     Fault(
         "tokens-for-heads-in-rank-order",
         _RING,
-        "    return tokens.index_select(0, _order(len(tokens), ranks).argsort().to(tensor.device))\n",
+        "    return tokens.index_select(0, _order(len(tokens), ranks, tensor.device).argsort())\n",
         "    return tokens\n",
         "The all-to-all gives each rank all tokens, the first rank's first. Causal attention takes "
         "that for the order of the sequence.",
