@@ -139,7 +139,7 @@ def _called(
         if one.dtype != torch.float64:
             raise Wrong(
                 f"{ring}: of {names}, number {place} is {one.dtype}; float64 is expected, like "
-                "everything that you are given\ntorch.zeros makes float32, torch.zeros_like keeps the dtype."
+                "all that you are given\ntorch.zeros makes float32, torch.zeros_like keeps the dtype."
             )
     return [one.detach().clone() for one in returned]
 
