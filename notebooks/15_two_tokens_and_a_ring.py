@@ -454,7 +454,7 @@ for name, split in (("contiguous", CONTIGUOUS), ("zig-zag", ZIGZAG)):
     pairs = [int((own + 1).sum()) for own in split]  # token i looks at i + 1 tokens
     print(f"{name:10} pairs of each rank: {pairs}")
 pairs_of_contiguous = [int((own + 1).sum()) for own in CONTIGUOUS]
-compare(work_of_rank_3_over_rank_0=pairs_of_contiguous[3] / pairs_of_contiguous[0])
+compare(work_of_rank_3_over_rank_0=pairs_of_contiguous[-1] / pairs_of_contiguous[0])
 
 # %%
 CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
@@ -884,8 +884,8 @@ assert all(abs(number * c / held[1] - 1) < 0.1 for c, number in held.items())
 #
 # * Take the labels of the second loss without a roll: `loss_of(h1, labels)`, also in the sum. Do the
 #   assertions notice? What would such a model learn?
-# * In `step_with_autoscaler`, write `Attach.apply(...)` without `h0 =`. Which gradients are wrong, and
-#   is the reported loss?
+# * In `step_with_autoscaler`, write `Attach.apply(...)` without `h0 =`. Which weights get no gradient
+#   at all? And is the reported loss another one?
 # * In a new cell, `MTP["mtp_num_layers"] = 2`, and `step_on_stages` with the layout `Et|tmm|L`. How
 #   long are the messages behind m now? What does the second MTP layer predict?
 # * In `hop`, let everything go the other way: `travelling[1:] + travelling[:1]`. Which assertion
