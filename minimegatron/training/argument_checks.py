@@ -402,11 +402,11 @@ def check_tracing(args: argparse.Namespace) -> None:
             and getattr(args, f"pace_{other}_ms") is None
         ):
             raise ValueError(f"--pace-{given}-ms is given without --pace-{other}-ms; give both")
-    for name in ("attention", "mlp", "all_to_all"):
+    for name in ("attention", "mlp", "all_to_all", "ring_block", "ring_hop"):
         if getattr(args, f"pace_{name}_ms") is not None and args.pace_forward_ms is None:
             raise ValueError(
                 f"--pace-{name.replace('_', '-')}-ms is given without --pace-forward-ms; give it, and "
-                "--pace-backward-ms, for steps that are not combined"
+                "--pace-backward-ms, for what else a step computes"
             )
 
 

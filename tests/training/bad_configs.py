@@ -7,6 +7,8 @@ processes. `{folder}` in flags stands for an empty folder made for the test.
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.training import bad_context_configs
+
 GOOD = {
     "--num-layers": "8",
     "--hidden-size": "64",
@@ -411,4 +413,6 @@ BAD_CONFIGS = [
     BadConfig(
         "--pace-forward-ms -1 --pace-backward-ms 80", ("--pace-forward-ms is -1", "0 or more")
     ),
+    # -- Ranks that share sequences --
+    *(BadConfig(flags, words, world_size) for flags, words, world_size in bad_context_configs.ROWS),
 ]

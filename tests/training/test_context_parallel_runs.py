@@ -17,7 +17,10 @@ from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
 from minimegatron.training import failures, model_setup
 from minimegatron.training.random_state import rng_layout
-from minimegatron.training.utils import average_losses_across_data_parallel_group
+from minimegatron.training.utils import (
+    average_losses_across_data_parallel_group,
+    sum_over_microbatches,
+)
 from tests.fake_transport import FakeGroup
 from tests.figures import figure
 from tests.parity import MICRO_BATCH, SEQ, Case, batches, build, run_step
@@ -150,6 +153,7 @@ def reports() -> dict:
         model_setup._print_number_of_parameters([torch.nn.Linear(2, 2)])
     told = {
         "average": average_losses_across_data_parallel_group([torch.tensor(1.0 + 2 * rank)]).item(),
+        "evaluated": sum_over_microbatches([{"lm loss": torch.tensor([1.0 + rank, 5.0])}]),
         "place": str(failures.identify()),
         "layouts": (rng_layout(False), rng_layout(True)),
         "printed": printed.getvalue().count("number of parameters"),
@@ -206,6 +210,7 @@ def test_reports_know_context_ranks(seen):
     told = [reports for _, _, reports in seen]
     assert [entry["average"] for entry in told] == [2.0, 2.0]
     assert [entry["printed"] for entry in told] == [1, 0]
+    assert [entry["evaluated"]["lm loss"].tolist() for entry in told] == [[3.0, 10.0]] * 2
     for rank, entry in enumerate(told):
         assert entry["place"] == f"rank {rank} (stage 0/1, tp 0, dp 0, cp {rank})"
         assert [layout["cp"] for layout in entry["layouts"]] == [2, 2]

@@ -24,11 +24,13 @@ import torch.distributed as dist
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.mappings import all_to_all
 from minimegatron.core.tensor_parallel.random import get_rng_state, repeats_from
+from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.zigzag import positions_of_rank
 
 # -- Attention to some of the keys --
 
 
+@traced("attention-block")
 def block_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -67,6 +69,7 @@ def merge(
     return output * weight + other * other_weight, both
 
 
+@traced("attention-block")
 def block_gradients(
     grad_output: torch.Tensor,
     query: torch.Tensor,
@@ -167,7 +170,7 @@ class Sharing:
         length, visible = like.size(-2), None
         if mask is not None:
             ranks, count = self.group.size(), mask.size(-1)
-            columns = positions_of_rank(count, source, ranks)[block.columns].to(mask.device)
+            columns = positions_of_rank(count, source, ranks, mask.device)[block.columns]
             visible = ~mask[..., block.rows, :].index_select(-1, columns)
         if block.causal:
             before = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
@@ -335,16 +338,17 @@ class GatherAttention(torch.autograd.Function):
         )
         grad_pair = torch.stack(grads).to(key.dtype)
         ranks = sharing.group.size()
-        order = _order(keys.size(-2), ranks).to(grad_pair.device)
+        order = _order(keys.size(-2), ranks, grad_pair.device)
         by_rank = grad_pair.index_select(-2, order).unflatten(-2, (ranks, -1)).movedim(-3, 0)
         mine = torch.empty_like(by_rank[0], memory_format=torch.contiguous_format)
         collectives.reduce_scatter(mine, by_rank.reshape(-1, *mine.shape[1:]), sharing.group)
         return grad_query.to(query.dtype), *mine, None, None
 
 
-def _order(length: int, num_ranks: int) -> torch.Tensor:
+def _order(length: int, num_ranks: int, device: torch.device) -> torch.Tensor:
     """Positions in the sequence of all tokens, those of the first rank first."""
-    return torch.cat([positions_of_rank(length, rank, num_ranks) for rank in range(num_ranks)])
+    ranks = range(num_ranks)
+    return torch.cat([positions_of_rank(length, rank, num_ranks, device) for rank in ranks])
 
 
 def _gather_pair(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -352,7 +356,7 @@ def _gather_pair(key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGrou
     pair, ranks = torch.stack((key, value)), group.size()
     whole = pair.new_empty((ranks * 2, *pair.shape[1:]))
     collectives.all_gather(whole, pair, group)
-    in_order = _order(ranks * key.size(-2), ranks).argsort().to(key.device)
+    in_order = _order(ranks * key.size(-2), ranks, key.device).argsort()
     return whole.unflatten(0, (ranks, 2)).movedim(0, -3).flatten(-3, -2).index_select(-2, in_order)
 
 
@@ -363,8 +367,8 @@ def _visible_of_all(
     visible = None if mask is None else ~mask
     if sharing.causal:
         length, group = keys.size(-2), sharing.group
-        own = positions_of_rank(length, group.rank(), group.size())
-        before = (torch.arange(length) <= own[:, None]).to(keys.device)
+        own = positions_of_rank(length, group.rank(), group.size(), keys.device)
+        before = torch.arange(length, device=keys.device) <= own[:, None]
         visible = before if visible is None else visible & before
     return visible
 
@@ -377,13 +381,13 @@ def _tokens_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     ranks = group.size()
     by_rank = tensor.unflatten(2, (ranks, -1)).movedim(2, 0)
     tokens = all_to_all(group, by_rank.contiguous(), most_rows=1).flatten(0, 1)
-    return tokens.index_select(0, _order(len(tokens), ranks).argsort().to(tensor.device))
+    return tokens.index_select(0, _order(len(tokens), ranks, tensor.device).argsort())
 
 
 def _heads_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The way back: [s, b, n] -> [s/c, b, c n]."""
     ranks = group.size()
-    by_rank = tensor.index_select(0, _order(len(tensor), ranks).to(tensor.device))
+    by_rank = tensor.index_select(0, _order(len(tensor), ranks, tensor.device))
     by_rank = by_rank.unflatten(0, (ranks, -1))
     return all_to_all(group, by_rank, most_rows=1).movedim(0, 2).flatten(2)
 
@@ -395,7 +399,7 @@ def _whole_mask(mask: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Te
     ranks, rows = group.size(), mask.movedim(2, 0).to(torch.uint8).contiguous()
     whole = rows.new_empty((ranks * len(rows), *rows.shape[1:]))
     collectives.all_gather(whole, rows, group)
-    in_order = _order(len(whole), ranks).argsort().to(mask.device)
+    in_order = _order(len(whole), ranks, mask.device).argsort()
     whole = whole.index_select(0, in_order).movedim(0, 2).bool()
     return whole if whole.size(1) == 1 else whole.chunk(ranks, dim=1)[group.rank()]
 
@@ -421,7 +425,8 @@ def _by_function(
     )
     if mask is not None:
         mask = mask[:, :, None] if mask.size(1) == 1 else mask.unflatten(1, (groups, -1))
-    output = function.apply(query, key, value, mask, sharing)
+    with torch.autocast(query.device.type, enabled=False):  # sums stay in float32
+        output = function.apply(query, key, value, mask, sharing)
     return output.flatten(1, 2).permute(2, 0, 1, 3).flatten(2)
 
 

@@ -16,11 +16,14 @@ def chunks_of_rank(rank: int, num_ranks: int) -> tuple[int, int]:
     return rank, 2 * num_ranks - 1 - rank
 
 
-def positions_of_rank(length: int, rank: int, num_ranks: int) -> torch.Tensor:
+def positions_of_rank(
+    length: int, rank: int, num_ranks: int, device: torch.device | None = None
+) -> torch.Tensor:
     """Positions in the whole sequence of what the rank has; int64 [length / num_ranks].
 
     Args:
         length: of the whole sequence, in tokens.
+        device: where the result is; None for the CPU.
 
     Raises:
         ValueError: 2 x num_ranks does not divide it.
@@ -32,7 +35,7 @@ def positions_of_rank(length: int, rank: int, num_ranks: int) -> torch.Tensor:
         )
     size = length // (2 * num_ranks)
     first, second = chunks_of_rank(rank, num_ranks)
-    own = torch.arange(size)
+    own = torch.arange(size, device=device)
     return torch.cat([own + first * size, own + second * size])
 
 
@@ -43,5 +46,5 @@ def take_part(tensor: torch.Tensor, dim: int, cp_group: dist.ProcessGroup) -> to
     """
     if cp_group.size() == 1:
         return tensor
-    positions = positions_of_rank(tensor.size(dim), cp_group.rank(), cp_group.size())
-    return tensor.index_select(dim, positions.to(tensor.device))
+    length, rank = tensor.size(dim), cp_group.rank()
+    return tensor.index_select(dim, positions_of_rank(length, rank, cp_group.size(), tensor.device))

@@ -5,7 +5,6 @@ One process plays all ranks; see `tests.played_ranks`. Real ones: tests/test_par
 
 import math
 import threading
-from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +12,10 @@ import torch.nn.functional as F
 
 from minimegatron.core import tracing
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.tensor_parallel.random import checkpoint
 from minimegatron.core.transformer import context_parallel
+from minimegatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from minimegatron.core.transformer.context_parallel import (
     Sharing,
     attention_over_ranks,
@@ -25,8 +26,10 @@ from minimegatron.core.transformer.context_parallel import (
 from minimegatron.core.transformer.context_parallel_config import COMM_TYPES
 from minimegatron.core.transformer.dot_product_attention import DotProductAttention
 from minimegatron.core.transformer.enums import AttnMaskType
+from minimegatron.core.transformer.spec_utils import ModuleSpec
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.zigzag import positions_of_rank, take_part
+from tests.fake_transport import FakeGroup
 from tests.figures import figure
 from tests.played_ranks import play
 
@@ -398,23 +401,12 @@ def test_the_next_keys_travel_while_these_are_looked_at():
         if thread == first[0]:
             order.append(name)
 
-    def noted(function):
-        def run(*args, **options):
-            note("block")
-            return function(*args, **options)
-
-        return run
-
     class OrderWatcher(Watcher):
         def start(self, call):
-            note(call.attributes.get("payload", "wait"))
+            is_block = call.name == "attention-block"
+            note("block" if is_block else call.attributes.get("payload", "wait"))
 
-    block, gradients = context_parallel.block_attention, context_parallel.block_gradients
-    with (
-        mock.patch.object(context_parallel, "block_attention", noted(block)),
-        mock.patch.object(context_parallel, "block_gradients", noted(gradients)),
-        tracing.observed_by(OrderWatcher()),
-    ):
+    with tracing.observed_by(OrderWatcher()):
         play(3, one_rank, "p2p", tensors(3, 2, 2), None, {})
     forward = ["kv", "block", "wait"] * 2 + ["block"]
     assert order[:7] == forward
@@ -438,6 +430,21 @@ def test_no_matrix_of_tokens_is_kept(kind):
 
     play(c, hooked)
     assert kept and max(kept) <= b * heads * tokens * WIDTH < b * heads * tokens * tokens
+
+
+@pytest.mark.parametrize("kind", RINGS)
+def test_autocast_changes_nothing(kind, monkeypatch):
+    """In a forward with it, products of float32 would be taken in bfloat16."""
+    whole = tensors(2, 2, 2, dtype=torch.float32)
+    wanted = play(2, one_rank, kind, whole, None, {})
+
+    def within(*arguments):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return context_parallel.attention_over_ranks(*arguments)
+
+    monkeypatch.setitem(globals(), "attention_over_ranks", within)
+    for found, rank in zip(play(2, one_rank, kind, whole, None, {}), wanted, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(found, rank, strict=True))
 
 
 # -- In a module --
@@ -470,3 +477,45 @@ def test_every_kind_of_mask(kind, mask_type):
         alone = DotProductAttention(make_config(1, attention_dropout=0.0), 2, mask_type)
         wanted = alone(*whole[:3], given)
         assert (together(parts) - wanted).abs().max() <= TOLERANCE
+
+
+def groups_of(size: int) -> ProcessGroupCollection:
+    return ProcessGroupCollection(tp=FakeGroup(), pp=FakeGroup(), cp=FakeGroup(0, size))
+
+
+def test_a_config_of_other_sizes_than_the_group_is_refused():
+    for c, size in ((1, 2), (2, 1), (2, 4)):
+        with pytest.raises(ValueError, match=f"parallel_size is {c}, .* cp group has {size} ranks"):
+            DotProductAttention(
+                make_config(c), 1, AttnMaskType.causal, pg_collection=groups_of(size)
+            )
+
+
+class AttentionOfOneRank(torch.nn.Module):
+    """A core attention that a user wrote, without groups."""
+
+    def __init__(self, config, layer_number, attn_mask_type):
+        super().__init__()
+
+
+def test_a_core_attention_without_groups_is_refused():
+    parts = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=ModuleSpec(AttentionOfOneRank),
+        linear_proj=RowParallelLinear,
+    )
+    with pytest.raises(
+        ValueError, match="AttentionOfOneRank takes no pg_collection, .* other 1 con"
+    ):
+        SelfAttention(make_config(2), parts, 1, pg_collection=groups_of(2))
+    SelfAttention(make_config(1), parts, 1, pg_collection=groups_of(1))
+
+
+def test_a_layer_chooses_its_way():
+    config = make_config(2, cp_comm_type=["a2a", "p2p"])
+    options = {"attn_mask_type": AttnMaskType.causal, "pg_collection": groups_of(2)}
+    ways = [DotProductAttention(config, layer, **options).cp_comm_type for layer in (1, 2, 3)]
+    assert ways == ["a2a", "p2p", "p2p"]
+    assert DotProductAttention(config, 1, cp_comm_type="all_gather", **options).cp_comm_type == (
+        "all_gather"
+    )
