@@ -238,7 +238,7 @@ def stages_table(layout: str) -> str:
     rows = []
     for stage, (kinds,) in enumerate(config.pipeline_model_parallel_layout.layout):
         copy = "copy" if stage in untied else "copy if tied" if stage in tied else "–"
-        copy = "**it**" if LayerType.embedding in kinds else copy
+        copy = "**original**" if LayerType.embedding in kinds else copy
         read = ["tokens"] * (LayerType.embedding in kinds or LayerType.mtp in kinds)
         read += ["labels, mask"] * (LayerType.loss in kinds)
         cells = [stage, _held(kinds), copy, ", ".join(read) or "–", sent[stage]]

@@ -24,6 +24,8 @@ COMBINED_STEP = "combined-step"
 """The link of a step of combined 1F1B: a pair, or either half alone. Its attributes say of what."""
 LAYER_NODE = "layer-node"
 """A node of a layer within it: one that computes, or the start of one that communicates."""
+ATTENTION_BLOCK = "attention-block"
+"""Attention to some keys, where ranks share a sequence; or its gradients."""
 
 FUNCTIONS = {
     "forward_backward_no_pipelining": NO_PIPELINING,

@@ -4,7 +4,8 @@ Megatron has no counterpart.
 
 All-to-alls of experts may have a length too: none is over before that time, one after the other, as on
 a slow network. One that is started early is under way while the program computes, so that hiding it is
-real in time. Its length comes on top of a forward's or backward's own, which is that of computation.
+real in time. Its length comes on top of a forward's or backward's own, which is that of computation. So
+does what is waited for hops of attention's ring. The blocks that hide these hops have a length too.
 
 Everything else is real: processes, tensors, messages, losses, gradients. A stage that sleeps leaves
 the processor to the others, as a stage on a device of its own would. Recordings of paced runs, and
@@ -22,10 +23,10 @@ import torch
 
 from minimegatron.core import tracing
 from minimegatron.core.collectives import Pending
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, BACKWARD, COMPUTE
+from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, BACKWARD, COMPUTE, RING_HOP
 from minimegatron.core.tracing import Call
 from minimegatron.core.utils import get_device
-from minimegatron.planner.links import KIND_OF_LINK, LAYER_NODE
+from minimegatron.planner.links import ATTENTION_BLOCK, KIND_OF_LINK, LAYER_NODE
 from minimegatron.tracing.rank_trace import paced_ms
 
 SPIN_SECONDS = 0.0005
@@ -49,6 +50,9 @@ class Pace:
     mlp_ms: float | None = None
     all_to_all_ms: float | None = None
     """Of an all-to-all of tokens; that of their probabilities goes with it, and takes no time more."""
+    ring_block_ms: float | None = None
+    """Of a block of attention over ranks that share a sequence, in a forward; twice in a backward."""
+    ring_hop_ms: float | None = None
 
     def __post_init__(self) -> None:
         for name, length in self.lengths().items():
@@ -75,8 +79,9 @@ class Pacer:
         self.num_late = 0
         lengths = pace.lengths()
         self._seconds = {link: paced_ms(lengths, kind) / 1e3 for link, kind in KIND_OF_LINK.items()}
-        self._exchange = None if pace.all_to_all_ms is None else pace.all_to_all_ms / 1e3
-        self._began = self._exchange_began = 0.0
+        wires = {ALL_TO_ALL: pace.all_to_all_ms, RING_HOP: pace.ring_hop_ms}
+        self._wires = {name: length / 1e3 for name, length in wires.items() if length is not None}
+        self._began = self._exchange_began = self._block_began = 0.0
         self._exchanged = 0.0
         """Of the work that runs, what went into all-to-alls."""
         self._wire_is_free = 0.0
@@ -87,8 +92,10 @@ class Pacer:
         """A traced call begins."""
         if self._length_of(call) is not None:
             self._began, self._exchanged = time.perf_counter(), 0.0
-        elif call.name == ALL_TO_ALL:
+        elif call.name in (ALL_TO_ALL, RING_HOP, "collective-wait"):
             self._exchange_began = time.perf_counter()
+        elif call.name == ATTENTION_BLOCK:
+            self._block_began = time.perf_counter()
 
     def stop(self, call: Call) -> None:
         """A traced call ends; this returns when its time is over."""
@@ -99,10 +106,16 @@ class Pacer:
             end = self._began + length + self._exchanged
             self.num_late += time.perf_counter() > end
             _wait_until(end)
-        elif call.name == ALL_TO_ALL and self._exchange is not None:
+        elif call.name in self._wires:
             self._stop_exchange(call)
         elif call.name == "collective-wait":
-            _wait_until(self._arrives.pop(call.arguments["handle"], 0.0))
+            handle = call.arguments["handle"]
+            _wait_until(self._arrives.pop(handle, 0.0))
+            if handle.name == RING_HOP and RING_HOP in self._wires:
+                self._exchanged += time.perf_counter() - self._exchange_began
+        elif call.name == ATTENTION_BLOCK and self.pace.ring_block_ms is not None:
+            factor = 2 if "grad_output" in call.arguments else 1
+            _wait_until(self._block_began + factor * self.pace.ring_block_ms / 1e3)
 
     def _length_of(self, call: Call) -> float | None:
         """How many seconds of computation a call is; None for what is not padded."""
@@ -120,7 +133,7 @@ class Pacer:
         # One after the other. What has one dimension goes with the tokens that came before it.
         end = max(self._wire_is_free, self._exchange_began)
         if call.arguments["input"].dim() > 1:
-            end += self._exchange
+            end += self._wires[call.name]
         self._wire_is_free = end
         if isinstance(call.result, Pending):
             self._arrives[call.result] = end
@@ -147,17 +160,20 @@ def pace(
     attention_ms: float | None = None,
     mlp_ms: float | None = None,
     all_to_all_ms: float | None = None,
+    ring_block_ms: float | None = None,
+    ring_hop_ms: float | None = None,
 ) -> Iterator[Pacer]:
     """Pads every forward and backward that runs inside the `with` block, and its all-to-alls.
 
     Lengths are those of one microbatch in one chunk; the next two are those of a split backward's
-    parts, half of `backward_ms` each unless given. The last three are of layers; see `Pace`. Raises
+    parts, half of `backward_ms` each unless given. The last five are of layers; see `Pace`. Raises
     ValueError for negative ones, and inside another `pace`.
     """
     if _current:
         raise ValueError(f"this is paced already, to {_current[0].pace}; end that first")
     split = (backward_input_ms, backward_weight_ms)
-    pacer = Pacer(Pace(forward_ms, backward_ms, *split, attention_ms, mlp_ms, all_to_all_ms))
+    layers = (attention_ms, mlp_ms, all_to_all_ms, ring_block_ms, ring_hop_ms)
+    pacer = Pacer(Pace(forward_ms, backward_ms, *split, *layers))
     _current.append(pacer)
     tracing.add_observer(pacer, innermost=True)
     try:

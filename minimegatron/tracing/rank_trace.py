@@ -22,6 +22,7 @@ An event's `attributes`, each only where it applies:
 | `stack` | index into `stacks`: the lines between the parent's function and this call |
 | `bytes`, `shape`, `dtype`, `group_size` | of what a message or collective moves |
 | `doing`, `payload`, `peer`, `ordinal` | below the communicator: which message is started or awaited |
+| `hop`, `layer`, `direction`, `payload` | of a hop of attention's ring: which, and what moves |
 | `transfer` | of the wait for a message, what is left after `wait` |
 | `host_start`, `host_end` | on a GPU, when the program made the call; `start` and `end` are the GPU's |
 | `communicator` | on a GPU, of what is sent, received or summed over NCCL: whose work it is |

@@ -141,6 +141,8 @@ PACE = Keys(
         "attention_ms": NUMBER,
         "mlp_ms": NUMBER,
         "all_to_all_ms": NUMBER,
+        "ring_block_ms": NUMBER,
+        "ring_hop_ms": NUMBER,
     },
 )
 ABOUT = Keys(

@@ -4,7 +4,8 @@ Torch-free. Megatron has no counterpart.
 
 In a paced run only computation is padded, and all-to-alls have a length of their own, so what a piece
 of work takes depends on how many of them it has: within an ordinary forward or backward each is waited
-for; in combined 1F1B the two lanes of `planner.layer_plan` say what is left to wait for.
+for; in combined 1F1B, and where ranks share sequences on a ring, the lanes of `planner.layer_plan` say
+what is left to wait for.
 """
 
 from collections import defaultdict
@@ -12,12 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL
+from minimegatron.core.pipeline_parallel.work import ALL_TO_ALL, RING_HOP
 from minimegatron.planner.actions import BACKWARD_WEIGHT, KINDS, Event, parts_of
 from minimegatron.planner.imagined_transport import cost_key
 from minimegatron.planner.layer_costs import LayeredCosts, lanes_of
-from minimegatron.planner.layer_plan import DISPATCH, LayerCosts
+from minimegatron.planner.layer_plan import DISPATCH, LayerCosts, one_ring
 from minimegatron.planner.links import LAYER_NODE
+from minimegatron.planner.ring_costs import RingCosts
 from minimegatron.planner.simulator import Costs
 from minimegatron.planner.stage import PlanConfig
 from minimegatron.tracing.rank_trace import paced_ms
@@ -44,13 +46,13 @@ def costs_of(step: Any) -> Costs:
         return _measured(step)
     if has_nodes(step):
         return costs_of_nodes(step)
-    if "all_to_all_ms" not in pace:
+    if not {"all_to_all_ms", "ring_hop_ms"} & pace.keys():
         return Costs(**{KINDS[k].cost: 1e3 * paced_ms(pace, k) for k in step.all_kinds})
-    waited = _exchanges_by_stage(step)
+    waited = _waited_by_stage(step)
     return Costs(
         **{
             KINDS[kind].cost: [
-                1e3 * (paced_ms(pace, kind) + waited.get((kind, stage), 0) * pace["all_to_all_ms"])
+                1e3 * paced_ms(pace, kind) + waited.get((kind, stage), 0)
                 for stage in range(step.config.placement.num_stages)
             ]
             for kind in step.all_kinds
@@ -59,12 +61,29 @@ def costs_of(step: Any) -> Costs:
 
 
 def planned_exposure(step: Any, rank: int, lane: str = ALL_TO_ALL) -> float | None:
-    """How long a stage should wait for all-to-alls at the step's pace; None without one for them."""
-    if lane != ALL_TO_ALL or "all_to_all_ms" not in (step.pace or {}):
+    """How long a stage should wait for all-to-alls, or hops, at the step's pace; None without one."""
+    if PACES[lane] not in (step.pace or {}):
         return None
-    if has_nodes(step):
-        return float(lanes_of(step.simulation, rank).exposed)
-    return 1e3 * step.pace["all_to_all_ms"] * sum(map(is_of_tokens, step.events[rank].values()))
+    if lane == ALL_TO_ALL and has_nodes(step):
+        return float(lanes_of(step.simulation, rank).exposed_on(lane))
+    events = (event for event in step.events[rank].values() if event.name == lane)
+    return sum(_planned_wait(step, event) for event in events)
+
+
+PACES = {ALL_TO_ALL: "all_to_all_ms", RING_HOP: "ring_hop_ms"}
+
+
+def _planned_wait(step: Any, event: Event) -> float:
+    """What an all-to-all, or the ring whose first hop this is, adds to its work by the pace."""
+    length = 1e3 * step.pace.get(PACES[event.name], 0)
+    if event.name == ALL_TO_ALL:
+        return length * is_of_tokens(event)
+    told = event.attributes
+    if (told["hop"], told["payload"]) != (0, "kv"):
+        return 0.0
+    block = 1e3 * step.pace.get("ring_block_ms", 0)
+    ring = RingCosts(told["group_size"], block, length)
+    return float(one_ring(ring, told["direction"]).exposed)
 
 
 def paced_lengths(step: Any) -> Iterator[tuple[Event, float]]:
@@ -150,17 +169,17 @@ def costs_of_nodes(step: Any) -> LayeredCosts:
     )
 
 
-def _exchanges_by_stage(step: Any) -> dict[tuple[str, int], float]:
-    """(kind of work, virtual stage) -> how many all-to-alls of tokens such work has, on average."""
+def _waited_by_stage(step: Any) -> dict[tuple[str, int], float]:
+    """(kind of work, virtual stage) -> what its all-to-alls and hops add to it, on average."""
     placement = step.config.placement
     num_work: dict[tuple[str, int], int] = defaultdict(int)
-    num_exchanges: dict[tuple[str, int], int] = defaultdict(int)
+    waited: dict[tuple[str, int], float] = defaultdict(float)
     for rank, events in enumerate(step.events):
         work = set(step.work(rank))
         for index, event in events.items():
             if index in work:
                 around = index
-            elif is_of_tokens(event):
+            elif event.name in PACES:
                 around = event.parent
                 while around is not None and around not in work:
                     around = events[around].parent if around in events else None
@@ -170,6 +189,8 @@ def _exchanges_by_stage(step: Any) -> dict[tuple[str, int], float]:
                 continue
             for part in parts_of(events[around].action):
                 stage = placement.stage_of(rank, part.chunk or 0)
-                counts = num_work if index in work else num_exchanges
-                counts[part.kind, stage] += 1
-    return {key: num_exchanges[key] / number for key, number in num_work.items()}
+                if index in work:
+                    num_work[part.kind, stage] += 1
+                else:
+                    waited[part.kind, stage] += _planned_wait(step, event)
+    return {key: waited[key] / number for key, number in num_work.items()}

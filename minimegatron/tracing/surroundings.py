@@ -3,12 +3,18 @@
 Megatron has no counterpart.
 """
 
+import copy
 from typing import Any
 
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.core.pipeline_parallel.orders import COMBINED, INTERLEAVED, NO_PIPELINING
+from minimegatron.core.pipeline_parallel.orders import (
+    COMBINED,
+    INTERLEAVED,
+    NO_PIPELINING,
+    placement_of,
+)
 from minimegatron.core.pipeline_parallel.utils import get_tensor_shapes
 from minimegatron.core.tracing import Call
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -86,14 +92,20 @@ class Surroundings:
             return None
         layout = config.pipeline_model_parallel_layout
         if not isinstance(layout, PipelineParallelLayerLayout):
-            layout = PipelineParallelLayerLayout(layout, self.sizes["pp"])
+            layout = PipelineParallelLayerLayout(layout, self.sizes["pp"], placement_of(config))
         return message_factors(stages_of_layout(layout))
 
     def _message_bytes(self, config: Any, arguments: dict[str, Any], is_interleaved: bool) -> int:
-        """Bytes between two stages; 0 where there are none, or where they are not known ahead."""
+        """Bytes between two stages; 0 where there are none, or where they are not known ahead.
+
+        Of two lengths it is the shorter one: `_message_factors` says where the other travels.
+        """
         is_fixed = arguments.get("adjust_tensor_shapes_fn") is None
-        if self.sizes["pp"] == 1 or config.sends_shapes or not is_fixed:
+        if self.sizes["pp"] == 1 or config.variable_seq_lengths or not is_fixed:
             return 0
+        if config.mtp_standalone:  # shapes are sent ahead, but they are known all the same
+            config = copy.copy(config)
+            config.mtp_standalone = False
         (shape,) = get_tensor_shapes(
             seq_length=arguments["seq_length"],
             micro_batch_size=arguments["micro_batch_size"],

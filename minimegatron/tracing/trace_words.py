@@ -192,7 +192,8 @@ def pace_words(pace: dict[str, float] | None) -> str:
     if pace is None:
         return ""
     words = {f"{kind.cost}_ms": kind.words for kind in KINDS.values()}
-    words |= {f"{name}_ms": name.replace("_", "-") for name in ("attention", "mlp", "all_to_all")}
+    of_layers = ("attention", "mlp", "all_to_all", "ring_block", "ring_hop")
+    words |= {f"{name}_ms": name.replace("_", "-") for name in of_layers}
     lengths = [f"{words[name]} {pace[name]:g} ms" for name in words if name in pace]
     return f"paced: {', '.join(lengths)}"
 

@@ -252,6 +252,10 @@ class TracingConfig:
     """The same of its experts, or of its dense half."""
     pace_all_to_all_ms: float | None = knob(minimum=0.0)
     """No all-to-all of tokens is over before; it comes on top of what computes, unless it is hidden."""
+    pace_ring_block_ms: float | None = knob(minimum=0.0)
+    """Of a block of attention, where ranks share a sequence, in a forward; twice in a backward."""
+    pace_ring_hop_ms: float | None = knob(minimum=0.0)
+    """No hop of keys and values is over before; what its block does not hide comes on top."""
 
 
 @section("checkpoint")

@@ -11,7 +11,7 @@ from minimegatron.tracing.recorder import trace
 from minimegatron.training.global_vars import get_args
 from minimegatron.training.utils import print_rank_0
 
-OF_LAYERS = ("attention_ms", "mlp_ms", "all_to_all_ms")
+OF_LAYERS = ("attention_ms", "mlp_ms", "all_to_all_ms", "ring_block_ms", "ring_hop_ms")
 
 
 @contextlib.contextmanager

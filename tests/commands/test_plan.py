@@ -54,6 +54,20 @@ def refused(capsys, line: str) -> str:
         ("--pp 2 --microbatches 4 --layout Et|t|t|tL --vpp 3", "leave --vpp out"),
         ("--pp 1 --microbatches 4 --layer-nodes 2,2,1", "has 3 times; give four: attention, mlp"),
         ("--pp 1 --microbatches 4 --layers-per-chunk 2", "add --layer-nodes"),
+        ("--pp 1 --microbatches 4 --context-parallel-size 4", "add --ring-times"),
+        ("--pp 1 --microbatches 4 --ring-times 1,1", "add --context-parallel-size"),
+        (
+            "--pp 1 --microbatches 4 --ring-times 1,1 --context-parallel-size 0",
+            "size is 0; give 1 or more",
+        ),
+        (
+            "--pp 1 --microbatches 4 --ring-times 1 --context-parallel-size 2",
+            "has 1 times; give two: a block and a hop",
+        ),
+        (
+            "--pp 1 --microbatches 4 --ring-times 1,1 --context-parallel-size 2 --forward-time 1",
+            "--ring-times and --forward-time exclude each other",
+        ),
         ("--pp 1 --microbatches 4 --layer-nodes 1,1,1,1 --layers-per-chunk 0", "give 1 or more"),
         ("--pp 1 --microbatches 4 --layer-nodes 1,1,1,1 --delay-wgrad-compute", "is no-pipelining"),
         ("--pp 2 --microbatches 4 --layer-nodes 1,1,1,1 --imbalance 1,1", "exclude each other"),
@@ -136,6 +150,43 @@ def test_layers_have_nodes_and_a_step_three_ways(capsys):
         if e["kind"] == "forward"
     }
     assert lengths == {(0, 0): 12, (1, 0): 6, (0, 1): 12, (1, 1): 6}
+
+
+def test_ranks_that_share_a_sequence_have_a_ring(capsys):
+    line = "--pp 1 --microbatches 2 --context-parallel-size 4 --ring-times 4,5"
+    assert run(line) == 0
+    text = capsys.readouterr().out
+    assert (
+        "ring: hops of attention's ring, - = hidden by what is computed beside, / exposed" in text
+    )
+    assert "attention of a layer, 4 ranks  length  computes  ring hops  exposed\n" in text
+    assert "backward                       41      32        35         9\n" in text
+    assert "all-to-all" not in text and "combined" not in text
+    # With the rest of the layer; over the stages of a layout; beside all-to-alls.
+    makespans = []
+    for options in ("--layer-nodes 2,3", "--layer-nodes 2,3 --layers-per-chunk 2"):
+        assert run(f"{line} {options} --format json") == 0
+        makespans.append(json.loads(capsys.readouterr().out)["summary"]["makespan"])
+    assert makespans == [2 * (3 * 5 + 19 + 41), 4 * (3 * 5 + 19 + 41)]
+    assert run(f"{line} --schedule combined --layer-nodes 2,3,1,1") == 0
+    text = capsys.readouterr().out
+    assert "\n  a2a " in text and "\n  ring" in text and "combined, weights delayed" in text
+
+
+def test_further_tokens_cost_a_layer_a_projection_and_a_loss(capsys):
+    line = "--pp 4 --microbatches 2 --layout Ett|tt|mm|L --forward-time 6 --backward-time 12"
+    line += " --layer-time loss=1:2 --message-bytes 10 --format json"
+    assert run(line) == 0
+    data = json.loads(capsys.readouterr().out)
+    lengths = [
+        next(e["end"] - e["start"] for e in r if e["kind"] == "forward") for r in data["ranks"]
+    ]
+    assert lengths == [12, 12, 14, 3]
+    assert data["config"]["message_factors"] == [1, 1, 3, 3]
+    assert data["summary"]["bytes_sent"] == 2 * 2 * 10 * (1 + 1 + 3)
+    assert run(f"{line} --layer-time mtp=5:7") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert next(e["end"] - e["start"] for e in data["ranks"][2] if e["kind"] == "forward") == 10
 
 
 def test_a_pair_is_explained_and_what_it_needs_to_show_anything(capsys):

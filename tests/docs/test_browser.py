@@ -40,6 +40,8 @@ ALIKE_PAGES = [
     "contributing.html",
     "tour/experts.html",
     "tour/hiding-the-all-to-all.html",
+    "tour/predicting-two-tokens.html",
+    "tour/a-ring-of-attention.html",
 ]
 """More of a type that `make test` has looked at: prose and tables."""
 

@@ -103,8 +103,8 @@ def test_a_depth_weighs_as_much_whatever_is_left_of_it():
 
 def test_who_holds_reads_and_sends_what():
     last, alone = (cells(mtp.stages_table(x).replace(x, "")) for x in ("Ett|tt|tmL", "Ett|tt|m|L"))
-    assert [row[2] for row in last] == ["**it**", "–", "copy"]
-    assert [row[2] for row in alone] == ["**it**", "–", "copy", "copy if tied"]
+    assert [row[2] for row in last] == ["**original**", "–", "copy"]
+    assert [row[2] for row in alone] == ["**original**", "–", "copy", "copy if tied"]
     assert [row[3] for row in alone] == ["tokens", "–", "tokens", "labels, mask"]
     assert {row[4] for row in last[:-1]} == {"[s, b, h]"}
     assert [row[4] for row in alone] == ["[s, b, h]", "[s, b, h]", "[2 s, b, h]", "–"]

@@ -74,6 +74,8 @@ PLAN_FLAGS = {
     "--bandwidth": TIMES,
     "--imbalance": TIMES,
     "--layout": st.sampled_from(["Et|tL", "E|t|t|L", "Et*", "", "(((", "Et|tt|tt|tL"]),
+    "--context-parallel-size": st.sampled_from(["1", "4", "0", "-1"]),
+    "--ring-times": st.sampled_from(["1,1", "2,0", "1", "-1,1", "x,1"]),
     "--layer-time": st.sampled_from(["loss=1:2", "loss=1", "x=1:2", "=", "decoder=-1:0"]),
     "--transport": st.sampled_from(["rendezvous", "buffered", "pigeon"]),
     "--format": st.sampled_from(["text", "svg", "json", "chrome", "gif"]),

@@ -24,11 +24,13 @@ import torch.distributed as dist
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.mappings import all_to_all
 from minimegatron.core.tensor_parallel.random import get_rng_state, repeats_from
+from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.zigzag import positions_of_rank
 
 # -- Attention to some of the keys --
 
 
+@traced("attention-block")
 def block_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -67,6 +69,7 @@ def merge(
     return output * weight + other * other_weight, both
 
 
+@traced("attention-block")
 def block_gradients(
     grad_output: torch.Tensor,
     query: torch.Tensor,

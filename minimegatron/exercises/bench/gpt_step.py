@@ -17,12 +17,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from minimegatron.core import parallel_state
+from minimegatron.core.collectives import all_reduce
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
-from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.parameter import tensor_group
@@ -34,9 +38,11 @@ from minimegatron.core.pipeline_parallel.schedules import (
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
+from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.utils import unwrap_model
+from minimegatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
+from minimegatron.training.utils import get_batch_on_this_cp_rank
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 16, 4, 2, 16, 2
 
@@ -77,6 +83,14 @@ class StepCase:
     """The loss that keeps experts balanced; one process must find the same of it."""
     overlap_moe: bool = False
     """Combined 1F1B: a forward beside each backward, layer by layer."""
+    # -- Ranks that share sequences; further tokens --
+    cp: int = 1
+    comm: str = "p2p"
+    """How attention gets the keys of other ranks: `cp_comm_type`."""
+    mtp: int = 0
+    """Depths: how many tokens after the next one are predicted."""
+    rope: bool = False
+    """Positions by rotation, as always with `mtp`; else from a table."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -114,6 +128,9 @@ def _transformer_config(case: StepCase) -> TransformerConfig:
         }
     if case.num_experts:
         style |= _of_experts(case)
+    if case.mtp:
+        # Large, so that a mistake in these losses is seen.
+        style |= {"mtp_num_layers": case.mtp, "mtp_loss_scaling_factor": 0.5}
     return TransformerConfig(
         num_layers=case.layers,
         hidden_size=HIDDEN,
@@ -123,6 +140,8 @@ def _transformer_config(case: StepCase) -> TransformerConfig:
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
         tensor_model_parallel_size=case.tp,
+        context_parallel_size=case.cp,
+        cp_comm_type=case.comm,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp,
         sequence_parallel=case.sequence_parallel,
@@ -189,14 +208,27 @@ def _loss_func(mask: torch.Tensor, output: torch.Tensor) -> tuple:
     return total, num_tokens, {"loss": total.detach().clone()}
 
 
+def _share_of_mean(
+    mask: torch.Tensor, num_tokens: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of ranks that share sequences: this one's part of the mean over `num_tokens`, those of all."""
+    total = (output * mask).sum()
+    return total / num_tokens, {"loss": total.detach().clone()}
+
+
 def forward_step_func(
     data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
 ) -> tuple:
     """As a user writes it: one microbatch through the model, and what makes a loss of it."""
-    batch = next(data_iterator)
+    whole = next(data_iterator)
+    cp_group = get_attr_wrapped_model(model, "pg_collection").cp
     positions = torch.arange(SEQ).expand(MICRO_BATCH, SEQ)
+    batch = get_batch_on_this_cp_rank(whole | {"positions": positions}, cp_group)
     run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(batch["tokens"], positions, None, labels=batch["labels"])
+    targets = {"labels": batch["labels"], "loss_mask": batch["mask"]}
+    output = run(batch["tokens"], batch["positions"], None, **targets)
+    if cp_group.size() > 1 and not get_model_config(model).calculate_per_token_loss:
+        return output, partial(_share_of_mean, batch["mask"], whole["mask"].sum())
     return output, partial(_loss_func, batch["mask"])
 
 
@@ -221,16 +253,22 @@ class GptStep:
     def _chunk(self, chunk_id: int) -> DistributedDataParallel:
         case, place = self.case, (self.groups.pp.rank(), chunk_id)
         placement = placement_of(self.config)
+        spec = get_gpt_layer_local_spec(case.num_experts or None)
+        vp_stage = None if case.vp is None else chunk_id
         model = GPTModel(
             self.config,
-            get_gpt_layer_local_spec(case.num_experts or None),
+            spec,
             VOCAB,
             SEQ,
             pre_process=placement.is_first(*place),
             post_process=placement.is_last(*place),
             share_embeddings_and_output_weights=case.tied,
+            position_embedding_type="rope" if case.rope or case.mtp else "learned_absolute",
+            mtp_block_spec=get_gpt_mtp_block_spec(
+                self.config, spec, vp_stage=vp_stage, pp_rank=place[0]
+            ),
             pg_collection=self.groups,
-            vp_stage=None if case.vp is None else chunk_id,
+            vp_stage=vp_stage,
         )
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=case.distributed_optimizer,
@@ -256,7 +294,7 @@ class GptStep:
         if function is None:
             is_cut = self.case.pp > 1
             function = get_forward_backward_func() if is_cut else forward_backward_no_pipelining
-        return function(
+        reports = function(
             forward_step_func=forward_step_func,
             data_iterator=[iter(self.data) for _ in self.chunks],
             model=self.chunks,
@@ -265,6 +303,9 @@ class GptStep:
             micro_batch_size=MICRO_BATCH,
             pg_collection=self.groups,
         )
+        for report in reports if self.groups.cp.size() > 1 else []:
+            all_reduce(report["loss"], self.groups.cp)
+        return reports
 
     def meet(self) -> None:
         """Waits for all ranks: if one is stuck, the others are found here and not in the next case."""
@@ -291,11 +332,16 @@ class GptStep:
 
 def make_groups(case: StepCase) -> ProcessGroupCollection:
     """The process groups for a case, in place of whatever there was; every rank must call it."""
+    copies = None
+    if case.mtp:
+        copies = partial(ranks_with_word_embedding, _transformer_config(case), case.tied)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
+        context_parallel_size=case.cp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp,
+        get_embedding_ranks=copies,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     )

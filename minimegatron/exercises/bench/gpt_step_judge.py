@@ -27,9 +27,11 @@ class Reference:
 
     def __init__(self, values: dict[str, Any], num_ranks: int):
         self.case = StepCase(**values)
-        self.dp = num_ranks // (self.case.tp * self.case.pp)
+        self.dp = num_ranks // (self.case.tp * self.case.cp * self.case.pp)
         case = self.case
-        dense, experts = make_grids(num_ranks, case.tp, case.pp, ep=case.ep, etp=case.etp)
+        dense, experts = make_grids(
+            num_ranks, case.tp, case.pp, cp=case.cp, ep=case.ep, etp=case.etp
+        )
         self.places = [dense.coordinates(rank) for rank in range(num_ranks)]
         self.experts = [experts.coordinates(rank) for rank in range(num_ranks)]
         self.edp = experts.dp
@@ -50,7 +52,7 @@ class Reference:
     def sizes(self) -> dict[str, int]:
         """What a wrong ratio is compared with."""
         case = self.case
-        sizes = {"tp": case.tp, "dp": self.dp, "pp": case.pp, "ep": case.ep}
+        sizes = {"tp": case.tp, "cp": case.cp, "dp": self.dp, "pp": case.pp, "ep": case.ep}
         return sizes | {"num_microbatches": case.num_microbatches}
 
     def who(self, rank: int) -> str:
@@ -58,6 +60,7 @@ class Reference:
         place = self.places[rank]
         words = [f"stage {place['pp']}"]
         words += [f"tp {place['tp']}"] if self.case.tp > 1 else []
+        words += [f"cp {place['cp']}"] if self.case.cp > 1 else []
         words += [f"dp {place['dp']}"] if self.dp > 1 else []
         return f"{rank} ({', '.join(words)})"
 
@@ -72,10 +75,11 @@ class Reference:
         seats = dict.fromkeys(GROUPS, Seat())
         seats |= {
             "tp": Seat(place["tp"], case.tp),
-            "tp_cp": Seat(place["tp"], case.tp),
+            "cp": Seat(place["cp"], case.cp),
+            "tp_cp": Seat(place["tp"] + case.tp * place["cp"], case.tp * case.cp),
             "pp": Seat(place["pp"], case.pp),
             "dp": Seat(place["dp"], self.dp),
-            "dp_cp": Seat(place["dp"], self.dp),
+            "dp_cp": Seat(place["cp"] + case.cp * place["dp"], case.cp * self.dp),
             "ep": Seat(of_experts["ep"], case.ep),
             "expt_tp": Seat(of_experts["tp"], case.tp if case.etp is None else case.etp),
             "expt_dp": Seat(of_experts["dp"], self.edp),
@@ -142,6 +146,7 @@ def _one_process(case: StepCase, dp: int) -> GptStep:
     serial = replace(
         case,
         tp=1,
+        cp=1,
         pp=1,
         vp=None,
         ep=1,

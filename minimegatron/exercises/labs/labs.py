@@ -175,6 +175,7 @@ _BALANCE = {"balance": "aux_loss"}
 _BY_SEQUENCE = {"balance": "seq_aux_loss"}
 _COMBINED = _EP | {"num_microbatches": 3, "overlap_moe": True}
 _EMPTY = _EP | {"num_experts": 8, "topk": 1, "overlap_grad_reduce": True}
+_CP = {"cp": 2, "num_microbatches": 2}
 
 LABS = (
     # -- One rank --
@@ -240,5 +241,12 @@ LABS = (
     Lab("final-norm-outside-plan", _COMBINED, 2),
     Lab("exchange-of-another-forward", _COMBINED, 2),
     Lab("combined-without-extra-warmup", _COMBINED | _VP, 4),
+    # -- Ranks that share sequences --
+    Lab("context-ranks-forgotten", _CP, 2),
+    Lab("tokens-summed-over-dp-only", _CP | _TOKENS, 2),
+    Lab("rope-restarts-on-each-rank", _CP | {"rope": True}, 2),
+    Lab("ring-takes-the-wrong-half", _CP, 2),
+    Lab("ring-backward-with-partial-lse", _CP, 2),
+    Lab("ring-gradients-stop-early", _CP, 2),
 )
 """Those faults that one step of a small model can show, the simplest layouts first."""

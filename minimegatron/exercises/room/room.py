@@ -174,7 +174,8 @@ class Room:
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename).parents[1] != Path(__file__).parents[1]
+            # A file such as "<string>", of what a dataclass generates, has no folder.
+            if list(Path(frame.filename).parents)[1:2] != [Path(__file__).parents[1]]
         ]
         ours = [frame for frame in frames if frame.filename.startswith(OWN_FOLDER)]
         return "\n".join(

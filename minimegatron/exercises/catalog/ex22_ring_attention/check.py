@@ -136,6 +136,11 @@ def _called(
         shape = list(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
         if shape != wanted:
             raise Wrong(f"{ring}: of {names}, number {place} is {shape}; {wanted} is expected")
+        if one.dtype != torch.float64:
+            raise Wrong(
+                f"{ring}: of {names}, number {place} is {one.dtype}; float64 is expected, like "
+                "all that you are given\ntorch.zeros makes float32, torch.zeros_like keeps the dtype."
+            )
     return [one.detach().clone() for one in returned]
 
 
