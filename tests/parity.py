@@ -512,24 +512,29 @@ def groups_of_case(case: Case) -> tuple:
     return *sizes_of(case), (not case.llama, case.layout) if case.mtp else None
 
 
+def make_groups(case: Case) -> None:
+    """Of this case, in place of those that there are."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    copies = partial(ranks_with_word_embedding, transformer_config(case), not case.llama)
+    parallel_state.initialize_model_parallel(
+        get_embedding_ranks=copies if case.mtp else None,
+        tensor_model_parallel_size=case.tp,
+        context_parallel_size=case.cp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp if case.experts else None,
+    )
+
+
 def run_cases(cases: list[tuple[Case, str]]) -> list[tuple[str, int, float, list[str]]]:
     """In one rank: every case of one world size, with its reference's path."""
     results = []
     layout = None
     for case, path in sorted(cases, key=lambda item: str(groups_of_case(item[0]))):
         if layout != groups_of_case(case):
-            if layout is not None:
-                parallel_state.destroy_model_parallel()
-            copies = partial(ranks_with_word_embedding, transformer_config(case), not case.llama)
-            parallel_state.initialize_model_parallel(
-                get_embedding_ranks=copies if case.mtp else None,
-                tensor_model_parallel_size=case.tp,
-                context_parallel_size=case.cp,
-                pipeline_model_parallel_size=case.pp,
-                virtual_pipeline_model_parallel_size=case.vp,
-                expert_model_parallel_size=case.ep,
-                expert_tensor_parallel_size=case.etp if case.experts else None,
-            )
+            make_groups(case)
             layout = groups_of_case(case)
         model_parallel_cuda_manual_seed(1)
         groups = ProcessGroupCollection.use_mpu_process_groups()

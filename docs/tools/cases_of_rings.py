@@ -4,6 +4,7 @@ Called by: `cases`, where pages find it as `rings`. Calls: the package's split a
 `sequence_pictures`. The ranks of a ring are computed here one after the other.
 """
 
+import json
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -11,6 +12,7 @@ import sequence_pictures
 import torch
 from case_words import size_words, table
 from cases_of_layers import picture_of_lanes
+from package import ROOT
 
 from minimegatron.core.transformer.context_parallel import block_attention, block_of, merge
 from minimegatron.core.transformer.context_parallel_config import COMM_TYPES
@@ -116,6 +118,14 @@ def lanes_figure(times: Sequence[tuple[int, int]] = ((2, 1), (2, 3)), c: int = C
 def exposed(block: int, hop: int, c: int = C) -> str:
     """Time in which a hop is under way and nothing is computed."""
     return number_words(lanes(block, hop, c).exposed)
+
+
+def recorded() -> tuple[str, str]:
+    """Of the first rank of the recorded ring: how long hops were under way, and waited for."""
+    recording = json.loads((ROOT / "docs" / "recordings" / "ring.json").read_text())
+    flights = recording["steps"][0]["ranks"][0]["flights"]
+    under_way, waited = (sum(one[key] for one in flights) / 1000 for key in ("l", "w"))
+    return f"{under_way:.3g} ms", f"{waited:.2g} ms"
 
 
 # -- Two softmaxes become one --

@@ -47,7 +47,7 @@ get_forward_backward_func
 """.strip().splitlines()
 LESSON = re.compile(r"/(tour|symptoms)/|/glossary\.html")
 MAX_FIRST_ANSWER_MS = 1000
-MAX_INDEX_BYTES = 1_300_000
+MAX_INDEX_BYTES = 1_400_000
 
 # Types a query and waits for what the theme shows; [address, title] of each result.
 ASK = """async query => {
