@@ -24,8 +24,13 @@ from minimegatron.core.datasets.stdlib_corpus import (
 )
 from minimegatron.core.datasets.utils import get_blend_from_list
 from minimegatron.core.enums import ModelType
-from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from minimegatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
+from minimegatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from minimegatron.core.utils import get_attr_wrapped_model
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
@@ -33,6 +38,8 @@ from minimegatron.training.result_checks import check_loss
 from minimegatron.training.text_generation import generate
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import (
+    GPT_BATCH_KEYS,
+    BatchKeys,
     batch_keys,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
@@ -46,12 +53,12 @@ def model_provider(
     """Builds one chunk of the model. `pre_process`: it has the embedding; `post_process`: the loss."""
     args = get_args()
     config = core_transformer_config_from_args(args)
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    where = {"vp_stage": vp_stage, "pp_rank": parallel_state.get_pipeline_model_parallel_rank()}
+    layer_specs = get_gpt_decoder_block_spec(config, **where)
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(
-            config, vp_stage=vp_stage, pp_rank=pp_rank
-        ),
+        transformer_layer_spec=layer_specs,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layer_specs, **where),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -64,10 +71,16 @@ def model_provider(
     )
 
 
+def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Of one pipeline's ranks, those that hold the word embedding, or a copy of it."""
+    args = get_args()
+    return ranks_with_word_embedding(args, not args.untie_embeddings_and_output_weights, pp_ranks)
+
+
 def train_valid_test_datasets_provider(
     train_val_test_num_samples: Sequence[int], vp_stage: int | None = None
 ) -> list[Any]:
-    """Train, validation and test datasets, for a chunk that needs them: the first and the last."""
+    """Train, validation and test datasets, for a chunk that needs them."""
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -86,15 +99,24 @@ def train_valid_test_datasets_provider(
 
 
 def has_data(vp_stage: int | None) -> bool:
-    """True for the chunk that takes in tokens and for the one that compares with labels."""
-    return bool(batch_keys(vp_stage))
+    """True for the chunk that takes in tokens, and for one that compares with labels or predicts
+    further tokens."""
+    return bool(batch_keys(vp_stage, keys_of_chunks()))
+
+
+def keys_of_chunks() -> BatchKeys:
+    """Which chunk needs what of a batch."""
+    if get_args().mtp_num_layers is None:
+        return GPT_BATCH_KEYS
+    further_tokens = partial(mtp_on_this_rank, get_args())
+    return (*GPT_BATCH_KEYS, (further_tokens, ("tokens", "position_ids")))
 
 
 def get_batch(
     data_iterator: Iterator | None, vp_stage: int | None = None
 ) -> tuple[torch.Tensor | None, ...]:
     """tokens, labels, loss_mask, attention_mask, position_ids; [b, s/c], None where not needed."""
-    batch = get_batch_on_this_tp_rank(data_iterator, vp_stage)
+    batch = get_batch_on_this_tp_rank(data_iterator, vp_stage, keys_of_chunks())
     batch = get_batch_on_this_cp_rank(batch)
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     return tuple(batch[name] for name in names)
@@ -127,7 +149,7 @@ def forward_step(
 ) -> tuple[Any, Callable]:
     """One microbatch through one chunk. The schedule calls it, and later the function it returns.
 
-    On a chunk without embedding the tokens are None: its input came from the stage before, by
+    On a chunk that embeds nothing the tokens are None: its input came from the stage before, by
     `set_input_tensor`. On a chunk without output layer the result goes to the next stage, and the
     loss function is not called.
 
@@ -174,6 +196,7 @@ def main() -> None:
         model_provider,
         ModelType.encoder_or_decoder,
         forward_step,
+        get_embedding_ranks=get_embedding_ranks,
         process_non_loss_data_func=after_evaluation,
         non_loss_data_func=write_sample,
     )

@@ -48,6 +48,7 @@ from minimegatron.tracing.lanes import exposed_of, in_flight
 from minimegatron.training.tiny_gpt import TinyGPT, masked_loss
 
 torch.set_default_dtype(torch.float64)
+M = 2  # microbatches in a step
 
 # %% [markdown]
 # ## Part 1: two tokens
@@ -59,12 +60,12 @@ torch.set_default_dtype(torch.float64)
 # ### Predict
 #
 # 1. A row has 8 labels, and its mask is 0 1 1 1 0 1 1 1: at 6 positions the label counts. For the
-#    second loss, every position takes the label and the mask of the position behind it. At how many
-#    positions does that label count?
+#    second loss, each position takes label and mask of the next position. At how many positions does
+#    the label count now?
 # 2. The step reports the loss of the next token. With MTP, for the same weights and data, is the
 #    reported number another one?
-# 3. A step has M = 2 microbatches. The schedule divides a microbatch's main loss by 2. It does not
-#    see the second loss. If nobody else divides that one, how many times too large is its gradient?
+# 3. A step has M = 2 microbatches. The schedule divides each microbatch's loss by 2, but it sees the
+#    first loss only. If nobody divides the second one, how many times too large is its gradient?
 # 4. Three stages: the first has the embedding and one layer, the second one layer and the MTP
 #    layer, the third the loss. Input embedding and output layer share one weight. Which stages hold
 #    a copy of this weight?
@@ -115,7 +116,7 @@ compare(count_for_second_loss=n1)
 #
 # A stand-in for a transformer: each position mixes itself with what is before it. The second loss
 # comes from `h1`, and `h1` comes from two things: what position i knows (`h0`), and the embedding of
-# token i + 1. That is no cheating: token i + 2 is what must be predicted.
+# token i + 1. That does not give the answer away: token i + 2 is what must be predicted.
 
 # %%
 V, H = 10, 6
@@ -139,7 +140,7 @@ def layer(x, weight):
 
 # %%
 def hidden_states(tokens):
-    """What the next token, and the token behind it, are predicted from; [s, h] each."""
+    """What the next token, and the one after it, are predicted from; [s, h] each."""
     h0 = norm(layer(EMBED[tokens], DECODER))
     ahead = EMBED[roll(tokens)]
     joined = torch.cat([norm(ahead), norm(h0)], dim=-1) @ JOIN
@@ -163,7 +164,7 @@ def loss_of(hidden, labels):
 other = torch.tensor([2, 7, 1, 8, 2, 8, 1, 8, 2])
 other_mask = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0])
 BATCHES = [(tokens, labels, mask), (other[:-1], other[1:], other_mask)]
-M, N = len(BATCHES), sum(mask.sum() for _, _, mask in BATCHES)
+N = sum(mask.sum() for _, _, mask in BATCHES)
 FACTOR, DEPTHS = 0.1, 1  # mtp_loss_scaling_factor, mtp_num_layers
 
 
@@ -270,7 +271,8 @@ compare(reported_loss_changes=reported != alone)
 # the embedding and the decoder now hear from the second loss too.
 #
 # The scale is 1/M without the flag, because the schedule divides the first loss by M. It is 1 with
-# the flag, where both are divided by N at the end. Now nobody sets it:
+# the flag, where both are divided by N at the end. In the package the function is called
+# `MTPLossAutoScaler`, and the schedule sets its scale after each forward. What if nobody does?
 
 # %%
 _, unscaled = step_with_autoscaler(per_token=False, scale=1.0)
@@ -284,8 +286,7 @@ compare(times_too_large=round(ratio.item(), 6))
 # %% [markdown]
 # This is easy to overlook: training still works, with another factor f, which changes when the
 # number of microbatches changes.
-
-# %% [markdown]
+#
 # ### The real model
 #
 # A GPT of two layers with an MTP layer behind them, on one rank. What does the MTP layer add to the
@@ -324,8 +325,8 @@ def explicit_sum(gpt, per_token):
 
 
 # %%
-def real_step(per_token, **config):
-    gpt = TinyGPT(calculate_per_token_loss=per_token, **MTP | config)
+def real_step(per_token):
+    gpt = TinyGPT(calculate_per_token_loss=per_token, **MTP)
     gpt.step(M)
     gradients = gpt.gradients()
     names, params = zip(*named_global_parameters(unwrap_model(gpt.chunks[0])), strict=True)
@@ -411,7 +412,7 @@ for rank in range(2):
 # ### Predict
 #
 # 1. 32 tokens on 4 ranks, rank 0 has the first 8, rank 3 the last 8. A token looks at itself and at
-#    all before it; each such pair costs work. How many times the work of rank 0 has rank 3?
+#    all before it; each such pair costs work. How many times as much work does rank 3 have as rank 0?
 # 2. In a ring each rank hands keys and values on to the next rank, until everybody has seen all. How
 #    many times does a rank send its neighbour something, in the forward of one layer, c = 4?
 # 3. In backward, keys and values go round again, and the gradients of keys and values with them. How
@@ -453,7 +454,7 @@ for name, split in (("contiguous", CONTIGUOUS), ("zig-zag", ZIGZAG)):
     pairs = [int((own + 1).sum()) for own in split]  # token i looks at i + 1 tokens
     print(f"{name:10} pairs of each rank: {pairs}")
 pairs_of_contiguous = [int((own + 1).sum()) for own in CONTIGUOUS]
-compare(work_of_rank_3_over_rank_0=pairs_of_contiguous[3] / pairs_of_contiguous[0])
+compare(work_of_rank_3_over_rank_0=pairs_of_contiguous[-1] / pairs_of_contiguous[0])
 
 # %%
 CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
@@ -537,8 +538,7 @@ print("weights of the two blocks:", [round(share, 3) for share in shares])
 # * j > r: the second half of r's queries stands behind all of j's keys, the first half before all.
 #   So the second half of the queries looks at all keys, without a mask.
 #
-# In each case it is half of the block, or a little more at the start. Everybody computes as much as
-# everybody else, at every step.
+# In each case it is half of the block, or a little more at the beginning.
 
 # %%
 HALF = S // C // 2
@@ -552,8 +552,6 @@ def hop(travelling, what):
 
 
 # %%
-
-
 def cut(i, rank, other):
     """Which of its queries look at which of the other's keys, and whether a mask is needed."""
     if other == rank:
@@ -603,14 +601,17 @@ compare(sends_in_forward=len(hops))
 # %%
 ranks = rank_of_tokens(ZIGZAG)
 step = (ranks.unsqueeze(1) - ranks) % C  # at which step a pair's key is with the pair's query
-draw_pairs(
-    {"rank of the pair": maps["zig-zag"], "step": torch.where(CAUSAL, step, -1)}, "rank / step"
-)
+step_map = torch.where(CAUSAL, step, -1)
+for rank in range(C):
+    print(
+        f"rank {rank}: pairs in step", [int((step_map[ranks == rank] == i).sum()) for i in range(C)]
+    )
+draw_pairs({"rank of the pair": maps["zig-zag"], "step": step_map}, "rank / step")
 
 # %% [markdown]
 # At step 0 each rank is with its own keys: the triangles at the diagonal, and the square where its
-# second chunk looks at its first. There are c − 1 hops: after step c − 1 nobody needs the keys any
-# more.
+# second chunk looks at its first. These are a few pairs more than in later steps, and as many on
+# every rank. There are c − 1 hops: after step c − 1 nobody needs the keys any more.
 #
 # ### The way back
 #
@@ -676,8 +677,7 @@ compare(sends_of_gradients=backward_hops.count("dk, dv"))
 # Keys and values make c − 1 hops, as in forward. Their gradients make one more: after step c − 1 they
 # are with the neighbour, and the last hop brings them home. With c = 2 a rank's next is also its
 # previous, so a hop in the wrong direction is not noticed there: test a ring with four.
-
-# %% [markdown]
+#
 # ### On ranks
 #
 # A GPT on one rank, and on two and four that share its sequences. Each rank gets the whole batch and
@@ -801,10 +801,8 @@ for (groups, way), found in sent.items():
     print(f"{2:5}{4:7}{groups:8}  {way:10}{found[0]:10}{found[1]:10}")
     assert found == tuple(context_parallel_bytes(way, S, 2, 4, groups, 8, 2, bytes_per_element=8))
 for way in WAYS:
-    by_formula = context_parallel_bytes(way, S, 2, 4, 4, 8, 4, bytes_per_element=8)
-    print(
-        f"{4:5}{4:7}{4:8}  {way:10}{int(by_formula[0]):10}{int(by_formula[1]):10}  by the formula"
-    )
+    forward, backward = map(int, context_parallel_bytes(way, S, 2, 4, 4, 8, 4, bytes_per_element=8))
+    print(f"{4:5}{4:7}{4:8}  {way:10}{forward:10}{backward:10}  by the formula")
 compare(fewer_bytes="ring" if sent[2, "p2p"][0] < sent[2, "a2a"][0] else "all-to-all")
 
 # %% [markdown]
@@ -857,41 +855,37 @@ for rank in range(C):
     print(f"rank {rank}:", end="")
     for bar in bars:
         begin, end = exposed_of(bar)
-        words = (
-            f"in flight {(bar.end - bar.start) / 1e3:5.1f} ms, waited {(end - begin) / 1e3:4.1f}"
-        )
-        print(f"  {words}", end=";")
-        assert bar.end - bar.start > 19e3  # a block was computed meanwhile
+        in_all, waited = (bar.end - bar.start) / 1e3, (end - begin) / 1e3
+        print(f"  in flight {in_all:5.1f} ms, waited {waited:4.1f}", end=";")
+        assert in_all > 19  # a block was computed meanwhile
     print()
 
 # %% [markdown]
-# Every hop was in flight for the whole of a block. What is waited for is what the ranks' sleeps
-# differ by.
+# Every hop was in flight for the whole of a block. What is waited for is mostly another rank that is
+# a little late.
 #
 # ### What a rank holds
 
 # %%
 held = {c: max(found["bytes"] for found in ranks) for c, ranks in sharing.items()}
 for c, number in held.items():
-    print(
-        f"c = {c}: at most {number / 1024:6.1f} KiB for backward, {number / held[1]:.3f} of c = 1"
-    )
+    print(f"c = {c}: at most {number / 1024:6.1f} KiB, {number / held[1]:.3f} of c = 1")
 shares = {"all": 1, "1/4": 1 / 4, "1/16": 1 / 16}
 compare(share_of_activations=min(shares, key=lambda name: abs(shares[name] - held[4] / held[1])))
 assert all(abs(number * c / held[1] - 1) < 0.1 for c, number in held.items())
 
 # %% [markdown]
-# 1/c. Each activation has a row per token, and a rank has 1/c of the tokens. The
-# keys and values of others are used and let go: for backward a rank keeps its own, its output, and
-# one lse per row and head. So c times as many tokens fit into the memory of a rank. (Weights,
-# gradients and the optimizer do not get smaller.)
+# 1/c. Each activation has a row per token, and a rank has 1/c of the tokens. The keys and values of
+# others are used and let go: for backward a rank keeps its own, its output, and one lse per row and
+# head. So sequences may be c times as long. (Weights, gradients and the optimizer do not get
+# smaller.)
 #
 # ## Change it
 #
 # * Take the labels of the second loss without a roll: `loss_of(h1, labels)`, also in the sum. Do the
 #   assertions notice? What would such a model learn?
-# * In `step_with_autoscaler`, write `Attach.apply(...)` without `h0 =`. Which gradients are wrong, and
-#   is the reported loss?
+# * In `step_with_autoscaler`, write `Attach.apply(...)` without `h0 =`. Which weights get no gradient
+#   at all? And is the reported loss another one?
 # * In a new cell, `MTP["mtp_num_layers"] = 2`, and `step_on_stages` with the layout `Et|tmm|L`. How
 #   long are the messages behind m now? What does the second MTP layer predict?
 # * In `hop`, let everything go the other way: `travelling[1:] + travelling[:1]`. Which assertion
@@ -909,3 +903,5 @@ assert all(abs(number * c / held[1] - 1) < 0.1 for c, number in held.items())
 # * [ex22](../minimegatron/exercises/catalog/ex22_ring_attention/page.md): the merge, the ring and its
 #   backward; [ex23](../minimegatron/exercises/catalog/ex23_predict_two_tokens/page.md): the second
 #   loss.
+# * Labs: `minimegatron exercises lab start ring-gradients-stop-early`,
+#   `... ring-backward-with-partial-lse`, `... rope-restarts-on-each-rank`.

@@ -33,6 +33,7 @@ LONGEST = (
     "exercises/test_catalog",
     "test_parity",
     "test_parity_experts",
+    "test_parity_context",
     "doctor/test_planted_hangs",
     "gpu/test_parts",
     "test_mutations",

@@ -8,7 +8,7 @@ from functools import cache
 from tests.covering import Row, Rule, Space, covering_array
 from tests.parity import Case
 
-FURTHER_TOKENS = (None,)
+FURTHER_TOKENS = (None, 2)
 """How many further tokens are predicted."""
 
 SPACE = Space(

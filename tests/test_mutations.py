@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
-from minimegatron.exercises.labs.labs import copy_package
+from minimegatron.exercises.labs.labs import PACKAGE
 from tests.mutations_with_context import CAUGHT_WITH_CONTEXT
 from tests.mutations_with_experts import CAUGHT_WITH_EXPERTS
 from tests.parity import Case
@@ -221,14 +221,28 @@ def run_probe(probe: tuple[str, ...], folder: Path, runners: queue.Queue) -> tup
         runners.put(runner)
 
 
-def copy_with_tests(folder: Path) -> None:
-    copy_package(folder)
+def copy_with_tests(folder: Path, patched: str) -> None:
+    """The package, whose file `patched` may be changed: all others are the very files, not copies."""
+    being_written = shutil.ignore_patterns("*.pyc.*")
+    package = folder / "minimegatron"
+    shutil.copytree(PACKAGE, package, ignore=being_written, copy_function=link)
+    text = (package / patched).read_text()
+    (package / patched).unlink()
+    (package / patched).write_text(text)
     (folder / "tests").symlink_to(ROOT / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
+def link(source: str, target: str) -> None:
+    """A second name for a file; a copy on another disk. A hundred copies of the package take long."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def run_broken(fault: Fault, folder: Path, runners: queue.Queue) -> tuple[int, str]:
-    copy_with_tests(folder)
+    copy_with_tests(folder, fault.file)
     apply_fault(fault, folder / "minimegatron")
     done = run_probe(CAUGHT_BY[fault.name][0], folder, runners)
     shutil.rmtree(folder)
@@ -236,12 +250,14 @@ def run_broken(fault: Fault, folder: Path, runners: queue.Queue) -> tuple[int, s
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory, runners):
-    """All faults, two at a time; one process each, and the ranks that a probe starts."""
+def outcomes(request, tmp_path_factory, runners):
+    """The faults of this run, two at a time; one process each, and the ranks that a probe starts."""
+    wanted = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    faults = [params["fault"] for params in wanted if isinstance(params.get("fault"), Fault)]
     with ThreadPoolExecutor(2) as pool:
         running: dict[str, Future] = {
             fault.name: pool.submit(run_broken, fault, tmp_path_factory.mktemp(fault.name), runners)
-            for fault in FAULTS
+            for fault in faults
         }
         yield running
 
@@ -270,13 +286,13 @@ def test_the_cases_of_the_probes_equal_one_process(world, tmp_path_factory):
 
 
 def test_a_probe_passes_without_a_fault(tmp_path, runners):
-    copy_with_tests(tmp_path)
+    copy_with_tests(tmp_path, "core/utils.py")
     code, output = run_probe(DP, tmp_path, runners)
     assert code == 0, output
 
 
 def test_a_patch_that_no_longer_fits_is_told(tmp_path):
-    copy_with_tests(tmp_path)
+    copy_with_tests(tmp_path, "core/utils.py")
     fault = Fault("gone", "core/utils.py", "no such line", "", "")
     with pytest.raises(ValueError, match="occurs 0 times"):
         apply_fault(fault, tmp_path / "minimegatron")

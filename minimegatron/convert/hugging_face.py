@@ -154,6 +154,11 @@ def _model_arguments(folder: Path) -> dict[str, Any]:
 
 def _family_of(args: dict[str, Any]) -> Family:
     """The family that computes the same. Raises ValueError naming what none of them has."""
+    if args["mtp_num_layers"] is not None:
+        raise ValueError(
+            f"the model has mtp_num_layers {args['mtp_num_layers']}, and no model of Hugging Face that "
+            "is written here has layers for further tokens; train it without them to convert it"
+        )
     wanted = {
         "gpt2": {
             "position_embedding_type": "learned_absolute",

@@ -102,6 +102,8 @@ def communications(events: Iterable[Event]) -> dict[str, list[Bar]]:
 
 def _waits(events: Iterable[Event]) -> Iterator[Bar]:
     for event in events:
+        if event.name == RING_HOP:
+            continue  # it is started here and waited for later: its own lane shows where
         if event.name == "p2p-wait" or "group_size" in event.attributes:
             yield Bar(event.start, event.end, _kind(event), [event])
 

@@ -187,8 +187,27 @@ def check_layers(args: argparse.Namespace, config: TransformerConfig) -> None:
             args.pipeline_model_parallel_size,
             pipeline_placement(args),
         )
-        layout.validate_layer_layout(args.num_layers)
+        layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
     layers_of_virtual_stages(config)
+    _check_further_tokens(args)
+
+
+def _check_further_tokens(args: argparse.Namespace) -> None:
+    """The places for further tokens have positions, and sequences are long enough to predict them."""
+    num_depths, p = args.mtp_num_layers, args.pipeline_model_parallel_size
+    if num_depths is None:
+        return
+    if args.position_embedding_type == "learned_absolute" and p > 1:
+        raise ValueError(
+            f"--mtp-num-layers {num_depths} with --pipeline-model-parallel-size {p}: the stage that "
+            "predicts further tokens would need a copy of the learned positions; use "
+            "--position-embedding-type rope or none, or 1 stage"
+        )
+    if args.seq_length <= num_depths:
+        raise ValueError(
+            f"--seq-length {args.seq_length} is too short for --mtp-num-layers {num_depths}: depth "
+            f"{num_depths} would have no token to predict; give {num_depths + 1} or more"
+        )
 
 
 def check_model(args: argparse.Namespace) -> None:

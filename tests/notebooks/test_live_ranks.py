@@ -532,7 +532,7 @@ def test_under_a_debugger_no_launch_counts_as_hung(kernel, begin, end):
         "except Exception as error: kind = type(error).__name__\n"
     )
     kernel.run(f"{CIRCLE}import debugpy, importlib, sys\nlauncher.NOTEBOOK_HANG_SECONDS = 0.5")
-    assert kernel.run(f"{begin}\nseconds = 5\n{attempt}{end}\nkind") == "'RankTimeout'\n"
+    assert kernel.run(f"{begin}\nseconds = 2\n{attempt}{end}\nkind") == "'RankTimeout'\n"
     assert kernel.run(f"seconds = 200\n{attempt}\nkind") == "'HangError'\n"
 
 

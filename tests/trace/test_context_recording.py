@@ -188,7 +188,7 @@ def test_every_output_shows_them(runs):
     assert "ring-hop: - one is in flight, from its start to the end of the wait for it" in text
     report = "\n".join(step_report(step))
     assert "hops of attention's ring, in flight from start to the end of the wait" in report
-    assert "all-to-all" not in report + text
+    assert "all-to-all" not in report + text and "HOP#" not in text
     number = exposure(step.events[0], RING_HOP).number
     flights = page_data(run)["steps"][0]["ranks"][0]["flights"]
     assert [flight["n"] for flight in flights] == ["HOP"] * number

@@ -76,7 +76,7 @@ def _few_files() -> list[Path]:
 
 def _run(steps: int, double: bool) -> dict[str, Any]:
     try:
-        initialize_megatron()
+        initialize_megatron(get_embedding_ranks=pretrain_gpt.get_embedding_ranks)
         provider = double_model if double else pretrain_gpt.model_provider
         forward_step = double_forward_step if double else pretrain_gpt.forward_step
         model, optimizer, scheduler = training.setup_model_and_optimizer(provider)

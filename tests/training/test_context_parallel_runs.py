@@ -225,7 +225,6 @@ LAYOUTS = [
     Case(tp=2, cp=2, sp=True, M=4, dist_opt=True, **SAME),
     Case(pp=2, cp=2, M=4, **SAME),
     Case(tp=2, dp=2, M=2, dist_opt=True, **SAME),
-    SAVED,
 ]
 
 
@@ -252,7 +251,7 @@ def random_states(folder: str) -> list[list[float]]:
     """Losses with dropout: of 3 steps, and of 1 + 2 with a checkpoint between; c = 2, with others."""
     found = []
     for number, flags in enumerate(
-        (f"{TP2} --sequence-parallel", PP2, "--data-parallel-random-init")
+        (f"{TP2} --sequence-parallel", f"{PP2} --data-parallel-random-init")
     ):
         flags = f"{CP2} {flags} --attention-dropout 0.3"
         place = f"{folder}/random-{number}"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from minimegatron.core import dist_checkpointing, parallel_state
+from minimegatron.core import dist_checkpointing
 from minimegatron.core.dist_checkpointing import load_plain_tensors
 from minimegatron.core.dist_checkpointing.serialization import load_tensors
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.training.checkpointing import sharded_model_state, sharded_optimizer_state
-from tests.parity import Case, batches, build, sizes_of, train_steps
+from tests.parity import Case, batches, build, make_groups, train_steps
 from tests.ranks import run_ranks
 
 SAME = {"experts": 4, "num_layers": 2, "balance": "bias", "llama": True, "shared": True}
@@ -29,17 +29,7 @@ LAYOUTS = [
 
 
 def built(case: Case):
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
-    tp, cp, pp, vp, ep, etp = sizes_of(case)
-    parallel_state.initialize_model_parallel(
-        tp,
-        pp,
-        vp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )
+    make_groups(case)
     model_parallel_cuda_manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return groups, *build(case, groups)

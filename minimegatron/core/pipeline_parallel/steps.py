@@ -145,7 +145,9 @@ def forward_step_calc_loss(
     | (`loss_func` is None)  | off or on                  | the output as it is, which is stored  |
 
     A two-tuple's mean is expected over all c ranks' tokens, hence the factor c: gradients are later
-    averaged over data-parallel and context-parallel ranks together.
+    averaged over data-parallel and context-parallel ranks together. A mean over the rank's own tokens
+    comes out c times too large. In the first row n is the rank's own: over c ranks that have unequal n
+    it is a mean of means, which one process does not have; the second row and a two-tuple are exact.
 
     The division makes a new tensor. Megatron divides in place, which also changes a report that
     shares storage with the loss (`loss.detach()`).

@@ -197,6 +197,11 @@ def check_mtp(config: Any) -> None:
             f"mtp_num_layers {config.mtp_num_layers} with fp32_residual_connection: a further layer "
             "begins with a projection in params_dtype, and has no such residual; drop one of them"
         )
+    if config.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            f"mtp_num_layers {config.mtp_num_layers} with overlap_moe_expert_parallel_comm, which runs "
+            "layers in pieces: those for further tokens run as a whole; drop one of them"
+        )
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         text = layout.input_data if isinstance(layout, PipelineParallelLayerLayout) else layout

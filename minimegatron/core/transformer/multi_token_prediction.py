@@ -26,6 +26,7 @@ from minimegatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from minimegatron.core.tensor_parallel.random import checkpoint
+from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
 from minimegatron.core.transformer.layer_placement import (
     get_mtp_ranks,
     num_layers_before_chunk,
@@ -173,7 +174,8 @@ class MultiTokenPredictionLayer(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.layer_number = layer_number
-        self.tp_group, self.cp_group = pg_collection.tp, getattr(pg_collection, "cp", None)
+        self.tp_group = pg_collection.tp
+        self.cp_group = context_parallel_group(config, pg_collection)
         size = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.enorm = build_module(submodules.enorm, config=config, **size)
         self.hnorm = build_module(submodules.hnorm, config=config, **size)
@@ -375,15 +377,12 @@ def process_mtp_loss(
     hidden_states, *further = hidden_states.chunk(1 + config.mtp_num_layers, dim=0)
     if labels is None:
         return hidden_states
-    cp_group = getattr(model.pg_collection, "cp", None)
     targets = [(labels, torch.ones_like(labels) if loss_mask is None else loss_mask)]
     for _ in further:
-        targets.append(tuple(roll_tensor(each, cp_group=cp_group)[0] for each in targets[-1]))
+        targets.append(tuple(roll_tensor(each, cp_group=model.cp_group)[0] for each in targets[-1]))
     counts = torch.stack([mask.sum(dtype=torch.float64) for _, mask in targets])
-    num_shares = 1
-    if cp_group is not None:
-        num_shares = cp_group.size()
-        all_reduce(counts, cp_group)
+    if model.cp_group is not None:
+        all_reduce(counts, model.cp_group)
     weight = config.mtp_loss_scaling_factor / config.mtp_num_layers
     for depth, states in enumerate(further):
         labels, mask = targets[depth + 1]
@@ -392,7 +391,7 @@ def process_mtp_loss(
         losses = losses / counts[depth + 1].clamp(min=1).to(losses.dtype)
         if model.training:
             MTPLossLoggingHelper.save_loss_to_tracker(
-                losses.sum() * num_shares,
+                losses.sum() * config.context_parallel_size,
                 depth,
                 config.mtp_num_layers,
                 avg_group=getattr(model.pg_collection, "dp_cp", None),

@@ -257,8 +257,14 @@ class GPTModel(LanguageModule):
     ) -> TransformerModelChunkSchedulePlan:
         """The same forward in nodes, for combined 1F1B. Computes nothing; arguments as `forward`.
 
-        Nodes call parts of layers. Forward hooks of a whole layer, or of the model, do not run.
+        Nodes call parts of layers. Forward hooks of a whole layer, or of the model, do not run. Raises
+        ValueError for a model that predicts further tokens: their layers have no nodes.
         """
+        if self.config.mtp_num_layers is not None:
+            raise ValueError(
+                f"build_schedule_plan: mtp_num_layers is {self.config.mtp_num_layers}, and layers for "
+                "further tokens have no nodes; run the model's forward, or leave them out"
+            )
         return TransformerModelChunkSchedulePlan(
             self,
             input_ids,

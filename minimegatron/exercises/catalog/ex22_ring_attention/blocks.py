@@ -108,7 +108,8 @@ def _why(case: Case, rank: int, step: int, block: list[Any], found: set) -> str:
     everything = list(range(num_tokens))
     half = num_tokens // 2
     if source == rank:
-        return "Own keys: every query sees those up to itself, in the order in which they lie here."
+        first = "" if block[2] else "is_causal is False, and at step 0 it must be True. "
+        return f"{first}Of its own keys a query sees those up to itself, in the order of this rank."
     if block[2]:
         return "is_causal is for own keys only: another rank's chunk lies all before or all after."
     if source < rank and block[:2] == [everything, everything[half:]]:

@@ -27,6 +27,11 @@ from minimegatron.exercises.check import Case, Result, Wrong, data_seed
 _RING = "minimegatron.core.transformer.context_parallel."
 REPLACES = tuple(_RING + name for name in ("merge", "block_of", "block_gradients", "RingAttention"))
 MERGE, BLOCKS, FORWARD, BACKWARD = "the merge", "the blocks", "the forward", "the backward"
+GRADIENTS = {
+    "query": "the gradient of query",
+    "key": "the gradient of key",
+    "value": "the gradient of value",
+}
 TOLERANCES = {"rtol": 1e-7, "atol": 1e-10}
 
 
@@ -105,7 +110,7 @@ def _run_backward(student: ModuleType, case: Case, group: Any) -> dict[str, Any]
     ring = Ring(group, "ring_backward")
     arguments = (grad, query, key, value, output, lse, given.scale, ring)
     found = _called(lambda: student.ring_backward(*arguments), ring, query, 3)
-    return dict(zip(("query", "key", "value"), found, strict=True)) | {"sent": ring.num_sent}
+    return dict(zip(GRADIENTS, found, strict=True)) | {"sent": ring.num_sent}
 
 
 def _whole_attention(given: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,6 +141,11 @@ def _called(
         shape = list(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
         if shape != wanted:
             raise Wrong(f"{ring}: of {names}, number {place} is {shape}; {wanted} is expected")
+        if one.dtype != torch.float64:
+            raise Wrong(
+                f"{ring}: of {names}, number {place} is {one.dtype}; float64 is expected, like "
+                "all that you are given\ntorch.zeros makes float32, torch.zeros_like keeps the dtype."
+            )
     return [one.detach().clone() for one in returned]
 
 
@@ -175,14 +185,12 @@ def _sent_words(case: Case, num_sent: int, least: int) -> str:
 
 
 def _judge_backward(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
-    for which in ("query", "key", "value"):
+    for which, name in GRADIENTS.items():
         for rank, answer in enumerate(answers):
             given = Tokens(case, rank)
             right = RightRing(given)
             wanted = getattr(right.gradients(), which)[:, given.own]
             known = right.wrong_gradients(given.place, which)
-            check_known(
-                f"the gradient of {which}", answer[which], wanted, known, rank, **TOLERANCES
-            )
+            check_known(name, answer[which], wanted, known, rank, **TOLERANCES)
     sent = _sent_words(case, answers[0]["sent"], 2 * case.cp - 1)
     return Result({"passed on by a rank": sent})

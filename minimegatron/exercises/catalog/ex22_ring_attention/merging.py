@@ -73,7 +73,6 @@ def judge_merge(case: Case, answers: Sequence[dict[str, Any]]) -> Result | None:
             found, found_lse = answer[name]
             _judge_unseen(found, found_lse, seen)
             _judge_finite(found, found_lse, seen, lse, lse2)
-            check_known("merge's output", found, right, _known(output, output2, share, share2))
             known = [
                 (
                     largest,
@@ -83,10 +82,13 @@ def judge_merge(case: Case, answers: Sequence[dict[str, Any]]) -> Result | None:
                     lse + lse2,
                     "The two were added up. exp(lse) is a sum, and lse is the log of one.",
                 ),
+                (lse, "That is the lse of one side."),
+                (lse2, "That is the lse of one side."),
             ]
             check_known(
                 "merge's lse", found_lse[seen], right_lse[seen], [(x[seen], w) for x, w in known]
             )
+            check_known("merge's output", found, right, _known(output, output2, share, share2))
     return None
 
 
@@ -136,6 +138,8 @@ def _known(
     return [
         (output + output2, f"The outputs were added up. {weighed}"),
         ((output + output2) / 2, f"That is the mean of the outputs. {weighed}"),
+        (output, "That is the output of one side alone."),
+        (output2, "That is the output of one side alone."),
         (output * share2 + output2 * share, "The weights are in each other's place."),
         (output * share / share2 + output2, "One weight is missing: both outputs need one."),
         (output + output2 * share2 / share, "One weight is missing: both outputs need one."),

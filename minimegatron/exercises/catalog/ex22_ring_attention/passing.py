@@ -28,6 +28,12 @@ class Handle:
         self._as_sent = [tensor.clone() for tensor in sent]
         self.is_waited = False
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        raise Wrong(
+            f"{self._ring}: what pass_on gives was unpacked; it is a handle\n"
+            "Tensors come from its wait()."
+        )
+
     def wait(self) -> list[torch.Tensor]:
         """The tensors that came; Wrong if those that are under way were changed meanwhile."""
         for place, (now, then) in enumerate(zip(self._sent, self._as_sent, strict=True)):

@@ -4,6 +4,7 @@ Megatron has no counterpart.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,53 @@ class Terms(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a block's gradients are made; the defaults are right."""
+
+    has_own_lse: bool = False
+    """Each block's probabilities sum to 1."""
+    delta: str = "whole"
+    """D of the whole output; "own" for that of each block, "all" for one sum of all, "none" for 0."""
+    is_scaled: bool = True
+    has_scaled_scores: bool = True
+    is_masked: bool = True
+    has_own_keys: bool = False
+    """The keys that came are not looked at."""
+
+
+WRONG_WAYS = {
+    Way(
+        has_own_lse=True
+    ): "The probabilities were made with an lse of each block alone, so they sum to "
+    "1 in every block. Over all keys that a query sees they sum to 1 once: lse is that of all of them.",
+    Way(
+        delta="own"
+    ): "D was made of each block's own output. It belongs to the softmax over all keys: "
+    "take dO and the whole output, once, before the first step.",
+    Way(
+        delta="all"
+    ): "D was summed over all queries. Each query has a D of its own: sum over d only.",
+    Way(
+        delta="none"
+    ): "D is missing. A softmax does not change if all scores of a query grow alike, so "
+    "it must give no gradient for that.",
+    Way(
+        is_scaled=False
+    ): "The scale is missing: scores were multiplied by it, so their gradients are, too.",
+    Way(
+        has_scaled_scores=False
+    ): "The scale is not in the scores that P was made of; lse was made of scaled ones.",
+    Way(
+        is_masked=False
+    ): "In the block of its own keys, queries were given keys that come later than they do.",
+    Way(
+        has_own_keys=True
+    ): "At every step it was made of this rank's own keys and values. Those that "
+    "wait gives must take their place.",
+}
 
 
 class RightRing:
@@ -84,6 +132,10 @@ class RightRing:
         everything = torch.ones_like(self.visible)
         own = self._without([j for j in range(c) if j != r])
         pairs = [
+            (
+                self.visible | self._pairs(r, r),
+                "In the block of its own keys, queries have seen keys that come later than they do.",
+            ),
             (own, "It has seen this rank's own keys only. Nothing of what came is in it."),
             (everything, "Every query has seen every key, also those that come later."),
             (self._without([r]), "This rank's own keys are not in it. They are here at step 0."),
@@ -98,6 +150,11 @@ class RightRing:
         yield self.attention(self.visible, 1.0)[0][:, rows], "The scale is not in the scores."
         squared = self.attention(self.visible, self.given.scale**2)[0][:, rows]
         yield squared, "The scale is in the scores twice: attend multiplies by it."
+        yield (
+            self._with_own_keys(r),
+            "At every step it has looked at this rank's own keys and values. Those that wait gives "
+            "must take their place.",
+        )
         parts = [self.partial(r, j) for j in range(c)]
         total = sum(part for part, _ in parts)
         words = (
@@ -112,29 +169,31 @@ class RightRing:
                 f"It is the result of one block alone, with the keys of rank {j} of the ring.",
             )
 
+    def _pairs(self, r: int, j: int) -> torch.Tensor:
+        """[s, s], True for queries of rank r and keys of rank j."""
+        found = torch.zeros_like(self.visible)
+        found[self.places[r].unsqueeze(1), self.places[j]] = True
+        return found
+
+    def _with_own_keys(self, r: int) -> torch.Tensor:
+        """The output of rank r if its own keys were those of all ranks."""
+        query, key, value = self._of(r)
+        visible = torch.cat([self.seen(r, j) for j in range(self.size)], dim=1)
+        keys, values = (torch.cat([x] * self.size, dim=1) for x in (key, value))
+        return plain_attention(query, keys, values, self.given.scale, visible)[0]
+
     def _without(self, sources: list[int]) -> torch.Tensor:
         found = self.visible.clone()
         for j in sources:
             found[:, self.places[j]] = False
         return found
 
-    def total(
-        self,
-        *,
-        has_own_lse: bool = False,
-        delta: str = "whole",
-        is_scaled: bool = True,
-        is_masked: bool = True,
-    ) -> list[Terms]:
-        """For each rank the gradients as the stub's formulas give them, or with a mistake.
-
-        With `has_own_lse` each block's probabilities sum to 1. `delta`: D of the whole output, "own"
-        for that of each block, "none" for 0.
-        """
+    def total(self, way: "Way | None" = None) -> list[Terms]:
+        """For each rank the gradients as the stub's formulas give them, or with a mistake."""
         found = [Terms(*(torch.zeros_like(x) for x in self._of(r))) for r in range(self.size)]
         for r in range(self.size):
             for j in range(self.size):
-                terms = self._terms(r, j, has_own_lse, delta, is_scaled, is_masked)
+                terms = self._terms(r, j, way or Way())
                 found[r].query.add_(terms.query)
                 found[j].key.add_(terms.key)
                 found[j].value.add_(terms.value)
@@ -144,19 +203,20 @@ class RightRing:
         one, rows = self.given, self.places[r]
         return one.query[:, rows], one.key[:, rows], one.value[:, rows]
 
-    def _terms(
-        self, r: int, j: int, has_own_lse: bool, delta: str, is_scaled: bool, is_masked: bool
-    ) -> Terms:
-        query, (_, key, value) = self._of(r)[0], self._of(j)
+    def _terms(self, r: int, j: int, way: "Way") -> Terms:
+        query, (_, key, value) = self._of(r)[0], self._of(r if way.has_own_keys else j)
         grad, scale = self.given.grad[:, self.places[r]], self.given.scale
         part, part_lse = self.partial(r, j)
-        lse = part_lse if has_own_lse else self.lse[:, self.places[r]]
-        output = part if delta == "own" else self.output[:, self.places[r]]
-        D = (grad * output).sum(dim=2, keepdim=True) * (delta != "none")
-        probs = (query @ key.mT * scale - lse.unsqueeze(2)).exp()
-        is_seen = self.seen(r, j) if is_masked or r != j else torch.ones_like(self.seen(r, j))
-        probs = torch.where(is_seen, probs, 0.0)
-        of_scores = probs * (grad @ value.mT - D) * (scale if is_scaled else 1.0)
+        lse = part_lse if way.has_own_lse else self.lse[:, self.places[r]]
+        products = grad * (part if way.delta == "own" else self.output[:, self.places[r]])
+        D = products.sum() if way.delta == "all" else products.sum(dim=2, keepdim=True)
+        D = D * (way.delta != "none")
+        scores = query @ key.mT * (scale if way.has_scaled_scores else 1.0)
+        is_seen = self.seen(r, j)
+        if r == j and not way.is_masked:
+            is_seen = torch.ones_like(is_seen)
+        probs = torch.where(is_seen, (scores - lse.unsqueeze(2)).exp(), 0.0)
+        of_scores = probs * (grad @ value.mT - D) * (scale if way.is_scaled else 1.0)
         return Terms(of_scores @ key, of_scores.mT @ query, probs.mT @ grad)
 
     def wrong_gradients(self, r: int, which: str) -> Iterator[tuple[torch.Tensor, str]]:
@@ -180,29 +240,8 @@ class RightRing:
             yield self._sum(which, [(r, j) for j in range(self.size)]), words
 
     def _wrong_formulas(self) -> Iterator[tuple[list[Terms], str]]:
-        yield (
-            self.total(has_own_lse=True),
-            "The probabilities were made with an lse of each block alone, so they sum to 1 in every "
-            "block. Over all keys that a query sees they sum to 1 once: lse is that of all of them.",
-        )
-        yield (
-            self.total(delta="own"),
-            "D was made of each block's own output. It belongs to the softmax over all keys: take dO "
-            "and the whole output, once, before the first step.",
-        )
-        yield (
-            self.total(delta="none"),
-            "D is missing. A softmax does not change if all scores of a query grow alike, so it must "
-            "give no gradient for that.",
-        )
-        yield (
-            self.total(is_scaled=False),
-            "The scale is missing: scores were multiplied by it, so their gradients are, too.",
-        )
-        yield (
-            self.total(is_masked=False),
-            "In the block of its own keys, queries were given keys that come later than they do.",
-        )
+        for way, words in WRONG_WAYS.items():
+            yield self.total(way), words
 
     def _not_at_home(self, r: int, which: str) -> Iterator[tuple[torch.Tensor, str]]:
         """Complete gradients, on another rank than their keys."""
@@ -218,4 +257,4 @@ class RightRing:
 
     def _sum(self, which: str, pairs: list[tuple[int, int]]) -> torch.Tensor:
         """What blocks of (rank of queries, rank of keys) give, added up."""
-        return sum(getattr(self._terms(*pair, False, "whole", True, True), which) for pair in pairs)
+        return sum(getattr(self._terms(*pair, Way()), which) for pair in pairs)

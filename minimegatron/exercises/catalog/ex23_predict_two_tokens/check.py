@@ -202,9 +202,22 @@ def _run_scaler(student: ModuleType) -> list[dict[str, Any]]:
                 f"{list(given.shape)}, is expected"
             )
         seen = {"scale": scale, "output": output.detach().clone()}
-        output.backward(arrives)
+        _backward(output, arrives)
         found.append(seen | {"of_output": given.grad, "of_loss": loss.grad})
     return found
+
+
+def _backward(output: torch.Tensor, arrives: torch.Tensor) -> None:
+    """Backward; what autograd itself refuses of a scaler is told."""
+    try:
+        output.backward(arrives)
+    except RuntimeError as error:
+        if "MTPLossAutoScaler" not in str(error):
+            raise
+        raise Wrong(
+            f"autograd refuses what the scaler's backward returned: {error}\nIts forward has two "
+            "arguments, so it returns two gradients, each with the shape of its argument."
+        ) from error
 
 
 def _judge_scaler(answer: list[dict[str, Any]]) -> None:
@@ -282,14 +295,28 @@ def _run_losses(student: ModuleType, case: Case) -> dict[str, Any]:
         )
     if not torch.equal(given[0], batch["labels"]) or not torch.equal(given[1], batch["loss_mask"]):
         raise Wrong("attach_mtp_losses changed the labels or the mask; the main loss needs both")
+    for k, one in enumerate(logged):
+        if isinstance(one, torch.Tensor) and one.numel() != 1:
+            raise Wrong(
+                f"attach_mtp_losses returned {_kind(one)} as the mean of depth {k + 1}; one number is "
+                "expected: the sum of its losses over the number of its labels"
+            )
     found = {"hidden": hidden.detach().clone(), "means": [float(one) for one in logged]}
-    hidden.backward(_arrives(case))
+    _backward(hidden, _arrives(case))
     return found | {"gradients": [state.grad for state in states]}
 
 
 def _judge_losses(case: Case, answer: dict[str, Any]) -> Result:
     states, batch = given_states(case), given_batch(case, 0)
-    check_numbers("hidden states that attach_mtp_losses returned", answer["hidden"], states[0])
+    others = [
+        (
+            state,
+            f"Those are the hidden states of depth {k}: losses are attached to the model's own.",
+        )
+        for k, state in enumerate(states)
+    ]
+    name = "the tensor of hidden states that attach_mtp_losses returned"
+    check_known(name, answer["hidden"], states[0], others)
     table = given_weights(case)["table"]
     given = (batch["labels"], batch["loss_mask"], token_loss_of(table))
     _judge_depths(case, states, given, answer["gradients"])
@@ -316,8 +343,9 @@ def _judge_depths(
         found = gradients[k]
         if found is None:
             raise Wrong(
-                f"depth {k}'s hidden states have no gradient\nIts loss is not attached, or what apply "
-                "returned for it was lost: attach each loss to what the attachment before has given."
+                f"depth {k}'s hidden states have no gradient\nEither its loss is not made of them, or "
+                "it was detached. Or what apply returned for it was lost: attach each loss to what the "
+                "attachment before has given."
             )
         if not torch.isfinite(found).all():
             raise Wrong(

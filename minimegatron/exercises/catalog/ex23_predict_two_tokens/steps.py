@@ -62,9 +62,23 @@ def _known(case: Case, right: RightStep, name: str) -> Iterator[tuple[torch.Tens
         "The losses of the depths know nothing of the mask: they count labels that it leaves out, as "
         "those of padding. The main loss has it, so its number looks right.",
     )
-    unmasked = right.other_main(False, not case.per_token)[name]
+    unmasked = right.other_main(has_mask=False)[name]
     yield scale * (unmasked + mtp), "The mask is not in the main loss."
-    other = right.other_main(True, case.per_token)[name]
+    moved = right.other_main(times_rolled=1)[name]
+    yield scale * (moved + mtp), "The labels of the main loss were rolled; only the depths' are."
+    first = right.mtp_of_first()[name]
+    yield (
+        scale * (main + mtp) + (OLD_SCALE - scale) * first,
+        "In the first microbatch the losses of the depths have the scale that an earlier step has set, "
+        f"{OLD_SCALE:g}. Set yours before the first backward.",
+    )
+    if not case.per_token:
+        spread = right.other_main(divisor="all")[name]
+        yield (
+            scale * (spread + mtp),
+            "The main loss was divided by the number of all tokens; the mean is over those that count.",
+        )
+    other = right.other_main(divisor="count" if case.per_token else "1")[name]
     if case.per_token:
         yield (
             scale * (other + mtp),

@@ -5,6 +5,7 @@ Megatron has no counterpart.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -22,12 +23,14 @@ class Way:
     """How often labels are rolled at depth k: "k", "1" or "0" times."""
     mask: str = "k"
     """The same of the mask; "ones" for a mask that was not looked at."""
+    is_masked: bool = True
+    """Whether losses are multiplied by the mask."""
     factor: str = "f/K"
-    """Or "f", or "1"."""
+    """Or "f", "f/(K+1)" or "1"."""
     divisor: str = "n_k"
     """Or "n_0", or "1"."""
-    has_n_0: bool = True
-    """Whether a loss per token is a sum over n_0 tokens."""
+    n_0: str = "n_0"
+    """What a loss per token is multiplied by: "1" for nothing, "all" for all tokens."""
     state: str = "k"
     """Whose hidden states are taken: depth "k"'s, "0"'s or "k-1"'s."""
 
@@ -68,12 +71,14 @@ def _depth_loss(
     state = states[{"k": k, "0": 0, "k-1": k - 1}[way.state]]
     source = torch.ones_like(mask) if way.mask == "ones" else mask
     own_mask = rolled(source, times.get(way.mask, k))
-    losses = token_loss(state, rolled(labels, times[way.labels])) * own_mask
+    losses = token_loss(state, rolled(labels, times[way.labels]))
+    losses = losses * own_mask if way.is_masked else losses
     num_0, num_k = float(source.sum()), float(own_mask.sum())
     divisor = max({"n_k": num_k, "n_0": num_0, "1": 1.0}[way.divisor], 1.0)
-    factor = {"f/K": case.f / case.K, "f": case.f, "1": 1.0}[way.factor]
-    if case.per_token and way.has_n_0:
-        factor *= num_0
+    f, K = case.f, case.K
+    factor = {"f/K": f / K, "f": f, "f/(K+1)": f / (K + 1), "1": 1.0}[way.factor]
+    if case.per_token:
+        factor *= {"n_0": num_0, "1": 1.0, "all": float(mask.numel())}[way.n_0]
     return factor / divisor * losses.sum()
 
 
@@ -119,7 +124,16 @@ def wrong_ways(case: Case) -> Iterator[tuple[Way, str]]:
         replace(right, factor="f"),
         f"Each of the {K} depths counts f = {case.f:g}. All of them together count f, so each f / K.",
     )
+    yield (
+        replace(right, is_masked=False),
+        "It is not multiplied by the mask. Where that is 0, no label counts; at the end there is none.",
+    )
     yield replace(right, factor="1"), "f and K are not in it."
+    yield (
+        replace(right, factor="f/(K+1)"),
+        f"It was divided by {K + 1}. The first of the {K + 1} hidden states is the model's own: "
+        f"K is {K}.",
+    )
     own = "Each depth has a number of its own, the sum of its rolled mask."
     if not case.per_token:
         yield (
@@ -129,18 +143,22 @@ def wrong_ways(case: Case) -> Iterator[tuple[Way, str]]:
         yield replace(right, divisor="1"), "It is a sum; without per_token a mean is wanted."
     else:
         yield (
-            replace(right, divisor="1", has_n_0=False),
+            replace(right, divisor="1", n_0="1"),
             "It is the plain sum over n_k tokens. Later everything is divided by the number of all "
             "tokens, n_0, so a depth with fewer labels would count less: multiply by n_0 / n_k.",
         )
         yield (
-            replace(right, has_n_0=False),
+            replace(right, n_0="1"),
             "It is a mean. With per_token a loss is a sum over n_0 tokens: later all gradients are "
             "divided by the number of tokens, also those of the depths.",
         )
         yield (
             replace(right, divisor="1"),
             "It is the sum over n_k tokens times n_0, not divided by n_k.",
+        )
+        yield (
+            replace(right, n_0="all"),
+            "n_0 is the number of labels that count, not of all tokens.",
         )
     yield (
         replace(right, state="0"),
@@ -157,21 +175,25 @@ class RightStep:
 
     def __init__(self, case: Case, weights: dict[str, torch.Tensor]):
         self.case, self.weights = case, weights
-        self.main = self._gradients(lambda *given: self._main(*given))
-        self.mtp = self._gradients(lambda *given: self._mtp(Way(), *given))
+        self.main = self._gradients(self._main)
+        self.mtp = self.of_other(Way())
 
     def of_other(self, way: Way) -> dict[str, torch.Tensor]:
         """In place of `mtp`."""
         return self._gradients(lambda *given: self._mtp(way, *given))
 
-    def other_main(self, has_mask: bool, is_mean: bool) -> dict[str, torch.Tensor]:
-        """In place of `main`."""
-        return self._gradients(lambda *given: self._main(*given, has_mask, is_mean))
+    def mtp_of_first(self) -> dict[str, torch.Tensor]:
+        """What the first microbatch adds to `mtp`."""
+        return self._gradients(lambda *given: self._mtp(Way(), *given), 1)
 
-    def _gradients(self, loss: Callable) -> dict[str, torch.Tensor]:
+    def other_main(self, **how: Any) -> dict[str, torch.Tensor]:
+        """In place of `main`."""
+        return self._gradients(lambda *given: self._main(*given, **how))
+
+    def _gradients(self, loss: Callable, num: int | None = None) -> dict[str, torch.Tensor]:
         model = SmallModel(self.weights)
         total = 0
-        for which in range(len(self.case.masks)):
+        for which in range(len(self.case.masks) if num is None else num):
             batch = given_batch(self.case, which)
             total = total + loss(model, batch)
         leaves = list(model.weights.values())
@@ -184,12 +206,15 @@ class RightStep:
         model: SmallModel,
         batch: dict[str, torch.Tensor],
         has_mask: bool = True,
-        is_mean: bool | None = None,
+        divisor: str = "",
+        times_rolled: int = 0,
     ) -> torch.Tensor:
+        """`divisor` is "count", "all" or "1"; what is right if it is not given."""
         mask = batch["loss_mask"] if has_mask else torch.ones_like(batch["loss_mask"])
-        losses = model.token_loss(model(batch["tokens"])[0], batch["labels"]) * mask
-        is_mean = not self.case.per_token if is_mean is None else is_mean
-        return losses.sum() / (mask.sum() if is_mean else 1.0)
+        labels = rolled(batch["labels"], times_rolled)
+        losses = model.token_loss(model(batch["tokens"])[0], labels) * mask
+        divisor = divisor or ("1" if self.case.per_token else "count")
+        return losses.sum() / {"count": mask.sum(), "all": mask.numel(), "1": 1.0}[divisor]
 
     def _mtp(self, way: Way, model: SmallModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         given = (model(batch["tokens"]), batch["labels"], batch["loss_mask"], model.token_loss)
