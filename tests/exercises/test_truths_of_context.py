@@ -122,6 +122,7 @@ def test_losses_of_further_tokens(case):
     model = SimpleNamespace(
         config=config,
         pg_collection=None,
+        cp_group=None,
         training=True,
         output_layer=lambda states, weight: (states, None),
         compute_language_model_loss=lambda labels, states: token_loss(states, labels),
