@@ -154,6 +154,7 @@ def layout_words(lab: Lab) -> str:
     """The layout in words: "tp 2, pp 2, 4 ranks"."""
     sizes = {key: value for key, value in lab.layout.items() if not isinstance(value, bool)}
     flags = [key for key, value in lab.layout.items() if value is True]
+    flags += [f"not {key}" for key, value in lab.layout.items() if value is False]
     parts = [f"{key.replace('num_', '')} {value}" for key, value in sizes.items()]
     ranks = f"{lab.num_ranks} rank{'s' * (lab.num_ranks > 1)}"
     return ", ".join([*parts, *(flag.replace("_", " ") for flag in flags), ranks])
@@ -243,7 +244,6 @@ LABS = (
     Lab("combined-without-extra-warmup", _COMBINED | _VP, 4),
     # -- Ranks that share sequences --
     Lab("context-ranks-forgotten", _CP, 2),
-    Lab("tokens-summed-over-dp-only", _CP | _TOKENS, 2),
     Lab("rope-restarts-on-each-rank", _CP | {"rope": True}, 2),
     Lab("ring-takes-the-wrong-half", _CP, 2),
     Lab("ring-backward-with-partial-lse", _CP, 2),
