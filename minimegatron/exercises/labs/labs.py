@@ -72,6 +72,8 @@ def patch_words(fault: Fault) -> str:
     last = after.partition("\n")[0]
     old = (first + fault.old + last).rstrip("\n").splitlines()
     new = (first + fault.new + last).rstrip("\n").splitlines()
+    while old and new and old[-1] == new[-1]:
+        old, new = old[:-1], new[:-1]
     number = before.count("\n") + 1
     lines = [f"minimegatron/{fault.file}, line {number}:"]
     lines += [f"  - {line}" for line in old] + [f"  + {line}" for line in new if line.strip()]
@@ -177,6 +179,7 @@ _BY_SEQUENCE = {"balance": "seq_aux_loss"}
 _COMBINED = _EP | {"num_microbatches": 3, "overlap_moe": True}
 _EMPTY = _EP | {"num_experts": 8, "topk": 1, "overlap_grad_reduce": True}
 _CP = {"cp": 2, "num_microbatches": 2}
+_MTP = {"mtp": 1, "num_microbatches": 3}
 
 LABS = (
     # -- One rank --
@@ -248,5 +251,11 @@ LABS = (
     Lab("ring-takes-the-wrong-half", _CP, 2),
     Lab("ring-backward-with-partial-lse", _CP, 2),
     Lab("ring-gradients-stop-early", _CP, 2),
+    # -- Further tokens --
+    Lab("mtp-return-dropped", _MTP, 1),
+    Lab("mtp-scale-without-m", _MTP, 1),
+    Lab("mtp-depth-two-predicts-depth-one", _MTP | {"mtp": 2}, 1),
+    Lab("eh-proj-gather-reduces", _TP | _MTP, 2),
+    Lab("mtp-stage-outside-embedding-group", _PP2 | _MTP | {"tied": False}, 2),
 )
 """Those faults that one step of a small model can show, the simplest layouts first."""
