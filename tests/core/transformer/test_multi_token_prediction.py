@@ -581,6 +581,11 @@ def test_refused_by_the_model():
             LLAMA.make_config(mtp_num_layers=1),
             mtp_block_spec=replace(spec, layer_specs=spec.layer_specs * 2),
         )
+    with pytest.raises(ValueError, match="builds 1 of these layers, but mtp_block_spec is missing"):
+        LLAMA.build(LLAMA.make_config(mtp_num_layers=1))
+    with pytest.raises(ValueError, match="builds 0 of these layers, but mtp_block_spec is given"):
+        groups = pretend_groups(pp_rank=0, pp_size=2)
+        TIED.build(config, groups, post_process=False, mtp_block_spec=spec)
     with pytest.raises(ValueError, match="have no nodes"):
         build(LLAMA, 1).build_schedule_plan(**sample())
     with pytest.raises(ValueError, match="use_transformer_engine=False"):
