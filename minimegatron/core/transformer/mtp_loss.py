@@ -11,6 +11,7 @@ import torch
 from minimegatron.core.collectives import all_reduce
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.pipeline_parallel.orders import placement_of
+from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
@@ -195,8 +196,22 @@ def check_mtp(config: Any) -> None:
     """Enters the hooks; raises ValueError, with numbers and remedy, for what cannot be."""
     _enter_hooks(config)
     config.mtp_standalone = False
-    if config.mtp_num_layers is None:
+    if config.mtp_num_layers is not None:
+        _check_options(config)
+    text, p = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
+    if text is None:
         return
+    if isinstance(text, PipelineParallelLayerLayout):
+        text = text.input_data
+    has_depths = LayerType.mtp in PipelineParallelLayerLayout(text, p).flatten_layout
+    if has_depths or config.mtp_num_layers is not None:
+        layout = PipelineParallelLayerLayout(text, p, placement_of(config))
+        config.mtp_standalone = layout.validate_layer_layout(
+            config.num_layers, config.mtp_num_layers
+        )
+
+
+def _check_options(config: Any) -> None:
     if config.fp32_residual_connection:
         raise ValueError(
             f"mtp_num_layers {config.mtp_num_layers} with fp32_residual_connection: a further layer "
@@ -206,15 +221,6 @@ def check_mtp(config: Any) -> None:
         raise ValueError(
             f"mtp_num_layers {config.mtp_num_layers} with overlap_moe_expert_parallel_comm, which runs "
             "layers in pieces: those for further tokens run as a whole; drop one of them"
-        )
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        text = layout.input_data if isinstance(layout, PipelineParallelLayerLayout) else layout
-        layout = PipelineParallelLayerLayout(
-            text, config.pipeline_model_parallel_size, placement_of(config)
-        )
-        config.mtp_standalone = layout.validate_layer_layout(
-            config.num_layers, config.mtp_num_layers
         )
 
 

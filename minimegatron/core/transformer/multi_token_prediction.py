@@ -339,7 +339,14 @@ class MultiTokenPredictionBlock(MegatronModule):
             embedding: the chunk's `LanguageModelEmbedding`.
             attention_mask, rotary_pos_emb, checkpoint_activations_microbatch: as for
                 `TransformerBlock`.
+
+        Raises ValueError without `input_ids`: this chunk needs tokens, also if it is not the first.
         """
+        if input_ids is None:
+            raise ValueError(
+                "this chunk predicts further tokens, so it embeds tokens, but its input_ids are None; "
+                "give it the batch's tokens and positions too, as pretrain_gpt.keys_of_chunks does"
+            )
         recompute = Recompute.of(self.config, len(self.layers), checkpoint_activations_microbatch)
         found = [hidden_states]
         for layer in self.layers:

@@ -120,7 +120,7 @@ FAULTS_OF_MTP = (
         '    return (*GPT_BATCH_KEYS, (further_tokens, ("tokens", "position_ids")))\n',
         "    return GPT_BATCH_KEYS\n",
         "A stage between the first and the last predicts further tokens, but gets no tokens to embed: "
-        "its forward raises an error about None.",
+        "its forward raises an error.",
     ),
     Fault(
         "mtp-final-norm-at-the-loss",

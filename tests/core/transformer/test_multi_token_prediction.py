@@ -535,6 +535,10 @@ EXPERTS = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "sequence_para
     ("options", "words"),
     [
         ({"pipeline_model_parallel_layout": "Et|t|tL", **THREE}, "m stands 0 times but .* is 1"),
+        (
+            {"mtp_num_layers": None, "pipeline_model_parallel_layout": "Et|t|tmL", **THREE},
+            "m stands 1 time but .* is 0; remove 1 or set --mtp-num-layers 1",
+        ),
         ({"pipeline_model_parallel_layout": "Et|t|tmmL", **THREE}, "m stands 2 times but .* is 1"),
         ({"pipeline_model_parallel_layout": "Et|tm|tL", **THREE}, "m stands before a t"),
         (
@@ -564,7 +568,7 @@ EXPERTS = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "sequence_para
         ),
         ({"mtp_num_layers": 0}, "mtp_num_layers"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_refused(options, words):
     with pytest.raises(ValueError, match=words):
@@ -588,6 +592,8 @@ def test_refused_by_the_model():
     with pytest.raises(ValueError, match="builds 0 of these layers, but mtp_block_spec is given"):
         groups = pretend_groups(pp_rank=0, pp_size=2)
         TIED.build(config, groups, post_process=False, mtp_block_spec=spec)
+    with pytest.raises(ValueError, match="its input_ids are None; give it the batch's tokens"):
+        build(LLAMA, 1)(None, None, None, torch.zeros(SEQUENCE, BATCH, 32, dtype=torch.float64))
     with pytest.raises(ValueError, match="have no nodes"):
         build(LLAMA, 1).build_schedule_plan(**sample())
     with pytest.raises(ValueError, match="use_transformer_engine=False"):
