@@ -208,12 +208,15 @@ class MultiTokenPredictionLayer(MegatronModule):
         *,
         rotary_pos_emb: torch.Tensor | None = None,
         embedding: Any,
-        recompute: Recompute,
+        recompute: Recompute | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """h(k-1) [s, b, h] and what depth k-1 embedded, [b, s] -> h(k), and what depth k embeds.
 
-        Rotary angles and mask are those of the decoder: place i looks at places up to i.
+        Rotary angles and mask are those of the decoder: place i looks at places up to i. `recompute` is
+        the block's choice for this microbatch; None for the config's.
         """
+        if recompute is None:
+            recompute = Recompute.of(self.config, self.config.mtp_num_layers, None)
         input_ids, _ = roll_tensor(input_ids, cp_group=self.cp_group)
         if position_ids is not None:
             position_ids, _ = roll_tensor(position_ids, cp_group=self.cp_group)

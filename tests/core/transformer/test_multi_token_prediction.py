@@ -224,6 +224,22 @@ def test_recompute_and_dropout_change_nothing(how):
         assert torch.equal(found[1][name], grad), name
 
 
+def test_a_layer_alone_recomputes_as_the_config_says():
+    options = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    model, batch = build(LLAMA, 2, recompute_num_layers=1, **options), microbatches()[0]
+    states = torch.randn(SEQUENCE, BATCH, model.config.hidden_size, dtype=torch.float64)
+    inputs = {"input_ids": batch["ids"], "position_ids": None, "hidden_states": states}
+    inputs |= {"attention_mask": None, "rotary_pos_emb": model.rotary_pos_emb(SEQUENCE)}
+    inputs |= {"embedding": model.embedding}
+    *_, last = model.mtp(**inputs).chunk(3)
+    with mock.patch.object(multi_token_prediction, "checkpoint") as checkpointed:
+        checkpointed.side_effect = lambda function, _, *arguments: function(*arguments)
+        for layer in model.mtp.layers:
+            found, inputs["input_ids"], _ = layer(**inputs)
+            inputs["hidden_states"] = found
+    assert torch.equal(found, last) and checkpointed.call_count == 2
+
+
 # -- Chunks in one process --
 
 CUTS = {

@@ -65,7 +65,8 @@ class GPTModel(LanguageModule):
         rotary_percent, rotary_base: see `RotaryEmbedding`.
         mtp_block_spec: `get_gpt_mtp_block_spec(...)` for the chunk, None if it predicts no further
             tokens.
-        pg_collection: tp, pp and cp are used; None for `parallel_state`'s.
+        pg_collection: tp, pp and cp are used, and dp_cp for the log of further tokens; None for
+            `parallel_state`'s.
         vp_stage: which chunk of its stage this is, with virtual stages.
 
     Raises:
