@@ -80,7 +80,8 @@ def training_log(
     """Counts one step and, every `--log-interval` steps, logs the interval. Every rank must call it.
 
     `loss_dict` is what `train_step` returned: scalar tensors on the last stage, empty elsewhere.
-    `total_loss_dict` carries their sums, and the count of good steps, through the interval.
+    `total_loss_dict` carries their sums, and the counts of good and of skipped steps, through the
+    interval. An evaluation in it restarts the clock, so `progress` does not know them.
     """
     args, state = get_args(), get_train_state()
     progress.advance(get_current_global_batch_size() * args.seq_length)
@@ -88,11 +89,12 @@ def training_log(
         for key, loss in loss_dict.items():
             total_loss_dict[key] = total_loss_dict.get(key, 0.0) + loss
     good = total_loss_dict.pop("good steps", 0) + 1 - skipped_iter
-    total_loss_dict["good steps"] = good
+    skipped = total_loss_dict.pop("skipped steps", 0) + skipped_iter
+    total_loss_dict |= {"good steps": good, "skipped steps": skipped}
     if iteration % args.log_interval and iteration != args.train_iters:
         return
 
-    del total_loss_dict["good steps"]
+    del total_loss_dict["good steps"], total_loss_dict["skipped steps"]
     means = {key: float(total) / max(good, 1) for key, total in total_loss_dict.items()}
     total_loss_dict.clear()
     losses = broadcast_from_last_stage(means)
@@ -102,7 +104,7 @@ def training_log(
         "grad norm": grad_norm,
         "zeros in grad": num_zeros_in_grad,
         "loss scale": loss_scale if loss_scale != 1.0 else None,
-        "skipped": progress.steps - good or None,
+        "skipped": skipped or None,
         **progress.describe_more(),
     }
     values = {name: value for name, value in values.items() if value is not None}

@@ -5,8 +5,10 @@ One launch per world size; within it, configuration after configuration.
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from minimegatron import pretrain_gpt
 from minimegatron.core import parallel_state
@@ -20,7 +22,7 @@ from minimegatron.core.rerun_state_machine import (
     set_rerun_state_machine,
 )
 from minimegatron.core.utils import get_model_config
-from minimegatron.training import training
+from minimegatron.training import progress, training
 from minimegatron.training.arguments import parse_args
 from minimegatron.training.evaluation import evaluate
 from minimegatron.training.global_vars import destroy_global_vars, get_train_state
@@ -213,6 +215,32 @@ def train_through_hooks(hooked: bool) -> dict:
 
 def train_with_and_without_hooks() -> list[dict]:
     return [train_through_hooks(False), train_through_hooks(True)]
+
+
+def test_a_line_counts_skipped_steps_whatever_lies_between(monkeypatch):
+    args = SimpleNamespace(seq_length=8, log_interval=3, train_iters=6, timing_log_level=0)
+    state = SimpleNamespace(consumed_train_samples=0)
+    printed, totals = [], {}
+    for name, value in {
+        "get_args": lambda: args,
+        "get_train_state": lambda: state,
+        "get_current_global_batch_size": lambda: 4,
+        "get_tensorboard_writer": lambda: None,
+        "broadcast_from_last_stage": dict,
+        "print_rank_0": printed.append,
+        "dist": SimpleNamespace(get_rank=lambda: 1),
+    }.items():
+        monkeypatch.setattr(progress, name, value)
+    with progress.Progress(6, 0) as bar:
+        for iteration, skipped in enumerate((0, 1, 0, 0, 0, 0), 1):
+            loss = {} if skipped else {"lm loss": torch.tensor(2.0)}
+            progress.training_log(loss, totals, 0.1, iteration, 1.0, skipped, None, None, bar)
+            bar.restart()  # as after an evaluation
+    assert [("skipped" in line, "skipped 1" in line) for line in printed] == [
+        (True, True),
+        (False, False),
+    ]
+    assert all("lm loss 2.0000" in line for line in printed) and totals == {}
 
 
 def test_hooks_of_the_loop_change_no_number():
