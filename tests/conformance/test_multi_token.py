@@ -486,11 +486,12 @@ def scale_of(core: SimpleNamespace) -> list[float]:
     for per_token in (False, True):
         config = core.TransformerConfig(**{**Case(per_token=per_token).config, "num_layers": 1})
         config.grad_scale_func = lambda loss: 8.0 * loss
+        more = [torch.tensor(1)] if per_token else []
         with experts.surroundings(core):
             schedules.forward_step_calc_loss(
                 SimpleNamespace(vp_stage=None),
                 torch.ones(1),
-                lambda output: (output.sum(), {}),
+                lambda output, more=more: (output.sum(), *more, {}),
                 config,
                 None,
                 False,
