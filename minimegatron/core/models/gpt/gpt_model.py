@@ -226,7 +226,8 @@ class GPTModel(LanguageModule):
             Last chunk, with labels: the loss of each token, [b, s], float32 (float64 for float64
             models). Last chunk without: logits [b, s, v/t], or [b, s, v] unless `parallel_output`.
             Other chunks: [s, b, h], or [s/t, b, h] with sequence parallelism. Never a view.
-            Without gradients, nothing is computed for further tokens.
+            Without gradients, nothing is computed for further tokens. Megatron computes it in an
+            evaluation too, where nobody reads it.
         """
         decoder_input, rotary_pos_emb = self._preprocess(input_ids, position_ids, decoder_input)
         hidden_states = self.decoder(
