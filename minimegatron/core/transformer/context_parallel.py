@@ -484,8 +484,8 @@ FUNCTIONS = {"p2p": RingAttention, "all_gather": GatherAttention}
 
 
 def _complete(mask: torch.Tensor, query: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """With all four dimensions, and all rows."""
-    mask = mask[(None,) * (4 - mask.dim())]
+    """As bool, with all four dimensions and all rows. A loader may send 0 and 1 as integers."""
+    mask = mask.bool()[(None,) * (4 - mask.dim())]
     length, whole = len(query), len(query) * group.size()
     if mask.size(2) not in (1, length) or mask.size(3) != whole:
         raise ValueError(

@@ -179,6 +179,14 @@ def test_the_same_rows_for_all_tokens_broadcast(kind):
     compare(2, kind, whole, expected(*whole, mask=mask), mask)
 
 
+@pytest.mark.parametrize("kind", COMM_TYPES)
+def test_a_mask_of_integers(kind):
+    """As `get_batch_on_this_tp_rank` has it, which sends all fields as one message of int64."""
+    whole = tensors(2, 4, 4)
+    mask = some_mask(len(whole[0]), 2)
+    compare(2, kind, whole, expected(*whole, mask=mask), mask.long())
+
+
 def test_a_mask_without_all_columns_is_refused():
     whole = tensors(2, 2, 2)
     mask = torch.zeros(2, 1, 8, 4, dtype=torch.bool)
