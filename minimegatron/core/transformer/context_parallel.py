@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.mappings import all_to_all
@@ -257,6 +258,7 @@ class RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         with repeats_from(ctx.rng_state):
             grads = RingAttention._gradients(ctx.sharing, grad_output, *ctx.saved_tensors)
@@ -319,6 +321,7 @@ class GatherAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         query, key, value, mask, output, lse = ctx.saved_tensors
         sharing = ctx.sharing

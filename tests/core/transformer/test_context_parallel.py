@@ -238,6 +238,20 @@ def test_sums_in_float32_at_least(kind, dtype):
     assert {part.dtype for part in block_attention(x, x, x, scale=1.0)} == {torch.float32}
 
 
+def differentiated_twice(group, kind, whole):
+    query, key, value = (take_part(x, 0, group).requires_grad_() for x in whole[:3])
+    output = attention_over_ranks(kind, query, key, value, None, Sharing(group, 1, 0.5), local)
+    (first,) = torch.autograd.grad((output**2).sum(), query, create_graph=True)
+    return torch.autograd.grad(first.sum(), query)
+
+
+@pytest.mark.parametrize("kind", RINGS)
+def test_a_gradient_of_gradients_is_refused(kind):
+    """Was: wrong numbers, because what a rank keeps of its forward counted as constant."""
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        play(2, differentiated_twice, kind, tensors(2, 4, 4))
+
+
 # -- Dropout --
 
 
