@@ -541,3 +541,7 @@ def test_a_layer_chooses_its_way():
     assert DotProductAttention(config, 1, cp_comm_type="all_gather", **options).cp_comm_type == (
         "all_gather"
     )
+    for way, words in (("a2a+p2p", "not implemented"), ("ring", "unknown"), ("a2a", "whole heads")):
+        config = make_config(2, num_query_groups=1)
+        with pytest.raises(ValueError, match=words):
+            DotProductAttention(config, 1, cp_comm_type=way, **options)
