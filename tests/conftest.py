@@ -34,6 +34,7 @@ LONGEST = (
     "test_parity",
     "test_parity_experts",
     "test_parity_context",
+    "test_parity_mtp",
     "doctor/test_planted_hangs",
     "gpu/test_parts",
     "test_mutations",

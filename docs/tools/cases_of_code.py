@@ -277,7 +277,11 @@ def tied_gradient(first: float | Fraction, last: float | Fraction) -> str:
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.main_grad = torch.tensor([float(first)])
     weight.shared_embedding = True
-    chunk = SimpleNamespace(share_embeddings_and_output_weights=True, parameters=lambda: [weight])
+    chunk = SimpleNamespace(
+        config=SimpleNamespace(mtp_num_layers=None),
+        share_embeddings_and_output_weights=True,
+        parameters=lambda: [weight],
+    )
     with _others_hold(finalize, float(last)):
         finalize._allreduce_word_embedding_grads(
             [chunk], embd_group=_group(0, 2), pp_group=_group(0, 4)

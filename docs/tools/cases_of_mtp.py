@@ -112,6 +112,7 @@ def gradients(
         config=config,
         training=False,
         pg_collection=SimpleNamespace(),
+        cp_group=None,
         output_layer=lambda states, weight: (states, None),
         compute_language_model_loss=lambda labels, logits: next(left),
     )

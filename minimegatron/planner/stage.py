@@ -208,8 +208,6 @@ class Stage(PlannedRank):
 
     def _bytes_of(self, part: int, chunk: int) -> int:
         """Size of one message: behind the chunk's stage, or before it."""
-        if self.config.message_factors is None:
-            return self.config.message_bytes
         stage = self.placement.stage_of(self.pp_rank, chunk)
         return self.config.bytes_behind(stage - (part in (_RECV_PREV, _SEND_PREV)))
 
@@ -223,9 +221,14 @@ class Stage(PlannedRank):
         overlap: bool = False,
     ) -> Action:
         units = (send_next, recv_prev, send_prev, recv_next)
-        ends = self._ends
+        ends, num_bytes = self._ends, self.config.message_bytes
+        has_one_size = self.config.message_factors is None
         messages = [
-            Message(*ends[part], *units[part], self._bytes_of(part, units[part][1]))
+            Message(
+                *ends[part],
+                *units[part],
+                num_bytes if has_one_size else self._bytes_of(part, units[part][1]),
+            )
             for part in self._order
             if units[part] is not None
         ]

@@ -1,4 +1,4 @@
-"""Sixty students: thirty honest ones, and thirty whose files are broken, hostile or cheat.
+"""Sixty students and some more: half of them honest, the others' files are broken, hostile or cheat.
 
 Used by: `test_grading`. `DOZEN` are those that every run of the tests grades.
 """
@@ -71,7 +71,7 @@ def attacker(attack: str, folders: str | tuple[str, ...]) -> str:
 
 
 def everybody() -> list[Student]:
-    """All sixty."""
+    """All of them."""
     return [*_honest(), *_forms(), *_broken(), *_hostile(), *_cheats()]
 
 

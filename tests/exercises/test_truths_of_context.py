@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minimegatron.core.transformer import context_parallel, mtp_loss, multi_token_prediction
+from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.exercises.catalog.ex22_ring_attention import blocks
 from minimegatron.exercises.catalog.ex22_ring_attention import check as ring_check
 from minimegatron.exercises.catalog.ex22_ring_attention import solution as ring_solution
@@ -114,7 +115,10 @@ def test_losses_of_further_tokens(case):
     token_loss = data.token_loss_of(data.given_weights(case)["table"])
     joined = torch.cat(states).requires_grad_()
     mtp_loss.MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
-    config = SimpleNamespace(
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
         mtp_num_layers=case.K,
         mtp_loss_scaling_factor=case.f,
         calculate_per_token_loss=case.per_token,
@@ -122,6 +126,7 @@ def test_losses_of_further_tokens(case):
     model = SimpleNamespace(
         config=config,
         pg_collection=None,
+        cp_group=None,
         training=True,
         output_layer=lambda states, weight: (states, None),
         compute_language_model_loss=lambda labels, states: token_loss(states, labels),

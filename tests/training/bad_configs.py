@@ -52,6 +52,7 @@ TP4 = "--tensor-model-parallel-size 4"
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
 VP2 = "--num-virtual-stages-per-pipeline-rank 2"
+LAYOUT = "--pipeline-model-parallel-layout"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 SCHEDULE = "--pipeline-schedule"
 USER_ORDERS = Path(__file__).with_name("user_orders.py")
@@ -400,6 +401,60 @@ BAD_CONFIGS = [
     BadConfig("--exit-duration-in-mins 0", ("--exit-duration-in-mins", "more than 0")),
     BadConfig("--tensorboard-dir /proc/x", ("--tensorboard-dir", "/proc/x", "writable")),
     BadConfig("--data-cache-path /proc/x", ("--data-cache-path", "/proc/x")),
+    # -- Further tokens --
+    BadConfig("--mtp-num-layers 0", ("--mtp-num-layers is 0", "1 or more")),
+    BadConfig(
+        f"{PP2} --mtp-num-layers 2",
+        ("--mtp-num-layers 2", "learned positions", "--position-embedding-type rope"),
+        world_size=2,
+    ),
+    BadConfig(
+        "--mtp-num-layers 64",
+        ("--seq-length 64", "too short for --mtp-num-layers 64", "65 or more"),
+    ),
+    BadConfig(
+        f"{PP2} --mtp-num-layers 1 --position-embedding-type rope {LAYOUT} Et*4|t*4L",
+        ("m stands 0 times but --mtp-num-layers is 1", "^"),
+        world_size=2,
+        lines=3,
+    ),
+    BadConfig(
+        f"{PP2} --mtp-num-layers 1 --position-embedding-type rope {LAYOUT} Et*4|t*4mmL",
+        ("m stands 2 times but --mtp-num-layers is 1", "remove 1"),
+        world_size=2,
+        lines=3,
+    ),
+    BadConfig(
+        f"{PP2} --position-embedding-type rope {LAYOUT} Et*4|t*4mL",
+        ("m stands 1 time but --mtp-num-layers is 0", "remove 1"),
+        world_size=2,
+        lines=3,
+    ),
+    BadConfig(
+        f"{PP2} --mtp-num-layers 1 --position-embedding-type rope {LAYOUT} Et*4m|t*4L",
+        ("m stands before a t", "behind the last t"),
+        world_size=2,
+        lines=3,
+    ),
+    BadConfig(
+        f"{PP2} --mtp-num-layers 1 --position-embedding-type rope {LAYOUT} Et*4|t*4m||L",
+        ("m is in chunk 0 of pipeline rank 1", "chunk 1"),
+        world_size=2,
+        lines=3,
+    ),
+    BadConfig(
+        f"{PP2} {SCHEDULE} {USER_ORDERS}:fold --mtp-num-layers 1 --position-embedding-type rope "
+        f"{LAYOUT} Et*4|t*4m||L",
+        ("m is in chunk 0 of pipeline rank 1", "one of the last 2 stages"),
+        world_size=2,
+        lines=3,
+    ),
+    BadConfig(
+        "--mtp-num-layers 1 --num-experts 4 --expert-model-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
+        ("--mtp-num-layers 1", "--overlap-moe-expert-parallel-comm", "drop one"),
+        world_size=2,
+    ),
     # -- Recording and pacing --
     BadConfig("--trace /proc/no-such-place", ("--trace", "/proc/no-such-place", "writable")),
     BadConfig("--trace-num-steps 2", ("--trace-num-steps 2", "--trace")),

@@ -82,10 +82,9 @@ def _allreduce_word_embedding_grads(
 
     Without a pipeline both went into one parameter already, and the group has one rank. A rank may
     have several copies, in several chunks. The group's ranks are those that have one: first stage, last
-    stage if it is tied, the stage that predicts further tokens.
+    stage if it is tied, the stage that predicts further tokens. Raises RuntimeError on a rank of the
+    group without a copy, and on one with a copy that is not in the group.
     """
-    if embd_group is None:
-        return
     chunks = unwrap_model(list(model))
     copies = [
         param
@@ -93,11 +92,21 @@ def _allreduce_word_embedding_grads(
         for param in chunk.parameters()
         if getattr(param, "shared_embedding", False)
     ]
-    is_tied = any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks)
-    if is_tied and embd_group.size() > 1 and not copies:
+    if embd_group is None:
+        if copies:
+            raise RuntimeError(
+                f"rank {pp_group.rank()} of the pipeline has a copy of the word embedding, but is not "
+                "in the embedding group; give initialize_model_parallel a get_embedding_ranks with it"
+            )
+        return
+    is_copied = any(
+        getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks
+    )
+    is_copied |= getattr(get_model_config(model[0]), "mtp_num_layers", None) is not None
+    if is_copied and embd_group.size() > 1 and not copies:
         raise RuntimeError(
             f"rank {pp_group.rank()} of the pipeline is in the embedding group, but none of its "
-            f"{len(model)} chunks has the tied embedding; choose other embedding ranks"
+            f"{len(model)} chunks has a copy of the word embedding; choose other embedding ranks"
         )
     grads = [get_main_grad(copy) for copy in copies]
     grads = [grad for grad in grads if grad is not None]

@@ -277,6 +277,23 @@ class MultiTokenPredictionBlockSubmodules:
     layer_specs: list[ModuleSpec] | None = None
 
 
+def check_mtp_spec(
+    config: TransformerConfig,
+    spec: Any,
+    vp_stage: int | None,
+    pg_collection: ProcessGroupCollection,
+) -> None:
+    """Raises ValueError for a chunk that has such layers without a spec, or a spec without them."""
+    rank = pg_collection.pp.rank()
+    num_layers = num_mtp_layers_of_chunk(config, vp_stage, rank)
+    if (spec is not None) != (num_layers > 0):
+        raise ValueError(
+            f"mtp_num_layers is {config.mtp_num_layers}, and chunk {vp_stage or 0} of pipeline rank "
+            f"{rank} builds {num_layers} of these layers, but mtp_block_spec is "
+            f"{'missing' if spec is None else 'given'}; pass what get_gpt_mtp_block_spec returns"
+        )
+
+
 class MultiTokenPredictionBlock(MegatronModule):
     """All K layers: they are in one chunk. Arguments as for `MultiTokenPredictionLayer`.
 

@@ -198,7 +198,7 @@ FAULTS = (
         _PP + "steps.py",
         "output_tensor * (cp_group_size or 1) / num_microbatches",
         "output_tensor / num_microbatches",
-        "A mean over all context-parallel ranks is averaged once more: gradients are 1/c of it.",
+        "A mean over all context-parallel ranks is averaged again: gradients are c times too small.",
     ),
     Fault(
         "loss-scale-on-every-stage",

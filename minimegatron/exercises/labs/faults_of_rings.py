@@ -40,7 +40,7 @@ FAULTS_OF_RINGS = (
         "        return get_pos_emb_on_this_cp_rank(angles, 0, self.cp_group)\n",
         "        return angles[: len(angles) // self.cp_group.size()]\n",
         "Every rank counts its positions from 0, so tokens at other places of the sequence seem to "
-        "stand beside each other. The loss is wrong, and falls nevertheless.",
+        "stand beside each other. The loss is wrong.",
     ),
     Fault(
         "ring-takes-the-wrong-half",
@@ -64,7 +64,7 @@ FAULTS_OF_RINGS = (
         "    probabilities = _probabilities(scores, lse)\n    grad_output",
         "    probabilities = _probabilities(scores, scores.logsumexp(dim=-1))\n    grad_output",
         "Backward takes each block's own softmax, whose probabilities add up to 1 in every block. "
-        "They should be 1 in all blocks of a token together. Gradients are wrong from here down.",
+        "They should be 1 in all blocks of a token together. The loss is right, gradients are not.",
     ),
     Fault(
         "ring-gradients-stop-early",

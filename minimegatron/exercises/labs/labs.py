@@ -72,6 +72,8 @@ def patch_words(fault: Fault) -> str:
     last = after.partition("\n")[0]
     old = (first + fault.old + last).rstrip("\n").splitlines()
     new = (first + fault.new + last).rstrip("\n").splitlines()
+    while old and new and old[-1] == new[-1]:
+        old, new = old[:-1], new[:-1]
     number = before.count("\n") + 1
     lines = [f"minimegatron/{fault.file}, line {number}:"]
     lines += [f"  - {line}" for line in old] + [f"  + {line}" for line in new if line.strip()]
@@ -154,6 +156,7 @@ def layout_words(lab: Lab) -> str:
     """The layout in words: "tp 2, pp 2, 4 ranks"."""
     sizes = {key: value for key, value in lab.layout.items() if not isinstance(value, bool)}
     flags = [key for key, value in lab.layout.items() if value is True]
+    flags += [f"not {key}" for key, value in lab.layout.items() if value is False]
     parts = [f"{key.replace('num_', '')} {value}" for key, value in sizes.items()]
     ranks = f"{lab.num_ranks} rank{'s' * (lab.num_ranks > 1)}"
     return ", ".join([*parts, *(flag.replace("_", " ") for flag in flags), ranks])
@@ -176,6 +179,7 @@ _BY_SEQUENCE = {"balance": "seq_aux_loss"}
 _COMBINED = _EP | {"num_microbatches": 3, "overlap_moe": True}
 _EMPTY = _EP | {"num_experts": 8, "topk": 1, "overlap_grad_reduce": True}
 _CP = {"cp": 2, "num_microbatches": 2}
+_MTP = {"mtp": 1, "num_microbatches": 3}
 
 LABS = (
     # -- One rank --
@@ -243,10 +247,15 @@ LABS = (
     Lab("combined-without-extra-warmup", _COMBINED | _VP, 4),
     # -- Ranks that share sequences --
     Lab("context-ranks-forgotten", _CP, 2),
-    Lab("tokens-summed-over-dp-only", _CP | _TOKENS, 2),
     Lab("rope-restarts-on-each-rank", _CP | {"rope": True}, 2),
     Lab("ring-takes-the-wrong-half", _CP, 2),
     Lab("ring-backward-with-partial-lse", _CP, 2),
     Lab("ring-gradients-stop-early", _CP, 2),
+    # -- Further tokens --
+    Lab("mtp-return-dropped", _MTP, 1),
+    Lab("mtp-scale-without-m", _MTP, 1),
+    Lab("mtp-depth-two-predicts-depth-one", _MTP | {"mtp": 2}, 1),
+    Lab("eh-proj-gather-reduces", _TP | _MTP, 2),
+    Lab("mtp-stage-outside-embedding-group", _PP2 | _MTP | {"tied": False}, 2),
 )
 """Those faults that one step of a small model can show, the simplest layouts first."""

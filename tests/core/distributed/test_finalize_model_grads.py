@@ -225,12 +225,16 @@ def _a_rank_without_a_copy_says_so():
         tp=groups.tp, pp=groups.pp, embd=groups.pp, pos_embd=None, dp_cp=groups.dp_cp
     )
     module = _Stage(is_first=False)
-    module.shared_embedding_or_output_weight = lambda: None
+    module.word.shared_embedding = False
     ddp = DistributedDataParallel(
         make_config(), DistributedDataParallelConfig(), module, pg_collection=groups
     )
     with pytest.raises(RuntimeError, match="is in the embedding group, but none of its 1 chunks"):
         finalize_model_grads([ddp], pg_collection=everybody)
+    module.word.shared_embedding = True
+    nobody = ProcessGroupCollection(**vars(everybody) | {"embd": None})
+    with pytest.raises(RuntimeError, match="has a copy of the word embedding, but is not in"):
+        finalize_model_grads([ddp], pg_collection=nobody)
 
 
 def _finalize_over_ranks():

@@ -26,6 +26,7 @@ from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_
 from minimegatron.core.transformer import mtp_loss, multi_token_prediction
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.core.transformer.moe.moe_logging import balance_of_layers, describe_balance
 from minimegatron.core.transformer.multi_token_prediction import (
     MTPLossAutoScaler,
     MTPLossLoggingHelper,
@@ -495,6 +496,33 @@ def test_hooks_are_entered_once():
     assert MTPLossAutoScaler.main_loss_backward_scale.item() == 1024.0
 
 
+def test_the_log_of_the_balance_has_experts_of_further_layers():
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_layer_freq": [0, 0, 1]}
+    config = LLAMA.make_config(mtp_num_layers=2, moe_aux_loss_coeff=0.1, **experts)
+    spec = get_gpt_decoder_block_spec(config)
+    groups = SimpleNamespace(
+        **vars(GROUPS),
+        **dict.fromkeys(("ep", "expt_tp", "tp_ep", "tp_cp", "tp_dp_cp"), FakeGroup()),
+    )
+    model = GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        SEQUENCE,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec),
+        pg_collection=groups,
+    )
+    step(model, microbatches())
+    layers = balance_of_layers([model], groups)
+    assert [layer.layer_number for layer in layers] == [3, 4, 5]
+    tokens = BATCH * SEQUENCE * NUM_MICROBATCHES * 2
+    assert [sum(layer.tokens_per_expert) for layer in layers] == [tokens] * 3
+    assert describe_balance([model], groups).keys() == {"load imbalance", "load balancing loss"}
+    for layer in model.mtp.layers:
+        assert layer.transformer_layer.mlp.router.weight.grad.abs().max() > 0
+
+
 # -- What cannot be --
 
 THREE = {"pipeline_model_parallel_size": 3}
@@ -553,6 +581,11 @@ def test_refused_by_the_model():
             LLAMA.make_config(mtp_num_layers=1),
             mtp_block_spec=replace(spec, layer_specs=spec.layer_specs * 2),
         )
+    with pytest.raises(ValueError, match="builds 1 of these layers, but mtp_block_spec is missing"):
+        LLAMA.build(LLAMA.make_config(mtp_num_layers=1))
+    with pytest.raises(ValueError, match="builds 0 of these layers, but mtp_block_spec is given"):
+        groups = pretend_groups(pp_rank=0, pp_size=2)
+        TIED.build(config, groups, post_process=False, mtp_block_spec=spec)
     with pytest.raises(ValueError, match="have no nodes"):
         build(LLAMA, 1).build_schedule_plan(**sample())
     with pytest.raises(ValueError, match="use_transformer_engine=False"):

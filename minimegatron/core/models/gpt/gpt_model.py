@@ -34,6 +34,7 @@ from minimegatron.core.transformer.context_parallel_groups import (
 )
 from minimegatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
+    check_mtp_spec,
     process_mtp_loss,
 )
 from minimegatron.core.transformer.rope_utils import get_pos_emb_on_this_cp_rank
@@ -69,7 +70,8 @@ class GPTModel(LanguageModule):
 
     Raises:
         ValueError: unknown position embedding, indivisible sizes; learned positions where another
-            stage than the first predicts further tokens.
+            stage than the first predicts further tokens; a `mtp_block_spec` that is missing, or too
+            much.
     """
 
     def __init__(
@@ -119,6 +121,8 @@ class GPTModel(LanguageModule):
         self.initialize_weights(self.pg_collection)
 
     def _build(self, transformer_layer_spec: Any, mtp_block_spec: Any) -> None:
+        if self.config.mtp_num_layers is not None:
+            check_mtp_spec(self.config, mtp_block_spec, self.vp_stage, self.pg_collection)
         if self.pre_process or self.mtp_process:
             self.embedding = LanguageModelEmbedding(
                 self.config,

@@ -14,8 +14,9 @@ token sees itself and all tokens before it.
 
     ring.rank, ring.size              r and c
     handle = ring.pass_on(x, y, ...)  sends tensors to rank (r + 1) mod c, while those of rank
-                                      (r - 1) mod c come. Leave them as they are until `wait`. Every
-                                      rank calls it equally often, with tensors of the same shapes.
+                                      (r - 1) mod c come. Leave them as they are until `wait`; more
+                                      may be on their way meanwhile. Every rank calls it equally
+                                      often, with tensors of the same shapes.
     x, y, ... = handle.wait()         waits for what comes: new tensors
 """
 
@@ -104,7 +105,7 @@ def ring_backward(
     """Gradients of this rank's query, key and value; other ranks' queries have seen its keys, too.
 
     `output` and `lse` are what `ring_forward` returned on this rank. For a block of pairs, with S its
-    scaled scores, dO the gradient of the output O, and i a query:
+    scaled scores (-inf where a query may not look), dO the gradient of the output O, and i a query:
 
         D[i]  = sum over d of dO[i] * O[i]
         P     = exp(S - lse)                    dV = P^T dO

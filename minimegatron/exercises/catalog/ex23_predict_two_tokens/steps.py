@@ -38,7 +38,7 @@ def judge_step(case: Case, answer: dict[str, Any]) -> Result:
         what = f"the gradient of {words}"
         check_known(what, found, expected, known, layout=sizes, **TOLERANCES)
     share = float(right.mtp["table"].norm() / (right.main["table"] + right.mtp["table"]).norm())
-    return Result({"the depths' part of the table's gradient": f"{share:.0%}"})
+    return Result({"the depths' part of the embedding's gradient": f"{share:.0%}"})
 
 
 def _dropped() -> str:

@@ -100,7 +100,7 @@ def means(
 
 def wrong_ways(case: Case) -> Iterator[tuple[Way, str]]:
     """Ways that are not right, and what to say of them."""
-    right, K = Way(), case.K
+    right = Way()
     further = "Depth k looks k places further on than the label, so everything is rolled once more"
     once = f"at every depth once. {further} from depth to depth."
     yield replace(right, labels="1", mask="1"), f"Labels and mask are rolled {once}"
@@ -121,12 +121,23 @@ def wrong_ways(case: Case) -> Iterator[tuple[Way, str]]:
         "loss_mask is not in it: also labels count that the mask leaves out, as those of padding.",
     )
     yield (
-        replace(right, factor="f"),
-        f"Each of the {K} depths counts f = {case.f:g}. All of them together count f, so each f / K.",
-    )
-    yield (
         replace(right, is_masked=False),
         "It is not multiplied by the mask. Where that is 0, no label counts; at the end there is none.",
+    )
+    yield (
+        replace(right, state="0"),
+        "It is made of the model's own hidden states, hidden_states[0].",
+    )
+    yield replace(right, state="k-1"), "It is made of the hidden states of the depth before."
+    yield from _wrong_factors(case)
+
+
+def _wrong_factors(case: Case) -> Iterator[tuple[Way, str]]:
+    """What stands in front of the sum."""
+    right, K = Way(), case.K
+    yield (
+        replace(right, factor="f"),
+        f"Each of the {K} depths counts f = {case.f:g}. All of them together count f, so each f / K.",
     )
     yield replace(right, factor="1"), "f and K are not in it."
     yield (
@@ -160,11 +171,6 @@ def wrong_ways(case: Case) -> Iterator[tuple[Way, str]]:
             replace(right, n_0="all"),
             "n_0 is the number of labels that count, not of all tokens.",
         )
-    yield (
-        replace(right, state="0"),
-        "It is made of the model's own hidden states, hidden_states[0].",
-    )
-    yield replace(right, state="k-1"), "It is made of the hidden states of the depth before."
 
 
 # -- A step --
