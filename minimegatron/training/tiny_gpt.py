@@ -9,9 +9,9 @@ counterpart; its own tests build a model of their own in each file.
 
     minimegatron.launch(one_step, 4)
 
-Weights depend on no cut: the same step on one rank gives the same losses and gradients. Where ranks share
-sequences, give `calculate_per_token_loss=True` on both sides for that: their parts have different numbers
-of tokens that count. Each of them reports the mean loss of its own tokens.
+Weights depend on no cut: the same step on one rank gives the same losses and gradients. Where ranks
+share sequences, give `calculate_per_token_loss=True` on both sides for that: their parts have different
+numbers of tokens that count. Each of them reports the mean loss of its own tokens.
 """
 
 from collections.abc import Callable, Iterator
