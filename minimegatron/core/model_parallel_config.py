@@ -157,11 +157,6 @@ class ModelParallelConfig:
     wgrad_deferral_limit: int = knob(0, minimum=0)
     """How many microbatches --defer-embedding-wgrad-compute may put off; 0 for all."""
 
-    @property
-    def sends_shapes(self) -> bool:
-        """Whether the shape goes ahead of every message between stages."""
-        return self.variable_seq_lengths or self.mtp_standalone
-
     def __post_init__(self) -> None:
         """Raises ValueError, with the numbers and the remedy, for sizes that cannot work."""
         knobs.check_values(self)

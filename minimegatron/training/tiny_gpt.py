@@ -183,7 +183,8 @@ class TinyGPT:
         batch = dict(next(data_iterator))
         positions = torch.arange(self.seq_length, device=get_device())
         batch["positions"] = positions.expand_as(batch["tokens"])
-        batch = get_batch_on_this_cp_rank(batch, self.groups.cp)
+        if self.groups.cp.size() > 1:
+            batch = get_batch_on_this_cp_rank(batch, self.groups.cp)
         tokens, labels, mask = (batch[name] for name in ("tokens", "labels", "mask"))
         output = model(tokens, batch["positions"], None, labels=labels, loss_mask=mask)
         return output, partial(self.loss_func, mask)
