@@ -155,7 +155,9 @@ class ModelParallelConfig:
     defer_embedding_wgrad_compute: bool = knob(False)
     """Compute the output layer's weight gradients after the last backward."""
     wgrad_deferral_limit: int = knob(0, minimum=0)
-    """How many microbatches --defer-embedding-wgrad-compute may put off; 0 for all."""
+    """How many microbatches --defer-embedding-wgrad-compute may put off; 0 for all.
+
+    Where further tokens are predicted, it counts each use of the output layer: 1 + K a microbatch."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, with the numbers and the remedy, for sizes that cannot work."""

@@ -6,6 +6,7 @@ Megatron has no counterpart.
 import copy
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
@@ -87,8 +88,8 @@ class Surroundings:
         )
 
     def _message_factors(self, config: Any) -> tuple[int, ...] | None:
-        """Behind a stage of its own for further tokens messages are longer."""
-        if not config.mtp_standalone:
+        """Behind a stage of its own for further tokens messages are longer, if there are gradients."""
+        if not (config.mtp_standalone and torch.is_grad_enabled()):
             return None
         layout = config.pipeline_model_parallel_layout
         if not isinstance(layout, PipelineParallelLayerLayout):

@@ -121,4 +121,6 @@ def _difference(name: str, here: Any, there: Any, folder: Path) -> str:
             f"{flag} is {'given' if given else 'not given'} here, but {folder} was made "
             f"{'without' if given else 'with'} it; {'drop' if given else 'add'} it"
         )
-    return f"{flag} is {here}, but {there} in the checkpoint {folder}; use {flag} {there}"
+    words = ["not given" if value is None else value for value in (here, there)]
+    remedy = f"drop {flag}" if there is None else f"use {flag} {there}"
+    return f"{flag} is {words[0]}, but {words[1]} in the checkpoint {folder}; {remedy}"

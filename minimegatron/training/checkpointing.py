@@ -141,7 +141,7 @@ def _sharded(
     key: str, param: torch.nn.Parameter, data: torch.Tensor, start: int = 0
 ) -> list[ShardedTensor]:
     tp_group = parallel_state.get_group(kind_of(param).tensor)
-    # The last stage's copy of a tied embedding is read, but the first stage's is written.
+    # Each stage's copy of the word embedding is read, but the first stage's alone is written.
     second_copy = getattr(param, "shared", False)
     return make_sharded_tensors(
         key, param, data, tp_group.rank(), tp_group.size(), start, replica_id=int(second_copy)

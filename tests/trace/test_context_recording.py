@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import minimegatron
@@ -26,6 +27,7 @@ from minimegatron.tracing.recording_shape import check_recording
 from minimegatron.tracing.render_lanes import render_lanes
 from minimegatron.tracing.step_costs import costs_of, planned_exposure
 from minimegatron.tracing.step_report import step_report
+from minimegatron.tracing.surroundings import Surroundings
 from minimegatron.tracing.trace_words import moved_words
 from tests import parity
 from tests.figures import figure
@@ -119,6 +121,15 @@ def test_plan_equals_trace_where_further_tokens_are_predicted(runs):
             shapes = [e for e in events_of(step) if "shape" in str(e.attributes.get("payload"))]
             assert bool(shapes) == is_alone
             check_recording(json.loads(json.dumps(step.stages[0].to_json())))
+
+
+def test_an_evaluation_has_messages_of_one_length():
+    """Without gradients nothing is computed for further tokens."""
+    config, here = parity.transformer_config(FURTHER[0]), Surroundings()
+    here.sizes["pp"] = 4
+    with torch.no_grad():
+        assert here._message_factors(config) is None
+    assert here._message_factors(config) == (1, 1, 3, 3)
 
 
 def events_of(step) -> list:

@@ -1,6 +1,7 @@
 """Further tokens in a run: which chunk gets what of a batch, the mask, checkpoints over layouts."""
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from minimegatron import pretrain_gpt
 from minimegatron.convert import hugging_face
 from minimegatron.core.transformer import multi_token_prediction
+from minimegatron.training import checkpoint_args
 from tests.ranks import run_ranks
 from tests.training.short_runs import PP2, ZERO1, run
 
@@ -76,6 +78,13 @@ def test_the_model_gets_the_mask(monkeypatch):
 def test_no_model_of_hugging_face_has_such_layers():
     with pytest.raises(ValueError, match="mtp_num_layers 2, and no model of Hugging Face"):
         hugging_face._family_of({"mtp_num_layers": 2})
+
+
+def test_a_checkpoint_of_another_number_of_them():
+    differs = partial(checkpoint_args._difference, "mtp_num_layers", folder=Path("run"))
+    flag = "--mtp-num-layers"
+    assert differs(2, None) == f"{flag} is 2, but not given in the checkpoint run; drop {flag}"
+    assert differs(None, 2) == f"{flag} is not given, but 2 in the checkpoint run; use {flag} 2"
 
 
 SAME = "--mtp-num-layers 2 --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0"

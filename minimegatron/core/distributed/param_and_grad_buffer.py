@@ -429,11 +429,11 @@ class _ParamAndGradBuffer:
         self.buckets = self._make_buckets(param_to_name, gradient_scaling_factor)
 
     def _needs_own_bucket(self, param: torch.nn.Parameter) -> bool:
-        """True for the tied embedding, which exists on the first stage and on the last.
+        """True for the word embedding, where several stages have copies of it.
 
-        After a reduce-scatter, data-parallel rank i holds shard i of a bucket. The two copies'
-        gradients are then summed between the two stages, rank i with rank i: the shards must cover
-        the same elements on both, which only a bucket of nothing else makes sure of.
+        After a reduce-scatter, data-parallel rank i holds shard i of a bucket. The copies'
+        gradients are then summed between the stages, rank i with rank i: the shards must cover
+        the same elements on all of them, which only a bucket of nothing else makes sure of.
         """
         return self.ddp_config.use_distributed_optimizer and getattr(
             param, "shared_embedding", False

@@ -273,7 +273,7 @@ class MegatronOptimizer(ABC):
     def _is_counted(self, shard: ParamShard) -> bool:
         """True for exactly one copy of this parameter, data-parallel ones aside.
 
-        A tied embedding is counted on the first stage (the second copy may be in another chunk of the
+        A word embedding is counted on the first stage (another copy may be in another chunk of the
         same rank), a parameter that the ranks of its tensor group have whole on the first of them.
         """
         param = shard.model_param

@@ -458,7 +458,7 @@ class P2PCommunicator:
             sizes = torch.tensor(message.tensor.shape, dtype=torch.int64, device=self.device)
         else:
             raise ValueError(
-                f"variable_seq_lengths sends three sizes, but this stage's tensor has shape "
+                f"three sizes are sent ahead of a message, but this stage's tensor has shape "
                 f"{tuple(message.tensor.shape)}; make it [sequence, batch, hidden]"
             )
         return message._replace(tensor=sizes, payload=f"{message.payload} shape")

@@ -151,8 +151,12 @@ class MTPLossLoggingHelper:
 
 
 def forget_step(models: list[torch.nn.Module]) -> None:
-    """Before a step: what the last one saved, be it finished or not, is not this one's."""
-    MTPLossLoggingHelper.clean_loss_in_tracker()
+    """Before a step: what the last one saved, be it finished or not, is not this one's.
+
+    A step without gradients saves nothing. So what is there stays for `track_mtp_metrics`.
+    """
+    if torch.is_grad_enabled():
+        MTPLossLoggingHelper.clean_loss_in_tracker()
 
 
 def count_step(models: list[torch.nn.Module], pg_collection: Any) -> None:
@@ -166,6 +170,7 @@ def count_step(models: list[torch.nn.Module], pg_collection: Any) -> None:
 def describe_further_tokens(models: list[torch.nn.Module], pg_collection: Any) -> dict[str, float]:
     """For a line of the log: "mtp_1 loss", ..., as means over the steps since the line before.
 
+    A step whose update is skipped counts too; in the line's mean of the main loss it does not.
     The same on all ranks, which must all call it. A step's loss is the mean over its microbatches and
     data-parallel ranks. Evaluation saves none. Needs dp_cp and pp of `pg_collection`.
     """

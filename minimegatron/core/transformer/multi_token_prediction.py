@@ -383,7 +383,7 @@ def process_mtp_loss(
     Returns h0, [s, b, h]. With f = `mtp_loss_scaling_factor`, and n_k tokens that count at depth k, the
     loss l of a token that counts at depth k enters with
 
-        f/K * l / max(n_k, 1)             and MTPLossAutoScaler's scale, which is 1/M
+        f/K * l / max(n_k, 1)             and MTPLossAutoScaler's scale, which has c/M
         f/K * l * n_0 / max(n_k, 1)       with `calculate_per_token_loss`: the step divides by all n_0
 
     Release 0.16.1 has no n_0 / n_k in the second row, so that depths with fewer tokens weigh less;

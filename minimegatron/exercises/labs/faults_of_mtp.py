@@ -166,9 +166,8 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-log-of-failed-steps",
         _LOSS,
-        '    """Before a step: what the last one saved, be it finished or not, is not this one\'s."""\n'
-        "    MTPLossLoggingHelper.clean_loss_in_tracker()\n",
-        '    """Before a step."""\n',
+        "        MTPLossLoggingHelper.clean_loss_in_tracker()\n\n\ndef count_step",
+        "        pass\n\n\ndef count_step",
         "The losses of each step are still there in the next, also those of a step that failed: the "
         "log shows means over all of them. Gradients are right.",
     ),

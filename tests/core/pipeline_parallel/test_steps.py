@@ -1,5 +1,7 @@
 """One microbatch on one stage: the loss contract, freed outputs, what backward returns."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -148,6 +150,19 @@ def test_auxiliary_losses_are_told_the_scale_of_the_main_loss(per_token, scale):
     calc_loss(config, torch.tensor([2.0]), lambda out: (out.sum(), torch.tensor(1), {}), cp=2)
     # Whether M and c divide or multiply is each function's to say.
     assert told == [("balance", scale or 1.0, 4, 2), ("more tokens", scale or 1.0, 4, 2)]
+
+
+def test_a_mean_does_not_stand_beside_sums():
+    """Or auxiliary losses would be as many times too large as the step has tokens."""
+    config = ModelParallelConfig(calculate_per_token_loss=True)
+    config.aux_loss_scale_funcs = (lambda *numbers: None,)
+    mean = [config, torch.tensor([2.0]), lambda out: (out.mean(), {})]
+    with pytest.raises(ValueError, match="returned 2 values, a mean, but .* return .summed loss"):
+        calc_loss(*mean)
+    with torch.no_grad():
+        calc_loss(*mean)
+    for name, value in (("calculate_per_token_loss", False), ("aux_loss_scale_funcs", ())):
+        calc_loss(replace(config, **{name: value}), *mean[1:])
 
 
 def test_the_loss_scale_enters_on_the_last_stage_only():

@@ -459,6 +459,8 @@ def test_the_tracker_of_a_loop_of_ones_own():
     model, batches = build(LLAMA, 2), microbatches()
     step(model, batches)
     wanted = losses_by_hand(model, batches)
+    with torch.no_grad():  # an evaluation between a step and its line
+        step(model, batches[:1], forward_only=True)
     written, kept = {}, {"lm loss": 1.0}
     writer = SimpleNamespace(add_scalar=lambda name, loss, at: written.update({name: (loss, at)}))
     for _ in range(2):
