@@ -28,12 +28,12 @@ BIN    := $(VENV)/bin
 
 # 8 microbatches: --global-batch-size / (--micro-batch-size x copies of the model).
 DEMO := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
-  -m minimegatron.pretrain_gpt $(LAYOUT) \
+  -m minimegatron.pretrain_gpt \
   --num-layers 4 --hidden-size 96 --num-attention-heads 4 --position-embedding-type rope \
   --seq-length 64 --max-position-embeddings 64 --micro-batch-size 8 --global-batch-size 64 \
   --train-iters 200 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 \
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
-  --log-interval 25 --eval-iters 10 --sample-tokens 150
+  --log-interval 25 --eval-iters 10 --sample-tokens 150 $(LAYOUT)
 
 .PHONY: bench gpu-check demo test test-full test-gloo test-stress lint timeline traces docs docs-serve chromium notebooks
 
@@ -47,7 +47,11 @@ demo: $(VENV)/.installed
 	@echo '  make demo LAYOUT="$(LAYOUT) --num-virtual-stages-per-pipeline-rank 2"'
 	@echo '                                                                        virtual stages'
 	@echo '  make demo LAYOUT="--tensor-model-parallel-size 2"                     two copies (dp=2)'
+	@echo '  make demo LAYOUT="--context-parallel-size 2 --sample-tokens 0"        two ranks share a sequence'
 	@echo '  make demo LAYOUT= NPROC=1                                             one process'
+	@echo
+	@echo 'A second token predicted too, by a layer more:'
+	@echo '  make demo LAYOUT="--mtp-num-layers 1 --pipeline-model-parallel-size 2"'
 	@echo
 	@echo 'Experts in place of the MLPs, on as many ranks; about the same work per token:'
 	@echo '  make demo LAYOUT="--num-experts 8 --expert-model-parallel-size 2 --moe-ffn-hidden-size 192 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"'

@@ -128,12 +128,13 @@ def loss_func(
     """The loss of one microbatch, on the last stage.
 
     Args:
-        loss_mask: float32 [b, s], 0 for tokens that do not count.
+        loss_mask: float32 [b, s/c], 0 for tokens that do not count.
         model: the chunk that computed them; a bad loss is reported with its microbatch.
-        output_tensor: what the model returned: the loss of each token, float32 [b, s].
+        output_tensor: what the model returned: the loss of each token, float32 [b, s/c].
 
     Returns the summed loss, the number of tokens, and what is logged: both, as a pair. The schedule
-    divides one by the other; see `forward_step_calc_loss`.
+    divides one by the other; see `forward_step_calc_loss`. Where ranks that share sequences have
+    different numbers of tokens that count, `--calculate-per-token-loss` gives each token equal weight.
     """
     losses = output_tensor.view(-1).float()
     loss_mask = loss_mask.view(-1).float()

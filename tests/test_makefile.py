@@ -51,7 +51,7 @@ def test_demo_shows_what_it_runs():
 
 def test_every_layout_offered_works():
     offered = re.findall(r"make demo (LAYOUT=(?:\"[^\"]*\")?)([^']*)", dry_run())
-    assert len(offered) == 5
+    assert len(offered) == 7
     layouts, experts = [], []
     for layout, rest in offered:
         settings = [layout.replace('"', ""), *re.findall(r"NPROC=\d+", rest)]
@@ -65,7 +65,10 @@ def test_every_layout_offered_works():
                 args.data_parallel_size,
             )
         )
-    *dense, with_experts = layouts
-    assert dense == [(1, 4, None, 1), (2, 2, 2, 1), (2, 1, None, 2), (1, 1, None, 1)]
+        assert args.context_parallel_size == (2 if "context" in layout else 1)
+        assert args.mtp_num_layers == (1 if "mtp" in layout else None)
+    *dense, shared, alone, further, with_experts = layouts
+    assert dense == [(1, 4, None, 1), (2, 2, 2, 1), (2, 1, None, 2)]
+    assert (shared, alone, further) == ((1, 1, None, 2), (1, 1, None, 1), (1, 2, None, 2))
     assert with_experts == (1, 1, None, 4)
-    assert experts == [(None, 1)] * 4 + [(8, 2)]
+    assert experts == [(None, 1)] * 6 + [(8, 2)]

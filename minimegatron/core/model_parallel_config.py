@@ -159,11 +159,6 @@ class ModelParallelConfig:
 
     Where further tokens are predicted, it counts each use of the output layer: 1 + K a microbatch."""
 
-    @property
-    def sends_shapes(self) -> bool:
-        """Whether the shape goes ahead of every message between stages."""
-        return self.variable_seq_lengths or self.mtp_standalone
-
     def __post_init__(self) -> None:
         """Raises ValueError, with the numbers and the remedy, for sizes that cannot work."""
         knobs.check_values(self)

@@ -83,7 +83,9 @@ def render(found: findings.Diagnosis, records: Mapping[int, RankRecord] | None =
         lines += _more(found, found.situations[rank])
     if len(shown) < len(found.situations):
         lines.append(f"   ... and {len(found.situations) - len(shown)} more ranks, further behind")
-    lines.append("   (* = where to look first; microbatches, layers and #numbers count from 0)")
+    lines.append(
+        "   (* = where to look first; microbatches and #numbers count from 0, layers from 1)"
+    )
     return "\n".join(lines)
 
 

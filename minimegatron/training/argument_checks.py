@@ -90,6 +90,13 @@ def check_world(args: argparse.Namespace) -> None:
             f"--expert-tensor-parallel-size {etp} = {ep * etp}; "
             f"start a multiple of {ep * etp * p} processes or change these sizes"
         )
+    if args.use_tp_pp_dp_mapping and p > 1 and ep * etp != t * c:
+        raise ValueError(
+            f"--use-tp-pp-dp-mapping puts the next stage behind the {t * c} ranks of "
+            f"--tensor-model-parallel-size {t} x --context-parallel-size {c}, but for experts behind "
+            f"{ep * etp} of --expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp}; "
+            "drop --use-tp-pp-dp-mapping, or make these products equal"
+        )
 
 
 def check_batch(args: argparse.Namespace) -> None:

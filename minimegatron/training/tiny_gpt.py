@@ -9,7 +9,9 @@ counterpart; its own tests build a model of their own in each file.
 
     minimegatron.launch(one_step, 4)
 
-Weights depend on no cut: the same step on one rank gives the same losses and gradients.
+Weights depend on no cut: the same step on one rank gives the same losses and gradients. Where ranks
+share sequences, give `calculate_per_token_loss=True` on both sides for that: their parts have different
+numbers of tokens that count. Each of them reports the mean loss of its own tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +58,8 @@ class TinyGPT:
 
     Args:
         tp, pp, vp: ranks per layer, stages, chunks per stage (None for no interleaving, or for those
-            that the schedule's placement has). What ranks are left over are data-parallel copies.
+            that the schedule's placement has). What ranks are left over, also by
+            `context_parallel_size`, are data-parallel copies.
         vocab_size, seq_length, micro_batch_size: of the made-up data.
         loss_func: `(mask, losses of tokens)` -> what a loss function may return; None for
             `masked_loss`.
@@ -180,7 +183,8 @@ class TinyGPT:
         batch = dict(next(data_iterator))
         positions = torch.arange(self.seq_length, device=get_device())
         batch["positions"] = positions.expand_as(batch["tokens"])
-        batch = get_batch_on_this_cp_rank(batch, self.groups.cp)
+        if self.groups.cp.size() > 1:
+            batch = get_batch_on_this_cp_rank(batch, self.groups.cp)
         tokens, labels, mask = (batch[name] for name in ("tokens", "labels", "mask"))
         output = model(tokens, batch["positions"], None, labels=labels, loss_mask=mask)
         return output, partial(self.loss_func, mask)

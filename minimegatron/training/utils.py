@@ -141,7 +141,8 @@ def get_batch_on_this_tp_rank(
 
     The first tensor-parallel rank reads the iterator and broadcasts. What `needed` has for this chunk
     (`tokens`, `position_ids`, `labels`: int64 [b, s]; `loss_mask`: float32) is there; the rest is
-    None. `attention_mask` is None everywhere, unless it is asked for: causal attention needs none.
+    None. `attention_mask` is None everywhere, unless it is asked for (int64 then, 1 where attention
+    must not look): causal attention needs none.
     """
     keys = batch_keys(vp_stage, needed)
     names = [key for _, row in needed for key in row]
@@ -167,7 +168,8 @@ def get_batch_on_this_cp_rank(
 ) -> dict[str, torch.Tensor | None]:
     """This rank's part of each sequence: `zigzag.take_part` of every field, [b, s] -> [b, s/c].
 
-    `attention_mask` [b, 1, s, s] keeps all its columns, [b, 1, s/c, s]. What is None stays None.
+    `attention_mask` [b, 1, s, s] keeps all its columns, [b, 1, s/c, s]; one row for all tokens,
+    [b, 1, 1, s], stays. What is None stays None.
     `cp_group` None means `parallel_state`'s. Raises ValueError where 2c does not divide s.
     Source: `megatron.core.utils.get_batch_on_this_cp_rank`.
     """
@@ -175,8 +177,8 @@ def get_batch_on_this_cp_rank(
     if group.size() == 1:
         return batch
     return {
-        name: None
-        if tensor is None
+        name: tensor
+        if tensor is None or (name == "attention_mask" and tensor.size(2) == 1)
         else take_part(tensor, 2 if name == "attention_mask" else 1, group)
         for name, tensor in batch.items()
     }

@@ -69,6 +69,8 @@ def test_everybody_waits_for_one_that_computes():
     assert "Ranks 0, 1 and 3 wait for it." in found.cause
     assert found.quiet == 3.0
     assert "(stage 2 of 4)" in found.text
+    # A layer's number is `TransformerLayer.layer_number`. Was: said to count from 0 too.
+    assert found.text.endswith("microbatches and #numbers count from 0, layers from 1)")
     assert {(m.waited_for_by, m.rank) for m in found.missing} == {(0, 1), (1, 2), (3, 2)}
 
 

@@ -17,6 +17,7 @@ def runs(request: pytest.FixtureRequest):
     wanted = {
         item.callspec.params["path"]
         for item in request.session.items
+        if item.path.is_relative_to(Path(__file__).parent)  # others may have fixtures of this name
         if "runs" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
     }
     with executing(path for path in sources() if path in wanted) as futures:

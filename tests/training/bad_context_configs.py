@@ -15,6 +15,17 @@ ROWS = [
         ("--seq-length 60 / --context-parallel-size 2 = 30", "parallel-size 4", "try 48"),
         8,
     ),
+    (
+        f"{CP2} --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping",
+        ("--use-tp-pp-dp-mapping", CP2, "behind the 2", "experts behind 1", "drop"),
+        8,
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --num-experts 4 "
+        "--expert-model-parallel-size 2",
+        ("--use-tp-pp-dp-mapping", "behind the 1", "experts behind 2", "make these products equal"),
+        4,
+    ),
     (f"{CP2} --cp-comm-type ring", ("ring", "unknown", "p2p, all_gather, a2a"), 2),
     (f"{CP2} --cp-comm-type a2a+p2p", ("a2a+p2p", "not implemented", "p2p, all_gather, a2a"), 2),
     (f"{CP2} --cp-comm-type p2p a2a p2p", ("3 entries", "8", "one for all layers"), 2),

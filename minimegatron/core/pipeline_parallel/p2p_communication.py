@@ -97,6 +97,12 @@ def links_of(config: ModelParallelConfig) -> list[tuple[int, int]]:
     return [(r, peer) for r in range(placement.pp_size) for peer in placement.peers_of(r)]
 
 
+def sends_shapes(config: ModelParallelConfig) -> bool:
+    """Whether the shape goes ahead of every message: lengths vary, or are longer behind a stage of
+    its own for further tokens."""
+    return config.variable_seq_lengths or config.mtp_standalone
+
+
 class P2PCommunicator:
     """Point-to-point communication of one stage with others of `pp_group`.
 
@@ -356,7 +362,7 @@ class P2PCommunicator:
         wire gets all messages as one batch. Raises ConnectionError, naming both stages, if a peer has
         gone.
         """
-        if self.config.sends_shapes:
+        if sends_shapes(self.config):
             messages = self._with_shapes(messages, overlap)
         messages = [self._prepared(message) for message in messages]
         may_run_on = overlap or self.transport.matches_by_tag or self.config.overlap_p2p_comm

@@ -30,7 +30,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     get_schedule,
     require_own_name,
 )
-from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, sends_shapes
 from minimegatron.core.pipeline_parallel.runnable import (
     check_step,
     count_in_flight,
@@ -110,7 +110,7 @@ def _lowered(
 
 def _wire_of(is_tagged: bool, config: ModelParallelConfig) -> str:
     """The wire to lower for. A receive that waits for its sizes must not be asked for early."""
-    return TAGGED if is_tagged and not config.sends_shapes else UNTAGGED
+    return TAGGED if is_tagged and not sends_shapes(config) else UNTAGGED
 
 
 def _with_its_messages(

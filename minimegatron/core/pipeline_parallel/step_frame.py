@@ -36,6 +36,7 @@ from minimegatron.core.pipeline_parallel.p2p_communication import (
     P2PCommunicator,
     get_transport,
     links_of,
+    sends_shapes,
 )
 from minimegatron.core.pipeline_parallel.send_limits import (
     FORWARD_ONLY_SEND_LIMIT,
@@ -343,7 +344,7 @@ def get_tensor_shapes(
     they are where messages are (1 + K) s long, behind a stage of their own for further tokens.
     A two-stack model's stages exchange decoder states, of `decoder_seq_length`.
     """
-    if config.sends_shapes:
+    if sends_shapes(config):
         return [()]
     length = (decoder_seq_length or seq_length) // cp_group.size()
     if config.sequence_parallel:

@@ -13,6 +13,9 @@ seeded by rank.
     between layers (hidden dropout)        default: equal over tp         model-parallel
     attention probabilities, per head      model-parallel                 model-parallel
 
+Ranks that share a sequence draw alike, as in Megatron, though their tokens differ: no seed depends on a
+context-parallel rank.
+
 The default generator is the one of the device that this process computes on. On a CPU that is torch's
 default generator, which also draws the weights of a layer that is built by itself.
 """

@@ -145,7 +145,8 @@ class SelfAttention(MegatronModule):
             attention_mask: see `DotProductAttention`.
             rotary_pos_emb: angles [s, 1, 1, d'] of this rank's tokens, or None.
             checkpoint_core_attention: recompute the core in backward (selective recompute): without
-                a fused kernel its [b, a/t, s, s] probabilities cost much memory and little time.
+                a fused kernel its [b, a/t, s, s] probabilities cost much memory and little time. A ring
+                keeps none, and would send keys and values once more.
 
         Returns:
             (as `hidden_states`, bias to add).

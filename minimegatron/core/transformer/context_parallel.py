@@ -1,4 +1,4 @@
-"""Attention over sequences whose tokens lie on several ranks; all else in a layer sees one token alone.
+"""Attention over sequences whose tokens lie on several ranks. Nothing else in a dense layer mixes them.
 
 Ours: Megatron leaves this to Transformer Engine. With c ranks each has s/c tokens (see `zigzag`), and:
 
@@ -10,8 +10,9 @@ Attention to some of the keys gives an output and `lse`, the logarithm of the su
 Two such results merge to the attention to both (the "online softmax" of Milakov and Gimelshein 2018,
 https://arxiv.org/abs/1805.02867; in rings: Liu et al. 2023, https://arxiv.org/abs/2310.01889).
 
-Between forward and backward a rank keeps its own queries, keys and values, the output and lse, and no
-matrix of tokens by tokens. Sums are taken in float32 at least; what is sent has the keys' dtype.
+In the first two ways, a rank keeps between forward and backward its own queries, keys and values, the
+output and lse, and a mask that was given, but no probabilities. Sums are taken in float32 at least;
+what is sent has the keys' dtype. a2a leaves attention to the function for one process.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.mappings import all_to_all
@@ -139,8 +141,9 @@ WHOLE = slice(None)
 def block_of(rank: int, source: int, length: int, causal: bool = True) -> Block:
     """What rank `rank` attends to of the keys of rank `source`; each has `length` tokens.
 
-    Causal attention needs half of each block, and never a mask but for a rank's own: all chunks of
-    `zigzag` that are of lower rank's first half lie before the queries, the rest of them behind.
+    Causal attention needs half of another rank's block, and no causal mask there. Of a lower rank's
+    two chunks (see `zigzag`), the first lies before all our tokens, the second behind them. Of our own
+    two, the second lies behind all tokens of a higher rank, the first before them.
     """
     if not causal or source == rank:
         return Block(WHOLE, WHOLE, causal)
@@ -257,6 +260,7 @@ class RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         with repeats_from(ctx.rng_state):
             grads = RingAttention._gradients(ctx.sharing, grad_output, *ctx.saved_tensors)
@@ -319,6 +323,7 @@ class GatherAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         query, key, value, mask, output, lse = ctx.saved_tensors
         sharing = ctx.sharing
@@ -406,9 +411,6 @@ def _whole_mask(mask: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Te
 
 # -- What attention calls --
 
-Attention = Callable[..., torch.Tensor]
-"""query, key, value, mask -> [s, b, heads d], in one process."""
-
 
 def _by_function(
     function: Any,
@@ -436,7 +438,7 @@ def _by_heads(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     sharing: Sharing,
-    attend: Attention,
+    attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     group = sharing.group
     query, key, value = (_tokens_of_all(tensor, group) for tensor in (query, key, value))
@@ -450,13 +452,13 @@ def attention_over_ranks(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     sharing: Sharing,
-    attend: Attention,
+    attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Attention of this rank's tokens to those of all ranks of `sharing.group`.
 
     Dropout draws from the generator as it stands, and backward repeats it. The ranks of a context
-    group have one random stream (see `random`), as in Megatron: each drops in the same pattern of
-    its own block, so what a token drops depends on c.
+    group draw the same numbers (see `random`), each for its own tokens or heads, so what a token drops
+    depends on c.
 
     Args:
         kind: one of `context_parallel_config.COMM_TYPES`.
@@ -464,7 +466,8 @@ def attention_over_ranks(
         key, value: [s/c, b, g/t, d].
         attention_mask: bool, broadcastable to [b, a/t, s/c, s], True where attention must not look:
             this rank's rows, and all columns in the order of the sequence; None for none.
-        attend: attention within one process, which a2a calls with its heads and all tokens.
+        attend: (query, key, value, mask) -> [s, b, heads d], attention within one process, which a2a
+            calls with all tokens of its heads; other ways do not.
 
     Returns:
         [s/c, b, (a/t) d].
@@ -484,8 +487,8 @@ FUNCTIONS = {"p2p": RingAttention, "all_gather": GatherAttention}
 
 
 def _complete(mask: torch.Tensor, query: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """With all four dimensions, and all rows."""
-    mask = mask[(None,) * (4 - mask.dim())]
+    """As bool, with all four dimensions and all rows. A loader may send 0 and 1 as integers."""
+    mask = mask.bool()[(None,) * (4 - mask.dim())]
     length, whole = len(query), len(query) * group.size()
     if mask.size(2) not in (1, length) or mask.size(3) != whole:
         raise ValueError(

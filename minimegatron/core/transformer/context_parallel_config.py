@@ -25,22 +25,25 @@ def check_context_parallel(config: Any) -> None:
     given = config.cp_comm_type
     ways = [given] if isinstance(given, str) else list(given or ["p2p"])
     for way in ways:
-        if way == "a2a+p2p":
-            raise ValueError(
-                "cp_comm_type 'a2a+p2p' needs groups of groups, which are not implemented here; use "
-                f"one of {', '.join(COMM_TYPES)}"
-            )
-        if way not in COMM_TYPES:
-            raise ValueError(f"cp_comm_type {way!r} is unknown; use one of {', '.join(COMM_TYPES)}")
+        check_comm_type(config, way)
     if len(ways) not in (1, config.num_layers):
         raise ValueError(
             f"cp_comm_type has {len(ways)} entries, but num_layers is {config.num_layers}; give one "
             "for all layers, or one for each"
         )
+
+
+def check_comm_type(config: Any, way: str) -> None:
+    """The same for one of them."""
+    if way == "a2a+p2p":
+        raise ValueError(
+            "cp_comm_type 'a2a+p2p' needs groups of groups, which are not implemented here; use "
+            f"one of {', '.join(COMM_TYPES)}"
+        )
+    if way not in COMM_TYPES:
+        raise ValueError(f"cp_comm_type {way!r} is unknown; use one of {', '.join(COMM_TYPES)}")
     c, t = config.context_parallel_size, config.tensor_model_parallel_size
-    if c == 1 or "a2a" not in ways:
-        return
-    for name in ("num_attention_heads", "num_query_groups"):
+    for name in ("num_attention_heads", "num_query_groups") if way == "a2a" else ():
         number = getattr(config, name)
         if number // t % c:
             raise ValueError(

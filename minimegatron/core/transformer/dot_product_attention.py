@@ -16,7 +16,10 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from minimegatron.core.transformer.context_parallel import Sharing, attention_over_ranks
-from minimegatron.core.transformer.context_parallel_config import comm_type_of_layer
+from minimegatron.core.transformer.context_parallel_config import (
+    check_comm_type,
+    comm_type_of_layer,
+)
 from minimegatron.core.transformer.context_parallel_groups import context_parallel_group
 from minimegatron.core.transformer.enums import AttnMaskType
 from minimegatron.core.transformer.module import MegatronModule
@@ -39,7 +42,8 @@ class DotProductAttention(MegatronModule):
             context parallelism at all.
 
     Raises:
-        ValueError: the cp group has not `config.context_parallel_size` ranks.
+        ValueError: the cp group has not `config.context_parallel_size` ranks; `cp_comm_type` is
+            unknown, or does not fit the heads.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class DotProductAttention(MegatronModule):
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
         self.cp_comm_type = cp_comm_type or comm_type_of_layer(config, layer_number)
+        check_comm_type(config, self.cp_comm_type)
         self.cp_group = context_parallel_group(config, pg_collection)
         self._attend = _attend if self.cp_group is None else _attend_over_ranks
 

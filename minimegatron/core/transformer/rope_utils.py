@@ -42,4 +42,4 @@ def get_pos_emb_on_this_cp_rank(
 
     A group of one rank has all. Raises ValueError if the sequence does not divide into 2c chunks.
     """
-    return pos_emb if cp_group.size() == 1 else take_part(pos_emb, seq_dim, cp_group)
+    return take_part(pos_emb, seq_dim, cp_group)

@@ -179,6 +179,14 @@ def test_the_same_rows_for_all_tokens_broadcast(kind):
     compare(2, kind, whole, expected(*whole, mask=mask), mask)
 
 
+@pytest.mark.parametrize("kind", COMM_TYPES)
+def test_a_mask_of_integers(kind):
+    """As `get_batch_on_this_tp_rank` has it, which sends all fields as one message of int64."""
+    whole = tensors(2, 4, 4)
+    mask = some_mask(len(whole[0]), 2)
+    compare(2, kind, whole, expected(*whole, mask=mask), mask.long())
+
+
 def test_a_mask_without_all_columns_is_refused():
     whole = tensors(2, 2, 2)
     mask = torch.zeros(2, 1, 8, 4, dtype=torch.bool)
@@ -228,6 +236,20 @@ def test_sums_in_float32_at_least(kind, dtype):
         assert (x - y).abs().max() <= 8 * epsilon * y.abs().max()
     x = torch.ones(2, 4, dtype=dtype)
     assert {part.dtype for part in block_attention(x, x, x, scale=1.0)} == {torch.float32}
+
+
+def differentiated_twice(group, kind, whole):
+    query, key, value = (take_part(x, 0, group).requires_grad_() for x in whole[:3])
+    output = attention_over_ranks(kind, query, key, value, None, Sharing(group, 1, 0.5), local)
+    (first,) = torch.autograd.grad((output**2).sum(), query, create_graph=True)
+    first.sum().backward()
+
+
+@pytest.mark.parametrize("kind", RINGS)
+def test_a_gradient_of_gradients_is_refused(kind):
+    """Was: wrong numbers, because what a rank keeps of its forward counted as constant."""
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        play(2, differentiated_twice, kind, tensors(2, 4, 4))
 
 
 # -- Dropout --
@@ -519,3 +541,7 @@ def test_a_layer_chooses_its_way():
     assert DotProductAttention(config, 1, cp_comm_type="all_gather", **options).cp_comm_type == (
         "all_gather"
     )
+    for way, words in (("a2a+p2p", "not implemented"), ("ring", "unknown"), ("a2a", "whole heads")):
+        config = make_config(2, num_query_groups=1)
+        with pytest.raises(ValueError, match=words):
+            DotProductAttention(config, 1, cp_comm_type=way, **options)

@@ -96,6 +96,9 @@ def test_a_batch_keeps_all_columns_of_its_mask():
     assert part["loss_mask"] is None
     assert torch.equal(part["attention_mask"], mask[:, :, [0, 1, 6, 7]])
     assert get_batch_on_this_cp_rank(batch, FakeGroup()) is batch
+    padding = mask[:, :, :1]  # one row for all tokens
+    part = get_batch_on_this_cp_rank({"attention_mask": padding}, FakeGroup(0, 2))
+    assert torch.equal(part["attention_mask"], padding)
 
 
 def test_angles_are_those_of_the_places_in_the_sequence():

@@ -213,7 +213,8 @@ class GPTModel(LanguageModule):
                 all that follows); read on the first chunk, and on the one that predicts further
                 tokens.
             attention_mask: bool, True where attention must not look, broadcastable to
-                [b, a/t, s, s]; None for plain causal attention.
+                [b, a/t, s, s], with all columns also where the rows are a rank's part; None for
+                plain causal attention.
             decoder_input: [s, b, h], used instead of embedding `input_ids`.
             labels: int64 [b, s]; read on the last chunk.
             loss_mask: [b, s], read on the last chunk for the losses of further tokens; to the main
