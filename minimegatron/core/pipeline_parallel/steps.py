@@ -8,6 +8,7 @@ each call, and keeps `input_tensors` and `output_tensors` lists of its own.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,8 +154,8 @@ def forward_step_calc_loss(
     shares storage with the loss (`loss.detach()`).
 
     Returns (output or scaled loss, number of tokens as an int tensor: 0 unless three were returned).
-    Raises ValueError for another number of values; and, while it trains, for a mean with the option on
-    beside auxiliary losses, which with it are sums: nothing would divide them by tokens.
+    Raises ValueError for another number of values. Warns, while it trains, of a mean with the option on
+    beside auxiliary losses, which with it are sums: as in Megatron, nothing divides them by tokens.
     """
     num_tokens = NO_TOKENS
     if is_last_stage and loss_func is None:
@@ -169,7 +170,7 @@ def forward_step_calc_loss(
                 output_tensor = output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches
         elif len(outputs) == 2:
             output_tensor, report = outputs
-            _check_mean_is_alone(config)
+            _warn_of_sums_beside(config)
             output_tensor = output_tensor * (cp_group_size or 1) / num_microbatches
         else:
             raise ValueError(
@@ -181,13 +182,14 @@ def forward_step_calc_loss(
     return output_tensor, num_tokens
 
 
-def _check_mean_is_alone(config: ModelParallelConfig) -> None:
+def _warn_of_sums_beside(config: ModelParallelConfig) -> None:
     is_beside_sums = config.calculate_per_token_loss and config.aux_loss_scale_funcs
     if is_beside_sums and torch.is_grad_enabled():
-        raise ValueError(
+        warnings.warn(
             "the loss function returned 2 values, a mean, but with calculate_per_token_loss auxiliary "
             "losses (of experts, of further tokens) wait to be divided by the number of tokens; return "
-            "(summed loss, number of tokens, report), or turn calculate_per_token_loss off"
+            "(summed loss, number of tokens, report), or turn calculate_per_token_loss off",
+            stacklevel=3,
         )
 
 

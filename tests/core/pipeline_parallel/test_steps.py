@@ -1,5 +1,6 @@
 """One microbatch on one stage: the loss contract, freed outputs, what backward returns."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -152,17 +153,19 @@ def test_auxiliary_losses_are_told_the_scale_of_the_main_loss(per_token, scale):
     assert told == [("balance", scale or 1.0, 4, 2), ("more tokens", scale or 1.0, 4, 2)]
 
 
-def test_a_mean_does_not_stand_beside_sums():
-    """Or auxiliary losses would be as many times too large as the step has tokens."""
+def test_a_mean_beside_sums_is_told():
+    """Auxiliary losses are then as many times too large as the step has tokens, as in Megatron."""
     config = ModelParallelConfig(calculate_per_token_loss=True)
     config.aux_loss_scale_funcs = (lambda *numbers: None,)
     mean = [config, torch.tensor([2.0]), lambda out: (out.mean(), {})]
-    with pytest.raises(ValueError, match="returned 2 values, a mean, but .* return .summed loss"):
+    with pytest.warns(UserWarning, match="returned 2 values, a mean, but .* return .summed loss"):
         calc_loss(*mean)
-    with torch.no_grad():
-        calc_loss(*mean)
-    for name, value in (("calculate_per_token_loss", False), ("aux_loss_scale_funcs", ())):
-        calc_loss(replace(config, **{name: value}), *mean[1:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            calc_loss(*mean)
+        for name, value in (("calculate_per_token_loss", False), ("aux_loss_scale_funcs", ())):
+            calc_loss(replace(config, **{name: value}), *mean[1:])
 
 
 def test_the_loss_scale_enters_on_the_last_stage_only():
