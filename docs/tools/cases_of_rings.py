@@ -103,7 +103,7 @@ def steps_figure(c: int = C) -> str:
 
 
 def lanes(block: int, hop: int, c: int = C) -> LayerTimeline:
-    """One attention, forward and backward, of which nothing but blocks and hops takes time."""
+    """One attention, forward and backward. Blocks and hops take time; nothing else does."""
     ring = RingCosts(c, Fraction(block), Fraction(hop))
     layer = LayerCosts(attention=Fraction(0), mlp=Fraction(0), ring=ring)
     return one_stage(1, [layer], joined=True)

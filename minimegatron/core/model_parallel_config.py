@@ -25,6 +25,17 @@ from minimegatron.core.pipeline_parallel.orders import (
 knob = partial(knobs.knob, section="parallel")
 
 
+def enter_hooks(config: Any, is_wanted: bool, hooks: dict[str, tuple[Callable, ...]]) -> None:
+    """Enters a subject's functions in the hooks of `config`, if it is wanted.
+
+    `hooks`: by field, the function to enter, then those that it excludes. All of them are taken out
+    first: a configuration made of another (`dataclasses.replace`) brings that one's.
+    """
+    for name, ours in hooks.items():
+        others = tuple(func for func in getattr(config, name) if func not in ours)
+        setattr(config, name, (*others, *ours[:1]) if is_wanted else others)
+
+
 def other_num_stages(config: "ModelParallelConfig", num_stages: int) -> ValueError:
     """The error to raise where `config` is for another number of stages than the pipeline group has."""
     return ValueError(

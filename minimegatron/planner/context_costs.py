@@ -91,8 +91,9 @@ def pairs_of_tokens(
 ) -> list[int]:
     """Of each rank: pairs of a query and a key that it may see, for which it computes a score.
 
-    With the split in 2c chunks, of which a rank has one from the front and one from the back
-    (`zigzag`), all have the same number; with c chunks in order the last one has almost twice that.
+    If the sequence is cut into 2c chunks, and each rank has one from the front and one from the back
+    (`zigzag`), all ranks have the same number. With c chunks in order, the last rank has almost twice
+    that.
 
     Raises ValueError where the chunks are not equal.
 

@@ -55,20 +55,6 @@ def _times(time: Time, factor: Time) -> Time:
     return divided(time * factor, 1)
 
 
-def projection_share(
-    hidden_size: int, ffn_hidden_size: int | None = None, seq_length: int = 0
-) -> Fraction:
-    """The projection's multiplications over those of a layer of GPT-2's kind.
-
-    Of the scores all are counted, 2 s h for each token, also those that a mask hides.
-
-    >>> projection_share(1024), projection_share(1024, seq_length=1024)
-    (Fraction(1, 6), Fraction(1, 7))
-    """
-    h, f = hidden_size, ffn_hidden_size or 4 * hidden_size
-    return Fraction(2 * h * h, 4 * h * h + 2 * h * f + 2 * seq_length * h)
-
-
 # -- What a stage holds --
 
 

@@ -23,7 +23,6 @@ from minimegatron.planner.mtp_costs import (
     message_factors,
     num_mtp_parameters,
     parameters_of_stages,
-    projection_share,
     stages_of_layout,
     vocabulary_matrices,
 )
@@ -46,10 +45,6 @@ def test_a_depth_is_a_layer_and_a_projection_and_the_loss_comes_once_more():
     assert (costs.forward, costs.backward) == ([12, 12, 28, 0, 9], [24, 24, 56, 0, 18])
     assert layer_times((1, 2))[M] == (Fraction(7, 6), Fraction(7, 3))
     assert layer_times((1, 2))[L] == (0, 0)
-    # 2h² of 12h²; less of a layer with a wider MLP, or a longer sequence.
-    assert projection_share(768) == Fraction(1, 6)
-    assert projection_share(768, 8 * 768) == Fraction(1, 10)
-    assert projection_share(768, seq_length=3 * 768) == Fraction(1, 9)
 
 
 # -- What a stage holds --

@@ -52,12 +52,17 @@ def saved(chunks, optimizer, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def from_each_to_each(folder: str) -> list[str]:
-    groups, chunks, optimizer = built(PAIRS)
-    steps(PAIRS, groups, chunks, optimizer, 2)
+    return from_one_to_each(PAIRS, LAYOUTS, folder)
+
+
+def from_one_to_each(one: Case, layouts: list[Case], folder: str) -> list[str]:
+    """Saved by `one`, loaded by each layout: the same bits, and the next step's norm. Names in it."""
+    groups, chunks, optimizer = built(one)
+    steps(one, groups, chunks, optimizer, 2)
     first = Path(folder, "first")
     whole = saved(chunks, optimizer, first)
-    wanted = steps(PAIRS, groups, chunks, optimizer, 1)
-    for number, case in enumerate(LAYOUTS):
+    wanted = steps(one, groups, chunks, optimizer, 1)
+    for number, case in enumerate(layouts):
         groups, chunks, optimizer = built(case)
         load_tensors(state(chunks, optimizer, set(whole)), first)
         again = saved(chunks, optimizer, Path(folder, f"of layout {number}"))

@@ -53,7 +53,7 @@ def options_of_core(
 
 
 def check_part_of_sequence(length: int, num_ranks: int, max_sequence_length: int) -> None:
-    """Raises ValueError where a rank's `length` tokens are no two chunks, or too many."""
+    """Raises ValueError if a rank's `length` tokens cannot be two equal chunks, or are too many."""
     if length % 2:
         raise ValueError(
             f"a rank's part of a sequence has {length} tokens, which are not two equal chunks; use "

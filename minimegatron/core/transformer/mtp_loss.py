@@ -10,6 +10,7 @@ import torch
 
 from minimegatron.core.collectives import all_reduce
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.pipeline_parallel.orders import placement_of
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -225,14 +226,11 @@ def _check_options(config: Any) -> None:
 
 
 def _enter_hooks(config: Any) -> None:
-    """A configuration made of another (`dataclasses.replace`) brings that one's: they are taken out."""
-    scale = scale_mtp_as_sum if config.calculate_per_token_loss else scale_mtp_as_mean
-    for name, ours, wanted in (
-        ("aux_loss_scale_funcs", (scale_mtp_as_mean, scale_mtp_as_sum), scale),
-        ("before_step_funcs", (forget_step,), forget_step),
-        ("after_grads_funcs", (count_step,), count_step),
-        ("log_funcs", (describe_further_tokens,), describe_further_tokens),
-    ):
-        others = tuple(func for func in getattr(config, name) if func not in ours)
-        entered = () if config.mtp_num_layers is None else (wanted,)
-        setattr(config, name, (*others, *entered))
+    scales = (scale_mtp_as_mean, scale_mtp_as_sum)
+    hooks = {
+        "aux_loss_scale_funcs": scales[::-1] if config.calculate_per_token_loss else scales,
+        "before_step_funcs": (forget_step,),
+        "after_grads_funcs": (count_step,),
+        "log_funcs": (describe_further_tokens,),
+    }
+    enter_hooks(config, config.mtp_num_layers is not None, hooks)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from minimegatron.core import knobs
+from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.transformer.moe.expert_bias import forget_step, update_biases
 from minimegatron.core.transformer.moe.moe_logging import describe_balance
 from minimegatron.core.transformer.moe.moe_utils import scale_as_mean, scale_as_sum
@@ -129,17 +130,14 @@ class MoEConfig:
 
 
 def _enter_hooks(config: Any) -> None:
-    """A configuration made of another (`dataclasses.replace`) brings that one's: they are taken out."""
-    scale = scale_as_sum if config.calculate_per_token_loss else scale_as_mean
-    for name, ours, wanted in (
-        ("aux_loss_scale_funcs", (scale_as_mean, scale_as_sum), scale),
-        ("before_step_funcs", (forget_step,), forget_step),
-        ("after_grads_funcs", (update_biases,), update_biases),
-        ("log_funcs", (describe_balance,), describe_balance),
-    ):
-        others = tuple(func for func in getattr(config, name) if func not in ours)
-        entered = () if config.num_moe_experts is None else (wanted,)
-        setattr(config, name, (*others, *entered))
+    scales = (scale_as_mean, scale_as_sum)
+    hooks = {
+        "aux_loss_scale_funcs": scales[::-1] if config.calculate_per_token_loss else scales,
+        "before_step_funcs": (forget_step,),
+        "after_grads_funcs": (update_biases,),
+        "log_funcs": (describe_balance,),
+    }
+    enter_hooks(config, config.num_moe_experts is not None, hooks)
 
 
 def _refuse_without_experts(config: Any) -> None:
