@@ -199,6 +199,7 @@ def main() -> None:
         forward_step,
         get_embedding_ranks=get_embedding_ranks,
         process_non_loss_data_func=after_evaluation,
+        args_defaults={"model_family": "gpt"},
         non_loss_data_func=write_sample,
     )
 

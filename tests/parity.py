@@ -6,6 +6,7 @@ pieces with it: the loss of each microbatch, every raw gradient before the optim
 weights after three steps, the later ones with moments from those before.
 """
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -115,6 +116,12 @@ class Case:
     """`cp_comm_type`; matters only with `cp`."""
     mtp: int | None = None
     """Further tokens to predict. Then positions are rotary, because all stages have those."""
+    model: str = "gpt"
+    """Or bert, t5, mamba: what tests/parity_MODEL.py has."""
+    split: int | None = None
+    """T5's first decoder stage. Then `num_layers` is that of each stack."""
+    pattern: str | None = None
+    """Mamba's layers; `num_layers` must be its length."""
 
     @property
     def world(self) -> int:
@@ -128,7 +135,7 @@ class Case:
         """The case that this one must equal: all of one global batch in one process."""
         layers = self.num_layers or self.pp * (self.vp or 1)
         names = (
-            *("llama", "per_token", "dtype", "mtp"),
+            *("llama", "per_token", "dtype", "mtp", "model", "pattern"),
             *("experts", "topk", "balance", "shared", "moe_freq"),
         )
         same = {name: getattr(self, name) for name in names}
@@ -137,6 +144,34 @@ class Case:
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class ModelUnderTest:
+    """What differs between families of models; all else of a case is the same code."""
+
+    build_chunk: Callable[..., torch.nn.Module]
+    """`(case, config, groups, first, last, vp_stage)`: the chunk, on the CPU."""
+    batches: Callable[[int], list[dict[str, torch.Tensor]]]
+    """`(number)`: the microbatches of the global batch, whose losses weigh differently."""
+    step: Callable
+    """The `forward_step_func`."""
+    config_fields: Callable[["Case"], dict[str, Any]] = lambda case: {}
+    """More fields of `TransformerConfig`."""
+    is_tied: Callable[["Case"], bool] = lambda case: not case.llama
+    get_embedding_ranks: Callable[["Case"], Callable | None] = lambda case: None
+    """For `initialize_model_parallel`."""
+    get_position_embedding_ranks: Callable[["Case"], Callable | None] = lambda case: None
+    seq_length: int | None = None
+    """None for `SEQ`."""
+    decoder_seq_length: int | None = None
+
+
+def model_of(case: "Case") -> ModelUnderTest:
+    """Another family than GPT has a module of its own, with `MODEL`."""
+    if case.model == "gpt":
+        return GPT
+    return importlib.import_module(f"tests.parity_{case.model}").MODEL
 
 
 BALANCE = {
@@ -228,6 +263,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         init_method_std=0.1,
         **expert_options(case),
         **style,
+        **model_of(case).config_fields(case),
     )
 
 
@@ -274,6 +310,40 @@ def forward_step_func(
     return output, partial(loss_func, batch["mask"])
 
 
+def build_gpt(
+    case: Case,
+    config: TransformerConfig,
+    groups: Any,
+    first: bool,
+    last: bool,
+    vp_stage: int | None,
+) -> GPTModel:
+    where = {"vp_stage": vp_stage, "pp_rank": groups.pp.rank()}
+    spec = get_gpt_decoder_block_spec(config, **where)
+    return GPTModel(
+        config,
+        spec,
+        VOCAB,
+        SEQ,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=not case.llama,
+        position_embedding_type="rope" if case.llama or case.mtp else "learned_absolute",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, **where),
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
+
+
+def _ranks_with_copies(case: Case) -> Callable | None:
+    if not case.mtp:
+        return None
+    return partial(ranks_with_word_embedding, transformer_config(case), not case.llama)
+
+
+GPT = ModelUnderTest(build_gpt, batches, forward_step_func, get_embedding_ranks=_ranks_with_copies)
+
+
 def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
     """This rank's chunks, wrapped, and their optimizer."""
     chunks = []
@@ -282,21 +352,8 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
         config_chunk = None if case.vp is None else chunk_id
         first = groups.pp.rank() == 0 and chunk_id == 0
         last = groups.pp.rank() == case.pp - 1 and chunk_id == (case.vp or 1) - 1
-        where = {"vp_stage": config_chunk, "pp_rank": groups.pp.rank()}
-        spec = get_gpt_decoder_block_spec(config, **where)
-        model = GPTModel(
-            config,
-            spec,
-            VOCAB,
-            SEQ,
-            pre_process=first,
-            post_process=last,
-            share_embeddings_and_output_weights=not case.llama,
-            position_embedding_type="rope" if case.llama or case.mtp else "learned_absolute",
-            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, **where),
-            pg_collection=groups,
-            vp_stage=config_chunk,
-        ).to(get_device())
+        model = model_of(case).build_chunk(case, config, groups, first, last, config_chunk)
+        model = model.to(get_device())
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=case.dist_opt,
             overlap_grad_reduce=case.overlap_grad_reduce,
@@ -340,18 +397,20 @@ def run_step(
     chunks: list,
     iterators: list[Iterator],
     forward_only: bool,
-    step_func: Callable = forward_step_func,
+    step_func: Callable | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """One step by the case's schedule; returns the reports of the last stage."""
     function = forward_backward_no_pipelining if case.pp == 1 else get_forward_backward_func()
     if case.planned:
         function = get_planned_forward_backward_func("1f1b" if case.vp is None else "interleaved")
+    model = model_of(case)
     return function(
-        forward_step_func=step_func,
+        forward_step_func=step_func or model.step,
         data_iterator=iterators,
         model=chunks,
         num_microbatches=case.M,
-        seq_length=SEQ,
+        seq_length=model.seq_length or SEQ,
+        decoder_seq_length=model.decoder_seq_length,
         micro_batch_size=MICRO_BATCH,
         forward_only=forward_only,
         pg_collection=groups,
@@ -405,7 +464,7 @@ def reference(case: Case, folder: Path) -> str:
     groups = ProcessGroupCollection(**{name: FakeGroup() for name in names})
     chunks, optimizer = build(case, groups)
     found: dict[str, torch.Tensor] = {}
-    steps = train_steps(case, chunks, optimizer, groups, batches(case.M))
+    steps = train_steps(case, chunks, optimizer, groups, model_of(case).batches(case.M))
     for step, (losses, gradients, norm) in enumerate(steps):
         found[f"losses of step {step}"] = torch.tensor(losses, dtype=torch.float64)
         found[f"norm of step {step}"] = torch.tensor(norm, dtype=torch.float64)
@@ -422,7 +481,7 @@ def compare(
     """Runs `case` on this rank. Returns the number of tensors compared, the worst difference, and
     what went beyond its tolerance. The weights are compared after all steps of the reference."""
     chunks, optimizer = build(case, groups)
-    data = batches(case.M * case.dp)[groups.dp.rank() :: case.dp]
+    data = model_of(case).batches(case.M * case.dp)[groups.dp.rank() :: case.dp]
     problems, compared, worst = [], 0, 0.0
 
     def check(what: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
@@ -475,7 +534,9 @@ def copies_that_differ(case: Case, chunks: list, groups: Any) -> list[str]:
             shared.setdefault(kind.reduce, []).append((name, param.detach()))
             if not (param.tensor_model_parallel and tensor_group(param, groups).size() > 1):
                 shared.setdefault(kind.tensor, []).append((name, param.detach()))
-            if name == "embedding.word_embeddings.weight" and (case.mtp or not case.llama):
+            if name == "embedding.word_embeddings.weight" and (
+                case.mtp or model_of(case).is_tied(case)
+            ):
                 shared.setdefault("embd", []).append((name, param.detach()))
     problems = []
     # A rank may have two copies in two chunks; then one of them stands for it.
@@ -509,16 +570,18 @@ def sizes_of(case: Case) -> tuple:
 
 def groups_of_case(case: Case) -> tuple:
     """The same, and what the embedding's groups depend on."""
-    return *sizes_of(case), (not case.llama, case.layout) if case.mtp else None
+    copies = (not case.llama, case.layout) if case.mtp else None
+    return *sizes_of(case), copies, case.model, case.split
 
 
 def make_groups(case: Case) -> None:
     """Of this case, in place of those that there are."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    copies = partial(ranks_with_word_embedding, transformer_config(case), not case.llama)
+    model = model_of(case)
     parallel_state.initialize_model_parallel(
-        get_embedding_ranks=copies if case.mtp else None,
+        get_embedding_ranks=model.get_embedding_ranks(case),
+        get_position_embedding_ranks=model.get_position_embedding_ranks(case),
         tensor_model_parallel_size=case.tp,
         context_parallel_size=case.cp,
         pipeline_model_parallel_size=case.pp,

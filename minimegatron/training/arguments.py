@@ -27,7 +27,7 @@ from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.training.argument_checks import CHECKS, check_fields, check_layers, check_world
+from minimegatron.training.argument_checks import CHECKS, check_fields, check_world
 from minimegatron.training.argument_utils import (
     ArgumentGroupFactory,
     OneLineParser,
@@ -35,6 +35,7 @@ from minimegatron.training.argument_utils import (
     refuse_unknown,
 )
 from minimegatron.training.config import SECTIONS, Arguments
+from minimegatron.training.families import check_family
 from minimegatron.training.pipeline_schedule import registered_name
 from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_size_with_padding
 
@@ -74,7 +75,7 @@ def validate_args(args: Arguments | argparse.Namespace) -> Arguments:
         check_world(args)
         derive(args)
         config = core_transformer_config_from_args(args)
-        check_layers(args, config)
+        check_family(args, config)
         for check in CHECKS:
             check(args)
         # What `core` would refuse only when processes are running and the model is built.
@@ -94,7 +95,8 @@ def _build_parser(
         ArgumentGroupFactory(config).build_group(parser)
     if extra_args_provider is not None:
         extra_args_provider(parser)
-    known = {action.dest for action in parser._actions}
+    known = {action.dest for action in parser._actions} | {"model_family"}
+    parser.set_defaults(model_family=None)
     parser.set_defaults(**known_fields(Arguments, args_defaults, also=known))
     return parser
 

@@ -86,6 +86,11 @@ def check_against_checkpoint(args: argparse.Namespace, folder: Path) -> None:
         raise ValueError(str(error)) from None
     saved = {name: value for section in common["args"].values() for name, value in section.items()}
     known_fields(SECTIONS["model"], common["args"].get("model", {}))
+    here, there = args.model_family, saved.get("model_family")
+    if here != there and None not in (here, there):
+        raise ValueError(
+            f"this program trains {here}, but {folder} has {there}; run pretrain_{there}"
+        )
     for name, compared in COMPARED.items():
         # Unless another argument says that it does not matter.
         if compared is not True and args.__dict__[compared[0]] == compared[1]:

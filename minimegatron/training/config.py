@@ -78,6 +78,48 @@ class ModelConfig:
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
     padded_vocab_size: int | None = knob(minimum=1)
     """Rows of the embedding, padding included; by default worked out from the tokenizer."""
+    model_family: Literal["gpt", "bert", "t5", "mamba"] | None = derived()
+    """What the program trains, if it says so: `args_defaults={"model_family": ...}`."""
+
+
+@section("bert")
+class BertConfig:
+    """BERT and T5: masked text"""
+
+    bert_binary_head: bool = knob(True, name="--bert-no-binary-head", compared=True)
+    """Do not predict whether two pieces of text are in their order."""
+    vocab_file: str | None = knob()
+    """A WordPiece vocabulary, one piece a line; by default one made of the built-in text."""
+    mask_prob: float = knob(0.15, above=0.0, below=1.0)
+    """Share of the tokens to predict."""
+    short_seq_prob: float = knob(0.1, minimum=0.0, below=1.0)
+    """Share of samples that are shorter than they could be."""
+
+
+@section("t5")
+class T5Config:
+    """T5: two stacks"""
+
+    encoder_num_layers: int | None = knob(minimum=1, compared=True)
+    """Layers of the encoder; by default --num-layers."""
+    decoder_num_layers: int | None = knob(minimum=1, compared=True)
+    """Layers of the decoder; by default --num-layers."""
+    encoder_seq_length: int | None = knob(minimum=1)
+    """Tokens that the encoder reads; by default --seq-length."""
+    decoder_seq_length: int | None = knob(minimum=1)
+    """Tokens that the decoder writes; by default --seq-length."""
+    vocab_extra_ids: int = knob(0, minimum=0)
+    """Tokens that stand for a piece of text that was taken out."""
+    pipeline_model_parallel_split_rank: int | None = knob(minimum=1)
+    """The first pipeline rank of the decoder; stages before it have the encoder."""
+
+
+@section("mamba")
+class MambaArguments:
+    """Mamba"""
+
+    hybrid_override_pattern: str | None = knob(compared=True)
+    """A letter for each layer: M state space, * attention, - MLP; by default M for all."""
 
 
 @section("parallel")
@@ -319,6 +361,9 @@ class Arguments:
     """
 
     model: ModelConfig
+    bert: BertConfig
+    t5: T5Config
+    mamba: MambaArguments
     parallel: ParallelConfig
     moe: MoEArguments
     precision: PrecisionConfig

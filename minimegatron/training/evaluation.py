@@ -51,6 +51,7 @@ def evaluate(
         "num_microbatches": num_microbatches,
         "seq_length": args.seq_length,
         "micro_batch_size": args.micro_batch_size,
+        "decoder_seq_length": args.decoder_seq_length,
     }
     for chunk in model:
         chunk.eval()

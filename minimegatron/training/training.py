@@ -326,6 +326,7 @@ def train_step(
             num_microbatches=get_num_microbatches(),
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
+            decoder_seq_length=args.decoder_seq_length,
             forward_only=False,
         )
 

@@ -192,6 +192,14 @@ def test_what_a_checkpoint_must_have_alike():
         "moe_router_group_topk",
         "moe_router_enable_expert_bias",
         "mtp_num_layers",
+        "bert_binary_head",
+        "encoder_num_layers",
+        "decoder_num_layers",
+        "hybrid_override_pattern",
+        "mamba_state_dim",
+        "mamba_head_dim",
+        "mamba_num_groups",
+        "mamba_num_heads",
     }
     assert {name: unless for name, unless in COMPARED.items() if unless is not True} == {
         "kv_channels": ("kv_channels", None),

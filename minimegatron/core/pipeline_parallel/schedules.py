@@ -14,6 +14,7 @@ its names can be imported from this one:
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     set_current_microbatch,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import get_model_config, unwrap_model
 
 __all__ = [
     "backward_step",
@@ -257,9 +258,7 @@ def forward_backward_pipelining_without_interleaving(
     if forward_only:  # nothing to wait for: every forward is a warm-up forward
         num_warmup_microbatches = num_microbatches
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    recv_shapes, send_shapes = _message_shapes(
-        config, pg_collection, sizes, adjust_tensor_shapes_fn
-    )
+    recv_shapes, send_shapes = _message_shapes(model, pg_collection, sizes, adjust_tensor_shapes_fn)
     frame = StepFrame(config, pg_collection, p2p, forward_only)
     chunk = frame.add_chunk(
         forward_step_func,
@@ -321,23 +320,28 @@ def _groups_for_1f1b(
 
 
 def _message_shapes(
-    config: ModelParallelConfig,
+    model: torch.nn.Module,
     pg_collection: ProcessGroupCollection,
     sizes: tuple[int, int, int | None],
     adjust_tensor_shapes_fn: Callable | None,
 ) -> tuple[list, list]:
+    """What this stage receives and sends, forwards: the model may say so itself, as T5 does."""
     seq_length, micro_batch_size, decoder_seq_length = sizes
-    shapes = get_tensor_shapes(
-        seq_length=seq_length,
+    shapes_of = partial(
+        get_tensor_shapes,
         micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        config=config,
+        decoder_seq_length=None,
+        config=get_model_config(model),
         tp_group=pg_collection.tp,
         cp_group=pg_collection.cp,
     )
-    if adjust_tensor_shapes_fn is None:
+    shapes = shapes_of(seq_length=decoder_seq_length or seq_length)
+    if adjust_tensor_shapes_fn is not None:
+        return adjust_tensor_shapes_fn(shapes, shapes)
+    message_shapes = getattr(unwrap_model(model), "message_shapes", None)
+    if message_shapes is None:
         return shapes, shapes
-    return adjust_tensor_shapes_fn(shapes, shapes)
+    return message_shapes(shapes_of(seq_length=seq_length), shapes)
 
 
 def _only(one_or_list: Any, name: str) -> Any:

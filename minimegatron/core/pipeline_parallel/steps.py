@@ -90,7 +90,19 @@ def forward_step(
             cp_group_size,
             is_last_stage,
         )
-    return ([output_tensor] if isinstance(input_tensor, list) else output_tensor), num_tokens
+    return all_outputs(model, input_tensor, output_tensor), num_tokens
+
+
+def all_outputs(model: torch.nn.Module, input_tensor: Any, output_tensor: torch.Tensor) -> Any:
+    """What a stage sends: its output, in a list if its input came in one.
+
+    A model may hand on some of its inputs as they came, for stages behind the next one: those that its
+    method `extra_outputs(inputs)` returns. T5's decoder does, with the encoder's output.
+    """
+    if not isinstance(input_tensor, list):
+        return output_tensor
+    extra_outputs = getattr(unwrap_model(model), "extra_outputs", None)
+    return [output_tensor, *(() if extra_outputs is None else extra_outputs(input_tensor))]
 
 
 def prepare_forward(
@@ -227,8 +239,10 @@ def backward_step(
         output_tensor_grad: the loss's gradient with respect to the output; None on the last stage.
         model_type: unused, here as in Megatron; the schedules pass None.
 
-    Each of the three may be a list of one. Returns the loss's gradient with respect to the input,
-    None on the first stage; a list if the input was one.
+    Each of the three may be a list: of one, or with what a model hands on (`all_outputs`), which is one
+    tensor as input and as output. Its gradient is the sum of two: of this stage, which used it, and of
+    the stages behind, which did too. Returns the loss's gradient with respect to the input, None on the
+    first stage; a list if the input was one.
     """
     unwrap = not isinstance(input_tensor, list)
     inputs = [input_tensor] if unwrap else input_tensor
@@ -248,8 +262,16 @@ def backward_step(
         else:
             torch.autograd.backward(output, grad_tensors=grad)
 
+    for handed_on, grad_from_behind in zip(outputs[1:], grads[1:], strict=False):
+        add_gradient(handed_on, grad_from_behind)
     input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
     return input_grads[0] if unwrap else input_grads
+
+
+def add_gradient(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Adds to `tensor.grad`, as autograd would for one more user of the tensor."""
+    if grad is not None:
+        tensor.grad = grad if tensor.grad is None else tensor.grad + grad
 
 
 def deallocate_output_tensor(

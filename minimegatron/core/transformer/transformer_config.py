@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from minimegatron.core import knobs
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.ssm.mamba_config import MambaConfig
 from minimegatron.core.transformer.context_parallel_config import check_context_parallel
 from minimegatron.core.transformer.moe.moe_config import MoEConfig
 from minimegatron.core.transformer.mtp_loss import check_mtp
@@ -38,10 +39,10 @@ place = partial(knobs.knob, section="parallel")
 
 @accepts_left_out
 @dataclass
-class TransformerConfig(MoEConfig, ModelParallelConfig):
+class TransformerConfig(MambaConfig, MoEConfig, ModelParallelConfig):
     """Sizes, activation, normalisation, dropout and recompute of one transformer.
 
-    `MoEConfig` has what concerns experts.
+    `MoEConfig` has what concerns experts, `MambaConfig` state-space layers.
     """
 
     # -- Sizes --

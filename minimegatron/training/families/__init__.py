@@ -1,0 +1,54 @@
+"""What each family of models checks in the arguments, beside what all of them do.
+
+Megatron has no counterpart; there each program asserts what it needs while it runs.
+
+A program says what it trains: `pretrain(..., args_defaults={"model_family": "bert"})`. One that does
+not say is checked as far as all models are alike.
+"""
+
+import argparse
+import dataclasses
+
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.training.argument_utils import flag_name
+from minimegatron.training.config import SECTIONS
+from minimegatron.training.families.bert import BERT
+from minimegatron.training.families.family_checks import FamilyChecks
+from minimegatron.training.families.mamba import MAMBA
+from minimegatron.training.families.t5 import T5
+
+GPT = FamilyChecks("pretrain_gpt")
+FAMILIES = {
+    None: FamilyChecks("", sections=("bert", "t5", "mamba")),
+    "gpt": GPT,
+    "bert": BERT,
+    "t5": T5,
+    "mamba": MAMBA,
+}
+"""By `args.model_family`."""
+
+
+def check_family(args: argparse.Namespace, config: TransformerConfig) -> None:
+    """Every chunk gets its layers; flags of another family are refused; then the family's own checks.
+
+    Raises ValueError, with the flags, the numbers and the remedy.
+    """
+    family = FAMILIES[args.model_family]
+    _refuse_flags_of_others(args, family)
+    family.check_layers(args, config)
+    for check in family.checks:
+        check(args)
+
+
+def _refuse_flags_of_others(args: argparse.Namespace, family: FamilyChecks) -> None:
+    for section in ("bert", "t5", "mamba"):
+        for field in dataclasses.fields(SECTIONS[section]):
+            value = args.__dict__[field.name]
+            if section not in family.sections and value != field.default:
+                programs = [
+                    x.program for x in FAMILIES.values() if x.program and section in x.sections
+                ]
+                raise ValueError(
+                    f"{flag_name(field)} is given, but {family.program} trains a model that does not "
+                    f"use it; drop it, or run {' or '.join(programs)}"
+                )

@@ -1,0 +1,27 @@
+"""What is said of one family of models before anything starts.
+
+Megatron has no counterpart; see the package.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.training.argument_checks import check_layers
+
+Check = Callable[[argparse.Namespace], None]
+
+
+@dataclass(frozen=True)
+class FamilyChecks:
+    """How the arguments of one family are checked."""
+
+    program: str
+    """What trains it, for messages."""
+    sections: tuple[str, ...] = ()
+    """Sections of `training.config` that are for it, of those that are not for all."""
+    checks: tuple[Check, ...] = ()
+    """Each raises ValueError with one sentence: the flags, the numbers, what to change."""
+    check_layers: Callable[[argparse.Namespace, TransformerConfig], None] = check_layers
+    """Whether every chunk gets a whole number of layers."""
