@@ -5,6 +5,7 @@ Megatron has no counterpart.
 
 from minimegatron.exercises.labs.fault import Fault
 
+<<<<<<< HEAD
 _MODEL = "core/models/bert/bert_model.py"
 
 FAULTS_OF_BERT = (
@@ -58,3 +59,6 @@ FAULTS_OF_BERT = (
     ),
 )
 """`padding-mask-holds-pad-id` is a mistake in the data: see below."""
+=======
+FAULTS_OF_BERT: tuple[Fault, ...] = ()
+>>>>>>> main
