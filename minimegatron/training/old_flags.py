@@ -13,26 +13,30 @@ from minimegatron.training.config import Arguments
 
 
 def add_old_flags(parser: argparse.ArgumentParser) -> None:
-    """Both, None where a script does not have them."""
+    """Both. The arguments hold them where a script gives them, and only there."""
     group = parser.add_argument_group("Older launch scripts (no flags of today's Megatron)")
     group.add_argument(
         "--local-rank",
         "--local_rank",
         dest="given_local_rank",
         type=int,
+        default=argparse.SUPPRESS,
         help="This process, of those on this machine; LOCAL_RANK in the environment says it too.",
     )
-    group.add_argument("--data-impl", help="How to read indexed datasets: mmap.")
+    group.add_argument(
+        "--data-impl", default=argparse.SUPPRESS, help="How to read indexed datasets: mmap."
+    )
 
 
 def check_old_flags(args: argparse.Namespace) -> None:
     """Raises ValueError, with the remedy, for a value that would change something."""
-    if args.given_local_rank not in (None, args.local_rank):
+    given = vars(args)
+    if given.get("given_local_rank", args.local_rank) != args.local_rank:
         raise ValueError(
             f"--local-rank is {args.given_local_rank}, but LOCAL_RANK is {args.local_rank} in the "
             "environment; drop it, the launcher says both"
         )
-    if args.data_impl not in (None, "mmap"):
+    if given.get("data_impl", "mmap") != "mmap":
         raise ValueError(
             f"--data-impl {args.data_impl} is not there any more; drop it, or give mmap: indexed "
             "datasets are mapped into memory"
@@ -41,7 +45,7 @@ def check_old_flags(args: argparse.Namespace) -> None:
 
 def print_old_flags(args: Arguments) -> None:
     """A line for each flag that was given."""
-    if args.given_local_rank is not None:
+    if "given_local_rank" in args.extra:
         print("--local-rank: taken from LOCAL_RANK in the environment, which says the same")
-    if args.data_impl is not None:
+    if "data_impl" in args.extra:
         print("--data-impl mmap: the only way to read indexed datasets, with or without this flag")

@@ -117,13 +117,12 @@ def _truncate(
     first: numpy.ndarray, second: numpy.ndarray, length: int, rng: numpy.random.RandomState
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Cuts tokens off, one by one, at a random end of the longer piece, until there are `length`."""
-    bounds = [[0, len(first)], [0, len(second)]]
-    for end in rng.randint(2, size=max(0, len(first) + len(second) - length)).tolist():
-        longer = (
-            bounds[0] if bounds[0][1] - bounds[0][0] > bounds[1][1] - bounds[1][0] else bounds[1]
-        )
-        longer[end] += -1 if end else 1
-    return first[slice(*bounds[0])], second[slice(*bounds[1])]
+    begins, lengths = [0, 0], [len(first), len(second)]
+    for in_front in rng.randint(2, size=max(0, sum(lengths) - length)).tolist():
+        longer = 0 if lengths[0] > lengths[1] else 1
+        begins[longer] += in_front
+        lengths[longer] -= 1
+    return first[begins[0] :][: lengths[0]], second[begins[1] :][: lengths[1]]
 
 
 def _pad(values: numpy.ndarray, length: int, value: int) -> numpy.ndarray:

@@ -177,7 +177,7 @@ def _samples_of_an_epoch(
 
 
 def _meant_lengths(max_length: int, short_seq_prob: float, seed: int) -> Iterator[int]:
-    """Without end: `max_length`, or for one number in 1 / `short_seq_prob` something from 2 up to it."""
+    """Without end: `max_length`, or for one in 1 / `short_seq_prob` numbers something from 2 to it."""
     # RandomState and C++'s mt19937 are one generator, and these are its numbers as they come.
     rng = numpy.random.RandomState(seed % 2**32)
     ratio = round(1 / short_seq_prob) if short_seq_prob else 0

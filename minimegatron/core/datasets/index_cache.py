@@ -40,7 +40,8 @@ def cached_arrays(
         path_to_cache: the folder; None for no cache.
         identifiers: everything the arrays depend on.
         shapes: name and shape of each array, None where only building tells. A cached one that is
-            unreadable or of another shape is built again. Arrays are mapped, and nothing in them is unpickled.
+            unreadable or of another shape is built again. Arrays are mapped, and nothing in them is
+            unpickled.
     """
     if path_to_cache is None:
         return build()
