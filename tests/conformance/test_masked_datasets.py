@@ -119,8 +119,9 @@ def test_the_same_text_from_the_same_row(pair):
         a, b = our[number], their[theirs_at[row]]
         if name == "bert":
             length = int(a["padding_mask"].sum())
-            # Not from their padding mask: that holds the id of [PAD] at padding, which is 1 here.
-            assert length == (b["text"] != tokenizer().pad).sum()
+            # Their padding mask holds the id of [PAD] at padding, which is 1 here, and hides nothing;
+            # their text has 0 there.
+            assert b["text"][length - 1] == tokenizer().sep and not b["text"][length:].any()
             assert a["truncated"] == b["truncated"]
             whole = [numpy.where(x["labels"] >= 0, x["labels"], x["text"])[:length] for x in (a, b)]
             if not a["truncated"]:
