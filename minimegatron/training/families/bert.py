@@ -3,6 +3,50 @@
 Megatron has no counterpart; see the package.
 """
 
-from minimegatron.training.families.family_checks import FamilyChecks
+import argparse
 
-BERT = FamilyChecks("pretrain_bert", sections=("bert",))
+from minimegatron.training.argument_utils import flags_by_name
+from minimegatron.training.families.family_checks import FamilyChecks
+from minimegatron.training.families.masked_text import (
+    check_documents,
+    check_length_of_bert,
+    check_tokenizer,
+)
+
+UNUSED = {
+    "context_parallel_size": (1, "BERT's ranks do not share sequences; give 1"),
+    "num_experts": (None, "a BERT layer has one MLP; drop it"),
+    "mtp_num_layers": (None, "BERT predicts masked tokens, not further ones; drop it"),
+    "qk_layernorm": (False, "a BERT layer has no norms of queries and keys; drop it"),
+    "defer_embedding_wgrad_compute": (False, "BERT's output layer does not put it off; drop it"),
+    "calculate_per_token_loss": (False, "BERT's loss is a mean of each microbatch; drop it"),
+    "eod_mask_loss": (False, "BERT's samples have no end of document; drop it"),
+    "sample_tokens": (0, "BERT does not write text; give 0"),
+}
+"""Arguments with the value that means nothing, and why no other can be used."""
+
+
+def check_unused(args: argparse.Namespace) -> None:
+    """Nothing is asked for that BERT would not do."""
+    for name, (nothing, why) in UNUSED.items():
+        value = args.__dict__[name]
+        if value != nothing:
+            given = "is given" if value is True else f"is {value}"
+            raise ValueError(f"{flags_by_name()[name]} {given}, but {why}")
+
+
+def check_positions(args: argparse.Namespace) -> None:
+    """Tokens have places. What looks only back knows some order without; BERT looks both ways."""
+    if args.position_embedding_type == "none":
+        raise ValueError(
+            "--position-embedding-type none leaves BERT, which looks both ways, without any order; "
+            "use learned_absolute or rope"
+        )
+
+
+BERT = FamilyChecks(
+    "pretrain_bert",
+    sections=("bert",),
+    checks=(check_tokenizer, check_length_of_bert, check_unused, check_positions),
+    check_data=check_documents,
+)
