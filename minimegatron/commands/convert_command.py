@@ -55,7 +55,10 @@ def run(args: argparse.Namespace) -> None:
         program = f"pretrain_{found['model_family']}"
         print(f"train on from it with these flags of {program}, and others of your own:")
         print(f"  {' '.join(flags(found))} --load {args.save_dir} --finetune")
-        if (args.load_dir / "tokenizer.json").is_file():
+        pieces = args.load_dir / "vocab.txt"
+        if pieces.is_file():
+            print(f"  --vocab-file {pieces}")
+        elif (args.load_dir / "tokenizer.json").is_file():
             file = args.load_dir / "tokenizer.json"
             print(f"  --tokenizer-type BPETokenizer --tokenizer-file {file}")
     else:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from minimegatron.convert.bert import BERT
-from minimegatron.convert.family import Family
+from minimegatron.convert.family import Family, Weight
 from minimegatron.convert.gpt2 import GPT2
 from minimegatron.convert.llama import LLAMA
 from minimegatron.convert.mamba2 import MAMBA2
 from minimegatron.convert.mixtral import MIXTRAL
+from minimegatron.convert.sizes import check_shape
 from minimegatron.core import dist_checkpointing
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
@@ -65,7 +66,7 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
         missing = [name for name in weight.theirs if name not in theirs]
         if missing:
             raise ValueError(f"{load_dir} has no weight {missing[0]}; is the folder complete?")
-        (ours,) = weight.way.to_ours([theirs.pop(name) for name in weight.theirs])
+        ours = _to_ours(weight, [theirs.pop(name) for name in weight.theirs], args)
         tensors.append(ShardedTensor.from_rank_offsets(f"model.{weight.ours}", ours.contiguous()))
         progress()
     common = {
@@ -126,6 +127,20 @@ def export_to_hf(
     _safetensors().save_file(theirs, save_dir / "model.safetensors", metadata={"format": "pt"})
     write_atomically(save_dir / "config.json", json.dumps(config, indent=2).encode())
     return config, family.auto_class
+
+
+def _to_ours(weight: Weight, tensors: list[torch.Tensor], args: dict[str, Any]) -> torch.Tensor:
+    """One weight of ours. Raises ValueError if theirs are not as large as their config.json says."""
+    source = weight.theirs[0]
+    try:
+        (ours,) = weight.way.to_ours(tensors)
+    except RuntimeError as error:
+        raise ValueError(
+            f"config.json and weights disagree: {source} and what belongs to it cannot make "
+            f"{weight.ours} ({error}); take both from one model"
+        ) from None
+    check_shape(weight.ours, ours, args, source)
+    return ours
 
 
 def _by_section(args: dict[str, Any]) -> dict[str, dict[str, Any]]:

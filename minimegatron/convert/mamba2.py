@@ -42,7 +42,7 @@ def arguments(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
-        "num_attention_heads": 1,
+        "num_attention_heads": math.gcd(heads, config["hidden_size"]),  # not used, but checked
         "ffn_hidden_size": 4 * config["hidden_size"],
         "max_position_embeddings": LONGEST,
         "mamba_state_dim": config["state_size"],
