@@ -132,8 +132,7 @@ class GPTModel(LanguageModule):
                 self.position_embedding_type,
                 tp_group=self.tp_group,
             )
-        self.decoder = TransformerBlock(
-            self.config,
+        self.decoder = self._build_decoder(
             transformer_layer_spec,
             pre_process=self.pre_process,
             post_process=self.post_process,
@@ -144,6 +143,9 @@ class GPTModel(LanguageModule):
             self._build_mtp(mtp_block_spec)
         if self.post_process:
             self._build_output_layer()
+
+    def _build_decoder(self, spec: Any, **options: Any) -> TransformerBlock:
+        return TransformerBlock(self.config, spec, **options)
 
     def _build_mtp(self, mtp_block_spec: Any) -> None:
         if self.position_embedding_type == "learned_absolute" and not self.pre_process:

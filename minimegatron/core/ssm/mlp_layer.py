@@ -1,0 +1,55 @@
+"""A layer of a hybrid model that is one half of a transformer layer: MLP only, or attention only.
+
+Counterpart: `megatron.core.ssm.mlp_layer`; there attention only is a `TransformerLayer` whose other
+parts do nothing.
+"""
+
+import torch
+
+from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class MLPLayer(TransformerLayer):
+    """x + mlp(norm(x)), with the submodules `pre_mlp_layernorm` and `mlp` alone."""
+
+    @accepts_left_out
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
+        *,
+        rotary_pos_emb: torch.Tensor | None = None,
+        checkpoint_core_attention: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As a whole layer's."""
+        return self._forward_mlp(hidden_states), context
+
+    def backward_dw(self) -> None:
+        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
+        self.mlp.backward_dw()
+
+
+class AttentionLayer(TransformerLayer):
+    """x + attention(norm(x)), with the submodules `input_layernorm` and `self_attention` alone."""
+
+    @accepts_left_out
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
+        *,
+        rotary_pos_emb: torch.Tensor | None = None,
+        checkpoint_core_attention: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As a whole layer's."""
+        hidden_states = self._forward_attention(
+            hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
+        )
+        return hidden_states, context
+
+    def backward_dw(self) -> None:
+        """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
+        self.self_attention.backward_dw()
