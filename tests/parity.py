@@ -122,6 +122,8 @@ class Case:
     """T5's first decoder stage. Then `num_layers` is that of each stack."""
     pattern: str | None = None
     """Mamba's layers; `num_layers` must be its length."""
+    binary_head: bool = True
+    """BERT predicts the order of two texts."""
 
     @property
     def world(self) -> int:
@@ -136,6 +138,7 @@ class Case:
         layers = self.num_layers or self.pp * (self.vp or 1)
         names = (
             *("llama", "per_token", "dtype", "mtp", "model", "pattern"),
+            "binary_head",
             *("experts", "topk", "balance", "shared", "moe_freq"),
         )
         same = {name: getattr(self, name) for name in names}

@@ -21,12 +21,13 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 @accepts_left_out
 class LanguageModelEmbedding(MegatronModule):
-    """dropout(word(ids) + position(positions)).
+    """dropout(word(ids) + position(positions) + type(token types)).
 
     Args:
         vocab_size: global, divisible by t.
         max_sequence_length: positions of a learned embedding.
         position_embedding_type: "learned_absolute" adds one here; "rope" and "none" do not.
+        num_tokentypes: of BERT, which is told which of two texts a token is in; 0 for no types.
         tp_group: None for `parallel_state`'s.
     """
 
@@ -36,6 +37,7 @@ class LanguageModelEmbedding(MegatronModule):
         vocab_size: int,
         max_sequence_length: int,
         position_embedding_type: str = "learned_absolute",
+        num_tokentypes: int = 0,
         *,
         tp_group: Any = None,
     ):
@@ -44,10 +46,10 @@ class LanguageModelEmbedding(MegatronModule):
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
-        # Positions are added to whole sequences; without them, the sum over vocabulary shards may
-        # scatter the sequence at once.
+        # Positions and types are added to whole sequences; without them, the sum over vocabulary
+        # shards may scatter the sequence at once.
         self.reduce_scatter_embeddings = (
-            config.sequence_parallel and not self.add_position_embedding
+            config.sequence_parallel and not self.add_position_embedding and num_tokentypes == 0
         )
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
@@ -58,23 +60,41 @@ class LanguageModelEmbedding(MegatronModule):
             tp_group=self.tp_group,
         )
         if self.add_position_embedding:
-            shape = (max_sequence_length, config.hidden_size)
-            self.position_embeddings = torch.nn.Embedding(*shape, device="meta")
-            self.position_embeddings.weight = new_weight(
-                shape, config.params_dtype, config.init_method, -1, self.tp_group
-            )
+            self.position_embeddings = self._whole_table(max_sequence_length)
+        self.tokentype_embeddings = self._whole_table(num_tokentypes) if num_tokentypes else None
+
+    def _whole_table(self, num_rows: int) -> torch.nn.Embedding:
+        """[num_rows, h], the same on all tensor-parallel ranks."""
+        shape, config = (num_rows, self.config.hidden_size), self.config
+        table = torch.nn.Embedding(*shape, device="meta")
+        table.weight = new_weight(
+            shape, config.params_dtype, config.init_method, -1, self.tp_group
+        )
+        return table
 
     @accepts_left_out
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Ids and positions [b, s] -> [s, b, h], or [s/t, b, h] with sequence parallelism.
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        tokentype_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Ids, positions, types [b, s] -> [s, b, h], or [s/t, b, h] with sequence parallelism.
 
         `position_ids` is read for learned positions only. Raises ValueError for a sequence longer
-        than those, or not divisible over the ranks.
+        than those, or not divisible over the ranks, and for token types that are missing or too much.
         """
         self._check_length(input_ids.size(1))
         embeddings = self.word_embeddings(input_ids)
         if self.add_position_embedding:
             embeddings = embeddings + self.position_embeddings(position_ids)
+        if (tokentype_ids is None) != (self.tokentype_embeddings is None):
+            raise ValueError(
+                "token types are given to an embedding without them, or missing; pass tokentype_ids "
+                "exactly if num_tokentypes is more than 0"
+            )
+        if tokentype_ids is not None:
+            embeddings = embeddings + self.tokentype_embeddings(tokentype_ids)
         if not self.reduce_scatter_embeddings:
             # [b, s, h] -> [s, b, h]
             embeddings = embeddings.transpose(0, 1).contiguous()
