@@ -8,19 +8,28 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import family_pictures
+import pictures
 import torch
 from case_words import size_words, table
 from family_pictures import Curve, Section
 from package import ROOT
 
+from minimegatron.core.models.mamba.mamba_layer_specs import get_mamba_stack_spec
+from minimegatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, allocate_layers
+from minimegatron.core.ssm.mamba_mixer import MambaMixer
 from minimegatron.core.ssm.ops.ssd_combined import (
     mamba_chunk_scan_combined,
     mamba_recurrence,
     segment_sums,
 )
+from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
+from minimegatron.core.tensor_parallel.sharding import shard_parameter
+from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
+from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 HERE = Path(__file__).resolve().parent
 
@@ -60,6 +69,19 @@ def share_left(decays: Sequence[float], writer: int, reader: int) -> str:
     """
     a = torch.tensor(decays, dtype=torch.float64).log()
     return f"{float(segment_sums(a).exp()[reader, writer]):.4g}"
+
+
+def decays_words() -> str:
+    return _listed(DECAYS)
+
+
+def written_words() -> str:
+    return _listed(WRITTEN)
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    *first, last = (f"{number:g}" for number in numbers)
+    return f"{', '.join(first)} and {last}"
 
 
 def hand_table() -> str:
@@ -255,3 +277,105 @@ def sections_of(sizes: Sequence[tuple[str, int]]) -> list[Section]:
         found.append(Section(name, start, start + size))
         start += size
     return found
+
+
+SECTIONS = ("z", "x", "B", "C", "dt")
+
+
+def mixer(t: int, rank: int, **sizes: Any) -> MambaMixer:
+    """The mixer of one of t ranks, its weights without values."""
+    config = TransformerConfig(
+        num_layers=1, num_attention_heads=t, tensor_model_parallel_size=t, **sizes
+    )
+    group = SimpleNamespace(size=lambda: t, rank=lambda: rank)
+    spec = get_mamba_stack_spec().submodules.mamba_layer.submodules.mixer
+    with weights_drawn_later():
+        return MambaMixer(
+            config, spec.submodules, config.hidden_size, pg_collection=SimpleNamespace(tp=group)
+        )
+
+
+def rows_of_rank(t: int, rank: int, as_one: bool = False, **sizes: Any) -> list[Section]:
+    """Rows of the whole `in_proj` that a rank holds, by section; `as_one`: if it were one matrix."""
+    made = mixer(t, rank, **sizes)
+    whole = sections_of(
+        [(name, t * size) for name, size in zip(SECTIONS, made.sections, strict=True)]
+    )
+    weight = made.in_proj.weight
+    if as_one:
+        weight = SimpleNamespace(
+            tensor_model_parallel=True, partition_dim=0, partition_stride=1, partition_sizes=None
+        )
+    numbers = torch.arange(whole[-1].end)
+    held = shard_parameter(numbers, weight, rank, t).tolist() if t > 1 else numbers.tolist()
+    found = []
+    for name, start, end in whole:
+        rows = [row for row in held if start <= row < end]
+        if rows:
+            found.append(Section(name, rows[0], rows[-1] + 1))
+    return found
+
+
+SIZES = {
+    "hidden_size": 16,
+    "mamba_head_dim": 4,
+    "mamba_state_dim": 4,
+    "mamba_num_groups": 2,
+}
+"""Of the mixer that the picture of sections shows."""
+
+
+def sections_figure(t: int = 2) -> str:
+    """Rows of `in_proj`: of the whole, of each rank, and of a rank if they were cut as one matrix."""
+    rows = [("whole", rows_of_rank(1, 0, **SIZES))]
+    rows += [(f"rank {rank}", rows_of_rank(t, rank, **SIZES)) for rank in range(t)]
+    rows += [
+        (f"wrong: rank {rank}", rows_of_rank(t, rank, as_one=True, **SIZES)) for rank in range(t)
+    ]
+    return family_pictures.sections(rows, SECTIONS, rows[0][1][-1].end)
+
+
+def rows_words(t: int, rank: int, as_one: bool = False, **sizes: Any) -> str:
+    """
+    >>> rows_words(2, 1, hidden_size=16, mamba_head_dim=4, mamba_state_dim=4, mamba_num_groups=2)
+    'z 16–31, x 48–63, B 68–71, C 76–79, dt 84–87'
+    """
+    found = rows_of_rank(t, rank, as_one, **sizes)
+    return ", ".join(f"{name} {start}–{end - 1}" for name, start, end in found)
+
+
+# -- A pattern over stages --
+
+KINDS = {Symbols.MAMBA: "Mamba", Symbols.ATTENTION: "attention", Symbols.MLP: "MLP"}
+
+
+def pattern_stages(pattern: str, p: int, v: int = 1) -> list[list[str]]:
+    """What each virtual stage holds."""
+    config = TransformerConfig(
+        num_layers=len(pattern),
+        hidden_size=16,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=p,
+        virtual_pipeline_model_parallel_size=v if v > 1 else None,
+        pipeline_dtype=torch.float32,
+    )
+    letters = iter(allocate_layers(len(pattern), override_pattern=pattern))
+    stages = [
+        [KINDS[next(letters)] for _ in range(count)]
+        for count in layers_of_virtual_stages(config)
+    ]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
+
+
+def pattern_figure(pattern: str = "MM*-MM*-", p: int = 4) -> str:
+    return pictures.stages_picture(pattern_stages(pattern, p), p)
+
+
+def stage_words(pattern: str, p: int, stage: int) -> str:
+    """
+    >>> stage_words("MM*-MM*-", 4, 3)
+    'attention, MLP, loss'
+    """
+    return ", ".join(pattern_stages(pattern, p)[stage])

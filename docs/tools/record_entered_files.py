@@ -1,0 +1,117 @@
+"""Records which files of the package one training step of each model enters, into entered_files.json.
+
+Run: python docs/tools/record_entered_files.py, after an edit that moves work to another file; it takes
+half a minute. Read by: `cases_of_states`. Calls: torchrun with each model's own program, in which this file
+wraps `train_step`.
+
+A file counts if a function of it is called in every step but the first, on one of two stages (T5's: one
+has the encoder, the other the decoder): batch, forward, messages, backward, gradients, optimizer.
+Decorators that hand a call on do not count.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+OUT = HERE / "entered_files.json"
+PACKAGE = f"{ROOT / 'minimegatron'}/"
+DECORATORS = ("core/tracing.py", "core/left_out.py")
+
+FLAGS = """
+    --pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 64 --num-attention-heads 4
+    --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4
+    --train-iters 6 --lr 0.001 --eval-iters 0 --log-interval 1 --distributed-backend gloo
+""".split()
+T5 = """
+    --pipeline-model-parallel-split-rank 1 --encoder-num-layers 1 --decoder-num-layers 1
+    --encoder-seq-length 64 --decoder-seq-length 32 --vocab-extra-ids 16
+""".split()
+PROGRAMS = {
+    "GPT": ("pretrain_gpt", []),
+    "BERT": ("pretrain_bert", []),
+    "T5": ("pretrain_t5", T5),
+    "Mamba": ("pretrain_mamba", ["--mamba-head-dim", "32", "--mamba-num-groups", "2"]),
+}
+"""By the model's name, its program and its own flags."""
+
+
+# -- In a rank --
+
+
+def watch(program: str, folder: str, flags: list[str]) -> None:
+    """Runs the program; the files that all its steps but the first enter go into `folder`."""
+    sys.path.insert(0, str(ROOT))
+    from minimegatron.training import training
+
+    steps: list[set[str]] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            steps[-1].add(name.removeprefix(PACKAGE))
+
+    train_step = training.train_step
+
+    def watched_step(*args: Any, **options: Any) -> Any:
+        steps.append(set())
+        sys.setprofile(profile)
+        try:
+            return train_step(*args, **options)
+        finally:
+            sys.setprofile(None)
+
+    training.train_step = watched_step
+    sys.argv = [program, *flags]
+    runpy.run_module(f"minimegatron.{program}", run_name="__main__")
+    files = sorted(set.intersection(*steps[1:]) - set(DECORATORS))
+    Path(folder, os.environ["RANK"]).write_text(json.dumps(files))
+
+
+# -- The command --
+
+
+def entered_by(program: str, own_flags: list[str]) -> list[str]:
+    """The files that any rank enters."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        flags = _without_what_is_given(FLAGS, own_flags) + own_flags
+        subprocess.run(
+            [sys.executable, *launch, str(HERE / Path(__file__).name), program, folder, *flags],
+            check=True,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+        )
+        ranks = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
+    return sorted(set().union(*ranks))
+
+
+def _without_what_is_given(flags: list[str], own: list[str]) -> list[str]:
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    is_t5 = "--encoder-num-layers" in own
+    left_out = {"--num-layers", "--seq-length"} if is_t5 else set()
+    return [word for pair in pairs if pair[0] not in left_out for word in pair]
+
+
+def main() -> None:
+    """Writes the file, and prints how many files each step enters."""
+    files = {name: entered_by(*program) for name, program in PROGRAMS.items()}
+    about = "Made by docs/tools/record_entered_files.py; do not edit."
+    OUT.write_text(json.dumps({"about": about, "files": files}, indent=1) + "\n")
+    for name, found in files.items():
+        print(f"{name}: {len(found)} files")
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        watch(sys.argv[1], sys.argv[2], sys.argv[3:])
+    else:
+        main()
