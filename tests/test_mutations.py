@@ -21,6 +21,7 @@ from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
 from minimegatron.exercises.labs.labs import PACKAGE
 from tests.mutations_with_context import CAUGHT_WITH_CONTEXT
 from tests.mutations_with_experts import CAUGHT_WITH_EXPERTS
+from tests.mutations_with_families import CAUGHT_WITH_FAMILIES
 from tests.parity import Case
 from tests.test_parity import check
 
@@ -161,6 +162,7 @@ CAUGHT_BY = {
     "stage-that-thinks-it-is-alone": ((*STAGES, "config_that_says_one"), r"DID NOT RAISE"),
     **CAUGHT_WITH_EXPERTS,
     **CAUGHT_WITH_CONTEXT,
+    **CAUGHT_WITH_FAMILIES,
 }
 
 

@@ -4,6 +4,7 @@
     {{ code x.y.z from="for i in" to="return" }}    from one statement to the end of another
     {{ code x.y.z shows="a, b(" }}    the excerpt must have these words, and folds what is not about
                                     them; the tour says some of each. fold=no shows all of it
+    {{ file tests/toy_model.py }}    a whole file, with its docstrings
     {{ run minimegatron plan --pp 4 --microbatches 8 }}    a command and what it prints
     {{ figure timeline("1f1b", 4, 8) | Caption }}    a picture, from `cases`
     {{ table bubble_table() }}    a table, from `cases`
@@ -162,6 +163,9 @@ class Macros:
         except ExcerptError as error:
             raise MacroError(f"docs/{self.page}: {error}") from error
         return self.stash.put(quote_html(quote, self.package, f"{self.up}source/"))
+
+    def block_file(self, path: str) -> str:
+        return f"```python\n{(ROOT / path).read_text()}```\n"
 
     # -- What runs --
 

@@ -7,7 +7,7 @@ processes. `{folder}` in flags stands for an empty folder made for the test.
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.training import bad_context_configs
+from tests.training import bad_bert_configs, bad_context_configs
 
 GOOD = {
     "--num-layers": "8",
@@ -32,6 +32,7 @@ class BadConfig:
     world_size: int = 1
     without: tuple[str, ...] = ()
     lines: int = 1
+    program: str = "pretrain_gpt"
 
     def argv(self, folder: str) -> list[str]:
         """The whole command line."""
@@ -44,7 +45,9 @@ class BadConfig:
         return good + self.flags.format(folder=folder).split()
 
     def __str__(self) -> str:
-        return (self.flags or f"without {' '.join(self.without)}") + f" on {self.world_size}"
+        program = "" if self.program == "pretrain_gpt" else f"{self.program} "
+        changes = self.flags or f"without {' '.join(self.without)}"
+        return f"{program}{changes} on {self.world_size}"
 
 
 TP2 = "--tensor-model-parallel-size 2"
@@ -470,4 +473,9 @@ BAD_CONFIGS = [
     ),
     # -- Ranks that share sequences --
     *(BadConfig(flags, words, world_size) for flags, words, world_size in bad_context_configs.ROWS),
+    # -- BERT --
+    *(
+        BadConfig(flags, words, world_size, program="pretrain_bert")
+        for flags, words, world_size in bad_bert_configs.ROWS
+    ),
 ]

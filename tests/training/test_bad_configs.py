@@ -1,5 +1,6 @@
 """Every row of `bad_configs`: one clear line, exit code 2, no traceback, nothing started, quickly."""
 
+import importlib
 import os
 import re
 import signal
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from minimegatron import pretrain_gpt
 from minimegatron.training import initialize
 from minimegatron.training.arguments import parse_args
 from tests.figures import figure
@@ -32,15 +32,17 @@ def launcher_environment(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def run_main(monkeypatch, argv: list[str], rank: int, world_size: int) -> int:
-    """`pretrain_gpt.main()` as a process of a job would call it; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv])
+def run_main(
+    monkeypatch, argv: list[str], rank: int, world_size: int, program: str = "pretrain_gpt"
+) -> int:
+    """The program's `main()` as a process of a job would call it; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv])
     for name, value in launcher_environment(rank, world_size).items():
         monkeypatch.setenv(name, value)
     # Were the row not refused, the run would begin; this ends it here.
     monkeypatch.setattr(initialize, "set_global_variables", lambda _: pytest.fail("not refused"))
     with pytest.raises(SystemExit) as ending:
-        pretrain_gpt.main()
+        importlib.import_module(f"minimegatron.{program}").main()
     return ending.value.code
 
 
@@ -61,7 +63,8 @@ def test_there_are_enough():
 @pytest.mark.parametrize("row", BAD_CONFIGS, ids=str)
 def test_refused(row, monkeypatch, capfd, tmp_path):
     begin = time.monotonic()
-    assert run_main(monkeypatch, row.argv(str(tmp_path)), 0, row.world_size) == 2
+    argv = row.argv(str(tmp_path))
+    assert run_main(monkeypatch, argv, 0, row.world_size, row.program) == 2
     assert time.monotonic() - begin < LIMIT_SECONDS
     out, err = capfd.readouterr()
     assert out == ""
@@ -107,7 +110,7 @@ def test_args_defaults_of_unknown_name():
 
 def test_refused_as_a_process(tmp_path):
     (row,) = (row for row in BAD_CONFIGS if row.flags == "--split none")
-    command = [sys.executable, "-m", "minimegatron.pretrain_gpt", *row.argv(str(tmp_path))]
+    command = [sys.executable, "-m", f"minimegatron.{row.program}", *row.argv(str(tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -128,7 +131,7 @@ def test_refused_under_torchrun(tmp_path):
         Path(sys.executable).with_name("torchrun"),
         *("--nproc-per-node", str(row.world_size), "--standalone"),
         *("--log-dir", str(logs), "--redirects", "3"),
-        *("-m", "minimegatron.pretrain_gpt", *row.argv(str(tmp_path))),
+        *("-m", f"minimegatron.{row.program}", *row.argv(str(tmp_path))),
     ]
     begin = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ)

@@ -258,7 +258,9 @@ def forward_backward_pipelining_without_interleaving(
     if forward_only:  # nothing to wait for: every forward is a warm-up forward
         num_warmup_microbatches = num_microbatches
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    recv_shapes, send_shapes = _message_shapes(model, pg_collection, sizes, adjust_tensor_shapes_fn)
+    recv_shapes, send_shapes = _message_shapes(
+        config, pg_collection, sizes, adjust_tensor_shapes_fn, model
+    )
     frame = StepFrame(config, pg_collection, p2p, forward_only)
     chunk = frame.add_chunk(
         forward_step_func,
@@ -320,10 +322,11 @@ def _groups_for_1f1b(
 
 
 def _message_shapes(
-    model: torch.nn.Module,
+    config: ModelParallelConfig,
     pg_collection: ProcessGroupCollection,
     sizes: tuple[int, int, int | None],
     adjust_tensor_shapes_fn: Callable | None,
+    model: torch.nn.Module | None = None,
 ) -> tuple[list, list]:
     """What this stage receives and sends, forwards: the model may say so itself, as T5 does."""
     seq_length, micro_batch_size, decoder_seq_length = sizes
@@ -331,7 +334,7 @@ def _message_shapes(
         get_tensor_shapes,
         micro_batch_size=micro_batch_size,
         decoder_seq_length=None,
-        config=get_model_config(model),
+        config=config,
         tp_group=pg_collection.tp,
         cp_group=pg_collection.cp,
     )

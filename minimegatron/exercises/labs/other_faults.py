@@ -7,10 +7,12 @@ from minimegatron.exercises.labs.faults_around_a_step import FAULTS_AROUND_A_STE
 from minimegatron.exercises.labs.faults_of_orders import FAULTS_OF_ORDERS
 from minimegatron.exercises.labs.faults_with_context import FAULTS_WITH_CONTEXT
 from minimegatron.exercises.labs.faults_with_experts import FAULTS_WITH_EXPERTS
+from minimegatron.exercises.labs.faults_with_families import FAULTS_WITH_FAMILIES
 
 OTHER_FAULTS = (
     *FAULTS_AROUND_A_STEP,
     *FAULTS_OF_ORDERS,
     *FAULTS_WITH_EXPERTS,
     *FAULTS_WITH_CONTEXT,
+    *FAULTS_WITH_FAMILIES,
 )

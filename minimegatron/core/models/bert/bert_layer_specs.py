@@ -31,9 +31,7 @@ bert_layer_local_spec = ModuleSpec(
         pre_mlp_layernorm=WrappedTorchNorm,
         mlp=ModuleSpec(
             module=MLP,
-            submodules=MLPSubmodules(
-                linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-            ),
+            submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
         ),
     ),
 )

@@ -143,8 +143,10 @@ class BertModel(LanguageModule):
             tp_group=tp_group,
             delay_wgrad_compute=False,
         )
-        # It is as long as the vocabulary, which is padded according to t: a checkpoint must know.
-        self.output_layer.bias.is_embedding_or_output_parameter = True
+        # The bias too is as long as the vocabulary, which is padded according to t: a checkpoint
+        # must know.
+        for param in self.output_layer.parameters():
+            param.is_embedding_or_output_parameter = True
         self.binary_head = self.pooler = None
         if add_binary_head:
             options = {"dtype": config.params_dtype, "tp_group": tp_group}
@@ -169,7 +171,7 @@ class BertModel(LanguageModule):
         """[b, s], 1 at tokens and 0 at padding -> bool [b, 1, s, s], True where not to look.
 
         No token looks at padding, and padding looks at nothing. A row that looks at nothing has the
-        output 0 here (torch 2.5 and later), and its gradients are finite; Megatron's is the mean of
+        output 0 here, as torch's attention has it, and its gradients are finite; Megatron's is the mean of
         all values. Hidden states at padding differ by that. No loss is computed there and no token
         looks there, so losses and gradients are the same.
         """

@@ -67,9 +67,7 @@ class LanguageModelEmbedding(MegatronModule):
         """[num_rows, h], the same on all tensor-parallel ranks."""
         shape, config = (num_rows, self.config.hidden_size), self.config
         table = torch.nn.Embedding(*shape, device="meta")
-        table.weight = new_weight(
-            shape, config.params_dtype, config.init_method, -1, self.tp_group
-        )
+        table.weight = new_weight(shape, config.params_dtype, config.init_method, -1, self.tp_group)
         return table
 
     @accepts_left_out
