@@ -21,7 +21,10 @@ from minimegatron.core.datasets.blended_megatron_dataset_builder import (
     BlendedMegatronDatasetBuilder,
 )
 from minimegatron.core.datasets.stdlib_corpus import STDLIB
-from minimegatron.core.datasets.stdlib_sentences import StdlibBERTDataset
+from minimegatron.core.datasets.stdlib_sentences import (
+    StdlibBERTDataset,
+    validation_piece_entropy,
+)
 from minimegatron.core.datasets.utils import get_blend_from_list
 from minimegatron.core.enums import ModelType
 from minimegatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
@@ -166,7 +169,7 @@ def after_evaluation(collected: None, iteration: int, writer: Any) -> None:
     """Below the validation loss: what to hold it against."""
     args = get_args()
     if args.data_path is None:
-        entropy = validation_unigram_entropy(get_tokenizer(), args.split)
+        entropy = validation_piece_entropy(get_tokenizer(), args.split)
         print_rank_0(
             f" for comparison: unigram entropy of the validation text {entropy:.4f} nats/token, "
             "the best lm loss without looking at other tokens"

@@ -27,7 +27,12 @@ from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.training.argument_checks import CHECKS, check_fields, check_world
+from minimegatron.training.argument_checks import (
+    CHECKS,
+    check_backend,
+    check_fields,
+    check_world,
+)
 from minimegatron.training.argument_utils import (
     ArgumentGroupFactory,
     OneLineParser,
@@ -36,6 +41,7 @@ from minimegatron.training.argument_utils import (
 )
 from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.families import check_family
+from minimegatron.training.old_flags import add_old_flags, check_old_flags, print_old_flags
 from minimegatron.training.pipeline_schedule import registered_name
 from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_size_with_padding
 
@@ -59,7 +65,11 @@ def parse_args(
     args, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     refuse_unknown(unknown, parser)
     _read_launcher(args, os.environ if environ is None else environ)
-    return validate_args(args)
+    check_old_flags(args)
+    complete = validate_args(args)
+    if complete.rank == 0:
+        print_old_flags(complete)
+    return complete
 
 
 @accepts_left_out
@@ -73,6 +83,7 @@ def validate_args(args: Arguments | argparse.Namespace) -> Arguments:
     try:
         check_fields(args)
         check_world(args)
+        check_backend(args)
         derive(args)
         config = core_transformer_config_from_args(args)
         check_family(args, config)
@@ -93,6 +104,7 @@ def _build_parser(
     parser = OneLineParser(description="minimegatron arguments", allow_abbrev=False)
     for config in SECTIONS.values():
         ArgumentGroupFactory(config).build_group(parser)
+    add_old_flags(parser)
     if extra_args_provider is not None:
         extra_args_provider(parser)
     known = {action.dest for action in parser._actions} | {"model_family"}

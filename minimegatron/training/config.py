@@ -238,9 +238,13 @@ class DataConfig:
     """Shares of training, validation and test data."""
     seq_length: int = knob(required=True, minimum=1)
     """Tokens per sequence."""
-    tokenizer_type: Literal["ByteLevelTokenizer", "BPETokenizer", "NullTokenizer"] = knob(
-        "ByteLevelTokenizer", compared=("finetune", True)
-    )
+    tokenizer_type: Literal[
+        "ByteLevelTokenizer",
+        "BPETokenizer",
+        "NullTokenizer",
+        "BertWordPieceLowerCase",
+        "BertWordPieceCase",
+    ] = knob("ByteLevelTokenizer", compared=("finetune", True))
     """How text becomes tokens. NullTokenizer reads no text: give tokens by --data-path."""
     vocab_size: int | None = knob(minimum=1)
     """NullTokenizer: tokens, without the one that ends a document."""

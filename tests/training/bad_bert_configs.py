@@ -37,12 +37,12 @@ ROWS = [
     ("--sample-tokens 20", ("--sample-tokens is 20", "does not write text", "give 0"), 1),
     (
         "--tokenizer-type ByteLevelTokenizer",
-        ("ByteLevelTokenizer", "no token that masks", "BertWordPieceLowerCase"),
+        ("ByteLevelTokenizer", "stands for hidden text", "BertWordPieceLowerCase"),
         1,
     ),
     (
         "--tokenizer-type NullTokenizer --vocab-size 100",
-        ("NullTokenizer", "no token that masks", "BertWordPieceCase"),
+        ("NullTokenizer", "stands for hidden text", "BertWordPieceCase"),
         1,
     ),
     (
@@ -50,7 +50,7 @@ ROWS = [
         ("--position-embedding-type none", "looks both ways", "learned_absolute or rope"),
         1,
     ),
-    ("--seq-length 4", ("--seq-length 4", "[CLS]", "give 5 or more"), 1),
+    ("--seq-length 4", ("--seq-length is 4", "[CLS]", "give 5 or more"), 1),
     ("--mask-prob 0", ("--mask-prob", "0"), 1),
     (
         "--hybrid-override-pattern M*",

@@ -47,15 +47,18 @@ VP2 = "--num-virtual-stages-per-pipeline-rank 2"
 ZERO1 = "--use-distributed-optimizer"
 
 
-def run(flags: str, steps: int, double: bool = False) -> dict[str, Any]:
+def run(
+    flags: str, steps: int, double: bool = False, program: Any = pretrain_gpt, **defaults: Any
+) -> dict[str, Any]:
     """Trains to iteration `steps`, from `--load` if given; saves there if `--save` is given.
 
     Returns the losses of the steps made here, where it began, and the next step's learning rate.
-    `double`: in float64, loss and all.
+    `double`: a GPT in float64, loss and all. `program` has the functions that `pretrain` calls back,
+    and `defaults` are the `args_defaults` that it gives.
     """
     sys.argv = ["test", *MODEL.split(), *flags.split()]
     with little_text():
-        return _run(steps, double)
+        return _run(steps, double, program, defaults)
 
 
 @contextlib.contextmanager
@@ -74,15 +77,15 @@ def _few_files() -> list[Path]:
     return stdlib_corpus.stdlib_files()[:80]
 
 
-def _run(steps: int, double: bool) -> dict[str, Any]:
+def _run(steps: int, double: bool, program: Any, defaults: dict[str, Any]) -> dict[str, Any]:
     try:
-        initialize_megatron(get_embedding_ranks=pretrain_gpt.get_embedding_ranks)
-        provider = double_model if double else pretrain_gpt.model_provider
-        forward_step = double_forward_step if double else pretrain_gpt.forward_step
+        initialize_megatron(get_embedding_ranks=program.get_embedding_ranks, args_defaults=defaults)
+        provider = double_model if double else program.model_provider
+        forward_step = double_forward_step if double else program.forward_step
         model, optimizer, scheduler = training.setup_model_and_optimizer(provider)
         state, begin = get_train_state(), get_train_state().iteration
         iterator, _, _ = training._iterators_of_all_chunks(
-            pretrain_gpt.train_valid_test_datasets_provider, len(model)
+            program.train_valid_test_datasets_provider, len(model)
         )
         config = get_model_config(model[0])
         training._connect_schedule(config, model, optimizer)

@@ -1,16 +1,21 @@
-"""The two loops over all samples that Megatron runs in C++: where samples begin, and blending.
+"""The loops over all samples that Megatron runs in C++: where samples begin, and blending.
 
 Torch-free. Counterpart: `megatron.core.datasets.helpers`, with the same results, number for number:
 the sample index needs no loop (a cumulative sum and a binary search), blending is a Python loop
-kept short.
+kept short, and samples of sentences take a binary search each. Those come in an order of our own.
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
 import numpy
 
 _BLENDED_AT_ONCE = 1 << 14
+_DRAWN_AT_ONCE = 1 << 14
+
+LONGEST_SENTENCE = 512
+"""A document with a sentence of more tokens is left out: it is no text."""
 
 
 def build_sample_idx(
@@ -107,3 +112,78 @@ def build_exhaustive_blending_indices(
     """Every sample of every dataset once, blended in proportion to `sizes`."""
     total = sum(sizes)
     return build_blending_indices([size / total for size in sizes], total, limits=sizes)
+
+
+def build_mapping(
+    document_indices: numpy.ndarray,
+    sizes: numpy.ndarray,
+    num_samples: int | None,
+    max_length: int,
+    short_seq_prob: float,
+    seed: int,
+    min_sentences: int,
+) -> numpy.ndarray:
+    """Which sentences make up each sample of a dataset of documents of sentences.
+
+    A sample is a run of sentences of one document. It ends with the sentence that reaches the length
+    it was meant to have; not before `min_sentences` are in, and not where a single sentence would be
+    left over. A document's last sample may be shorter. Left out are documents of fewer than
+    `min_sentences` sentences, and those with a sentence of more than `LONGEST_SENTENCE` tokens.
+
+    Args:
+        document_indices: the first sentence of each document, and where the last one ends.
+        sizes: tokens per sentence of the whole dataset, int32.
+        num_samples: as many whole epochs as it takes to have that many; None for one.
+        max_length: tokens that most samples are meant to have.
+        short_seq_prob: share of those that are meant to have fewer.
+        seed: of those lengths, and of the order.
+        min_sentences: 2 where a sample is cut in two.
+
+    Returns [samples, 3]: first sentence, one past the last, meant length; int32 where the numbers fit.
+    The rows are Megatron's, number for number; their order is as random, but another.
+    """
+    lengths = _meant_lengths(max_length, short_seq_prob, seed)
+    dtype = numpy.int32 if len(sizes) <= numpy.iinfo(numpy.int32).max else numpy.int64
+    epochs: list[numpy.ndarray] = []
+    while not epochs or (len(epochs[-1]) and sum(map(len, epochs)) < (num_samples or 0)):
+        rows = _samples_of_an_epoch(document_indices, sizes, lengths, min_sentences)
+        epochs.append(numpy.array(rows, dtype=dtype).reshape(-1, 3))
+    mapping = numpy.concatenate(epochs)
+    return mapping[numpy.random.RandomState((seed + 1) % 2**32).permutation(len(mapping))]
+
+
+def _samples_of_an_epoch(
+    document_indices: numpy.ndarray,
+    sizes: numpy.ndarray,
+    lengths: Iterator[int],
+    min_sentences: int,
+) -> list[tuple[int, int, int]]:
+    rows = []
+    bounds = document_indices.tolist()
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        count = last - first
+        if count < min_sentences or sizes[first:last].max() > LONGEST_SENTENCE:
+            continue
+        ends = numpy.cumsum(sizes[first:last]).tolist()
+        begin, before, length = 0, 0, next(lengths)
+        while begin < count:
+            reached = bisect_left(ends, before + length, begin) + 1
+            end = max(reached, begin + min_sentences)
+            if end >= count - 1:
+                end = count
+            rows.append((first + begin, first + end, length))
+            begin, before, length = end, ends[end - 1], next(lengths)
+    return rows
+
+
+def _meant_lengths(max_length: int, short_seq_prob: float, seed: int) -> Iterator[int]:
+    """Without end: `max_length`, or for one in 1 / `short_seq_prob` numbers something from 2 to it."""
+    # RandomState and C++'s mt19937 are one generator, and these are its numbers as they come.
+    rng = numpy.random.RandomState(seed % 2**32)
+    ratio = round(1 / short_seq_prob) if short_seq_prob else 0
+    while True:
+        if not ratio:
+            yield max_length
+            continue
+        drawn = rng.randint(0, 2**32, _DRAWN_AT_ONCE, dtype=numpy.uint32)
+        yield from numpy.where(drawn % ratio, max_length, 2 + drawn % (max_length - 1)).tolist()

@@ -31,7 +31,7 @@ def describe(identifiers: dict[str, Any]) -> str:
 def cached_arrays(
     path_to_cache: str | Path | None,
     identifiers: dict[str, Any],
-    shapes: dict[str, tuple[int, ...]],
+    shapes: dict[str, tuple[int | None, ...]],
     build: Callable[[], Arrays],
 ) -> Arrays:
     """What `build()` returns, from the cache if it is there, into the cache if it is not.
@@ -39,8 +39,9 @@ def cached_arrays(
     Args:
         path_to_cache: the folder; None for no cache.
         identifiers: everything the arrays depend on.
-        shapes: name and shape of each array. A cached one that is unreadable or of another shape is
-            built again. Arrays are mapped, and nothing in them is unpickled.
+        shapes: name and shape of each array, None where only building tells. A cached one that is
+            unreadable or of another shape is built again. Arrays are mapped, and nothing in them is
+            unpickled.
     """
     if path_to_cache is None:
         return build()
@@ -61,16 +62,22 @@ def cached_arrays(
     return arrays
 
 
-def _load(paths: dict[str, Path], shapes: dict[str, tuple[int, ...]]) -> Arrays | None:
+def _load(paths: dict[str, Path], shapes: dict[str, tuple[int | None, ...]]) -> Arrays | None:
     arrays = {}
     for name, path in paths.items():
         try:
             arrays[name] = numpy.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
-        if arrays[name].shape != shapes[name] or arrays[name].dtype.kind not in "iu":
+        if not _fits(arrays[name].shape, shapes[name]) or arrays[name].dtype.kind not in "iu":
             return None
     return arrays
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(
+        size == want or want is None for size, want in zip(shape, wanted, strict=True)
+    )
 
 
 def _save(path: Path, array: numpy.ndarray) -> None:

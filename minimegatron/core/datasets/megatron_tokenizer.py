@@ -1,6 +1,7 @@
 """Text to token ids and back: raw bytes, a BPE of Hugging Face's `tokenizers`, or numbers.
 
-Counterpart: `megatron.core.tokenizers`; of its libraries these three are kept.
+Counterpart: `megatron.core.tokenizers`; of its libraries these three are kept, and WordPiece in a file
+of its own.
 
 Torch-free, so that the worker processes of `preprocess` start in milliseconds.
 """
@@ -113,7 +114,7 @@ class BPETokenizer(MegatronTokenizer):
     """
 
     def __init__(self, tokenizer_file: str | Path, eod_token: str | None = None):
-        tokenizers = _import_tokenizers()
+        tokenizers = import_tokenizers("BPE")
         self.tokenizer_file = Path(tokenizer_file)
         if not self.tokenizer_file.is_file():
             raise ValueError(f"{tokenizer_file} is not a file; give the path of a tokenizer.json")
@@ -157,7 +158,7 @@ class BPETokenizer(MegatronTokenizer):
         return {"class": "BPETokenizer", "sha256": self._digest, "eod": self._eod}
 
     def tokenize_batch(self, documents: Sequence[bytes]) -> list[numpy.ndarray]:
-        texts = [_decode(document, number) for number, document in enumerate(documents)]
+        texts = [decode_document(document, number) for number, document in enumerate(documents)]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [numpy.array(encoding.ids, dtype=numpy.int64) for encoding in encodings]
 
@@ -176,19 +177,21 @@ class UnreadableText(ValueError):
         self.document, self.byte = document, byte
 
 
-def _decode(document: bytes, number: int) -> str:
+def decode_document(document: bytes, number: int) -> str:
+    """Document `number` of a batch as text. Raises UnreadableText."""
     try:
         return document.decode()
     except UnicodeDecodeError as error:
         raise UnreadableText(number, error.start) from None
 
 
-def _import_tokenizers() -> Any:
+def import_tokenizers(what: str) -> Any:
+    """The package `tokenizers`. Raises ValueError, with one line, where it is missing."""
     try:
         import tokenizers
     except ImportError:
         raise ValueError(
-            "BPE needs the tokenizers package; pip install 'minimegatron[data]'"
+            f"{what} needs the tokenizers package; pip install 'minimegatron[data]'"
         ) from None
     return tokenizers
 
@@ -203,7 +206,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
         raise ValueError(
             f"--vocab-size is {vocab_size}; BPE needs 257 or more: 256 bytes and {EOD_CANDIDATES[0]}"
         )
-    tokenizers = _import_tokenizers()
+    tokenizers = import_tokenizers("BPE")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

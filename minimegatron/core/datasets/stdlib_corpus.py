@@ -6,10 +6,7 @@ Different Python versions hold different text; one version gives the same on eve
 """
 
 import functools
-import hashlib
 import math
-import os
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,39 +18,22 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
 )
 from minimegatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
+from minimegatron.core.datasets.stdlib_text import STDLIB, stdlib_files
+from minimegatron.exports import lazily
 
-STDLIB = "the Python standard library"
-"""Stands for this corpus where datasets are known by a path."""
+__all__ = ["STDLIB", "stdlib_files"]
 
-LEFT_OUT = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "StdlibBERTDataset": "minimegatron.core.datasets.stdlib_sentences:StdlibBERTDataset",
+        "StdlibT5Dataset": "minimegatron.core.datasets.stdlib_sentences:StdlibT5Dataset",
+    },
 )
-"""Folders that are not the library, are missing on some systems, or repeat what is elsewhere."""
 
 BLOCK_LENGTH = 4096
 """Tokens per sequence. What `--split` divides and what is shuffled must be many and of one size,
 which files are not."""
-
-
-def stdlib_files(root: Path | None = None) -> list[Path]:
-    """The library's `*.py` files, in an order that is the same everywhere but not alphabetical.
-
-    Ordered by a hash of the path below `root`: a split cut off the end is then a fair sample, not
-    whatever begins with z. Raises ValueError where there are none.
-    """
-    root = root or Path(sysconfig.get_path("stdlib"))
-    found = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    if not found:
-        raise ValueError(
-            f"no Python source below {root}, so there is no built-in text; use --data-path"
-        )
-    return sorted(
-        found,
-        key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest(),
-    )
 
 
 def num_blocks(files: Sequence[Path]) -> int:

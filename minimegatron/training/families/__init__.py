@@ -29,14 +29,15 @@ FAMILIES = {
 
 
 def check_family(args: argparse.Namespace, config: TransformerConfig) -> None:
-    """Every chunk gets its layers; flags of another family are refused; then the family's own checks.
+    """Every chunk gets its layers; flags of another family are refused; then the family's own checks,
+    and the data.
 
     Raises ValueError, with the flags, the numbers and the remedy.
     """
     family = FAMILIES[args.model_family]
     _refuse_flags_of_others(args, family)
     family.check_layers(args, config)
-    for check in family.checks:
+    for check in (*family.checks, family.check_data):
         check(args)
 
 

@@ -7,10 +7,11 @@ import argparse
 
 from minimegatron.training.argument_utils import flags_by_name
 from minimegatron.training.families.family_checks import FamilyChecks
-
-WORD_PIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
-SHORTEST = 5
-"""[CLS] A [SEP] B [SEP]."""
+from minimegatron.training.families.masked_text import (
+    check_documents,
+    check_length_of_bert,
+    check_tokenizer,
+)
 
 UNUSED = {
     "context_parallel_size": (1, "BERT's ranks do not share sequences; give 1"),
@@ -34,23 +35,18 @@ def check_unused(args: argparse.Namespace) -> None:
             raise ValueError(f"{flags_by_name()[name]} {given}, but {why}")
 
 
-def check_tokens(args: argparse.Namespace) -> None:
-    """There is a token that masks, a position for each token, and room for two texts."""
-    if args.tokenizer_type not in WORD_PIECES:
-        raise ValueError(
-            f"--tokenizer-type {args.tokenizer_type} has no token that masks another; BERT needs "
-            f"{' or '.join(WORD_PIECES)}"
-        )
+def check_positions(args: argparse.Namespace) -> None:
+    """Tokens have places. What looks only back knows some order without; BERT looks both ways."""
     if args.position_embedding_type == "none":
         raise ValueError(
             "--position-embedding-type none leaves BERT, which looks both ways, without any order; "
             "use learned_absolute or rope"
         )
-    if args.seq_length < SHORTEST:
-        raise ValueError(
-            f"--seq-length {args.seq_length} has no room for two texts between [CLS], [SEP] and "
-            f"[SEP]; give {SHORTEST} or more"
-        )
 
 
-BERT = FamilyChecks("pretrain_bert", sections=("bert",), checks=(check_unused, check_tokens))
+BERT = FamilyChecks(
+    "pretrain_bert",
+    sections=("bert",),
+    checks=(check_tokenizer, check_length_of_bert, check_unused, check_positions),
+    check_data=check_documents,
+)

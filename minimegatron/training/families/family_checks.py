@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.training.argument_checks import check_layers
+from minimegatron.training.argument_checks import check_data, check_layers
 
 Check = Callable[[argparse.Namespace], None]
 
@@ -25,3 +25,5 @@ class FamilyChecks:
     """Each raises ValueError with one sentence: the flags, the numbers, what to change."""
     check_layers: Callable[[argparse.Namespace, TransformerConfig], None] = check_layers
     """Whether every chunk gets a whole number of layers."""
+    check_data: Check = check_data
+    """Whether the data is there, and every split that the run asks for has some of it."""

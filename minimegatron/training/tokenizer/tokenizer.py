@@ -7,6 +7,7 @@ from typing import Any
 
 from minimegatron.core.datasets import megatron_tokenizer
 from minimegatron.core.datasets.megatron_tokenizer import NullTokenizer as _NullTokenizer
+from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE, build_wordpiece
 from minimegatron.core.left_out import accepts_left_out
 
 
@@ -20,6 +21,8 @@ def build_tokenizer(args: Any) -> megatron_tokenizer.MegatronTokenizer:
         )
     if is_null:
         return _NullTokenizer(args.vocab_size)
+    if args.tokenizer_type in LOWER_CASE:
+        return build_wordpiece(args.tokenizer_type, args.vocab_file, args.vocab_extra_ids)
     return megatron_tokenizer.build_tokenizer(args.tokenizer_type, args.tokenizer_file)
 
 

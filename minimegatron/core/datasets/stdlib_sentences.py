@@ -1,0 +1,98 @@
+"""The built-in text as documents of sentences, for BERT and T5: a sentence is a line.
+
+Megatron has no such module; its examples begin with a download.
+"""
+
+import functools
+import math
+
+import numpy
+
+from minimegatron.core.datasets.bert_dataset import (
+    BERTMaskedWordPieceDataset,
+    BERTMaskedWordPieceDatasetConfig,
+)
+from minimegatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from minimegatron.core.datasets.stdlib_corpus import unigram_entropy
+from minimegatron.core.datasets.stdlib_text import part_of_stdlib
+from minimegatron.core.datasets.t5_dataset import (
+    T5MaskedWordPieceDataset,
+    T5MaskedWordPieceDatasetConfig,
+)
+from minimegatron.core.datasets.wordpiece_tokenizer import BertWordPieceTokenizer
+
+LINES_PER_DOCUMENT = 40
+"""A file makes several documents: what `--split` divides must be many and of about one size."""
+
+
+def documents_of_stdlib() -> list[list[str]]:
+    """Documents of up to `LINES_PER_DOCUMENT` lines that are not blank, without their indentation."""
+    documents = []
+    for text in part_of_stdlib():
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        for begin in range(0, len(lines), LINES_PER_DOCUMENT):
+            documents.append(lines[begin : begin + LINES_PER_DOCUMENT])
+    return documents
+
+
+class StdlibSentences:
+    """A quarter of the library as a `LowLevelSentences` in memory: 800,000 tokens of WordPiece."""
+
+    def __init__(self, tokenizer: BertWordPieceTokenizer):
+        documents = documents_of_stdlib()
+        lines = [line.encode() for document in documents for line in document]
+        tokenized = tokenizer.tokenize_batch(lines)
+        smallest = numpy.min_scalar_type(tokenizer.vocab_size - 1)
+        self.tokens = numpy.concatenate(tokenized, dtype=smallest, casting="unsafe")
+        self.sequence_lengths = numpy.array([len(ids) for ids in tokenized], dtype=numpy.int32)
+        self.document_indices = numpy.cumsum([0, *map(len, documents)])
+        self._begins = numpy.cumsum([0, *self.sequence_lengths.tolist()]).tolist()
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> numpy.ndarray:
+        """Tokens `offset` to `offset + length` (None: to the end) of line `idx`."""
+        begin, end = self._begins[idx] + offset, self._begins[idx + 1]
+        return self.tokens[begin : end if length is None else min(begin + length, end)]
+
+
+@functools.cache
+def load_stdlib_sentences(tokenizer: BertWordPieceTokenizer) -> StdlibSentences:
+    """Read once per process: every chunk of an interleaved stage asks for it."""
+    return StdlibSentences(tokenizer)
+
+
+class StdlibBERTDataset(BERTMaskedWordPieceDataset):
+    """A `BERTMaskedWordPieceDataset` over this text; the path it is given is ignored."""
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BERTMaskedWordPieceDatasetConfig
+    ) -> StdlibSentences:
+        return load_stdlib_sentences(config.tokenizer)
+
+
+class StdlibT5Dataset(T5MaskedWordPieceDataset):
+    """A `T5MaskedWordPieceDataset` over this text; the path it is given is ignored."""
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: T5MaskedWordPieceDatasetConfig
+    ) -> StdlibSentences:
+        return load_stdlib_sentences(config.tokenizer)
+
+
+def validation_piece_entropy(tokenizer: BertWordPieceTokenizer, split: str) -> float:
+    """`unigram_entropy` of the pieces of this text's validation lines; NaN if `split` gives it none.
+
+    Nats per token: what a model that knows how often each piece occurs, and no text around it, loses
+    at a hidden place.
+    """
+    corpus = load_stdlib_sentences(tokenizer)
+    span = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))[1]
+    if span is None:
+        return math.nan
+    count = len(corpus.document_indices) - 1
+    begin, end = (corpus.document_indices[round(fraction * count)] for fraction in span)
+    return unigram_entropy(corpus.tokens[corpus._begins[begin] : corpus._begins[end]])

@@ -1,0 +1,71 @@
+"""What BERT and T5 check in the arguments that say what text they read.
+
+Megatron has no counterpart; see the package.
+"""
+
+import argparse
+
+from minimegatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from minimegatron.core.datasets.indexed_dataset import IndexedDataset
+from minimegatron.core.datasets.stdlib_sentences import documents_of_stdlib
+from minimegatron.core.datasets.t5_dataset import check_room_for_runs
+from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE
+from minimegatron.training.argument_checks import check_spans, prefixes_of_data
+
+SHORTEST_OF_BERT = 5
+"""[CLS], two [SEP], and two tokens."""
+
+
+def check_tokenizer(args: argparse.Namespace) -> None:
+    """The tokenizer has tokens that stand for hidden text."""
+    if args.tokenizer_type not in LOWER_CASE:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} has no token that stands for hidden text; use "
+            f"{' or '.join(LOWER_CASE)}"
+        )
+
+
+def check_length_of_bert(args: argparse.Namespace) -> None:
+    """A sequence holds the special tokens and some text."""
+    if args.seq_length < SHORTEST_OF_BERT:
+        raise ValueError(
+            f"--seq-length is {args.seq_length}; give {SHORTEST_OF_BERT} or more: [CLS], two [SEP], "
+            "and two tokens"
+        )
+
+
+def check_sentinels(args: argparse.Namespace) -> None:
+    """Whatever is taken out of the text has a token that stands for it, and room in the decoder."""
+    try:
+        check_room_for_runs(
+            args.mask_prob,
+            args.encoder_seq_length or args.seq_length,
+            args.decoder_seq_length or args.seq_length,
+            args.vocab_extra_ids,
+        )
+    except ValueError as error:
+        message = str(error).replace("masking_probability", "--mask-prob")
+        for name in ("encoder", "decoder"):
+            message = message.replace(f"sequence_length_{name}", f"--{name}-seq-length")
+        raise ValueError(message) from None
+
+
+def check_documents(args: argparse.Namespace) -> None:
+    """The data is there, as documents of sentences, and every wanted split has some of them."""
+    spans = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
+    if args.data_path is None:
+        check_spans(args, spans, len(documents_of_stdlib()), "documents of the built-in text")
+        return
+    for prefix in prefixes_of_data(args):
+        dataset = IndexedDataset(prefix)
+        count = len(dataset.document_indices) - 1
+        if count == len(dataset):
+            raise ValueError(
+                f"--data-path {prefix} holds {count} documents of one sequence each, but hidden text "
+                "is made of documents of sentences; write it with "
+                "`minimegatron preprocess --split-sentences`"
+            )
+        check_spans(args, spans, count, f"documents of --data-path {prefix}")
