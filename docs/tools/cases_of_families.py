@@ -1,9 +1,10 @@
-"""What the page on BERT and T5 shows: an old launch script beside today's, T5's messages, a sum of gradients.
+"""What the page on BERT and T5 shows: an old launch script beside today's, T5's messages, a gradient.
 
-Called by: `cases`, where pages find it as `families`. Calls: the package's parser, its T5, its backward;
-`family_pictures`.
+Called by: `cases`, where pages find it as `families`. Calls: the package's parser, its T5 and its
+backward; `family_pictures`.
 """
 
+import argparse
 import shlex
 from collections.abc import Sequence
 from functools import cache
@@ -14,15 +15,17 @@ import torch
 from case_words import size_words, table
 from cases_of_states import entered
 from family_pictures import Link
-
 from minimegatron.core.models.T5.t5_lines import (
     Split,
     ranks_with_position_embedding_of_t5,
     ranks_with_word_embedding_of_t5,
 )
 from minimegatron.core.models.T5.t5_model import T5Model
+
 from minimegatron.core.pipeline_parallel.steps import backward_step
 from minimegatron.planner.memory import message_bytes
+from minimegatron.training.arguments import _build_parser
+from minimegatron.training.old_flags import add_old_flags
 
 # -- A launch script of 2021 --
 
@@ -36,6 +39,47 @@ OLD_FLAGS = """
     --eval-iters 10 --fp16
 """
 """What examples/pretrain_bert_distributed.sh of that time gives to pretrain_bert.py."""
+
+
+@cache
+def _old_flags() -> tuple[list[str], list[str]]:
+    """The script's flags: those that today's parser has, and those that it knows from old scripts only.
+
+    Raises ValueError for one that it does not know.
+    """
+    words = shlex.split(OLD_FLAGS)
+    _, unknown = _build_parser(None, {}).parse_known_args(words)
+    if unknown:
+        raise ValueError(f"the parser does not know {unknown}")
+    of_old_scripts = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_old_flags(of_old_scripts)
+    flags = [word for word in words if word.startswith("--")]
+    old = [flag for flag in flags if flag in of_old_scripts._option_string_actions]
+    return [flag for flag in flags if flag not in old], old
+
+
+def num_old_flags() -> int:
+    return sum(map(len, _old_flags()))
+
+
+def launch_table() -> str:
+    """The script's words, and what one types today."""
+    kept, (data_impl,) = _old_flags()
+    rows = [
+        [
+            "`python -m torch.distributed.launch`",
+            "`torchrun`",
+            "the older one runs too; it adds `--local-rank`, which changes nothing",
+        ],
+        ["`pretrain_bert.py`", "`-m minimegatron.pretrain_bert`", ""],
+        [f"`{data_impl} mmap`", "–", "read, and a line says that it changes nothing"],
+        [
+            f"{len(kept)} other flags",
+            "the same",
+            "`nccl` without GPUs ends the run before any group exists",
+        ],
+    ]
+    return table(["2021", "today", ""], rows)
 
 
 # -- Who has which stack --
@@ -142,7 +186,7 @@ def sizes_table(p: int, q: int, s_enc: int, s_dec: int, b: int, h: int) -> str:
 def sum_of_gradients(e: float, d: float, num_stages: int = 2) -> list[tuple[float, float, float]]:
     """Of decoder stages that multiply their input by e: (of the input, own part of e's, e's sum).
 
-    The last stage first. Each runs the package's `backward_step`; the loss is what the last one returns.
+    The last stage first. Each runs the package's `backward_step`; the last one's output is the loss.
     """
     config = SimpleNamespace(deallocate_pipeline_outputs=False, grad_scale_func=None)
     state, value, inputs = torch.tensor(e, dtype=torch.float64), d, []
@@ -154,7 +198,7 @@ def sum_of_gradients(e: float, d: float, num_stages: int = 2) -> list[tuple[floa
         inputs.append((given, output))
         value = float(output.detach())
     found, behind = [], None
-    for stage, (given, output) in reversed(list(enumerate(inputs))):
+    for given, output in reversed(inputs):
         outputs = [output] if behind is None else [output, given[1]]
         grads = backward_step(given, outputs, behind or [None], None, config)
         from_behind = 0.0 if behind is None else float(behind[1])
@@ -184,7 +228,9 @@ def sum_table(num_stages: int = 2) -> str:
         stage = num_stages - place
         behind = f"{total - own:g}" if place else "–"
         rows.append([f"stage {stage}", f"{given:g}", f"{own:g}", behind, f"**{total:g}**"])
-    rows.append(["one process", "", "", "", f"**{whole_gradient(E_STATE, D_STATE, num_stages):g}**"])
+    rows.append(
+        ["one process", "", "", "", f"**{whole_gradient(E_STATE, D_STATE, num_stages):g}**"]
+    )
     head = ["backward of", "∂L/∂d", "its own part of ∂L/∂e", "from behind", "sent on"]
     return table(head, rows)
 

@@ -1,7 +1,7 @@
-"""What the page on state-space layers shows: the scan by hand and in chunks, what it keeps, who holds what.
+"""What the page on state-space layers shows: the scan by hand and in chunks, its costs, who holds what.
 
-Called by: `cases`, where pages find it as `states`. Calls: the package's scans, its sizes of a mixer, its
-pattern of layers; `family_pictures`. Reads docs/benchmarks/scan_speed.json and entered_files.json.
+Called by: `cases`, where pages find it as `states`. Calls: the package's scans, mixer and pattern of
+layers; `family_pictures`. Reads docs/benchmarks/scan_speed.json and entered_files.json.
 """
 
 import json
@@ -361,8 +361,7 @@ def pattern_stages(pattern: str, p: int, v: int = 1) -> list[list[str]]:
     )
     letters = iter(allocate_layers(len(pattern), override_pattern=pattern))
     stages = [
-        [KINDS[next(letters)] for _ in range(count)]
-        for count in layers_of_virtual_stages(config)
+        [KINDS[next(letters)] for _ in range(count)] for count in layers_of_virtual_stages(config)
     ]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

@@ -77,7 +77,7 @@ def _arrow(left: float, right: float, y: float, way: int, kind: str) -> list[str
 
 
 def decays(values: Sequence[Sequence[float]], chunk: int) -> str:
-    """A lower-triangular matrix: row i reads, column j wrote. Colour: inside a chunk, or through a state."""
+    """A lower-triangular matrix: token i reads, j wrote. Colour: inside a chunk, or through a state."""
     size, left, top = 46, 92, 44
     n = len(values)
     parts = [
@@ -164,12 +164,8 @@ def growth(
         parts.append(text(left - 8, y + 4, words, "mm-small mm-quiet mm-end"))
     for length in lengths:
         x, _ = place(length, math.exp(low))
-        parts.append(
-            text(x, top + height + 18, f"{length:,}", "mm-small mm-quiet mm-middle")
-        )
-    parts.append(
-        text(left + width + 12, top + height + 18, "tokens", "mm-small mm-quiet")
-    )
+        parts.append(text(x, top + height + 18, f"{length:,}", "mm-small mm-quiet mm-middle"))
+    parts.append(text(left + width + 12, top + height + 18, "tokens", "mm-small mm-quiet"))
     ends = _apart([place(lengths[-1], curve.values[-1])[1] for curve in curves], 15)
     for number, (curve, end) in enumerate(zip(curves, ends, strict=True)):
         points = [place(*pair) for pair in zip(lengths, curve.values, strict=True)]
@@ -234,7 +230,5 @@ def sections(
                 css = f"mm-middle mm-small mm-on-{hue}"
                 parts.append(text(at + w / 2, y + 18, section.name, css))
             at += w
-        said.append(
-            f"{name}: " + ", ".join(f"{s.name} {s.start} to {s.end - 1}" for s in found)
-        )
+        said.append(f"{name}: " + ", ".join(f"{s.name} {s.start} to {s.end - 1}" for s in found))
     return svg(left + width + 10, top + len(rows) * (height + 10), "; ".join(said), parts)

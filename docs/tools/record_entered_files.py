@@ -1,8 +1,8 @@
 """Records which files of the package one training step of each model enters, into entered_files.json.
 
-Run: python docs/tools/record_entered_files.py, after an edit that moves work to another file; it takes
-half a minute. Read by: `cases_of_states`. Calls: torchrun with each model's own program, in which this file
-wraps `train_step`.
+Run: python docs/tools/record_entered_files.py [MODEL ...], after an edit that moves work to another
+file; all models take half a minute. Read by: `cases_of_states`. Calls: torchrun with each model's own
+program, in which this file wraps `train_step`.
 
 A file counts if a function of it is called in every step but the first, on one of two stages (T5's: one
 has the encoder, the other the decoder): batch, forward, messages, backward, gradients, optimizer.
@@ -29,16 +29,18 @@ FLAGS = """
     --pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 64 --num-attention-heads 4
     --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4
     --train-iters 6 --lr 0.001 --eval-iters 0 --log-interval 1 --distributed-backend gloo
-""".split()
+"""
 T5 = """
     --pipeline-model-parallel-split-rank 1 --encoder-num-layers 1 --decoder-num-layers 1
     --encoder-seq-length 64 --decoder-seq-length 32 --vocab-extra-ids 16
-""".split()
+"""
+NOT_OF_T5 = ("--num-layers", "--seq-length")
+MAMBA = "--mamba-head-dim 32 --mamba-num-groups 2"
 PROGRAMS = {
-    "GPT": ("pretrain_gpt", []),
-    "BERT": ("pretrain_bert", []),
+    "GPT": ("pretrain_gpt", ""),
+    "BERT": ("pretrain_bert", ""),
     "T5": ("pretrain_t5", T5),
-    "Mamba": ("pretrain_mamba", ["--mamba-head-dim", "32", "--mamba-num-groups", "2"]),
+    "Mamba": ("pretrain_mamba", MAMBA),
 }
 """By the model's name, its program and its own flags."""
 
@@ -78,11 +80,15 @@ def watch(program: str, folder: str, flags: list[str]) -> None:
 # -- The command --
 
 
-def entered_by(program: str, own_flags: list[str]) -> list[str]:
+def entered_by(program: str, own_flags: str) -> list[str]:
     """The files that any rank enters."""
+    words = FLAGS.split()
+    left_out = NOT_OF_T5 if own_flags == T5 else ()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    flags = [word for pair in pairs if pair[0] not in left_out for word in pair]
     with tempfile.TemporaryDirectory() as folder:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        flags = _without_what_is_given(FLAGS, own_flags) + own_flags
+        flags += own_flags.split()
         subprocess.run(
             [sys.executable, *launch, str(HERE / Path(__file__).name), program, folder, *flags],
             check=True,
@@ -94,16 +100,11 @@ def entered_by(program: str, own_flags: list[str]) -> list[str]:
     return sorted(set().union(*ranks))
 
 
-def _without_what_is_given(flags: list[str], own: list[str]) -> list[str]:
-    pairs = zip(flags[::2], flags[1::2], strict=True)
-    is_t5 = "--encoder-num-layers" in own
-    left_out = {"--num-layers", "--seq-length"} if is_t5 else set()
-    return [word for pair in pairs if pair[0] not in left_out for word in pair]
-
-
 def main() -> None:
     """Writes the file, and prints how many files each step enters."""
-    files = {name: entered_by(*program) for name, program in PROGRAMS.items()}
+    names = sys.argv[1:] or list(PROGRAMS)
+    files = json.loads(OUT.read_text())["files"] if sys.argv[1:] else {}
+    files |= {name: entered_by(*PROGRAMS[name]) for name in names}
     about = "Made by docs/tools/record_entered_files.py; do not edit."
     OUT.write_text(json.dumps({"about": about, "files": files}, indent=1) + "\n")
     for name, found in files.items():

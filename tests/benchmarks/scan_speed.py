@@ -1,6 +1,6 @@
 """Time and memory of a state-space scan and of attention, as the sequence grows.
 
-Run: python -m tests.benchmarks.scan_speed. Calls: the package's two forms of the scan, torch's attention.
+Run: python -m tests.benchmarks.scan_speed. Calls: both forms of the package's scan, and attention.
 
 One layer's scan or attention, forward and backward, in one process, fp32, one sequence, without
 projections. The layer's width is h = 64. Its mixer has two heads of 64 with a state of 128 columns, and
