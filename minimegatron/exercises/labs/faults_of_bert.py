@@ -5,7 +5,6 @@ Megatron has no counterpart.
 
 from minimegatron.exercises.labs.fault import Fault
 
-<<<<<<< HEAD
 _MODEL = "core/models/bert/bert_model.py"
 
 FAULTS_OF_BERT = (
@@ -58,7 +57,3 @@ FAULTS_OF_BERT = (
         "every logit falls.",
     ),
 )
-"""`padding-mask-holds-pad-id` is a mistake in the data: see below."""
-=======
-FAULTS_OF_BERT: tuple[Fault, ...] = ()
->>>>>>> main
