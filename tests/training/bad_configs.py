@@ -484,17 +484,17 @@ BAD_CONFIGS = [
         BadConfig(flags, words, world_size, program="pretrain_bert")
         for flags, words, world_size in bad_bert_configs.ROWS
     ),
+    # -- T5 --
+    *(
+        BadConfig(flags, words, world_size, program="pretrain_t5")
+        for flags, words, world_size in bad_t5_configs.ROWS
+    ),
     # -- Mamba --
     *(
         BadConfig(flags, words, world_size, program="pretrain_mamba")
         for flags, words, world_size in bad_mamba_configs.ROWS
     ),
     BadConfig("--mamba-state-dim 16", ("--mamba-state-dim", "pretrain_gpt", "run pretrain_mamba")),
-    # -- T5 --
-    *(
-        BadConfig(flags, words, world_size, program="pretrain_t5")
-        for flags, words, world_size in bad_t5_configs.ROWS
-    ),
     # -- Samples with hidden words, and flags of older launch scripts --
     *(
         BadConfig(flags, words, program=program)
