@@ -15,11 +15,12 @@ import torch
 from minimegatron import pretrain_bert
 from minimegatron.core import parallel_state
 from minimegatron.core.tensor_parallel import data
+from minimegatron.training.families import masked_text
 from tests.ranks import run_ranks
 from tests.training import short_runs
-from tests.training.short_runs import PP2, PP4, TP2, TP4, VP2, ZERO1
-from tests.training.user_orders import __file__ as USER_ORDERS
+from tests.training.short_runs import PP2, PP4, TP2, VP2, ZERO1
 
+USER_ORDERS = Path(__file__).with_name("user_orders.py")
 SEQ, PIECES = 8, 200
 KEYS = ["text", "types", "labels", "is_random", "loss_mask", "padding_mask"]
 
@@ -99,60 +100,56 @@ PROGRAM = SimpleNamespace(
     get_embedding_ranks=pretrain_bert.get_embedding_ranks,
     model_provider=pretrain_bert.model_provider,
     forward_step=pretrain_bert.forward_step,
-    train_valid_test_datasets_provider=lambda *_: [MadeUpSamples()] * 3,
+    train_valid_test_datasets_provider=lambda *_, **__: [MadeUpSamples()] * 3,
 )
-STEPS = 4
+STEPS = 3
 
 
-def run(folder: str, flags: str, steps: int = STEPS) -> dict:
-    shape = f"--num-layers 6 --vocab-file {folder}/vocabulary.txt --padded-vocab-size 1024"
-    shape = f"{shape} --global-batch-size 12"
+def run(folder: str, flags: str, steps: int = STEPS) -> list[float]:
+    """The losses of the masked tokens."""
+    flags = f"--vocab-file {folder}/vocabulary.txt --padded-vocab-size 512 {flags}"
     if "dropout" not in flags:
         flags = f"{flags} --hidden-dropout 0 --attention-dropout 0"
-    return short_runs.run(
-        f"{shape} {flags}",
-        steps,
-        program=PROGRAM,
-        model_family="bert",
-        tokenizer_type="BertWordPieceLowerCase",
-    )
+    with mock.patch.object(masked_text, "documents_of_stdlib", lambda: [["not read"]] * 100):
+        found = short_runs.run(
+            flags,
+            steps,
+            program=PROGRAM,
+            model_family="bert",
+            tokenizer_type="BertWordPieceLowerCase",
+        )
+    return found["losses"]
 
 
 SAVED = f"{TP2} {PP2} --sequence-parallel"
-PLANNED = {
-    "interleaved": f"{PP2} {VP2.replace('2', '3')}",
-    "by a plan": f"{PP2} --pipeline-schedule gpipe",
+UNEVEN = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
+SCHEDULES = {
+    "interleaved": f"{PP2} {VP2}",
     "in a V": f"{PP2} --pipeline-schedule {USER_ORDERS}:fold",
-    "weight gradients apart": f"{PP2} --pipeline-schedule {USER_ORDERS}:split",
 }
-OTHERS = {
-    "ZeRO-1": ZERO1,
-    "four stages of one layer or two": f"{PP4} --decoder-first-pipeline-num-layers 1 "
-    "--decoder-last-pipeline-num-layers 1",
-    "tensor ranks": f"{TP4} {ZERO1}",
-}
+SIXTEEN_BITS = {"fp16": f"{PP2} --fp16 --initial-loss-scale 1024", "bf16": f"{PP2} --bf16"}
 
 
 def on_four_ranks(folder: str) -> dict[str, list[float]]:
-    found = {"saved": run(folder, f"{SAVED} --save {folder}/saved", 2)["losses"]}
-    found["whole"] = run(folder, SAVED)["losses"]
-    for name, flags in PLANNED.items():
-        found[name] = run(folder, flags)["losses"]
-    for name, flags in OTHERS.items():
-        found[name] = run(folder, f"{flags} --load {folder}/saved")["losses"]
-    for name in ("fp16", "bf16"):
-        flags = f"{SAVED} --{name}" + " --initial-loss-scale 1024" * (name == "fp16")
-        found[name] = run(folder, flags)["losses"]
-    dropout = f"{SAVED} --recompute-granularity selective --hidden-dropout 0.3"
-    found["dropout"] = run(folder, dropout)["losses"]
-    found["dropout again"] = run(folder, dropout)["losses"]
-    found["without the binary head"] = run(folder, f"{SAVED} --bert-no-binary-head")["losses"]
-    return found
+    return {
+        "saved": run(folder, f"{SAVED} --save {folder}/saved", 1),
+        "whole": run(folder, SAVED),
+        "four copies": run(folder, f"{ZERO1} --load {folder}/saved"),
+        "four stages": run(folder, f"{PP4} --load {folder}/saved"),
+    }
 
 
 def on_three_ranks(folder: str) -> list[float]:
-    flags = "--pipeline-model-parallel-size 3"
-    return run(folder, f"{flags} --load {folder}/saved")["losses"]
+    return run(folder, f"{UNEVEN} --pipeline-model-parallel-size 3 --load {folder}/saved")
+
+
+def on_two_ranks(folder: str) -> dict[str, list[float]]:
+    found = {name: run(folder, flags) for name, flags in (SCHEDULES | SIXTEEN_BITS).items()}
+    found["dropout"] = run(
+        folder, f"{TP2} --recompute-granularity selective --hidden-dropout 0.3", 1
+    )
+    found["no binary head"] = run(folder, f"{TP2} --sequence-parallel --bert-no-binary-head", 1)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -163,29 +160,32 @@ def losses(tmp_path_factory):
     Path(folder, "vocabulary.txt").write_text("\n".join(pieces) + "\n")
     found = run_ranks(on_four_ranks, 4, str(folder), timeout=200)[0]
     found["three stages"] = run_ranks(on_three_ranks, 3, str(folder), timeout=200)[0]
-    return found
+    return found | run_ranks(on_two_ranks, 2, str(folder), timeout=200)[0]
 
 
-def test_it_learns(losses):
-    assert len(losses["whole"]) == STEPS
-    assert losses["saved"] == losses["whole"][:2]
+def test_the_first_steps(losses):
+    """Near the logarithm of the vocabulary's size: nothing is learnt yet."""
+    assert losses["saved"] == losses["whole"][:1]
+    assert losses["whole"][0] == pytest.approx(math.log(512), abs=0.2)
+    assert losses["whole"][-1] < losses["whole"][0]
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_takes_the_pair_of_the_last_stage(losses, name):
     assert losses[name] == pytest.approx(losses["whole"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", [*OTHERS, "three stages"])
+@pytest.mark.parametrize("name", ["four copies", "four stages", "three stages"])
 def test_a_checkpoint_of_one_layout_goes_on_in_another(losses, name):
-    assert losses[name] == pytest.approx(losses["whole"][2:], abs=1e-4)
+    assert losses[name] == pytest.approx(losses["whole"][1:], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
 def test_sixteen_bits(losses, name):
     assert losses[name] == pytest.approx(losses["whole"], abs=0.05)
 
 
-def test_options_of_a_run(losses):
-    assert losses["dropout"] == losses["dropout again"] != losses["whole"]
-    assert losses["without the binary head"][0] != losses["whole"][0]
+@pytest.mark.parametrize("name", ["dropout", "no binary head"])
+def test_options_of_a_run(losses, name):
+    (loss,) = losses[name]
+    assert loss != losses["whole"][0] and loss == pytest.approx(losses["whole"][0], abs=0.3)

@@ -170,10 +170,10 @@ class BertModel(LanguageModule):
     def bert_extended_attention_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
         """[b, s], 1 at tokens and 0 at padding -> bool [b, 1, s, s], True where not to look.
 
-        No token looks at padding, and padding looks at nothing. A row that looks at nothing has the
-        output 0 here, as torch's attention has it, and its gradients are finite; Megatron's is the mean of
-        all values. Hidden states at padding differ by that. No loss is computed there and no token
-        looks there, so losses and gradients are the same.
+        No token looks at padding, and padding looks at nothing. Where a row looks at nothing, torch's
+        attention returns 0, with finite gradients; Megatron's returns the mean of all values. So
+        hidden states at padding differ. Losses and gradients do not: no loss is of padding, and no
+        token looks there.
         """
         both_are_tokens = attention_mask.unsqueeze(1) * attention_mask.unsqueeze(2)
         return both_are_tokens.unsqueeze(1) < 0.5
