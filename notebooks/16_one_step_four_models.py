@@ -29,17 +29,20 @@ import io
 import sys
 import traceback
 from functools import partial
+from inspect import signature
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from minimegatron import launch, trace
+from minimegatron.core import parallel_state
 from minimegatron.core.ssm.ops.ssd_combined import (
     mamba_chunk_scan_combined,
     mamba_recurrence,
 )
 from minimegatron.notebook import compare, predict
+from minimegatron.training.global_vars import destroy_global_vars
 
 # %% [markdown]
 # ## Predict
@@ -48,8 +51,8 @@ from minimegatron.notebook import compare, predict
 #    schedule, the schedule called the next one, and so on. How many of those between `train_step`
 #    and the model's forward are other functions in `pretrain_bert` than in `pretrain_gpt`?
 # 2. The same for `pretrain_mamba`.
-# 3. In GPT, only the first stage looks at tokens and only the last one at labels. One of the other
-#    three models has an input that the layers of *every* stage look at. Which model?
+# 3. In GPT, the first stage looks at tokens and the last one at labels. In which of the other three
+#    models does *every* stage need a part of the batch?
 # 4. T5 on three stages: the first has the encoder, the other two the decoder. How many tensors does
 #    the second stage send to the third in the forward of one microbatch?
 # 5. A Mamba layer keeps a *state* while it goes along the sequence. The sequence becomes four times as
@@ -60,7 +63,7 @@ from minimegatron.notebook import compare, predict
 predict(
     other_functions_for_bert=None,
     other_functions_for_mamba=None,
-    every_stage_looks=None,  # "BERT", "T5" or "Mamba"
+    every_stage_reads=None,  # a list of models
     tensors_to_the_third_stage=None,
     times_as_large=None,
 )
@@ -72,22 +75,17 @@ predict(
 # with Python.
 
 # %%
-SAME = """
-    --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32
-    --micro-batch-size 2 --global-batch-size 8 --train-iters 2 --lr 1e-3 --eval-iters 0
+B, H = 2, 64  # micro-batch size, hidden size
+SAME = f"""
+    --num-layers 2 --hidden-size {H} --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32
+    --micro-batch-size {B} --global-batch-size 8 --train-iters 2 --lr 1e-3 --eval-iters 0
 """
 OWN = {
-    "GPT": ("pretrain_gpt", "--num-layers 2 --seq-length 32"),
-    "BERT": ("pretrain_bert", "--num-layers 2 --seq-length 32"),
-    "T5": (
-        "pretrain_t5",
-        "--encoder-num-layers 2 --decoder-num-layers 2 --pipeline-model-parallel-split-rank 1 "
-        "--encoder-seq-length 32 --decoder-seq-length 16",
-    ),
-    "Mamba": (
-        "pretrain_mamba",
-        "--num-layers 2 --seq-length 32 --hybrid-override-pattern M* --mamba-head-dim 16",
-    ),
+    "GPT": ("pretrain_gpt", ""),
+    "BERT": ("pretrain_bert", ""),
+    "T5": ("pretrain_t5", "--decoder-seq-length 16 --pipeline-model-parallel-split-rank 1"),
+    "Mamba": ("pretrain_mamba", "--hybrid-override-pattern M* --mamba-head-dim 16"),
 }
 
 # %% [markdown]
@@ -112,8 +110,7 @@ class Notes:
         """In the place of the model's forward."""
         if not self.calls:
             self.calls = calls_from_train_step()
-            names = forward.__code__.co_varnames[1:]
-            given = dict(zip(names, args, strict=False)) | kwargs
+            given = signature(forward).bind(model, *args, **kwargs).arguments
             self.given = {n: list(x.shape) for n, x in given.items() if torch.is_tensor(x)}
         return forward(model, *args, **kwargs)
 
@@ -166,13 +163,25 @@ def run_program(program, flags):
 
 
 # %%
-def run_on(stages, model):
-    program, flags = OWN[model]
-    return launch(run_program, stages, program, f"{flags} --pipeline-model-parallel-size {stages}")
+def run_programs(models):
+    """One after the other, on as many stages as there are ranks."""
+    found, stages = {}, dist.get_world_size()
+    for model in models:
+        program, flags = OWN[model]
+        found[model] = run_program(program, f"{flags} --pipeline-model-parallel-size {stages}")
+        destroy_global_vars()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def run_on(stages, *models):
+    """By model, what was seen on each rank."""
+    ranks = launch(run_programs, stages, models)
+    return {model: [rank[model] for rank in ranks] for model in models}
 
 
 # %%
-found = {model: run_on(2, model) for model in OWN}
+found = run_on(2, *OWN)
 for model, ranks in found.items():
     num_events = sum(len(ranks[0]["trace"].rank(rank).events) for rank in range(2))
     print(f"{model:6} ran on {len(ranks)} ranks; {num_events} events")
@@ -243,8 +252,9 @@ for model, ranks in found.items():
 
 # %%
 needed = {model: set(ranks[0]["given"]) & set(ranks[1]["given"]) for model, ranks in found.items()}
-print({model: sorted(names) for model, names in needed.items()})
-compare(every_stage_looks="BERT")
+for model, names in needed.items():
+    print(f"{model:6} on both stages:", ", ".join(sorted(names)) or "nothing")
+compare(every_stage_reads=[model for model, names in needed.items() if names])
 
 # %% [markdown]
 # GPT and Mamba get the same: tokens and positions on the first stage, labels on the last. In BERT a
@@ -274,8 +284,9 @@ def messages(ranks):
         events = ranks[0]["trace"].rank(rank).events
         one = next(e for e in events if e.name in ("forward-send", "forward-send-backward-recv"))
         number = events.index(one)
-        starts = [e for e in events if e.parent == number and e.name == "p2p-start"]
-        sent.append([list(e.attributes["shape"]) for e in starts if e.attributes["is_send"]])
+        starts = [e.attributes for e in events if e.parent == number and e.name == "p2p-start"]
+        sizes = [start["bytes"] for start in starts if start["doing"] == "sending"]
+        sent.append([[size // (4 * B * H), B, H] for size in sizes])  # float32
     return sent
 
 
@@ -292,7 +303,7 @@ for model, ranks in found.items():
 # encoder has made, too:
 
 # %%
-three = run_on(3, "T5")
+three = run_on(3, "T5")["T5"]
 for stage, shapes in enumerate(messages(three)):
     print(f"stage {stage} sends forwards: {shapes}")
 compare(tensors_to_the_third_stage=len(messages(three)[1]))
@@ -323,10 +334,10 @@ def scan_of(length, chunk=None):
     torch.manual_seed(1)
     x, dt = torch.randn(1, length, HEADS, P).double(), torch.rand(1, length, HEADS).double() / 4
     A = -torch.arange(1.0, HEADS + 1).double()
-    B, C = torch.randn(2, 1, length, 1, N).double()
+    write, read = torch.randn(2, 1, length, 1, N).double()
     if chunk is None:
-        return mamba_recurrence(x, dt, A, B, C, return_final_states=True)
-    return mamba_chunk_scan_combined(x, dt, A, B, C, chunk, return_final_states=True)
+        return mamba_recurrence(x, dt, A, write, read, return_final_states=True)
+    return mamba_chunk_scan_combined(x, dt, A, write, read, chunk, return_final_states=True)
 
 
 # %%
