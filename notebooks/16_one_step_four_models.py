@@ -257,10 +257,13 @@ for model, names in needed.items():
 compare(every_stage_reads=[model for model, names in needed.items() if names])
 
 # %% [markdown]
-# GPT and Mamba get the same: tokens and positions on the first stage, labels on the last. In BERT a
-# token looks forwards too, so it could see the padding behind its text. A mask keeps it from that, in
-# the attention of every layer, so every stage must read it. T5's second stage reads data again,
-# because the decoder begins there.
+# GPT and Mamba get the same: tokens and positions on the first stage, labels and their mask on the
+# last. A token there looks backwards only, so it never meets the padding at the end.
+#
+# In BERT tokens look forwards too. A mask of padding keeps them from looking at it, in the attention of
+# every layer: so every stage reads the batch. (It gets all of it, and the middle of the model uses the
+# mask alone.) In T5 the decoder's layers look at the encoder's text, so they need the mask of *its*
+# padding; and stage 1 reads tokens again, because the decoder begins there.
 #
 # ## What differs: the loss
 
@@ -296,11 +299,11 @@ for model, ranks in found.items():
 
 # %% [markdown]
 # One tensor of [s, b, h] each time: a layer may compute what it likes, as long as this goes in and
-# comes out. T5's message has the length of the encoder's text. Its decoder begins on stage 1, with a
-# text of its own, and looks at what the encoder has made.
+# comes out. T5's message is the encoder's finished output, with the length of its text. The decoder
+# begins on stage 1, with a text of its own of 16 tokens.
 #
-# With three stages, the third one has layers of the decoder too, and these must look at what the
-# encoder has made, too:
+# With three stages, stage 2 has layers of the decoder as well. They too look at the encoder's output,
+# but their messages come from stage 1:
 
 # %%
 three = run_on(3, "T5")["T5"]
@@ -358,14 +361,15 @@ compare(times_as_large=sizes[256] / sizes[64])
 #
 # ## Change it
 #
-# * Give Mamba the pattern `**` in `OWN`. Which model is this now? And `MM`?
+# * Give Mamba the pattern `*-` in `OWN`: attention, then an MLP. What does each stage have of a usual
+#   transformer layer?
 # * Give GPT `--num-layers 4`. Which number in the table of links changes, and for which of them?
 # * Turn off BERT's second loss with `--bert-no-binary-head`. What does the loss function report now,
 #   and what is the model no longer given?
 # * T5 with `--pipeline-model-parallel-split-rank 2` on three stages. How many tensors does each stage
 #   send? Draw the stages first.
-# * In `run_on`, use `--num-layers-per-virtual-pipeline-stage 1` for GPT and `--num-layers 4`. Which rows
-#   of the first table change?
+# * Give GPT `--num-layers 4 --num-layers-per-virtual-pipeline-stage 1` in `OWN`, two chunks on each
+#   stage. Which rows of the first table change?
 #
 # ## Where next
 #
