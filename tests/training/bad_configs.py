@@ -7,7 +7,12 @@ processes. `{folder}` in flags stands for an empty folder made for the test.
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.training import bad_bert_configs, bad_context_configs, bad_mamba_configs
+from tests.training import (
+    bad_bert_configs,
+    bad_context_configs,
+    bad_mamba_configs,
+    bad_t5_configs,
+)
 
 GOOD = {
     "--num-layers": "8",
@@ -484,4 +489,9 @@ BAD_CONFIGS = [
         for flags, words, world_size in bad_mamba_configs.ROWS
     ),
     BadConfig("--mamba-state-dim 16", ("--mamba-state-dim", "pretrain_gpt", "run pretrain_mamba")),
+    # -- T5 --
+    *(
+        BadConfig(flags, words, world_size, program="pretrain_t5")
+        for flags, words, world_size in bad_t5_configs.ROWS
+    ),
 ]
