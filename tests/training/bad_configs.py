@@ -11,6 +11,7 @@ from tests.training import (
     bad_bert_configs,
     bad_context_configs,
     bad_mamba_configs,
+    bad_masked_data_configs,
     bad_t5_configs,
 )
 
@@ -483,15 +484,20 @@ BAD_CONFIGS = [
         BadConfig(flags, words, world_size, program="pretrain_bert")
         for flags, words, world_size in bad_bert_configs.ROWS
     ),
+    # -- T5 --
+    *(
+        BadConfig(flags, words, world_size, program="pretrain_t5")
+        for flags, words, world_size in bad_t5_configs.ROWS
+    ),
     # -- Mamba --
     *(
         BadConfig(flags, words, world_size, program="pretrain_mamba")
         for flags, words, world_size in bad_mamba_configs.ROWS
     ),
     BadConfig("--mamba-state-dim 16", ("--mamba-state-dim", "pretrain_gpt", "run pretrain_mamba")),
-    # -- T5 --
+    # -- Samples with hidden words, and flags of older launch scripts --
     *(
-        BadConfig(flags, words, world_size, program="pretrain_t5")
-        for flags, words, world_size in bad_t5_configs.ROWS
+        BadConfig(flags, words, program=program)
+        for program, flags, words in bad_masked_data_configs.ROWS
     ),
 ]
