@@ -7,7 +7,12 @@ processes. `{folder}` in flags stands for an empty folder made for the test.
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.training import bad_bert_configs, bad_context_configs, bad_mamba_configs
+from tests.training import (
+    bad_bert_configs,
+    bad_context_configs,
+    bad_mamba_configs,
+    bad_t5_configs,
+)
 
 GOOD = {
     "--num-layers": "8",
@@ -477,6 +482,11 @@ BAD_CONFIGS = [
     *(
         BadConfig(flags, words, world_size, program="pretrain_bert")
         for flags, words, world_size in bad_bert_configs.ROWS
+    ),
+    # -- T5 --
+    *(
+        BadConfig(flags, words, world_size, program="pretrain_t5")
+        for flags, words, world_size in bad_t5_configs.ROWS
     ),
     # -- Mamba --
     *(
