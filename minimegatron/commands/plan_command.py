@@ -42,11 +42,8 @@ from minimegatron.planner.plan_check import Problem, check
 from minimegatron.planner.render import FORMATS, render
 from minimegatron.planner.ring_costs import RingCosts
 from minimegatron.planner.simulator import Costs, simulate
-<<<<<<< HEAD
-from minimegatron.planner.stack_costs import costs_of_split, messages_behind
-=======
 from minimegatron.planner.ssm_costs import named_layers
->>>>>>> wt-mamba
+from minimegatron.planner.stack_costs import costs_of_split, messages_behind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
