@@ -25,7 +25,7 @@ from minimegatron.convert.gpt2 import GPT2
 from minimegatron.convert.llama import LLAMA
 from minimegatron.convert.mamba2 import MAMBA2
 from minimegatron.convert.mixtral import MIXTRAL
-from minimegatron.convert.sizes import check_shape
+from minimegatron.convert.model_sizes import check_shape
 from minimegatron.core import dist_checkpointing
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
