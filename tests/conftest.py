@@ -65,6 +65,7 @@ LONGEST = (
     "exercises/test_torchrun",
     "core/pipeline_parallel/test_step_frame",
     "test_toy_expert",
+    "training/test_pretrain_bert",
 )
 """Files that take more than seven seconds each, the longest first. The others take as long together."""
 

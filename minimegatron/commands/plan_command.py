@@ -7,10 +7,12 @@ on a line of its own. Megatron has no counterpart.
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+from minimegatron.core.models.T5.stack_split import StackSplit
 from minimegatron.core.pipeline_parallel.order_check import ScheduleError
 from minimegatron.core.pipeline_parallel.orders import (
     COMBINED,
@@ -19,6 +21,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     get_schedule,
     schedule_names,
 )
+from minimegatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
@@ -28,12 +31,19 @@ from minimegatron.planner.actions import COMMUNICATE
 from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS
 from minimegatron.planner.layer_costs import LayeredCosts
 from minimegatron.planner.layer_plan import LayerCosts
-from minimegatron.planner.mtp_costs import layer_times, message_factors, stages_of_layout
+from minimegatron.planner.mtp_costs import (
+    Times,
+    layer_times,
+    message_factors,
+    stages_of_layout,
+)
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_check import Problem, check
 from minimegatron.planner.render import FORMATS, render
 from minimegatron.planner.ring_costs import RingCosts
 from minimegatron.planner.simulator import Costs, simulate
+from minimegatron.planner.ssm_costs import named_layers
+from minimegatron.planner.stack_costs import costs_of_split, messages_behind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,12 +95,30 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
         help="start the messages of one call as a batch (default: wherever a run can)",
     )
     add("--message-bytes", type=int, default=0, metavar="N", help="size of one message")
+    add(
+        "--pipeline-model-parallel-split-rank",
+        type=int,
+        metavar="Q",
+        help="T5: the first stage of the decoder; those behind it get two messages in place of one",
+    )
+    add(
+        "--encoder-message-bytes",
+        type=int,
+        metavar="N",
+        help="with a split rank: size of the encoder's message (default: --message-bytes)",
+    )
 
 
 def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--forward-time", type=_time, metavar="T", help="of a stage (default: 1)")
     add("--backward-time", type=_time, metavar="T", help="of a stage (default: 2)")
+    add(
+        "--encoder-times",
+        type=_times,
+        metavar="F,B",
+        help="with a split rank: forward and backward of an encoder stage (default: as the others)",
+    )
     add("--comm-time", type=_time, default=0, metavar="T", help="of a message (default: 0)")
     add("--bandwidth", type=_time, metavar="B", help="bytes per unit of time, with --message-bytes")
     add("--imbalance", type=_times, metavar="X,X,...", help="one factor per stage")
@@ -105,7 +133,13 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="NAME=F:B",
         help="with --layout: times of embedding or loss (default: 0), or of mtp (default: a layer's, "
-        "and a sixth of it for the projection); the loss is computed once more for each m",
+        "and a sixth of it for the projection); the loss is computed once more for each m. Those of M, "
+        "* and - are of the layers of --hybrid-override-pattern (default: a layer's)",
+    )
+    add(
+        "--hybrid-override-pattern",
+        metavar="LETTERS",
+        help="with --layout: a letter for each transformer layer: M Mamba, * attention, - MLP",
     )
     add(
         "--layer-nodes",
@@ -197,6 +231,7 @@ def _plan(
             args.message_bytes,
             args.wire,
             None if layout is None else message_factors(stages_of_layout(layout)),
+            _message_sizes(args),
         )
     except ScheduleError:
         raise
@@ -211,6 +246,37 @@ def _plan(
             "of its stage, or put @register_order(NAME) before an order of work"
         )
     return planned
+
+
+def _split(args: argparse.Namespace) -> StackSplit | None:
+    """Which stages have which of two stacks; None for a model of one."""
+    if args.pipeline_model_parallel_split_rank is not None:
+        return StackSplit(args.pp, args.pipeline_model_parallel_split_rank)
+    for name in ("encoder_message_bytes", "encoder_times"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is of a model with two stacks; add "
+                "--pipeline-model-parallel-split-rank"
+            )
+    return None
+
+
+def _message_sizes(args: argparse.Namespace) -> Sequence[Sequence[int]] | None:
+    split, encoder_bytes = _split(args), args.encoder_message_bytes
+    if split is None:
+        return None
+    if args.layout is not None or args.imbalance is not None:
+        raise ValueError(
+            "--pipeline-model-parallel-split-rank gives each stage a stack; leave --layout and "
+            "--imbalance out, and give --encoder-times"
+        )
+    if args.vpp is not None:
+        raise ValueError(
+            f"--pipeline-model-parallel-split-rank with --vpp {args.vpp}: two stacks run by plain 1F1B "
+            "only; leave --vpp out"
+        )
+    size = args.message_bytes
+    return messages_behind(split, size if encoder_bytes is None else encoder_bytes, size)
 
 
 def _has_only_work(planned: Plan) -> bool:
@@ -247,6 +313,10 @@ def _layout(args: argparse.Namespace) -> PipelineParallelLayerLayout | None:
     if args.layout is None:
         if args.layer_time:
             raise ValueError("--layer-time gives times of a layout's layers; add --layout")
+        if args.hybrid_override_pattern is not None:
+            raise ValueError(
+                "--hybrid-override-pattern says of which kind a layout's layers are; add --layout"
+            )
         return None
     if args.imbalance is not None:
         raise ValueError("--layout and --imbalance exclude each other; leave one out")
@@ -269,6 +339,12 @@ def _costs(
     backward, latency = 2 if args.backward_time is None else args.backward_time, args.comm_time
     if layers := _layers(args, planned, layout):
         return LayeredCosts.of_layers(layers, latency, args.bandwidth, args.delay_wgrad_compute)
+    if (split := _split(args)) is not None:
+        of_encoder = args.encoder_times or [forward, backward]
+        if len(of_encoder) != 2:
+            raise ValueError("--encoder-times are two: of a forward and of a backward")
+        decoder_times = (forward, backward)
+        return costs_of_split(split, tuple(of_encoder), decoder_times, latency, args.bandwidth)
     if layout is None:
         if args.imbalance is not None and len(args.imbalance) != args.pp:
             raise ValueError(
@@ -277,8 +353,19 @@ def _costs(
         # Chunks of one copy of the model: with two copies each stage is there twice.
         v = planned.config.num_virtual_stages // args.pp
         return Costs.of_stages(forward, backward, v, args.imbalance, latency, args.bandwidth)
-    stages = stages_of_layout(layout)
-    times = layer_times((forward, backward))
+    times = _times_of_layers(args, layout, (forward, backward))
+    layers: Any = layout
+    if args.hybrid_override_pattern is not None:
+        layers = named_layers(layout, args.hybrid_override_pattern)
+    return Costs.from_layout(layers, times, latency, args.bandwidth)
+
+
+def _times_of_layers(
+    args: argparse.Namespace, layout: PipelineParallelLayerLayout, decoder: Times
+) -> dict[str, Times]:
+    times = layer_times(decoder)
+    if args.hybrid_override_pattern is not None:
+        times |= dict.fromkeys(Symbols.VALID, decoder)
     for text in args.layer_time:
         name, _, pair = text.partition("=")
         parts = pair.split(":")
@@ -290,9 +377,9 @@ def _costs(
             times[name] = (_time(parts[0]), _time(parts[1]))
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--layer-time {text!r}: {error}") from None
-    num_depths = sum(stage.count(LayerType.mtp) for stage in stages)
+    num_depths = sum(stage.count(LayerType.mtp) for stage in stages_of_layout(layout))
     times["loss"] = layer_times(times["decoder"], times["loss"], num_depths)["loss"]
-    return Costs.from_layout(layout, times, latency, args.bandwidth)
+    return times
 
 
 def _layers(

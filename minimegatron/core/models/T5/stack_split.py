@@ -81,6 +81,19 @@ class StackSplit:
         """Whether stage `rank` is the last of its line."""
         return rank + 1 in (self.split_rank, self.pp_size)
 
+    def shapes_behind(self, encoder_shapes: list, decoder_shapes: list) -> list[list]:
+        """Of each stage, what it sends on: its stack's output, and the decoder the encoder's too.
+
+        The shapes are those of one message, in a list. What the last stage would send is there too.
+
+        >>> StackSplit(3, 1).shapes_behind(["text"], ["answer"])
+        [['text'], ['answer', 'text'], ['answer', 'text']]
+        """
+        num_encoder_stages = self.encoder_line(0).size()
+        num_decoder_stages = self.pp_size - num_encoder_stages
+        both = decoder_shapes + encoder_shapes
+        return [encoder_shapes] * num_encoder_stages + [both] * num_decoder_stages
+
     def encoder_config(self, config: Any, num_layers: int) -> Any:
         """`config` for an encoder of `num_layers` layers over the stages that have it."""
         stages = self.encoder_line(0).size()
