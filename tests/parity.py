@@ -265,8 +265,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         wgrad_deferral_limit=case.deferral_limit,
         init_method_std=0.1,
         **expert_options(case),
-        **style,
-        **model_of(case).config_fields(case),
+        **(style | model_of(case).config_fields(case)),
     )
 
 
@@ -573,7 +572,7 @@ def sizes_of(case: Case) -> tuple:
 
 def groups_of_case(case: Case) -> tuple:
     """The same, and what the embedding's groups depend on."""
-    copies = (not case.llama, case.layout) if case.mtp else None
+    copies = (not case.llama, case.layout) if case.mtp or case.split else None
     return *sizes_of(case), copies, case.model, case.split
 
 

@@ -19,6 +19,7 @@ TITLES = {
     "demo_speed": "The demo",
     "bucket_overlap": "Buckets",
     "context_speed": "A shared sequence",
+    "scan_speed": "A state-space scan",
     "gpu_mfu": "One GPU",
     "planner_speed": "The planner",
     "start_time": "Starting",

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cases_of_experts as experts  # noqa: F401  for pages
+import cases_of_families as families  # noqa: F401  for pages
 import cases_of_mtp as mtp  # noqa: F401  for pages
 import cases_of_rings as rings  # noqa: F401  for pages
+import cases_of_states as states  # noqa: F401  for pages
 import cases_of_symptoms as symptoms  # noqa: F401  for pages
 import pictures
 from case_words import count_words, fraction_words, size_words, table  # noqa: F401  for pages

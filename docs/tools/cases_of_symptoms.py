@@ -35,7 +35,8 @@ from why_times_two import (  # noqa: F401  for pages
 
 from minimegatron.doctor.advice import ADVICE
 from minimegatron.exercises.exercise import find
-from minimegatron.exercises.labs.labs import find_lab, layout_words
+from minimegatron.exercises.labs.faults import FAULTS
+from minimegatron.exercises.labs.labs import LABS, find_lab, layout_words
 from minimegatron.training import failures
 
 HERE = Path(__file__).resolve().parent
@@ -235,6 +236,13 @@ def lab(name: str) -> str:
     found = find_lab(name)
     place = f"{EXERCISES}/index.md#break-it-on-purpose"
     return f"lab [`{found.name}`]({place}) ({layout_words(found)})"
+
+
+def mistake(name: str) -> str:
+    """The same for a known mistake that may have no lab. Raises ValueError for an unknown one."""
+    if name not in {fault.name for fault in FAULTS}:
+        raise ValueError(f"no known mistake is called {name}")
+    return lab(name) if name in {one.name for one in LABS} else f"the mutation `{name}`"
 
 
 def exercise(which: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from minimegatron.convert.hugging_face import export_to_hf, import_from_hf
+from minimegatron.convert.hugging_face import MODEL_SECTIONS, export_to_hf, import_from_hf
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.training.argument_utils import flag_name
 from minimegatron.training.config import SECTIONS
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Converts GPT-2, Llama and Mixtral weights. Raises ValueError."""
+    """Converts weights of GPT-2, Llama, Mixtral, BERT, T5 and Mamba-2. Raises ValueError."""
     if args.source == args.target:
         raise ValueError(f"--from and --to are both {args.source}; one of them must be the other")
     try:
@@ -52,22 +52,26 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(str(error)) from None
     print(f"wrote {args.save_dir}")
     if args.source == "hf":
-        print("train on from it with these flags, and others of your own:")
+        program = f"pretrain_{found['model_family']}"
+        print(f"train on from it with these flags of {program}, and others of your own:")
         print(f"  {' '.join(flags(found))} --load {args.save_dir} --finetune")
-        if (args.load_dir / "tokenizer.json").is_file():
+        pieces = args.load_dir / "vocab.txt"
+        if pieces.is_file():
+            print(f"  --vocab-file {pieces}")
+        elif (args.load_dir / "tokenizer.json").is_file():
             file = args.load_dir / "tokenizer.json"
             print(f"  --tokenizer-type BPETokenizer --tokenizer-file {file}")
     else:
-        print(
-            f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(args.save_dir)!r})"
-        )
+        _, auto_class = found
+        print(f"load it with transformers.{auto_class}.from_pretrained({str(args.save_dir)!r})")
 
 
 def flags(model_args: dict[str, Any]) -> list[str]:
     """The flags that describe this model, where they are not the defaults."""
     words = []
-    for field in (f for name in ("model", "moe") for f in dataclasses.fields(SECTIONS[name])):
-        if field.name in model_args and model_args[field.name] != field.default:
+    told = model_args.keys() - {"model_family"}  # the program says that
+    for field in (f for name in MODEL_SECTIONS for f in dataclasses.fields(SECTIONS[name])):
+        if field.name in told and model_args[field.name] != field.default:
             words.append(flag_name(field))
             if not isinstance(model_args[field.name], bool):
                 words.append(str(model_args[field.name]))

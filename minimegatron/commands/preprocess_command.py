@@ -10,6 +10,8 @@ import time
 from tqdm import tqdm
 
 from minimegatron.core.datasets.preprocess import PreprocessConfig, learn_tokenizer, preprocess
+from minimegatron.core.datasets.sentences import SPLITTERS
+from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-prefix",
         required=True,
         metavar="P",
-        help="writes P_text_document.bin and .idx; P_KEY_document for each --json-keys KEY",
+        help="writes P_text_document.bin and .idx; P_KEY_document for each --json-keys KEY; "
+        "P_KEY_sentence with --split-sentences",
     )
     add(
         "--json-keys",
@@ -36,13 +39,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain text: what counts as one document (default: file); a split into training and "
         "validation data never cuts through a document",
     )
-    add("--tokenizer-type", choices=("byte", "bpe"), default="byte", help="default: byte")
+    add(
+        "--split-sentences",
+        nargs="?",
+        const="punctuation",
+        choices=tuple(SPLITTERS),
+        help="documents of sentences, for BERT and T5: of prose (punctuation), or of code (lines)",
+    )
+    add(
+        "--tokenizer-type",
+        choices=("byte", "bpe", *LOWER_CASE),
+        default="byte",
+        help="default: byte; BERT and T5 need one of the last two",
+    )
     add("--tokenizer-file", metavar="F", help="bpe: a tokenizer.json to use")
     add(
         "--vocab-size",
         type=int,
         metavar="N",
         help="bpe: learn N tokens from the input, and write P_tokenizer.json",
+    )
+    add(
+        "--vocab-file",
+        metavar="F",
+        help="WordPiece: a vocabulary, one piece a line; by default one of the built-in text",
     )
     add("--eod-token", metavar="T", help="bpe: the end-of-document token, where it is not found")
     add("--append-eod", action="store_true", help="end each document with that token")
@@ -85,11 +105,15 @@ def run(args: argparse.Namespace) -> None:
     if config.tokenizer_type == "bpe":
         file = config.tokenizer_file or config.tokenizer_to_write
         tokenizer_flags = f" --tokenizer-type BPETokenizer --tokenizer-file {file}"
+    if config.tokenizer_type in LOWER_CASE:
+        file = "" if config.vocab_file is None else f" --vocab-file {config.vocab_file}"
+        tokenizer_flags = f" --tokenizer-type {config.tokenizer_type}{file}"
     for summary in summaries:
         left_out = f", {summary.empty_documents:,} empty" if summary.empty_documents else ""
+        sentences = f"{summary.sentences:,} sentences, " if config.split_sentences else ""
         print(
             f"wrote {summary.prefix}.bin and .idx: {summary.documents:,} documents{left_out}, "
-            f"{summary.tokens:,} tokens"
+            f"{sentences}{summary.tokens:,} tokens"
         )
         print(f"train on it with --data-path {summary.prefix}{tokenizer_flags}")
 

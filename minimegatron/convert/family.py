@@ -53,6 +53,14 @@ class Family:
     """Our model arguments to their config.json, without the size of the vocabulary."""
     weights: Callable[[dict[str, Any]], list[Weight]]
     """Every weight of a model with these arguments."""
+    needs: Callable[[dict[str, Any]], dict[str, Any]]
+    """The values that some of our model arguments must have, for one of theirs to compute the same."""
+    model_family: str = "gpt"
+    """What trains it here: `pretrain_gpt`, ..."""
+    auto_class: str = "AutoModelForCausalLM"
+    """What loads it there."""
+    vocabulary: tuple[str, ...] = ("embedding.word_embeddings.weight", "output_layer.weight")
+    """Our weights with a row per token."""
 
 
 def refuse(model_type: str, problems: dict[str, bool]) -> None:
@@ -87,6 +95,11 @@ class QKV(Same):
         queries = self.num_heads // self.num_groups * self.width
         parts = by_group.split([queries, self.width, self.width], dim=1)
         return [part.reshape(-1, *rest) for part in parts]
+
+
+def norms(ours: str, theirs: str) -> list[Weight]:
+    """Weight and bias of a LayerNorm, or of a linear layer that is the same on both sides."""
+    return [Weight(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in ("weight", "bias")]
 
 
 class Stacked(Same):

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from minimegatron.convert.family import QKV, Family, Same, Tensors, Transposed, Weight, refuse
+from minimegatron.convert.family import (
+    QKV,
+    Family,
+    Same,
+    Tensors,
+    Transposed,
+    Weight,
+    norms,
+    refuse,
+)
 
 ACTIVATIONS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
 """Their names, and whether `--openai-gelu` is the same."""
@@ -58,6 +67,20 @@ def config(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def needs(args: dict[str, Any]) -> dict[str, Any]:
+    """What a GPT-2 is."""
+    return {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "add_bias_linear": True,
+        "group_query_attention": False,
+        "qk_layernorm": False,
+        "kv_channels": None,
+        "num_experts": None,
+    }
+
+
 def weights(args: dict[str, Any]) -> list[Weight]:
     """Every weight, with its name on both sides."""
     heads, hidden = args["num_attention_heads"], args["hidden_size"]
@@ -77,16 +100,12 @@ def weights(args: dict[str, Any]) -> list[Weight]:
             for kind, way in (("weight", matrix), ("bias", bias)):
                 names = f"{ours}.{here}.{kind}", (f"{theirs}.{there}.{kind}",)
                 found.append(Weight(*names, way))
-        found += _norm(f"{ours}.input_layernorm", f"{theirs}.ln_1")
-        found += _norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.ln_2")
-    found += _norm("decoder.final_layernorm", "transformer.ln_f")
+        found += norms(f"{ours}.input_layernorm", f"{theirs}.ln_1")
+        found += norms(f"{ours}.pre_mlp_layernorm", f"{theirs}.ln_2")
+    found += norms("decoder.final_layernorm", "transformer.ln_f")
     if args["untie_embeddings_and_output_weights"]:
         found.append(Weight("output_layer.weight", ("lm_head.weight",)))
     return found
-
-
-def _norm(ours: str, theirs: str) -> list[Weight]:
-    return [Weight(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in ("weight", "bias")]
 
 
 class _Fused(Same):
@@ -103,4 +122,4 @@ class _Fused(Same):
         return self.fused.to_theirs([torch.cat(list(self.qkv.to_theirs(tensors)))])
 
 
-GPT2 = Family("gpt2", arguments, config, weights)
+GPT2 = Family("gpt2", arguments, config, weights, needs)

@@ -19,10 +19,13 @@ from typing import Any
 
 import torch
 
-from minimegatron.convert.family import Family
+from minimegatron.convert.bert import BERT
+from minimegatron.convert.family import Family, Weight
 from minimegatron.convert.gpt2 import GPT2
 from minimegatron.convert.llama import LLAMA
+from minimegatron.convert.mamba2 import MAMBA2
 from minimegatron.convert.mixtral import MIXTRAL
+from minimegatron.convert.sizes import check_shape
 from minimegatron.core import dist_checkpointing
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
@@ -36,19 +39,9 @@ from minimegatron.training.checkpoint_folder import (
 )
 from minimegatron.training.config import SECTIONS
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL)}
-LIKE_LLAMA = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "rotary_percent": 1.0,
-}
-"""Arguments of a model that Llama's layers compute."""
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Weights with a row per token."""
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, BERT, MAMBA2)}
+MODEL_SECTIONS = ("model", "moe", "bert", "t5", "mamba")
+"""Of `training.config`: those that say what a model computes."""
 
 Progress = Callable[[], Any]
 
@@ -66,14 +59,14 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
             f"{load_dir / 'config.json'} has model_type {config.get('model_type')!r}; supported "
             f"are {', '.join(FAMILIES)}"
         )
-    args = family.arguments(config)
+    args = family.arguments(config) | {"model_family": family.model_family}
     theirs = _read_safetensors(load_dir)
     tensors = []
     for weight in family.weights(args):
         missing = [name for name in weight.theirs if name not in theirs]
         if missing:
             raise ValueError(f"{load_dir} has no weight {missing[0]}; is the folder complete?")
-        (ours,) = weight.way.to_ours([theirs.pop(name) for name in weight.theirs])
+        ours = _to_ours(weight, [theirs.pop(name) for name in weight.theirs], args)
         tensors.append(ShardedTensor.from_rank_offsets(f"model.{weight.ours}", ours.contiguous()))
         progress()
     common = {
@@ -95,8 +88,10 @@ def export_to_hf(
     progress: Progress,
     vocab_size: int | None = None,
     dtype: torch.dtype | None = None,
-) -> dict[str, Any]:
-    """Writes config.json and model.safetensors from the newest checkpoint. Returns the config.
+) -> tuple[dict[str, Any], str]:
+    """Writes config.json and model.safetensors from the newest checkpoint.
+
+    Returns the config, and the name of the class of transformers that loads the folder.
 
     Args:
         vocab_size: rows of the embedding to keep; None for all, padding included.
@@ -108,14 +103,14 @@ def export_to_hf(
     args = _model_arguments(folder)
     family = _family_of(args)
     ours = dist_checkpointing.load_plain_tensors(folder, prefix="model.")
-    rows = len(ours[f"model.{VOCABULARY[0]}"])
+    rows = len(ours[f"model.{family.vocabulary[0]}"])
     vocab_size = rows if vocab_size is None else vocab_size
     if not 0 < vocab_size <= rows:
         raise ValueError(f"--vocab-size {vocab_size} must be 1 to {rows}, the embedding's rows")
     theirs: dict[str, torch.Tensor] = {}
     for weight in family.weights(args):
         tensor = ours.pop(f"model.{weight.ours}").to(dtype)
-        if weight.ours in VOCABULARY:
+        if weight.ours in family.vocabulary:
             tensor = tensor[:vocab_size]
         parts = weight.way.to_theirs([tensor])
         theirs |= {
@@ -131,21 +126,39 @@ def export_to_hf(
     save_dir.mkdir(parents=True, exist_ok=True)
     _safetensors().save_file(theirs, save_dir / "model.safetensors", metadata={"format": "pt"})
     write_atomically(save_dir / "config.json", json.dumps(config, indent=2).encode())
-    return config
+    return config, family.auto_class
+
+
+def _to_ours(weight: Weight, tensors: list[torch.Tensor], args: dict[str, Any]) -> torch.Tensor:
+    """One weight of ours. Raises ValueError if theirs are not as large as their config.json says."""
+    source = weight.theirs[0]
+    try:
+        (ours,) = weight.way.to_ours(tensors)
+    except RuntimeError as error:
+        raise ValueError(
+            f"config.json and weights disagree: {source} and what belongs to it cannot make "
+            f"{weight.ours} ({error}); take both from one model"
+        ) from None
+    check_shape(weight.ours, ours, args, source)
+    return ours
 
 
 def _by_section(args: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """As a run writes them. Raises TypeError for an argument that neither section has."""
-    experts = {field.name for field in dataclasses.fields(SECTIONS["moe"])}
-    found = {"model": {}, "moe": {}}
+    """As a run writes them. Raises TypeError for an argument that no section has."""
+    section_of = {
+        field.name: section
+        for section in MODEL_SECTIONS
+        for field in dataclasses.fields(SECTIONS[section])
+    }
+    found: dict[str, dict[str, Any]] = {section: {} for section in MODEL_SECTIONS}
     for name, value in args.items():
-        found["moe" if name in experts else "model"][name] = value
+        found[section_of.get(name, "model")][name] = value
     return {section: known_fields(SECTIONS[section], values) for section, values in found.items()}
 
 
 def _model_arguments(folder: Path) -> dict[str, Any]:
     saved, found = load_common_state_dict(folder)["args"], {}
-    for section in ("model", "moe"):
+    for section in MODEL_SECTIONS:
         config = SECTIONS[section]
         found |= {field.name: field.default for field in dataclasses.fields(config)}
         found |= known_fields(config, saved.get(section, {}))
@@ -159,32 +172,15 @@ def _family_of(args: dict[str, Any]) -> Family:
             f"the model has mtp_num_layers {args['mtp_num_layers']}, and no model of Hugging Face that "
             "is written here has layers for further tokens; train it without them to convert it"
         )
-    wanted = {
-        "gpt2": {
-            "position_embedding_type": "learned_absolute",
-            "normalization": "LayerNorm",
-            "swiglu": False,
-            "add_bias_linear": True,
-            "group_query_attention": False,
-            "qk_layernorm": False,
-            "kv_channels": None,
-            "num_experts": None,
-        },
-        "llama": LIKE_LLAMA | {"num_experts": None},
-        "mixtral": LIKE_LLAMA
-        | {
-            "num_experts": args["num_experts"] or "not given",
-            "moe_shared_expert_intermediate_size": None,
-            "moe_layer_freq": 1,
-            "moe_router_score_function": "softmax",
-            "moe_router_pre_softmax": False,
-            "moe_router_topk_scaling_factor": None,
-            "moe_router_num_groups": None,
-        },
-    }
+    model_family = args["model_family"] or "gpt"
     differing = {
-        name: [f"{key} is {args[key]!r}" for key, value in values.items() if args[key] != value]
-        for name, values in wanted.items()
+        family.model_type: [
+            f"{key} is {args[key]!r}"
+            for key, value in family.needs(args).items()
+            if args[key] != value
+        ]
+        for family in FAMILIES.values()
+        if family.model_family == model_family
     }
     for name, differences in differing.items():
         if not differences:

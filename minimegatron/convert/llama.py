@@ -78,6 +78,20 @@ def config(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def needs(args: dict[str, Any]) -> dict[str, Any]:
+    """What a Llama is."""
+    return {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "rotary_percent": 1.0,
+        "num_experts": None,
+    }
+
+
 def weights(args: dict[str, Any]) -> list[Weight]:
     """Every weight, with its name on both sides."""
     found = [Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
@@ -102,4 +116,4 @@ def weights(args: dict[str, Any]) -> list[Weight]:
     return found
 
 
-LLAMA = Family("llama", arguments, config, weights)
+LLAMA = Family("llama", arguments, config, weights, needs)

@@ -33,6 +33,19 @@ def config(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def needs(args: dict[str, Any]) -> dict[str, Any]:
+    """What a Mixtral is: a Llama with experts, any number of them."""
+    return llama.needs(args) | {
+        "num_experts": args["num_experts"] or "not given",
+        "moe_shared_expert_intermediate_size": None,
+        "moe_layer_freq": 1,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": None,
+    }
+
+
 def weights(args: dict[str, Any]) -> list[Weight]:
     """Every weight, with its name on both sides."""
     found = [weight for weight in llama.weights(args) if ".mlp." not in weight.ours]
@@ -52,4 +65,4 @@ def weights(args: dict[str, Any]) -> list[Weight]:
     return found
 
 
-MIXTRAL = Family("mixtral", arguments, config, weights)
+MIXTRAL = Family("mixtral", arguments, config, weights, needs)

@@ -8,7 +8,8 @@ A layer sets attributes of its parameters, under Megatron's names:
     tensor_model_parallel, partition_dim,    how it is cut over its tensor group;
     partition_stride, partition_sizes        see `core.tensor_parallel.sharding`
     allreduce                                False for an expert's parameter
-    shared_embedding, shared                 a copy of the word embedding; any but the first stage's
+    shared_embedding                         a copy of the word embedding
+    shared                                   a weight with copies; True on all but the first stage's
 
 Whoever needs a group asks for the group of the parameter. The answer depends on its kind:
 

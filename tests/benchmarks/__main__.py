@@ -21,6 +21,7 @@ NAMES = (
     "demo_speed",
     "bucket_overlap",
     "context_speed",
+    "scan_speed",
     "planner_speed",
     "start_time",
     "tracing_cost",

@@ -21,6 +21,7 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy
@@ -360,12 +361,14 @@ class IndexedDatasetBuilder:
         self._write(parts, modes)
         self.end_document()
 
-    def add_tokenized(self, tokens: bytes, lengths: Sequence[int]) -> None:
-        """Adds documents of one sequence each, already in this builder's dtype, as bytes."""
+    def add_tokenized(
+        self, tokens: bytes, lengths: Sequence[int], sequences: Sequence[int]
+    ) -> None:
+        """Adds documents of as many sequences each, already in this builder's dtype, as bytes."""
         self._file.write(tokens)
-        begin = len(self.sequence_lengths)
+        ends = accumulate(sequences, initial=len(self.sequence_lengths))
         self._extend(lengths)
-        self.document_indices.extend(range(begin + 1, len(self.sequence_lengths) + 1))
+        self.document_indices.extend(islice(ends, 1, None))
 
     def add_index(self, path_prefix: str | Path) -> None:
         """Adds every document of another dataset of the same dtype."""

@@ -1,8 +1,8 @@
 """Text files and JSONL into indexed datasets, with as many processes as asked for.
 
 Counterpart: Megatron's `tools/preprocess_data.py`, whose output names it keeps:
-`PREFIX_KEY_document.bin`. There the input is JSONL only; sentence splitting (for BERT) and
-partitioning are left out.
+`PREFIX_KEY_document.bin`, and `PREFIX_KEY_sentence.bin` of documents of sentences. There the input is
+JSONL only; partitioning is left out.
 
 The main process reads and writes, in order; workers take a batch of raw lines or a file name, and
 return tokens in the form they have on disk. Torch-free.
@@ -25,6 +25,7 @@ from minimegatron.core.datasets.megatron_tokenizer import (
     MegatronTokenizer,
     UnreadableText,
     build_tokenizer,
+    decode_document,
     train_bpe,
 )
 from minimegatron.core.datasets.raw_text import (
@@ -34,6 +35,8 @@ from minimegatron.core.datasets.raw_text import (
     read_batches,
     texts_of,
 )
+from minimegatron.core.datasets.sentences import split_sentences
+from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE, build_wordpiece
 
 Progress = Callable[[int], object]
 """Called with how many more input bytes are finished."""
@@ -53,6 +56,10 @@ class PreprocessConfig:
     tokenizer_file: str | None = None
     vocab_size: int | None = None
     """BPE without a tokenizer file: learn one of this size from the input."""
+    vocab_file: str | None = None
+    """WordPiece: its vocabulary; None for one of the built-in text."""
+    split_sentences: str | None = None
+    """Cut documents into sentences, by "punctuation" or by "lines"; BERT and T5 need it."""
     eod_token: str | None = None
     append_eod: bool = False
     """End each document with the end-of-document token."""
@@ -73,6 +80,7 @@ class PreprocessConfig:
                 "--tokenizer-type bpe needs --tokenizer-file, to use a tokenizer.json, or "
                 "--vocab-size, to learn one from the input, and not both"
             )
+        self._check_sentences()
         for path in self.input:
             if not os.path.isfile(path):
                 kind = "is a folder" if os.path.isdir(path) else "does not exist"
@@ -94,6 +102,24 @@ class PreprocessConfig:
             if self.json_keys.count(key) > 1:
                 raise ValueError(f"--json-keys names {key!r} twice")
 
+    def _check_sentences(self) -> None:
+        if self.tokenizer_type in LOWER_CASE:
+            if self.tokenizer_file or self.vocab_size or self.eod_token:
+                raise ValueError(
+                    "--tokenizer-file, --vocab-size and --eod-token go with --tokenizer-type bpe; "
+                    f"{self.tokenizer_type} takes --vocab-file"
+                )
+        elif self.vocab_file is not None:
+            raise ValueError(
+                f"--vocab-file {self.vocab_file} goes with --tokenizer-type "
+                f"{' or '.join(LOWER_CASE)}, not with {self.tokenizer_type}"
+            )
+        if self.split_sentences is not None and self.append_eod:
+            raise ValueError(
+                "--append-eod goes with samples that run over documents; those made of sentences, by "
+                "--split-sentences, do not; drop one"
+            )
+
     @property
     def reads_jsonl(self) -> bool:
         return is_jsonl(self.input[0])
@@ -105,7 +131,8 @@ class PreprocessConfig:
 
     def prefix_of(self, key: str) -> str:
         """What a dataset is called: the argument for `--data-path`."""
-        return f"{self.output_prefix}_{key}_document"
+        level = "document" if self.split_sentences is None else "sentence"
+        return f"{self.output_prefix}_{key}_{level}"
 
 
 @dataclass
@@ -116,6 +143,8 @@ class Summary:
     documents: int = 0
     empty_documents: int = 0
     """Left out: they have no tokens."""
+    sentences: int = 0
+    """As many as documents, where those are not cut."""
     tokens: int = 0
 
 
@@ -124,11 +153,17 @@ class Summary:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents of one key: their tokens as they go to disk, and how many each has."""
+    """Documents of one key: their tokens as they go to disk, and how many each sentence has.
+
+    A document that is not cut counts as one sentence.
+    """
 
     tokens: bytes
     lengths: list[int]
+    sentences: list[int]
+    """Of each document."""
     empty: int
+    """Documents without tokens, which are left out."""
 
 
 class Encoder:
@@ -139,7 +174,10 @@ class Encoder:
         file = config.tokenizer_file
         if config.tokenizer_type == "bpe" and file is None:
             file = config.tokenizer_to_write
-        self.tokenizer = build_tokenizer(config.tokenizer_type, file, config.eod_token)
+        if config.tokenizer_type in LOWER_CASE:
+            self.tokenizer = build_wordpiece(config.tokenizer_type, config.vocab_file)
+        else:
+            self.tokenizer = build_tokenizer(config.tokenizer_type, file, config.eod_token)
         self.dtype = choose_dtype(config.dtype, self.tokenizer)
         self.end = numpy.array([self.tokenizer.eod] if config.append_eod else [], self.dtype)
 
@@ -148,15 +186,33 @@ class Encoder:
         results = []
         for documents in texts_of(batch, self.config.json_keys):
             try:
-                tokenized = self.tokenizer.tokenize_batch(documents)
+                cut = [self._sentences(text, number) for number, text in enumerate(documents)]
+                tokenized = self.tokenizer.tokenize_batch([text for texts in cut for text in texts])
             except UnreadableText as error:
                 raise _not_utf8(batch, error.document, error.byte) from None
-            kept = [ids for ids in tokenized if len(ids)]
-            parts = [part for ids in kept for part in (ids, self.end)]
-            joined = numpy.concatenate(parts, dtype=self.dtype, casting="unsafe") if parts else b""
-            lengths = [len(ids) + len(self.end) for ids in kept]
-            results.append(Encoded(bytes(joined), lengths, len(tokenized) - len(kept)))
+            results.append(self._encoded(tokenized, [len(texts) for texts in cut]))
         return results
+
+    def _sentences(self, document: bytes, number: int) -> list[bytes]:
+        """What becomes a sequence each: the sentences of a document, or all of it."""
+        if self.config.split_sentences is None:
+            return [document]
+        text = decode_document(document, number)
+        return [part.encode() for part in split_sentences(text, self.config.split_sentences)]
+
+    def _encoded(self, tokenized: list[numpy.ndarray], counts: list[int]) -> Encoded:
+        """`tokenized` holds `counts[i]` sequences of document i, one document after the other."""
+        parts, lengths, sentences, begin = [], [], [], 0
+        for count in counts:
+            kept = [ids for ids in tokenized[begin : begin + count] if len(ids)]
+            begin += count
+            if kept:
+                parts += [*kept, self.end]
+                lengths += [len(ids) for ids in kept]
+                lengths[-1] += len(self.end)
+                sentences.append(len(kept))
+        joined = numpy.concatenate(parts, dtype=self.dtype, casting="unsafe") if parts else b""
+        return Encoded(bytes(joined), lengths, sentences, len(counts) - len(sentences))
 
 
 def _not_utf8(batch: Batch, number: int, byte: int) -> ValueError:
@@ -258,8 +314,9 @@ def preprocess(config: PreprocessConfig, progress: Progress = lambda size: None)
         ]
         for size, results in _encode_all(config, encoder):
             for builder, summary, encoded in zip(builders, summaries, results, strict=True):
-                builder.add_tokenized(encoded.tokens, encoded.lengths)
-                summary.documents += len(encoded.lengths)
+                builder.add_tokenized(encoded.tokens, encoded.lengths, encoded.sentences)
+                summary.documents += len(encoded.sentences)
+                summary.sentences += len(encoded.lengths)
                 summary.empty_documents += encoded.empty
                 summary.tokens += sum(encoded.lengths)
             progress(size)

@@ -429,15 +429,14 @@ class _ParamAndGradBuffer:
         self.buckets = self._make_buckets(param_to_name, gradient_scaling_factor)
 
     def _needs_own_bucket(self, param: torch.nn.Parameter) -> bool:
-        """True for the word embedding, where several stages have copies of it.
+        """True for a weight that several stages have copies of: of words, in T5 also of positions.
 
         After a reduce-scatter, data-parallel rank i holds shard i of a bucket. The copies'
         gradients are then summed between the stages, rank i with rank i: the shards must cover
         the same elements on all of them, which only a bucket of nothing else makes sure of.
         """
-        return self.ddp_config.use_distributed_optimizer and getattr(
-            param, "shared_embedding", False
-        )
+        has_copies = getattr(param, "shared_embedding", False) or hasattr(param, "shared")
+        return self.ddp_config.use_distributed_optimizer and has_copies
 
     def _place_params(self) -> None:
         for param, (start, end, _) in self.param_index_map.items():

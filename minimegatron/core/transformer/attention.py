@@ -25,6 +25,13 @@ from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.rope_utils import apply_rotary_pos_emb
 from minimegatron.core.transformer.spec_utils import ModuleSpec, build_module
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.exports import lazily
+
+# Megatron has them here too.
+_CROSS = "minimegatron.core.transformer.cross_attention:CrossAttention"
+__getattr__, __dir__ = lazily(
+    __name__, {"CrossAttention": _CROSS, "CrossAttentionSubmodules": f"{_CROSS}Submodules"}
+)
 
 
 @dataclass

@@ -165,6 +165,8 @@ class TransformerBlock(MegatronModule):
         self,
         hidden_states: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
+        context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None,
         *,
         rotary_pos_emb: torch.Tensor | None = None,
         checkpoint_activations_microbatch: bool | None = None,
@@ -174,12 +176,13 @@ class TransformerBlock(MegatronModule):
         Args:
             hidden_states: read on the first chunk only; others use `set_input_tensor`.
             attention_mask: see `DotProductAttention`.
+            context, context_mask: what layers with cross attention attend to; the same for all.
             rotary_pos_emb: angles [s, 1, 1, d'], or None.
             checkpoint_activations_microbatch: see `Recompute.of`.
         """
         hidden_states = self.first_input(hidden_states)
         recompute = Recompute.of(self.config, len(self.layers), checkpoint_activations_microbatch)
-        arguments = (hidden_states, attention_mask, rotary_pos_emb)
+        arguments = (hidden_states, attention_mask, context, context_mask, rotary_pos_emb)
         with self.dropout_rng():
             if recompute.granularity == "full" and self.training:
                 hidden_states = self._checkpointed_forward(recompute, *arguments)
@@ -221,6 +224,8 @@ class TransformerBlock(MegatronModule):
         last: int,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        context: torch.Tensor | None,
+        context_mask: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | None,
         checkpoint_core_attention: bool = False,
     ) -> torch.Tensor:
@@ -229,6 +234,8 @@ class TransformerBlock(MegatronModule):
             hidden_states, _ = layer(
                 hidden_states,
                 attention_mask,
+                context,
+                context_mask,
                 rotary_pos_emb=rotary_pos_emb,
                 checkpoint_core_attention=checkpoint_core_attention,
             )
@@ -238,8 +245,7 @@ class TransformerBlock(MegatronModule):
         self,
         recompute: Recompute,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor | None,
+        *arguments: torch.Tensor | None,
     ) -> torch.Tensor:
         """Whole layers recomputed.
 
@@ -256,9 +262,6 @@ class TransformerBlock(MegatronModule):
                 first,
                 first + step,
                 hidden_states,
-                attention_mask,
-                rotary_pos_emb,
+                *arguments,
             )
-        return self._run(
-            recomputed, len(self.layers), hidden_states, attention_mask, rotary_pos_emb
-        )
+        return self._run(recomputed, len(self.layers), hidden_states, *arguments)

@@ -1,4 +1,4 @@
-"""One transformer layer: norm, attention, add; norm, MLP, add.
+"""One transformer layer: norm, attention, add; norm, MLP, add. T5's decoder attends twice.
 
 Counterpart: `megatron.core.transformer.transformer_layer`; `bias_dropout_add` is there in
 `megatron.core.fusions.fused_bias_dropout`.
@@ -22,10 +22,12 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 @accepts_left_out
 @dataclass
 class TransformerLayerSubmodules:
-    """The specs of a layer's two halves and the norm before each."""
+    """The specs of a layer's parts and the norm before each; most layers have no cross attention."""
 
     input_layernorm: Any = None
     self_attention: ModuleSpec | type | None = None
+    pre_cross_attn_layernorm: Any = None
+    cross_attention: ModuleSpec | type | None = None
     pre_mlp_layernorm: Any = None
     mlp: ModuleSpec | type | None = None
 
@@ -71,6 +73,8 @@ def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
 class TransformerLayer(MegatronModule):
     """A pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
+    With cross attention: between the two, x + attention(norm(x), context).
+
     Args:
         layer_number: from 1, within this chunk. The attribute of that name counts from 1 within the
             whole model.
@@ -101,12 +105,16 @@ class TransformerLayer(MegatronModule):
             "eps": config.layernorm_epsilon,
         }
         self.input_layernorm = build_module(submodules.input_layernorm, **norm_options)
-        self.self_attention = build_module(
-            submodules.self_attention,
-            config=config,
-            layer_number=self.layer_number,
-            pg_collection=pg_collection,
+        attention_options = {
+            "config": config,
+            "layer_number": self.layer_number,
+            "pg_collection": pg_collection,
+        }
+        self.self_attention = build_module(submodules.self_attention, **attention_options)
+        self.pre_cross_attn_layernorm = build_module(
+            submodules.pre_cross_attn_layernorm, **norm_options
         )
+        self.cross_attention = build_module(submodules.cross_attention, **attention_options)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_options)
         # An MLP needs one group. What routes tokens to experts needs more of them, and its number.
         needs_all = takes(submodules.mlp, "pg_collection")
@@ -122,6 +130,7 @@ class TransformerLayer(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None,
         *,
         rotary_pos_emb: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
@@ -130,11 +139,21 @@ class TransformerLayer(MegatronModule):
 
         Hidden states are [s, b, h]; [s/t, b, h] with sequence parallelism. Under
         `config.fp32_residual_connection` they are float32, whatever the weights' dtype. The context,
-        of any shape, is another stack's output; a layer without cross-attention hands it on.
+        [s', b, h], is another stack's output; a layer without cross attention does not read it.
         """
         hidden_states = self._forward_attention(
             hidden_states, attention_mask, rotary_pos_emb, checkpoint_core_attention
         )
+        if self.cross_attention is not None:
+            attended = self.cross_attention(
+                self.pre_cross_attn_layernorm(hidden_states),
+                context_mask,
+                context,
+                checkpoint_core_attention=checkpoint_core_attention,
+            )
+            hidden_states = bias_dropout_add(
+                attended, hidden_states, self.hidden_dropout, self.training
+            )
         return self._forward_mlp(hidden_states), context
 
     def _forward_attention(
@@ -159,4 +178,6 @@ class TransformerLayer(MegatronModule):
     def backward_dw(self) -> None:
         """With `delay_wgrad_compute`: weight gradients of the oldest microbatch that is owed."""
         self.mlp.backward_dw()
+        if self.cross_attention is not None:
+            self.cross_attention.backward_dw()
         self.self_attention.backward_dw()

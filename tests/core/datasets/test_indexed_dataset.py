@@ -315,7 +315,7 @@ def test_random_access_stays_small_in_memory(tmp_path: Path) -> None:
     prefix = tmp_path / "d"
     with IndexedDatasetBuilder(f"{prefix}.bin", numpy.uint16) as builder:
         builder._file.file.truncate(sequences * length * 2)
-        builder.add_tokenized(b"", [length] * sequences)
+        builder.add_tokenized(b"", [length] * sequences, [1] * sequences)
         builder.finalize(f"{prefix}.idx")
     assert Path(f"{prefix}.bin").stat().st_size == 1 << 30
     done = subprocess.run(

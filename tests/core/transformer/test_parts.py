@@ -155,10 +155,10 @@ def test_a_layer_takes_a_context_and_hands_it_on():
     layer = build_module(spec, config=config, layer_number=1, pg_collection=groups).eval()
     hidden, context = torch.randn(S, B, HEADS * WIDTH), torch.randn(3, B, 5)
     alone, nothing = layer(hidden, None)
-    output, same = layer(hidden, None, context, None, None)
+    output, same = layer(hidden, None, context, torch.ones(1), None)
     assert nothing is None and same is context and torch.equal(output, alone)
-    with pytest.raises(ValueError, match="TransformerLayer.forward: context_mask is tensor"):
-        layer(hidden, None, context, torch.ones(1))
+    with pytest.raises(ValueError, match="TransformerLayer.forward: attention_bias is tensor"):
+        layer(hidden, None, context, None, attention_bias=torch.ones(1))
 
 
 def test_a_config_that_says_one_stage_is_refused_among_four():

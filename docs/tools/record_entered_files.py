@@ -1,0 +1,118 @@
+"""Records which files of the package one training step of each model enters, into entered_files.json.
+
+Run: python docs/tools/record_entered_files.py [MODEL ...], after an edit that moves work to another
+file; all models take half a minute. Read by: `cases_of_states`. Calls: torchrun with each model's own
+program, in which this file wraps `train_step`.
+
+A file counts if a function of it is called in every step but the first, on one of two stages (T5's: one
+has the encoder, the other the decoder): batch, forward, messages, backward, gradients, optimizer.
+Decorators that hand a call on do not count.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+OUT = HERE / "entered_files.json"
+PACKAGE = f"{ROOT / 'minimegatron'}/"
+DECORATORS = ("core/tracing.py", "core/left_out.py")
+
+FLAGS = """
+    --pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 64 --num-attention-heads 4
+    --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4
+    --train-iters 6 --lr 0.001 --eval-iters 0 --log-interval 1 --distributed-backend gloo
+"""
+T5 = """
+    --pipeline-model-parallel-split-rank 1 --encoder-num-layers 1 --decoder-num-layers 1
+    --encoder-seq-length 64 --decoder-seq-length 32 --vocab-extra-ids 16
+"""
+NOT_OF_T5 = ("--num-layers", "--seq-length")
+MAMBA = "--mamba-head-dim 32 --mamba-num-groups 2"
+PROGRAMS = {
+    "GPT": ("pretrain_gpt", ""),
+    "BERT": ("pretrain_bert", ""),
+    "T5": ("pretrain_t5", T5),
+    "Mamba": ("pretrain_mamba", MAMBA),
+}
+"""By the model's name, its program and its own flags."""
+
+
+# -- In a rank --
+
+
+def watch(program: str, folder: str, flags: list[str]) -> None:
+    """Runs the program; the files that all its steps but the first enter go into `folder`."""
+    sys.path.insert(0, str(ROOT))
+    from minimegatron.training import training
+
+    steps: list[set[str]] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            steps[-1].add(name.removeprefix(PACKAGE))
+
+    train_step = training.train_step
+
+    def watched_step(*args: Any, **options: Any) -> Any:
+        steps.append(set())
+        sys.setprofile(profile)
+        try:
+            return train_step(*args, **options)
+        finally:
+            sys.setprofile(None)
+
+    training.train_step = watched_step
+    sys.argv = [program, *flags]
+    runpy.run_module(f"minimegatron.{program}", run_name="__main__")
+    files = sorted(set.intersection(*steps[1:]) - set(DECORATORS))
+    Path(folder, os.environ["RANK"]).write_text(json.dumps(files))
+
+
+# -- The command --
+
+
+def entered_by(program: str, own_flags: str) -> list[str]:
+    """The files that any rank enters."""
+    words = FLAGS.split()
+    left_out = NOT_OF_T5 if own_flags == T5 else ()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    flags = [word for pair in pairs if pair[0] not in left_out for word in pair]
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        flags += own_flags.split()
+        subprocess.run(
+            [sys.executable, *launch, str(HERE / Path(__file__).name), program, folder, *flags],
+            check=True,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+        )
+        ranks = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
+    return sorted(set().union(*ranks))
+
+
+def main() -> None:
+    """Writes the file, and prints how many files each step enters."""
+    names = sys.argv[1:] or list(PROGRAMS)
+    files = json.loads(OUT.read_text())["files"] if sys.argv[1:] else {}
+    files |= {name: entered_by(*PROGRAMS[name]) for name in names}
+    about = "Made by docs/tools/record_entered_files.py; do not edit."
+    OUT.write_text(json.dumps({"about": about, "files": files}, indent=1) + "\n")
+    for name, found in files.items():
+        print(f"{name}: {len(found)} files")
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        watch(sys.argv[1], sys.argv[2], sys.argv[3:])
+    else:
+        main()
