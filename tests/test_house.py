@@ -65,7 +65,7 @@ LAYERS = [
     {"launching"},
     {"notebook", "training"},
     {"convert"},
-    {"pretrain_bert", "pretrain_gpt"},
+    {"pretrain_bert", "pretrain_gpt", "pretrain_t5"},
     {"pretrain_mamba"},
     {"exercises.bench", "exercises.catalog", "exercises.exercise"},
     {"exercises.room"},

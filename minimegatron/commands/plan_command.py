@@ -7,11 +7,12 @@ on a line of its own. Megatron has no counterpart.
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from minimegatron.core.models.T5.stack_split import StackSplit
 from minimegatron.core.pipeline_parallel.order_check import ScheduleError
 from minimegatron.core.pipeline_parallel.orders import (
     COMBINED,
@@ -42,6 +43,7 @@ from minimegatron.planner.render import FORMATS, render
 from minimegatron.planner.ring_costs import RingCosts
 from minimegatron.planner.simulator import Costs, simulate
 from minimegatron.planner.ssm_costs import named_layers
+from minimegatron.planner.stack_costs import costs_of_split, messages_behind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,12 +95,30 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
         help="start the messages of one call as a batch (default: wherever a run can)",
     )
     add("--message-bytes", type=int, default=0, metavar="N", help="size of one message")
+    add(
+        "--pipeline-model-parallel-split-rank",
+        type=int,
+        metavar="Q",
+        help="T5: the first stage of the decoder; those behind it get two messages in place of one",
+    )
+    add(
+        "--encoder-message-bytes",
+        type=int,
+        metavar="N",
+        help="with a split rank: size of the encoder's message (default: --message-bytes)",
+    )
 
 
 def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--forward-time", type=_time, metavar="T", help="of a stage (default: 1)")
     add("--backward-time", type=_time, metavar="T", help="of a stage (default: 2)")
+    add(
+        "--encoder-times",
+        type=_times,
+        metavar="F,B",
+        help="with a split rank: forward and backward of an encoder stage (default: as the others)",
+    )
     add("--comm-time", type=_time, default=0, metavar="T", help="of a message (default: 0)")
     add("--bandwidth", type=_time, metavar="B", help="bytes per unit of time, with --message-bytes")
     add("--imbalance", type=_times, metavar="X,X,...", help="one factor per stage")
@@ -211,6 +231,7 @@ def _plan(
             args.message_bytes,
             args.wire,
             None if layout is None else message_factors(stages_of_layout(layout)),
+            _message_sizes(args),
         )
     except ScheduleError:
         raise
@@ -225,6 +246,37 @@ def _plan(
             "of its stage, or put @register_order(NAME) before an order of work"
         )
     return planned
+
+
+def _split(args: argparse.Namespace) -> StackSplit | None:
+    """Which stages have which of two stacks; None for a model of one."""
+    if args.pipeline_model_parallel_split_rank is not None:
+        return StackSplit(args.pp, args.pipeline_model_parallel_split_rank)
+    for name in ("encoder_message_bytes", "encoder_times"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is of a model with two stacks; add "
+                "--pipeline-model-parallel-split-rank"
+            )
+    return None
+
+
+def _message_sizes(args: argparse.Namespace) -> Sequence[Sequence[int]] | None:
+    split, encoder_bytes = _split(args), args.encoder_message_bytes
+    if split is None:
+        return None
+    if args.layout is not None or args.imbalance is not None:
+        raise ValueError(
+            "--pipeline-model-parallel-split-rank gives each stage a stack; leave --layout and "
+            "--imbalance out, and give --encoder-times"
+        )
+    if args.vpp is not None:
+        raise ValueError(
+            f"--pipeline-model-parallel-split-rank with --vpp {args.vpp}: two stacks run by plain 1F1B "
+            "only; leave --vpp out"
+        )
+    size = args.message_bytes
+    return messages_behind(split, size if encoder_bytes is None else encoder_bytes, size)
 
 
 def _has_only_work(planned: Plan) -> bool:
@@ -287,6 +339,12 @@ def _costs(
     backward, latency = 2 if args.backward_time is None else args.backward_time, args.comm_time
     if layers := _layers(args, planned, layout):
         return LayeredCosts.of_layers(layers, latency, args.bandwidth, args.delay_wgrad_compute)
+    if (split := _split(args)) is not None:
+        of_encoder = args.encoder_times or [forward, backward]
+        if len(of_encoder) != 2:
+            raise ValueError("--encoder-times are two: of a forward and of a backward")
+        decoder_times = (forward, backward)
+        return costs_of_split(split, tuple(of_encoder), decoder_times, latency, args.bandwidth)
     if layout is None:
         if args.imbalance is not None and len(args.imbalance) != args.pp:
             raise ValueError(

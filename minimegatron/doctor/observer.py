@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.core.tracing import Call, add_observer
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import get_model_config, unwrap_model
 from minimegatron.doctor.records import title_of
 from minimegatron.doctor.shared_record import MAX_CALLS, NONE, CallFields, RecordWriter, pad_shape
 from minimegatron.doctor.torch_calls import note_torch_calls
 from minimegatron.planner.actions import ACTIVATION, GRADIENT, KINDS
 from minimegatron.planner.links import KIND_OF_LINK, config_of_run, schedule_of_run
 from minimegatron.planner.plan import plan_config_to_json
+from minimegatron.planner.stack_costs import messages_of_model
 
 DTYPES = {
     d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)
@@ -382,6 +383,7 @@ def step_config(call: Call) -> dict[str, Any]:
         forward_only=bool(arguments.get("forward_only")),
         batch_p2p_comm=bool(options.get("batch_p2p_comm", True)),
         wire=attributes.get("wire"),
+        message_sizes=messages_of_model(unwrap_model(chunks[0])),
     )
     data = plan_config_to_json(config)
     if config.pp_size * config.num_model_chunks > MAX_PLACED:

@@ -111,12 +111,18 @@ def message_formula(config: PlanConfig) -> Formula | None:
 
     >>> message_formula(PlanConfig("interleaved", 4, 8, 2, 4))
     Formula(text='(pv - 1)M', value=56)
+    >>> message_formula(PlanConfig("1f1b", 3, 8, message_sizes=((1,), (1, 1), (1, 1))))
+    Formula(text='(2p - q - 2)M', value=24)
     """
     p, M, v = config.pp_size, config.num_microbatches, config.num_model_chunks
     if config.schedule == NO_PIPELINING or (config.schedule == COMBINED and p == 1):
         return Formula("0", 0)
     if config.schedule in (GPIPE, ONE_F_ONE_B):
-        return Formula("(p - 1)M", (p - 1) * M)
+        if config.message_sizes is None:
+            return Formula("(p - 1)M", (p - 1) * M)
+        # Of the p - 1 boundaries, those behind the decoder's first stage q carry two.
+        q = sum(len(sizes) == 1 for sizes in config.message_sizes)
+        return Formula("(2p - q - 2)M", (2 * p - q - 2) * M)
     if config.schedule in (INTERLEAVED, COMBINED, BREADTH_FIRST):
         return Formula("(pv - 1)M", (p * v - 1) * M)
     return None

@@ -58,6 +58,7 @@ def config_of_run(
     message_bytes: int = 0,
     wire: str | None = None,
     message_factors: tuple[int, ...] | None = None,
+    message_sizes: tuple[tuple[int, ...], ...] | None = None,
 ) -> PlanConfig:
     """The config of the plan that a run should follow, from what the run was given.
 
@@ -81,6 +82,7 @@ def config_of_run(
         placement=placement_of_run(schedule, pp_size, num_model_chunks),
         wire=wire,
         message_factors=message_factors,
+        message_sizes=message_sizes,
     )
 
 

@@ -78,7 +78,7 @@ def plan_config_to_json(config: PlanConfig) -> dict[str, Any]:
     placement = data.pop("placement")
     if placement != usual_placement(config.pp_size, config.num_model_chunks):
         data["placement"] = {"name": placement.name, "stages": [*map(list, placement.stages)]}
-    for name in ("wire", "message_factors"):
+    for name in ("wire", "message_factors", "message_sizes"):
         if data[name] is None:
             del data[name]
     return data
@@ -87,8 +87,12 @@ def plan_config_to_json(config: PlanConfig) -> dict[str, Any]:
 def plan_config_from_json(data: dict[str, Any]) -> PlanConfig:
     """The inverse of `plan_config_to_json`. Raises TypeError or ValueError for anything else."""
     placement, factors = data.get("placement"), data.get("message_factors")
-    read = {"placement": placement and Placement(**placement)}
-    config = PlanConfig(**(data | read | {"message_factors": factors and tuple(factors)}))
+    read = {
+        "placement": placement and Placement(**placement),
+        "message_factors": factors and tuple(factors),
+        "message_sizes": _as_sizes(data.get("message_sizes")),
+    }
+    config = PlanConfig(**(data | read))
     _check_factors(config)
     return config
 
@@ -100,6 +104,21 @@ def _check_factors(config: PlanConfig) -> None:
             f"message_factors {list(factors)} are for {number} virtual stages; give one of 1 or more "
             "for each"
         )
+    sizes = config.message_sizes
+    if sizes is not None and (len(sizes) != number or min(map(len, sizes)) < 1):
+        raise ValueError(
+            f"message_sizes are for {len(sizes)} virtual stages; give one or more sizes for each of "
+            f"the {number}"
+        )
+    if sizes is not None and config.wire is not None:
+        raise ValueError(
+            f"message_sizes are for messages that {config.schedule} names itself, but these are "
+            f"lowered for a wire that is {config.wire}; use 1f1b, and leave wire out"
+        )
+
+
+def _as_sizes(sizes: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
+    return None if sizes is None else tuple(map(tuple, sizes))
 
 
 @dataclass(frozen=True)
@@ -208,6 +227,7 @@ def plan(
     message_bytes: int = 0,
     wire: str | None = None,
     message_factors: Sequence[int] | None = None,
+    message_sizes: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
     """The plan of one step of one pipeline.
 
@@ -229,6 +249,8 @@ def plan(
         wire: "tagged" or "untagged", for messages lowered from the schedule's order; None for those
             that the schedule itself names or, if it names none, "tagged".
         message_factors: of each virtual stage, how many times that size it sends on; None for once.
+        message_sizes: of each virtual stage, the sizes of all messages that it sends on, in place of
+            one of `message_bytes`; plain 1F1B.
 
     Raises ValueError, with the numbers and the remedy, for what no run could do.
     """
@@ -270,6 +292,7 @@ def plan(
         placement=placement,
         wire=wire,
         message_factors=message_factors and tuple(message_factors),
+        message_sizes=_as_sizes(message_sizes),
     )
     _check_factors(config)
     with without_garbage_collection():

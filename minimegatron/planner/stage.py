@@ -206,10 +206,10 @@ class Stage(PlannedRank):
             unit = (unit, 0)
         return None if unit is None or unit[1] == self._last_chunk else unit
 
-    def _bytes_of(self, part: int, chunk: int) -> int:
-        """Size of one message: behind the chunk's stage, or before it."""
+    def _sizes_of(self, part: int, chunk: int) -> tuple[int, ...]:
+        """Sizes of the messages of one kind: behind the chunk's stage, or before it."""
         stage = self.placement.stage_of(self.pp_rank, chunk)
-        return self.config.bytes_behind(stage - (part in (_RECV_PREV, _SEND_PREV)))
+        return self.config.sizes_behind(stage - (part in (_RECV_PREV, _SEND_PREV)))
 
     def _exchange(
         self,
@@ -221,16 +221,14 @@ class Stage(PlannedRank):
         overlap: bool = False,
     ) -> Action:
         units = (send_next, recv_prev, send_prev, recv_next)
-        ends, num_bytes = self._ends, self.config.message_bytes
-        has_one_size = self.config.message_factors is None
+        ends, config = self._ends, self.config
+        has_one_size = config.message_factors is None and config.message_sizes is None
+        one_size = (config.message_bytes,)
         messages = [
-            Message(
-                *ends[part],
-                *units[part],
-                num_bytes if has_one_size else self._bytes_of(part, units[part][1]),
-            )
+            Message(*ends[part], *units[part], size)
             for part in self._order
             if units[part] is not None
+            for size in (one_size if has_one_size else self._sizes_of(part, units[part][1]))
         ]
         return Action(
             COMMUNICATE, self.pp_rank, self.phase, None, None, call, tuple(messages), overlap

@@ -57,6 +57,7 @@ CONFIG = Keys(
         "placement": (dict, NOTHING),
         "wire": (str, NOTHING),
         "message_factors": [int],
+        "message_sizes": [[int]],
     },
 )
 PLACEMENT = Keys({"name": str, "stages": [[int]]}, {})

@@ -307,6 +307,7 @@ def plan_of(config: PlanConfig) -> Plan:
         message_bytes=config.message_bytes,
         wire=config.wire,
         message_factors=config.message_factors,
+        message_sizes=config.message_sizes,
     )
 
 

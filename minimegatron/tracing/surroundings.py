@@ -21,10 +21,11 @@ from minimegatron.core.tracing import Call
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import get_model_config, unwrap_model
 from minimegatron.planner.links import config_of_run, schedule_of_run
 from minimegatron.planner.mtp_costs import message_factors, stages_of_layout
 from minimegatron.planner.plan import plan_config_to_json
+from minimegatron.planner.stack_costs import messages_of_model
 from minimegatron.tracing.pace import Pace, current_pace
 from minimegatron.tracing.rank_trace import AXES
 
@@ -84,8 +85,20 @@ class Surroundings:
                 ),
                 wire=attributes.get("wire"),
                 message_factors=self._message_factors(config),
+                message_sizes=self._message_sizes(chunks[0], arguments),
             )
         )
+
+    def _message_sizes(self, model: Any, arguments: dict[str, Any]) -> Any:
+        """Of each stage, of all that it sends on, where the model says that this may be two tensors."""
+        if self.sizes["pp"] == 1:
+            return None
+        config = get_model_config(model)
+        encoder_bytes = self._message_bytes(
+            config, arguments, True
+        )  # one length, as interleaving's
+        decoder_bytes = self._message_bytes(config, arguments, False)
+        return messages_of_model(unwrap_model(model), encoder_bytes, decoder_bytes)
 
     def _message_factors(self, config: Any) -> tuple[int, ...] | None:
         """Behind a stage of its own for further tokens messages are longer, if there are gradients."""

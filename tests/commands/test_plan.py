@@ -189,6 +189,38 @@ def test_further_tokens_cost_a_layer_a_projection_and_a_loss(capsys):
     assert next(e["end"] - e["start"] for e in data["ranks"][2] if e["kind"] == "forward") == 10
 
 
+def test_a_split_pipeline_sends_two_messages_and_has_two_kinds_of_stage(capsys):
+    split = "--pp 3 --microbatches 4 --pipeline-model-parallel-split-rank 1"
+    sizes = "--message-bytes 8 --encoder-message-bytes 12"
+    assert run(f"{split} {sizes} --encoder-times 2,4 --format json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["config"]["message_sizes"] == [[12], [8, 12], [8, 12]]
+    assert data["summary"]["messages"] == {"activation": 12, "gradient": 12}
+    assert data["summary"]["bytes_sent"] == 2 * 4 * (12 + 8 + 12)
+    lengths = [
+        next(e["end"] - e["start"] for e in r if e["kind"] == "forward") for r in data["ranks"]
+    ]
+    assert lengths == [2, 1, 1]
+    assert run(f"{split} {sizes}") == 0
+    assert "12 activations, 12 gradients  = (2p - q - 2)M each way" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--pipeline-model-parallel-split-rank 3", "split_rank is 3; give 1 to 2"),
+        ("--pipeline-model-parallel-split-rank 1 --vpp 2", "--vpp 2: two stacks run by plain 1F1B"),
+        ("--pipeline-model-parallel-split-rank 1 --wire tagged", "lowered for a wire"),
+        ("--pipeline-model-parallel-split-rank 1 --imbalance 1,1,2", "give --encoder-times"),
+        ("--pipeline-model-parallel-split-rank 1 --encoder-times 1", "--encoder-times are two"),
+        ("--encoder-message-bytes 4", "add --pipeline-model-parallel-split-rank"),
+    ],
+)
+def test_a_split_that_cannot_be_planned(capsys, flags, words):
+    assert run(f"--pp 3 --microbatches 4 {flags}") != 0
+    assert words in capsys.readouterr().err
+
+
 def test_a_pair_is_explained_and_what_it_needs_to_show_anything(capsys):
     line = "--pp 2 --vpp 2 --microbatches 4 --schedule combined"
     assert run(line) == 0

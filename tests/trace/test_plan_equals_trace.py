@@ -23,10 +23,11 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.planner.actions import RECEIVE
 from minimegatron.planner.links import LAYER_NODE
 from minimegatron.planner.registry import register_schedule
+from minimegatron.planner.stack_costs import messages_behind
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
 from minimegatron.tracing.node_order import wrong_nodes
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
-from tests import parity
+from tests import parity, parity_t5
 from tests.core.pipeline_parallel.test_order import legal_groups
 from tests.core.pipeline_parallel.test_real_ranks import Config, pairwise, run_mode
 from tests.figures import figure
@@ -244,6 +245,50 @@ def test_combined_steps_do_what_their_plans_say(cases):
     figure(
         f"{len(cases)} combined cases: {num_pairs} pairs, {num_messages} messages, {num_nodes} nodes"
     )
+
+
+# -- Two tensors between stages --
+
+STACKS = [
+    parity_t5.T5(pp=3, split=1, M=4, deallocate=True),
+    parity_t5.T5(pp=3, split=1, M=2, batched=False, evaluates=True, recompute="full"),
+    parity_t5.T5(pp=3, split=2, M=4, llama=True, per_token=True),
+]
+
+
+def record_stacks(cases: list[parity.Case]) -> list:
+    runs = []
+    for case in cases:
+        parity.make_groups(case)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        chunks, _ = parity.build(case, groups)
+        with minimegatron.trace() as run:
+            for forward_only in [True, False] if case.evaluates else [False]:
+                iterators = [iter(parity_t5.batches(case.M))]
+                parity.run_step(case, groups, chunks, iterators, forward_only)
+        runs.append(run)
+    return runs if dist.get_rank() == 0 else []
+
+
+def test_two_tensors_travel_as_the_plan_says():
+    """Both stacks' outputs and both gradients, each with its size, in raw order."""
+    runs = run_ranks(record_stacks, 3, STACKS, timeout=120)[0]
+    element = 8 * parity.MICRO_BATCH * parity.HIDDEN
+    encoder, decoder = (element * length for length in (parity_t5.S_ENC, parity_t5.S_DEC))
+    num_messages = 0
+    for run, case in zip(runs, STACKS, strict=True):
+        for number in range(1 + case.evaluates):
+            step = run.step(number)
+            sizes = messages_behind(parity_t5.split_of(case), encoder, decoder)
+            assert step.config.message_sizes == sizes
+            assert compare_with_plan(step) == [], case
+            assert wrong_messages(step) == [], case
+            assert step.plan.message_counts() == count_messages(step), case
+            for stage in (0, 1):
+                ahead = [m for m in step.transfers if (m.sender, m.receiver) == (stage, stage + 1)]
+                assert [m.num_bytes for m in ahead] == [*sizes[stage]] * case.M, case
+            num_messages += len(step.transfers)
+    figure(f"{len(runs)} cases of two stacks: {num_messages} messages")
 
 
 # -- Schedules of a user's own --

@@ -7,7 +7,13 @@ processes. `{folder}` in flags stands for an empty folder made for the test.
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.training import bad_bert_configs, bad_context_configs, bad_mamba_configs
+from tests.training import (
+    bad_bert_configs,
+    bad_context_configs,
+    bad_mamba_configs,
+    bad_masked_data_configs,
+    bad_t5_configs,
+)
 
 GOOD = {
     "--num-layers": "8",
@@ -478,10 +484,20 @@ BAD_CONFIGS = [
         BadConfig(flags, words, world_size, program="pretrain_bert")
         for flags, words, world_size in bad_bert_configs.ROWS
     ),
+    # -- T5 --
+    *(
+        BadConfig(flags, words, world_size, program="pretrain_t5")
+        for flags, words, world_size in bad_t5_configs.ROWS
+    ),
     # -- Mamba --
     *(
         BadConfig(flags, words, world_size, program="pretrain_mamba")
         for flags, words, world_size in bad_mamba_configs.ROWS
     ),
     BadConfig("--mamba-state-dim 16", ("--mamba-state-dim", "pretrain_gpt", "run pretrain_mamba")),
+    # -- Samples with hidden words, and flags of older launch scripts --
+    *(
+        BadConfig(flags, words, program=program)
+        for program, flags, words in bad_masked_data_configs.ROWS
+    ),
 ]

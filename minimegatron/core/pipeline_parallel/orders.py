@@ -87,6 +87,9 @@ class PlanConfig:
     message_factors: tuple[int, ...] | None = None
     """Size of what each virtual stage sends on, in `message_bytes`; None: of all of them 1. Behind a
     stage of its own for further tokens it is more, `mtp_costs.lengths_behind`."""
+    message_sizes: tuple[tuple[int, ...], ...] | None = None
+    """Of each virtual stage, the sizes of all that it sends on, one after the other, where that may be
+    several messages: T5's decoder, `stack_costs.messages_behind`. None: one message."""
 
     def __post_init__(self) -> None:
         if self.placement is None:
@@ -102,6 +105,11 @@ class PlanConfig:
         """Size of the activation that a virtual stage sends on, and of the gradient that comes back."""
         factors = self.message_factors
         return self.message_bytes * (1 if factors is None else factors[stage])
+
+    def sizes_behind(self, stage: int) -> tuple[int, ...]:
+        """The same of each message, in the order in which they are sent."""
+        sizes = self.message_sizes
+        return (self.bytes_behind(stage),) if sizes is None else sizes[stage]
 
 
 # -- What an order sees --

@@ -4,9 +4,9 @@ Megatron has no counterpart; see the package.
 """
 
 import argparse
+from functools import partial
 
-from minimegatron.training.argument_utils import flags_by_name
-from minimegatron.training.families.family_checks import FamilyChecks
+from minimegatron.training.families.family_checks import FamilyChecks, check_unused
 from minimegatron.training.families.masked_text import (
     check_documents,
     check_length_of_bert,
@@ -26,15 +26,6 @@ UNUSED = {
 """Arguments with the value that means nothing, and why no other can be used."""
 
 
-def check_unused(args: argparse.Namespace) -> None:
-    """Nothing is asked for that BERT would not do."""
-    for name, (nothing, why) in UNUSED.items():
-        value = args.__dict__[name]
-        if value != nothing:
-            given = "is given" if value is True else f"is {value}"
-            raise ValueError(f"{flags_by_name()[name]} {given}, but {why}")
-
-
 def check_positions(args: argparse.Namespace) -> None:
     """Tokens have places. What looks only back knows some order without; BERT looks both ways."""
     if args.position_embedding_type == "none":
@@ -47,6 +38,6 @@ def check_positions(args: argparse.Namespace) -> None:
 BERT = FamilyChecks(
     "pretrain_bert",
     sections=("bert",),
-    checks=(check_tokenizer, check_length_of_bert, check_unused, check_positions),
+    checks=(check_tokenizer, check_length_of_bert, partial(check_unused, UNUSED), check_positions),
     check_data=check_documents,
 )

@@ -4,11 +4,13 @@ Megatron has no counterpart; see the package.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.argument_checks import check_data, check_layers
+from minimegatron.training.argument_utils import flags_by_name
 
 Check = Callable[[argparse.Namespace], None]
 
@@ -27,3 +29,15 @@ class FamilyChecks:
     """Whether every chunk gets a whole number of layers."""
     check_data: Check = check_data
     """Whether the data is there, and every split that the run asks for has some of it."""
+
+
+def check_unused(unused: Mapping[str, tuple[Any, str]], args: argparse.Namespace) -> None:
+    """Nothing is asked for that a family would not do.
+
+    `unused` has for an argument the value that means nothing, and why no other can be used.
+    """
+    for name, (nothing, why) in unused.items():
+        value = args.__dict__[name]
+        if value != nothing:
+            given = f"is {value}" if type(value) is not bool else "is given"
+            raise ValueError(f"{flags_by_name()[name]} {given}, but {why}")

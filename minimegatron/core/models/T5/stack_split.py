@@ -40,10 +40,16 @@ class StackSplit:
 
     def __post_init__(self) -> None:
         p, q = self.pp_size, self.split_rank
-        if (q is None and p > 1) or (q is not None and not 0 < q < p):
+        if p == 1 and q is not None:
             raise ValueError(
-                f"T5 over pipeline_model_parallel_size {p} with split rank {q}: the encoder needs the "
-                f"stages before the split rank, and the decoder the others; {_remedy(p)}"
+                f"pipeline_model_parallel_split_rank is {q}, but pipeline_model_parallel_size 1 has "
+                "no stages to split; drop it"
+            )
+        if p > 1 and (q is None or not 0 < q < p):
+            given = "not given" if q is None else str(q)
+            raise ValueError(
+                f"T5 over pipeline_model_parallel_size {p} needs the first stage of its decoder, and "
+                f"pipeline_model_parallel_split_rank is {given}; give 1 to {p - 1}, or use 1 stage"
             )
 
     def check_stage(
@@ -75,6 +81,19 @@ class StackSplit:
         """Whether stage `rank` is the last of its line."""
         return rank + 1 in (self.split_rank, self.pp_size)
 
+    def shapes_behind(self, encoder_shapes: list, decoder_shapes: list) -> list[list]:
+        """Of each stage, what it sends on: its stack's output, and the decoder the encoder's too.
+
+        The shapes are those of one message, in a list. What the last stage would send is there too.
+
+        >>> StackSplit(3, 1).shapes_behind(["text"], ["answer"])
+        [['text'], ['answer', 'text'], ['answer', 'text']]
+        """
+        num_encoder_stages = self.encoder_line(0).size()
+        num_decoder_stages = self.pp_size - num_encoder_stages
+        both = decoder_shapes + encoder_shapes
+        return [encoder_shapes] * num_encoder_stages + [both] * num_decoder_stages
+
     def encoder_config(self, config: Any, num_layers: int) -> Any:
         """`config` for an encoder of `num_layers` layers over the stages that have it."""
         stages = self.encoder_line(0).size()
@@ -90,28 +109,51 @@ class StackSplit:
         return StackLine(rank - first, self.pp_size - first)
 
 
-def _remedy(pp_size: int) -> str:
-    if pp_size == 1:
-        return "drop pipeline_model_parallel_split_rank"
-    return f"give pipeline_model_parallel_split_rank 1 to {pp_size - 1}, or use 1 stage"
-
-
 def check_t5(config: Any) -> None:
-    """Raises ValueError for what two stacks do not run with. `config` may be the arguments, too."""
+    """Raises ValueError for what two stacks do not run with."""
+    has_stages = config.pipeline_model_parallel_size > 1
     v, c = config.virtual_pipeline_model_parallel_size, config.context_parallel_size
-    for is_asked, what in (
-        (v is not None, f"virtual_pipeline_model_parallel_size {v}"),
-        (config.pipeline_schedule is not None, f"pipeline_schedule {config.pipeline_schedule}"),
-        (config.pipeline_model_parallel_layout is not None, "pipeline_model_parallel_layout"),
-        (c > 1, f"context_parallel_size {c}"),
-        (config.num_moe_experts is not None, f"num_moe_experts {config.num_moe_experts}"),
-        (config.mtp_num_layers is not None, f"mtp_num_layers {config.mtp_num_layers}"),
-        (config.overlap_moe_expert_parallel_comm, "overlap_moe_expert_parallel_comm"),
-        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    uneven = "which cuts one stack unevenly, but T5 has two"
+    for is_asked, what, why in (
+        (v is not None, f"virtual_pipeline_model_parallel_size is {v}", NO_CHUNKS),
+        (config.pipeline_schedule is not None, "pipeline_schedule is given", NO_CHUNKS),
+        (config.pipeline_model_parallel_layout, "pipeline_model_parallel_layout", uneven),
+        (config.num_layers_in_first_pipeline_stage, "num_layers_in_first_pipeline_stage", uneven),
+        (config.num_layers_in_last_pipeline_stage, "num_layers_in_last_pipeline_stage", uneven),
+        (
+            config.account_for_embedding_in_pipeline_split,
+            "account_for_embedding_in_pipeline_split",
+            uneven,
+        ),
+        (config.account_for_loss_in_pipeline_split, "account_for_loss_in_pipeline_split", uneven),
+        (c > 1, f"context_parallel_size is {c}", "but cross attention needs the whole text"),
+        (config.num_moe_experts, f"num_moe_experts is {config.num_moe_experts}", ONE_MLP),
+        (
+            config.mtp_num_layers,
+            f"mtp_num_layers is {config.mtp_num_layers}",
+            "but T5 predicts one",
+        ),
+        (
+            groups != heads,
+            f"num_query_groups is {groups}",
+            f"but each of {heads} heads has its keys",
+        ),
+        (config.qk_layernorm, "qk_layernorm is on", "but T5 has no such norms"),
+        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute is on", NO_DEFERRAL),
+        (
+            config.fp32_residual_connection and has_stages,
+            "fp32_residual_connection is on",
+            "but what the encoder sends on is in the weights' precision",
+        ),
     ):
         if is_asked:
-            raise ValueError(f"{what} is not for T5; leave it out, or train a GPT")
+            raise ValueError(f"{what}, {why}; leave it out for T5")
 
+
+NO_CHUNKS = "but two stacks run by plain 1F1B only"
+ONE_MLP = "but a layer of T5 has one MLP"
+NO_DEFERRAL = "but T5's head does not put it off"
 
 # -- Which stages share weights --
 

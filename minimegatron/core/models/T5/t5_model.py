@@ -254,10 +254,13 @@ class T5Model(LanguageModule):
 
     def message_shapes(self, encoder_shapes: list, decoder_shapes: list) -> tuple[list, list]:
         """Shapes of what this stage receives and of what it sends, forwards."""
-        if not self.add_decoder:
-            return encoder_shapes, encoder_shapes
-        both = decoder_shapes + encoder_shapes
-        return encoder_shapes if self.pre_process else both, both
+        rank = self.pg_collection.pp.rank()
+        behind = self.shapes_behind(encoder_shapes, decoder_shapes)
+        return behind[max(rank - 1, 0)], behind[rank]
+
+    def shapes_behind(self, encoder_shapes: list, decoder_shapes: list) -> list[list]:
+        """Shapes of what each stage sends on; for those who watch all stages."""
+        return self.split.shapes_behind(encoder_shapes, decoder_shapes)
 
     # -- Forward --
 
