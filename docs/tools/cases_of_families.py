@@ -15,13 +15,13 @@ import torch
 from case_words import size_words, table
 from cases_of_states import entered
 from family_pictures import Link
+
 from minimegatron.core.models.T5.stack_split import (
     StackSplit,
     ranks_with_position_embedding_of_t5,
     ranks_with_word_embedding_of_t5,
 )
 from minimegatron.core.models.T5.t5_model import T5Model
-
 from minimegatron.core.pipeline_parallel.steps import backward_step
 from minimegatron.planner.memory import message_bytes
 from minimegatron.training.arguments import _build_parser
