@@ -29,6 +29,7 @@ LINES_PER_DOCUMENT = 40
 """A file makes several documents: what `--split` divides must be many and of about one size."""
 
 
+@functools.cache
 def documents_of_stdlib() -> list[list[str]]:
     """Documents of up to `LINES_PER_DOCUMENT` lines that are not blank, without their indentation.
 

@@ -6,14 +6,12 @@ parts do nothing.
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class MLPLayer(TransformerLayer):
     """x + mlp(norm(x)), with the submodules `pre_mlp_layernorm` and `mlp` alone."""
 
-    @accepts_left_out
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -35,7 +33,6 @@ class MLPLayer(TransformerLayer):
 class AttentionLayer(TransformerLayer):
     """x + attention(norm(x)), with the submodules `input_layernorm` and `self_attention` alone."""
 
-    @accepts_left_out
     def forward(
         self,
         hidden_states: torch.Tensor,
