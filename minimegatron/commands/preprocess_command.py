@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(SPLITTERS),
         help="documents of sentences, for BERT and T5: of prose (punctuation), or of code (lines)",
     )
-    add("--append-eod", action="store_true", help="end each document with that token")
+    _add_tokenizer(parser)
     add(
         "--dtype",
         choices=("auto", "uint8", "uint16", "int32", "int64"),
@@ -60,10 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes; 1 (the default) works in this one, where BPE still uses every core",
     )
-    _add_tokenizer_arguments(parser)
 
 
-def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tokenizer-type",
@@ -84,6 +83,7 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         help="WordPiece: a vocabulary, one piece a line; by default one of the built-in text",
     )
     add("--eod-token", metavar="T", help="bpe: the end-of-document token, where it is not found")
+    add("--append-eod", action="store_true", help="end each document with that token")
 
 
 def run(args: argparse.Namespace) -> None:
