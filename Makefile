@@ -1,4 +1,5 @@
-# make demo    train a small GPT over four processes on this machine, about two minutes
+# make demo    train a small GPT over four processes on this machine, about two minutes; with MODEL=bert,
+#                 MODEL=t5 or MODEL=mamba another model
 # make test    run the tests
 # make test-full  the same, and the cases that take longer to say what others say already; its log is
 #                 tests/full_log.jsonl
@@ -21,41 +22,87 @@ PYTHON ?= python3
 # own configuration (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS), to download less.
 TORCH  ?= torch==2.13.0
 NPROC  ?= 4
-LAYOUT ?= --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+# What to train: gpt, bert, t5 or mamba; see make demo MODEL=bert.
+MODEL  ?= gpt
+LAYOUT ?= $(LAYOUT_$(MODEL))
 
 VENV   := .venv
 BIN    := $(VENV)/bin
 
+TP2_PP2 := --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+
+LAYOUT_gpt   := $(TP2_PP2)
+LAYOUT_bert  := $(TP2_PP2)
+LAYOUT_t5    := $(TP2_PP2) --pipeline-model-parallel-split-rank 1
+LAYOUT_mamba := $(TP2_PP2)
+
+# T5 has as many layers twice, its encoder and its decoder. Weights that begin larger than usual let BERT
+# and T5 find out sooner where to look.
+SIZE_gpt   := --num-layers 4 --position-embedding-type rope --sample-tokens 150
+SIZE_bert  := --num-layers 4 --position-embedding-type rope --init-method-std 0.06
+SIZE_t5    := --num-layers 2 --decoder-seq-length 32 --init-method-std 0.06
+SIZE_mamba := --num-layers 4 --hybrid-override-pattern M*M- --sample-tokens 150
+
 # 8 microbatches: --global-batch-size / (--micro-batch-size x copies of the model).
-DEMO := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
-  -m minimegatron.pretrain_gpt \
-  --num-layers 4 --hidden-size 96 --num-attention-heads 4 --position-embedding-type rope \
+DEMO = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
+  -m minimegatron.pretrain_$(MODEL) \
+  --hidden-size 96 --num-attention-heads 4 $(SIZE_$(MODEL)) \
   --seq-length 64 --max-position-embeddings 64 --micro-batch-size 8 --global-batch-size 64 \
   --train-iters 200 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 \
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
-  --log-interval 25 --eval-iters 10 --sample-tokens 150 $(LAYOUT)
+  --log-interval 25 --eval-iters 10 $(LAYOUT)
 
 .PHONY: bench gpu-check demo test test-full test-gloo test-stress lint timeline traces docs docs-serve chromium notebooks
 
-demo: $(VENV)/.installed
-	@echo 'The command that runs now:'
-	@echo
-	@echo '  $(DEMO)'
-	@echo
-	@echo 'Other layouts of the same model, one line each:'
-	@echo '  make demo LAYOUT="--pipeline-model-parallel-size 4"                   four stages'
-	@echo '  make demo LAYOUT="$(LAYOUT) --num-virtual-stages-per-pipeline-rank 2"'
-	@echo '                                                                        virtual stages'
-	@echo '  make demo LAYOUT="--tensor-model-parallel-size 2"                     two copies (dp=2)'
-	@echo '  make demo LAYOUT="--context-parallel-size 2 --sample-tokens 0"        two ranks share a sequence'
-	@echo '  make demo LAYOUT= NPROC=1                                             one process'
-	@echo
-	@echo 'A second token predicted too, by a layer more:'
-	@echo '  make demo LAYOUT="--mtp-num-layers 1 --pipeline-model-parallel-size 2"'
-	@echo
-	@echo 'Experts in place of the MLPs, on as many ranks; about the same work per token:'
-	@echo '  make demo LAYOUT="--num-experts 8 --expert-model-parallel-size 2 --moe-ffn-hidden-size 192 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"'
-	@echo
+define OTHERS_gpt
+Other layouts of the same model, one line each:
+  make demo LAYOUT="--pipeline-model-parallel-size 4"                   four stages
+  make demo LAYOUT="$(LAYOUT) --num-virtual-stages-per-pipeline-rank 2"
+                                                                        virtual stages
+  make demo LAYOUT="--tensor-model-parallel-size 2"                     two copies (dp=2)
+  make demo LAYOUT="--context-parallel-size 2 --sample-tokens 0"        two ranks share a sequence
+  make demo LAYOUT= NPROC=1                                             one process
+
+A second token predicted too, by a layer more:
+  make demo LAYOUT="--mtp-num-layers 1 --pipeline-model-parallel-size 2"
+
+Experts in place of the MLPs, on as many ranks; about the same work per token:
+  make demo LAYOUT="--num-experts 8 --expert-model-parallel-size 2 --moe-ffn-hidden-size 192 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
+
+Other models through the same step: make demo MODEL=bert, MODEL=t5 or MODEL=mamba
+endef
+
+define OTHERS_bert
+Other layouts of the same model, one line each:
+  make demo MODEL=bert LAYOUT="--pipeline-model-parallel-size 4"        four stages
+  make demo MODEL=bert LAYOUT="--tensor-model-parallel-size 2"          two copies (dp=2)
+  make demo MODEL=bert LAYOUT= NPROC=1                                  one process
+endef
+
+define OTHERS_t5
+Other layouts of the same model, one line each:
+  make demo MODEL=t5 LAYOUT="--pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank 2"
+                                                                        four stages
+  make demo MODEL=t5 LAYOUT="--tensor-model-parallel-size 2"            two copies (dp=2)
+  make demo MODEL=t5 LAYOUT= NPROC=1                                    one process
+endef
+
+define OTHERS_mamba
+Other layouts of the same model, one line each:
+  make demo MODEL=mamba LAYOUT="--pipeline-model-parallel-size 4"       four stages
+  make demo MODEL=mamba LAYOUT="--tensor-model-parallel-size 2"         two copies (dp=2)
+  make demo MODEL=mamba LAYOUT= NPROC=1                                 one process
+endef
+
+# BERT and T5 read WordPiece, which is in the extra `data`.
+demo: $(VENV)/.installed$(if $(filter bert t5,$(MODEL)),-data)
+	$(if $(SIZE_$(MODEL)),,$(error MODEL is $(MODEL); give gpt, bert, t5 or mamba))
+	$(info The command that runs now:)
+	$(info )
+	$(info $() $() $(DEMO))
+	$(info )
+	$(info $(OTHERS_$(MODEL)))
+	$(info )
 	@$(DEMO)
 
 # Three workers on two processors: many tests wait. What takes longest comes first, see tests/conftest.py.
@@ -158,6 +205,10 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(INSTALL) '$(TORCH)' --editable .
 	@$(COMPILE)
+	@touch $@
+
+$(VENV)/.installed-data: pyproject.toml | $(VENV)/.installed
+	$(INSTALL) --editable '.[data]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed

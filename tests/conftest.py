@@ -43,6 +43,8 @@ LONGEST = (
     "test_moe_shards",
     "conformance/test_moe_layer",
     "conformance/test_moe_step",
+    "conformance/test_bert",
+    "conformance/test_t5",
     "core/pipeline_parallel/test_combined_1f1b",
     "core/transformer/moe/test_unusual_runs",
     "training/test_expert_checkpoints",
@@ -63,6 +65,7 @@ LONGEST = (
     "exercises/test_torchrun",
     "core/pipeline_parallel/test_step_frame",
     "test_toy_expert",
+    "training/test_pretrain_bert",
 )
 """Files that take more than seven seconds each, the longest first. The others take as long together."""
 

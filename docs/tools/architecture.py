@@ -17,6 +17,8 @@ OF_ORDERS = (
     "send_limits",
 )
 """Schedules as data, without torch: models and groups ask them, as the planner does."""
+OF_CONFIG = "core.ssm.mamba_config"
+"""A part of `TransformerConfig`; what else is in its package imports layers."""
 
 
 def component(module: str) -> str:
@@ -29,6 +31,8 @@ def component(module: str) -> str:
         return ""
     if parts[:2] == ["core", "pipeline_parallel"] and parts[-1] in OF_ORDERS:
         return ORDERS
+    if ".".join(parts) == OF_CONFIG:
+        return "core.transformer"
     return ".".join(parts[:2]) if parts[0] == "core" else parts[0]
 
 

@@ -15,13 +15,13 @@ import torch
 from case_words import size_words, table
 from cases_of_states import entered
 from family_pictures import Link
-from minimegatron.core.models.T5.t5_lines import (
-    Split,
+
+from minimegatron.core.models.T5.stack_split import (
+    StackSplit,
     ranks_with_position_embedding_of_t5,
     ranks_with_word_embedding_of_t5,
 )
 from minimegatron.core.models.T5.t5_model import T5Model
-
 from minimegatron.core.pipeline_parallel.steps import backward_step
 from minimegatron.planner.memory import message_bytes
 from minimegatron.training.arguments import _build_parser
@@ -85,13 +85,13 @@ def launch_table() -> str:
 # -- Who has which stack --
 
 
-def stack_of(split: Split, stage: int) -> str:
+def stack_of(split: StackSplit, stage: int) -> str:
     return "encoder" if split.has_encoder(stage) else "decoder"
 
 
 def shapes_of(p: int, q: int, stage: int) -> tuple[list[str], list[str]]:
     """What a stage receives and sends forwards, in words; the package's own answer."""
-    split = Split(p, q)
+    split = StackSplit(p, q)
     model = SimpleNamespace(
         add_encoder=split.has_encoder(stage),
         add_decoder=split.has_decoder(stage),
@@ -116,7 +116,7 @@ def messages(p: int, q: int) -> list[list[str]]:
 
 def copies(p: int, q: int, tied: bool = True) -> tuple[list[int], list[int]]:
     """Stages with words, and with positions."""
-    split, ranks = Split(p, q), list(range(p))
+    split, ranks = StackSplit(p, q), list(range(p))
     return (
         ranks_with_word_embedding_of_t5(split, tied, ranks),
         ranks_with_position_embedding_of_t5(split, True, ranks),
@@ -145,7 +145,7 @@ SHORT = {"encoder": "[s_enc, b, h]", "decoder": "[s_dec, b, h]"}
 
 def links_figure(p: int = 4, q: int = 2) -> str:
     """Stages, and the tensors on each link."""
-    split = Split(p, q)
+    split = StackSplit(p, q)
     words, positions = copies(p, q)
     stages, hues = [], []
     for stage in range(p):

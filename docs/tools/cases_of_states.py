@@ -15,7 +15,7 @@ import family_pictures
 import pictures
 import torch
 from case_words import size_words, table
-from family_pictures import Curve, Section
+from family_pictures import Panel, Section
 from package import ROOT
 
 from minimegatron.core.models.mamba.mamba_layer_specs import get_mamba_stack_spec
@@ -161,18 +161,16 @@ def kept_bytes(way: str, s: int) -> int:
     return measured()[way, s]["kept_bytes"]
 
 
-def time_figure() -> str:
-    """Time of a forward and backward, by length."""
-    curves = [Curve(way, [milliseconds(way, s) for s in _lengths()]) for way in WAYS]
-    ticks = [(value, f"{value:g} ms") for value in (1, 10, 100, 1000)]
-    return family_pictures.growth(_lengths(), curves, "forward and backward", ticks)
-
-
-def kept_figure() -> str:
-    """Bytes kept for backward, by length."""
-    curves = [Curve(way, [kept_bytes(way, s) for s in _lengths()]) for way in WAYS]
-    ticks = [(2**power, size_words(2**power)) for power in (18, 20, 22, 24, 26)]
-    return family_pictures.growth(_lengths(), curves, "kept for backward", ticks)
+def growth_figure() -> str:
+    """Time of a forward and backward, and bytes kept between them, by length."""
+    lengths = _lengths()
+    times = {way: [milliseconds(way, s) for s in lengths] for way in WAYS}
+    kept = {way: [kept_bytes(way, s) for s in lengths] for way in WAYS}
+    panels = [
+        Panel("time", times, [(value, f"{value:,} ms") for value in (1, 10, 100, 1000)]),
+        Panel("kept", kept, [(2**n, size_words(2**n)) for n in (18, 20, 22, 24, 26)]),
+    ]
+    return family_pictures.growth(lengths, panels)
 
 
 def time_ratio(way: str, s: int, factor: int = 2) -> str:

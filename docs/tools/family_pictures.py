@@ -5,7 +5,7 @@ arguments.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pictures import HUES, box, svg, text
@@ -29,16 +29,17 @@ def links(stages: Sequence[Sequence[str]], hues: Sequence[int], messages: Sequen
         hues: the colour of each stage.
         messages: between each stage and the next.
     """
-    width, gap, top, line = 112, 116, 40, 16
+    width, gap, top, line, row = 112, 116, 8, 16, 30
     rows = max(len(link.forward) for link in messages)
-    height = max(max(map(len, stages)) * line + 14, 60)
+    height = max(max(map(len, stages)) * line + 14, 2 * rows * row)
     parts, said = [], []
     for place, (words, hue) in enumerate(zip(stages, hues, strict=True)):
         x = 8 + place * (width + gap)
         parts.append(box(x, top, width, height, f"mm-hue-{hue % HUES}"))
         for number, word in enumerate(words):
             css = f"mm-middle mm-on-{hue % HUES} " + ("mm-small" if number else "mm-strong")
-            parts.append(text(x + width / 2, top + 20 + number * line, word, css))
+            y = top + (height - len(words) * line) / 2 + 12 + number * line
+            parts.append(text(x + width / 2, y, word, css))
         said.append(f"{words[0]}: {', '.join(words[1:])}")
     for place, link in enumerate(messages):
         x = 8 + width + place * (width + gap)
@@ -48,14 +49,14 @@ def links(stages: Sequence[Sequence[str]], hues: Sequence[int], messages: Sequen
             ("mm-gradient", link.backward, -1),
         ):
             for number, shape in enumerate(shapes):
-                y = middle - way * (14 + (rows - 1) * 30 - number * 30)
+                y = middle - way * (row * (len(shapes) - number) - 12)
                 parts += _arrow(x + 5, x + gap - 5, y, way, kind)
                 parts.append(text(x + gap / 2, y - 5, shape, "mm-middle mm-small"))
             said.append(
                 f"{'forward' if way == 1 else 'back'} over link {place}: {' and '.join(shapes)}"
             )
     right = 16 + len(stages) * (width + gap) - gap
-    y = top + height + 30 + (rows - 1) * 16
+    y = top + height + 26
     parts += _arrow(8, 44, y - 4, 1, "mm-activation")
     parts.append(text(50, y, "activations, forward", "mm-small"))
     parts += _arrow(190, 226, y - 4, -1, "mm-gradient")
@@ -78,11 +79,11 @@ def _arrow(left: float, right: float, y: float, way: int, kind: str) -> list[str
 
 def decays(values: Sequence[Sequence[float]], chunk: int) -> str:
     """A lower-triangular matrix: token i reads, j wrote. Colour: inside a chunk, or through a state."""
-    size, left, top = 46, 92, 44
+    size, left, top = 46, 132, 44
     n = len(values)
     parts = [
         text(left, 16, "token that wrote", "mm-small mm-quiet"),
-        text(8, 16, "token that reads", "mm-small mm-quiet"),
+        text(8, top + size / 2 + 4, "token that reads", "mm-small mm-quiet"),
     ]
     for i in range(n):
         y = top + i * size
@@ -135,64 +136,62 @@ def _short(value: float) -> str:
 # -- Growth --
 
 
-class Curve(NamedTuple):
-    """A name and a value for each length."""
+class Panel(NamedTuple):
+    """What is shown; by name of a curve its value for each length; marks at the left."""
 
-    name: str
-    values: Sequence[float]
+    title: str
+    curves: Mapping[str, Sequence[float]]
+    ticks: Sequence[tuple[float, str]]
 
 
-def growth(
-    lengths: Sequence[int], curves: Sequence[Curve], unit: str, ticks: Sequence[tuple[float, str]]
-) -> str:
-    """Values over lengths, both on logarithmic axes: a straight line is a power of the length."""
-    left, right, top, width, height = 66, 190, 26, 440, 210
-    all_values = [value for curve in curves for value in curve.values] + [t for t, _ in ticks]
-    low, high = math.log(min(all_values)), math.log(max(all_values))
+def growth(lengths: Sequence[int], panels: Sequence[Panel]) -> str:
+    """Values over lengths, all axes logarithmic: a straight line is a power of the length."""
+    left, top, width, height, gap = 62, 30, 216, 200, 76
+    parts, said = [], []
+    for place, panel in enumerate(panels):
+        parts += _panel(panel, lengths, left + place * (width + gap), top, width, height)
+        said += [
+            f"{panel.title}, {name}: {values[0]:.3g} at {lengths[0]}, {values[-1]:.3g} at {lengths[-1]}"
+            for name, values in panel.curves.items()
+        ]
+    x = left + len(panels) * (width + gap) - gap + 18
+    for number, name in enumerate(panels[0].curves):
+        y = top + 14 + number * 26
+        parts.append(
+            f'<polyline points="{x},{y} {x + 30},{y}" class="mm-curve mm-curve-{number}"/>'
+        )
+        parts.append(text(x + 38, y + 4, name, "mm-small"))
+    picture = svg(x + 176, top + height + 26, "; ".join(said), parts)
+    return picture.replace('class="mm-picture"', 'class="mm-picture mm-flowing"')
+
+
+def _panel(
+    panel: Panel, lengths: Sequence[int], left: float, top: float, width: float, height: float
+) -> list[str]:
+    values = [value for curve in panel.curves.values() for value in curve]
+    values += [value for value, _ in panel.ticks]
+    low, high = math.log(min(values)), math.log(max(values))
     first, last = math.log(lengths[0]), math.log(lengths[-1])
 
     def place(length: float, value: float) -> tuple[float, float]:
         x = left + width * (math.log(length) - first) / (last - first)
         return x, top + height * (high - math.log(value)) / (high - low)
 
-    parts = [text(8, 14, unit, "mm-small mm-quiet")]
-    for value, words in ticks:
+    parts = [text(left, 14, panel.title, "mm-small mm-strong")]
+    for value, words in panel.ticks:
         _, y = place(lengths[0], value)
         parts.append(
-            f'<line x1="{left}" y1="{y:g}" x2="{left + width}" y2="{y:g}" class="mm-rule"/>'
+            f'<line x1="{left:g}" y1="{y:g}" x2="{left + width:g}" y2="{y:g}" class="mm-rule"/>'
         )
-        parts.append(text(left - 8, y + 4, words, "mm-small mm-quiet mm-end"))
-    for length in lengths:
-        x, _ = place(length, math.exp(low))
+        parts.append(text(left - 6, y + 4, words, "mm-small mm-quiet mm-end"))
+    for length in lengths[::2]:
+        x, _ = place(length, values[0])
         parts.append(text(x, top + height + 18, f"{length:,}", "mm-small mm-quiet mm-middle"))
-    parts.append(text(left + width + 12, top + height + 18, "tokens", "mm-small mm-quiet"))
-    ends = _apart([place(lengths[-1], curve.values[-1])[1] for curve in curves], 15)
-    for number, (curve, end) in enumerate(zip(curves, ends, strict=True)):
-        points = [place(*pair) for pair in zip(lengths, curve.values, strict=True)]
+    for number, curve in enumerate(panel.curves.values()):
+        points = [place(*pair) for pair in zip(lengths, curve, strict=True)]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{line}" class="mm-curve mm-curve-{number}"/>')
-        parts.append(text(left + width + 12, end + 4, curve.name, "mm-small mm-strong"))
-    said = f"{unit} by number of tokens; " + "; ".join(
-        f"{curve.name}: {curve.values[0]:.3g} at {lengths[0]}, {curve.values[-1]:.3g} at {lengths[-1]}"
-        for curve in curves
-    )
-    return svg(left + width + right, top + height + 28, said, parts)
-
-
-def _apart(wanted: Sequence[float], least: float) -> list[float]:
-    """Places near those that are wanted, in their order, no two closer than `least`.
-
-    >>> _apart([10, 12, 40], 15)
-    [3.5, 18.5, 40]
-    """
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    found = list(wanted)
-    for before, after in zip(order, order[1:], strict=False):
-        missing = least - (found[after] - found[before])
-        if missing > 0:
-            found[before] -= missing / 2
-            found[after] += missing / 2
-    return found
+    return parts
 
 
 # -- Sections of a weight --

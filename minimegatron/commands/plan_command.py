@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from minimegatron.core.models.T5.stack_split import StackSplit
 from minimegatron.core.pipeline_parallel.order_check import ScheduleError
@@ -20,6 +21,7 @@ from minimegatron.core.pipeline_parallel.orders import (
     get_schedule,
     schedule_names,
 )
+from minimegatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
@@ -29,12 +31,18 @@ from minimegatron.planner.actions import COMMUNICATE
 from minimegatron.planner.imagined_transport import BUFFERED, RENDEZVOUS
 from minimegatron.planner.layer_costs import LayeredCosts
 from minimegatron.planner.layer_plan import LayerCosts
-from minimegatron.planner.mtp_costs import layer_times, message_factors, stages_of_layout
+from minimegatron.planner.mtp_costs import (
+    Times,
+    layer_times,
+    message_factors,
+    stages_of_layout,
+)
 from minimegatron.planner.plan import Plan, plan
 from minimegatron.planner.plan_check import Problem, check
 from minimegatron.planner.render import FORMATS, render
 from minimegatron.planner.ring_costs import RingCosts
 from minimegatron.planner.simulator import Costs, simulate
+from minimegatron.planner.ssm_costs import named_layers
 from minimegatron.planner.stack_costs import costs_of_split, messages_behind
 
 
@@ -125,7 +133,13 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="NAME=F:B",
         help="with --layout: times of embedding or loss (default: 0), or of mtp (default: a layer's, "
-        "and a sixth of it for the projection); the loss is computed once more for each m",
+        "and a sixth of it for the projection); the loss is computed once more for each m. Those of M, "
+        "* and - are of the layers of --hybrid-override-pattern (default: a layer's)",
+    )
+    add(
+        "--hybrid-override-pattern",
+        metavar="LETTERS",
+        help="with --layout: a letter for each transformer layer: M Mamba, * attention, - MLP",
     )
     add(
         "--layer-nodes",
@@ -299,6 +313,10 @@ def _layout(args: argparse.Namespace) -> PipelineParallelLayerLayout | None:
     if args.layout is None:
         if args.layer_time:
             raise ValueError("--layer-time gives times of a layout's layers; add --layout")
+        if args.hybrid_override_pattern is not None:
+            raise ValueError(
+                "--hybrid-override-pattern says of which kind a layout's layers are; add --layout"
+            )
         return None
     if args.imbalance is not None:
         raise ValueError("--layout and --imbalance exclude each other; leave one out")
@@ -335,8 +353,19 @@ def _costs(
         # Chunks of one copy of the model: with two copies each stage is there twice.
         v = planned.config.num_virtual_stages // args.pp
         return Costs.of_stages(forward, backward, v, args.imbalance, latency, args.bandwidth)
-    stages = stages_of_layout(layout)
-    times = layer_times((forward, backward))
+    times = _times_of_layers(args, layout, (forward, backward))
+    layers: Any = layout
+    if args.hybrid_override_pattern is not None:
+        layers = named_layers(layout, args.hybrid_override_pattern)
+    return Costs.from_layout(layers, times, latency, args.bandwidth)
+
+
+def _times_of_layers(
+    args: argparse.Namespace, layout: PipelineParallelLayerLayout, decoder: Times
+) -> dict[str, Times]:
+    times = layer_times(decoder)
+    if args.hybrid_override_pattern is not None:
+        times |= dict.fromkeys(Symbols.VALID, decoder)
     for text in args.layer_time:
         name, _, pair = text.partition("=")
         parts = pair.split(":")
@@ -348,9 +377,9 @@ def _costs(
             times[name] = (_time(parts[0]), _time(parts[1]))
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--layer-time {text!r}: {error}") from None
-    num_depths = sum(stage.count(LayerType.mtp) for stage in stages)
+    num_depths = sum(stage.count(LayerType.mtp) for stage in stages_of_layout(layout))
     times["loss"] = layer_times(times["decoder"], times["loss"], num_depths)["loss"]
-    return Costs.from_layout(layout, times, latency, args.bandwidth)
+    return times
 
 
 def _layers(

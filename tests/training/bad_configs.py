@@ -11,6 +11,7 @@ from tests.training import (
     bad_bert_configs,
     bad_context_configs,
     bad_mamba_configs,
+    bad_masked_data_configs,
     bad_t5_configs,
 )
 
@@ -494,4 +495,9 @@ BAD_CONFIGS = [
         for flags, words, world_size in bad_mamba_configs.ROWS
     ),
     BadConfig("--mamba-state-dim 16", ("--mamba-state-dim", "pretrain_gpt", "run pretrain_mamba")),
+    # -- Samples with hidden words, and flags of older launch scripts --
+    *(
+        BadConfig(flags, words, program=program)
+        for program, flags, words in bad_masked_data_configs.ROWS
+    ),
 ]

@@ -177,7 +177,11 @@ def _samples_of_an_epoch(
 
 
 def _meant_lengths(max_length: int, short_seq_prob: float, seed: int) -> Iterator[int]:
-    """Without end: `max_length`, or for one in 1 / `short_seq_prob` numbers something from 2 to it."""
+    """Without end: `max_length`, or for one in 1 / `short_seq_prob` numbers something from 2 to it.
+
+    As in Megatron one number decides both. If `max_length - 1` and 1 / `short_seq_prob` have a common
+    divisor, short samples have a few lengths only: 2, 12, 22, ... for 61 and 0.1.
+    """
     # RandomState and C++'s mt19937 are one generator, and these are its numbers as they come.
     rng = numpy.random.RandomState(seed % 2**32)
     ratio = round(1 / short_seq_prob) if short_seq_prob else 0

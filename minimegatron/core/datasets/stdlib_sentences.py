@@ -4,6 +4,7 @@ Megatron has no such module; its examples begin with a download.
 """
 
 import functools
+import hashlib
 import math
 
 import numpy
@@ -28,14 +29,23 @@ LINES_PER_DOCUMENT = 40
 """A file makes several documents: what `--split` divides must be many and of about one size."""
 
 
+@functools.cache
 def documents_of_stdlib() -> list[list[str]]:
-    """Documents of up to `LINES_PER_DOCUMENT` lines that are not blank, without their indentation."""
+    """Documents of up to `LINES_PER_DOCUMENT` lines that are not blank, without their indentation.
+
+    Ordered by a hash: a split cut off the end is then a fair sample of all files. The lines around
+    those of a validation document may be in training data, they themselves are not.
+    """
     documents = []
     for text in part_of_stdlib():
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         for begin in range(0, len(lines), LINES_PER_DOCUMENT):
             documents.append(lines[begin : begin + LINES_PER_DOCUMENT])
-    return documents
+    return sorted(documents, key=_hash)
+
+
+def _hash(document: list[str]) -> bytes:
+    return hashlib.sha256("\n".join(document).encode()).digest()
 
 
 class StdlibSentences:

@@ -69,6 +69,7 @@ class MambaLayer(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None,
         *,
         rotary_pos_emb: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,

@@ -171,6 +171,7 @@ class MambaMixer(MegatronModule):
             tp_group=group,
         )
 
+    @accepts_left_out
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[s, b, h] -> ([s, b, h], no bias); [s/t, b, h] each with sequence parallelism.
 

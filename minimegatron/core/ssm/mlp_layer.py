@@ -6,19 +6,18 @@ parts do nothing.
 
 import torch
 
-from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class MLPLayer(TransformerLayer):
     """x + mlp(norm(x)), with the submodules `pre_mlp_layernorm` and `mlp` alone."""
 
-    @accepts_left_out
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None,
         *,
         rotary_pos_emb: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
@@ -34,12 +33,12 @@ class MLPLayer(TransformerLayer):
 class AttentionLayer(TransformerLayer):
     """x + attention(norm(x)), with the submodules `input_layernorm` and `self_attention` alone."""
 
-    @accepts_left_out
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None,
         *,
         rotary_pos_emb: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,

@@ -56,4 +56,12 @@ FAULTS_OF_BERT = (
         "Tokens that were not masked count too, with labels that are no token. The loss falls, because "
         "every logit falls.",
     ),
+    Fault(
+        "padding-mask-holds-pad-id",
+        "core/datasets/bert_dataset.py",
+        "        padding_mask = numpy.zeros(s, dtype=numpy.int64)\n",
+        "        padding_mask = numpy.full(s, tokenizer.pad, dtype=numpy.int64)\n",
+        "The mask is padded with what pads the text. Nothing is wrong with a vocabulary whose first "
+        "piece is [PAD]; with another, every token looks at padding.",
+    ),
 )

@@ -77,7 +77,7 @@ def test_every_half_learns_and_hands_on_the_context():
     assert without == []
     hidden, context = torch.randn(8, 1, 16), torch.randn(3)
     for layer in hybrid.decoder.layers:
-        output, same = layer(hidden, None, context)
+        output, same = layer(hidden, None, context=context)
         assert output.shape == hidden.shape and same is context
 
 
