@@ -1,11 +1,13 @@
 """On one rank T5Model equals a T5 that shares no code with it; on several, each has its part."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from minimegatron.core.models.T5.stack_split import (
     StackSplit,
     ranks_with_position_embedding_of_t5,
@@ -175,6 +177,19 @@ def test_stages_have_all_weights_of_the_whole_with_the_same_values(kind, pp_size
     assert all(word.shared_embedding for word in found["embedding.word_embeddings.weight"])
     if tied:
         assert len(found["embedding.position_embeddings.weight"]) == 2
+
+
+def test_every_copy_has_a_bucket_of_its_own():
+    """With ZeRO-1 a rank has a part of each bucket: of copies, the same elements on every stage."""
+    buffer = SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=True))
+    found = {
+        (rank, name)
+        for rank in range(3)
+        for name, param in named_global_parameters(build("tied, learned", rank, 3, 1))
+        if _ParamAndGradBuffer._needs_own_bucket(buffer, param)
+    }
+    words, positions = (f"embedding.{kind}_embeddings.weight" for kind in ("word", "position"))
+    assert found == {(0, words), (0, positions), (1, words), (1, positions), (2, words)}
 
 
 def test_which_ranks_share_weights():
