@@ -21,8 +21,8 @@ FAULTS_OF_BERT = (
         _MODEL,
         "self.bert_extended_attention_mask(attention_mask),\n",
         "self.bert_extended_attention_mask(attention_mask) if self.pre_process else None,\n",
-        "The layers of the first stage leave out padding and all others look at it, so the loss is wrong. "
-        "With one stage everything is right.",
+        "The layers of the first stage leave out padding and all others look at it, so the loss is "
+        "wrong. With one stage everything is right.",
     ),
     Fault(
         "mlm-head-without-bias",

@@ -50,8 +50,8 @@ FAULTS_OF_MAMBA = (
         "            partition_sizes=self.sections,\n",
         "",
         "The stack of z, x, B, C and dt is cut as one matrix. The first rank takes rows of z where "
-        "it needs x, so with t > 1 the loss is wrong: other weights than with t = 1, and a checkpoint is "
-        "read wrongly.",
+        "it needs x, so with t > 1 the loss is wrong: these are other weights than with t = 1. A "
+        "checkpoint is read wrongly.",
     ),
     Fault(
         "gate-after-norm",

@@ -30,8 +30,8 @@ FAULTS_OF_T5 = (
         "core/models/T5/stack_split.py",
         "    return ranks_with_word_embedding_of_t5(split, False, pp_ranks) if is_learned else ",
         "    return pp_ranks[:1] if is_learned else ",
-        "Each stack trains its copy of the positions with a gradient of its own: the copies are equal at "
-        "first, and drift apart.",
+        "Each stack trains its copy of the positions with a gradient of its own: the copies are equal "
+        "at first, and drift apart.",
     ),
     Fault(
         "position-copies-without-own-bucket",
