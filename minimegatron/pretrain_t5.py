@@ -59,11 +59,12 @@ def model_provider(
     args, split = get_args(), split_of_stages()
     rank = parallel_state.get_pipeline_model_parallel_rank()
     config = core_transformer_config_from_args(args)
+    has_bias = args.position_embedding_type == "relative"
     return T5Model(
         config=replace(config, num_layers=args.decoder_num_layers or args.num_layers),
         encoder_config=split.encoder_config(config, args.encoder_num_layers or args.num_layers),
-        transformer_encoder_layer_spec=encoder_model_with_local_spec(),
-        transformer_decoder_layer_spec=decoder_model_with_local_spec(),
+        transformer_encoder_layer_spec=encoder_model_with_local_spec(has_bias),
+        transformer_decoder_layer_spec=decoder_model_with_local_spec(has_bias),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=split.begins(rank),
@@ -71,6 +72,8 @@ def model_provider(
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
+        relative_attention_num_buckets=args.relative_attention_num_buckets,
+        relative_attention_max_distance=args.relative_attention_max_distance,
         add_encoder=split.has_encoder(rank),
         add_decoder=split.has_decoder(rank),
     )

@@ -174,7 +174,9 @@ def rosetta_page(package: Package, stash: Stash | None = None) -> str:
         "in meaning is known but shorter bodies and errors: here ValueError, where Megatron often "
         f"asserts. {NOT_COMPARED} means that nothing was compared: `megatron.training` is in "
         "Megatron's repository and not in that package, so of its symbols only the names were looked "
-        "up. Open a module, or type a part of a name. Further down: [modules that are only here]"
+        "up. Open a module, or type a part of a name. With a walk-through of Megatron in hand, see "
+        "[the walk-throughs, section by section](walkthroughs.md). Further down: "
+        "[modules that are only here]"
         "(#only-here), [names that a package offers](#names-that-a-package-offers), [arguments that "
         "are left out](#arguments-that-are-left-out), [what is refused](#what-is-refused).\n",
         FILTER,

@@ -25,7 +25,8 @@ from minimegatron.convert.gpt2 import GPT2
 from minimegatron.convert.llama import LLAMA
 from minimegatron.convert.mamba2 import MAMBA2
 from minimegatron.convert.mixtral import MIXTRAL
-from minimegatron.convert.sizes import check_shape
+from minimegatron.convert.model_sizes import check_shape
+from minimegatron.convert.t5 import T5
 from minimegatron.core import dist_checkpointing
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
@@ -39,7 +40,7 @@ from minimegatron.training.checkpoint_folder import (
 )
 from minimegatron.training.config import SECTIONS
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, BERT, MAMBA2)}
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, BERT, T5, MAMBA2)}
 MODEL_SECTIONS = ("model", "moe", "bert", "t5", "mamba")
 """Of `training.config`: those that say what a model computes."""
 

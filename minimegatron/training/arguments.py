@@ -267,9 +267,9 @@ def _values_from_args(args: Arguments | argparse.Namespace, config_class: type) 
 
 
 def _activation_func(args: Arguments | argparse.Namespace) -> Callable:
-    if args.swiglu:
-        return F.silu
-    return fast_gelu if args.openai_gelu else F.gelu
+    if args.openai_gelu:  # with --swiglu too: the gate of T5's later versions
+        return fast_gelu
+    return F.silu if args.swiglu else F.gelu
 
 
 def optimizer_config_from_args(args: Arguments | argparse.Namespace) -> OptimizerConfig:

@@ -58,10 +58,10 @@ class ModelConfig:
     """Rows of the position table; no sequence may be longer."""
     group_query_attention: bool = knob(False, compared=True)
     """Let several query heads share one key/value head; needs --num-query-groups."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = knob(
+    position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = knob(
         "learned_absolute", compared=True
     )
-    """How the model knows positions."""
+    """How the model knows positions; relative is T5's alone."""
     rotary_base: int = knob(
         10000, minimum=1, compared=("position_embedding_type", "learned_absolute")
     )
@@ -108,6 +108,10 @@ class T5Config:
     """Tokens that the encoder reads; by default --seq-length."""
     decoder_seq_length: int | None = knob(minimum=1)
     """Tokens that the decoder writes; by default --seq-length."""
+    relative_attention_num_buckets: int = knob(32, minimum=4, compared=True)
+    """Relative positions: rows of the table, each for a distance or for several."""
+    relative_attention_max_distance: int = knob(128, minimum=1, compared=True)
+    """Relative positions: all that is farther is one distance."""
     vocab_extra_ids: int = knob(0, minimum=0)
     """Tokens that stand for a piece of text that was taken out."""
     pipeline_model_parallel_split_rank: int | None = knob(minimum=1)

@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core.models.common.embeddings.relative_pos_embedding import (
+    RelativePositionEmbedding,
+)
 from minimegatron.core.models.T5.t5_model import T5Model
 from minimegatron.core.models.T5.t5_spec import (
     decoder_model_with_local_spec,
@@ -29,6 +32,7 @@ from tests.groups import PretendGroup
 from tests.ranks import run_ranks
 
 their_model = megatron_module("models.T5.t5_model")
+their_positions = megatron_module("models.common.embeddings.relative_pos_embedding")
 their_spec = megatron_module("models.T5.t5_spec")
 their_groups = megatron_module("process_groups_config")
 their_config = megatron_module("transformer.transformer_config")
@@ -164,6 +168,16 @@ def test_same_losses_and_gradients(size):
             assert found[name] < limit, f"{case}: {name} differs by {found[name]}"
             worst[kind] = max(worst.get(kind, 0.0), found[name])
     figure(f"t = {size}, worst relative difference: {worst}")
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("lengths", [(40, 40), (3, 50), (50, 3)])
+def test_same_distances(bidirectional, lengths):
+    sizes = (torch.nn.init.normal_, 4, 8, 20)
+    theirs = their_positions.RelativePositionEmbedding(bidirectional, *sizes)
+    ours = RelativePositionEmbedding(bidirectional, *sizes, tp_group=PretendGroup())
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours(*lengths), theirs(*lengths))
 
 
 # -- What is known to differ --

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimegatron import pretrain_bert, pretrain_mamba
+from minimegatron import pretrain_bert, pretrain_mamba, pretrain_t5
 from minimegatron.core import parallel_state
 from minimegatron.training import training
 from minimegatron.training.global_vars import destroy_global_vars
@@ -26,17 +26,36 @@ safetensors = pytest.importorskip("safetensors.torch", reason="the extra `conver
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2}
 BERT = {"num_attention_heads": 4, "intermediate_size": 40, "max_position_embeddings": 12, **SMALL}
 MAMBA = {"num_heads": 8, "head_dim": 4, "n_groups": 2, "state_size": 8, "chunk_size": 4, **SMALL}
+T5 = {"vocab_size": 50, "d_model": 16, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+T5 |= {"d_kv": 4, "d_ff": 40, "relative_attention_num_buckets": 8}
+T5 |= {"relative_attention_max_distance": 10, "tie_word_embeddings": False}
 THEIRS = {
     "bert": ("MegatronBertConfig", "MegatronBertForPreTraining", BERT),
     "mamba": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA),
     "mamba tied": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA | {"tie_word_embeddings": True}),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        T5 | {"feed_forward_proj": "gated-gelu"},
+    ),
+    "t5 not gated": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        T5 | {"feed_forward_proj": "gelu", "d_kv": 16},
+    ),
 }
 DEFAULTS = {
     "bert": {"model_family": "bert", "tokenizer_type": "BertWordPieceLowerCase"},
+    "t5": {
+        "model_family": "t5",
+        "tokenizer_type": "BertWordPieceLowerCase",
+        "padded_vocab_size": 50,
+        "vocab_extra_ids": 2,
+    },
     "mamba": {"model_family": "mamba", "padded_vocab_size": 260},
 }
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(45))]
-PROGRAMS = {"bert": pretrain_bert, "mamba": pretrain_mamba}
+PROGRAMS = {"bert": pretrain_bert, "mamba": pretrain_mamba, "t5": pretrain_t5}
 MASK = torch.ones(2, 10, dtype=torch.long)
 MASK[1, 7:] = 0
 TYPES = torch.arange(10).ge(4).long().expand(2, 10)
@@ -50,6 +69,8 @@ def their_model(kind: str) -> torch.nn.Module:
     for name, param in model.named_parameters():
         if param.dim() == 1:
             torch.nn.init.normal_(param, mean=float("norm" in name or "ln" in name), std=0.2)
+    if kind.startswith("t5"):  # what transformers makes is tied, what it loads need not be
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(50, 16))
     return model.eval()
 
 
@@ -58,6 +79,8 @@ def their_outputs(kind: str, model: torch.nn.Module) -> list[torch.Tensor]:
         if kind == "bert":
             found = model(TOKENS, attention_mask=MASK, token_type_ids=TYPES)
             return [found.prediction_logits * MASK[..., None], found.seq_relationship_logits]
+        if kind.startswith("t5"):
+            return [model(TOKENS, attention_mask=MASK, decoder_input_ids=TOKENS[:, 2:]).logits]
         return [model(TOKENS).logits]
 
 
@@ -94,14 +117,19 @@ def mamba_outputs(model: torch.nn.Module) -> list[torch.Tensor]:
     return [whole(model(TOKENS, None, None))]
 
 
-FORWARD = {"bert": bert_outputs, "mamba": mamba_outputs}
+def t5_outputs(model: torch.nn.Module) -> list[torch.Tensor]:
+    padding = MASK.eq(0)[:, None, None, :]
+    return [whole(model(TOKENS, TOKENS[:, 2:], padding, None, padding))]
+
+
+FORWARD = {"bert": bert_outputs, "mamba": mamba_outputs, "t5": t5_outputs}
 
 
 def there(capsys, path: Path, kind: str) -> tuple[Path, list[str]]:
     """A folder that transformers has saved, converted; and the flags that the command says to use."""
     their_model(kind).save_pretrained(path / "hf")
-    if kind == "bert":
-        (path / "hf/vocab.txt").write_text("\n".join(PIECES))
+    if not kind.startswith("mamba"):
+        (path / "hf/vocab.txt").write_text("\n".join(PIECES[: 40 if kind.startswith("t5") else 50]))
     capsys.readouterr()
     words = ("--from", "hf", "--to", "minimegatron", "--load-dir", path / "hf")
     code, out = convert(capsys, *words, "--save-dir", path / "ours")
@@ -112,7 +140,7 @@ def there(capsys, path: Path, kind: str) -> tuple[Path, list[str]]:
 
 def test_imported_models_compute_what_transformers_computes(capsys, tmp_path):
     jobs = [(kind, there(capsys, tmp_path / kind.replace(" ", "-"), kind)[1]) for kind in THEIRS]
-    results = run_ranks(our_outputs, 2, jobs)[0]
+    results = run_ranks(our_outputs, 2, jobs, timeout=240)[0]
     for kind, found in zip(THEIRS, results, strict=True):
         expected = their_outputs(kind, their_model(kind))
         difference = max(
@@ -150,6 +178,14 @@ REFUSED = {
     "post-norm": ("bert", {"model_type": "bert"}, "'bert'; supported are gpt2"),
     "layers": ("bert", {"num_hidden_layers": 3}, "no weight bert.encoder.layer.2"),
     "width": ("bert", {"hidden_size": 32}, "50 x 16, but by config.json it is any x 32"),
+    "relu": ("t5", {"feed_forward_proj": "relu"}, "feed_forward_proj relu"),
+    "tied": ("t5", {"scale_decoder_outputs": True}, "the tied output layer of T5's first version"),
+    "heads of t5": ("t5", {"d_kv": 8}, "SelfAttention.q.weight makes encoder.layers.0"),
+    "buckets": (
+        "t5",
+        {"relative_attention_num_buckets": 9},
+        "8 x 4, but by config.json it is 9 x 4",
+    ),
     "convolution": ("mamba", {"conv_kernel": 3}, "conv_kernel 3 instead of 4"),
     "time": ("mamba", {"time_step_limit": [0.0, 0.1]}, "a limit on the time step"),
     "heads": ("mamba", {"num_heads": 6}, "6 heads of 4 features, which are not expand"),

@@ -234,8 +234,8 @@ class TransformerBlock(MegatronModule):
             hidden_states, _ = layer(
                 hidden_states,
                 attention_mask,
-                context,
-                context_mask,
+                context=context,
+                context_mask=context_mask,
                 rotary_pos_emb=rotary_pos_emb,
                 checkpoint_core_attention=checkpoint_core_attention,
             )

@@ -8,7 +8,7 @@ way of cutting the step must give the gradients that one process gets. The stude
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,65 +42,21 @@ from minimegatron.core.transformer.layer_placement import ranks_with_word_embedd
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
+from minimegatron.exercises.bench.family_steps import (
+    FAMILIES,
+    Family,
+    sum_of_losses,
+    tokens_with_mask,
+)
+from minimegatron.exercises.bench.step_case import (
+    HEADS,
+    HIDDEN,
+    MICRO_BATCH,
+    SEQ,
+    VOCAB,
+    StepCase,
+)
 from minimegatron.training.utils import get_batch_on_this_cp_rank
-
-VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 16, 4, 2, 16, 2
-
-
-@dataclass(frozen=True)
-class StepCase:
-    """One way of cutting the step; the data-parallel size is what remains of the world."""
-
-    tp: int = 1
-    pp: int = 1
-    vp: int | None = None
-    num_microbatches: int = 2
-    """Of each data-parallel replica."""
-    num_layers: int = 0
-    """0 for one layer per virtual stage."""
-    seed: int = 0
-    """Of weights and data."""
-    tied: bool = True
-    swiglu: bool = False
-    sequence_parallel: bool = False
-    per_token: bool = False
-    overlap_grad_reduce: bool = False
-    distributed_optimizer: bool = False
-    clip_grad: float = 0.0
-    loss_scale: float | None = None
-    """A first dynamic loss scale; None for no scaling."""
-    loss_scale_window: int = 2
-    hysteresis: int = 2
-    # -- Experts --
-    num_experts: int = 0
-    """Of every layer; 0 for MLPs."""
-    ep: int = 1
-    etp: int | None = None
-    """None for tp."""
-    topk: int = 2
-    dispatcher: str = "alltoall"
-    balance: str = "none"
-    """The loss that keeps experts balanced; one process must find the same of it."""
-    overlap_moe: bool = False
-    """Combined 1F1B: a forward beside each backward, layer by layer."""
-    # -- Ranks that share sequences; further tokens --
-    cp: int = 1
-    comm: str = "p2p"
-    """How attention gets the keys of other ranks: `cp_comm_type`."""
-    mtp: int = 0
-    """Depths: how many tokens after the next one are predicted."""
-    rope: bool = False
-    """Positions by rotation, as always with `mtp`; else from a table."""
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The fields, as a `Case` carries them."""
-        return asdict(self)
-
-    @property
-    def layers(self) -> int:
-        """Transformer layers of the whole model."""
-        return self.num_layers or self.pp * (self.vp or 1)
 
 
 @dataclass(frozen=True)
@@ -128,6 +84,7 @@ def _transformer_config(case: StepCase) -> TransformerConfig:
         }
     if case.num_experts:
         style |= _of_experts(case)
+    style |= family_of(case).config
     if case.mtp:
         # Large, so that a mistake in these losses is seen.
         style |= {"mtp_num_layers": case.mtp, "mtp_loss_scaling_factor": 0.5}
@@ -193,19 +150,7 @@ def _optimizer_config(case: StepCase) -> OptimizerConfig:
 
 def batches(seed: int, num: int) -> list[dict[str, torch.Tensor]]:
     """The global batch's microbatches, with a different number of unmasked tokens in each."""
-    generator = torch.Generator().manual_seed(seed + 7)
-    found = []
-    for i in range(num):
-        text = torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
-        mask = torch.ones(MICRO_BATCH, SEQ, dtype=torch.float64)
-        mask[:, SEQ - i % 3 :] = 0.0
-        found.append({"tokens": text[:, :-1], "labels": text[:, 1:], "mask": mask})
-    return found
-
-
-def _loss_func(mask: torch.Tensor, output: torch.Tensor) -> tuple:
-    total, num_tokens = (output * mask).sum(), mask.sum().int()
-    return total, num_tokens, {"loss": total.detach().clone()}
+    return tokens_with_mask(seed, num)
 
 
 def _share_of_mean(
@@ -229,14 +174,42 @@ def forward_step_func(
     output = run(batch["tokens"], batch["positions"], None, **targets)
     if cp_group.size() > 1 and not get_model_config(model).calculate_per_token_loss:
         return output, partial(_share_of_mean, batch["mask"], whole["mask"].sum())
-    return output, partial(_loss_func, batch["mask"])
+    return output, partial(sum_of_losses, batch["mask"])
+
+
+def _build_gpt(
+    case: StepCase,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    first: bool,
+    last: bool,
+    vp_stage: int | None,
+) -> GPTModel:
+    spec = get_gpt_layer_local_spec(case.num_experts or None)
+    further = get_gpt_mtp_block_spec(config, spec, vp_stage=vp_stage, pp_rank=groups.pp.rank())
+    return GPTModel(
+        config,
+        spec,
+        VOCAB,
+        SEQ,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="rope" if case.rope or case.mtp else "learned_absolute",
+        mtp_block_spec=further,
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
+
+
+GPT = Family(_build_gpt, batches, forward_step_func)
 
 
 class GptStep:
     """This rank's chunks of the model, wrapped, with their optimizer and their part of the data."""
 
     def __init__(self, case: StepCase, groups: ProcessGroupCollection):
-        self.case, self.groups = case, groups
+        self.case, self.groups, self.family = case, groups, family_of(case)
         self.config = _transformer_config(case)
         self.chunks = [self._chunk(chunk_id) for chunk_id in range(case.vp or 1)]
         self.optimizer = get_megatron_optimizer(
@@ -248,28 +221,16 @@ class GptStep:
         if case.loss_scale is not None:
             self.config.grad_scale_func = self.optimizer.scale_loss
         dp_rank, dp_size = groups.dp.rank(), groups.dp.size()
-        self.data = batches(case.seed, case.num_microbatches * dp_size)[dp_rank::dp_size]
+        self.data = self.family.batches(case.seed, case.num_microbatches * dp_size)[
+            dp_rank::dp_size
+        ]
 
     def _chunk(self, chunk_id: int) -> DistributedDataParallel:
         case, place = self.case, (self.groups.pp.rank(), chunk_id)
         placement = placement_of(self.config)
-        spec = get_gpt_layer_local_spec(case.num_experts or None)
+        ends = (placement.is_first(*place), placement.is_last(*place))
         vp_stage = None if case.vp is None else chunk_id
-        model = GPTModel(
-            self.config,
-            spec,
-            VOCAB,
-            SEQ,
-            pre_process=placement.is_first(*place),
-            post_process=placement.is_last(*place),
-            share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="rope" if case.rope or case.mtp else "learned_absolute",
-            mtp_block_spec=get_gpt_mtp_block_spec(
-                self.config, spec, vp_stage=vp_stage, pp_rank=place[0]
-            ),
-            pg_collection=self.groups,
-            vp_stage=vp_stage,
-        )
+        model = self.family.build(case, self.config, self.groups, *ends, vp_stage)
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=case.distributed_optimizer,
             overlap_grad_reduce=case.overlap_grad_reduce,
@@ -295,11 +256,12 @@ class GptStep:
             is_cut = self.case.pp > 1
             function = get_forward_backward_func() if is_cut else forward_backward_no_pipelining
         reports = function(
-            forward_step_func=forward_step_func,
+            forward_step_func=self.family.forward_step,
             data_iterator=[iter(self.data) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=self.case.num_microbatches,
-            seq_length=SEQ,
+            seq_length=self.family.seq_length,
+            decoder_seq_length=SEQ,
             micro_batch_size=MICRO_BATCH,
             pg_collection=self.groups,
         )
@@ -330,20 +292,26 @@ class GptStep:
         return shard_parameter(full, param, group.rank(), group.size())
 
 
+def family_of(case: StepCase) -> Family:
+    """What its step needs to know."""
+    return FAMILIES[case.family] if case.family != "gpt" else GPT
+
+
 def make_groups(case: StepCase) -> ProcessGroupCollection:
     """The process groups for a case, in place of whatever there was; every rank must call it."""
-    copies = None
+    copies = family_of(case).embedding_ranks(case)
     if case.mtp:
-        copies = partial(ranks_with_word_embedding, _transformer_config(case), case.tied)
+        ranks = partial(ranks_with_word_embedding, _transformer_config(case), case.tied)
+        copies = {"get_embedding_ranks": ranks}
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         context_parallel_size=case.cp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vp,
-        get_embedding_ranks=copies,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
+        **copies,
     )
     model_parallel_cuda_manual_seed(1)
     return ProcessGroupCollection.use_mpu_process_groups()

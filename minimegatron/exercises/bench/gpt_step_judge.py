@@ -149,6 +149,7 @@ def _one_process(case: StepCase, dp: int) -> GptStep:
         cp=1,
         pp=1,
         vp=None,
+        split=None,
         ep=1,
         etp=1,
         overlap_moe=False,

@@ -21,6 +21,9 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
 )
+from minimegatron.core.models.common.embeddings.relative_pos_embedding import (
+    RelativePositionEmbedding,
+)
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
 from minimegatron.core.models.T5.stack_split import StackLine, StackSplit, check_t5
@@ -29,11 +32,12 @@ from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_late
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
 from minimegatron.core.tracing import traced
+from minimegatron.core.transformer.biased_attention import bias_with_mask
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
-POSITIONS = ("learned_absolute", "rope", "none")
+POSITIONS = ("learned_absolute", "rope", "relative", "none")
 
 
 @accepts_left_out
@@ -106,8 +110,11 @@ class T5Model(LanguageModule):
             head.
         parallel_output: leave logits cut over the vocabulary, [.., v/t].
         share_embeddings_and_output_weights: the head uses the word embedding's weight.
-        position_embedding_type: "learned_absolute", "rope" or "none".
+        position_embedding_type: "learned_absolute", "rope", "relative" (then the specs are with a bias,
+            and the model is on one stage) or "none".
         rotary_percent: see `RotaryEmbedding`.
+        relative_attention_num_buckets, relative_attention_max_distance: see
+            `RelativePositionEmbedding`.
         add_encoder, add_decoder: this stage has layers of that stack.
         pg_collection: tp, pp and cp are used; None for `parallel_state`'s.
 
@@ -131,6 +138,8 @@ class T5Model(LanguageModule):
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: str = "learned_absolute",
         rotary_percent: float = 1.0,
+        relative_attention_num_buckets: int = 32,
+        relative_attention_max_distance: int = 128,
         add_encoder: bool = True,
         add_decoder: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
@@ -161,6 +170,10 @@ class T5Model(LanguageModule):
             self.rotary_pos_emb = RotaryEmbedding(config.kv_channels, rotary_percent, dtype=dtype)
         with weights_drawn_later():
             self._build(transformer_encoder_layer_spec, transformer_decoder_layer_spec, rank)
+            if position_embedding_type == "relative":
+                self._build_distances(
+                    relative_attention_num_buckets, relative_attention_max_distance
+                )
             if self.post_process:
                 self.lm_head = T5LMHead(
                     config,
@@ -190,6 +203,24 @@ class T5Model(LanguageModule):
             line = self.split.decoder_line(rank)
             config = dataclasses.replace(self.config, pipeline_model_parallel_size=line.size())
             self.decoder = self._stack(config, decoder_spec, line)
+
+    def _build_distances(self, num_buckets: int, max_distance: int) -> None:
+        """A table for each stack, which all its layers use."""
+        if self.config.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "position_embedding_type 'relative' needs one table in all layers of a stack, but "
+                f"pipeline_model_parallel_size is {self.config.pipeline_model_parallel_size}; use 1, "
+                "or other positions"
+            )
+        sizes = (
+            self.config.init_method,
+            self.config.num_attention_heads,
+            num_buckets,
+            max_distance,
+        )
+        options = {"dtype": self.config.params_dtype, "tp_group": self.tp_group}
+        self.encoder_relative_pos_emb = RelativePositionEmbedding(True, *sizes, **options)
+        self.decoder_relative_pos_emb = RelativePositionEmbedding(False, *sizes, **options)
 
     def _stack(self, config: TransformerConfig, spec: Any, line: StackLine) -> TransformerBlock:
         """This stage's layers of one stack, which is cut over its own line of stages only."""
@@ -328,6 +359,11 @@ class T5Model(LanguageModule):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids, t5_position_ids(input_ids))
+        if self.position_embedding_type == "relative":
+            is_encoder = stack is self.encoder
+            table = self.encoder_relative_pos_emb if is_encoder else self.decoder_relative_pos_emb
+            bias = table(input_ids.size(1), input_ids.size(1))
+            attention_mask = bias_with_mask(bias, attention_mask)
         angles = None
         activations = embedded if self.pre_process else stack.input_tensor
         if self.rotary_pos_emb is not None and activations is not None:

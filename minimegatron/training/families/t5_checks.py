@@ -72,11 +72,23 @@ def check_lengths(args: argparse.Namespace) -> None:
 
 
 def check_positions_of_t5(args: argparse.Namespace) -> None:
-    """Tokens have places: the encoder looks both ways."""
+    """Tokens have places: the encoder looks both ways. A table of distances is on one stage."""
+    buckets, distance = args.relative_attention_num_buckets, args.relative_attention_max_distance
+    if buckets >= distance:
+        raise ValueError(
+            f"--relative-attention-num-buckets {buckets} are not fewer than the distances, "
+            f"--relative-attention-max-distance {distance}; raise the second, or give fewer buckets"
+        )
+    p = args.pipeline_model_parallel_size
+    if args.position_embedding_type == "relative" and p > 1:
+        raise ValueError(
+            "--position-embedding-type relative needs one table in all layers of a stack, but "
+            f"--pipeline-model-parallel-size is {p}; use 1, or other positions"
+        )
     if args.position_embedding_type == "none":
         raise ValueError(
             "--position-embedding-type none leaves T5's encoder, which looks both ways, without any "
-            "order; use learned_absolute or rope"
+            "order; use learned_absolute, rope or relative"
         )
 
 

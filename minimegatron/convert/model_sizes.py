@@ -55,6 +55,10 @@ def _ends(args: dict[str, Any]) -> dict[str, Shape]:
         "dense.weight": (h, h),
         "binary_head.weight": (2, h),
         "binary_head.bias": (2,),
+        "relative_attention_bias.weight": (
+            args.get("relative_attention_num_buckets"),
+            args["num_attention_heads"],
+        ),
     }
 
 
