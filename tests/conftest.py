@@ -35,6 +35,7 @@ LONGEST = (
     "test_parity_experts",
     "test_parity_context",
     "test_parity_mtp",
+    "test_parity_mamba",
     "doctor/test_planted_hangs",
     "gpu/test_parts",
     "test_mutations",
@@ -48,7 +49,11 @@ LONGEST = (
     "core/pipeline_parallel/test_combined_1f1b",
     "core/transformer/moe/test_unusual_runs",
     "training/test_expert_checkpoints",
+<<<<<<< HEAD
     "training/test_old_flags",
+=======
+    "training/test_mamba_runs",
+>>>>>>> main
     "faults/test_leftovers",
     "core/test_local_channels",
     "exercises/test_grading",
