@@ -49,11 +49,8 @@ LONGEST = (
     "core/pipeline_parallel/test_combined_1f1b",
     "core/transformer/moe/test_unusual_runs",
     "training/test_expert_checkpoints",
-<<<<<<< HEAD
     "training/test_old_flags",
-=======
     "training/test_mamba_runs",
->>>>>>> main
     "faults/test_leftovers",
     "core/test_local_channels",
     "exercises/test_grading",
