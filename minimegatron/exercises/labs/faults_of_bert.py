@@ -13,16 +13,16 @@ FAULTS_OF_BERT = (
         _MODEL,
         "both_are_tokens = attention_mask.unsqueeze(1) * attention_mask.unsqueeze(2)\n",
         "both_are_tokens = attention_mask.unsqueeze(2).expand(-1, -1, attention_mask.size(1))\n",
-        "Padding looks at nothing, but tokens look at padding: a text's loss depends on how long the "
-        "others of its batch are.",
+        "Padding looks at nothing, but tokens look at padding: the loss is wrong, and a text's share "
+        "depends on how long the others of its batch are.",
     ),
     Fault(
         "mask-only-on-first-stage",
         _MODEL,
         "self.bert_extended_attention_mask(attention_mask),\n",
         "self.bert_extended_attention_mask(attention_mask) if self.pre_process else None,\n",
-        "The layers of the first stage leave out padding and all others look at it. With one stage "
-        "nothing is wrong.",
+        "The layers of the first stage leave out padding and all others look at it, so the loss is "
+        "wrong. With one stage everything is right.",
     ),
     Fault(
         "mlm-head-without-bias",
