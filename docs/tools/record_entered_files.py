@@ -34,7 +34,6 @@ T5 = """
     --pipeline-model-parallel-split-rank 1 --encoder-num-layers 1 --decoder-num-layers 1
     --encoder-seq-length 64 --decoder-seq-length 32 --vocab-extra-ids 16
 """
-NOT_OF_T5 = ("--num-layers", "--seq-length")
 MAMBA = "--mamba-head-dim 32 --mamba-num-groups 2"
 PROGRAMS = {
     "GPT": ("pretrain_gpt", ""),
@@ -82,13 +81,9 @@ def watch(program: str, folder: str, flags: list[str]) -> None:
 
 def entered_by(program: str, own_flags: str) -> list[str]:
     """The files that any rank enters."""
-    words = FLAGS.split()
-    left_out = NOT_OF_T5 if own_flags == T5 else ()
-    pairs = zip(words[::2], words[1::2], strict=True)
-    flags = [word for pair in pairs if pair[0] not in left_out for word in pair]
     with tempfile.TemporaryDirectory() as folder:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        flags += own_flags.split()
+        flags = [*FLAGS.split(), *own_flags.split()]
         subprocess.run(
             [sys.executable, *launch, str(HERE / Path(__file__).name), program, folder, *flags],
             check=True,

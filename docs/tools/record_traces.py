@@ -1,6 +1,6 @@
 """Records the runs that the documentation replays, into docs/recordings. `make traces` runs this.
 
-Called by: the Makefile. Calls: torchrun with `minimegatron.pretrain_gpt --trace`, then
+Called by: the Makefile. Calls: torchrun with a program of the package and `--trace`, then
 `minimegatron.tracing`, whose timeline page has the same data. Real ranks, tensors, messages, losses and
 gradients; in paced runs computation is padded, so that few cores show the schedule and not their
 own shortage. Of the recorded steps the one of median length is kept.
@@ -51,6 +51,7 @@ class Recipe(NamedTuple):
     title: str
     num_ranks: int
     flags: dict[str, Any]
+    program: str = "pretrain_gpt"
 
 
 RECIPES = {
@@ -115,6 +116,20 @@ RECIPES = {
             "--global-batch-size": 1,
         },
     ),
+    "t5": Recipe(
+        "T5 on 3 ranks, the encoder on the first, paced",
+        3,
+        {
+            "--pipeline-model-parallel-size": 3,
+            "--pipeline-model-parallel-split-rank": 1,
+            "--num-layers": 2,
+            "--decoder-seq-length": 32,
+            "--vocab-extra-ids": 16,
+            "--global-batch-size": 4,
+            **PACE,
+        },
+        "pretrain_t5",
+    ),
     "one-rank": Recipe("One rank, no pipeline", 1, {"--num-layers": 2, "--global-batch-size": 3}),
 }
 NUM_STEPS = 3
@@ -132,7 +147,7 @@ def record(recipe: Recipe, folder: str) -> str:
     flags |= {"--trace-first-step": NUM_WARMUP_STEPS, "--trace-num-steps": NUM_STEPS}
     words = [str(word) for flag, value in flags.items() for word in (flag, value) if word != ""]
     launch = ["--standalone", "--nproc-per-node", str(recipe.num_ranks)]
-    launch += ["-m", "minimegatron.pretrain_gpt"]
+    launch += ["-m", f"minimegatron.{recipe.program}"]
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *launch, *words, "--trace", folder],
         check=True,

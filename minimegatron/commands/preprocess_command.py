@@ -46,6 +46,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(SPLITTERS),
         help="documents of sentences, for BERT and T5: of prose (punctuation), or of code (lines)",
     )
+    _add_tokenizer(parser)
+    add(
+        "--dtype",
+        choices=("auto", "uint8", "uint16", "int32", "int64"),
+        default="auto",
+        help="of stored tokens; auto takes uint16 below 65,500 tokens, else int32",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes; 1 (the default) works in this one, where BPE still uses every core",
+    )
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--tokenizer-type",
         choices=("byte", "bpe", *LOWER_CASE),
@@ -66,19 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--eod-token", metavar="T", help="bpe: the end-of-document token, where it is not found")
     add("--append-eod", action="store_true", help="end each document with that token")
-    add(
-        "--dtype",
-        choices=("auto", "uint8", "uint16", "int32", "int64"),
-        default="auto",
-        help="of stored tokens; auto takes uint16 below 65,500 tokens, else int32",
-    )
-    add(
-        "--workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes; 1 (the default) works in this one, where BPE still uses every core",
-    )
 
 
 def run(args: argparse.Namespace) -> None:

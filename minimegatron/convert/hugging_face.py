@@ -25,8 +25,8 @@ from minimegatron.convert.llama import LLAMA
 from minimegatron.convert.mamba2 import MAMBA2
 from minimegatron.convert.megatron_bert import BERT
 from minimegatron.convert.mixtral import MIXTRAL
+from minimegatron.convert.model_sizes import check_shape
 from minimegatron.convert.t5_version_1_1 import T5
-from minimegatron.convert.weight_shapes import check_shape
 from minimegatron.core import dist_checkpointing
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict

@@ -79,7 +79,11 @@ def _few_files() -> list[Path]:
 
 def _run(steps: int, double: bool, program: Any, defaults: dict[str, Any]) -> dict[str, Any]:
     try:
-        initialize_megatron(get_embedding_ranks=program.get_embedding_ranks, args_defaults=defaults)
+        initialize_megatron(
+            get_embedding_ranks=program.get_embedding_ranks,
+            get_position_embedding_ranks=vars(program).get("get_position_embedding_ranks"),
+            args_defaults=defaults,
+        )
         provider = double_model if double else program.model_provider
         forward_step = double_forward_step if double else program.forward_step
         model, optimizer, scheduler = training.setup_model_and_optimizer(provider)

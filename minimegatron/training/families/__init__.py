@@ -12,10 +12,10 @@ import dataclasses
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.argument_utils import flag_name
 from minimegatron.training.config import SECTIONS
-from minimegatron.training.families.bert import BERT
+from minimegatron.training.families.bert_checks import BERT
 from minimegatron.training.families.family_checks import FamilyChecks
-from minimegatron.training.families.mamba import MAMBA
-from minimegatron.training.families.t5 import T5
+from minimegatron.training.families.mamba_checks import MAMBA
+from minimegatron.training.families.t5_checks import T5
 
 GPT = FamilyChecks("pretrain_gpt")
 FAMILIES = {
