@@ -20,7 +20,7 @@
     const sp = Boolean(x.sp);
     const config = {
       schedule: x.p === 1 ? "no-pipelining" : x.v > 1 ? "interleaved" : "1f1b",
-      pp_size: x.p, num_microbatches: x.M, num_model_chunks: x.p === 1 ? 1 : x.v,
+      pp_size: x.p, num_microbatches: x.M, num_model_chunks: x.p === 1 ? 1 : x.v, message_sizes: null,
     };
     const [overIdeal, overTotal] = F.bubble_formulas(config);
     const messages = F.message_formula(config);

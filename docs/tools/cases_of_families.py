@@ -1,7 +1,7 @@
 """What the page on BERT and T5 shows: an old launch script beside today's, T5's messages, a gradient.
 
-Called by: `cases`, where pages find it as `families`. Calls: the package's parser, its T5 and its
-backward; `family_pictures`.
+Called by: `cases`, where pages find it as `families`. Calls: the package's parser, its split of T5
+and its backward; `family_pictures`.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from minimegatron.core.models.T5.stack_split import (
     ranks_with_position_embedding_of_t5,
     ranks_with_word_embedding_of_t5,
 )
-from minimegatron.core.models.T5.t5_model import T5Model
 from minimegatron.core.pipeline_parallel.steps import backward_step
 from minimegatron.planner.memory import message_bytes
+from minimegatron.planner.stack_costs import messages_behind
 from minimegatron.training.arguments import _build_parser
 from minimegatron.training.old_flags import add_old_flags
 
@@ -89,29 +89,13 @@ def stack_of(split: StackSplit, stage: int) -> str:
     return "encoder" if split.has_encoder(stage) else "decoder"
 
 
-def shapes_of(p: int, q: int, stage: int) -> tuple[list[str], list[str]]:
-    """What a stage receives and sends forwards, in words; the package's own answer."""
-    split = StackSplit(p, q)
-    model = SimpleNamespace(
-        add_encoder=split.has_encoder(stage),
-        add_decoder=split.has_decoder(stage),
-        pre_process=split.begins(stage),
-    )
-    return T5Model.message_shapes(model, ["encoder"], ["decoder"])
-
-
 def messages(p: int, q: int) -> list[list[str]]:
     """What goes over each link forwards: of which stack each tensor is. Its gradients go back.
 
     >>> messages(4, 2)
     [['encoder'], ['encoder'], ['decoder', 'encoder']]
     """
-    found = []
-    for stage in range(p - 1):
-        sent, received = shapes_of(p, q, stage)[1], shapes_of(p, q, stage + 1)[0]
-        assert sent == received, (stage, sent, received)
-        found.append(sent)
-    return found
+    return StackSplit(p, q).shapes_behind(["encoder"], ["decoder"])[: p - 1]
 
 
 def copies(p: int, q: int, tied: bool = True) -> tuple[list[int], list[int]]:
@@ -162,8 +146,8 @@ def links_figure(p: int = 4, q: int = 2) -> str:
 
 def link_bytes(p: int, q: int, link: int, s_enc: int, s_dec: int, b: int, h: int) -> int:
     """One microbatch, one direction, in bf16."""
-    lengths = {"encoder": s_enc, "decoder": s_dec}
-    return sum(int(message_bytes(lengths[kind], b, h)) for kind in messages(p, q)[link])
+    sizes = (int(message_bytes(length, b, h)) for length in (s_enc, s_dec))
+    return sum(messages_behind(StackSplit(p, q), *sizes)[link])
 
 
 def link_words(p: int, q: int, link: int, s_enc: int, s_dec: int, b: int, h: int) -> str:

@@ -120,12 +120,17 @@ def message_formula(config: PlanConfig) -> Formula | None:
     if config.schedule in (GPIPE, ONE_F_ONE_B):
         if config.message_sizes is None:
             return Formula("(p - 1)M", (p - 1) * M)
-        # Of the p - 1 boundaries, those behind the decoder's first stage q carry two.
-        q = sum(len(sizes) == 1 for sizes in config.message_sizes)
-        return Formula("(2p - q - 2)M", (2 * p - q - 2) * M)
+        return _with_two_stacks(config)
     if config.schedule in (INTERLEAVED, COMBINED, BREADTH_FIRST):
         return Formula("(pv - 1)M", (p * v - 1) * M)
     return None
+
+
+def _with_two_stacks(config: PlanConfig) -> Formula:
+    # Of the p - 1 boundaries, those behind the decoder's first stage q carry two messages.
+    p, M = config.pp_size, config.num_microbatches
+    q = sum(len(sizes) == 1 for sizes in config.message_sizes)
+    return Formula("(2p - q - 2)M", (2 * p - q - 2) * M)
 
 
 def is_looped(config: PlanConfig) -> bool:

@@ -29,8 +29,8 @@ FAULTS_OF_BERT = (
         _MODEL,
         "            bias=True,\n",
         "            bias=not self.share_embeddings_and_output_weights,\n",
-        "A tied output layer has no weight of its own, and here no bias either: a word's frequency must "
-        "be learnt by its embedding. A checkpoint with the bias does not fit.",
+        "A tied output layer has no weight of its own, and here no bias either. So its embedding must "
+        "say how often a word occurs. A checkpoint with the bias does not fit.",
     ),
     Fault(
         "lm-head-dense-unflagged",
@@ -43,8 +43,8 @@ FAULTS_OF_BERT = (
     Fault(
         "pooler-flagged-partial",
         "core/models/bert/pooler.py",
-        "            hidden_size, hidden_size, init_method, dtype=config.params_dtype, tp_group=tp_group\n",
-        "            hidden_size, hidden_size, init_method, dtype=config.params_dtype, tp_group=tp_group,\n"
+        "dtype=config.params_dtype, tp_group=tp_group\n",
+        "dtype=config.params_dtype, tp_group=tp_group,\n"
         "            gradient_is_partial=sequence_parallel,\n",
         "Every rank computes the pooler's whole gradient, and these are summed: t times too large.",
     ),
@@ -55,13 +55,5 @@ FAULTS_OF_BERT = (
         "lm_loss = losses.mean()\n",
         "Tokens that were not masked count too, with labels that are no token. The loss falls, because "
         "every logit falls.",
-    ),
-    Fault(
-        "padding-mask-holds-pad-id",
-        "core/datasets/bert_dataset.py",
-        "        padding_mask = numpy.zeros(s, dtype=numpy.int64)\n",
-        "        padding_mask = numpy.full(s, tokenizer.pad, dtype=numpy.int64)\n",
-        "The mask is padded with what pads the text. Nothing is wrong with a vocabulary whose first "
-        "piece is [PAD]; with another, every token looks at padding.",
     ),
 )
