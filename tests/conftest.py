@@ -48,6 +48,7 @@ LONGEST = (
     "core/pipeline_parallel/test_combined_1f1b",
     "core/transformer/moe/test_unusual_runs",
     "training/test_expert_checkpoints",
+    "training/test_old_flags",
     "faults/test_leftovers",
     "core/test_local_channels",
     "exercises/test_grading",
