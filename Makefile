@@ -41,7 +41,8 @@ LAYOUT_mamba := $(TP2_PP2)
 SIZE_gpt   := --num-layers 4 --position-embedding-type rope --sample-tokens 150
 SIZE_bert  := --num-layers 4 --position-embedding-type rope --init-method-std 0.06
 SIZE_t5    := --num-layers 2 --decoder-seq-length 32 --init-method-std 0.06
-SIZE_mamba := --num-layers 4 --hybrid-override-pattern M*M- --sample-tokens 150
+SIZE_mamba := --num-layers 4 --hybrid-override-pattern MM*M --mamba-head-dim 24 --mamba-num-groups 2 \
+  --mamba-state-dim 32 --sample-tokens 150
 
 # 8 microbatches: --global-batch-size / (--micro-batch-size x copies of the model).
 DEMO = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \

@@ -159,6 +159,7 @@ NAMED_CASES = {
     "the encoder's output crosses two decoder stages": T5(pp=3, split=1, M=4),
     "and its storage is freed where it was made": T5(pp=3, split=1, M=4, deallocate=True),
     "the encoder on two stages": T5(pp=3, split=2, M=4, llama=True),
+    "a decoder stage that gets two tensors and hands one on": T5(pp=4, split=1, M=4, num_layers=3),
     "two stages with one stack each": T5(pp=2, split=1, M=2),
     "whole, on two tensor-parallel ranks": T5(tp=2, M=2, sp=True, num_layers=1),
 }

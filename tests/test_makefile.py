@@ -17,6 +17,16 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
+WORD_PIECE = {"tokenizer_type": "BertWordPieceLowerCase"}
+DEFAULTS = {
+    "gpt": {"model_family": "gpt"},
+    "bert": {"model_family": "bert", **WORD_PIECE},
+    "t5": {"model_family": "t5", "vocab_extra_ids": 100, **WORD_PIECE},
+    "mamba": {"model_family": "mamba"},
+}
+"""What each program says in `args_defaults`."""
+
+
 def dry_run(*settings: str) -> str:
     """What `make demo` would do, without doing it."""
     command = ["make", "--dry-run", "demo", *settings]
@@ -28,8 +38,13 @@ def arguments_of_demo(*settings: str) -> Arguments:
     *_, last = [line for line in dry_run(*settings).splitlines() if "torchrun" in line]
     words = shlex.split(last)
     world_size = int(words[words.index("--nproc-per-node") + 1])
-    argv = words[words.index("minimegatron.pretrain_gpt") + 1 :]
-    return parse_args(argv=argv, environ=launcher_environment(0, world_size))
+    program = words.index("-m") + 1
+    family = words[program].removeprefix("minimegatron.pretrain_")
+    return parse_args(
+        argv=words[program + 1 :],
+        args_defaults=DEFAULTS[family],
+        environ=launcher_environment(0, world_size),
+    )
 
 
 def num_microbatches(args: Arguments) -> int:
@@ -46,11 +61,14 @@ def test_demo_is_two_by_two_with_eight_microbatches():
 
 def test_demo_shows_what_it_runs():
     shown, ran = [line for line in dry_run().splitlines() if "torchrun" in line]
-    assert shlex.split(ran) == shlex.split(shlex.split(shown)[1])
+    assert shlex.split(ran) == shlex.split(shown)
+
+
+OFFER = r"make demo (LAYOUT=(?:\"[^\"]*\")?)(.*)"
 
 
 def test_every_layout_offered_works():
-    offered = re.findall(r"make demo (LAYOUT=(?:\"[^\"]*\")?)([^']*)", dry_run())
+    offered = re.findall(OFFER, dry_run())
     assert len(offered) == 7
     layouts, experts = [], []
     for layout, rest in offered:
@@ -72,3 +90,32 @@ def test_every_layout_offered_works():
     assert (shared, alone, further) == ((1, 1, None, 2), (1, 1, None, 1), (1, 2, None, 2))
     assert with_experts == (1, 1, None, 4)
     assert experts == [(None, 1)] * 6 + [(8, 2)]
+
+
+@pytest.mark.parametrize("model", ["bert", "t5", "mamba"])
+def test_other_models(model):
+    """Each runs as it is, on four ranks, and in three more layouts; 8 microbatches in two stages."""
+    args = arguments_of_demo(f"MODEL={model}")
+    assert (args.model_family, args.world_size, num_microbatches(args)) == (model, 4, 8)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
+    shown, ran = [line for line in dry_run(f"MODEL={model}").splitlines() if "torchrun" in line]
+    assert shlex.split(ran) == shlex.split(shown)
+    offered = re.findall(OFFER.replace("demo", f"demo MODEL={model}"), dry_run(f"MODEL={model}"))
+    assert len(offered) == 3
+    for layout, rest in offered:
+        settings = [f"MODEL={model}", layout.replace('"', ""), *re.findall(r"NPROC=\d+", rest)]
+        args = arguments_of_demo(*settings)
+        assert args.model_family == model
+
+
+def test_what_reads_word_pieces_installs_them():
+    for model in ("gpt", "bert", "t5", "mamba"):
+        command = ["make", "--dry-run", "--always-make", "demo", f"MODEL={model}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        assert (".[data]" in done.stdout) == (model in ("bert", "t5"))
+
+
+def test_no_such_model():
+    command = ["make", "--dry-run", "demo", "MODEL=gtp"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0 and "MODEL is gtp; give gpt, bert, t5 or mamba" in done.stderr

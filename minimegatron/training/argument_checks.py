@@ -16,14 +16,6 @@ import typing
 
 import torch
 
-from minimegatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
-from minimegatron.core.datasets.indexed_dataset import IndexedDataset
-from minimegatron.core.datasets.stdlib_corpus import num_blocks
-from minimegatron.core.datasets.stdlib_text import stdlib_files
-from minimegatron.core.datasets.utils import get_blend_from_list
 from minimegatron.core.knobs import check_limits
 from minimegatron.core.pipeline_parallel.schedule_table import check_interleaving
 from minimegatron.core.transformer.layer_placement import layers_of_virtual_stages
@@ -334,46 +326,6 @@ def check_gradients(args: argparse.Namespace) -> None:
             f"{args.pipeline_model_parallel_size}: torch's reducer is armed in forward, but the "
             "last backward of a pipeline belongs to an earlier forward; use --DDP-impl local"
         )
-
-
-def check_data(args: argparse.Namespace) -> None:
-    """The data is there, and every split that the run asks for has some of it."""
-    spans = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
-    if args.data_path is None:
-        check_spans(args, spans, num_blocks(stdlib_files()), "blocks of the built-in text")
-        return
-    for prefix in prefixes_of_data(args):
-        count = len(IndexedDataset(prefix).sequence_lengths)
-        check_spans(args, spans, count, f"documents of --data-path {prefix}")
-
-
-def prefixes_of_data(args: argparse.Namespace) -> list[str]:
-    """The datasets that --data-path names. Raises ValueError for one that is not there."""
-    if not args.data_path:
-        raise ValueError("--data-path is empty; give a prefix, or drop it for the built-in text")
-    prefixes = get_blend_from_list(args.data_path)[0]
-    for prefix in prefixes:
-        if not IndexedDataset.exists(prefix):
-            raise ValueError(
-                f"--data-path {prefix}: {prefix}.idx and {prefix}.bin are not both there; make "
-                "them from text with `minimegatron preprocess`, and leave out the endings"
-            )
-    return prefixes
-
-
-def check_spans(
-    args: argparse.Namespace, spans: list[tuple[float, float] | None], count: int, what: str
-) -> None:
-    """Raises ValueError for a split that is wanted and gets none of the `count` documents."""
-    wanted = (args.train_iters > 0, args.eval_iters > 0, args.eval_iters > 0)
-    for name, span, is_wanted in zip(
-        ("training", "validation", "test"), spans, wanted, strict=True
-    ):
-        if span is not None and is_wanted and round(span[0] * count) == round(span[1] * count):
-            raise ValueError(
-                f"--split {args.split} gives {name} none of the {count} {what}; "
-                f"raise its share, or give it 0 to do without {name}"
-            )
 
 
 def check_folder(flag: str, path: str) -> None:

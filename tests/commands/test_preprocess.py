@@ -210,3 +210,72 @@ def test_runs_without_torch(tmp_path: Path) -> None:
     words = ["preprocess", "--input", str(_jsonl(tmp_path)), "--output-prefix", str(tmp_path / "d")]
     done = subprocess.run([sys.executable, "-c", code, *words], env=os.environ, timeout=60)
     assert done.returncode == 0
+
+
+# -- Documents of sentences, and WordPiece --
+
+PROSE = "It is 3.5 m. (Or so.) Is it?\nYes, e.g. here.\n\nA heading\n\nMore text"
+CODE = "def f():\n\n    return 1\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ([], [["It is 3.5 m.", "(Or so.)", "Is it?", "Yes, e.g. here.", "A heading", "More text"]]),
+        (["punctuation"], [["def f():", "return 1"]]),
+        (["lines"], [["def f():", "return 1"]]),
+    ],
+)
+def test_documents_of_sentences(tmp_path: Path, how, expected) -> None:
+    source = tmp_path / "in.jsonl"
+    text = CODE if how else PROSE
+    source.write_text("\n".join(json.dumps({"text": t}) for t in (text, "", "  \n\n ")) + "\n")
+    flags = ["--output-prefix", tmp_path / "d", "--split-sentences", *how]
+    assert _preprocess("--input", source, *flags) == 0
+    dataset = IndexedDataset(tmp_path / "d_text_sentence")
+    bounds = dataset.document_indices.tolist()
+    documents = [
+        [bytes(dataset[i].tolist()).decode() for i in range(begin, end)]
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+    assert documents == expected
+
+
+def test_word_pieces_by_the_built_in_vocabulary_and_by_a_file(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "in.txt").write_text("return self\n")
+    flags = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "d"]
+    flags += ["--tokenizer-type", "BertWordPieceLowerCase"]
+    assert _preprocess(*flags) == 0
+    out = capsys.readouterr().out
+    assert out.strip().endswith("_text_document --tokenizer-type BertWordPieceLowerCase")
+    assert [len(ids) for ids in _documents(tmp_path / "d_text_document")] == [2]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nself\nreturn\n")
+    assert _preprocess(*flags, "--vocab-file", vocab, "--split-sentences") == 0
+    out = capsys.readouterr().out
+    assert "1 documents, 1 sentences, 2 tokens" in out and f"--vocab-file {vocab}" in out
+    assert _documents(tmp_path / "d_text_sentence") == [[6, 5]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--split-sentences --append-eod", ("--append-eod", "--split-sentences", "drop one")),
+        ("--vocab-file v.txt", ("--vocab-file v.txt", "BertWordPieceLowerCase", "byte")),
+        (
+            "--tokenizer-type BertWordPieceCase --vocab-size 300",
+            ("--vocab-size", "BertWordPieceCase takes --vocab-file"),
+        ),
+        (
+            "--tokenizer-type BertWordPieceCase --vocab-file {folder}/none.txt",
+            ("none.txt is not a file", "drop --vocab-file"),
+        ),
+    ],
+)
+def test_what_does_not_go_together(tmp_path: Path, capsys, flags: str, words) -> None:
+    (tmp_path / "in.txt").write_text("text")
+    named = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "d"]
+    assert _preprocess(*named, *flags.format(folder=tmp_path).split()) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and all(word in err for word in words)

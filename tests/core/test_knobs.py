@@ -195,6 +195,8 @@ def test_what_a_checkpoint_must_have_alike():
         "bert_binary_head",
         "encoder_num_layers",
         "decoder_num_layers",
+        "relative_attention_num_buckets",
+        "relative_attention_max_distance",
         "hybrid_override_pattern",
         "mamba_state_dim",
         "mamba_head_dim",

@@ -29,7 +29,9 @@ PATIENCE = 4.0
 SHOWN = {
     "loss": "softmax-of-a-part foreign-tokens-not-masked same-draw-on-every-rank "
     "chunks-laid-out-by-rank unsorted-local-experts expert-key-local expert-mark-by-ep-only "
-    "final-norm-outside-plan rope-restarts-on-each-rank ring-takes-the-wrong-half",
+    "final-norm-outside-plan rope-restarts-on-each-rank ring-takes-the-wrong-half "
+    "padding-masks-queries-only mask-only-on-first-stage conv-not-causal chunk-state-dropped "
+    "in-proj-cut-across-sections letters-of-the-first-stage",
     "memory": "one-warm-up-too-many",
     "update": "clipped-by-the-local-norm shared-weight-counted-twice replicas-counted-often "
     "expert-norm-by-tp-rank",
@@ -38,7 +40,8 @@ SHOWN = {
     "backward-chunks-in-forward-order one-receive-too-many short-group-allowed "
     "chunks-share-an-iterator input-of-another-chunk full-sequence-buffer "
     "no-sync-forgotten a2a-backward-same-splits empty-expert-skipped "
-    "exchange-of-another-forward combined-without-extra-warmup",
+    "exchange-of-another-forward combined-without-extra-warmup "
+    "cross-attention-on-decoder-states encoder-gradient-added-to-decoder",
 }
 """Every other lab ends in a wrong gradient."""
 
@@ -85,12 +88,12 @@ def test_a_lab_is_found_by_its_former_name(tmp_path):
 
 # `make test` runs the first of each layout and outcome, and one hang: each takes 4 s.
 FIRST = {(outcome_expected(lab.name), str(lab.layout)): lab for lab in reversed(LABS)}.values()
-LATER = {"num_experts", "cp", "mtp"}
+LATER = {"num_experts", "cp", "mtp", "family"}
 """Labs of these subjects are for `make test-full`, but for a few."""
 EVERY_TIME = {lab.name for lab in FIRST if not LATER & lab.layout.keys()}
 EVERY_TIME -= {"interleaved-warm-up-once"}
 EVERY_TIME |= {"aux-loss-discarded", "expert-grads-over-edp", "ring-gradients-stop-early"}
-EVERY_TIME |= {"mtp-return-dropped"}
+EVERY_TIME |= {"mtp-return-dropped", "mask-only-on-first-stage", "encoder-gradient-not-added"}
 RUN = [
     pytest.param(lab, marks=[] if lab.name in EVERY_TIME else [pytest.mark.full], id=lab.name)
     for lab in LABS

@@ -71,7 +71,7 @@ ROWS = [
     ("--sample-tokens 20", ("--sample-tokens is 20", "writes no sample", "give 0"), 1),
     (
         "--position-embedding-type none",
-        ("--position-embedding-type none", "looks both ways", "learned_absolute or rope"),
+        ("--position-embedding-type none", "looks both ways", "learned_absolute, rope or relative"),
         1,
     ),
     (

@@ -24,7 +24,7 @@ from minimegatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 from minimegatron.core.utils import get_model_config
-from minimegatron.training import argument_checks, training
+from minimegatron.training import data_checks, training
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.global_vars import destroy_global_vars, get_args, get_train_state
@@ -67,7 +67,7 @@ def little_text() -> Iterator[None]:
     files = _few_files()
     with (
         mock.patch.object(stdlib_corpus, "stdlib_files", lambda: files),
-        mock.patch.object(argument_checks, "stdlib_files", lambda: files),
+        mock.patch.object(data_checks, "stdlib_files", lambda: files),
     ):
         yield
 

@@ -1,7 +1,7 @@
 """WordPiece: a word is a known word, or the longest known first part and then known further parts.
 
-Counterpart: `BertWordPieceTokenizer` of `megatron.core.tokenizers`. The library `tokenizers` does the
-work. Torch-free.
+Counterpart: `megatron.training.tokenizer.tokenizer`, its `_BertWordPieceTokenizer`. The library
+`tokenizers` does the work. Torch-free.
 """
 
 import functools

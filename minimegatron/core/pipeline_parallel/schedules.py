@@ -109,8 +109,8 @@ def get_forward_backward_func(
     * num_microbatches, seq_length, micro_batch_size: sizes of this step. `seq_length` is the full
       sequence; what travels between stages is [seq_length / c / t, micro_batch_size, hidden_size],
       the division by t only with sequence parallelism. Ignored with `variable_seq_lengths`.
-    * decoder_seq_length: of a two-stack model; plain 1F1B sends the decoder's length, interleaving
-      always `seq_length`.
+    * decoder_seq_length: of a two-stack model; plain 1F1B sends the decoder's length, or what the model
+      says of each stage (`message_shapes`); interleaving sends `seq_length`.
     * forward_only: no backward, for evaluation and log-probabilities.
     * collect_non_loss_data: the loss function returns anything; it is collected as it is.
     * first_val_step: with `forward_only`, whether this is the first validation step.

@@ -68,9 +68,9 @@ class MambaLayer(MegatronModule):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        *,
         context: torch.Tensor | None = None,
         context_mask: torch.Tensor | None = None,
-        *,
         rotary_pos_emb: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

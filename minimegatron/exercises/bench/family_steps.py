@@ -41,7 +41,7 @@ def _no_ranks(case: StepCase) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelOfStep:
     """What a step needs to know of a family of models."""
 
     build: Callable[..., torch.nn.Module]
@@ -214,15 +214,15 @@ def _mamba_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple
 
 
 FAMILIES = {
-    "bert": Family(_build_bert, _bert_batches, _bert_step),
-    "t5": Family(
+    "bert": ModelOfStep(_build_bert, _bert_batches, _bert_step),
+    "t5": ModelOfStep(
         _build_t5,
         _t5_batches,
         _t5_step,
         seq_length=S_ENC,
         embedding_ranks=_t5_embedding_ranks,
     ),
-    "mamba": Family(
+    "mamba": ModelOfStep(
         _build_mamba,
         tokens_with_mask,
         _mamba_step,

@@ -44,7 +44,7 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from minimegatron.exercises.bench.family_steps import (
     FAMILIES,
-    Family,
+    ModelOfStep,
     sum_of_losses,
     tokens_with_mask,
 )
@@ -202,7 +202,7 @@ def _build_gpt(
     )
 
 
-GPT = Family(_build_gpt, batches, forward_step_func)
+GPT = ModelOfStep(_build_gpt, batches, forward_step_func)
 
 
 class GptStep:
@@ -292,7 +292,7 @@ class GptStep:
         return shard_parameter(full, param, group.rank(), group.size())
 
 
-def family_of(case: StepCase) -> Family:
+def family_of(case: StepCase) -> ModelOfStep:
     """What its step needs to know."""
     return FAMILIES[case.family] if case.family != "gpt" else GPT
 

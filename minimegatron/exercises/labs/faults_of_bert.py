@@ -13,24 +13,24 @@ FAULTS_OF_BERT = (
         _MODEL,
         "both_are_tokens = attention_mask.unsqueeze(1) * attention_mask.unsqueeze(2)\n",
         "both_are_tokens = attention_mask.unsqueeze(2).expand(-1, -1, attention_mask.size(1))\n",
-        "Padding looks at nothing, but tokens look at padding: a text's loss depends on how long the "
-        "others of its batch are.",
+        "Padding looks at nothing, but tokens look at padding: the loss is wrong, and a text's share "
+        "depends on how long the others of its batch are.",
     ),
     Fault(
         "mask-only-on-first-stage",
         _MODEL,
         "self.bert_extended_attention_mask(attention_mask),\n",
         "self.bert_extended_attention_mask(attention_mask) if self.pre_process else None,\n",
-        "The layers of the first stage leave out padding and all others look at it. With one stage "
-        "nothing is wrong.",
+        "The layers of the first stage leave out padding and all others look at it, so the loss is "
+        "wrong. With one stage everything is right.",
     ),
     Fault(
         "mlm-head-without-bias",
         _MODEL,
         "            bias=True,\n",
         "            bias=not self.share_embeddings_and_output_weights,\n",
-        "A tied output layer has no weight of its own, and here no bias either: a word's frequency must "
-        "be learnt by its embedding. A checkpoint with the bias does not fit.",
+        "A tied output layer has no weight of its own, and here no bias either. So its embedding must "
+        "say how often a word occurs. A checkpoint with the bias does not fit.",
     ),
     Fault(
         "lm-head-dense-unflagged",
@@ -43,8 +43,8 @@ FAULTS_OF_BERT = (
     Fault(
         "pooler-flagged-partial",
         "core/models/bert/pooler.py",
-        "            hidden_size, hidden_size, init_method, dtype=config.params_dtype, tp_group=tp_group\n",
-        "            hidden_size, hidden_size, init_method, dtype=config.params_dtype, tp_group=tp_group,\n"
+        "dtype=config.params_dtype, tp_group=tp_group\n",
+        "dtype=config.params_dtype, tp_group=tp_group,\n"
         "            gradient_is_partial=sequence_parallel,\n",
         "Every rank computes the pooler's whole gradient, and these are summed: t times too large.",
     ),
@@ -55,13 +55,5 @@ FAULTS_OF_BERT = (
         "lm_loss = losses.mean()\n",
         "Tokens that were not masked count too, with labels that are no token. The loss falls, because "
         "every logit falls.",
-    ),
-    Fault(
-        "padding-mask-holds-pad-id",
-        "core/datasets/bert_dataset.py",
-        "        padding_mask = numpy.zeros(s, dtype=numpy.int64)\n",
-        "        padding_mask = numpy.full(s, tokenizer.pad, dtype=numpy.int64)\n",
-        "The mask is padded with what pads the text. Nothing is wrong with a vocabulary whose first "
-        "piece is [PAD]; with another, every token looks at padding.",
     ),
 )

@@ -24,7 +24,7 @@ FAULTS_OF_MAMBA = (
         "        before.append(state)\n",
         "        before.append(torch.zeros_like(state))\n",
         "Each chunk begins with an empty state. Sequences of one chunk are right; longer ones forget "
-        "everything at the borders, and the loss stays higher.",
+        "everything at the borders. The loss is wrong by little, and stays higher.",
     ),
     Fault(
         "decay-as-a-ratio",
@@ -40,8 +40,8 @@ FAULTS_OF_MAMBA = (
         "core/ssm/ops/causal_conv1d.py",
         "F.pad(x, (0, 0, 0, 0, width - 1, 0))",
         "F.pad(x, (0, 0, 0, 0, 0, width - 1))",
-        "The convolution sees the next three tokens, which are to be predicted. The training loss is "
-        "far too good, and the model writes nonsense.",
+        "The convolution sees the next three tokens, which are to be predicted. The loss is wrong: far "
+        "too good after some training, and the model writes nonsense.",
     ),
     # -- The mixer --
     Fault(
@@ -50,8 +50,8 @@ FAULTS_OF_MAMBA = (
         "            partition_sizes=self.sections,\n",
         "",
         "The stack of z, x, B, C and dt is cut as one matrix. The first rank takes rows of z where "
-        "it needs x: a model of another size t starts from other weights, and a checkpoint is read "
-        "wrongly.",
+        "it needs x, so with t > 1 the loss is wrong: these are other weights than with t = 1. A "
+        "checkpoint is read wrongly.",
     ),
     Fault(
         "gate-after-norm",
@@ -88,6 +88,6 @@ FAULTS_OF_MAMBA = (
         "letters[first:last]",
         "letters[: last - first]",
         "Every stage takes its layers from the beginning of the pattern. One stage is right; with "
-        "more, the second has layers of the wrong kind, under the names of others.",
+        "more, the second has layers of the wrong kind, under the names of others: the loss is wrong.",
     ),
 )

@@ -23,14 +23,15 @@ FAULTS_OF_T5 = (
         "zip(inputs, grads[1:], strict=False)",
         "The gradient of the encoder's output that came from behind is added to that of the stage's "
         "first input. On the first decoder stage this is the encoder's output; on those behind it is "
-        "the decoder's own state, and only another length tells them apart.",
+        "the decoder's own state. Where the two have different lengths, the addition raises an error.",
     ),
     Fault(
         "position-embedding-of-one-stack",
         "core/models/T5/stack_split.py",
         "    return ranks_with_word_embedding_of_t5(split, False, pp_ranks) if is_learned else ",
         "    return pp_ranks[:1] if is_learned else ",
-        "Each stack trains its own copy of the positions: they are equal at first, and drift apart.",
+        "Each stack trains its copy of the positions with a gradient of its own: the copies are equal "
+        "at first, and drift apart.",
     ),
     Fault(
         "position-copies-without-own-bucket",
@@ -46,7 +47,8 @@ FAULTS_OF_T5 = (
         "                context_mask,\n                context,\n",
         "                context_mask,\n                hidden_states,\n",
         "Cross attention looks at the decoder's own states: the answer never sees the question, and a "
-        "token sees all that comes after it. With two sequences of one length nothing fails.",
+        "token sees all that comes after it. The mask has the question's length: if the answer's is "
+        "another one, attention raises an error. If both are of one length, nothing fails.",
     ),
     Fault(
         "cross-attention-global-tp-group",

@@ -180,6 +180,9 @@ _COMBINED = _EP | {"num_microbatches": 3, "overlap_moe": True}
 _EMPTY = _EP | {"num_experts": 8, "topk": 1, "overlap_grad_reduce": True}
 _CP = {"cp": 2, "num_microbatches": 2}
 _MTP = {"mtp": 1, "num_microbatches": 3}
+_BERT = {"family": "bert", "num_microbatches": 2}
+_T5 = {"family": "t5", "num_layers": 2, "num_microbatches": 2}
+_MAMBA = {"family": "mamba", "num_microbatches": 2}
 
 LABS = (
     # -- One rank --
@@ -257,5 +260,20 @@ LABS = (
     Lab("mtp-depth-two-predicts-depth-one", _MTP | {"mtp": 2}, 1),
     Lab("eh-proj-gather-reduces", _TP | _MTP, 2),
     Lab("mtp-stage-outside-embedding-group", _PP2 | _MTP | {"tied": False}, 2),
+    # -- BERT --
+    Lab("padding-masks-queries-only", _BERT, 1),
+    Lab("mask-only-on-first-stage", _BERT | {"pp": 2}, 2),
+    Lab("lm-head-dense-unflagged", _BERT | {"tp": 2, "sequence_parallel": True}, 2),
+    Lab("pooler-flagged-partial", _BERT | {"tp": 2, "sequence_parallel": True}, 2),
+    # -- T5 --
+    Lab("cross-attention-on-decoder-states", _T5, 1),
+    Lab("position-embedding-of-one-stack", _T5 | {"pp": 2, "split": 1}, 2),
+    Lab("encoder-gradient-not-added", _T5 | {"pp": 3, "split": 1}, 3),
+    Lab("encoder-gradient-added-to-decoder", _T5 | {"pp": 4, "split": 1, "num_layers": 3}, 4),
+    # -- Mamba --
+    Lab("conv-not-causal", _MAMBA | {"pattern": "M"}, 1),
+    Lab("chunk-state-dropped", _MAMBA | {"pattern": "M"}, 1),
+    Lab("in-proj-cut-across-sections", _MAMBA | {"pattern": "M", "tp": 2}, 2),
+    Lab("letters-of-the-first-stage", _MAMBA | {"pattern": "M*", "pp": 2}, 2),
 )
 """Those faults that one step of a small model can show, the simplest layouts first."""

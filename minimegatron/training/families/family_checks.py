@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.training.argument_checks import check_data, check_layers
+from minimegatron.training.argument_checks import check_layers
 from minimegatron.training.argument_utils import flags_by_name
+from minimegatron.training.data_checks import check_data
 
 Check = Callable[[argparse.Namespace], None]
 

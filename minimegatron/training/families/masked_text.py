@@ -13,7 +13,7 @@ from minimegatron.core.datasets.indexed_dataset import IndexedDataset
 from minimegatron.core.datasets.stdlib_sentences import documents_of_stdlib
 from minimegatron.core.datasets.t5_dataset import check_room_for_runs
 from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE
-from minimegatron.training.argument_checks import check_spans, prefixes_of_data
+from minimegatron.training.data_checks import check_spans, prefixes_of_data
 
 SHORTEST_OF_BERT = 5
 """[CLS], two [SEP], and two tokens."""

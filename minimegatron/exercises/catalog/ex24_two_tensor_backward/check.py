@@ -9,6 +9,7 @@ import torch
 
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.known_mistakes import check_known
+from minimegatron.exercises.bench.step_case import StepCase
 from minimegatron.exercises.catalog.ex24_two_tensor_backward.calls import Student
 from minimegatron.exercises.catalog.ex24_two_tensor_backward.data import (
     BLIND,
@@ -27,7 +28,12 @@ from minimegatron.exercises.catalog.ex24_two_tensor_backward.data import (
     given_weights,
 )
 from minimegatron.exercises.catalog.ex24_two_tensor_backward.truth import RightStage
-from minimegatron.exercises.catalog.ex24_two_tensor_backward.whole import judge_whole, run_whole
+from minimegatron.exercises.catalog.ex24_two_tensor_backward.whole import (
+    judge_t5,
+    judge_whole,
+    run_t5,
+    run_whole,
+)
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed
 
 _STEPS = "minimegatron.core.pipeline_parallel.steps."
@@ -35,7 +41,9 @@ REPLACES = tuple(
     _STEPS + name
     for name in ("all_outputs", "ModelChunk.free_output", "backward_step", "add_gradient")
 )
-HAND_OVER, FREEING, BACKWARD, WHOLE = "the hand-over", "freeing", "backward", "a pipeline"
+HAND_OVER, FREEING, BACKWARD = "the hand-over", "freeing", "backward"
+WHOLE, T5 = "a pipeline", "a T5"
+RUN_ON_RANKS, JUDGED_ON_RANKS = {WHOLE: run_whole, T5: run_t5}, {WHOLE: judge_whole, T5: judge_t5}
 SOME = (FIRST, ENCODER, DECODER, FIRST_DECODER, LAST)
 OTHERS = (FIRST, ENCODER, FIRST_DECODER, LAST, ONLY_DECODER)
 
@@ -54,7 +62,8 @@ def cases(seed: int) -> list[Case]:
     for split, num in ((1, longer), (2, 2)):
         name = f"{split} encoder stage{'s' * (split > 1)} of 3, M={num}"
         found.append(Case(name, part=WHOLE, split=split, M=num, seed=data + 2))
-    return found
+    step = StepCase(family="t5", pp=3, split=1, num_layers=2, num_microbatches=4, seed=data)
+    return [*found, Case("a T5, 1 encoder stage of 3, M=4", part=T5, step=step.values)]
 
 
 def _stages(name: str, part: str, kinds: tuple[Kind, ...], M: int, seed: int) -> Case:
@@ -63,16 +72,16 @@ def _stages(name: str, part: str, kinds: tuple[Kind, ...], M: int, seed: int) ->
 
 def run(student: ModuleType, case: Case) -> Any:
     """One of the parts."""
-    if case.part == WHOLE:
-        return run_whole(student, case)
+    if case.part in RUN_ON_RANKS:
+        return RUN_ON_RANKS[case.part](student, case)
     runs = {HAND_OVER: _run_hand_over, FREEING: _run_freeing, BACKWARD: _run_backward}
     return [runs[case.part](Student(student, KINDS[name]), case) for name in case.kinds]
 
 
 def judge(case: Case, answers: Sequence[Any]) -> Result | None:
     """One stage alone gives the same on every rank, unless chance is in it."""
-    if case.part == WHOLE:
-        return judge_whole(case, answers)
+    if case.part in JUDGED_ON_RANKS:
+        return JUDGED_ON_RANKS[case.part](case, answers)
     judges = {HAND_OVER: _judge_hand_over, FREEING: _judge_freeing, BACKWARD: _judge_backward}
     for answer in answers:
         for name, one in zip(case.kinds, answer, strict=True):

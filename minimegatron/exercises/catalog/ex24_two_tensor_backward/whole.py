@@ -3,8 +3,8 @@
 Megatron has no counterpart.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,8 @@ from minimegatron.core.pipeline_parallel.schedules import (
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.exercises.bench.gpt_step import on_these_ranks
+from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex24_two_tensor_backward.calls import Student
 from minimegatron.exercises.catalog.ex24_two_tensor_backward.data import (
@@ -82,11 +84,7 @@ def run_whole(student: ModuleType, case: Case) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=3)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = StageModel(case, groups.pp.rank())
-    in_steps = InSteps(Student(student, model.layers.kind))
-    with ExitStack() as stack:
-        for name in ("all_outputs", "backward_step", "ModelChunk.free_output"):
-            function = getattr(in_steps, name.rpartition(".")[2])
-            stack.enter_context(installed(function, STEPS + name))
+    with in_the_steps(Student(student, model.layers.kind)) as in_steps:
         reports = forward_backward_pipelining_without_interleaving(
             forward_step_func=forward_step_func,
             data_iterator=(given_own(case.seed, model.layers.kind, i) for i in range(case.M)),
@@ -99,6 +97,15 @@ def run_whole(student: ModuleType, case: Case) -> dict[str, Any]:
         )
     weights = {name: x.grad for name, x in model.layers.weights.items()}
     return {"losses": reports, "weights": weights, "sent": in_steps.sent}
+
+
+def run_t5(student: ModuleType, case: Case) -> dict[str, Any]:
+    """The same with a T5 of the package."""
+    step = on_these_ranks(case.step)
+    step.config.deallocate_pipeline_outputs = True
+    with in_the_steps(Student(student, LINES[1][step.groups.pp.rank()])) as in_steps:
+        reports = step.forward_backward()
+    return {"reports": reports, "gradients": step.gradients(), "sent": in_steps.sent}
 
 
 class InSteps:
@@ -124,6 +131,17 @@ class InSteps:
         """The backward."""
         grads = None if self._caller.kind.is_last else output_tensor_grad
         return self._caller.backward_step(input_tensor, output_tensor, grads)
+
+
+@contextlib.contextmanager
+def in_the_steps(caller: Student) -> Iterator[InSteps]:
+    """Inside the block, the package's steps call the student's functions."""
+    in_steps = InSteps(caller)
+    with contextlib.ExitStack() as stack:
+        for name in ("all_outputs", "backward_step", "ModelChunk.free_output"):
+            function = getattr(in_steps, name.rpartition(".")[2])
+            stack.enter_context(installed(function, STEPS + name))
+        yield in_steps
 
 
 def forward_step_func(
@@ -157,11 +175,22 @@ def judge_whole(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
                 check_known(
                     what, found, weight.grad, rank=rank, layout={"num_microbatches": case.M}
                 )
-    sent = "; ".join(
+    return Result({"sent forwards by": _sent_words(answers)})
+
+
+def judge_t5(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
+    """Against one process."""
+    reference = Reference(case.step, 3).run()
+    reference.check_losses([answer["reports"] for answer in answers])
+    reference.check_gradients([answer["gradients"] for answer in answers])
+    return Result({"sent forwards by": _sent_words(answers)})
+
+
+def _sent_words(answers: Sequence[dict[str, Any]]) -> str:
+    return "; ".join(
         f"rank {rank} {' and '.join(str(shape) for shape in answer['sent'])}"
         for rank, answer in enumerate(answers[:-1])
     )
-    return Result({"sent forwards by": sent})
 
 
 def _loss_of(case: Case, stages: Sequence[Layers], microbatch: int) -> torch.Tensor:
