@@ -88,7 +88,7 @@ def check_positions_of_t5(args: argparse.Namespace) -> None:
     if args.position_embedding_type == "none":
         raise ValueError(
             "--position-embedding-type none leaves T5's encoder, which looks both ways, without any "
-            "order; use learned_absolute or rope (or relative)"
+            "order; use learned_absolute, rope or relative"
         )
 
 
