@@ -99,8 +99,8 @@ class RMSNormGated(torch.nn.Module):
 class MambaMixer(MegatronModule):
     """A Mamba-2 mixer. A rank has n/t heads and G/t groups.
 
-    `A_log`, `D` and `dt_bias`, one number per head, stay float32 in a 16-bit model: the decay is the
-    exponential of an exponential of the first, over and over.
+    `A_log`, `D` and `dt_bias`, one number per head, stay float32 in a 16-bit model: the decay
+    exp(-dt exp(A_log)) is applied at every token, so that errors of `A_log` add up.
 
     Args:
         submodules: the two projections.
@@ -212,9 +212,9 @@ class MambaMixer(MegatronModule):
         return mamba_recurrence
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As any module's, which moves and casts: but a cast leaves this module's own numbers wide.
+        """Moves and casts all parts of this module; its own three parameters are moved, never cast.
 
-        `Float16Module` casts all that it wraps. Parts of this module are cast.
+        `Float16Module` casts a whole model in this way.
         """
         for child in self.children() if recurse else ():
             child._apply(fn)
