@@ -337,8 +337,8 @@ FAULTS = (
     Fault(
         "tied-embedding-among-others",
         _DDP + "param_and_grad_buffer.py",
-        "return self.ddp_config.use_distributed_optimizer and getattr(",
-        "return False and getattr(",
+        "return self.ddp_config.use_distributed_optimizer and has_copies\n",
+        "return False and has_copies\n",
         "The tied embedding's shards lie elsewhere on the last stage than on the first: the sum adds "
         "elements that do not belong together.",
     ),
