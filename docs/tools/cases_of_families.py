@@ -5,6 +5,8 @@ and its backward; `family_pictures`.
 """
 
 import argparse
+import json
+import re
 import shlex
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +17,7 @@ import torch
 from case_words import size_words, table
 from cases_of_states import entered
 from family_pictures import Link
+from package import ROOT
 
 from minimegatron.core.models.T5.stack_split import (
     StackSplit,
@@ -227,6 +230,16 @@ def gradient_words(e: float, d: float, num_stages: int) -> str:
     """
     found = sum_of_gradients(e, d, num_stages)
     return f"{' + '.join(f'{own:g}' for _, own, _ in found)} = {found[-1][2]:g}"
+
+
+@cache
+def recorded() -> tuple[int, int]:
+    """Of the recorded run: microbatches, and messages of its step."""
+    recording = json.loads((ROOT / "docs" / "recordings" / "t5.json").read_text())
+    command = recording["provenance"]["command"].split()
+    (plan,) = [one for one in recording["steps"][0]["figures"] if one["label"] == "plan"]
+    num_messages = int(re.search(r"(\d+) messages", plan["remark"])[1])
+    return int(command[command.index("--global-batch-size") + 1]), num_messages
 
 
 # -- Files --

@@ -21,8 +21,8 @@ QUOTE = re.compile(r'<figure class="mm-quote">.*?</figure>', re.DOTALL)
 NAME = re.compile(r"\b(?:[A-Za-z]\w*_\w+|[A-Z]\w*[A-Z]\w*)\b")
 DOTTED = re.compile(r"[\w.]+")
 METHOD = re.compile(r"\.[A-Z]\w*\.\w+$")
-ANSWER = re.compile(r"\.exercises\.catalog\.\w+\.solution\.html")
-"""What students are asked to write is not found before they look for it."""
+BEHIND_AN_EXERCISE = re.compile(r"\.exercises\.catalog\.\w+\.(?!stub\.)\w+\.html")
+"""What students are asked to write, and what checks it: not found before they look for it."""
 SAME = 0
 """In place of an anchor that is the title."""
 MAX_TEXT = {"source": 360, "reference": 0, "rosetta": 400, "notebooks": 900, "exercises": 900}
@@ -53,7 +53,7 @@ def pages(docs: Iterable[dict], site: Path) -> Iterator[dict]:
     """One page each: its url, title, kind, where it belongs, names in its code, sections."""
     by_page: dict[str, list[dict]] = {}
     for doc in docs:
-        if not ANSWER.search(doc["location"]):
+        if not BEHIND_AN_EXERCISE.search(doc["location"]):
             by_page.setdefault(doc["location"].partition("#")[0], []).append(doc)
     for url, sections in by_page.items():
         kind = kind_of(url)
