@@ -1,8 +1,11 @@
 """Records which files of the package one training step of each model enters, into entered_files.json.
 
-Run: python docs/tools/record_entered_files.py [MODEL ...], after an edit that moves work to another
-file; all models take half a minute. Read by: `cases_of_states`. Calls: torchrun with each model's own
-program, in which this file wraps `train_step`.
+Run by: a person, after an edit that moves work to another file; all models take half a minute:
+
+    python docs/tools/record_entered_files.py [MODEL ...]
+
+Read by: `cases_of_states`. Calls: torchrun with each model's own program, in which this file wraps
+`train_step`.
 
 A file counts if a function of it is called in every step but the first, on one of two stages (T5's: one
 has the encoder, the other the decoder): batch, forward, messages, backward, gradients, optimizer.

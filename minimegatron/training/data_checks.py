@@ -1,7 +1,7 @@
-"""Data that is not there, or not enough for a split, is refused before any process group exists.
+"""Whether the data is there, and every part of it that the run asks for.
 
-Every rank makes the same checks, with the same answer. Counterpart: `validate_args` of
-`megatron.training.arguments`, which checks no data.
+Megatron has no counterpart; there a run finds out when it builds datasets. Here it is known before any
+process group exists: every rank makes the same checks, with the same answer.
 """
 
 import argparse
