@@ -204,6 +204,19 @@ def test_a_vocabulary_without_text():
     assert build_tokenizer(args).eod == 1000
 
 
+def test_a_vocabulary_of_word_pieces_is_padded_for_all_ranks():
+    pytest.importorskip("tokenizers")
+    word_pieces = "--tokenizer-type BertWordPieceLowerCase"
+    for sentinels, world_size, rows in ((0, 1, 2048), (0, 2, 2048), (40, 1, 2176), (40, 2, 2304)):
+        args = parse(
+            f"{word_pieces} --vocab-extra-ids {sentinels} "
+            f"--tensor-model-parallel-size {world_size}",
+            world_size,
+            args_defaults={"model_family": "t5" if sentinels else "bert"},
+        )
+        assert args.padded_vocab_size == rows
+
+
 def test_checking_again_changes_nothing():
     """Programs for Megatron check what they have parsed; here parsing has."""
     args = parse()

@@ -8,7 +8,7 @@ with other random numbers.
 import zlib
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 
@@ -31,7 +31,7 @@ Run = tuple[int, int]
 """First token, and one past the last."""
 
 
-class LowLevelSentences(LowLevelDataset):
+class LowLevelSentences(LowLevelDataset, Protocol):
     """Sentences, and which of them make up a document: an `IndexedDataset`, or one in memory."""
 
     @property
@@ -146,7 +146,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         """The dataset of one path prefix. Raises ValueError where no data is named."""
         if dataset_path is None:
             raise ValueError(
-                "neither blend nor blend_per_split names data; give one: nobody makes up sentences"
+                "neither blend nor blend_per_split names data; give one: no sentences are made up"
             )
         return IndexedDataset(dataset_path)
 
