@@ -26,6 +26,7 @@ BEHIND_AN_EXERCISE = re.compile(r"\.exercises\.catalog\.\w+\.(?!stub\.)\w+\.html
 SAME = 0
 """In place of an anchor that is the title."""
 MAX_TEXT = {"source": 360, "reference": 0, "rosetta": 400, "notebooks": 900, "exercises": 900}
+MAX_TEXT |= {"walkthroughs": 1500}
 """Characters of a section's text that are kept; of other kinds, all."""
 LESSONS = ("tour", "symptoms")
 """Of these pages, the names in quoted code are found too."""
