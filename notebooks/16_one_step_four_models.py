@@ -318,10 +318,10 @@ for stage, shapes in enumerate(messages(three)):
 compare(tensors_to_the_third_stage=len(messages(three)[1]))
 
 # %% [markdown]
-# Two tensors: the decoder's own hidden states, and the encoder's state, handed on as it came. This is
+# Two tensors: the decoder's own hidden states, and the encoder's output, handed on as it came. This is
 # the one place where a schedule has to know more than `[s, b, h]`. The model says so: the method
 # `message_shapes` lists what comes in and goes out, `extra_outputs` what is handed on. On the way back
-# the encoder's state has two gradients, of this stage and of the stage behind; they are added.
+# the encoder's output has two gradients, of this stage and of the stage behind; they are added.
 #
 # ## A stage that is no transformer
 #

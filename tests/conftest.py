@@ -49,6 +49,7 @@ LONGEST = (
     "core/pipeline_parallel/test_combined_1f1b",
     "core/transformer/moe/test_unusual_runs",
     "training/test_expert_checkpoints",
+    "training/test_old_flags",
     "training/test_mamba_runs",
     "faults/test_leftovers",
     "core/test_local_channels",

@@ -43,7 +43,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Family:
+class ConvertedFamily:
     """A family of models that Hugging Face calls by `model_type`."""
 
     model_type: str

@@ -9,7 +9,7 @@ import torch
 
 from minimegatron.convert.family import (
     QKV,
-    Family,
+    ConvertedFamily,
     Same,
     Tensors,
     Transposed,
@@ -122,4 +122,4 @@ class _Fused(Same):
         return self.fused.to_theirs([torch.cat(list(self.qkv.to_theirs(tensors)))])
 
 
-GPT2 = Family("gpt2", arguments, config, weights, needs)
+GPT2 = ConvertedFamily("gpt2", arguments, config, weights, needs)

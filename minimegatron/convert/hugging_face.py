@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from minimegatron.convert.bert import BERT
-from minimegatron.convert.family import Family, Weight
+from minimegatron.convert.family import ConvertedFamily, Weight
 from minimegatron.convert.gpt2 import GPT2
 from minimegatron.convert.llama import LLAMA
 from minimegatron.convert.mamba2 import MAMBA2
+from minimegatron.convert.megatron_bert import BERT
 from minimegatron.convert.mixtral import MIXTRAL
 from minimegatron.convert.model_sizes import check_shape
-from minimegatron.convert.t5 import T5
+from minimegatron.convert.t5_version_1_1 import T5
 from minimegatron.core import dist_checkpointing
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
@@ -166,7 +166,7 @@ def _model_arguments(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _family_of(args: dict[str, Any]) -> Family:
+def _family_of(args: dict[str, Any]) -> ConvertedFamily:
     """The family that computes the same. Raises ValueError naming what none of them has."""
     if args["mtp_num_layers"] is not None:
         raise ValueError(

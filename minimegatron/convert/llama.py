@@ -5,7 +5,7 @@ Touvron et al. 2023; Hugging Face's `LlamaForCausalLM`. For Megatron's counterpa
 
 from typing import Any
 
-from minimegatron.convert.family import QKV, Family, Same, Stacked, Weight, refuse
+from minimegatron.convert.family import QKV, ConvertedFamily, Same, Stacked, Weight, refuse
 
 
 def arguments(config: dict[str, Any]) -> dict[str, Any]:
@@ -116,4 +116,4 @@ def weights(args: dict[str, Any]) -> list[Weight]:
     return found
 
 
-LLAMA = Family("llama", arguments, config, weights, needs)
+LLAMA = ConvertedFamily("llama", arguments, config, weights, needs)

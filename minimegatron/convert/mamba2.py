@@ -8,7 +8,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-from minimegatron.convert.family import Family, Weight, refuse
+from minimegatron.convert.family import ConvertedFamily, Weight, refuse
 from minimegatron.core.ssm.mamba_config import sizes_of_mamba
 
 CONVOLUTION = 4
@@ -108,4 +108,4 @@ def weights(args: dict[str, Any]) -> list[Weight]:
     return found
 
 
-MAMBA2 = Family("mamba2", arguments, config, weights, needs, model_family="mamba")
+MAMBA2 = ConvertedFamily("mamba2", arguments, config, weights, needs, model_family="mamba")

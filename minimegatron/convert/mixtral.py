@@ -8,7 +8,7 @@ For Megatron's counterpart see `family`.
 from typing import Any
 
 from minimegatron.convert import llama
-from minimegatron.convert.family import Family, Same, Stacked, Weight, refuse
+from minimegatron.convert.family import ConvertedFamily, Same, Stacked, Weight, refuse
 
 
 def arguments(config: dict[str, Any]) -> dict[str, Any]:
@@ -65,4 +65,4 @@ def weights(args: dict[str, Any]) -> list[Weight]:
     return found
 
 
-MIXTRAL = Family("mixtral", arguments, config, weights, needs)
+MIXTRAL = ConvertedFamily("mixtral", arguments, config, weights, needs)

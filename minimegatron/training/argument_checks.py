@@ -248,10 +248,6 @@ def check_model(args: argparse.Namespace) -> None:
         )
     if args.swiglu and args.openai_gelu and args.model_family != "t5":
         raise ValueError("--swiglu and --openai-gelu are two activation functions; keep one")
-    if args.position_embedding_type == "relative" and args.model_family != "t5":
-        raise ValueError(
-            "--position-embedding-type relative is for pretrain_t5; use learned_absolute or rope"
-        )
     if args.rotary_percent > 1.0:
         raise ValueError(f"--rotary-percent is {args.rotary_percent}; give at most 1.0")
 

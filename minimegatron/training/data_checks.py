@@ -1,8 +1,7 @@
-"""Whether the data is there, and every part of it that the run asks for.
+"""Data that is not there, or not enough for a split, is refused before any process group exists.
 
-Counterpart: none in Megatron, which finds out when it builds datasets.
-
-Every check raises ValueError with one sentence: the flags, the numbers, what to change.
+Every rank makes the same checks, with the same answer. Counterpart: `validate_args` of
+`megatron.training.arguments`, which checks no data.
 """
 
 import argparse
@@ -12,7 +11,8 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from minimegatron.core.datasets.indexed_dataset import IndexedDataset
-from minimegatron.core.datasets.stdlib_corpus import num_blocks, stdlib_files
+from minimegatron.core.datasets.stdlib_corpus import num_blocks
+from minimegatron.core.datasets.stdlib_text import stdlib_files
 from minimegatron.core.datasets.utils import get_blend_from_list
 
 

@@ -35,6 +35,10 @@ def check_family(args: argparse.Namespace, config: TransformerConfig) -> None:
     Raises ValueError, with the flags, the numbers and the remedy.
     """
     family = FAMILIES[args.model_family]
+    if args.position_embedding_type == "relative" and family is not T5:
+        raise ValueError(
+            "--position-embedding-type relative is for pretrain_t5; use learned_absolute or rope"
+        )
     _refuse_flags_of_others(args, family)
     family.check_layers(args, config)
     for check in (*family.checks, family.check_data):

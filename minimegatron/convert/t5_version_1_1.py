@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from minimegatron.convert.family import QKV, Family, Same, Stacked, Tensors, Weight, refuse
+from minimegatron.convert.family import QKV, ConvertedFamily, Same, Stacked, Tensors, Weight, refuse
 
 ACTIVATIONS = {
     "gated-gelu": {"swiglu": True, "openai_gelu": True},
@@ -191,7 +191,7 @@ def _layer(args: dict[str, Any], ours: str, theirs: str) -> list[Weight]:
     ]
 
 
-T5 = Family(
+T5 = ConvertedFamily(
     "t5",
     arguments,
     config,

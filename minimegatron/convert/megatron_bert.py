@@ -7,7 +7,7 @@ no order of weights makes one compute what the other does. For Megatron's counte
 
 from typing import Any
 
-from minimegatron.convert.family import QKV, Family, Weight, norms, refuse
+from minimegatron.convert.family import QKV, ConvertedFamily, Weight, norms, refuse
 
 SAME_IN_A_LAYER = {
     "input_layernorm": "attention.ln",
@@ -107,7 +107,7 @@ def weights(args: dict[str, Any]) -> list[Weight]:
     return found
 
 
-BERT = Family(
+BERT = ConvertedFamily(
     "megatron-bert",
     arguments,
     config,
