@@ -117,7 +117,7 @@ RECIPES = {
         },
     ),
     "t5": Recipe(
-        "T5 on 3 ranks, the encoder on the first, paced",
+        "T5 on 3 ranks, paced",
         3,
         {
             "--pipeline-model-parallel-size": 3,

@@ -63,10 +63,12 @@ LAYOUTS = {
 
 
 def demo_arguments(layout: str) -> list[str]:
-    """The flags that `make demo` gives, read from the Makefile."""
+    """The flags that `make demo` gives a GPT, read from the Makefile."""
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    flags = re.search(r"^DEMO := .* -m minimegatron.pretrain_gpt (.*)$", text, re.MULTILINE)[1]
-    return shlex.split(flags.replace("$(LAYOUT)", layout))
+    size = re.search(r"^SIZE_gpt +:= (.*)$", text, re.MULTILINE)[1]
+    program = re.escape("minimegatron.pretrain_$(MODEL)")
+    flags = re.search(rf"^DEMO = .* -m {program} (.*)$", text, re.MULTILINE)[1]
+    return shlex.split(flags.replace("$(SIZE_$(MODEL))", size).replace("$(LAYOUT)", layout))
 
 
 def shape_of(argv: list[str]) -> Shape:
