@@ -46,6 +46,11 @@ ROWS = [
         1,
     ),
     (
+        "--position-embedding-type rope --rotary-base 7",
+        ("--rotary-base is 7", "BERT's rotary positions have the base 10000", "drop it"),
+        1,
+    ),
+    (
         "--position-embedding-type none",
         ("--position-embedding-type none", "looks both ways", "learned_absolute or rope"),
         1,

@@ -21,6 +21,7 @@ UNUSED = {
     "defer_embedding_wgrad_compute": (False, "BERT's output layer does not put it off; drop it"),
     "calculate_per_token_loss": (False, "BERT's loss is a mean of each microbatch; drop it"),
     "eod_mask_loss": (False, "BERT's samples have no end of document; drop it"),
+    "rotary_base": (10000, "BERT's rotary positions have the base 10000; drop it"),
     "sample_tokens": (0, "BERT does not write text; give 0"),
 }
 """Arguments with the value that means nothing, and why no other can be used."""
