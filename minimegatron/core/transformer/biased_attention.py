@@ -15,7 +15,7 @@ def bias_with_mask(bias: torch.Tensor, attention_mask: torch.Tensor | None) -> t
     """A bias [1, a/t, s, s'] as the mask of `BiasedDotProductAttention`, [b, a/t, s, s'].
 
     `attention_mask` is bool, True where attention must not look: there the bias is the least number of
-    its dtype. A row without anything to look at then gets the mean of all values, not NaN.
+    its dtype. A row without anything to look at then gets a mean of all values, not NaN.
     """
     if attention_mask is None:
         return bias
