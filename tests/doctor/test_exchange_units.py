@@ -5,6 +5,7 @@ import json
 import pytest
 
 from minimegatron.core import tracing
+from minimegatron.core.pipeline_parallel.orders import PlanConfig
 from minimegatron.core.tracing import Call
 from minimegatron.doctor import findings
 from minimegatron.doctor.diagnosis import diagnose
@@ -17,6 +18,7 @@ from tests.trace.fake_run import Group, config_of, registered
 
 PIPELINE = (4, 5, 6)
 """The ranks of a pipeline need not begin with 0."""
+T5_STEP = PlanConfig("1f1b", 3, 3, message_sizes=((0,), (0, 0), (0, 0)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,6 +42,19 @@ def awaits(peer: int, payload: str, number: int, doing: str = "receiving") -> Op
 
 def unit_of(record: RankRecord) -> tuple:
     return StepUnits(record).of_message(record.calls[-1])
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_link_with_two_tensors_has_two_messages_of_each_microbatch(number):
+    step = json.loads(json.dumps(plan_config_to_json(T5_STEP)))
+    for peer, payload, doing, each in (
+        (4, "activation", "receiving", 1),
+        (6, "activation", "sending", 2),
+        (6, "gradient", "receiving", 2),
+        (4, "gradient", "sending", 1),
+    ):
+        wanted = (number // each, 0) if number < 3 * each else (None, None)
+        assert unit_of(stage(5, awaits(peer, payload, number, doing), step=step)) == wanted
 
 
 @pytest.mark.parametrize(
