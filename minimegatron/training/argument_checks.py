@@ -250,6 +250,13 @@ def check_model(args: argparse.Namespace) -> None:
         raise ValueError("--swiglu and --openai-gelu are two activation functions; keep one")
     if args.rotary_percent > 1.0:
         raise ValueError(f"--rotary-percent is {args.rotary_percent}; give at most 1.0")
+    channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    turned = int(channels * args.rotary_percent)
+    if args.position_embedding_type == "rope" and (turned < 2 or turned % 2):
+        raise ValueError(
+            f"--rotary-percent {args.rotary_percent} of a head's {channels} features (--kv-channels) "
+            f"turns {turned}; they are turned in pairs, so make it an even number of 2 or more"
+        )
 
 
 def check_optimizer(args: argparse.Namespace) -> None:

@@ -141,6 +141,13 @@ BAD_CONFIGS = [
     BadConfig("--seq-length 128", ("--seq-length", "128", "--max-position-embeddings", "64")),
     BadConfig("--rotary-percent 1.5", ("--rotary-percent", "1.5", "1.0")),
     BadConfig(
+        "--position-embedding-type rope --kv-channels 7",
+        ("--rotary-percent 1.0", "7 features (--kv-channels)", "turns 7", "an even number"),
+    ),
+    BadConfig(
+        "--position-embedding-type rope --rotary-percent 0.01", ("--rotary-percent 0.01", "turns 0")
+    ),
+    BadConfig(
         f"{TP4} --sequence-parallel --seq-length 62",
         ("--seq-length", "62", "--sequence-parallel", "60"),
         world_size=4,

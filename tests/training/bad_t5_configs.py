@@ -29,6 +29,11 @@ ROWS = [
         2,
     ),
     (
+        f"{PP2} {SPLIT} 1 --num-layers-per-virtual-pipeline-stage 2",
+        ("--num-layers-per-virtual-pipeline-stage is 2", "plain 1F1B only", "drop it"),
+        2,
+    ),
+    (
         f"{PP2} {SPLIT} 1 --pipeline-schedule gpipe",
         ("--pipeline-schedule is given", "plain 1F1B only"),
         2,

@@ -63,8 +63,8 @@ def forward_step(
             microbatch it also gets `checkpoint_activations_microbatch` as third argument. What
             `loss_func(output)` may return is told in `forward_step_calc_loss`.
         input_tensor: [s, b, h] (per rank [s/c/t, b, h] with context and sequence parallelism), in
-            `pipeline_dtype`; None on the first stage. In plain 1F1B a list: of one tensor or, in the
-            decoder of a model with two stacks, of two.
+            `pipeline_dtype`; None on the first stage. In plain 1F1B a list: of one tensor, or
+            of more where the stage before hands some on (`all_outputs`).
         forward_data_store: the last stage appends what the loss function reports.
         is_first_microbatch: tells a model that has `set_is_first_microbatch`.
 

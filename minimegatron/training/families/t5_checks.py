@@ -24,6 +24,10 @@ UNUSED = {
     "sample_tokens": (0, "T5 writes no sample; give 0"),
 }
 """Arguments with the value that means nothing, and why no other can be used."""
+UNUSED_FIRST = {
+    "num_layers_per_virtual_pipeline_stage": (None, "two stacks run by plain 1F1B only; drop it")
+}
+"""The same; looked at before what follows from it."""
 
 
 def check_stacks(args: argparse.Namespace, config: TransformerConfig) -> None:
@@ -31,6 +35,7 @@ def check_stacks(args: argparse.Namespace, config: TransformerConfig) -> None:
 
     Raises ValueError, with the flags, the numbers and the remedy.
     """
+    check_unused(UNUSED_FIRST, args)
     check_t5(config)
     p = args.pipeline_model_parallel_size
     split = StackSplit(p, args.pipeline_model_parallel_split_rank)
