@@ -189,7 +189,7 @@ REFUSED = {
     ),
     "convolution": ("mamba", {"conv_kernel": 3}, "conv_kernel 3 instead of 4"),
     "time": ("mamba", {"time_step_limit": [0.0, 0.1]}, "a limit on the time step"),
-    "heads": ("mamba", {"num_heads": 6}, "6 heads of 4 features, where expand x hidden_size is 32, which"),
+    "heads": ("mamba", {"num_heads": 6}, "6 heads of 4 features, where expand x hidden_size is 32"),
     "state": ("mamba", {"state_size": 16}, "104 x 16, but by config.json it is 136 x 16"),
 }
 
