@@ -129,8 +129,11 @@ def message_formula(config: PlanConfig) -> Formula | None:
 def _with_two_stacks(config: PlanConfig) -> Formula:
     # Of the p - 1 boundaries, those behind the decoder's first stage q carry two messages.
     p, M = config.pp_size, config.num_microbatches
-    q = sum(len(sizes) == 1 for sizes in config.message_sizes)
-    return Formula("(2p - q - 2)M", (2 * p - q - 2) * M)
+    *numbers, _ = map(len, config.message_sizes)
+    q, value = numbers.count(1), sum(numbers) * M
+    if numbers == [1] * q + [2] * (p - 1 - q):
+        return Formula("(2p - q - 2)M", value)
+    return Formula(f"{sum(numbers)}M", value)  # those of a model of one's own
 
 
 def is_looped(config: PlanConfig) -> bool:

@@ -43,14 +43,15 @@ def check_sentinels(args: argparse.Namespace) -> None:
     try:
         check_room_for_runs(
             args.mask_prob,
-            args.encoder_seq_length or args.seq_length,
+            args.seq_length,
             args.decoder_seq_length or args.seq_length,
             args.vocab_extra_ids,
         )
     except ValueError as error:
         message = str(error).replace("masking_probability", "--mask-prob")
-        for name in ("encoder", "decoder"):
-            message = message.replace(f"sequence_length_{name}", f"--{name}-seq-length")
+        message = message.replace("sequence_length_encoder", "--seq-length")
+        given = "--seq-length" if args.decoder_seq_length is None else "--decoder-seq-length"
+        message = message.replace("sequence_length_decoder", given)
         raise ValueError(message) from None
 
 
