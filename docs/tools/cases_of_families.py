@@ -76,10 +76,11 @@ def launch_table() -> str:
         ],
         ["`pretrain_bert.py`", "`-m minimegatron.pretrain_bert`", ""],
         [f"`{data_impl} mmap`", "–", "read, and a line says that it changes nothing"],
+        [f"{len(kept) - 1} other flags", "the same", ""],
         [
-            f"{len(kept)} other flags",
+            "`--distributed-backend nccl`",
             "the same",
-            "`nccl` without GPUs ends the run before any group exists",
+            "without GPUs the run ends before any group exists",
         ],
     ]
     return table(["2021", "today", ""], rows)
@@ -204,21 +205,21 @@ def whole_gradient(e: float, d: float, num_stages: int = 2) -> float:
     return float(state.grad)
 
 
-E_STATE, D_STATE = 2.0, 3.0
+E_OUTPUT, D_INPUT = 2.0, 3.0
 """Of the page's case."""
 
 
 def sum_table(num_stages: int = 2) -> str:
     """What each decoder stage adds to the gradient of the encoder's output."""
     rows = []
-    for place, (given, own, total) in enumerate(sum_of_gradients(E_STATE, D_STATE, num_stages)):
+    for place, (given, own, total) in enumerate(sum_of_gradients(E_OUTPUT, D_INPUT, num_stages)):
         stage = num_stages - place
         behind = f"{total - own:g}" if place else "–"
         rows.append([f"stage {stage}", f"{given:g}", f"{own:g}", behind, f"**{total:g}**"])
     rows.append(
-        ["one process", "", "", "", f"**{whole_gradient(E_STATE, D_STATE, num_stages):g}**"]
+        ["one process", "", "", "", f"**{whole_gradient(E_OUTPUT, D_INPUT, num_stages):g}**"]
     )
-    head = ["backward of", "∂L/∂d", "its own part of ∂L/∂e", "from behind", "sent on"]
+    head = ["backward of", "∂L/∂input", "its own part of ∂L/∂e", "from behind", "sent on"]
     return table(head, rows)
 
 
@@ -243,6 +244,11 @@ def recorded() -> tuple[int, int]:
 
 
 # -- Files --
+
+
+def num_files(model: str) -> int:
+    """Files that a step enters."""
+    return len(entered()[model])
 
 
 def num_new_files(model: str, beside: str = "GPT") -> int:

@@ -233,16 +233,33 @@ STOPPED = "stopped"
 
 def lab(name: str) -> str:
     """A link to a lab, with its layout. Raises ValueError if there is none of that name."""
-    found = find_lab(name)
-    place = f"{EXERCISES}/index.md#break-it-on-purpose"
-    return f"lab [`{found.name}`]({place}) ({layout_words(found)})"
+    return f"{lab_name(name)} ({layout_words(find_lab(name))})"
+
+
+def lab_name(name: str) -> str:
+    """The link without the layout."""
+    return f"lab [`{find_lab(name).name}`]({EXERCISES}/index.md#break-it-on-purpose)"
 
 
 def mistake(name: str) -> str:
     """The same for a known mistake that may have no lab. Raises ValueError for an unknown one."""
+    _check_mistake(name)
+    return lab(name) if _has_lab(name) else f"the mutation `{name}`"
+
+
+def mistake_name(name: str) -> str:
+    """The same without the layout, for the inside of a sentence."""
+    _check_mistake(name)
+    return lab_name(name) if _has_lab(name) else f"the mutation `{name}`"
+
+
+def _has_lab(name: str) -> bool:
+    return name in {one.name for one in LABS}
+
+
+def _check_mistake(name: str) -> None:
     if name not in {fault.name for fault in FAULTS}:
         raise ValueError(f"no known mistake is called {name}")
-    return lab(name) if name in {one.name for one in LABS} else f"the mutation `{name}`"
 
 
 def exercise(which: str) -> str:

@@ -19,7 +19,7 @@ def free_outputs(outputs, is_last_stage):
 def backward_step(inputs, outputs, output_grads):
     if output_grads is None:
         output_grads = [torch.ones_like(outputs[0])]
-    # the state is a leaf, and a gradient for a leaf is simply added to its .grad
+    # e is a leaf, and a gradient for a leaf is simply added to its .grad
     run_backward(tuple(outputs), tuple(output_grads))
     return [x if x is None else x.grad for x in inputs]
 

@@ -9,7 +9,7 @@ EXERCISE = Exercise(
     minutes=30,
     num_ranks=3,
     mirrors="minimegatron.core.pipeline_parallel.steps.backward_step",
-    summary="Hand the encoder's state on from decoder stage to decoder stage, and its gradient back.",
+    summary="Hand the encoder's output on from decoder stage to decoder stage, and its gradient back.",
     real=(
         "minimegatron.core.pipeline_parallel.steps.all_outputs",
         "minimegatron.core.pipeline_parallel.steps.ModelChunk.free_output",

@@ -84,8 +84,8 @@ class Student:
             )
         if has == "None":
             return (
-                "No layer of this stage looks at the state, so its own part is None. What came from "
-                "behind must go on all the same: stages in front of this one wait for it."
+                "No layer of this stage looks at the encoder's output, so its own part is None. What "
+                "came from behind must go on all the same: stages in front of this one wait for it."
             )
         if has in wanted:
             return (
@@ -116,8 +116,8 @@ class Student:
         text = str(error)
         if isinstance(error, IndexError) and self.kind.is_decoder and self.kind.begins:
             return (
-                "The first decoder stage gets one tensor, the state, and reads data. The state is the "
-                "last of inputs in every decoder stage."
+                "The first decoder stage gets one tensor, the encoder's output, and reads data. The "
+                "encoder's output is the last of inputs in every decoder stage."
             )
         if isinstance(error, IndexError):
             return f"{self._input_words()} An encoder stage sends one tensor."
@@ -131,8 +131,8 @@ class Student:
             )
         if "NoneType" in text and not self.kind.looks:
             return (
-                "No layer of this stage looks at the state, so its `.grad` is None. What came from "
-                "behind must go on all the same."
+                "No layer of this stage looks at the encoder's output, so its `.grad` is None. What "
+                "came from behind must go on all the same."
             )
         return _of_autograd(text)
 
@@ -150,8 +150,8 @@ def _of_autograd(text: str) -> str:
         )
     if "size of tensor" in text or "invalid gradient" in text:
         return (
-            "Gradients of hidden states and of the state have different lengths. Which of the inputs "
-            "went out again, as the second output?"
+            "Gradients of hidden states and of the encoder's output have different lengths. Which of "
+            "the inputs went out again, as the second output?"
         )
     if "does not require grad" in text:
         return "What backward begins at has no place in the graph: it was detached."

@@ -14,6 +14,7 @@ from minimegatron.exercises.catalog.ex24_two_tensor_backward.calls import Studen
 from minimegatron.exercises.catalog.ex24_two_tensor_backward.data import (
     BLIND,
     DECODER,
+    ENCODED,
     ENCODER,
     FIRST,
     FIRST_DECODER,
@@ -125,17 +126,17 @@ def _run_hand_over(caller: Student, case: Case) -> dict[str, Any]:
 
 def _judge_hand_over(case: Case, kind: Kind, answer: dict[str, Any]) -> None:
     sent, inputs = answer["sent"], given_inputs(case.seed, kind, 0)
-    right = [answer["output"], *(inputs[-1:] if "state" in kind.output_words else [])]
+    right = [answer["output"], *(inputs[-1:] if ENCODED in kind.output_words else [])]
     if len(sent) != len(right):
         raise Wrong(_number_words(kind, len(sent)))
     if len(right) == 2 and _is(sent[0], right[1]) and _is(sent[1], right[0]):
         raise Wrong(
-            f"{kind.name}: hand_over sends the state first\nThe next stage takes [hidden, state]: what "
-            "the layers have made comes first."
+            f"{kind.name}: hand_over sends the encoder's output first\nThe next stage takes [hidden, "
+            "e]: what the layers have made comes first."
         )
     known = [(answer["output"], "That is this stage's output once more.")]
     known += [
-        (tensor, f"That is what came in as {word}; the state is the last of inputs.")
+        (tensor, f"That is what came in as {word}; the encoder's output is the last of inputs.")
         for tensor, word in zip(inputs, kind.input_words, strict=True)
     ]
     for number, (found, wanted) in enumerate(zip(sent, right, strict=True)):
@@ -161,12 +162,12 @@ def _number_words(kind: Kind, num: int) -> str:
         return f"{words}\nNobody stands behind the last stage: the loss is all there is."
     if not kind.is_decoder:
         return (
-            f"{words}\nWhile the encoder is at work there is no state yet: what one of its stages "
-            "makes is all that the next one needs."
+            f"{words}\nThe encoder is still at work: what one of its stages makes is all that the next "
+            "one needs."
         )
     return (
-        f"{words}\nThe next decoder stage looks at the state, too, and gets messages from this stage "
-        "only. So this stage must send it on."
+        f"{words}\nThe next decoder stage looks at the encoder's output, too, and gets messages from "
+        "this stage only. So this stage must send it on."
     )
 
 
@@ -181,21 +182,21 @@ def _run_freeing(caller: Student, case: Case) -> dict[str, Any]:
     one = _Forward(caller, case, Layers(caller.kind, given_weights(case.seed)), 0)
     num_bytes = one.output.untyped_storage().nbytes()
     caller.free_outputs(one.outputs)
-    state = one.inputs[-1]
+    encoded = one.inputs[-1]
     return {
         "before": num_bytes,
         "after": one.outputs[0].untyped_storage().nbytes(),
-        "state": None if state is None else state.detach().clone(),
+        "encoded": None if encoded is None else encoded.detach().clone(),
     }
 
 
 def _judge_freeing(case: Case, kind: Kind, answer: dict[str, Any]) -> None:
     before, after = answer["before"], answer["after"]
-    if kind.is_decoder and not _is(answer["state"], given_inputs(case.seed, kind, 0)[-1]):
+    if kind.is_decoder and not _is(answer["encoded"], given_inputs(case.seed, kind, 0)[-1]):
         raise Wrong(
-            f"{kind.name}: free_outputs freed the state\nIt was sent, but it is also an input of this "
-            "stage: the backward of its cross attention needs the numbers. Only what the layers of "
-            "this stage have made may go."
+            f"{kind.name}: free_outputs freed the encoder's output\nIt was sent, but it is also an "
+            "input of this stage: the backward of its cross attention needs the numbers. Only what the "
+            "layers of this stage have made may go."
         )
     if kind.is_last and after != before:
         raise Wrong(

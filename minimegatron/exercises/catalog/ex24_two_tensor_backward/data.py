@@ -6,6 +6,8 @@ import torch
 
 S_ENC, S_DEC, BATCH, HIDDEN = 5, 3, 2, 4
 """Two lengths: tensors of one shape could be mixed up and nobody would see it."""
+ENCODED = "encoder's output"
+"""How it is called where one reads it, beside "hidden"."""
 WEIGHTS = ("query", "key", "value", "layer")
 
 
@@ -19,21 +21,21 @@ class Kind:
     is_decoder: bool = True
     is_last: bool = False
     looks: bool = True
-    """Whether a decoder stage looks at the state."""
+    """Whether a decoder stage looks at the encoder's output."""
 
     @property
     def input_words(self) -> list[str]:
         """What each tensor that comes in is."""
         if not self.is_decoder:
             return [] if self.begins else ["hidden"]
-        return ["state"] if self.begins else ["hidden", "state"]
+        return [ENCODED] if self.begins else ["hidden", ENCODED]
 
     @property
     def output_words(self) -> list[str]:
         """What each tensor that goes out is."""
         if self.is_last:
             return ["loss"]
-        return ["hidden", "state"] if self.is_decoder else ["hidden"]
+        return ["hidden", ENCODED] if self.is_decoder else ["hidden"]
 
 
 FIRST = Kind("the first encoder stage", begins=True, is_decoder=False)
@@ -42,7 +44,7 @@ FIRST_DECODER = Kind("the first decoder stage", begins=True)
 DECODER = Kind("a decoder stage in the middle")
 LAST = Kind("the last decoder stage", is_last=True)
 ONLY_DECODER = Kind("the only decoder stage", begins=True, is_last=True)
-BLIND = Kind("a decoder stage that does not look at the state", looks=False)
+BLIND = Kind("a decoder stage that does not look at the encoder's output", looks=False)
 KINDS = {
     kind.name: kind for kind in (FIRST, ENCODER, FIRST_DECODER, DECODER, LAST, ONLY_DECODER, BLIND)
 }
@@ -80,10 +82,10 @@ class Layers:
         weights, kind = self.weights, self.kind
         hidden = own if kind.begins else inputs[0]
         if kind.is_decoder and kind.looks:
-            state = inputs[-1]
-            query, key = hidden @ weights["query"], state @ weights["key"]
+            encoded = inputs[-1]
+            query, key = hidden @ weights["query"], encoded @ weights["key"]
             scores = torch.einsum("qbh,kbh->bqk", query, key)
-            seen = torch.einsum("bqk,kbh->qbh", scores.softmax(dim=2), state @ weights["value"])
+            seen = torch.einsum("bqk,kbh->qbh", scores.softmax(dim=2), encoded @ weights["value"])
             hidden = hidden + seen
         output = torch.tanh(hidden @ weights["layer"])
         return (output * target).sum() if kind.is_last else output

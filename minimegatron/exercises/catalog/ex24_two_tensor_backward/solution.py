@@ -1,7 +1,8 @@
 """Two tensors between stages, solved.
 
-The state is one tensor, that comes in and goes out. Two readers gave it a gradient: this stage's cross
-attention, whose part autograd leaves in `.grad`, and the stages behind, whose part has arrived.
+The encoder's output is one tensor, which comes in and goes out. It has two readers: this stage's cross
+attention, whose part of the gradient autograd leaves in `.grad`, and the stages behind, whose part has
+arrived.
 """
 
 import torch

@@ -4,11 +4,11 @@ Started by: you, and `minimegatron exercises check`. A model has an encoder and 
 is cut into stages, and microbatches go through both:
 
     encoder stage -> encoder stage -> decoder stage -> decoder stage -> loss
-                 [hidden]          [state]         [hidden, state]
+                 [hidden]           [e]             [hidden, e]
 
     hidden    [s, b, h]: what the layers of a stage make, for the layers of the next one
-    state     [s_enc, b, h]: what the whole encoder has made. Every decoder stage looks at it, by cross
-              attention, and no decoder stage changes it.
+    e         [s_enc, b, h]: the encoder's output. Every decoder stage looks at it, by cross attention,
+              and no decoder stage changes it.
 
 So most decoder stages get two tensors and send two. The stage itself, its layers and its loss, is
 given. The check calls your functions around it, for each microbatch:
@@ -41,9 +41,9 @@ def hand_over(
 
     Args:
         inputs: what came from the stage before. [None] on the first stage of all, which reads data;
-            [hidden] on other encoder stages; [state] on the first decoder stage, which reads data too;
-            [hidden, state] on other decoder stages.
-        output: what this stage's layers made: hidden states (the last encoder stage's are the state);
+            [hidden] on other encoder stages; [e] on the first decoder stage, which reads data too;
+            [hidden, e] on other decoder stages.
+        output: what this stage's layers made: hidden states (the last encoder stage's are e);
             on the last stage the loss.
     """
     raise NotImplementedError("Write hand_over: which stages send one tensor, and which send two?")
@@ -65,13 +65,15 @@ def backward_step(
     """Backward of one microbatch. Returns one gradient for each input, None for None.
 
     Gradients of the stage's weights add up in their `.grad`, over all microbatches. `inputs` require a
-    gradient. Some stage may have no layer that looks at the state.
+    gradient. Some stage may have no layer that looks at the encoder's output.
 
     Args:
         inputs, outputs: those of this microbatch's forward; outputs were freed.
         output_grads: from the stage behind, one for each tensor that was sent; None on the last stage.
     """
-    raise NotImplementedError("Write backward_step: the state's gradient has two parts")
+    raise NotImplementedError(
+        "Write backward_step: the gradient of the encoder's output has two parts"
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from minimegatron.exercises.catalog.ex24_two_tensor_backward.data import (
+    ENCODED,
     WEIGHTS,
     Kind,
     Layers,
@@ -51,7 +52,7 @@ class RightStage:
         return Own(whole[: len(inputs)], dict(zip(WEIGHTS, whole[len(inputs) :], strict=True)))
 
     def behind(self, microbatch: int) -> torch.Tensor | None:
-        """The state's gradient that came from behind."""
+        """The gradient of the encoder's output that came from behind."""
         grads = given_grads(self.case.seed, self.kind, microbatch)
         return grads[1] if grads is not None and len(grads) > 1 else None
 
@@ -71,35 +72,35 @@ class RightStage:
 
     def known_inputs(self, microbatch: int, place: int) -> Known:
         """Wrong gradients of one input."""
-        if self.kind.input_words[place] == "state":
-            yield from self._known_states(microbatch, place)
+        if self.kind.input_words[place] == ENCODED:
+            yield from self._known_encoded(microbatch, place)
         else:
             yield from self._known_hidden(microbatch, place)
         right = [self.input_grads(i)[place] for i in range(microbatch + 1)]
         yield (
             sum(right),
-            "It has the gradients of the microbatches before in it. Each microbatch has hidden states "
-            "and a state of its own, and so have their gradients; only those of weights add up.",
+            "It has the gradients of the microbatches before in it. Each microbatch has tensors of its "
+            "own, and so have their gradients; only gradients of weights add up.",
         )
 
-    def _known_states(self, microbatch: int, place: int) -> Known:
+    def _known_encoded(self, microbatch: int, place: int) -> Known:
         own, behind = self.own[microbatch].inputs[place], self.behind(microbatch)
         if behind is None:
             yield (
                 torch.zeros_like(own),
                 "It is 0. Nobody stands behind the last stage, but its own cross attention has looked "
-                "at the state.",
+                "at the encoder's output.",
             )
             return
         yield (
             own,
             "It has only what this stage's own cross attention gives. The stages behind have looked at "
-            "the same state. What they give has arrived, as the second of output_grads: add it.",
+            "the same tensor. What they give has arrived, as the second of output_grads: add it.",
         )
         yield (
             behind,
             "It is only what came from behind. This stage's own cross attention has looked at the "
-            "state, too: autograd has left its part in the `.grad` of the input.",
+            "tensor, too: autograd has left its part in the `.grad` of the input.",
         )
         yield own + 2 * behind, "What came from behind is in it twice."
         yield 2 * own + behind, "What this stage's own cross attention gives is in it twice."
