@@ -81,11 +81,6 @@ ROWS = [
     ("--bert-no-binary-head", ("--bert-no-binary-head is given", "no binary head"), 1),
     ("--sample-tokens 20", ("--sample-tokens is 20", "writes no sample", "give 0"), 1),
     (
-        "--position-embedding-type rope --rotary-base 7",
-        ("--rotary-base is 7", "T5's rotary positions have the base 10000", "drop it"),
-        1,
-    ),
-    (
         "--position-embedding-type none",
         ("--position-embedding-type none", "looks both ways", "learned_absolute, rope or relative"),
         1,

@@ -20,7 +20,6 @@ from minimegatron.training.families.masked_text import (
 UNUSED = {
     "bert_binary_head": (True, "T5 has no binary head to leave out; drop it"),
     "eod_mask_loss": (False, "T5's samples have no end of document; drop it"),
-    "rotary_base": (10000, "T5's rotary positions have the base 10000; drop it"),
     "sample_tokens": (0, "T5 writes no sample; give 0"),
 }
 """Arguments with the value that means nothing, and why no other can be used."""
