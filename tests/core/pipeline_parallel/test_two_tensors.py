@@ -266,6 +266,13 @@ def test_a_stage_need_not_use_what_it_got():
     assert [grad.tolist() for grad in found] == [[2.0, 2.0], [1.0, 1.0, 1.0]]
 
 
+def test_a_first_stage_may_be_given_a_list_of_shapes_too():
+    """`adjust_tensor_shapes_fn` may say the same on every stage; the first receives nothing."""
+    weight = leaf(2)
+    assert backward([None, None], [weight * 2], [torch.ones(2)]) == [None, None]
+    assert weight.grad.tolist() == [2.0, 2.0]
+
+
 def test_outputs_come_with_what_the_model_hands_on():
     chunk = SimpleNamespace(extra_outputs=lambda inputs: inputs[-1:])
     hidden, state, output = leaf(1), leaf(2), leaf(1)
