@@ -266,9 +266,8 @@ def backward_step(
     for handed_on, grad_from_behind in zip(outputs[1:], grads[1:], strict=False):
         add_gradient(handed_on, grad_from_behind)
     for tensor in inputs[1:]:
-        if (
-            tensor is not None and tensor.grad is None
-        ):  # no stage from here on used it; the one before waits all the same
+        # No stage from here on used it, but the one before waits for its gradient all the same.
+        if tensor is not None and tensor.grad is None:
             tensor.grad = torch.zeros_like(tensor)
     input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
     return input_grads[0] if unwrap else input_grads
