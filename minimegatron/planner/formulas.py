@@ -128,9 +128,13 @@ def message_formula(config: PlanConfig) -> Formula | None:
 
 def _with_two_stacks(config: PlanConfig) -> Formula:
     # Of the p - 1 boundaries, those behind the decoder's first stage q carry two messages.
-    p, M = config.pp_size, config.num_microbatches
-    q = sum(len(sizes) == 1 for sizes in config.message_sizes)
+    p, M, q = config.pp_size, config.num_microbatches, first_decoder_stage(config)
     return Formula("(2p - q - 2)M", (2 * p - q - 2) * M)
+
+
+def first_decoder_stage(config: PlanConfig) -> int:
+    """Of a model with two stacks, whose encoder stages send one message and decoder stages two."""
+    return sum(len(sizes) == 1 for sizes in config.message_sizes)
 
 
 def is_looped(config: PlanConfig) -> bool:
