@@ -34,6 +34,9 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage above it."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            flag = message.removeprefix("argument ").partition(":")[0]
+            message += f"; one that begins with - is given as {flag}=-..."
         raise SystemExit(_refuse(self.prog, message))
 
 

@@ -23,7 +23,7 @@ from minimegatron.core.datasets.blended_megatron_dataset_builder import (
 from minimegatron.core.datasets.stdlib_corpus import STDLIB
 from minimegatron.core.datasets.stdlib_sentences import (
     StdlibBERTDataset,
-    validation_piece_entropy,
+    entropies_of_hidden_pieces,
 )
 from minimegatron.core.datasets.utils import get_blend_from_list
 from minimegatron.core.enums import ModelType
@@ -72,8 +72,18 @@ def train_valid_test_datasets_provider(
     train_val_test_num_samples: Sequence[int], vp_stage: int | None = None
 ) -> list[Any]:
     """Train, validation and test datasets. Every chunk needs them, for the padding mask."""
+    config = core_bert_dataset_config_from_args()
+    is_built_in = get_args().data_path is None
+    dataset_class = StdlibBERTDataset if is_built_in else BERTMaskedWordPieceDataset
+    return BlendedMegatronDatasetBuilder(
+        dataset_class, train_val_test_num_samples, is_dataset_built_on_rank, config
+    ).build()
+
+
+def core_bert_dataset_config_from_args() -> BERTMaskedWordPieceDatasetConfig:
+    """What is read, and how it is hidden."""
     args = get_args()
-    config = BERTMaskedWordPieceDatasetConfig(
+    return BERTMaskedWordPieceDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         tokenizer=get_tokenizer(),
@@ -87,10 +97,6 @@ def train_valid_test_datasets_provider(
         masking_use_geometric_distribution=False,
         classification_head=args.bert_binary_head,
     )
-    dataset_class = StdlibBERTDataset if args.data_path is None else BERTMaskedWordPieceDataset
-    return BlendedMegatronDatasetBuilder(
-        dataset_class, train_val_test_num_samples, is_dataset_built_on_rank, config
-    ).build()
 
 
 def is_dataset_built_on_rank() -> bool:
@@ -167,12 +173,11 @@ def no_sample(model: list[torch.nn.Module]) -> None:
 
 def after_evaluation(collected: None, iteration: int, writer: Any) -> None:
     """Below the validation loss: what to hold it against."""
-    args = get_args()
-    if args.data_path is None:
-        entropy = validation_piece_entropy(get_tokenizer(), args.split)
+    if get_args().data_path is None and torch.distributed.get_rank() == 0:
+        entropy, at_one_place = entropies_of_hidden_pieces(core_bert_dataset_config_from_args())
         print_rank_0(
-            f" for comparison: unigram entropy of the validation text {entropy:.4f} nats/token, "
-            "the best lm loss without looking at other tokens"
+            f" for comparison: unigram entropy of hidden tokens {entropy:.4f} nats/token; the best lm "
+            f"loss without looking at other tokens {at_one_place:.4f}"
         )
 
 

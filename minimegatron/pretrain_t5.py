@@ -72,6 +72,7 @@ def model_provider(
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
         relative_attention_num_buckets=args.relative_attention_num_buckets,
         relative_attention_max_distance=args.relative_attention_max_distance,
         add_encoder=split.has_encoder(rank),

@@ -8,12 +8,14 @@ import contextlib
 import io
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from unittest import mock
 
 import torch
 
+from minimegatron.training.arguments import parse_args
 from tests import toy_model
 from tests.figures import figure
 from tests.parity import Case
@@ -21,6 +23,7 @@ from tests.ranks import run_ranks
 from tests.test_house import code_lines
 from tests.test_parity import check
 from tests.training.short_runs import little_text
+from tests.training.test_bad_configs import launcher_environment
 
 PAGE = Path(__file__).parents[1] / "docs/recipes/own_model.md"
 CASES = [
@@ -112,3 +115,12 @@ def test_pretrain_trains_it_and_needs_no_more_than_the_page_says(tmp_path):
 
 def test_it_is_one_page():
     assert len(code_lines(Path(toy_model.__file__))) <= 60
+
+
+def test_the_command_of_the_page_needs_nothing_but_the_package():
+    command = re.search(r"Save it as `(\S+)`.*?```console\n\$ (.*?)```", PAGE.read_text(), re.S)
+    words = shlex.split(command[2].replace("\\\n", " "))
+    assert words[:4] == ["torchrun", "--nproc-per-node", "4", command[1]]
+    assert not re.search(r"^(from|import) tests", Path(toy_model.__file__).read_text(), re.M)
+    args = parse_args(argv=words[4:], environ=launcher_environment(0, 4))
+    assert (args.data_parallel_size, args.seq_length) == (1, 64)

@@ -1,7 +1,6 @@
 """A language model of one's own, gated convolutions in place of attention: all that a run needs.
 
-`docs/recipes/own_model.md` goes through it. Run it as `torchrun ... -m tests.toy_model`, with the flags
-of `pretrain_gpt`.
+`docs/recipes/own_model.md` goes through it. It has the flags of `pretrain_gpt`.
 """
 
 import torch.nn.functional as F

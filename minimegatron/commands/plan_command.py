@@ -139,7 +139,8 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--hybrid-override-pattern",
         metavar="LETTERS",
-        help="with --layout: a letter for each transformer layer: M Mamba, * attention, - MLP",
+        help="with --layout: a letter for each transformer layer: M Mamba, * attention, - MLP; "
+        "write = before a pattern that begins with -",
     )
     add(
         "--layer-nodes",

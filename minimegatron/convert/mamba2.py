@@ -34,7 +34,7 @@ def arguments(config: dict[str, Any]) -> dict[str, Any]:
             "use_bias": config.get("use_bias", False),
             "a convolution without bias": not config.get("use_conv_bias", True),
             "a limit on the time step (time_step_limit)": _is_limited(config),
-            f"{heads} heads of {head_dim} features, which are not expand x hidden_size = {wide},": (
+            f"{heads} heads of {head_dim} features, where expand x hidden_size is {wide}": (
                 heads * head_dim != wide
             ),
         },
@@ -64,17 +64,23 @@ def _is_limited(config: dict[str, Any]) -> bool:
 
 
 def config(args: dict[str, Any]) -> dict[str, Any]:
-    """Our arguments to their config.json."""
+    """Our arguments to their config.json.
+
+    Raises ValueError for heads that are not a whole number of hidden sizes wide: their `expand`.
+    """
     num_heads, head_dim, num_groups, state_dim = sizes_of_mamba(SimpleNamespace(**args))
+    h = args["hidden_size"]
+    problem = f"{num_heads} heads of {head_dim} features, not a multiple of hidden_size {h}"
+    refuse("mamba2", {problem: num_heads * head_dim % h != 0})
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "num_hidden_layers": args["num_layers"],
-        "hidden_size": args["hidden_size"],
+        "hidden_size": h,
         "num_heads": num_heads,
         "head_dim": head_dim,
         "n_groups": num_groups,
         "state_size": state_dim,
-        "expand": num_heads * head_dim // args["hidden_size"],
+        "expand": num_heads * head_dim // h,
         "conv_kernel": CONVOLUTION,
         "hidden_act": "silu",
         "use_bias": False,

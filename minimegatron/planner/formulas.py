@@ -128,13 +128,24 @@ def message_formula(config: PlanConfig) -> Formula | None:
 
 def _with_two_stacks(config: PlanConfig) -> Formula:
     # Of the p - 1 boundaries, those behind the decoder's first stage q carry two messages.
-    p, M, q = config.pp_size, config.num_microbatches, first_decoder_stage(config)
-    return Formula("(2p - q - 2)M", (2 * p - q - 2) * M)
+    p, M = config.pp_size, config.num_microbatches
+    *numbers, _ = map(len, config.message_sizes)
+    q, value = numbers.count(1), sum(numbers) * M
+    if numbers == [1] * q + [2] * (p - 1 - q):
+        return Formula("(2p - q - 2)M", value)
+    return Formula(f"{sum(numbers)}M", value)  # those of a model of one's own
 
 
-def first_decoder_stage(config: PlanConfig) -> int:
-    """Of a model with two stacks, whose encoder stages send one message and decoder stages two."""
-    return sum(len(sizes) == 1 for sizes in config.message_sizes)
+def first_stage_with_two_messages(config: PlanConfig) -> int | None:
+    """From it on all stages send two, as T5's decoder does; None if the plan is of another kind.
+
+    >>> first_stage_with_two_messages(PlanConfig("1f1b", 3, 8, message_sizes=((1,), (1, 1), (1, 1))))
+    1
+    """
+    numbers = [len(sizes) for sizes in config.message_sizes or ()]
+    q = numbers.count(1)
+    is_two_stacks = 0 < q < len(numbers) and numbers == [1] * q + [2] * (len(numbers) - q)
+    return q if is_two_stacks else None
 
 
 def is_looped(config: PlanConfig) -> bool:

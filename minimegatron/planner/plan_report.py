@@ -35,7 +35,7 @@ from minimegatron.planner.actions import (
 from minimegatron.planner.formulas import (
     Formula,
     bubble_formulas,
-    first_decoder_stage,
+    first_stage_with_two_messages,
     makespan_formula,
     message_formula,
     peak_in_flight_formula,
@@ -93,8 +93,8 @@ def title(simulation: Simulation) -> str:
         parts.append(f"{config.num_model_chunks} chunks per stage{_placement_words(config)}")
         if config.schedule == INTERLEAVED or config.wire is None:
             microbatches += f" in groups of {config.microbatch_group_size_per_vp_stage}"
-    if config.message_sizes is not None:
-        parts.append(f"decoder from stage {first_decoder_stage(config)} on")
+    if (first := first_stage_with_two_messages(config)) is not None:
+        parts.append(f"two tensors sent from stage {first} on")
     parts.append(microbatches)
     if config.forward_only:
         parts.append("forward only")

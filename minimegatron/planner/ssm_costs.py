@@ -74,10 +74,12 @@ def scan_elements(
     chunk_size: int | None,
     tensor_parallel_size: int = 1,
 ) -> int:
-    """Numbers that only a scan keeps for backward: decays inside chunks, and states between them.
+    """Decays inside chunks and states between them: of what a scan keeps for backward, once each.
 
-    In chunks: n/t matrices [Q, Q] per chunk, and a state. Token after token (None): a state per token,
-    Q P N / (Q² + P N) times as much. Both grow with s; attention that keeps its scores grows with a s².
+    In chunks: for each of n/t heads, a matrix [Q, Q] per chunk, and a state. Token after token (None):
+    a state per token, Q P N / (Q² + P N) times as much, once s fills a chunk. Both grow with s;
+    attention that keeps its scores grows with a s². What `mamba_chunk_scan_combined` keeps in all is
+    several times as much: also its inputs, and products of as many numbers.
 
     >>> sizes = MambaSizes(num_heads=2, head_dim=64, num_groups=1, state_dim=128)
     >>> scan_elements(512, 1, sizes, 128), scan_elements(512, 1, sizes, None)

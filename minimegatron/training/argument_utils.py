@@ -23,7 +23,10 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         """Raises ValueError(message)."""
-        raise ValueError(message.removeprefix("argument "))
+        flag, _, problem = message.removeprefix("argument ").partition(": ")
+        if problem == "expected one argument":
+            problem += f"; one that begins with - is given as {flag}=-..."
+        raise ValueError(f"{flag}: {problem}" if problem else flag)
 
 
 class ArgumentGroupFactory:

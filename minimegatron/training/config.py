@@ -123,7 +123,8 @@ class MambaArguments:
     """Mamba"""
 
     hybrid_override_pattern: str | None = knob(compared=True)
-    """A letter for each layer: M state space, * attention, - MLP; by default M for all."""
+    """A letter for each layer: M state space, * attention, - MLP; by default M for all. Write = before
+    a pattern that begins with -."""
 
 
 @section("parallel")

@@ -45,12 +45,23 @@ def check_spans(
     args: argparse.Namespace, spans: list[tuple[float, float] | None], count: int, what: str
 ) -> None:
     """Raises ValueError for a split that is wanted and gets none of the `count` documents."""
-    wanted = (args.train_iters > 0, args.eval_iters > 0, args.eval_iters > 0)
-    for name, span, is_wanted in zip(
-        ("training", "validation", "test"), spans, wanted, strict=True
-    ):
-        if span is not None and is_wanted and round(span[0] * count) == round(span[1] * count):
+    for name, (begin, end) in wanted_spans(args, spans, count).items():
+        if begin == end:
             raise ValueError(
                 f"--split {args.split} gives {name} none of the {count} {what}; "
                 f"raise its share, or give it 0 to do without {name}"
             )
+
+
+def wanted_spans(
+    args: argparse.Namespace, spans: list[tuple[float, float] | None], count: int
+) -> dict[str, tuple[int, int]]:
+    """By the name of each split that is wanted: its first of `count` documents, one past its last."""
+    wanted = (args.train_iters > 0, args.eval_iters > 0, args.eval_iters > 0)
+    return {
+        name: (round(span[0] * count), round(span[1] * count))
+        for name, span, is_wanted in zip(
+            ("training", "validation", "test"), spans, wanted, strict=True
+        )
+        if span is not None and is_wanted
+    }

@@ -40,9 +40,10 @@ def evaluate(
 ) -> tuple[dict[str, float], Any]:
     """Mean losses over `--eval-iters` global batches, the same on every rank, and non-loss data.
 
-    Each token weighs the same, wherever it was computed. Non-loss data is what
-    `non_loss_data_func(model)` returned on this rank or, if only `process_non_loss_data_func` is
-    given, what the loss function collected of one batch with `collect_non_loss_data`.
+    Each token weighs the same, wherever it was computed, or each microbatch, where the loss function
+    reports means, as BERT's does. Non-loss data is what `non_loss_data_func(model)` returned on this
+    rank or, if only `process_non_loss_data_func` is given, what the loss function collected of one
+    batch with `collect_non_loss_data`.
     """
     args = get_args()
     num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minimegatron import pretrain_bert, pretrain_mamba, pretrain_t5
+from minimegatron.convert import mamba2
 from minimegatron.core import parallel_state
 from minimegatron.training import training
 from minimegatron.training.global_vars import destroy_global_vars
@@ -188,7 +189,7 @@ REFUSED = {
     ),
     "convolution": ("mamba", {"conv_kernel": 3}, "conv_kernel 3 instead of 4"),
     "time": ("mamba", {"time_step_limit": [0.0, 0.1]}, "a limit on the time step"),
-    "heads": ("mamba", {"num_heads": 6}, "6 heads of 4 features, which are not expand"),
+    "heads": ("mamba", {"num_heads": 6}, "6 heads of 4 features, where expand x hidden_size is 32"),
     "state": ("mamba", {"state_size": 16}, "104 x 16, but by config.json it is 136 x 16"),
 }
 
@@ -205,3 +206,10 @@ def test_refused(capsys, tmp_path, change):
     code, out = convert(capsys, *direction, "--save-dir", tmp_path / "ours")
     assert code == 2 and words in out and len(out.splitlines()) == 1, out
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_no_config_that_transformers_refuses_is_written(heads):
+    args = mamba2.arguments(their_model("mamba").config.to_dict())
+    with pytest.raises(ValueError, match=f"{heads} heads of 4 features, not a multiple of .* 16"):
+        mamba2.config(args | {"mamba_num_heads": heads})

@@ -55,6 +55,11 @@ def test_the_command_takes_letters(capsys):
         main(["plan", "--pp", "2", "--microbatches", "2", "--hybrid-override-pattern", "M*"]) != 0
     )
     assert "add --layout" in capsys.readouterr().err
+    begins_with_mlp = "plan --pp 2 --microbatches 2 --layout Et|tL --hybrid-override-pattern -M"
+    with pytest.raises(SystemExit, match="2"):
+        main(begins_with_mlp.split())
+    assert "given as --hybrid-override-pattern=-" in capsys.readouterr().err
+    assert main(begins_with_mlp.replace(" -M", "=-M").split()) == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"normalization": "RMSNorm", "mamba_num_heads": 4}])

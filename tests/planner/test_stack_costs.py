@@ -45,6 +45,12 @@ def test_every_link_carries_what_its_stage_makes(p, q, batched, forward_only):
             assert ahead == [(i, size) for i in range(M) for size in sizes]
 
 
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 2, 1), (2, 3, 1)])
+def test_the_number_of_messages_of_a_model_of_ones_own(numbers):
+    step = plan("1f1b", len(numbers), 3, message_sizes=[[1] * number for number in numbers])
+    assert message_formula(step.config).value == step.message_counts()["activation"]
+
+
 def test_a_tensor_that_is_not_received_is_missed():
     step = planned(3, 1, 2)
     actions = [

@@ -24,6 +24,7 @@ ROWS = [
         4,
     ),
     (f"{SIZES} {PATTERN} M*-", ("'M*-' has 3 letters", "--num-layers is 8", "each layer"), 1),
+    (f"{SIZES} {PATTERN} -M", (f"{PATTERN}: expected one argument", f"given as {PATTERN}=-"), 1),
     (f"{SIZES} {PATTERN} MMMMMMXM", ("letter 7, 'X', is unknown", "use M (Mamba)"), 1),
     (f"{SIZES} {PATTERN} MMEMMMMM", ("letter 3, 'E'", "experts", "left out here"), 1),
     (

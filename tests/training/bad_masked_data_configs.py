@@ -25,13 +25,14 @@ ROWS = [
     (
         T5,
         "--vocab-extra-ids 8",
-        ("--mask-prob 0.15 of --encoder-seq-length 64", "up to 9", "gives 8 sentinels", "give 9"),
+        ("--mask-prob 0.15 of --seq-length 64", "up to 9", "gives 8 sentinels", "give 9"),
     ),
     (
         T5,
         "--vocab-extra-ids 20 --decoder-seq-length 10",
         ("up to 9 tokens", "do not fit --decoder-seq-length 10", "give 11 or more"),
     ),
+    (T5, "--seq-length 3", ("minimegatron: --seq-length is 3", "give 4 or more")),
     (GPT, "--mask-prob 0.2", ("--mask-prob", "pretrain_gpt", "run pretrain_bert or pretrain_t5")),
     (GPT, "--data-impl lazy", ("--data-impl lazy", "drop it, or give mmap")),
     (GPT, "--local-rank 3", ("--local-rank is 3", "LOCAL_RANK is 0", "drop it")),

@@ -35,7 +35,7 @@ ROWS = [
     ),
     (
         f"{PP2} {SPLIT} 1 --decoder-first-pipeline-num-layers 3",
-        ("--decoder-first-pipeline-num-layers", "unevenly", "T5 has two"),
+        ("--decoder-first-pipeline-num-layers is given", "cuts one stack", "T5 has two"),
         2,
     ),
     (
@@ -66,6 +66,12 @@ ROWS = [
         ("--decoder-seq-length 33", TP2, "try 32"),
         2,
     ),
+    (
+        f"{TP2} --sequence-parallel --seq-length 33",
+        ("minimegatron: --seq-length 33 is not", TP2, "try 32"),
+        2,
+    ),
+    ("--max-position-embeddings 32", ("minimegatron: --seq-length 64 is more", "raise the sec"), 1),
     ("--vocab-extra-ids 2", ("--mask-prob 0.15", "--vocab-extra-ids gives 2", "give"), 1),
     ("--bert-no-binary-head", ("--bert-no-binary-head is given", "no binary head"), 1),
     ("--sample-tokens 20", ("--sample-tokens is 20", "writes no sample", "give 0"), 1),

@@ -4,6 +4,7 @@ Runs read made-up samples, with a small vocabulary of their own. Answers are sho
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,8 +16,11 @@ import torch
 from minimegatron import pretrain_t5
 from minimegatron.core import parallel_state
 from minimegatron.core.models.T5.stack_split import StackSplit
+from minimegatron.core.models.T5.t5_model import T5Model
 from minimegatron.core.tensor_parallel import data
+from minimegatron.training.arguments import parse_args
 from minimegatron.training.families import masked_text
+from tests.groups import pretend_groups
 from tests.ranks import run_ranks
 from tests.training import short_runs
 from tests.training.short_runs import PP2, PP4, TP2, ZERO1
@@ -80,6 +84,22 @@ def test_masks_are_of_padding_and_not_of_an_id(monkeypatch):
     assert text_enc.tolist() == [[0, 0, 7]] and labels.tolist() == [[3, -1]]
     assert enc_mask.tolist() == [[[[False, False, True]]]]
     assert dec_mask.tolist() == [[[[False, True]]]] and loss_mask.dtype == torch.float32
+
+
+@pytest.mark.parametrize("base", [10000, 7])
+def test_rotary_positions_have_the_base_that_is_given(base, monkeypatch):
+    flags = f"{short_runs.MODEL} --position-embedding-type rope --rotary-base {base}"
+    defaults = {"model_family": "t5", "tokenizer_type": "BertWordPieceLowerCase"}
+    args = parse_args(
+        args_defaults=defaults,
+        argv=[*flags.replace("size 512", "size 4096").split(), "--vocab-extra-ids", "9"],
+        environ={},
+    )
+    monkeypatch.setattr(pretrain_t5, "get_args", lambda: args)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(pretrain_t5, "T5Model", partial(T5Model, pg_collection=pretend_groups()))
+    model = pretrain_t5.model_provider()
+    assert model.rotary_pos_emb.inv_freq.tolist() == pytest.approx([1.0, base**-0.5])
 
 
 # -- Runs --

@@ -6,6 +6,7 @@ kept short, and samples of sentences take a binary search each. Those come in an
 """
 
 import math
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
@@ -142,38 +143,45 @@ def build_mapping(
     Returns [samples, 3]: first sentence, one past the last, meant length; int32 where the numbers fit.
     The rows are Megatron's, number for number; their order is as random, but another.
     """
+    usable = usable_documents(document_indices, sizes, min_sentences)
+    documents = numpy.stack([document_indices[:-1], document_indices[1:]], axis=1)[usable].tolist()
+    before = memoryview(numpy.append(0, numpy.cumsum(sizes, dtype=numpy.int64)))
     lengths = _meant_lengths(max_length, short_seq_prob, seed)
-    dtype = numpy.int32 if len(sizes) <= numpy.iinfo(numpy.int32).max else numpy.int64
-    epochs: list[numpy.ndarray] = []
-    while not epochs or (len(epochs[-1]) and sum(map(len, epochs)) < (num_samples or 0)):
-        rows = _samples_of_an_epoch(document_indices, sizes, lengths, min_sentences)
-        epochs.append(numpy.array(rows, dtype=dtype).reshape(-1, 3))
-    mapping = numpy.concatenate(epochs)
+    dtype = numpy.dtype("int32" if len(sizes) <= numpy.iinfo(numpy.int32).max else "int64")
+    rows = array(dtype.char)
+    while documents and len(rows) < 3 * max(1, num_samples or 0):
+        _add_an_epoch(rows, documents, before, lengths, min_sentences)
+    mapping = numpy.array(rows, dtype=dtype).reshape(-1, 3)
     return mapping[numpy.random.RandomState((seed + 1) % 2**32).permutation(len(mapping))]
 
 
-def _samples_of_an_epoch(
-    document_indices: numpy.ndarray,
-    sizes: numpy.ndarray,
+def usable_documents(
+    document_indices: numpy.ndarray, sizes: numpy.ndarray, min_sentences: int
+) -> numpy.ndarray:
+    """Of which documents `build_mapping` makes samples, bool [documents]; its arguments."""
+    too_long = numpy.cumsum(numpy.append(0, sizes > LONGEST_SENTENCE))
+    return (numpy.diff(document_indices) >= min_sentences) & (
+        numpy.diff(too_long[document_indices]) == 0
+    )
+
+
+def _add_an_epoch(
+    rows: array,
+    documents: list[list[int]],
+    before: memoryview,
     lengths: Iterator[int],
     min_sentences: int,
-) -> list[tuple[int, int, int]]:
-    rows = []
-    bounds = document_indices.tolist()
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-        count = last - first
-        if count < min_sentences or sizes[first:last].max() > LONGEST_SENTENCE:
-            continue
-        ends = numpy.cumsum(sizes[first:last]).tolist()
-        begin, before, length = 0, 0, next(lengths)
-        while begin < count:
-            reached = bisect_left(ends, before + length, begin) + 1
+) -> None:
+    """Three numbers for each sample behind `rows`. `before`: the tokens before each sentence."""
+    for begin, last in documents:
+        length = next(lengths)
+        while begin < last:
+            reached = bisect_left(before, before[begin] + length, begin + 1, last + 1)
             end = max(reached, begin + min_sentences)
-            if end >= count - 1:
-                end = count
-            rows.append((first + begin, first + end, length))
-            begin, before, length = end, ends[end - 1], next(lengths)
-    return rows
+            if end >= last - 1:
+                end = last
+            rows.extend((begin, end, length))
+            begin, length = end, next(lengths)
 
 
 def _meant_lengths(max_length: int, short_seq_prob: float, seed: int) -> Iterator[int]:
@@ -184,7 +192,8 @@ def _meant_lengths(max_length: int, short_seq_prob: float, seed: int) -> Iterato
     """
     # RandomState and C++'s mt19937 are one generator, and these are its numbers as they come.
     rng = numpy.random.RandomState(seed % 2**32)
-    ratio = round(1 / short_seq_prob) if short_seq_prob else 0
+    # The numbers have 32 bits, and so has what they are divided by.
+    ratio = round(min(1 / short_seq_prob, 2**32 - 1)) if short_seq_prob else 0
     while True:
         if not ratio:
             yield max_length

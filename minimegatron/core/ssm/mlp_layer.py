@@ -4,14 +4,22 @@ Counterpart: `megatron.core.ssm.mlp_layer`; there attention only is a `Transform
 parts do nothing.
 """
 
+from typing import Any
+
 import torch
 
+from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.transformer_layer import TransformerLayer
+
+
+def _describe(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"layer": arguments["self"].layer_number}
 
 
 class MLPLayer(TransformerLayer):
     """x + mlp(norm(x)), with the submodules `pre_mlp_layernorm` and `mlp` alone."""
 
+    @traced("layer-forward", _describe)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -33,6 +41,7 @@ class MLPLayer(TransformerLayer):
 class AttentionLayer(TransformerLayer):
     """x + attention(norm(x)), with the submodules `input_layernorm` and `self_attention` alone."""
 
+    @traced("layer-forward", _describe)
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -58,7 +58,9 @@ def check_lengths(args: argparse.Namespace) -> None:
             f"--encoder-seq-length {args.encoder_seq_length} and --seq-length {args.seq_length} mean "
             "the same; drop --encoder-seq-length"
         )
-    length, t = args.decoder_seq_length or args.seq_length, args.tensor_model_parallel_size
+    length, t = args.decoder_seq_length, args.tensor_model_parallel_size
+    if length is None:
+        return  # it is --seq-length, which all models check
     if length > args.max_position_embeddings:
         raise ValueError(
             f"--decoder-seq-length {length} is more than --max-position-embeddings "

@@ -6,6 +6,7 @@ import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -141,6 +142,20 @@ def test_some_are_meant_to_be_short():
     short = rows[:, 2] < 62
     assert abs(short.mean() - 0.1) < 0.015
     assert rows[:, 2].min() >= 2 and len(set(rows[short, 2].tolist())) > 50
+
+
+def test_a_share_of_short_samples_below_one_in_two_to_the_32():
+    for share in (1e-12, 1e-320):
+        rows = build_mapping(numpy.array([0, 4]), numpy.full(4, 9), 100, 20, share, 1, 2)
+        assert (rows[:, 2] == 20).all()
+
+
+def test_many_epochs_of_a_tiny_text_take_no_longer_than_as_many_samples_of_a_long_one():
+    """Counted, not timed: what is read of the samples so far must not grow with them."""
+    lengths = []
+    with mock.patch.object(helpers, "len", lambda x: lengths.append(x) or len(x), create=True):
+        rows = build_mapping(numpy.array([0, 2]), numpy.array([20, 20]), 3000, 61, 0.1, 1, 2)
+    assert len(rows) == 3000 and len(lengths) < 4 * len(rows)
 
 
 def test_as_many_whole_epochs_as_it_takes():
@@ -457,7 +472,7 @@ def test_builder_blends_splits_and_caches(tmp_path: Path, family: str, monkeypat
     assert set(train.indices.tolist()).isdisjoint(valid.indices.tolist())
     assert train.sample_index[:, 1].max() <= valid.sample_index[:, 0].min()
     # The second time nothing is built.
-    monkeypatch.setattr(helpers, "_samples_of_an_epoch", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(helpers, "_add_an_epoch", lambda *_: pytest.fail("built again"))
     second = build()
     for i in (0, 599, 1199):
         a, b = first[0][i], second[0][i]
@@ -489,9 +504,28 @@ def test_built_in_text_for_both():
         assert min(len(train), 100) == 100 and len(valid) >= 10 and len(test) >= 5
         text = "text" if "text" in train[0] else "text_enc"
         assert (train[0][text] < pieces.vocab_size).all()
-    entropy = stdlib_sentences.validation_piece_entropy(pieces, "949,50,1")
-    assert 4.0 < entropy < numpy.log(pieces.vocab_size)
-    assert numpy.isnan(stdlib_sentences.validation_piece_entropy(pieces, "1,0,0"))
+
+
+def test_what_models_without_context_lose_at_hidden_places():
+    """One may look at the place itself, where the hidden piece may stand."""
+    pieces = build_wordpiece("BertWordPieceLowerCase", None, 40)
+
+    def entropies(split: str) -> tuple[float, float]:
+        settings = settings_of(tokenizer=pieces, split=split, sequence_length=128)
+        config = BERTMaskedWordPieceDatasetConfig(**settings)
+        return stdlib_sentences.entropies_of_hidden_pieces(config)
+
+    entropy, at_one_place = entropies("979,20,1")
+    assert 4.0 < at_one_place < entropy - 0.3 < numpy.log(pieces.vocab_size)
+    assert numpy.isnan(entropies("1,0,0")).all()
+    share = numpy.array([0.5, 0.375, 0.125, 0.0])
+    # Rows: [MASK], and each piece that may be shown. Columns: the hidden piece.
+    pairs = numpy.vstack(
+        [0.8 * share, numpy.outer([0.25] * 4, 0.1 * share) + numpy.diag(0.1 * share)]
+    )
+    of_shown = pairs / pairs.sum(1, keepdims=True)
+    expected = -(pairs[:, :3] * numpy.log(of_shown[:, :3])).sum()
+    assert stdlib_sentences._loss_at_one_place(share) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_run_that_stopped_goes_on_at_the_next_sample():

@@ -257,6 +257,15 @@ def test_the_last_stage_has_nothing_from_behind():
     assert [grad.tolist() for grad in found] == [[6.0, 6.0], [3.0, 3.0, 3.0]]
 
 
+def test_a_stage_need_not_use_what_it_got():
+    hidden, state = leaf(2), leaf(3)
+    found = backward([hidden, state], [hidden.sum()], [None, None])
+    assert [grad.tolist() for grad in found] == [[1.0, 1.0], [0.0, 0.0, 0.0]]
+    hidden, state, from_behind = leaf(2), leaf(3), torch.ones(3)
+    found = backward([hidden, state], [hidden * 2, state], [torch.ones(2), from_behind])
+    assert [grad.tolist() for grad in found] == [[2.0, 2.0], [1.0, 1.0, 1.0]]
+
+
 def test_outputs_come_with_what_the_model_hands_on():
     chunk = SimpleNamespace(extra_outputs=lambda inputs: inputs[-1:])
     hidden, state, output = leaf(1), leaf(2), leaf(1)

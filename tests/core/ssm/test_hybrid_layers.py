@@ -10,6 +10,7 @@ from minimegatron.core.models.mamba.mamba_model import MambaModel
 from minimegatron.core.ssm.mamba_hybrid_layer_allocation import LEFT_OUT, allocate_layers
 from minimegatron.core.ssm.mamba_layer import MambaLayer
 from minimegatron.core.ssm.mlp_layer import AttentionLayer, MLPLayer
+from minimegatron.core.tracing import observed_by
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from tests.core.ssm.test_mamba_mixer import SIZES
@@ -79,6 +80,24 @@ def test_every_half_learns_and_hands_on_the_context():
     for layer in hybrid.decoder.layers:
         output, same = layer(hidden, None, context=context)
         assert output.shape == hidden.shape and same is context
+
+
+def test_who_watches_sees_a_layer_of_any_kind():
+    class Watcher:
+        def __init__(self):
+            self.seen = []
+
+        def start(self, call):
+            self.seen.append((call.name, call.attributes))
+
+        def stop(self, call):
+            self.seen.append(call.name)
+
+    hybrid, tokens = model("M*-M"), torch.arange(8)[None]
+    with observed_by(watcher := Watcher()):
+        hybrid(tokens, None, None, labels=tokens)
+    begun = [each[1] for each in watcher.seen if each[0] == "layer-forward"]
+    assert begun == [{"layer": number} for number in (1, 2, 3, 4)]
 
 
 # -- What is refused --

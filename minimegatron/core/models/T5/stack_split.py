@@ -114,19 +114,13 @@ def check_t5(config: Any) -> None:
     has_stages = config.pipeline_model_parallel_size > 1
     v, c = config.virtual_pipeline_model_parallel_size, config.context_parallel_size
     heads, groups = config.num_attention_heads, config.num_query_groups
-    uneven = "which cuts one stack unevenly, but T5 has two"
     for is_asked, what, why in (
         (v is not None, f"virtual_pipeline_model_parallel_size is {v}", NO_CHUNKS),
         (config.pipeline_schedule is not None, "pipeline_schedule is given", NO_CHUNKS),
-        (config.pipeline_model_parallel_layout, "pipeline_model_parallel_layout", uneven),
-        (config.num_layers_in_first_pipeline_stage, "num_layers_in_first_pipeline_stage", uneven),
-        (config.num_layers_in_last_pipeline_stage, "num_layers_in_last_pipeline_stage", uneven),
-        (
-            config.account_for_embedding_in_pipeline_split,
-            "account_for_embedding_in_pipeline_split",
-            uneven,
+        *(
+            (vars(config)[name], f"{name} is given", "but it cuts one stack, and T5 has two")
+            for name in CUTS
         ),
-        (config.account_for_loss_in_pipeline_split, "account_for_loss_in_pipeline_split", uneven),
         (c > 1, f"context_parallel_size is {c}", "but cross attention needs the whole text"),
         (config.num_moe_experts, f"num_moe_experts is {config.num_moe_experts}", ONE_MLP),
         (
@@ -151,6 +145,13 @@ def check_t5(config: Any) -> None:
             raise ValueError(f"{what}, {why}; leave it out for T5")
 
 
+CUTS = (
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 NO_CHUNKS = "but two stacks run by plain 1F1B only"
 ONE_MLP = "but a layer of T5 has one MLP"
 NO_DEFERRAL = "but T5's head does not put it off"

@@ -112,7 +112,7 @@ class T5Model(LanguageModule):
         share_embeddings_and_output_weights: the head uses the word embedding's weight.
         position_embedding_type: "learned_absolute", "rope", "relative" (then the specs are with a bias,
             and the model is on one stage) or "none".
-        rotary_percent: see `RotaryEmbedding`.
+        rotary_percent, rotary_base: see `RotaryEmbedding`.
         relative_attention_num_buckets, relative_attention_max_distance: see
             `RelativePositionEmbedding`.
         add_encoder, add_decoder: this stage has layers of that stack.
@@ -138,6 +138,7 @@ class T5Model(LanguageModule):
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: str = "learned_absolute",
         rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
         relative_attention_num_buckets: int = 32,
         relative_attention_max_distance: int = 128,
         add_encoder: bool = True,
@@ -167,7 +168,9 @@ class T5Model(LanguageModule):
         self.rotary_pos_emb = None
         if position_embedding_type == "rope":
             dtype = torch.promote_types(config.params_dtype, torch.float32)
-            self.rotary_pos_emb = RotaryEmbedding(config.kv_channels, rotary_percent, dtype=dtype)
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels, rotary_percent, rotary_base=rotary_base, dtype=dtype
+            )
         with weights_drawn_later():
             self._build(transformer_encoder_layer_spec, transformer_decoder_layer_spec, rank)
             if position_embedding_type == "relative":
