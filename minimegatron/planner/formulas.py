@@ -136,6 +136,18 @@ def _with_two_stacks(config: PlanConfig) -> Formula:
     return Formula(f"{sum(numbers)}M", value)  # those of a model of one's own
 
 
+def first_stage_with_two_messages(config: PlanConfig) -> int | None:
+    """From it on all stages send two, as T5's decoder does; None if the plan is of another kind.
+
+    >>> first_stage_with_two_messages(PlanConfig("1f1b", 3, 8, message_sizes=((1,), (1, 1), (1, 1))))
+    1
+    """
+    numbers = [len(sizes) for sizes in config.message_sizes or ()]
+    q = numbers.count(1)
+    is_two_stacks = 0 < q < len(numbers) and numbers == [1] * q + [2] * (len(numbers) - q)
+    return q if is_two_stacks else None
+
+
 def is_looped(config: PlanConfig) -> bool:
     """Several chunks per stage, and none waits for a microbatch that comes round the loop."""
     if config.schedule == BREADTH_FIRST:

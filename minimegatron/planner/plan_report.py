@@ -35,6 +35,7 @@ from minimegatron.planner.actions import (
 from minimegatron.planner.formulas import (
     Formula,
     bubble_formulas,
+    first_stage_with_two_messages,
     makespan_formula,
     message_formula,
     peak_in_flight_formula,
@@ -92,6 +93,8 @@ def title(simulation: Simulation) -> str:
         parts.append(f"{config.num_model_chunks} chunks per stage{_placement_words(config)}")
         if config.schedule == INTERLEAVED or config.wire is None:
             microbatches += f" in groups of {config.microbatch_group_size_per_vp_stage}"
+    if (first := first_stage_with_two_messages(config)) is not None:
+        parts.append(f"two tensors sent from stage {first} on")
     parts.append(microbatches)
     if config.forward_only:
         parts.append("forward only")
@@ -120,9 +123,10 @@ def cost_words(simulation: Simulation) -> str:
     if PAIR in times:
         lengths = [time for of_rank in times[PAIR] for time in of_rank.values()]
         words.append(f"pair {_range_words(lengths)}")
-    message = costs.message_time(config.message_bytes)
-    if message:
-        words.append(f"message {number_words(message)}")
+    sizes = config.message_sizes or [[config.message_bytes]]
+    messages = [costs.message_time(size) for of_stage in sizes for size in of_stage]
+    if max(messages):
+        words.append(f"message {_range_words(messages)}")
     text = ", ".join(words)
     return f"per chunk: {text}" if config.num_model_chunks > 1 else text
 

@@ -201,8 +201,11 @@ def test_a_split_pipeline_sends_two_messages_and_has_two_kinds_of_stage(capsys):
         next(e["end"] - e["start"] for e in r if e["kind"] == "forward") for r in data["ranks"]
     ]
     assert lengths == [2, 1, 1]
-    assert run(f"{split} {sizes}") == 0
-    assert "12 activations, 12 gradients  = (2p - q - 2)M each way" in capsys.readouterr().out
+    assert run(f"{split} {sizes} --bandwidth 8") == 0
+    printed = capsys.readouterr().out
+    assert "3 stages, two tensors sent from stage 1 on, 4 microbatches" in printed
+    assert "message 1 to 1.5" in printed
+    assert "12 activations, 12 gradients  = (2p - q - 2)M each way" in printed
 
 
 @pytest.mark.parametrize(

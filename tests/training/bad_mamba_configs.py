@@ -49,5 +49,9 @@ ROWS = [
         ("--num-layers 8", "--pipeline-model-parallel-size 3", "use 6 or 9 layers"),
         3,
     ),
-    (f"{SIZES} --bert-no-binary-head", ("--bert-no-binary-head", "pretrain_mamba", "drop it"), 1),
+    (
+        f"{SIZES} --bert-no-binary-head",
+        ("--bert-no-binary-head", "drop it, or run pretrain_bert\n"),
+        1,
+    ),
 ]

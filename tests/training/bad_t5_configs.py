@@ -10,7 +10,7 @@ SPLIT = "--pipeline-model-parallel-split-rank"
 
 # (flags, words of the answer, world size)
 ROWS = [
-    (PP2, (PP2, f"{SPLIT} is not given", "give 1 to 1", "1 stage"), 2),
+    (PP2, (PP2, f"{SPLIT} is not given", "give 1, or use 1 stage"), 2),
     (f"{PP3} {SPLIT} 3", (PP3, f"{SPLIT} is 3", "give 1 to 2"), 3),
     (f"{SPLIT} 1", (f"{SPLIT} is 1", "no stages to split", "drop it"), 1),
     (
@@ -52,7 +52,7 @@ ROWS = [
     ("--mtp-num-layers 1 --position-embedding-type rope", ("--mtp-num-layers is 1", "T5"), 1),
     (
         "--group-query-attention --num-query-groups 2",
-        ("--num-query-groups is 2", "each of 8 heads has its keys"),
+        ("--num-query-groups is 2", "each of 8 heads has keys of its own"),
         1,
     ),
     ("--qk-layernorm", ("--qk-layernorm is on", "T5 has no such norms"), 1),

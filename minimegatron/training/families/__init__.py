@@ -51,7 +51,9 @@ def _refuse_flags_of_others(args: argparse.Namespace, family: FamilyChecks) -> N
             value = args.__dict__[field.name]
             if section not in family.sections and value != field.default:
                 programs = [
-                    x.program for x in FAMILIES.values() if x.program and section in x.sections
+                    x.program
+                    for x in FAMILIES.values()
+                    if x.program and section in x.sections and field.name not in x.unused
                 ]
                 raise ValueError(
                     f"{flag_name(field)} is given, but {family.program} trains a model that does not "

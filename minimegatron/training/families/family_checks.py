@@ -24,6 +24,8 @@ class FamilyChecks:
     """What trains it, for messages."""
     sections: tuple[str, ...] = ()
     """Sections of `training.config` that are for it, of those that are not for all."""
+    unused: tuple[str, ...] = ()
+    """Arguments of these sections that are refused all the same, by one of the checks."""
     checks: tuple[Check, ...] = ()
     """Each raises ValueError with one sentence: the flags, the numbers, what to change."""
     check_layers: Callable[[argparse.Namespace, TransformerConfig], None] = check_layers

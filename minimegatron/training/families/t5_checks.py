@@ -102,6 +102,7 @@ def check_positions_of_t5(args: argparse.Namespace) -> None:
 T5 = FamilyChecks(
     "pretrain_t5",
     sections=("bert", "t5"),
+    unused=tuple(UNUSED),
     checks=(
         check_tokenizer,
         check_lengths,

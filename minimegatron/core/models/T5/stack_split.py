@@ -47,9 +47,10 @@ class StackSplit:
             )
         if p > 1 and (q is None or not 0 < q < p):
             given = "not given" if q is None else str(q)
+            right = "1" if p == 2 else f"1 to {p - 1}"
             raise ValueError(
                 f"T5 over pipeline_model_parallel_size {p} needs the first stage of its decoder, and "
-                f"pipeline_model_parallel_split_rank is {given}; give 1 to {p - 1}, or use 1 stage"
+                f"pipeline_model_parallel_split_rank is {given}; give {right}, or use 1 stage"
             )
 
     def check_stage(
@@ -126,12 +127,12 @@ def check_t5(config: Any) -> None:
         (
             config.mtp_num_layers,
             f"mtp_num_layers is {config.mtp_num_layers}",
-            "but T5 predicts one",
+            "but T5 predicts one token at a time",
         ),
         (
             groups != heads,
             f"num_query_groups is {groups}",
-            f"but each of {heads} heads has its keys",
+            f"but each of {heads} heads has keys of its own",
         ),
         (config.qk_layernorm, "qk_layernorm is on", "but T5 has no such norms"),
         (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute is on", NO_DEFERRAL),
