@@ -39,17 +39,22 @@ LAYOUT_mamba := $(TP2_PP2)
 # T5 has as many layers twice, its encoder and its decoder. Weights that begin larger than usual let BERT
 # and T5 find out sooner where to look.
 SIZE_gpt   := --num-layers 4 --position-embedding-type rope --sample-tokens 150
-SIZE_bert  := --num-layers 4 --position-embedding-type rope --init-method-std 0.06
+SIZE_bert  := --num-layers 2 --position-embedding-type rope --init-method-std 0.12
 SIZE_t5    := --num-layers 2 --decoder-seq-length 32 --init-method-std 0.06
 SIZE_mamba := --num-layers 4 --hybrid-override-pattern MM*M --mamba-head-dim 24 --mamba-num-groups 2 \
   --mamba-state-dim 32 --sample-tokens 150
 
-# 8 microbatches: --global-batch-size / (--micro-batch-size x copies of the model).
+# BERT learns from every seventh token only: more steps, and shorter sequences, in which the neighbours
+# are found sooner. 8 microbatches: --global-batch-size / (--micro-batch-size x copies of the model).
+STEPS      := --seq-length 64 --max-position-embeddings 64 --micro-batch-size 8 --global-batch-size 64 \
+  --train-iters 200
+STEPS_bert := --seq-length 32 --max-position-embeddings 32 --micro-batch-size 16 --global-batch-size 128 \
+  --train-iters 400
+
 DEMO = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
   -m minimegatron.pretrain_$(MODEL) \
   --hidden-size 96 --num-attention-heads 4 $(SIZE_$(MODEL)) \
-  --seq-length 64 --max-position-embeddings 64 --micro-batch-size 8 --global-batch-size 64 \
-  --train-iters 200 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 \
+  $(or $(STEPS_$(MODEL)),$(STEPS)) --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 \
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
   --log-interval 25 --eval-iters 10 $(LAYOUT)
 
@@ -75,7 +80,8 @@ endef
 
 define OTHERS_bert
 Other layouts of the same model, one line each:
-  make demo MODEL=bert LAYOUT="--pipeline-model-parallel-size 4"        four stages
+  make demo MODEL=bert LAYOUT="--pipeline-model-parallel-size 4 --num-layers 4"
+                                                                        four stages
   make demo MODEL=bert LAYOUT="--tensor-model-parallel-size 2"          two copies (dp=2)
   make demo MODEL=bert LAYOUT= NPROC=1                                  one process
 endef

@@ -65,9 +65,12 @@ LAYOUTS = {
 def demo_arguments(layout: str) -> list[str]:
     """The flags that `make demo` gives a GPT, read from the Makefile."""
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    size = re.search(r"^SIZE_gpt +:= (.*)$", text, re.MULTILINE)[1]
+    size, steps = (
+        re.search(rf"^{name} +:= (.*)$", text, re.MULTILINE)[1] for name in ("SIZE_gpt", "STEPS")
+    )
     program = re.escape("minimegatron.pretrain_$(MODEL)")
     flags = re.search(rf"^DEMO = .* -m {program} (.*)$", text, re.MULTILINE)[1]
+    flags = flags.replace("$(or $(STEPS_$(MODEL)),$(STEPS))", steps)
     return shlex.split(flags.replace("$(SIZE_$(MODEL))", size).replace("$(LAYOUT)", layout))
 
 
