@@ -20,9 +20,9 @@ class PretendGroup:
 
 
 def pretend_groups(
-    tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1
+    tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, **more: PretendGroup
 ) -> ProcessGroupCollection:
-    """A place in a tensor x pipeline grid; by default a world of one."""
+    """A place in a tensor x pipeline grid, and in `more` groups; by default a world of one."""
     return ProcessGroupCollection(
-        tp=PretendGroup(tp_rank, tp_size), pp=PretendGroup(pp_rank, pp_size)
+        tp=PretendGroup(tp_rank, tp_size), pp=PretendGroup(pp_rank, pp_size), **more
     )

@@ -22,8 +22,17 @@ from minimegatron.core import (
     tensor_parallel,
 )
 from minimegatron.core.distributed import DistributedDataParallelConfig
+from minimegatron.core.models.bert import BertModel
+from minimegatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from minimegatron.core.models.gpt import GPTModel
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.models.mamba import MambaModel
+from minimegatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+from minimegatron.core.models.T5 import T5Model
+from minimegatron.core.models.T5.t5_spec import (
+    decoder_model_with_local_spec,
+    encoder_model_with_local_spec,
+)
 from minimegatron.core.optimizer import (
     DynamicGradScaler,
     OptimizerConfig,
@@ -43,6 +52,7 @@ FLAGS = (
 )
 Call = Callable[[Any], Any]
 X = torch.ones(4, 4)
+TOKENS = torch.zeros(1, 4, dtype=torch.long)
 
 
 def config() -> TransformerConfig:
@@ -51,6 +61,17 @@ def config() -> TransformerConfig:
 
 def gpt() -> GPTModel:
     return GPTModel(config(), get_gpt_layer_local_spec(), 32, 4)
+
+
+def other_model(name: str) -> torch.nn.Module:
+    """BERT, T5 or Mamba, of one layer (T5: of one in each stack)."""
+    if name == "BertModel":
+        return BertModel(config(), 2, bert_layer_local_spec, 32, 4)
+    if name == "T5Model":
+        specs = (encoder_model_with_local_spec(), decoder_model_with_local_spec())
+        return T5Model(config(), config(), *specs, 32, 4)
+    sizes = {"mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_state_dim": 4}
+    return MambaModel(dataclasses.replace(config(), **sizes), mamba_stack_spec, 32, 4)
 
 
 def ddp(name: str = "DistributedDataParallel", zero1: bool = False, bf16: bool = False):
@@ -125,11 +146,14 @@ MODELS: dict[str, Call] = {
     "RotaryEmbedding": lambda kind: kind(4)(3),
     "apply_rotary_pos_emb": lambda f: f(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4)),
     "GPTModel": lambda kind: gpt()(
-        input_ids=torch.zeros(1, 4, dtype=torch.long),
+        input_ids=TOKENS,
         position_ids=torch.arange(4)[None],
         attention_mask=None,
         packed_seq_params=None,
     ),
+    "BertModel": lambda kind: other_model(kind.__name__)(TOKENS, TOKENS + 1, TOKENS),
+    "MambaModel": lambda kind: other_model(kind.__name__)(TOKENS, TOKENS, None),
+    "T5Model": lambda kind: other_model(kind.__name__)(TOKENS, TOKENS, None, None, None),
 }
 
 OPTIMIZER: dict[str, Call] = {
@@ -235,7 +259,10 @@ CALLS = {
     "core.dist_checkpointing": DIST_CHECKPOINTING,
     "core.distributed": DISTRIBUTED,
     "core.models.common.embeddings": MODELS,
+    "core.models.T5": MODELS,
+    "core.models.bert": MODELS,
     "core.models.gpt": MODELS,
+    "core.models.mamba": MODELS,
     "core.optimizer": OPTIMIZER,
     "core.pipeline_parallel": {"get_forward_backward_func": lambda f: f(pp_size=2, vp_size=None)},
     "core.tensor_parallel": TENSOR_PARALLEL,

@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minimegatron.core.distributed import DistributedDataParallelConfig
-from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from minimegatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.num_microbatches_calculator import (
     get_num_microbatches,
@@ -24,6 +27,7 @@ from minimegatron.core.num_microbatches_calculator import (
 )
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.argument_utils import _without_none, flag_name, flags_by_name
 from minimegatron.training.arguments import (
     core_transformer_config_from_args,
@@ -33,7 +37,7 @@ from minimegatron.training.arguments import (
 )
 from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.schedule_args import _NoOptimizer, schedule_settings
-from tests.groups import pretend_groups
+from tests.groups import PretendGroup, pretend_groups
 from tests.training.bad_configs import BAD_CONFIGS, GOOD
 from tests.training.test_bad_configs import launcher_environment
 
@@ -128,9 +132,10 @@ def check_promise(args: Arguments) -> None:
         for chunk, rank in {(0, 0), ((v or 1) - 1, p - 1)}:
             vp_stage = None if v is None else chunk
             first, last = (chunk, rank) == (0, 0), (chunk, rank) == ((v or 1) - 1, p - 1)
+            spec = get_gpt_decoder_block_spec(config, vp_stage=vp_stage, pp_rank=rank)
             GPTModel(
                 config,
-                get_gpt_decoder_block_spec(config, vp_stage=vp_stage, pp_rank=rank),
+                spec,
                 args.padded_vocab_size,
                 args.max_position_embeddings,
                 pre_process=first,
@@ -139,9 +144,29 @@ def check_promise(args: Arguments) -> None:
                 position_embedding_type=args.position_embedding_type,
                 rotary_percent=args.rotary_percent,
                 rotary_base=args.rotary_base,
+                mtp_block_spec=get_gpt_mtp_block_spec(
+                    config, spec, vp_stage=vp_stage, pp_rank=rank
+                ),
                 vp_stage=vp_stage,
-                pg_collection=pretend_groups(0, args.tensor_model_parallel_size, rank, p),
+                pg_collection=pretend_groups(
+                    0, args.tensor_model_parallel_size, rank, p, **other_groups(config)
+                ),
             )
+
+
+def other_groups(config: TransformerConfig) -> dict[str, PretendGroup]:
+    """What experts, shared sequences and further tokens ask for; else tp and pp are enough."""
+    c, ep, etp = (
+        config.context_parallel_size,
+        config.expert_model_parallel_size,
+        config.expert_tensor_parallel_size,
+    )
+    if config.num_moe_experts is None and config.mtp_num_layers is None and c == 1:
+        return {}
+    sizes = {"ep": ep, "expt_tp": etp, "tp_ep": ep * etp, "cp": c, "dp_cp": c}
+    sizes |= dict.fromkeys(("dp", "expt_dp"), 1)
+    sizes |= dict.fromkeys(("tp_cp", "tp_dp_cp"), c * config.tensor_model_parallel_size)
+    return {name: PretendGroup(0, size) for name, size in sizes.items()}
 
 
 accepted_and_refused = [0, 0]

@@ -18,6 +18,7 @@ from minimegatron.exercises.catalog.ex24_two_tensor_backward.data import (
     ENCODER,
     FIRST,
     FIRST_DECODER,
+    GRADIENT_OF,
     KINDS,
     LAST,
     ONLY_DECODER,
@@ -258,7 +259,7 @@ def _judge_backward(case: Case, kind: Kind, answer: dict[str, Any]) -> None:
     for i, found in enumerate(answer["inputs"]):
         wanted = right.input_grads(i)
         for place, word in enumerate(kind.input_words):
-            what = f"{kind.name}, microbatch {i}: the gradient of the {word} (input {place})"
+            what = f"{kind.name}, microbatch {i}: {GRADIENT_OF[word]} (input {place})"
             check_known(what, found[place], wanted[place], right.known_inputs(i, place))
     for name, found in answer["weights"].items():
         wanted = right.weight_grad(name)

@@ -7,6 +7,11 @@ import torch
 S_ENC, S_DEC, BATCH, HIDDEN = 5, 3, 2, 4
 """Two lengths: tensors of one shape could be mixed up and nobody would see it."""
 ENCODED = "encoder's output"
+GRADIENT_OF = {
+    "hidden": "the gradient of the hidden",
+    ENCODED: "the gradient of the encoder's output",
+}
+"""By what a tensor is: how a verdict names its gradient."""
 """How it is called where one reads it, beside "hidden"."""
 WEIGHTS = ("query", "key", "value", "layer")
 
