@@ -26,11 +26,17 @@ WORLDS = SPACE.axes["world"]
 MEMORY = pytest.mark.parametrize("shared_memory", [True, False], ids=("shared", "gloo"))
 
 
-def check(cases: list[Case], world: int, folder: Path, shared_memory: bool = True) -> None:
+def check(
+    cases: list[Case],
+    world: int,
+    folder: Path,
+    shared_memory: bool = True,
+    num_steps: int | None = None,
+) -> None:
     cases = [case for case in cases if case.world == world]
     assert cases, f"no case for {world} ranks"
     work = [(case, reference(case.serial(), folder)) for case in cases]
-    results = run_ranks(run_cases, world, work, timeout=280, shared_memory=shared_memory)
+    results = run_ranks(run_cases, world, work, num_steps, timeout=280, shared_memory=shared_memory)
     problems = [problem for rank in results for *_, found in rank for problem in found]
     assert problems == []
     compared = sum(number for rank in results for _, number, _, _ in rank)
