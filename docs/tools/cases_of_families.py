@@ -94,7 +94,7 @@ def stack_of(split: StackSplit, stage: int) -> str:
 
 
 def messages(p: int, q: int) -> list[list[str]]:
-    """What goes over each link forwards: of which stack each tensor is. Its gradients go back.
+    """For each link, the stack that each tensor on it is from. Their gradients go back.
 
     >>> messages(4, 2)
     [['encoder'], ['encoder'], ['decoder', 'encoder']]

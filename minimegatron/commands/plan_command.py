@@ -316,7 +316,7 @@ def _layout(args: argparse.Namespace) -> PipelineParallelLayerLayout | None:
             raise ValueError("--layer-time gives times of a layout's layers; add --layout")
         if args.hybrid_override_pattern is not None:
             raise ValueError(
-                "--hybrid-override-pattern says of which kind a layout's layers are; add --layout"
+                "--hybrid-override-pattern gives the kind of each layer of a layout; add --layout"
             )
         return None
     if args.imbalance is not None:
