@@ -9,7 +9,8 @@
 # make docs    build the documentation into site/; make docs-serve shows it on this machine
 # make notebooks open the notebooks in JupyterLab
 # make bench   measure speed beside megatron-core and others, about 25 minutes, into docs/benchmarks
-# make gpu-check  thirteen parts on the GPUs of this machine, each figure beside what was expected
+# make gpu-check  checks the GPUs of this machine, each figure beside what was expected; without make
+#                 and .venv: python3 -m tests.gpu
 # make traces    record anew the runs that the documentation replays, into docs/recordings
 # make rosetta  record anew what the installed megatron-core offers, for the page Rosetta
 # make timeline  record four paced stages on real ranks and draw docs/images/timeline.png
@@ -154,7 +155,7 @@ bench: $(VENV)/.installed-conformance
 
 # The page of what was found last is part of the site; see docs/tools/gpu_page.py.
 gpu-check: $(VENV)/.installed-conformance
-	@PYTHONPATH=docs/tools $(BIN)/python -m tests.gpu
+	@$(BIN)/python -m tests.gpu
 
 traces: $(VENV)/.installed
 	$(BIN)/python docs/tools/record_traces.py

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from tests.checkout import git
 
 LOG = Path(__file__).with_name("full_log.jsonl")
 
@@ -46,18 +47,6 @@ class Counts:
             "failures": sorted(test for test, how in self.outcomes.items() if how == "failed"),
             "files": dict(sorted(of_files.items())),
         }
-
-
-def git(*words: str) -> str:
-    """What git answers about this repository; empty where it has no answer."""
-    try:
-        folder = Path(__file__).parent
-        done = subprocess.run(
-            ["git", *words], capture_output=True, text=True, cwd=folder, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def main(words: list[str] | None = None) -> int:

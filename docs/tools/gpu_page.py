@@ -1,12 +1,13 @@
 """The page on GPUs, and the sentence that README and the site say of them: from the last report.
 
-Called by: `build_docs`, `cases`, and tests/gpu, whose check of thirteen parts writes the report
-(`make gpu-check`). Without a report nothing has been run, and that is what is said.
+Called by: `build_docs`, `cases`, and tests/gpu, whose check writes the report (`python3 -m tests.gpu`).
+Without a report nothing has been run, and that is what is said.
 """
 
 import html
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,21 @@ The same commands are written for both: with a visible GPU for every rank, ranks
 otherwise the CPU and gloo. `--device cpu` and `--device cuda` ask for one of them.
 
 ```console
-$ make gpu-check
+$ python3 -m tests.gpu
 ```
 
-This command runs thirteen parts, in the order of this page, each on as many GPUs as it needs. It shows
-every figure beside what was expected. It stops at the first part that does not hold, and its exit
-code is then 1. Without a GPU it checks nothing, says so, and ends with 0. It writes
-`docs/gpu/report.json`. This page, and what the site says of GPUs, are made from the report that was
-committed last. A test compares README with it.
+This command needs a checkout, Python 3.11 or newer, torch and numpy. It installs nothing: a part that
+needs another package, or more GPUs, says so in one line. It runs the parts in the order of this page,
+each in a process of its own with a time limit of its own. After a part that fails, the next one runs.
+All parts together take at most eight minutes; `--limit-minutes` changes that, `--only` names parts.
+Every figure is shown beside what was expected. The exit code is 1 if a part does not hold. Without a
+GPU nothing is checked, and the exit code is 0. `make gpu-check` is the same with all packages there.
 
-The tests run each part on the CPU, in small, so that its code is tried. The figures of such a run say
-nothing about a GPU and are not shown here.
+The report, `docs/gpu/report.json`, is written after every part. This page, and what the site says of
+GPUs, are made from the report that was committed last. A test compares README with it.
+
+With `--rehearse`, the parts run on the CPU, in small, so that their code is tried; the tests do so too.
+The figures of such a run say nothing about a GPU and are not shown here.
 """
 
 DIFFERENCES = """
@@ -85,6 +90,10 @@ def statement(path: Path = REPORT) -> str:
     if not path.exists():
         return NOT_RUN
     report = json.loads(path.read_text())
+    machine = report["machine"]
+    when = f"{machine.get('date', 'an unknown day')}, commit {machine['commit']}"
+    if "problem" in report:
+        return f"Not run, {when}: {report['problem']}."
     by_state: dict[str, list[int]] = {}
     for entry in report["parts"]:
         by_state.setdefault(entry["state"].partition(":")[0], []).append(entry["number"])
@@ -92,36 +101,47 @@ def statement(path: Path = REPORT) -> str:
         f"{len(numbers)} {state} ({', '.join(map(str, numbers))})"
         for state, numbers in by_state.items()
     )
-    machine = report["machine"]
-    where = f"{report['num_gpus']} x {report['gpu']}, {machine['date']}, commit {machine['commit']}"
-    return f"Run on {where}: of {len(report['parts'])} parts {counts}."
+    where = f"{report['num_gpus']} x {report['gpu']}, torch {machine['torch']}, {when}"
+    begun = "Rehearsed" if report.get("rehearsal") else "Run"
+    return f"{begun} on {where}: of {len(report['parts'])} parts {counts}."
 
 
 def gpu_page(path: Path, planned: list[tuple[str, int]]) -> str:
     """The page of the report at `path`; without one, the parts that would be run."""
     parts = [BEGINNING.format(statement=statement(path))]
+    ending = DIFFERENCES + table(["", "on the CPU", "on a GPU"], ROWS)
     if not path.exists():
         parts += ["| | part | GPUs that it needs |", "|---|---|---|"]
         for number, (title, num_gpus) in enumerate(planned, 1):
             parts.append(f"| {number} | {title} | {num_gpus} |")
-        return "\n".join([*parts, DIFFERENCES + table(["", "on the CPU", "on a GPU"], ROWS), ""])
+        return "\n".join([*parts, ending, ""])
     report = json.loads(path.read_text())
     parts += ["| | |", "|---|---|"]
-    parts += [f"| {key} | {_escaped(value)} |" for key, value in report["machine"].items()]
+    rows = {"GPU": f"{report['num_gpus']} x {report['gpu']}"} | report["machine"]
+    parts += [f"| {key} | {_escaped(str(value))} |" for key, value in rows.items()]
+    left_out = [entry for entry in report["parts"] if entry["state"].startswith("not run")]
+    parts += ["\n## What was not run\n"] if left_out else []
+    for entry in left_out:
+        reason = entry["state"].partition(": ")[2]
+        parts.append(f"- {entry['number']}, {_escaped(entry['title'])}: {_escaped(reason)}")
     for entry in report["parts"]:
-        parts += _section(entry)
-    return "\n".join([*parts, DIFFERENCES + table(["", "on the CPU", "on a GPU"], ROWS), ""])
+        parts += [] if entry in left_out else _section(entry, report["machine"]["commit"])
+    return "\n".join([*parts, ending, ""])
 
 
-def _section(entry: dict[str, Any]) -> list[str]:
+def _section(entry: dict[str, Any], commit: str) -> list[str]:
     lines = [f"\n## {entry['number']}. {entry['title']}\n"]
-    lines.append(f"{_escaped(entry['state'])}, {entry['seconds']:.1f} s\n")
+    when = "" if entry["commit"] == commit else f", commit {entry['commit']}"
+    lines.append(f"{_escaped(entry['state'])}, {entry['seconds']:.1f} s{when}\n")
     if entry["findings"]:
         lines += ["| | found | expected | |", "|---|---|---|---|"]
     for finding in entry["findings"]:
         cells = [finding["what"], finding["found"], finding["expected"]]
         holds = "holds" if finding["holds"] else "**does not hold**"
         lines.append("| " + " | ".join([*map(_escaped, cells), holds]) + " |")
+    if entry.get("log"):
+        # Indented, so nothing in it is Markdown.
+        lines += ["\nIts last words:\n", *(f"    {line}" for line in entry["log"][-15:])]
     return lines
 
 
@@ -130,13 +150,10 @@ def _escaped(text: str) -> str:
 
 
 def planned_parts() -> list[tuple[str, int]]:
-    """(title, GPUs that it needs) of each part, in order.
-
-    Read from tests/gpu/parts.py, which is not imported: it needs torch, and what the tests need.
-    """
-    text = (ROOT / "tests" / "gpu" / "parts.py").read_text()
-    found = re.findall(r'^    Part\("(.+?)", (\d)', text, re.MULTILINE)
-    return [(title, int(num_gpus)) for title, num_gpus in found]
+    """(title, GPUs that it needs) of each part, in order."""
+    # By its path: the folder of this file is on the path of imports, that of the tests may not be.
+    parts = runpy.run_path(str(ROOT / "tests" / "gpu" / "parts.py"))["PARTS"]
+    return [(part.title, part.num_gpus) for part in parts]
 
 
 def write_gpu_page(out: Path, path: Path = REPORT) -> Path:

@@ -1,12 +1,13 @@
 """Model FLOP utilisation of a GPT on one GPU, beside plain PyTorch and megatron-core.
 
 Run: python -m tests.benchmarks.gpu_mfu. Calls: `megatron_like` for the step of either package. Without
-a GPU it says so and ends.
+a GPU it says so and ends. Read by: tests/gpu/speed.py.
 
 All train the same shape in bf16 with Adam, and take turns in one process:
 
 - ours, megatron: GPT, DDP and optimizer of the package; bf16 weights, float32 copies and gradients;
-- plain: blocks of torch's own modules, float32 weights under autocast, fused AdamW.
+- plain: blocks of torch's own modules, float32 weights under autocast, fused AdamW;
+- ours, compiled; plain, compiled: the same, each layer through `torch.compile`.
 
 Utilisation is the work that the model needs (three times the forward's multiplications and additions,
 causal attention counted half; nothing for recomputation) over time and the GPU's peak: the data
@@ -15,7 +16,7 @@ sheet's for dense bf16 where it is known here, and what a large matrix product r
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from minimegatron.core.utils import set_device
+from minimegatron.core.utils import set_device, unwrap_model
 from tests.benchmarks import results
 from tests.benchmarks.megatron_like import OURS, THEIRS, Shape, Training, load
 from tests.benchmarks.peers import PeerMissing
@@ -45,6 +46,8 @@ PEAKS = {
 LARGE = Shape(12, 2048, 16, 1024, 8, 2, 50304, bf16=True)
 SMALL = Shape(12, 1024, 16, 1024, 4, 2, 50304, bf16=True)
 LARGE_NEEDS_BYTES = 70e9
+GPT2_124M = Shape(12, 768, 12, 1024, 16, 2, 50304, bf16=True, positions="learned_absolute")
+"""GPT-2's smallest; its 50,257 tokens are padded to a multiple of 128."""
 
 
 # -- Arithmetic --
@@ -119,9 +122,14 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def build_plain(shape: Shape, batches: list[dict], device: str) -> Callable[[], None]:
-    """One step over all microbatches."""
+def build_plain(
+    shape: Shape, batches: list[dict], device: str, compile_with: str | None = None
+) -> Callable[[], None]:
+    """One step over all microbatches. `compile_with`: the backend of `torch.compile` for each block."""
     model = PlainGPT(shape).to(device)
+    if compile_with is not None:
+        for block in model.blocks:
+            block.compile(backend=compile_with)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
@@ -134,6 +142,15 @@ def build_plain(shape: Shape, batches: list[dict], device: str) -> Callable[[], 
         optimizer.step()
 
     return step
+
+
+def build_ours(shape: Shape, device: str, compile_with: str | None = None) -> Training:
+    """This package's; `compile_with` as for `build_plain`."""
+    training = Training(load(OURS), shape, device)
+    if compile_with is not None:
+        for layer in unwrap_model(training.model).decoder.layers:
+            layer.compile(backend=compile_with)
+    return training
 
 
 # -- The run --
@@ -149,30 +166,53 @@ COLUMNS = {
 }
 
 
-def build_all(shape: Shape, device: str) -> tuple[dict[str, Callable], dict[str, str]]:
-    """Steps by implementation; and why one is left out."""
-    steps, missing = {}, {}
-    for package, name in ((OURS, "ours"), (THEIRS, "megatron")):
+MAY_FAIL = ("megatron", "ours, compiled", "plain, compiled")
+"""Left out, with the reason, where they do not work."""
+
+
+def build_all(
+    shape: Shape, device: str, peers: Sequence[str] = ("megatron",), compile_with: str = "inductor"
+) -> tuple[dict[str, Callable], dict[str, str]]:
+    """Steps by implementation: ours, plain PyTorch, `peers`; and why one of these is left out."""
+    load(OURS).parallel_state.initialize_model_parallel()
+    ours = build_ours(shape, device)
+    steps = {"ours": ours.step, "ours'": ours.step}
+    steps["plain"] = build_plain(shape, ours.batches, device)
+    builders = {
+        "megatron": lambda: _build_theirs(shape, device),
+        "ours, compiled": lambda: build_ours(shape, device, compile_with).step,
+        "plain, compiled": lambda: build_plain(shape, ours.batches, device, compile_with),
+    }
+    missing = {}
+    for name in peers:
         try:
-            core = load(package)
-            core.parallel_state.initialize_model_parallel()
-            training = Training(core, shape, device)
-            steps[name] = training.step
-            if package == OURS:
-                steps["ours'"] = training.step
-                steps["plain"] = build_plain(shape, training.batches, device)
+            steps[name] = builders[name]()
         except PeerMissing as reason:
             missing[name] = str(reason)
         except Exception as error:  # a peer that does not work here is told, and left out
-            if package == OURS:
-                raise
-            missing[name] = f"{type(error).__name__}: {error}"
+            missing[name] = _in_a_line(error)
     return steps, missing
 
 
-def measure(shape: Shape, device: str, repetitions: int) -> tuple[dict[str, Times], dict[str, str]]:
-    """Times by implementation, on the device."""
-    steps, missing = build_all(shape, device)
+def _build_theirs(shape: Shape, device: str) -> Callable[[], None]:
+    core = load(THEIRS)
+    core.parallel_state.initialize_model_parallel()
+    return Training(core, shape, device).step
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0]}"
+
+
+def measure(
+    shape: Shape,
+    device: str,
+    repetitions: int,
+    peers: Sequence[str] = ("megatron",),
+    compile_with: str = "inductor",
+) -> tuple[dict[str, Times], dict[str, str]]:
+    """Times by implementation, on the device; and why one of `peers` has none."""
+    steps, missing = build_all(shape, device, peers, compile_with)
 
     def until_done(step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -187,9 +227,9 @@ def measure(shape: Shape, device: str, repetitions: int) -> tuple[dict[str, Time
             for _ in range(3):
                 step()
         except Exception as error:
-            if name != "megatron":
+            if name not in MAY_FAIL:
                 raise
-            missing[name] = f"{type(error).__name__}: {error}"
+            missing[name] = _in_a_line(error)
             del steps[name]
     return take_turns(steps, repetitions), missing
 

@@ -101,6 +101,7 @@ class Shape:
     """Tokens that are predicted beyond the next one."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     bf16: bool = False
+    positions: str = "rope"
 
     @property
     def tokens_per_step(self) -> int:
@@ -157,7 +158,7 @@ class Training:
             pre_process=core.parallel_state.is_pipeline_first_stage(),
             post_process=core.parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=True,
-            position_embedding_type="rope",
+            position_embedding_type=shape.positions,
             mtp_block_spec=core.get_gpt_mtp_block_spec(self.config, layer, False),
         ).to(self.device)
         if shape.bf16:

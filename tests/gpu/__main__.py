@@ -1,32 +1,83 @@
-"""Runs the thirteen parts on the GPUs of this machine: `make gpu-check`.
+"""Checks what only a GPU can show: `python3 -m tests.gpu`, from the root of the repository.
 
-Calls: `run_parts`, docs/tools/gpu_page.py. Writes docs/gpu/report.json, from which the page and what
-README and the site say of GPUs are made. Without a GPU nothing is checked and nothing written.
+    python3 -m tests.gpu [--limit-minutes 8] [--only NAME ...] [--report FILE] [--rehearse] [--gpus N]
+
+Nothing is installed: the Python that runs this needs torch and numpy; a part that needs more says so.
+Each part runs in a process of its own with a time-out of its own, and the next one runs whatever came
+of it. The report (docs/gpu/report.json) and a page of it (build/gpu.md) are written after every part.
+With `--rehearse`, the parts do the same in small on the CPU; such a report stays in build.
 """
 
-import json
+import argparse
+import signal
 import sys
+import time
+from pathlib import Path
 
-import torch
-from gpu_page import REPORT, write_gpu_page
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
-from tests.gpu.parts import PARTS
-from tests.gpu.place import Place
-from tests.gpu.report import NO_GPU, run_parts
+from tests.gpu.parts import PARTS  # noqa: E402
+from tests.gpu.report import FAILED, Check  # noqa: E402
+
+REPORT = ROOT / "docs" / "gpu" / "report.json"
+REHEARSAL = ROOT / "build" / "gpu_rehearsal.json"
+NO_GPU = "Nothing was checked: torch finds no GPU here. With --rehearse, the CPU stands for one."
 
 
-def main() -> int:
-    """The exit status: 1 if a part that was run does not hold."""
-    if not torch.cuda.is_available():
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 1 if a part that was run does not hold, 2 if torch does not work here."""
+    begun = time.monotonic()
+    args = _arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    check = Check(
+        args.report or (REHEARSAL if args.rehearse else REPORT),
+        deadline=begun + 60 * args.limit_minutes,
+        device="cpu" if args.rehearse else "cuda",
+        is_quick=args.rehearse,
+    )
+
+    def after_part(text: str) -> None:
+        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
+        _write_page(check.path)
+
+    check.say = after_part
+    if not check.probe(args.gpus if args.rehearse else None):
+        print("\n".join([check.report["problem"], *check.report["log"]]), file=sys.stderr)
+        check.write()
+        return 2
+    if not check.report["num_gpus"]:
         print(NO_GPU)
         return 0
-    report = run_parts(PARTS, Place("cuda", torch.cuda.device_count()))
-    REPORT.parent.mkdir(parents=True, exist_ok=True)
-    REPORT.write_text(json.dumps(report, indent=1) + "\n")
-    (folder := REPORT.parents[2] / "build").mkdir(exist_ok=True)
-    page = write_gpu_page(folder, REPORT)
-    print(f"Written: {REPORT}, and a page of it, {page}")
-    return int(any(entry["state"] == "failed" for entry in report["parts"]))
+    print(f"{check.report['num_gpus']} x {check.report['gpu']}", flush=True)
+    check.run(PARTS, args.only)
+    page = _write_page(check.path)
+    print(f"Written after {time.monotonic() - begun:.0f} s: {check.path}, and a page of it, {page}")
+    return int(any(entry["state"].startswith(FAILED) for entry in check.report["parts"]))
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(
+        prog="python3 -m tests.gpu", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--limit-minutes", type=float, default=8.0, help="of all parts together")
+    parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="NAME")
+    parser.add_argument("--report", type=Path, help="where to write it")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
+    parser.add_argument("--gpus", type=int, default=8, help="how many a rehearsal pretends to have")
+    return parser.parse_args(argv)
+
+
+def _write_page(report: Path) -> Path | str:
+    """The page; what is wrong with it must not take the report along."""
+    try:
+        from gpu_page import write_gpu_page
+
+        (folder := ROOT / "build").mkdir(exist_ok=True)
+        return write_gpu_page(folder, report)
+    except Exception as error:
+        return f"which could not be made ({type(error).__name__}: {error})"
 
 
 if __name__ == "__main__":

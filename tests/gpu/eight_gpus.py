@@ -1,18 +1,17 @@
-"""Parts 11 to 13: eight GPUs, one GPU for each process, and two machines.
+"""Parts on eight GPUs: layouts, one GPU for each process; and two machines.
 
-Called by: `parts`. Calls: `parity`, the benchmarks' training step, torchrun.
+Called by: `run_part`. Calls: `parity`, the benchmarks' training step, torchrun.
 """
 
 import dataclasses
 import os
-import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,8 +21,10 @@ from minimegatron.core import collectives, parallel_state
 from minimegatron.core.utils import get_device
 from tests import parity
 from tests.benchmarks.megatron_like import OURS, Shape, Training, load
-from tests.gpu.one_gpu import SMALLEST, layouts
-from tests.gpu.place import Finding, Place, at_most, is_equal, settle
+from tests.gpu.one_gpu import backends_in, layouts
+from tests.gpu.place import Finding, Place, at_most, is_equal
+from tests.gpu.speed import SMALLEST
+from tests.gpu.tensors import settle
 
 BUBBLE_BOUND = 0.15
 KILLED_WITHIN = 60.0
@@ -32,10 +33,10 @@ TRAINING = (
     "--seq-length 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --log-interval 1 "
     "--eval-iters 0"
 )
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
-# -- 11 --
+# -- layouts --
 
 
 def pipeline_seconds(num_stages: int, is_quick: bool) -> tuple[float, float]:
@@ -87,7 +88,7 @@ def all_reduce_bandwidth(is_quick: bool) -> float:
     return 2 * (size - 1) / size * tensor.nbytes / best
 
 
-def many_layouts(place: Place) -> list[Finding]:
+def many_layouts(place: Place) -> Iterator[Finding]:
     """Layouts of eight ranks against one process; how fast tensors move."""
     cases = [
         parity.Case(tp=2, pp=2, dp=2),
@@ -97,15 +98,14 @@ def many_layouts(place: Place) -> list[Finding]:
     ]
     if place.is_quick:
         cases = [parity.Case(tp=2)]
+    yield from layouts(place, cases)
+    yield bubble(place)
     bandwidth = min(place.launch(all_reduce_bandwidth, place.ranks(8), place.is_quick))
-    return [
-        layouts(place, cases),
-        bubble(place),
-        Finding("all-reduce, bytes/s over a link", f"{bandwidth:.3g}", "whatever the links can do"),
-    ]
+    expected = "whatever the links can do"
+    yield Finding("all-reduce, bytes/s over a link", f"{bandwidth:.3g}", expected)
 
 
-# -- 12 and 13 --
+# -- visible, nodes --
 
 
 def _free_port() -> int:
@@ -113,7 +113,7 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def one_visible(place: Place) -> list[Finding]:
+def one_visible(place: Place) -> Iterator[Finding]:
     """As `srun --gpus-per-task=1` does: each process sees one GPU, which is not another's."""
     num_ranks = place.ranks(8)
     running = []
@@ -133,11 +133,8 @@ def one_visible(place: Place) -> list[Finding]:
             )
         )
     texts = _texts(running, 240)
-    backends = re.findall(r"> \d+ ranks: .*, (\w+)", texts[0])
-    return [
-        is_equal("exit codes", {process.returncode for process in running}, {0}),
-        is_equal("backend", backends, ["nccl" if place.is_gpu else "gloo"]),
-    ]
+    yield is_equal("exit codes", {process.returncode for process in running}, {0})
+    yield is_equal("backend", backends_in(texts[0]), ["nccl" if place.is_gpu else "gloo"])
 
 
 def _texts(running: list[subprocess.Popen], seconds: float) -> list[str]:
@@ -153,14 +150,14 @@ def _texts(running: list[subprocess.Popen], seconds: float) -> list[str]:
             process.kill()
 
 
-def two_nodes(place: Place) -> list[Finding]:
+def two_nodes(place: Place) -> Iterator[Finding]:
     """Two torchruns stand for two machines, each with half of the GPUs; one is killed."""
     per_node, port = max(1, place.ranks(place.num_gpus or 2) // 2), _free_port()
     with tempfile.TemporaryDirectory() as folder:
         running = []
         for node in range(2):
             gpus = ",".join(str(node * per_node + local) for local in range(per_node))
-            command = [TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node"]
+            command = [*TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node"]
             command += [str(per_node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
             command += ["-m", "minimegatron.pretrain_gpt", *TRAINING.split()]
             command += ["--train-iters", "100000", "--device", place.device]
@@ -182,11 +179,9 @@ def two_nodes(place: Place) -> list[Finding]:
                 if process.poll() is None:
                     os.killpg(process.pid, 9)
                 process.wait()
-    return [
-        is_equal("both train", is_training, True),
-        is_equal("the other one ends", has_ended, True),
-        at_most("seconds until then", seconds, KILLED_WITHIN),
-    ]
+    yield is_equal("both train", is_training, True)
+    yield is_equal("the other one ends", has_ended, True)
+    yield at_most("seconds until then", seconds, KILLED_WITHIN)
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:

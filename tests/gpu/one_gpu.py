@@ -1,22 +1,25 @@
-"""Parts 1 to 6: what one GPU shows.
+"""Parts on one GPU: the same numbers as the CPU, NCCL alone, ranks that share it, waits.
 
-Called by: `parts`. Calls: `parity` and the benchmarks for what is compared and timed.
+Called by: `run_part`. Calls: `parity` and short training runs for what is compared.
 """
 
 import dataclasses
+import inspect
+import re
 import shutil
-import statistics
 import subprocess
+import sys
 import tempfile
-import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minimegatron import trace
 from minimegatron.core import collectives, parallel_state, tensor_parallel
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from minimegatron.core.models.gpt.gpt_model import GPTModel
@@ -25,57 +28,18 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_device
 from minimegatron.training.devices import name_of_gpu
 from tests import parity
-from tests.benchmarks import gpu_mfu
-from tests.benchmarks.megatron_like import OURS, Shape, Training, load
 from tests.fake_transport import FakeGroup
 from tests.gpu.host_syncs import beyond_what_is_allowed, count_waits
-from tests.gpu.place import (
-    Finding,
-    Place,
-    at_least,
-    at_most,
-    difference,
-    is_equal,
-    no_problems,
-)
+from tests.gpu.place import Finding, Place, at_most, is_equal, no_problems
+from tests.gpu.tensors import difference
 from tests.training import short_runs
 
 LOSS_BOUND, GRADIENT_BOUND, BF16_BOUND = 1e-5, 1e-4, 0.02
-TRACING_BOUND = 1.03
-MFU_BOUND, PRODUCT_BOUND = 0.15, 0.5
 WITHOUT_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
-SMALLEST = Shape(2, 64, 2, 32, 2, 2, 512, bf16=True)
 GROUPS = ("tp", "pp", "cp", "dp", "dp_cp", "mp", "embd", "pos_embd", "tp_cp", "tp_dp_cp")
 
 
-# -- 1 --
-
-
-def inventory(place: Place) -> list[Finding]:
-    """What is here. A mode in which a GPU serves one process only is refused: part 6 shares one."""
-    found = [Finding("torch", torch.__version__), Finding("CUDA", str(torch.version.cuda))]
-    if not place.is_gpu:
-        return [*found, is_equal("GPUs", place.num_gpus, 0)]
-    gpus = range(place.num_gpus)
-    names = [name_of_gpu(gpu) for gpu in gpus]
-    modes = subprocess.run(
-        [shutil.which("nvidia-smi") or "nvidia-smi", "--query-gpu=compute_mode", "--format=csv"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\n")[1 : 1 + place.num_gpus]
-    peers = [torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b]
-    return [
-        *found,
-        Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version()))),
-        Finding("GPUs", ", ".join(torch.cuda.get_device_name(gpu) for gpu in gpus)),
-        is_equal("GPUs that torch can use, by their names", len(set(names) - {""}), place.num_gpus),
-        is_equal("compute modes", {mode.strip() for mode in modes}, {"Default"}),
-        Finding("pairs that reach each other's memory", f"{sum(peers)} of {len(peers)}"),
-    ]
-
-
-# -- 2 and 3 --
+# -- step, bf16 --
 
 
 def first_step(dtype: str, recompute: str | None = None) -> tuple[list[float], dict]:
@@ -96,18 +60,16 @@ def on_meta() -> set[str]:
     return {str(param.grad.device) for param in model.parameters()}
 
 
-def against_the_cpu(place: Place) -> list[Finding]:
+def against_the_cpu(place: Place) -> Iterator[Finding]:
     """One step in float32 beside the same in float64 on the CPU. TF32 is off unless asked for."""
+    yield is_equal("matrix products", torch.get_float32_matmul_precision(), "highest")
     (here,) = place.launch(first_step, 1, "float32")
-    (wanted,) = Place("cpu").launch(first_step, 1, "float64")
+    (wanted,) = place.on_the_cpu().launch(first_step, 1, "float64")
     losses = difference(torch.tensor(here[0]), torch.tensor(wanted[0]))
+    yield at_most("losses, largest difference", losses, LOSS_BOUND)
     worst = max(difference(grad, wanted[1][name]) for name, grad in here[1].items())
-    return [
-        is_equal("matrix products", torch.get_float32_matmul_precision(), "highest"),
-        at_most("losses, largest difference", losses, LOSS_BOUND),
-        at_most(f"{len(wanted[1])} gradients, largest difference", worst, GRADIENT_BOUND),
-        is_equal("devices in a step on meta", place.launch(on_meta, 1)[0], {"meta"}),
-    ]
+    yield at_most(f"{len(wanted[1])} gradients, largest difference", worst, GRADIENT_BOUND)
+    yield is_equal("devices in a step on meta", place.launch(on_meta, 1)[0], {"meta"})
 
 
 def small_model(recompute: str | None, dropout: float = 0.2) -> GPTModel:
@@ -166,7 +128,32 @@ def train_on(flags: str) -> list[float]:
     return short_runs.run(flags, 4)["losses"]
 
 
-def saved_elsewhere(place: Place, folder: Path) -> list[Finding]:
+def wrong_random_numbers() -> list[str]:
+    """In a rank: the states of both generators, there and back through the CPU's memory."""
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+
+    def draw() -> list[torch.Tensor]:
+        plain = torch.rand(1000, device=get_device())
+        with tracker.fork():
+            return [plain, torch.rand(1000, device=get_device())]
+
+    draw()
+    kept = {name: state.cpu().clone() for name, state in tracker.get_states().items()}
+    default = tensor_parallel.random.get_rng_state().cpu().clone()
+    wanted = draw()
+    draw()
+    tracker.set_states(kept)
+    with tensor_parallel.random.repeats_from(default):
+        found = draw()
+    names = ("default generator", "model-parallel generator")
+    pairs = zip(names, found, wanted, strict=True)
+    return [name for name, here, there in pairs if not torch.equal(here, there)]
+
+
+def saved_elsewhere(place: Place, folder: Path) -> Iterator[Finding]:
     """A checkpoint, with its random numbers, goes on where it was made; the CPU can read and write it.
 
     Random numbers of one device mean nothing to another: what passes through the CPU drops nothing.
@@ -175,57 +162,26 @@ def saved_elsewhere(place: Place, folder: Path) -> list[Finding]:
     (all_at_once,) = place.launch(train_on, 1, "")
     (first,) = place.launch(train_and_save, 1, str(here), "")
     (second,) = place.launch(go_on, 1, str(here), "")
-    (none,) = Place("cpu").launch(save_again, 1, str(here), str(on_cpu), still)
+    yield is_equal("losses, with dropout, saved in between", [*first, *second], all_at_once)
+    (none,) = place.on_the_cpu().launch(save_again, 1, str(here), str(on_cpu), still)
+    yield is_equal("steps that the CPU makes in between", len(none), 0)
     straight, around = (place.launch(go_on, 1, str(path), still)[0] for path in (here, on_cpu))
-    return [
-        is_equal("losses, with dropout, saved in between", [*first, *second], all_at_once),
-        is_equal("steps that the CPU makes in between", len(none), 0),
-        is_equal("losses after a way through the CPU", around, straight),
-    ]
+    yield is_equal("losses after a way through the CPU", around, straight)
 
 
-def in_bf16(place: Place) -> list[Finding]:
-    """A step in bf16; recompute; a checkpoint between two runs."""
+def in_bf16(place: Place) -> Iterator[Finding]:
+    """A step in bf16; recompute; random numbers; a checkpoint between two runs."""
     (here,) = place.launch(train_on, 1, f"--bf16 {WITHOUT_DROPOUT}")
-    (wanted,) = Place("cpu").launch(train_on, 1, WITHOUT_DROPOUT)
+    (wanted,) = place.on_the_cpu().launch(train_on, 1, WITHOUT_DROPOUT)
     off = difference(torch.tensor(here), torch.tensor(wanted))
+    yield at_most("losses in bf16, largest difference", off, BF16_BOUND)
     (problems,) = place.launch(recompute_changes_nothing, 1)
+    yield no_problems("gradients with dropout, recomputed", 2, problems)
+    (problems,) = place.launch(wrong_random_numbers, 1)
+    yield no_problems("random numbers from a kept state", 2, problems)
     with tempfile.TemporaryDirectory() as folder:
-        saved = saved_elsewhere(place, Path(folder))
-    return [
-        at_most("losses in bf16, largest difference", off, BF16_BOUND),
-        no_problems("gradients with dropout, recomputed", 2, problems),
-        *saved,
-    ]
-
-
-# -- 4 --
-
-
-ONE_RANK = (
-    "",
-    "--bf16",
-    "--fp16 --initial-loss-scale 1",
-    "--calculate-per-token-loss --bf16",
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
-)
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-
-def host_syncs(place: Place) -> list[Finding]:
-    """The program waits for its GPU in a step nowhere but where `host_syncs.ALLOWED` says."""
-    on_meta = not place.is_gpu
-    runs = [(flags, on_meta) for flags in ONE_RANK] + [(RECOMPUTED, False)]
-    found = []
-    for flags, is_on_meta in runs[: 2 if place.is_quick else None]:
-        (counts,) = place.launch(count_waits, 1, flags, is_on_meta)
-        problems = beyond_what_is_allowed(counts)
-        what = f"waits in a step {flags}".rstrip()
-        found.append(no_problems(what, len(counts), problems))
-    return found
-
-
-# -- 5 --
+        yield from saved_elsewhere(place, Path(folder))
+    yield is_equal("attention in bf16", place.launch(flash_is_used, 1)[0], "flash")
 
 
 def flash_is_used() -> str:
@@ -240,81 +196,175 @@ def flash_is_used() -> str:
     return "flash"
 
 
-def measure_speed(device: str, is_quick: bool) -> dict[str, Any]:
-    """In a rank: the peak, and each implementation's share of it."""
-    shape = SMALLEST if is_quick else gpu_mfu.SMALL
-    peak = gpu_mfu.measured_peak(device, 64 if is_quick else 8192, 2 if is_quick else 10)
-    times, missing = gpu_mfu.measure(shape, device, 1 if is_quick else 10)
-    sheet = gpu_mfu.peak_of(torch.cuda.get_device_name() if device == "cuda" else "")
-    return {
-        "peak": peak,
-        "sheet": sheet,
-        "rows": gpu_mfu.rows_of(shape, times, (sheet, peak)),
-        "missing": missing,
-        "tracing": tracing_ratio(shape, device),
-    }
+# -- nccl --
 
 
-def tracing_ratio(shape: Shape, device: str, num_pairs: int = 10) -> float:
-    """A traced step over one that is not, the median of pairs."""
-    step, ratios = Training(load(OURS), shape, device).step, []
+def wrong_collectives() -> list[str]:
+    """In a rank: each collective of numbers whose answer is known."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    mine = torch.full((3,), rank + 1.0, device=get_device())
+    total, wrong = size * (size + 1) / 2, []
 
-    def seconds() -> float:
-        begun = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
+    def check(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        if not torch.equal(found.cpu(), wanted):
+            wrong.append(f"{what} on rank {rank}: {found.tolist()}")
 
-    for _ in range(3 if device == "cpu" else num_pairs):
-        plain = seconds()
-        with trace():
-            ratios.append(seconds() / plain)
-    return statistics.median(ratios)
-
-
-def product(found: dict[str, Any], is_judged: bool) -> Finding:
-    """What a large product reaches of the data sheet's peak. Far below, something else is wrong."""
-    what = "bf16 product, FLOP/s"
-    if found["sheet"] is None or not is_judged:
-        return Finding(what, f"{found['peak']:.3g}", "no data sheet is known here")
-    return at_least(what, found["peak"], PRODUCT_BOUND * found["sheet"])
-
-
-def speed(place: Place) -> list[Finding]:
-    """The peak of a large product, utilisation beside others, and what tracing costs."""
-    # Over gloo: the turns of what is compared begin together by a clock on the CPU.
-    (found,) = place.launch(measure_speed, 1, place.device, place.is_quick, shared=True)
-    judged = place.is_gpu and not place.is_quick
-    findings = [
-        product(found, judged),
-        at_most("traced step / plain step", found["tracing"], TRACING_BOUND if judged else 100.0),
-        *(Finding(f"left out: {name}", reason) for name, reason in found["missing"].items()),
-    ]
-    for row in found["rows"]:
-        is_ours = row["implementation"] == "ours"
-        name = f"utilisation, of the measured peak: {row['implementation']}"
-        findings.append(at_least(name, row["mfu_measured"], MFU_BOUND, is_ours and judged))
-    findings.append(is_equal("attention in bf16", place.launch(flash_is_used, 1)[0], "flash"))
-    return findings
+    summed, mean = mine.clone(), mine.clone()
+    collectives.all_reduce(summed, group)
+    check("all-reduce", summed, torch.full((3,), total))
+    collectives.all_reduce(mean, group, dist.ReduceOp.AVG)
+    check("average", mean, torch.full((3,), total / size))
+    gathered = torch.empty(3 * size, device=mine.device)
+    collectives.all_gather(gathered, mine, group)
+    check("all-gather", gathered, torch.arange(1.0, size + 1).repeat_interleave(3))
+    piece = torch.empty(3, device=mine.device)
+    collectives.reduce_scatter(piece, gathered, group)
+    check("reduce-scatter", piece, torch.full((3,), (rank + 1.0) * size))
+    first = mine.clone()
+    collectives.broadcast(first, 0, group)
+    check("broadcast", first, torch.ones(3))
+    rows = torch.full((size,), rank + 1.0, device=mine.device)
+    collectives.all_to_all(given := torch.empty_like(rows), rows, group)
+    check("all-to-all", given, torch.arange(1.0, size + 1))
+    return wrong
 
 
-# -- 6 --
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "pass_to_next",
+)
+ZERO1_BF16 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16"
+PROGRAM = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 "
+    "--seq-length 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 "
+    "--log-interval 1 --eval-iters 0 --bf16 --use-distributed-optimizer"
+)
+
+
+def never_alone() -> Counter[str]:
+    """In a rank: from now on, a group of one asks its backend too. What reaches `torch.distributed`.
+
+    The package skips what one rank need not exchange. So the lines that say so are taken out.
+    """
+    source = inspect.getsource(collectives)
+    changed = source.replace("group.size() == 1", "False").replace("if size == 1", "if False")
+    namespace = {"__name__": collectives.__name__}
+    exec(compile(changed, collectives.__file__, "exec"), namespace)
+    for name in COLLECTIVES:
+        function = inspect.unwrap(getattr(collectives, name))
+        function.__code__ = inspect.unwrap(namespace[name]).__code__
+    reached: Counter[str] = Counter()
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            reached[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for holder, name in (
+        (dist, "all_reduce"),
+        (dist, "broadcast"),
+        (dist, "all_to_all_single"),
+        (collectives, "_all_gather"),
+        (collectives, "_reduce_scatter"),
+    ):
+        setattr(holder, name, counting(name.lstrip("_"), getattr(holder, name)))
+    return reached
+
+
+def collectives_alone() -> tuple[list[str], int]:
+    """In a rank: what is wrong of all collectives, and how many kinds went through the backend."""
+    reached = never_alone()
+    return wrong_collectives(), len(reached)
+
+
+def train_alone(flags: str) -> tuple[list[float], dict[str, int]]:
+    """In a rank: four steps whose collectives all go through the backend."""
+    reached = never_alone()
+    return train_on(flags), dict(reached)
+
+
+def world_of_one(place: Place) -> Iterator[Finding]:
+    """Every collective of one rank over NCCL, a training run, and the program as one starts it."""
+    ((problems, num_kinds),) = place.launch(collectives_alone, 1)
+    yield no_problems("collectives of one rank", 6, problems)
+    yield is_equal("kinds of them that torch.distributed saw", num_kinds, 5)
+    (plain,) = place.launch(train_on, 1, f"--bf16 {WITHOUT_DROPOUT}")
+    ((zero1, reached),) = place.launch(train_alone, 1, f"{ZERO1_BF16} {WITHOUT_DROPOUT}")
+    yield is_equal("losses with ZeRO-1 and both overlaps", zero1, plain)
+    both = reached.get("all_gather", 0) > 0 and reached.get("reduce_scatter", 0) > 0
+    yield is_equal("its reductions and gathers went through torch.distributed", both, True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command += ["-m", "minimegatron.pretrain_gpt", *PROGRAM.split(), "--device", place.device]
+    done = subprocess.run(command, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    if done.returncode:
+        print(output)
+    yield is_equal("exit code of torchrun -m minimegatron.pretrain_gpt", done.returncode, 0)
+    yield is_equal("its backend", backends_in(done.stdout), ["nccl" if place.is_gpu else "gloo"])
+    warned = [line for line in output.splitlines() if "Warning" in line or "[W" in line]
+    yield is_equal("lines of warnings", warned[:3], [])
+
+
+def backends_in(output: str) -> list[str]:
+    """What the program's first line says.
+
+    >>> backends_in("> 1 ranks: tp=1 pp=1, nccl\\n")
+    ['nccl']
+    """
+    return re.findall(r"^> \d+ ranks?: .*, (\w+)$", output, re.MULTILINE)
+
+
+# -- waits --
+
+
+ONE_RANK = (
+    "",
+    "--bf16",
+    "--fp16 --initial-loss-scale 1",
+    "--calculate-per-token-loss --bf16",
+    ZERO1_BF16,
+)
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def host_waits(place: Place) -> Iterator[Finding]:
+    """The program waits for its GPU in a step nowhere but where `host_syncs.ALLOWED` says."""
+    on_meta = not place.is_gpu
+    runs = [(flags, on_meta) for flags in ONE_RANK] + [(RECOMPUTED, False)]
+    for flags, is_on_meta in runs[: 2 if place.is_quick else None]:
+        (counts,) = place.launch(count_waits, 1, flags, is_on_meta)
+        problems = beyond_what_is_allowed(counts)
+        what = f"waits in a step {flags}".rstrip()
+        yield no_problems(what, len(counts), problems)
+
+
+# -- sharing --
 
 
 def layouts(
     place: Place, cases: list[parity.Case], shared: bool = False, run: Any = parity.run_cases
-) -> Finding:
+) -> Iterator[Finding]:
     """Every case on real ranks against one process: losses, raw gradients, weights."""
-    compared, problems = 0, []
     with tempfile.TemporaryDirectory() as folder:
+        work: dict[int, list] = {}
         for case in cases:
-            work = [(case, parity.reference(case.serial(), Path(folder)))]
-            for rank in place.launch(run, case.world, work, shared=shared):
-                for _, number, _, found in rank:
-                    compared += number
-                    problems += found
-    return no_problems("losses, gradients, weights", compared, problems)
+            path = parity.reference(case.serial(), Path(folder))
+            work.setdefault(case.world, []).append((case, path))
+        for world, of_world in work.items():
+            compared: dict[str, int] = {str(case): 0 for case, _ in of_world}
+            problems: dict[str, list[str]] = {str(case): [] for case, _ in of_world}
+            for rank in place.launch(run, world, of_world, shared=shared):
+                for case, number, _, found in rank:
+                    compared[case] += number
+                    problems[case] += found
+            for case, number in compared.items():
+                yield no_problems(f"{world} ranks, {case}", number, problems[case])
 
 
 def staged_cases(work: list) -> list:
@@ -327,11 +377,43 @@ def staged_cases(work: list) -> list:
         return parity.run_cases(work)
 
 
-def sharing(place: Place) -> list[Finding]:
+def sharing(place: Place) -> Iterator[Finding]:
     """Four ranks on one GPU, over gloo: what they send goes through the memory of the CPU."""
-    zero1 = parity.Case(dp=2, dist_opt=True, overlap_grad_reduce=True, overlap_param_gather=True)
-    cases = [parity.Case(tp=2, pp=2), parity.Case(pp=4), zero1]
+    zero1 = {"dist_opt": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    cases = [
+        parity.Case(tp=2, pp=2),
+        parity.Case(pp=4),
+        parity.Case(tp=2, pp=2, vp=2, batched=False, overlap=True, deallocate=True),
+        parity.Case(pp=2, dp=2, **zero1),
+    ]
     if place.is_quick:
-        cases = [parity.Case(pp=2), zero1]
+        cases = [parity.Case(pp=2), parity.Case(dp=2, **zero1)]
     run = parity.run_cases if place.is_gpu else staged_cases
-    return [layouts(place, cases, shared=True, run=run)]
+    yield from layouts(place, cases, shared=True, run=run)
+
+
+# -- inventory --
+
+
+def inventory(place: Place) -> Iterator[Finding]:
+    """What is here. A mode in which a GPU serves one process only is refused: ranks share one."""
+    yield Finding("torch", torch.__version__)
+    yield Finding("CUDA", str(torch.version.cuda))
+    if not place.is_gpu:
+        return
+    gpus = range(place.num_gpus)
+    yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    yield Finding("GPUs", ", ".join(torch.cuda.get_device_name(gpu) for gpu in gpus))
+    names = [name_of_gpu(gpu) for gpu in gpus]
+    what = "GPUs that torch can use, by their names"
+    yield is_equal(what, len(set(names) - {""}), place.num_gpus)
+    peers = [torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b]
+    yield Finding("pairs that reach each other's memory", f"{sum(peers)} of {len(peers)}")
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield Finding("compute modes", "unknown: there is no nvidia-smi")
+        return
+    said = subprocess.run(
+        [program, "--query-gpu=compute_mode", "--format=csv"], capture_output=True, text=True
+    ).stdout.split("\n")[1 : 1 + place.num_gpus]
+    yield is_equal("compute modes", {mode.strip() for mode in said}, {"Default"})

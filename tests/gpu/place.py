@@ -1,17 +1,13 @@
 """Where a part of the check runs, and what a part answers.
 
-Read by: `parts` and the modules of parts. A part is a function of a `Place`; it does the same on a GPU
-and on the CPU, where the tests call it. So nothing is run on a GPU for the first time but the GPU.
+Read by: `run_part` and the modules of parts. A part is a function of a `Place` that yields `Finding`s.
+It does the same on a GPU and on the CPU, where the tests call it: nothing but the GPU is new there.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-
-from minimegatron.core.utils import get_device
-from minimegatron.launching.launcher import launch
 
 
 @dataclass(frozen=True)
@@ -23,6 +19,8 @@ class Place:
     num_gpus: int = 0
     is_quick: bool = False
     """Small sizes and few repetitions: the code is tried, its figures say nothing."""
+    ends_at: float = float("inf")
+    """By `time.monotonic`: ranks that are not done by then are stopped, and say where they stand."""
 
     @property
     def is_gpu(self) -> bool:
@@ -33,10 +31,18 @@ class Place:
         """How many ranks a part for `number` GPUs starts: two for all of them in a stand-in."""
         return min(number, 2) if self.is_quick else number
 
+    def on_the_cpu(self) -> "Place":
+        """The same time, for what is compared with."""
+        return Place("cpu", ends_at=self.ends_at)
+
     def launch(self, fn: Any, num_ranks: int, *args: Any, shared: bool = False) -> list[Any]:
         """`fn` on ranks with a GPU each over NCCL; with `shared`, on one GPU over gloo."""
+        # Only here: what a part that fails early has to say needs no torch.
+        from minimegatron.launching.launcher import launch
+
         backend = "gloo" if shared or not self.is_gpu else "nccl"
-        options = {"backend": backend, "device": self.device, "timeout": 300}
+        timeout = min(300.0, max(1.0, self.ends_at - time.monotonic()))
+        options = {"backend": backend, "device": self.device, "timeout": timeout}
         return launch(fn, num_ranks, *args, **options)
 
 
@@ -77,15 +83,3 @@ def no_problems(what: str, number: int, problems: Iterable[str]) -> Finding:
     listed = list(problems)
     found = "; ".join(listed[:5]) if listed else f"{number} comparisons, none off"
     return Finding(what, found, "none off", not listed and number > 0)
-
-
-def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest, in units of the largest wanted number, or of 1 if that is smaller."""
-    scale = max(1.0, wanted.abs().max().item())
-    return (found.double().cpu() - wanted.double().cpu()).abs().max().item() / scale
-
-
-def settle() -> None:
-    """In a rank: waits until its GPU has done all that is queued."""
-    if get_device().type == "cuda":
-        torch.cuda.synchronize()

@@ -1,78 +1,236 @@
-"""Runs parts in order, shows what each found, and keeps it for the report.
+"""Runs parts, each in a process of its own, shows what each found, and keeps it for the report.
 
-Called by: `__main__`. docs/tools/gpu_page.py says what a report says.
+Called by: `__main__`. Calls: `processes`, which runs `run_part`. docs/tools/gpu_page.py says what a
+report says. Imports no torch: a part, or torch itself, may crash or hang, and the report is written.
 """
 
-import shutil
-import subprocess
+import importlib.util
+import json
+import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from tests.benchmarks.results import machine_facts
-from tests.gpu.place import Finding, Place
+from tests.checkout import git
+from tests.gpu.parts import Part
+from tests.gpu.processes import Ended, run_limited
+from tests.gpu.run_part import DONE
 
 ROOT = Path(__file__).parents[2]
-NO_GPU = "Nothing was checked: torch finds no GPU here."
+HOLDS, FAILED, NOT_RUN, NOT_ASKED = "holds", "failed", "not run", "not asked for"
+PROBE_SECONDS = 120.0
+"""The first import of torch on a new machine reads some gigabytes."""
+LEAST_SECONDS, RESERVE_SECONDS = 10.0, 8.0
+"""A part begins if it has so long; and so much is kept for ending it and for the report."""
+LOG_LINES, LONGEST = 60, 600
+FIELDS = {"what": str, "found": str, "expected": str, "holds": bool}
 
 
-class Part(NamedTuple):
-    """One of the thirteen."""
+@dataclass
+class Check:
+    """One run of the check."""
 
-    title: str
-    num_gpus: int
-    """How many it needs."""
-    run: Callable[[Place], list[Finding]]
+    path: Path
+    """Of the report."""
+    deadline: float
+    """By `time.monotonic`."""
+    device: str = "cuda"
+    is_quick: bool = False
+    python: str = sys.executable
+    say: Callable[[str], Any] = print
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def left(self) -> float:
+        """Seconds that a part may take now."""
+        return self.deadline - time.monotonic() - RESERVE_SECONDS
+
+    # -- The machine --
+
+    def probe(self, pretend_gpus: int | None = None) -> bool:
+        """Asks torch, in another process, what is here; False if it has no answer."""
+        with tempfile.TemporaryDirectory() as folder:
+            file, log = Path(folder) / "facts.json", Path(folder) / "log"
+            command = [self.python, "-m", "tests.gpu.probe", str(file)]
+            ended = run_limited(command, min(PROBE_SECONDS, self.left()), log, ROOT, _environment())
+            facts = _read_json(file)
+            words = _last_lines(log)
+        machine = machine_facts() | {"commit": commit()}
+        self.report = {"machine": machine, "gpu": "unknown", "num_gpus": 0, "parts": []}
+        if ended.code != 0 or not isinstance(facts, dict):
+            self.report["problem"] = f"torch does not say what is here: {ended.in_words()}"
+            self.report["log"] = words
+            return False
+        self.report |= {"gpu": facts.pop("gpu"), "num_gpus": facts.pop("num_gpus")}
+        machine |= facts
+        if pretend_gpus is not None:
+            self.report |= {"num_gpus": pretend_gpus, "rehearsal": True}
+        return True
+
+    # -- The parts --
+
+    def run(self, parts: Sequence[Part], only: Sequence[str] = ()) -> dict[str, Any]:
+        """Runs them in order, whatever comes of each; writes the report after every one.
+
+        With `only`, the others keep what the report at `path` says of them, if it is of such a machine.
+        """
+        earlier = self._earlier() if only else {}
+        self.report["parts"] = [_blank(number, part) for number, part in enumerate(parts, 1)]
+        for entry, part in zip(self.report["parts"], parts, strict=True):
+            is_asked_for = not only or part.name in only
+            entry["state"] = f"{NOT_RUN}: {'the check ended before' if is_asked_for else NOT_ASKED}"
+            if not is_asked_for and part.name in earlier:
+                entry |= earlier[part.name] | {"number": entry["number"], "title": part.title}
+        self.write()
+        for entry, part in zip(self.report["parts"], parts, strict=True):
+            if only and part.name not in only:
+                continue
+            reason = self._why_not(part)
+            entry |= {"state": f"{NOT_RUN}: {reason}"} if reason else self._run(part)
+            self.write()
+            self.say(in_words(entry))
+        return self.report
+
+    def _earlier(self) -> dict[str, dict[str, Any]]:
+        """Parts by name, of the report that is there, if the same GPU and torch made it."""
+        found = _read_json(self.path)
+        try:
+            is_same = found["gpu"] == self.report["gpu"] and (
+                found["machine"]["torch"] == self.report["machine"]["torch"]
+            )
+            return {entry["name"]: entry for entry in found["parts"]} if is_same else {}
+        except (TypeError, KeyError):
+            return {}
+
+    def _why_not(self, part: Part) -> str:
+        num_gpus = self.report["num_gpus"]
+        missing = [name for name in part.packages if not _is_installed(name)]
+        if part.num_gpus > num_gpus:
+            return f"needs {part.num_gpus} GPUs, here {'is' if num_gpus == 1 else 'are'} {num_gpus}"
+        if missing:
+            return f"needs {', '.join(missing)}, not installed here"
+        if self.left() < LEAST_SECONDS:
+            return "the time of the check was up"
+        return ""
+
+    def _run(self, part: Part) -> dict[str, Any]:
+        seconds = min(part.seconds, self.left())
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            file, log = Path(folder) / "findings", Path(folder) / "log"
+            command = [self.python, "-m", "tests.gpu.run_part", part.run, str(file)]
+            command += ["--device", self.device, "--num-gpus", str(self.report["num_gpus"])]
+            command += ["--seconds", str(seconds)] + ["--quick"] * self.is_quick
+            ended = run_limited(command, seconds, log, ROOT, _environment())
+            findings, is_done = read_findings(file)
+            words = _last_lines(log)
+        state = state_of(findings, is_done, ended)
+        entry = {"state": state, "findings": findings, "seconds": round(ended.seconds, 1)}
+        entry["commit"] = self.report["machine"]["commit"]
+        if state != HOLDS:
+            entry["log"] = words
+        return entry
+
+    def write(self) -> None:
+        """The report as it is now, in one move: whoever stops this finds a whole one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.report, indent=1) + "\n")
+        partial.replace(self.path)
 
 
-def run_parts(parts: Sequence[Part], place: Place, say: Callable[[str], Any] = print) -> dict:
-    """Runs them in order, and stops at the first one that does not hold; what came of each."""
-    name = torch.cuda.get_device_name() if place.is_gpu else "none"
-    machine = machine_facts() | {"commit": commit()}
-    report = {"machine": machine, "gpu": name, "num_gpus": place.num_gpus, "parts": []}
-    failed = False
-    for number, part in enumerate(parts, 1):
-        entry = {"number": number, "title": part.title, "findings": [], "seconds": 0.0}
-        report["parts"].append(entry)
-        if failed:
-            entry["state"] = "not run: an earlier part failed"
-        elif part.num_gpus > place.num_gpus:
-            entry["state"] = f"not run: needs {part.num_gpus} GPUs, here are {place.num_gpus}"
+def state_of(findings: list[dict], is_done: bool, ended: Ended) -> str:
+    """
+    >>> state_of([{"holds": True}], False, Ended(-9, 3.0))
+    'failed: killed by SIGKILL'
+    """
+    if ended.code != 0:
+        return f"{FAILED}: {ended.in_words()}"
+    if not is_done or not findings:
+        return f"{FAILED}: it ended without a result"
+    return HOLDS if all(finding["holds"] for finding in findings) else FAILED
+
+
+def read_findings(file: Path) -> tuple[list[dict[str, Any]], bool]:
+    """What a part has written, and whether it was done. What is no finding is a finding, too."""
+    try:
+        lines = file.read_bytes().decode(errors="replace").splitlines()
+    except OSError:
+        return [], False
+    findings, is_done = [], False
+    for line in lines:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if line == json.dumps(DONE):
+            is_done = True
+        elif _is_finding(found):
+            findings.append({key: _plain(found[key]) for key in FIELDS})
         else:
-            entry |= _run(part, place)
-            failed = entry["state"] == "failed"
-        say(in_words(entry))
-    return report
+            text = {"found": _plain(line[:80]), "expected": "a finding", "holds": False}
+            findings.append({"what": "what the part wrote"} | text)
+    return findings, is_done
+
+
+def _is_finding(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and found.keys() == FIELDS.keys()
+        and all(isinstance(found[key], kind) for key, kind in FIELDS.items())
+    )
+
+
+# -- Helpers --
+
+
+def _blank(number: int, part: Part) -> dict[str, Any]:
+    entry = {"number": number, "name": part.name, "title": part.title}
+    return entry | {"findings": [], "seconds": 0.0}
 
 
 def commit() -> str:
     """What is run: a commit of the project, and whether files differ from it."""
-    git = shutil.which("git")
-    if git is None:
-        return "unknown"
-    said = subprocess.run(
-        [git, "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    return said.stdout.strip() or "unknown"
+    return git("describe", "--always", "--dirty") or "unknown"
 
 
-def _run(part: Part, place: Place) -> dict[str, Any]:
-    begun = time.perf_counter()
+def _environment() -> dict[str, str]:
+    """The checkout comes first, whatever else is installed; a processor for each rank."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _is_installed(name: str) -> bool:
     try:
-        findings = part.run(place)
-    except Exception as error:  # whatever a part meets is what it found
-        last = str(error).strip().splitlines()[-1:] or [""]
-        findings = [Finding("error", f"{type(error).__name__}: {last[0]}", "none", False)]
-    holds = bool(findings) and all(finding.holds for finding in findings)
-    return {
-        "state": "holds" if holds else "failed",
-        "findings": [asdict(finding) for finding in findings],
-        "seconds": round(time.perf_counter() - begun, 1),
-    }
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _last_lines(log: Path) -> list[str]:
+    try:
+        lines = log.read_bytes()[-200_000:].decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [_plain(line) for line in lines[-LOG_LINES:]]
+
+
+def _plain(value: Any) -> Any:
+    """Text as a page and a terminal can show it."""
+    if not isinstance(value, str):
+        return value
+    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in value)
+    return shown if len(shown) <= LONGEST else shown[:LONGEST] + " ..."
 
 
 def in_words(entry: dict[str, Any]) -> str:

@@ -3,6 +3,12 @@
 On a GPU a part can then fail for what the GPU does, and not for what nobody has tried.
 """
 
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,31 +16,90 @@ import torch
 
 from minimegatron.core import utils
 from minimegatron.training import training
-from tests.gpu import host_syncs, one_gpu, two_gpus
+from tests.gpu import host_syncs, one_gpu
 from tests.gpu.parts import PARTS
 from tests.gpu.place import Place
-from tests.gpu.report import run_parts
 
 pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[2]
 
 STAND_IN = Place("cpu", num_gpus=0, is_quick=True)
 
 
-TRIED_ELSEWHERE = (two_gpus.notebooks,)
+TRIED_ELSEWHERE = ("notebooks",)
 """On the CPU it executes a notebook as `test_notebooks` does. `make test-full` has it."""
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(part, id=part.title, marks=[pytest.mark.full] * (part.run in TRIED_ELSEWHERE))
+        pytest.param(part, id=part.name, marks=[pytest.mark.full] * (part.name in TRIED_ELSEWHERE))
         for part in PARTS
     ],
 )
 def test_stand_in(part):
-    report = run_parts([part._replace(num_gpus=0)], STAND_IN)
-    (entry,) = report["parts"]
-    assert entry["state"] == "holds", entry["findings"]
+    module, _, function = part.run.partition(":")
+    run = getattr(importlib.import_module(f"tests.gpu.{module}"), function)
+    findings = list(run(STAND_IN))
+    assert findings and [finding for finding in findings if not finding.holds] == []
+
+
+# -- A bare machine --
+
+
+BARE = """
+import importlib, pkgutil, sys
+allowed = {"torch", "numpy", "tqdm", "pytest"}
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"{name} is not on a bare machine", name=name)
+sys.meta_path.insert(0, Blocked())
+from tests.gpu.parts import PARTS
+assert "torch" not in sys.modules
+from tests.gpu import __main__, report
+assert "torch" not in sys.modules, "the check itself imports torch"
+for module in sorted({part.run.partition(":")[0] for part in PARTS}):
+    importlib.import_module(f"tests.gpu.{module}")
+import gpu_page
+gpu_page.gpu_page(gpu_page.REPORT, gpu_page.planned_parts())
+"""
+
+BEYOND_BARE = (
+    "hypothesis", "safetensors", "tokenizers", "transformers", "megatron", "matplotlib", "jupytext",
+    "nbclient", "nbformat", "nbconvert", "ipyparallel", "IPython", "cloudpickle", "playwright",
+    "mkdocs", "yaml", "tensorboard", "xdist", "pytest_timeout",
+)  # fmt: skip
+"""What the tests' environment has, and a bare machine has not."""
+
+
+def test_every_part_can_be_imported_on_a_bare_machine():
+    """With torch and numpy alone; and the check itself, its report and page without torch."""
+    program = f"BLOCKED = {set(BEYOND_BARE)!r}\n{BARE}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_part_in_its_own_process(tmp_path):
+    """One stand-in as the check runs it, from the probe to the report."""
+    command = [sys.executable, "-m", "tests.gpu", "--rehearse", "--gpus", "1"]
+    command += ["--only", "inventory", "--report", str(tmp_path / "report.json")]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["machine"]["torch"] == torch.__version__
+    states = {entry["name"]: entry["state"] for entry in report["parts"]}
+    assert states.pop("inventory") == "holds"
+    assert set(states.values()) == {"not run: not asked for"} and len(states) == len(PARTS) - 1
+
+
+# -- Waits --
 
 
 @pytest.mark.parametrize("flags", one_gpu.ONE_RANK[2:])

@@ -1,84 +1,265 @@
-"""What is said of GPUs is what the last committed report shows."""
+"""A part that fails, hangs or dies leaves the others and the report whole; pages say what it shows."""
 
 import json
+import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import gpu_page
 import pytest
-import torch
 
-from tests.gpu import __main__ as check
-from tests.gpu import report
-from tests.gpu.parts import PARTS
-from tests.gpu.place import Finding, Place, at_most, is_equal
-from tests.gpu.report import NO_GPU, Part, run_parts
+from tests.gpu import __main__ as command
+from tests.gpu import planted, report
+from tests.gpu.parts import PARTS, Part
+from tests.gpu.place import at_most, is_equal
+from tests.gpu.processes import Ended, run_limited
+from tests.gpu.report import Check
 
 ROOT = Path(__file__).parents[2]
-HOLDS = Part("a", 0, lambda place: [at_most("x", 1.0, 2.0)])
-FAILS = Part("b", 0, lambda place: [at_most("x", 3.0, 2.0)])
-RAISES = Part("c", 0, lambda place: [1 / 0])
-EMPTY = Part("d", 0, lambda place: [])
-LARGE = Part("e", 8, lambda place: [is_equal("x", 1, 1)])
+SECONDS = 60.0
 
 
-def states(*parts: Part) -> list[str]:
-    report = run_parts(parts, Place("cpu"), lambda text: None)
-    return [entry["state"] for entry in report["parts"]]
+def part(function, seconds: float = SECONDS, **options) -> Part:
+    name = function.__name__
+    return Part(name, f"a part that {name}", f"planted:{name}", 0, seconds, **options)
 
 
-def test_thirteen_parts():
-    assert len(PARTS) == 13
-    assert gpu_page.planned_parts() == [(part.title, part.num_gpus) for part in PARTS]
+def check_in(folder: Path, seconds: float = 200.0, num_gpus: int = 0) -> Check:
+    check = Check(folder / "report.json", time.monotonic() + seconds, "cpu", say=lambda text: None)
+    machine = {"torch": "2", "commit": "c1", "date": "2026-01-01"}
+    check.report = {"machine": machine, "gpu": "planted GPU", "num_gpus": num_gpus, "parts": []}
+    return check
 
 
-@pytest.mark.parametrize("bad", [FAILS, RAISES, EMPTY])
-def test_the_first_failure_ends_it(bad):
-    assert states(HOLDS, bad, HOLDS) == ["holds", "failed", "not run: an earlier part failed"]
+def written(folder: Path) -> dict:
+    return json.loads((folder / "report.json").read_text())
 
 
-def test_a_part_for_more_gpus_is_left_out():
-    assert states(LARGE, HOLDS) == ["not run: needs 8 GPUs, here are 0", "holds"]
+# -- What becomes of a part --
 
 
-def test_each_figure_is_shown_beside_what_was_expected():
-    said = []
-    run_parts([HOLDS, RAISES], Place("cpu"), said.append)
-    assert "x: 1   expected: at most 2" in said[0]
-    assert "! error: ZeroDivisionError: division by zero" in said[1]
+@pytest.fixture(scope="module")
+def of_all(tmp_path_factory) -> dict[str, dict]:
+    """What the report says of every planted part but the one that hangs; the last one holds."""
+    functions = [
+        planted.does_not_hold,
+        planted.finds_nothing,
+        planted.raises,
+        planted.is_killed,
+        planted.leaves,
+        planted.prints_nonsense,
+        planted.holds,
+    ]
+    folder = tmp_path_factory.mktemp("planted")
+    check_in(folder).run([part(function) for function in functions])
+    return {entry["name"]: entry for entry in written(folder)["parts"]}
 
 
-def test_without_a_gpu_nothing_is_checked_and_nothing_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(check, "REPORT", tmp_path / "report.json")
-    assert check.main() == 0
-    assert capsys.readouterr().out.strip() == NO_GPU
+def test_states(of_all):
+    assert {name: entry["state"] for name, entry in of_all.items()} == {
+        "does_not_hold": "failed",
+        "finds_nothing": "failed: it ended without a result",
+        "raises": "failed: exit code 1",
+        "is_killed": "failed: killed by SIGKILL",
+        "leaves": "failed: it ended without a result",
+        "prints_nonsense": "failed",
+        "holds": "holds",
+    }
+
+
+@pytest.mark.parametrize("name", ["raises", "is_killed", "leaves", "prints_nonsense"])
+def test_what_a_part_found_before_is_kept(of_all, name):
+    assert of_all[name]["findings"][0]["what"] == "before"
+
+
+def test_an_error_is_a_finding_and_its_stack_is_kept(of_all):
+    finding = of_all["raises"]["findings"][1]
+    assert (finding["found"], finding["holds"]) == ("ArithmeticError: planted", False)
+    assert "ArithmeticError: planted" in of_all["raises"]["log"]
+    assert "log" not in of_all["holds"]
+
+
+def test_nonsense_is_told_and_what_follows_is_read(of_all):
+    entry = of_all["prints_nonsense"]
+    whats = [finding["what"] for finding in entry["findings"]]
+    assert whats == ["before", *["what the part wrote"] * 4, "after"]
+    assert len(entry["log"]) <= report.LOG_LINES and "last words" in entry["log"][-1]
+    assert all(text.isprintable() and len(text) < 700 for text in entry["log"])
+    assert entry["findings"][0]["found"].isprintable()
+
+
+def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
+    monkeypatch.setenv(planted.FOLDER, str(tmp_path))
+    begun = time.monotonic()
+    check_in(tmp_path).run([part(planted.hangs, 4.0), part(planted.holds)])
+    assert time.monotonic() - begun < 40
+    hung, after = written(tmp_path)["parts"]
+    assert hung["state"] == "failed: ended after 4 s, its time"
+    assert [finding["what"] for finding in hung["findings"]] == ["before"]
+    assert after["state"] == "holds"
+    (note,) = [path for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert [pid for pid in (note.name, *note.read_text().split()) if is_running(int(pid))] == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_output_of_a_process_that_is_left_keeps_nobody_waiting(tmp_path):
+    program = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('x')"
+    ended = run_limited([sys.executable, "-c", program], 60, tmp_path / "log", tmp_path)
+    assert (ended.code, ended.left) == (0, 0) and ended.seconds < 50
+    assert (tmp_path / "log").read_text() == "x\n"
+
+
+# -- The time of all together --
+
+
+def test_no_part_begins_after_the_limit(tmp_path):
+    check = check_in(tmp_path, seconds=report.RESERVE_SECONDS + report.LEAST_SECONDS - 1)
+    check.run([part(planted.holds)])
+    (entry,) = written(tmp_path)["parts"]
+    assert entry["state"] == "not run: the time of the check was up"
+
+
+def test_a_part_gets_no_more_than_what_is_left(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        report, "run_limited", lambda command, seconds, *_: given.append(seconds) or Ended(0, 1.0)
+    )
+    left = 25.0
+    check_in(tmp_path, report.RESERVE_SECONDS + left).run([part(planted.holds)])
+    assert left - 5 < given[0] <= left
+
+
+def test_the_first_parts_have_time_even_if_each_hangs():
+    """Of the most telling ones, three at least begin within the limit."""
+    assert sum(one.seconds for one in PARTS[:2]) + report.PROBE_SECONDS < 8 * 60
+
+
+def test_whoever_stops_it_finds_a_whole_report(tmp_path):
+    program = (
+        "import time; from pathlib import Path; from tests.gpu import __main__ as command, report\n"
+        "from tests.gpu.parts import Part\n"
+        "command.PARTS = tuple(Part(n, n, f'planted:{n}', 0) for n in ('holds', 'hangs', 'raises'))\n"
+        "def probe(self, gpus=None):\n"
+        "    machine = {'torch': '2', 'commit': 'c'}\n"
+        "    self.report = {'machine': machine, 'gpu': 'g', 'num_gpus': 1, 'parts': []}\n"
+        "    return True\n"
+        "report.Check.probe = probe\n"
+        f"raise SystemExit(command.main(['--report', {str(tmp_path / 'report.json')!r}]))\n"
+    )
+    environment = {**os.environ, planted.FOLDER: str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment) as process:
+        deadline = time.monotonic() + 60
+        while not [path for path in tmp_path.iterdir() if path.name.isdigit()]:
+            assert time.monotonic() < deadline, "the part that hangs has not begun"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    states = [entry["state"] for entry in written(tmp_path)["parts"]]
+    assert states == ["holds", *["not run: the check ended before"] * 2]
+    (note,) = [path for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert [pid for pid in (note.name, *note.read_text().split()) if is_running(int(pid))] == []
+
+
+# -- What is left out, and what is kept --
+
+
+def test_what_needs_more_gpus_or_packages_says_so(tmp_path):
+    large = part(planted.holds)._replace(num_gpus=8)
+    lacking = part(planted.holds, packages=("no_such_package", "json"))
+    check_in(tmp_path, num_gpus=1).run([large, lacking, part(planted.holds)])
+    assert [entry["state"] for entry in written(tmp_path)["parts"]] == [
+        "not run: needs 8 GPUs, here is 1",
+        "not run: needs no_such_package, not installed here",
+        "holds",
+    ]
+
+
+def test_with_only_the_others_keep_what_was_found(tmp_path):
+    parts = [part(planted.holds), part(planted.does_not_hold)]
+    check_in(tmp_path).run(parts)
+    again = check_in(tmp_path)
+    again.report["machine"]["commit"] = "c2"
+    again.run(parts, ["does_not_hold"])
+    states = [(entry["state"], entry["commit"]) for entry in written(tmp_path)["parts"]]
+    assert states == [("holds", "c1"), ("failed", "c2")]
+    elsewhere = check_in(tmp_path)
+    elsewhere.report["gpu"] = "another GPU"
+    elsewhere.run(parts, ["does_not_hold"])
+    first, second = written(tmp_path)["parts"]
+    assert (first["state"], second["state"]) == ("not run: not asked for", "failed")
+
+
+def test_each_figure_is_shown_beside_what_was_expected(of_all):
+    assert "x: 1   expected: at most 2" in report.in_words(of_all["holds"])
+    assert "! error: ArithmeticError: planted" in report.in_words(of_all["raises"])
+    assert at_most("x", float("nan"), 1.0).holds is False
+    assert is_equal("x", 1, 2).holds is False
+
+
+# -- The command and the page --
+
+
+@pytest.fixture
+def no_signals(monkeypatch):
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+
+
+def test_without_a_gpu_nothing_is_checked_and_nothing_written(
+    tmp_path, monkeypatch, capsys, no_signals
+):
+    monkeypatch.setattr(Check, "probe", planted_probe(0))
+    assert command.main(["--report", str(tmp_path / "report.json")]) == 0
+    assert capsys.readouterr().out.strip() == command.NO_GPU
     assert not list(tmp_path.iterdir())
 
 
-def test_a_check_writes_report_and_page(tmp_path, monkeypatch):
-    path = tmp_path / "docs" / "gpu" / "report.json"
-    monkeypatch.setattr(check, "REPORT", path)
-    monkeypatch.setattr(check, "PARTS", (HOLDS, FAILS, LARGE))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "planted GPU")
-    assert check.main() == 1
+def planted_probe(num_gpus: int):
+    def probe(self, pretend_gpus=None):
+        machine = {"torch": "2.x", "commit": report.commit(), "date": "2026-01-01"}
+        self.report = {"machine": machine, "gpu": "planted GPU", "num_gpus": num_gpus, "parts": []}
+        return True
+
+    return probe
+
+
+def test_a_check_writes_report_and_page(tmp_path, monkeypatch, capsys, no_signals):
+    path = tmp_path / "report.json"
+    large = part(planted.holds)._replace(name="large", num_gpus=8)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(
+        command, "PARTS", (part(planted.holds), part(planted.prints_nonsense), large)
+    )
+    monkeypatch.setattr(Check, "probe", planted_probe(1))
+    assert command.main(["--report", str(path)]) == 1
     page = (tmp_path / "build" / "gpu.md").read_text()
     said = gpu_page.statement(path)
-    assert "Run on 1 x planted GPU" in said and f"commit {report.commit()}: of 3 parts" in said
-    assert said.endswith("of 3 parts 1 holds (1), 1 failed (2), 1 not run (3).")
     assert said in page
-    assert "| x | 3 | at most 2 | **does not hold** |" in page
-    assert json.loads(path.read_text())["parts"][2]["state"] == "not run: an earlier part failed"
+    assert "Run on 1 x planted GPU, torch 2.x," in said
+    assert said.endswith("of 3 parts 1 holds (1), 1 failed (2), 1 not run (3).")
+    assert "| x | 1 | at most 2 | holds |" in page
+    assert "- 3, a part that holds: needs 8 GPUs, here is 1" in page
+    assert r"| before | �\[31m\|\*\`&lt;b&gt;� |  | holds |" in page
+    assert "Written after" in capsys.readouterr().out
 
 
-def test_a_report_of_odd_words_makes_a_table(tmp_path):
-    odd = Part("a", 0, lambda place: [Finding("a|b", "<x>", "*", True)])
-    report = run_parts([odd], Place("cpu"), lambda text: None)
+def test_torch_that_does_not_work_is_told_and_written(tmp_path, monkeypatch, capsys, no_signals):
+    (tmp_path / "torch.py").write_text("raise OSError('libplanted.so: cannot open')")
+    monkeypatch.setattr(report, "_environment", lambda: {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(report))
-    assert r"| a\|b | &lt;x&gt; | \* | holds |" in gpu_page.gpu_page(path, [])
+    assert command.main(["--report", str(path)]) == 2
+    assert "libplanted.so: cannot open" in capsys.readouterr().err
+    assert written(tmp_path)["problem"] == "torch does not say what is here: exit code 1"
+    assert "torch does not say what is here" in gpu_page.statement(path)
 
 
 def test_readme_and_site_say_what_the_report_shows():
@@ -89,8 +270,14 @@ def test_readme_and_site_say_what_the_report_shows():
     assert said in gpu_page.gpu_page(gpu_page.REPORT, gpu_page.planned_parts())
 
 
-def test_the_command_of_make(tmp_path):
-    command = subprocess.run(
+def test_a_rehearsal_is_never_the_report_of_the_site():
+    args = command._arguments(["--rehearse"])
+    assert args.report is None and command.REHEARSAL.parent.name == "build"
+    assert gpu_page.REPORT == command.REPORT
+
+
+def test_the_command_of_make():
+    done = subprocess.run(
         ["make", "--dry-run", "gpu-check"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert "-m tests.gpu" in command
+    )
+    assert "-m tests.gpu" in done.stdout

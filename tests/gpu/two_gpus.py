@@ -1,12 +1,12 @@
-"""Parts 7 to 10: what ranks on two GPUs show, and ranks that fail there.
+"""Parts on two GPUs: messages, overlap, ranks that hang; and notebooks on any number.
 
-Called by: `parts`. Calls: `parity`, `notebook_runs`, and the hang doctor.
+Called by: `run_part`. Calls: `parity`, `notebook_runs`, and the hang doctor.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from minimegatron.core.utils import get_device
 from minimegatron.launching.launcher import HangError, RankError
 from tests import parity
 from tests.doctor import hangs
-from tests.gpu.one_gpu import layouts
-from tests.gpu.place import Finding, Place, at_least, at_most, is_equal, no_problems, settle
+from tests.gpu.one_gpu import layouts, wrong_collectives
+from tests.gpu.place import Finding, Place, at_least, at_most, is_equal, no_problems
+from tests.gpu.tensors import settle
 
 HANG_TIMEOUT, NAMED_WITHIN = 2.0, 5.0
 QUICK_TIMEOUT = 0.7
@@ -30,34 +31,7 @@ RAISED_WITHIN = 60.0
 HIDDEN_BOUND = 0.7
 
 
-# -- 7 --
-
-
-def wrong_collectives() -> list[str]:
-    """In a rank: sum, average, scatter, gather, broadcast of numbers whose answer is known."""
-    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    mine = torch.full((3,), rank + 1.0, device=get_device())
-    total, wrong = size * (size + 1) / 2, []
-
-    def check(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-        if not torch.equal(found.cpu(), wanted):
-            wrong.append(f"{what} on rank {rank}: {found.tolist()}")
-
-    summed, mean = mine.clone(), mine.clone()
-    collectives.all_reduce(summed, group)
-    check("all-reduce", summed, torch.full((3,), total))
-    collectives.all_reduce(mean, group, dist.ReduceOp.AVG)
-    check("average", mean, torch.full((3,), total / size))
-    gathered = torch.empty(3 * size, device=mine.device)
-    collectives.all_gather(gathered, mine, group)
-    check("all-gather", gathered, torch.arange(1.0, size + 1).repeat_interleave(3))
-    piece = torch.empty(3, device=mine.device)
-    collectives.reduce_scatter(piece, gathered, group)
-    check("reduce-scatter", piece, torch.full((3,), (rank + 1.0) * size))
-    first = mine.clone()
-    collectives.broadcast(first, 0, group)
-    check("broadcast", first, torch.ones(3))
-    return wrong
+# -- messages --
 
 
 def wrong_messages() -> list[str]:
@@ -93,20 +67,18 @@ def wrong_exchanges() -> list[str]:
     return wrong_collectives() + wrong_messages()
 
 
-def messages(place: Place) -> list[Finding]:
+def messages(place: Place) -> Iterator[Finding]:
     """Collectives, messages, and an interleaved pipeline of two stages, overlapped or not."""
     from_all = place.launch(wrong_exchanges, 2)
     cases = [
         parity.Case(pp=2, vp=2, G=2, batched=False, overlap=overlap, deallocate=True)
         for overlap in (False, True)
     ]
-    return [
-        no_problems("collectives and messages", 16, sum(from_all, [])),
-        layouts(place, cases[1:] if place.is_quick else cases),
-    ]
+    yield no_problems("collectives and messages", 18, sum(from_all, []))
+    yield from layouts(place, cases[1:] if place.is_quick else cases)
 
 
-# -- 8 --
+# -- overlap --
 
 
 def start_reduction(tensor: torch.Tensor) -> Any:
@@ -164,17 +136,15 @@ def hidden_share(start: Callable[[torch.Tensor], Any], is_quick: bool) -> float:
     return (after_each - at_the_end) / max(after_each - none, 1e-9)
 
 
-def overlap(place: Place) -> list[Finding]:
+def overlap(place: Place) -> Iterator[Finding]:
     """Reductions and messages go on beside the computation."""
     judged = place.is_gpu and not place.is_quick
-    found = []
     for what, start in {"reductions": start_reduction, "messages": start_messages}.items():
         share = min(place.launch(hidden_share, 2, start, place.is_quick))
-        found.append(at_least(f"share of the {what} that is hidden", share, HIDDEN_BOUND, judged))
-    return found
+        yield at_least(f"share of the {what} that is hidden", share, HIDDEN_BOUND, judged)
 
 
-# -- 9 --
+# -- hangs --
 
 
 @schedule
@@ -230,9 +200,8 @@ def verdict(place: Place, hang: Callable[[], None]) -> tuple[str, float]:
     return "no hang", 0.0
 
 
-def planted_hangs(place: Place) -> list[Finding]:
+def planted_hangs(place: Place) -> Iterator[Finding]:
     """What one rank leaves out is named; an exception is not waited for."""
-    found = []
     within = HANG_TIMEOUT + NAMED_WITHIN if place.is_gpu else RAISED_WITHIN
     planted = {
         "message": (message_left_out, "missing partner"),
@@ -240,34 +209,31 @@ def planted_hangs(place: Place) -> list[Finding]:
     }
     for what, (hang, expected) in planted.items():
         kind, seconds = verdict(place, hang)
-        found += [
-            is_equal(f"a {what} that one rank leaves out", kind, expected),
-            at_most("seconds until it is named", seconds, within),
-        ]
+        yield is_equal(f"a {what} that one rank leaves out", kind, expected)
+        yield at_most("seconds until it is named", seconds, within)
     begun = time.monotonic()
     try:
         place.launch(raises_while_traced, 2)
         seen = "no error"
     except RankError as error:
         seen = f"rank {error.ranks[0]}: {error.summaries[error.ranks[0]]}"
-    return [
-        *found,
-        is_equal("a rank that raises while it is traced", seen, "rank 1: ArithmeticError: planted"),
-        at_most("seconds from start to end", time.monotonic() - begun, RAISED_WITHIN),
-    ]
+    yield is_equal(
+        "a rank that raises while it is traced", seen, "rank 1: ArithmeticError: planted"
+    )
+    yield at_most("seconds from start to end", time.monotonic() - begun, RAISED_WITHIN)
 
 
-# -- 10 --
+# -- notebooks --
 
 
-def notebooks(place: Place) -> list[Finding]:
+def notebooks(place: Place) -> Iterator[Finding]:
     """Every notebook with 1, 2 and 8 GPUs in sight, as far as they are here."""
     # Jupyter's libraries take seconds, which each rank of the other parts would wait for too.
     from notebook_runs import execute, sources
 
     paths = [path for path in sources() if not place.is_quick or path.name.startswith("02_")]
     counts = [count for count in (1, 2, 8) if count <= place.num_gpus] or [0]
-    found, before = [], os.environ.get("CUDA_VISIBLE_DEVICES")
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
     for count in counts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
         try:
@@ -276,5 +242,4 @@ def notebooks(place: Place) -> list[Finding]:
             os.environ.pop("CUDA_VISIBLE_DEVICES")
             if before is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
-        found.append(no_problems(f"notebooks, {count} GPUs", len(paths), errors))
-    return found
+        yield no_problems(f"notebooks, {count} GPUs", len(paths), errors)
