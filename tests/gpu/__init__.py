@@ -1,1 +1,1 @@
-"""`make gpu-check`: what only a GPU can show, in thirteen parts. Each has a stand-in on the CPU."""
+"""`python3 -m tests.gpu`: what only a GPU can show. Each part has a stand-in on the CPU."""
