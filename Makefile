@@ -11,6 +11,8 @@
 # make bench   measure speed beside megatron-core and others, about 25 minutes, into docs/benchmarks
 # make gpu-check  checks the GPUs of this machine, each figure beside what was expected; without make
 #                 and .venv: python3 -m tests.gpu
+# make torch-check  the tests with the newest torch in a clone of this commit; notes the result for the
+#                 page "Held against"; NEWER=torch==2.15.0 takes another
 # make traces    record anew the runs that the documentation replays, into docs/recordings
 # make rosetta  record anew what the installed megatron-core offers, for the page Rosetta
 # make timeline  record four paced stages on real ranks and draw docs/images/timeline.png
@@ -59,7 +61,8 @@ DEMO = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) 
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
   --log-interval 25 --eval-iters 10 $(LAYOUT)
 
-.PHONY: bench gpu-check demo test test-full test-gloo test-stress lint timeline traces docs docs-serve chromium notebooks
+.PHONY: bench gpu-check torch-check demo test test-full test-gloo test-stress lint timeline traces docs \
+  docs-serve chromium notebooks
 
 define OTHERS_gpt
 Other layouts of the same model, one line each:
@@ -156,6 +159,10 @@ bench: $(VENV)/.installed-conformance
 # The page of what was found last is part of the site; see docs/tools/gpu_page.py.
 gpu-check: $(VENV)/.installed-conformance
 	@$(BIN)/python -m tests.gpu
+
+NEWER ?= torch
+torch-check:
+	@$(PYTHON) -m tests.torch_check --torch '$(NEWER)'
 
 traces: $(VENV)/.installed
 	$(BIN)/python docs/tools/record_traces.py
