@@ -472,7 +472,7 @@ def reference(case: Case, folder: Path) -> str:
         found |= {f"step {step} gradient of {name}": grad for name, _, grad in gradients}
         for name, param in named_global_parameters(unwrap_model(chunks[0])):
             found[f"weight of {name} after {step + 1} steps"] = param.detach().clone()
-    torch.save(found, path)
+    torch.save({name: tensor.cpu() for name, tensor in found.items()}, path)
     return os.fspath(path)
 
 
