@@ -21,7 +21,12 @@ import cases_of_symptoms as symptoms  # noqa: F401  for pages
 import pictures
 from case_words import count_words, fraction_words, size_words, table  # noqa: F401  for pages
 from gpu_page import statement as gpu_statement  # noqa: F401  for pages
-from held_against import held_internals, held_runs, torch_range  # noqa: F401  for pages
+from held_against import (  # noqa: F401  for pages
+    held_internals,
+    held_runs,
+    names_not_there,
+    torch_range,
+)
 from memory_cases import (  # noqa: F401  for pages
     GPT3,
     SEVEN,

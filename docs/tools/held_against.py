@@ -45,13 +45,38 @@ def torch_range() -> str:
     return f"{least} or newer, and older than {below}"
 
 
-def held_internals(record: Path = RECORD) -> str:
-    """A row for each name of torch's internals, and the versions of the runs that had it."""
-    rows = []
-    for entry in tomllib.loads(INTERNALS.read_text())["internal"]:
-        had = [run["torch"] for run in runs(record) if entry["name"] not in run["missing"]]
-        had = list(dict.fromkeys(had))
-        what = f"`{entry['name']}`"
-        where = f"`{entry['file'].rpartition('/')[2]}`"
-        rows.append([what, where, entry["why"], entry.get("without", "it fails"), ", ".join(had)])
-    return table(["torch's name", "used in", "for", "without it", "there in torch"], rows)
+def held_internals() -> str:
+    """A row for each name of torch's internals: who uses it, and what for."""
+    rows: dict[str, tuple[list[str], list[str]]] = {}
+    for entry in _internals():
+        files, reasons = rows.setdefault(entry["name"], ([], []))
+        files.append(f"`{entry['file'].rpartition('/')[2]}`")
+        instead = f"; without it, {entry['without']}" if "without" in entry else ""
+        reasons.append(entry["why"] + instead)
+    cells = [
+        [f"`{name}` in {', '.join(dict.fromkeys(files))}", "; ".join(dict.fromkeys(reasons))]
+        for name, (files, reasons) in rows.items()
+    ]
+    return table(["torch's name", "what for"], cells)
+
+
+def names_not_there(record: Path = RECORD) -> str:
+    """A sentence: which names which of these versions of torch has not.
+
+    >>> names_not_there(Path("no such record"))
+    'No version has been tried.'
+    """
+    tried = runs(record)
+    if not tried:
+        return "No version has been tried."
+    lacking: dict[str, list[str]] = {}
+    for run in tried:
+        for name in run["missing"]:
+            lacking.setdefault(name, []).append(run["torch"])
+    said = "Each of these names was there in each version of torch in the first table"
+    exceptions = "; ".join(f"`{name}` not in {', '.join(of)}" for name, of in lacking.items())
+    return f"{said}, with an exception: {exceptions}." if lacking else f"{said}."
+
+
+def _internals() -> list[dict[str, str]]:
+    return tomllib.loads(INTERNALS.read_text())["internal"]

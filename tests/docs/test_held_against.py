@@ -98,12 +98,16 @@ def test_the_page_shows_each_run(tmp_path):
     shown = held_against.held_runs(record)
     assert "| 2.14.1+cu130 | 3.11.7 | 0.16.1 | 5.0 | 10 passed | 2026-11-26 | `abc` |" in shown
     assert "10 passed, **3 failed**" in shown
-    (row, *_) = [
-        line
-        for line in held_against.held_internals(record).splitlines()
-        if "`torch._dynamo`" in line
+    said = held_against.names_not_there(record)
+    assert said.endswith("with an exception: `torch._dynamo` not in 2.15.")
+
+
+def test_each_name_has_one_row_with_all_its_files():
+    rows = [
+        line for line in held_against.held_internals().splitlines() if "`torch._dynamo`" in line
     ]
-    assert row.endswith("| 2.14.1+cu130 |")
+    (row,) = rows
+    assert "`launcher.py`, `runner.py`, `torchrun.py`, `ahead.py`" in row
 
 
 def test_the_range_is_what_was_run():
