@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "held_against.json"
 WORK = ROOT / "build" / "torch-check"
+FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(\S+::\S+)", re.MULTILINE)
 SUMMARY = re.compile(r"^=+ (\d+ \w+.*) in ([\d.]+)s(?: \([\d:]+\))? =+$", re.MULTILINE)
 """The last line of pytest."""
 KEY = ("torch", "Python", "megatron-core")
@@ -107,8 +108,8 @@ def any_torch(project: str) -> str:
 
 def counts_in(log: str) -> dict[str, Any] | None:
     """
-    >>> counts_in("x\\n=== 2 failed, 6447 passed, 1 skipped in 740.12s (0:12:20) ===\\n")
-    {'passed': 6447, 'failed': 2, 'skipped': 1, 'seconds': 740}
+    >>> counts_in("FAILED tests/a.py::b - x\\n=== 1 failed, 6447 passed in 740.12s (0:12:20) ===\\n")
+    {'passed': 6447, 'failed': 1, 'skipped': 0, 'seconds': 740, 'failures': ['a.py::b']}
     """
     found = SUMMARY.findall(log)
     if not found:
@@ -117,7 +118,8 @@ def counts_in(log: str) -> dict[str, Any] | None:
     counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", words)}
     failed = sum(counts.get(kind, 0) for kind in ("failed", "error", "errors"))
     kept = {"passed": counts.get("passed", 0), "failed": failed}
-    return kept | {"skipped": counts.get("skipped", 0), "seconds": round(float(seconds))}
+    kept |= {"skipped": counts.get("skipped", 0), "seconds": round(float(seconds))}
+    return kept | {"failures": sorted(set(FAILED.findall(log)))}
 
 
 def versions(python: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from held_against import (  # noqa: F401  for pages
     held_internals,
     held_runs,
     names_not_there,
+    older_torch,
     torch_range,
 )
 from memory_cases import (  # noqa: F401  for pages

@@ -13,6 +13,7 @@ from package import ROOT
 
 RECORD = ROOT / "docs" / "held_against.json"
 INTERNALS = ROOT / "docs" / "torch_internals.toml"
+KNOWN = ROOT / "docs" / "known_failures.toml"
 
 
 def runs(record: Path = RECORD) -> list[dict]:
@@ -31,6 +32,28 @@ def held_runs(record: Path = RECORD) -> str:
         versions = [run["torch"], run["Python"], run["megatron-core"], run["transformers"]]
         rows.append([*versions, tests, run["date"], f"`{run['commit']}`"])
     return table(head, rows)
+
+
+def known_failures() -> list[dict]:
+    """Reasons for failures with an older torch, in the order of the file."""
+    return tomllib.loads(KNOWN.read_text())["known"]
+
+
+def is_known(failure: str, torch: str) -> bool:
+    """Whether the page says what a failed test means."""
+    return any(
+        torch.startswith(known["torch"]) and failure.startswith(tuple(known["tests"]))
+        for known in known_failures()
+    )
+
+
+def older_torch() -> str:
+    """A row for each reason."""
+    rows = [
+        [known["torch"] + "x", known["why"], ", ".join(f"`{name}`" for name in known["tests"])]
+        for known in known_failures()
+    ]
+    return table(["torch", "what does not hold", "tests"], rows)
 
 
 def torch_range() -> str:

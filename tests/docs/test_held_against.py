@@ -10,7 +10,13 @@ import pytest
 from tests import torch_check
 
 ROOT = Path(__file__).parents[2]
-LOG = "... [100%]\n=== short test summary ===\nFAILED a\n== {} in 61.2s (0:01:01) ==\n\nreal 1m\n"
+LOG = """... [100%]
+=== short test summary ===
+FAILED tests/a/test_b.py::c[d] - AssertionError
+== {} in 61.2s (0:01:01) ==
+
+real 1m
+"""
 ROW = {
     "passed": 10,
     "failed": 0,
@@ -22,6 +28,7 @@ ROW = {
     "transformers": "5.0",
     "system": "Linux, 2 processors",
     "missing": [],
+    "failures": [],
     "date": "2026-11-26",
     "commit": "abc",
 }
@@ -38,6 +45,7 @@ ROW = {
 )
 def test_what_a_log_says(words, passed, failed, skipped):
     found = torch_check.counts_in(LOG.format(words))
+    assert found.pop("failures") == ["a/test_b.py::c[d]"]
     wanted = {"passed": passed, "failed": failed, "skipped": skipped, "seconds": 61}
     assert found == wanted
 
@@ -115,4 +123,23 @@ def test_the_range_is_what_was_run():
     newest = held_against.runs()[-1]["torch"].split("+")[0]
     major, minor = map(int, newest.split(".")[:2])
     assert held_against.torch_range() == f"2.9 or newer, and older than {major}.{minor + 1}"
-    assert all(not run["failed"] for run in held_against.runs())
+
+
+def test_each_failure_of_the_record_is_explained_and_the_newest_torch_has_none():
+    runs = held_against.runs()
+    assert not runs[-1]["failed"]
+    for run in runs:
+        unknown = [one for one in run["failures"] if not held_against.is_known(one, run["torch"])]
+        assert unknown == [] and len(run["failures"]) == run["failed"], run["torch"]
+
+
+def test_each_explanation_is_about_a_failure_of_the_record():
+    for known in held_against.known_failures():
+        failures = [
+            failure
+            for run in held_against.runs()
+            if run["torch"].startswith(known["torch"])
+            for failure in run["failures"]
+        ]
+        for name in known["tests"]:
+            assert any(failure.startswith(name) for failure in failures), name

@@ -4,12 +4,15 @@ Torch-free. Megatron has no counterpart.
 """
 
 import os
+import re
 import select
 import threading
 from pathlib import Path
 
 HEAD_BYTES, TAIL_BYTES = 2000, 1000
 """Kept of what one rank prints; the rest is read, so that the rank goes on, and dropped."""
+GLOO = re.compile(r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n?", re.MULTILINE)
+"""What torch 2.9 prints for each group; the student has not written it."""
 
 
 class Pipes:
@@ -40,7 +43,8 @@ class Pipes:
 
     def texts(self) -> dict[int, str]:
         """What each rank that printed has printed, shortened."""
-        return {rank: kept.text() for rank, kept in self._kept.items() if kept.size}
+        texts = {rank: GLOO.sub("", kept.text()) for rank, kept in self._kept.items()}
+        return {rank: text for rank, text in texts.items() if text}
 
     def _read(self) -> None:
         is_ending = False
