@@ -255,7 +255,7 @@ def source_version(text: str) -> str:
     found = re.findall(r'^__version__ = "([^"]+)"$', text, re.M)
     if len(found) != 1:
         raise ValueError(
-            f"minimegatron/__init__.py has {len(found)} lines `__version__ = \"...\"`; it needs 1"
+            f'minimegatron/__init__.py has {len(found)} lines `__version__ = "..."`; it needs 1'
         )
     return found[0]
 
@@ -284,7 +284,9 @@ def _export(folder: Path) -> None:
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(f"`git {' '.join(words)}` ended with code {done.returncode}: {done.stderr}")
+        raise SystemExit(
+            f"`git {' '.join(words)}` ended with code {done.returncode}: {done.stderr}"
+        )
     return done.stdout
 
 
