@@ -187,12 +187,12 @@ VERSION ?= $(shell sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' minimega
 ALIAS   ?=
 PUSH    ?=
 MIKE    := PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true \
-  MINIMEGATRON_SITE_DIR=build/version-site $(BIN)/mike
+  MINIMEGATRON_SITE_DIR=build/version-site $(BIN)/mike --quiet
 
 docs-version: $(VENV)/.installed-docs $(VENV)/.installed-notebooks
 	$(BIN)/python docs/tools/build_docs.py --run-notebooks
-	$(MIKE) deploy --quiet --update-aliases $(if $(PUSH),--push) $(VERSION) $(ALIAS)
-	$(if $(ALIAS),$(MIKE) set-default --quiet $(if $(PUSH),--push) $(ALIAS))
+	$(MIKE) deploy --update-aliases $(if $(PUSH),--push) $(VERSION) $(ALIAS)
+	$(if $(ALIAS),$(MIKE) set-default $(if $(PUSH),--push) $(ALIAS))
 	@echo 'Version $(VERSION) of the docs is in the branch gh-pages'
 
 # It needs neither .venv nor torch for itself. TAG=v0.1.0: the commit's tag must name the package's version.
