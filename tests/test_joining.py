@@ -87,7 +87,7 @@ def test_a_report_of_a_mistake_has_versions():
 
 
 def test_the_citation_has_what_its_format_asks_for():
-    """https://github.com/citation-file-format/citation-file-format, 1.2.0: the keys that are used here."""
+    """Of https://github.com/citation-file-format/citation-file-format, version 1.2.0."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert set(cited) == CFF_KEYS
     assert cited["cff-version"] == "1.2.0" and cited["type"] == "software"

@@ -43,8 +43,8 @@ def on_config(config):
 def version_list(environ):
     """The theme's setting that lists versions on each page, where `mike` builds one of them.
 
-    The theme then asks for versions.json beside the site, which a site of `make docs` does not have: each
-    page would report an error.
+    The theme then asks for versions.json beside the site. A site of `make docs` has none: each of its
+    pages would report an error.
     """
     if "MIKE_DOCS_VERSION" not in environ:
         return {}
