@@ -7,6 +7,8 @@
 # make test-stress  run those that start processes ten times beside busy loops; goes on where it stopped
 # make lint    check style
 # make docs    build the documentation into site/; make docs-serve shows it on this machine
+# make docs-version  build it as one of several versions, into the branch gh-pages
+# make release-check  sdist and wheel from what is committed, and a new user's first commands; into dist/
 # make notebooks open the notebooks in JupyterLab
 # make bench   measure speed beside megatron-core and others, about 25 minutes, into docs/benchmarks
 # make gpu-check  checks the GPUs of this machine, each figure beside what was expected; without make
@@ -62,7 +64,7 @@ DEMO = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) 
   --log-interval 25 --eval-iters 10 $(LAYOUT)
 
 .PHONY: bench gpu-check torch-check demo test test-full test-gloo test-stress lint timeline traces docs \
-  docs-serve chromium notebooks
+  docs-serve docs-version release-check chromium notebooks
 
 define OTHERS_gpt
 Other layouts of the same model, one line each:
@@ -185,6 +187,27 @@ docs: $(VENV)/.installed-docs $(VENV)/.installed-notebooks
 docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
 
+# Which version of the docs: the package's first two numbers, or VERSION=dev for what is not released.
+# ALIAS=latest: a second address, where the root of the branch leads. PUSH=yes: to `origin` too.
+# The site itself is not in site/, where `make docs` puts one that knows no other versions.
+VERSION ?= $(shell sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' minimegatron/__init__.py)
+ALIAS   ?=
+PUSH    ?=
+MIKE    := PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true \
+  MINIMEGATRON_SITE_DIR=build/version-site $(BIN)/mike --quiet
+
+docs-version: $(VENV)/.installed-docs $(VENV)/.installed-notebooks
+	$(BIN)/python docs/tools/build_docs.py --run-notebooks
+	$(MIKE) deploy --update-aliases $(if $(PUSH),--push) $(VERSION) $(ALIAS)
+	$(if $(ALIAS),$(MIKE) set-default $(if $(PUSH),--push) $(ALIAS))
+	@echo 'Version $(VERSION) of the docs is in the branch gh-pages'
+
+# It needs neither .venv nor torch for itself. TAG=v0.1.0: the commit's tag must name the package's version.
+TAG ?=
+release-check:
+	@$(IS_NEW_ENOUGH)
+	$(PYTHON) -B -m tests.release --torch '$(TORCH)' $(if $(TAG),--tag '$(TAG)')
+
 # JupyterLab on this machine alone. It prints its address, with a password in it, and opens a browser
 # where there is one; with PORT=9999 elsewhere. Ctrl-C ends it, and with it every rank. Its settings in
 # docs/tools/jupyter: no question about news, and of a notebook's two files only the .ipynb is listed.
@@ -212,9 +235,11 @@ chromium:
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
+IS_NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo 'minimegatron needs Python 3.11 or newer; try: make PYTHON=python3.12 ...'; exit 1; }
+
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo 'minimegatron needs Python 3.11 or newer; try: make PYTHON=python3.12 ...'; exit 1; }
+	@$(IS_NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python

@@ -13,9 +13,13 @@ import argparse
 import difflib
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import NoReturn
+
+from minimegatron import __version__
 
 COMMANDS = {
     "convert": "import or export Hugging Face weights",
@@ -46,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0 if argv else 2
+    if argv == ["--version"]:
+        print(_versions())
+        return 0
     name = argv[0]
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -73,7 +80,18 @@ def _overview() -> str:
     return "\n".join(
         ["usage: minimegatron <command> [options]", "", "commands:", *lines, ""]
         + ["`minimegatron <command> --help` lists a command's options."]
+        + ["`minimegatron --version` prints what a report of a mistake needs."]
     )
+
+
+def _versions() -> str:
+    """Of the package and of what it runs on, in one line; torch's from its metadata, unimported."""
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "no torch"
+    python = f"Python {platform.python_version()}"
+    return f"minimegatron {__version__}, {torch}, {python}, {platform.system()}"
 
 
 def _refuse(program: str, message: str) -> int:

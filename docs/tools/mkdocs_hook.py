@@ -1,11 +1,13 @@
 """What MkDocs is asked to do for us: finished HTML where its comment stands; what the navigation cannot
 know before the build, which notebooks and exercises there are, and the tour's order; a smaller
-stylesheet of the theme; what search looks through; a description per page.
+stylesheet of the theme; what search looks through; a description per page; the list of versions, in
+a site that has several.
 
 Called by: MkDocs. Calls: `stash`, `tour_frame`, `trim_css`, `search_index`, `page_heads`,
 `translations`; the catalogue, for the order of its exercises.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -34,7 +36,19 @@ def on_config(config):
     for tab in config["nav"]:
         if "Tour" in tab:
             tab["Tour"] = tour_nav()
+    config["extra"] |= version_list(os.environ)
     return config
+
+
+def version_list(environ):
+    """The theme's setting that lists versions on each page, where `mike` builds one of them.
+
+    The theme then asks for versions.json beside the site. A site of `make docs` has none: each of its
+    pages would report an error.
+    """
+    if "MIKE_DOCS_VERSION" not in environ:
+        return {}
+    return {"version": {"provider": "mike", "alias": True}}
 
 
 def on_page_content(html, page, config, files):
