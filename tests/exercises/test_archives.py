@@ -258,5 +258,7 @@ def test_headers_that_ask_for_time_and_memory(tmp_path, monkeypatch):
     found = read(tmp_path)
     assert time.monotonic() - began < 30 * slowness()
     assert not found["slow"].sources
-    assert "it needs more than 1024 MiB of memory or 3 s" in found["slow"].problems[0]
+    # From Python 3.13 on, tarfile looks once, and refuses such a header.
+    refused = "it needs more than 1024 MiB of memory or 3 s|ReadError: invalid header"
+    assert re.search(refused, found["slow"].problems[0])
     assert "its list of files has 9437184 bytes; 8388608 are allowed" in found["long"].problems[0]
