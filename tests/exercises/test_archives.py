@@ -5,6 +5,7 @@ import gzip
 import io
 import lzma
 import random
+import re
 import stat
 import struct
 import tarfile
