@@ -40,7 +40,8 @@ All parts together take at most eight minutes; `--limit-minutes` changes that, `
 Every figure is shown beside what was expected. The exit code is 1 if a part does not hold. Without a
 GPU nothing is checked, and the exit code is 0. `make gpu-check` is the same with all packages there.
 
-The report, `docs/gpu/report.json`, is written after every part. This page, and what the site says of
+The report, `docs/gpu/report.json`, is written after every part; `--report FILE` puts it, and a page of
+it, elsewhere. This page, and what the site says of
 GPUs, are made from the report that was committed last. A test compares README with it.
 
 With `--rehearse`, the parts run on the CPU, in small, so that their code is tried; the tests do so too.
@@ -139,9 +140,9 @@ def _section(entry: dict[str, Any], commit: str) -> list[str]:
         cells = [finding["what"], finding["found"], finding["expected"]]
         holds = "holds" if finding["holds"] else "**does not hold**"
         lines.append("| " + " | ".join([*map(_escaped, cells), holds]) + " |")
-    if entry.get("log"):
+    if entry.get("log") and not entry["state"].startswith("holds"):
         # Indented, so nothing in it is Markdown.
-        lines += ["\nIts last words:\n", *(f"    {line}" for line in entry["log"][-15:])]
+        lines += ["\nIts last words:\n", *(f"    {line}" for line in entry["log"][-40:])]
     return lines
 
 

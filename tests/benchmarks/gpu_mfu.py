@@ -16,6 +16,7 @@ sheet's for dense bf16 where it is known here, and what a large matrix product r
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -33,7 +34,9 @@ from tests.benchmarks.turns import Times, take_turns
 
 # Dense bf16 FLOP/s of the data sheets, by what the device's name contains; the first that fits.
 PEAKS = {
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
@@ -201,7 +204,11 @@ def _build_theirs(shape: Shape, device: str) -> Callable[[], None]:
 
 
 def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0]}"
+    traceback.print_exception(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no words"]
+    # A compiler's error says in its last line what was wrong, and in its first who says so.
+    words = " ... ".join(dict.fromkeys([lines[0], lines[-1]]))
+    return f"{type(error).__name__}: {words[:300]}"
 
 
 def measure(

@@ -3,6 +3,7 @@
 All of it runs on the CPU; see `tests.ways_of_a_gpu`.
 """
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from minimegatron.core.distributed import DistributedDataParallel, DistributedDa
 from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from minimegatron.core.optimizer.grad_scaler import ConstantGradScaler
-from minimegatron.core.optimizer.optimizer import MegatronOptimizer
+from minimegatron.core.optimizer.optimizer import MegatronOptimizer, make_torch_optimizer
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel import data
 from minimegatron.core.tensor_parallel.data import broadcast_data
@@ -220,3 +221,31 @@ def test_a_cpu_is_told_each_time(sent):
     for batch in (BATCH, OTHER):
         assert share(batch)["tokens"].shape == batch["tokens"].shape
     assert len(sent) == 4
+
+
+# -- Adam's count of steps --
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_the_count_is_where_torch_itself_would_put_it(is_gpu):
+    """Of a state that was made to load a checkpoint. The fused kernel reads the count on the GPU: one
+    in the memory of the CPU would be an illegal access."""
+    param = torch.nn.Parameter(torch.ones(2, device="meta" if is_gpu else "cpu"))
+    with ways_of_a_gpu() if is_gpu else contextlib.nullcontext():
+        adam = make_torch_optimizer([{"params": [param], "wd_mult": 1.0}], OptimizerConfig(lr=0.1))
+        ours = SimpleNamespace(
+            config=OptimizerConfig(lr=0.1), optimizer=adam, get_parameters=lambda: [param]
+        )
+        MegatronOptimizer.initialize_state(ours)
+    count = adam.state[param]["step"]
+    assert (count.device.type, count.dtype) == ("meta" if is_gpu else "cpu", torch.float32)
+
+
+def test_the_fused_kernel_counts_in_float32_as_torch_does():
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    param.grad = torch.ones_like(param)
+    with ways_of_a_gpu():
+        config = OptimizerConfig(lr=0.1)
+        adam = make_torch_optimizer([{"params": [param], "wd_mult": 1.0}], config)
+    adam.step()
+    assert adam.state[param]["step"].dtype == torch.float32

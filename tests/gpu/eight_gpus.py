@@ -3,6 +3,7 @@
 Called by: `run_part`. Calls: `parity`, the benchmarks' training step, torchrun.
 """
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -119,7 +120,7 @@ def one_visible(place: Place) -> Iterator[Finding]:
     running = []
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "OMP_NUM_THREADS": 1}
     for rank in range(num_ranks):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "CUDA_VISIBLE_DEVICES": rank}
+        places = {"RANK": rank, "LOCAL_RANK": rank, "CUDA_VISIBLE_DEVICES": _gpu(rank)}
         sizes = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         numbers = settings | places | sizes
         command = [sys.executable, "-m", "minimegatron.pretrain_gpt", *TRAINING.split()]
@@ -135,6 +136,12 @@ def one_visible(place: Place) -> Iterator[Finding]:
     texts = _texts(running, 240)
     yield is_equal("exit codes", {process.returncode for process in running}, {0})
     yield is_equal("backend", backends_in(texts[0]), ["nccl" if place.is_gpu else "gloo"])
+
+
+def _gpu(number: int) -> str:
+    """The name of this machine's GPU number so and so, of those that this process may see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[number] if visible else str(number)
 
 
 def _texts(running: list[subprocess.Popen], seconds: float) -> list[str]:
@@ -156,7 +163,7 @@ def two_nodes(place: Place) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         running = []
         for node in range(2):
-            gpus = ",".join(str(node * per_node + local) for local in range(per_node))
+            gpus = ",".join(_gpu(node * per_node + local) for local in range(per_node))
             command = [*TORCHRUN, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node"]
             command += [str(per_node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
             command += ["-m", "minimegatron.pretrain_gpt", *TRAINING.split()]
@@ -170,15 +177,18 @@ def two_nodes(place: Place) -> Iterator[Finding]:
                 )
         try:
             is_training = _until(lambda: "iteration" in (Path(folder) / "0").read_text(), 120)
-            os.killpg(running[1].pid, 9)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running[1].pid, 9)
             begun = time.monotonic()
             has_ended = _until(lambda: running[0].poll() is not None, 2 * KILLED_WITHIN)
             seconds = time.monotonic() - begun
         finally:
             for process in running:
-                if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, 9)
                 process.wait()
+            for node in range(2):
+                print((Path(folder) / str(node)).read_text())
     yield is_equal("both train", is_training, True)
     yield is_equal("the other one ends", has_ended, True)
     yield at_most("seconds until then", seconds, KILLED_WITHIN)

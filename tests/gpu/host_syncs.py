@@ -9,6 +9,7 @@ from a GPU is an error there. Several ranks exchange tensors, which meta has not
 """
 
 import contextlib
+import os
 import sys
 import warnings
 from collections import Counter
@@ -19,11 +20,13 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import minimegatron
 from minimegatron.core.utils import get_device
 from minimegatron.training import training
 from tests.training import short_runs
 from tests.ways_of_a_gpu import device_is, ways_of_a_gpu
 
+PACKAGE = os.path.dirname(minimegatron.__file__) + os.sep
 READING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
 """Operations of torch whose result, or its size, the program must know before it goes on."""
 
@@ -69,7 +72,7 @@ class WaitCounter(TorchDispatchMode):
 
 
 def _innermost(frame: Any) -> str:
-    while frame is not None and "/minimegatron/" not in frame.f_code.co_filename:
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
     return frame.f_code.co_name if frame else "outside of the package"
 

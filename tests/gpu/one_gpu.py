@@ -3,7 +3,6 @@
 Called by: `run_part`. Calls: `parity` and short training runs for what is compared.
 """
 
-import dataclasses
 import inspect
 import re
 import shutil
@@ -12,6 +11,8 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,12 +26,12 @@ from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spe
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.pipeline_parallel import local_transport, transport
 from minimegatron.core.process_groups_config import ProcessGroupCollection
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import get_device, set_device
 from minimegatron.training.devices import name_of_gpu
 from tests import parity
 from tests.fake_transport import FakeGroup
 from tests.gpu.host_syncs import beyond_what_is_allowed, count_waits
-from tests.gpu.place import Finding, Place, at_most, is_equal, no_problems
+from tests.gpu.place import Finding, Place, at_most, each, is_equal, no_problems
 from tests.gpu.tensors import difference
 from tests.training import short_runs
 
@@ -42,14 +43,16 @@ GROUPS = ("tp", "pp", "cp", "dp", "dp_cp", "mp", "embd", "pos_embd", "tp_cp", "t
 # -- step, bf16 --
 
 
-def first_step(dtype: str, recompute: str | None = None) -> tuple[list[float], dict]:
-    """In a rank: losses and raw gradients of one step of one process, on this rank's device."""
-    case = parity.Case(dtype=dtype, recompute=recompute)
+def first_step(dtype: str) -> tuple[list[float], dict, str]:
+    """In a rank: losses and raw gradients of one step of one process, on this rank's device; and how
+    torch multiplies matrices of float32 there."""
+    case = parity.Case(dtype=dtype)
     groups = ProcessGroupCollection(**{name: FakeGroup() for name in GROUPS})
     chunks, optimizer = parity.build(case, groups)
     data = parity.batches(case.M)
     losses, gradients, _ = next(parity.train_steps(case, chunks, optimizer, groups, data, 1))
-    return losses, {name: grad.cpu() for name, _, grad in gradients}
+    raw = {name: grad.cpu() for name, _, grad in gradients}
+    return losses, raw, torch.get_float32_matmul_precision()
 
 
 def on_meta() -> set[str]:
@@ -62,9 +65,9 @@ def on_meta() -> set[str]:
 
 def against_the_cpu(place: Place) -> Iterator[Finding]:
     """One step in float32 beside the same in float64 on the CPU. TF32 is off unless asked for."""
-    yield is_equal("matrix products", torch.get_float32_matmul_precision(), "highest")
     (here,) = place.launch(first_step, 1, "float32")
     (wanted,) = place.on_the_cpu().launch(first_step, 1, "float64")
+    yield is_equal("matrix products", here[2], "highest")
     losses = difference(torch.tensor(here[0]), torch.tensor(wanted[0]))
     yield at_most("losses, largest difference", losses, LOSS_BOUND)
     worst = max(difference(grad, wanted[1][name]) for name, grad in here[1].items())
@@ -78,7 +81,7 @@ def small_model(recompute: str | None, dropout: float = 0.2) -> GPTModel:
         parallel_state.initialize_model_parallel()
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = dataclasses.replace(
+    config = replace(
         parity.transformer_config(parity.Case(num_layers=2, dtype="float32", recompute=recompute)),
         hidden_dropout=dropout,
         attention_dropout=dropout,
@@ -153,35 +156,49 @@ def wrong_random_numbers() -> list[str]:
     return [name for name, here, there in pairs if not torch.equal(here, there)]
 
 
-def saved_elsewhere(place: Place, folder: Path) -> Iterator[Finding]:
+def saved_elsewhere(place: Place) -> Iterator[Finding]:
     """A checkpoint, with its random numbers, goes on where it was made; the CPU can read and write it.
 
     Random numbers of one device mean nothing to another: what passes through the CPU drops nothing.
     """
-    here, on_cpu, still = folder / "here", folder / "on_cpu", "--no-load-rng " + WITHOUT_DROPOUT
-    (all_at_once,) = place.launch(train_on, 1, "")
-    (first,) = place.launch(train_and_save, 1, str(here), "")
-    (second,) = place.launch(go_on, 1, str(here), "")
-    yield is_equal("losses, with dropout, saved in between", [*first, *second], all_at_once)
-    (none,) = place.on_the_cpu().launch(save_again, 1, str(here), str(on_cpu), still)
-    yield is_equal("steps that the CPU makes in between", len(none), 0)
-    straight, around = (place.launch(go_on, 1, str(path), still)[0] for path in (here, on_cpu))
-    yield is_equal("losses after a way through the CPU", around, straight)
+    with tempfile.TemporaryDirectory() as folder:
+        here, on_cpu = Path(folder) / "here", Path(folder) / "on_cpu"
+        still = "--no-load-rng " + WITHOUT_DROPOUT
+        (all_at_once,) = place.launch(train_on, 1, "")
+        (first,) = place.launch(train_and_save, 1, str(here), "")
+        (second,) = place.launch(go_on, 1, str(here), "")
+        yield is_equal("losses, with dropout, saved in between", [*first, *second], all_at_once)
+        (none,) = place.on_the_cpu().launch(save_again, 1, str(here), str(on_cpu), still)
+        yield is_equal("steps that the CPU makes in between", len(none), 0)
+        straight, around = (place.launch(go_on, 1, str(path), still)[0] for path in (here, on_cpu))
+        yield is_equal("losses after a way through the CPU", around, straight)
 
 
-def in_bf16(place: Place) -> Iterator[Finding]:
-    """A step in bf16; recompute; random numbers; a checkpoint between two runs."""
+def beside_float32(place: Place) -> Iterator[Finding]:
+    """Steps in bf16 beside the same in float32 on the CPU."""
     (here,) = place.launch(train_on, 1, f"--bf16 {WITHOUT_DROPOUT}")
     (wanted,) = place.on_the_cpu().launch(train_on, 1, WITHOUT_DROPOUT)
     off = difference(torch.tensor(here), torch.tensor(wanted))
     yield at_most("losses in bf16, largest difference", off, BF16_BOUND)
+
+
+def repeated(place: Place) -> Iterator[Finding]:
+    """What is drawn twice from one state is the same."""
     (problems,) = place.launch(recompute_changes_nothing, 1)
     yield no_problems("gradients with dropout, recomputed", 2, problems)
     (problems,) = place.launch(wrong_random_numbers, 1)
     yield no_problems("random numbers from a kept state", 2, problems)
-    with tempfile.TemporaryDirectory() as folder:
-        yield from saved_elsewhere(place, Path(folder))
+
+
+def attention(place: Place) -> Iterator[Finding]:
+    """Which kernel computes it."""
     yield is_equal("attention in bf16", place.launch(flash_is_used, 1)[0], "flash")
+
+
+def in_bf16(place: Place) -> Iterator[Finding]:
+    """Steps in bf16; the kernel of attention; recompute; random numbers; a checkpoint in between."""
+    sections = (beside_float32, attention, repeated, saved_elsewhere)
+    yield from each(*(partial(section, place) for section in sections))
 
 
 def flash_is_used() -> str:
@@ -289,26 +306,48 @@ def train_alone(flags: str) -> tuple[list[float], dict[str, int]]:
     return train_on(flags), dict(reached)
 
 
-def world_of_one(place: Place) -> Iterator[Finding]:
-    """Every collective of one rank over NCCL, a training run, and the program as one starts it."""
+def every_collective(place: Place) -> Iterator[Finding]:
+    """Each of them reaches NCCL, and its answer is right."""
     ((problems, num_kinds),) = place.launch(collectives_alone, 1)
     yield no_problems("collectives of one rank", 6, problems)
     yield is_equal("kinds of them that torch.distributed saw", num_kinds, 5)
+
+
+def zero1_alone(place: Place) -> Iterator[Finding]:
+    """Training whose reductions and gathers go through NCCL, overlapped."""
     (plain,) = place.launch(train_on, 1, f"--bf16 {WITHOUT_DROPOUT}")
     ((zero1, reached),) = place.launch(train_alone, 1, f"{ZERO1_BF16} {WITHOUT_DROPOUT}")
     yield is_equal("losses with ZeRO-1 and both overlaps", zero1, plain)
     both = reached.get("all_gather", 0) > 0 and reached.get("reduce_scatter", 0) > 0
     yield is_equal("its reductions and gathers went through torch.distributed", both, True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+
+
+def program_alone(place: Place) -> Iterator[Finding]:
+    """The program as one starts it."""
+    # Without a network, a machine may not know its own name.
+    options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
     command += ["-m", "minimegatron.pretrain_gpt", *PROGRAM.split(), "--device", place.device]
-    done = subprocess.run(command, capture_output=True, text=True)
-    output = done.stdout + done.stderr
-    if done.returncode:
-        print(output)
-    yield is_equal("exit code of torchrun -m minimegatron.pretrain_gpt", done.returncode, 0)
-    yield is_equal("its backend", backends_in(done.stdout), ["nccl" if place.is_gpu else "gloo"])
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+        )
+        code, output = str(done.returncode), done.stdout
+    except subprocess.TimeoutExpired as late:
+        code, output = "none after 60 s", (late.stdout or b"").decode(errors="replace")
+    print(output)
+    yield is_equal("exit code of torchrun -m minimegatron.pretrain_gpt", code, "0")
+    yield is_equal("its backend", backends_in(output), ["nccl" if place.is_gpu else "gloo"])
     warned = [line for line in output.splitlines() if "Warning" in line or "[W" in line]
-    yield is_equal("lines of warnings", warned[:3], [])
+    yield Finding("lines of warnings", f"{len(warned)}", "shown, not judged")
+    for line in warned[:5]:
+        yield Finding("warning", line.strip())
+
+
+def world_of_one(place: Place) -> Iterator[Finding]:
+    """Every collective of one rank over NCCL, a training run, and the program as one starts it."""
+    sections = (every_collective, zero1_alone, program_alone)
+    yield from each(*(partial(section, place) for section in sections))
 
 
 def backends_in(output: str) -> list[str]:
@@ -333,15 +372,19 @@ ONE_RANK = (
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
+def waits_with(place: Place, flags: str, on_meta: bool) -> Iterator[Finding]:
+    """Those of one step."""
+    (counts,) = place.launch(count_waits, 1, flags, on_meta)
+    problems = beyond_what_is_allowed(counts)
+    yield no_problems(f"waits in a step {flags}".rstrip(), len(counts), problems)
+
+
 def host_waits(place: Place) -> Iterator[Finding]:
     """The program waits for its GPU in a step nowhere but where `host_syncs.ALLOWED` says."""
     on_meta = not place.is_gpu
     runs = [(flags, on_meta) for flags in ONE_RANK] + [(RECOMPUTED, False)]
-    for flags, is_on_meta in runs[: 2 if place.is_quick else None]:
-        (counts,) = place.launch(count_waits, 1, flags, is_on_meta)
-        problems = beyond_what_is_allowed(counts)
-        what = f"waits in a step {flags}".rstrip()
-        yield no_problems(what, len(counts), problems)
+    runs = runs[: 2 if place.is_quick else None]
+    yield from each(*(partial(waits_with, place, *run) for run in runs))
 
 
 # -- sharing --
@@ -351,6 +394,8 @@ def layouts(
     place: Place, cases: list[parity.Case], shared: bool = False, run: Any = parity.run_cases
 ) -> Iterator[Finding]:
     """Every case on real ranks against one process: losses, raw gradients, weights."""
+    # This process computes the reference, where the ranks compute.
+    set_device(place.device)
     with tempfile.TemporaryDirectory() as folder:
         work: dict[int, list] = {}
         for case in cases:
@@ -372,13 +417,18 @@ def staged_cases(work: list) -> list:
     with (
         mock.patch.object(collectives, "needs_staging", lambda *_: True),
         mock.patch.object(transport, "needs_staging", lambda *_: True),
-        mock.patch.object(local_transport, "connect", lambda *_, **__: None),
     ):
         return parity.run_cases(work)
 
 
+def over_gloo(run: Any, work: list) -> list:
+    """In a rank: no memory is shared; gloo carries the messages too."""
+    with mock.patch.object(local_transport, "connect", lambda *_, **__: None):
+        return run(work)
+
+
 def sharing(place: Place) -> Iterator[Finding]:
-    """Four ranks on one GPU, over gloo: what they send goes through the memory of the CPU."""
+    """Four ranks on one GPU: what they send goes through the memory of the CPU."""
     zero1 = {"dist_opt": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     cases = [
         parity.Case(tp=2, pp=2),
@@ -390,6 +440,9 @@ def sharing(place: Place) -> Iterator[Finding]:
         cases = [parity.Case(pp=2), parity.Case(dp=2, **zero1)]
     run = parity.run_cases if place.is_gpu else staged_cases
     yield from layouts(place, cases, shared=True, run=run)
+    without_memory = partial(over_gloo, run)
+    for finding in layouts(place, [parity.Case(pp=2)], shared=True, run=without_memory):
+        yield replace(finding, what=f"{finding.what}, all over gloo")
 
 
 # -- inventory --
@@ -415,5 +468,9 @@ def inventory(place: Place) -> Iterator[Finding]:
         return
     said = subprocess.run(
         [program, "--query-gpu=compute_mode", "--format=csv"], capture_output=True, text=True
-    ).stdout.split("\n")[1 : 1 + place.num_gpus]
-    yield is_equal("compute modes", {mode.strip() for mode in said}, {"Default"})
+    )
+    if said.returncode:
+        yield Finding("compute modes", f"unknown: nvidia-smi ends with {said.returncode}")
+        return
+    modes = {line.strip() for line in said.stdout.splitlines()[1:]}
+    yield is_equal("compute modes", modes, {"Default"})

@@ -5,9 +5,13 @@ It does the same on a GPU and on the CPU, where the tests call it: nothing but t
 """
 
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+LAUNCH_SECONDS = 60.0
+"""For one launch of ranks, unless it says otherwise: of several that hang, each is told."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,20 @@ class Place:
         """The same time, for what is compared with."""
         return Place("cpu", ends_at=self.ends_at)
 
-    def launch(self, fn: Any, num_ranks: int, *args: Any, shared: bool = False) -> list[Any]:
+    def launch(
+        self,
+        fn: Any,
+        num_ranks: int,
+        *args: Any,
+        shared: bool = False,
+        seconds: float = LAUNCH_SECONDS,
+    ) -> list[Any]:
         """`fn` on ranks with a GPU each over NCCL; with `shared`, on one GPU over gloo."""
         # Only here: what a part that fails early has to say needs no torch.
         from minimegatron.launching.launcher import launch
 
         backend = "gloo" if shared or not self.is_gpu else "nccl"
-        timeout = min(300.0, max(1.0, self.ends_at - time.monotonic()))
+        timeout = min(seconds, max(1.0, self.ends_at - time.monotonic()))
         options = {"backend": backend, "device": self.device, "timeout": timeout}
         return launch(fn, num_ranks, *args, **options)
 
@@ -54,6 +65,22 @@ class Finding:
     found: str
     expected: str = ""
     holds: bool = True
+
+
+def error_of(error: Exception) -> Finding:
+    """What was raised; its stack goes to the log."""
+    traceback.print_exception(error)
+    first = (str(error).strip() or "no words").splitlines()[0]
+    return Finding("error", f"{type(error).__name__}: {first}", "none", False)
+
+
+def each(*sections: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """What every section finds, whatever becomes of those before it."""
+    for section in sections:
+        try:
+            yield from section()
+        except Exception as error:
+            yield error_of(error)
 
 
 def at_most(what: str, found: float, bound: float) -> Finding:

@@ -6,9 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from tests.gpu.place import Finding, Place
+from tests.gpu.place import Finding, Place, each
 
 FOLDER = "MINIMEGATRON_PLANTED_FOLDER"
 """Where `hangs` notes the processes that it has started."""
@@ -29,6 +30,24 @@ def finds_nothing(place: Place) -> Iterator[Finding]:
 def raises(place: Place) -> Iterator[Finding]:
     yield Finding("before", "1")
     raise ArithmeticError("planted\nsecond line")
+
+
+def floods(place: Place) -> Iterator[Finding]:
+    """More output than a report has room for."""
+    yield Finding("before", "1")
+    for _ in range(300):
+        os.write(1, b"x" * (1 << 20))
+    os.write(1, b"\nlast words\n")
+
+
+def goes_on(place: Place) -> Iterator[Finding]:
+    """A section that fails does not take the next one along."""
+
+    def fails() -> Iterator[Finding]:
+        yield Finding("before", "1")
+        raise ArithmeticError("planted")
+
+    yield from each(fails, partial(holds, place))
 
 
 def is_killed(place: Place) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ PROBE_SECONDS = 120.0
 """The first import of torch on a new machine reads some gigabytes."""
 LEAST_SECONDS, RESERVE_SECONDS = 10.0, 8.0
 """A part begins if it has so long; and so much is kept for ending it and for the report."""
+CUT_OFF = "the check was ended during it"
 LOG_LINES, LONGEST = 60, 600
 FIELDS = {"what": str, "found": str, "expected": str, "holds": bool}
 
@@ -42,6 +43,8 @@ class Check:
     device: str = "cuda"
     is_quick: bool = False
     python: str = sys.executable
+    commit: str = ""
+    """What is run, where git cannot say it."""
     say: Callable[[str], Any] = print
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -53,22 +56,29 @@ class Check:
 
     def probe(self, pretend_gpus: int | None = None) -> bool:
         """Asks torch, in another process, what is here; False if it has no answer."""
-        with tempfile.TemporaryDirectory() as folder:
+        machine = machine_facts() | {"commit": self.commit or commit_here()}
+        self.report = {"machine": machine, "gpu": "unknown", "num_gpus": 0, "parts": []}
+        self.report["problem"] = "torch was asked what is here, and has not answered"
+        if pretend_gpus is not None:
+            self.report["rehearsal"] = True
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             file, log = Path(folder) / "facts.json", Path(folder) / "log"
             command = [self.python, "-m", "tests.gpu.probe", str(file)]
             ended = run_limited(command, min(PROBE_SECONDS, self.left()), log, ROOT, _environment())
             facts = _read_json(file)
-            words = _last_lines(log)
-        machine = machine_facts() | {"commit": commit()}
-        self.report = {"machine": machine, "gpu": "unknown", "num_gpus": 0, "parts": []}
+            self.report["log"] = _last_lines(log)
         if ended.code != 0 or not isinstance(facts, dict):
             self.report["problem"] = f"torch does not say what is here: {ended.in_words()}"
-            self.report["log"] = words
             return False
+        del self.report["problem"]
         self.report |= {"gpu": facts.pop("gpu"), "num_gpus": facts.pop("num_gpus")}
         machine |= facts
         if pretend_gpus is not None:
-            self.report |= {"num_gpus": pretend_gpus, "rehearsal": True}
+            self.report["num_gpus"] = pretend_gpus
+        elif not self.report["num_gpus"] and any("CUDA" in line for line in self.report["log"]):
+            # Not "there is no GPU": torch has looked for one, and says what is wrong with it.
+            self.report["problem"] = "torch finds a GPU here that it cannot use"
+            return False
         return True
 
     # -- The parts --
@@ -90,7 +100,9 @@ class Check:
             if only and part.name not in only:
                 continue
             reason = self._why_not(part)
-            entry |= {"state": f"{NOT_RUN}: {reason}"} if reason else self._run(part)
+            entry["state"] = f"{NOT_RUN}: {reason}" if reason else f"{FAILED}: {CUT_OFF}"
+            self.write()
+            entry |= {} if reason else self._run(part)
             self.write()
             self.say(in_words(entry))
         return self.report
@@ -99,8 +111,8 @@ class Check:
         """Parts by name, of the report that is there, if the same GPU and torch made it."""
         found = _read_json(self.path)
         try:
-            is_same = found["gpu"] == self.report["gpu"] and (
-                found["machine"]["torch"] == self.report["machine"]["torch"]
+            is_same = found["machine"]["torch"] == self.report["machine"]["torch"] and all(
+                found.get(key) == self.report.get(key) for key in ("gpu", "num_gpus", "rehearsal")
             )
             return {entry["name"]: entry for entry in found["parts"]} if is_same else {}
         except (TypeError, KeyError):
@@ -129,17 +141,25 @@ class Check:
             words = _last_lines(log)
         state = state_of(findings, is_done, ended)
         entry = {"state": state, "findings": findings, "seconds": round(ended.seconds, 1)}
-        entry["commit"] = self.report["machine"]["commit"]
-        if state != HOLDS:
-            entry["log"] = words
-        return entry
+        return entry | {"commit": self.report["machine"]["commit"], "log": words}
 
     def write(self) -> None:
-        """The report as it is now, in one move: whoever stops this finds a whole one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.report, indent=1) + "\n")
-        partial.replace(self.path)
+        """The report as it is now, in one move: whoever stops this finds a whole one.
+
+        Where that cannot be, the check goes on, and writes into the folder for temporary files.
+        """
+        for path in (self.path, Path(tempfile.gettempdir()) / self.path.name):
+            partial = path.with_name(f"{path.name}.{os.getpid()}")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial.write_text(json.dumps(self.report, indent=1) + "\n")
+                partial.replace(path)
+            except OSError as error:
+                partial.unlink(missing_ok=True) if partial.exists() else None
+                self.say(f"The report cannot be written to {path} ({error})")
+                continue
+            self.path = path
+            return
 
 
 def state_of(findings: list[dict], is_done: bool, ended: Ended) -> str:
@@ -156,10 +176,7 @@ def state_of(findings: list[dict], is_done: bool, ended: Ended) -> str:
 
 def read_findings(file: Path) -> tuple[list[dict[str, Any]], bool]:
     """What a part has written, and whether it was done. What is no finding is a finding, too."""
-    try:
-        lines = file.read_bytes().decode(errors="replace").splitlines()
-    except OSError:
-        return [], False
+    lines = _end_of(file).decode(errors="replace").splitlines()
     findings, is_done = [], False
     for line in lines:
         try:
@@ -192,7 +209,7 @@ def _blank(number: int, part: Part) -> dict[str, Any]:
     return entry | {"findings": [], "seconds": 0.0}
 
 
-def commit() -> str:
+def commit_here() -> str:
     """What is run: a commit of the project, and whether files differ from it."""
     return git("describe", "--always", "--dirty") or "unknown"
 
@@ -217,11 +234,18 @@ def _read_json(file: Path) -> Any:
         return None
 
 
-def _last_lines(log: Path) -> list[str]:
+def _end_of(file: Path, most: int = 1 << 20) -> bytes:
+    """Its last bytes: a part may have written more than there is room for in memory."""
     try:
-        lines = log.read_bytes()[-200_000:].decode(errors="replace").splitlines()
+        with file.open("rb") as open_file:
+            open_file.seek(max(0, file.stat().st_size - most))
+            return open_file.read(most)
     except OSError:
-        return []
+        return b""
+
+
+def _last_lines(log: Path) -> list[str]:
+    lines = _end_of(log).decode(errors="replace").splitlines()
     return [_plain(line) for line in lines[-LOG_LINES:]]
 
 

@@ -51,6 +51,8 @@ def of_all(tmp_path_factory) -> dict[str, dict]:
         planted.is_killed,
         planted.leaves,
         planted.prints_nonsense,
+        planted.floods,
+        planted.goes_on,
         planted.holds,
     ]
     folder = tmp_path_factory.mktemp("planted")
@@ -66,6 +68,8 @@ def test_states(of_all):
         "is_killed": "failed: killed by SIGKILL",
         "leaves": "failed: it ended without a result",
         "prints_nonsense": "failed",
+        "floods": "holds",
+        "goes_on": "failed",
         "holds": "holds",
     }
 
@@ -79,7 +83,16 @@ def test_an_error_is_a_finding_and_its_stack_is_kept(of_all):
     finding = of_all["raises"]["findings"][1]
     assert (finding["found"], finding["holds"]) == ("ArithmeticError: planted", False)
     assert "ArithmeticError: planted" in of_all["raises"]["log"]
-    assert "log" not in of_all["holds"]
+
+
+def test_a_section_that_fails_leaves_the_next(of_all):
+    found = [(finding["what"], finding["holds"]) for finding in of_all["goes_on"]["findings"]]
+    assert found == [("before", True), ("error", False), ("x", True)]
+
+
+def test_of_a_flood_the_end_is_kept(of_all):
+    assert of_all["floods"]["log"][-1] == "last words"
+    assert sum(map(len, of_all["floods"]["log"])) < 1000
 
 
 def test_nonsense_is_told_and_what_follows_is_read(of_all):
@@ -144,7 +157,8 @@ def test_the_first_parts_have_time_even_if_each_hangs():
     assert sum(one.seconds for one in PARTS[:2]) + report.PROBE_SECONDS < 8 * 60
 
 
-def test_whoever_stops_it_finds_a_whole_report(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_whoever_stops_it_finds_a_whole_report(tmp_path, number):
     program = (
         "import time; from pathlib import Path; from tests.gpu import __main__ as command, report\n"
         "from tests.gpu.parts import Part\n"
@@ -162,10 +176,11 @@ def test_whoever_stops_it_finds_a_whole_report(tmp_path):
         while not [path for path in tmp_path.iterdir() if path.name.isdigit()]:
             assert time.monotonic() < deadline, "the part that hangs has not begun"
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 143
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 128 + number
     states = [entry["state"] for entry in written(tmp_path)["parts"]]
-    assert states == ["holds", *["not run: the check ended before"] * 2]
+    cut_off = "failed: the check was ended during it"
+    assert states == ["holds", cut_off, "not run: the check ended before"]
     (note,) = [path for path in tmp_path.iterdir() if path.name.isdigit()]
     assert [pid for pid in (note.name, *note.read_text().split()) if is_running(int(pid))] == []
 
@@ -184,7 +199,8 @@ def test_what_needs_more_gpus_or_packages_says_so(tmp_path):
     ]
 
 
-def test_with_only_the_others_keep_what_was_found(tmp_path):
+@pytest.mark.parametrize("change", [{"gpu": "another"}, {"num_gpus": 8}, {"rehearsal": True}])
+def test_with_only_the_others_keep_what_was_found(tmp_path, change):
     parts = [part(planted.holds), part(planted.does_not_hold)]
     check_in(tmp_path).run(parts)
     again = check_in(tmp_path)
@@ -193,7 +209,7 @@ def test_with_only_the_others_keep_what_was_found(tmp_path):
     states = [(entry["state"], entry["commit"]) for entry in written(tmp_path)["parts"]]
     assert states == [("holds", "c1"), ("failed", "c2")]
     elsewhere = check_in(tmp_path)
-    elsewhere.report["gpu"] = "another GPU"
+    elsewhere.report |= change
     elsewhere.run(parts, ["does_not_hold"])
     first, second = written(tmp_path)["parts"]
     assert (first["state"], second["state"]) == ("not run: not asked for", "failed")
@@ -225,7 +241,7 @@ def test_without_a_gpu_nothing_is_checked_and_nothing_written(
 
 def planted_probe(num_gpus: int):
     def probe(self, pretend_gpus=None):
-        machine = {"torch": "2.x", "commit": report.commit(), "date": "2026-01-01"}
+        machine = {"torch": "2.x", "commit": report.commit_here(), "date": "2026-01-01"}
         self.report = {"machine": machine, "gpu": "planted GPU", "num_gpus": num_gpus, "parts": []}
         return True
 
@@ -241,7 +257,7 @@ def test_a_check_writes_report_and_page(tmp_path, monkeypatch, capsys, no_signal
     )
     monkeypatch.setattr(Check, "probe", planted_probe(1))
     assert command.main(["--report", str(path)]) == 1
-    page = (tmp_path / "build" / "gpu.md").read_text()
+    page = (tmp_path / "gpu.md").read_text()
     said = gpu_page.statement(path)
     assert said in page
     assert "Run on 1 x planted GPU, torch 2.x," in said
@@ -257,9 +273,55 @@ def test_torch_that_does_not_work_is_told_and_written(tmp_path, monkeypatch, cap
     monkeypatch.setattr(report, "_environment", lambda: {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     path = tmp_path / "report.json"
     assert command.main(["--report", str(path)]) == 2
-    assert "libplanted.so: cannot open" in capsys.readouterr().err
+    assert "libplanted.so: cannot open" in capsys.readouterr().out
     assert written(tmp_path)["problem"] == "torch does not say what is here: exit code 1"
     assert "torch does not say what is here" in gpu_page.statement(path)
+
+
+def test_a_gpu_that_torch_cannot_use_is_no_missing_gpu(tmp_path, monkeypatch, capsys, no_signals):
+    """An old driver, say: torch warns, and has no GPU then. That must not look like a laptop."""
+    (tmp_path / "probe").mkdir()
+    (tmp_path / "probe" / "torch.py").write_text(
+        "import sys\nfrom types import SimpleNamespace as N\n"
+        "print('UserWarning: CUDA initialization: the driver is too old', file=sys.stderr)\n"
+        "__version__, version = '2', N(cuda='13.0')\ncuda = N(is_available=lambda: False)\n"
+    )
+    monkeypatch.setattr(
+        report, "_environment", lambda: {"PYTHONPATH": f"{tmp_path / 'probe'}:{ROOT}"}
+    )
+    path = tmp_path / "report.json"
+    assert command.main(["--report", str(path)]) == 2
+    assert "the driver is too old" in capsys.readouterr().out
+    assert written(tmp_path)["problem"] == "torch finds a GPU here that it cannot use"
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(report.tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "file").write_text("")
+    said = []
+    check = check_in(tmp_path)
+    check.path, check.say = tmp_path / "file" / "report.json", said.append
+    check.run([part(planted.holds)])
+    assert check.path == tmp_path / "temporary" / "report.json"
+    assert json.loads(check.path.read_text())["parts"][0]["state"] == "holds"
+    assert len([text for text in said if "cannot be written" in text]) == 1
+
+
+def test_nobody_has_to_listen(monkeypatch):
+    with open(os.devnull) as not_for_writing:
+        monkeypatch.setattr(sys, "stdout", not_for_writing)
+        command._say("x")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--limit-minutes", "nan"], ["--limit-minutes", "0.1"], ["--gpus", "0"], ["--only", "x"]],
+)
+def test_what_the_command_refuses(words, capsys):
+    with pytest.raises(SystemExit):
+        command._arguments(words)
+    assert "error:" in capsys.readouterr().err
 
 
 def test_readme_and_site_say_what_the_report_shows():

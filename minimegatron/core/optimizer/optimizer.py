@@ -361,7 +361,9 @@ class MegatronOptimizer(ABC):
             for moment in moments:
                 state[moment] = torch.zeros_like(main_param)
             if self.config.optimizer == "adam":
-                state["step"] = torch.tensor(0.0)
+                # The fused kernel reads it where the parameter is; the others count on the CPU.
+                place = main_param.device if device_is_asynchronous() else "cpu"
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device=place)
 
     def parameter_state(self, shard: ParamShard) -> dict[str, torch.Tensor]:
         """Everything kept per element, by name: "param" (the main parameter), "exp_avg", ...
