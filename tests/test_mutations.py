@@ -152,6 +152,7 @@ CAUGHT_BY = {
     "asked-for-sizes-too-early": (LOWERING + ("sizes_that_vary",), r"Deadlock"),
     "tied-copies-of-one-rank-not-summed": (TIED, r"assert"),
     "gradients-noted-and-not-looked-at": ((*GPU_WAYS, "with_the_norm"), r"DID NOT RAISE"),
+    "count-of-steps-on-the-cpu": ((*GPU_WAYS, "itself_would_put"), r"'cpu'.*'meta'"),
     "sizes-of-the-first-batch": ((*GPU_WAYS, "another_size"), r"DID NOT RAISE|split"),
     "all-ranks-on-the-laptops-gpu": ((*DEVICES, "what_is_chosen"), r"'cuda'"),
     "waits-for-a-gpu-that-waits": ((*CLOCK, "waits_for_ever"), r"waits for what never ends"),

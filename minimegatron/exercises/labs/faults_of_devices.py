@@ -21,6 +21,13 @@ FAULTS_OF_DEVICES = (
         "On a GPU, a batch of another size is cut into pieces of the first batch's sizes.",
     ),
     Fault(
+        "count-of-steps-on-the-cpu",
+        "core/optimizer/optimizer.py",
+        'main_param.device if device_is_asynchronous() else "cpu"',
+        '"cpu"',
+        "On a GPU, the first update after a checkpoint was loaded reads the CPU's memory in a kernel.",
+    ),
+    Fault(
         "all-ranks-on-the-laptops-gpu",
         "training/devices.py",
         '    if without or (sharing and device == "auto"):\n',
