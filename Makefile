@@ -1,7 +1,7 @@
 # make demo    train a small GPT over four processes on this machine, about two minutes; with MODEL=bert,
 #                 MODEL=t5 or MODEL=mamba another model
 # make test    run the tests
-# make test-full  the same, and the cases that take longer to say what others say already; its log is
+# make test-full  the same, and slower tests of the same things; its log is
 #                 tests/full_log.jsonl
 # make test-gloo  the tests whose ranks exchange tensors, as on systems without memory shared by ranks
 # make test-stress  run those that start processes ten times beside busy loops; goes on where it stopped
@@ -19,7 +19,8 @@
 # make rosetta  record anew what the installed megatron-core offers, for the page Rosetta
 # make timeline  record four paced stages on real ranks and draw docs/images/timeline.png
 #
-# Each first makes .venv and installs what it needs there. Settings, for example
+# Each makes .venv first and installs there what it needs; release-check and torch-check use folders of
+# their own. Settings, for example
 # `make demo PYTHON=python3.12 LAYOUT="--pipeline-model-parallel-size 4"`:
 
 PYTHON ?= python3
@@ -223,7 +224,7 @@ notebooks: $(VENV)/.installed-notebooks
 
 # A browser for the tests of the site.
 chromium:
-	@command -v chromium >/dev/null || \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
 	  { echo 'The tests need the browser chromium; install it (apt-get install chromium)'; exit 1; }

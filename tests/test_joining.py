@@ -70,7 +70,7 @@ def test_forms_for_issues():
         ("type: input", "type: line", "a field of type line"),
         ("id: command", "id: version", "two fields of id version"),
         ("label: What it printed\n", "x: 1\n", "without a label: output"),
-        ("name: A mistake\n", "", "no name"),
+        ("name: A bug\n", "", "no name"),
         ("validations:", "validation:", "unknown keys"),
     ],
 )

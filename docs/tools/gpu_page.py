@@ -33,16 +33,18 @@ otherwise the CPU and gloo. `--device cpu` and `--device cuda` ask for one of th
 $ python3 -m tests.gpu
 ```
 
-This command needs a checkout, Python 3.11 or newer, torch and numpy. It installs nothing: a part that
-needs another package, or more GPUs, says so in one line. It runs the parts in the order of this page,
-each in a process of its own with a time limit of its own. After a part that fails, the next one runs.
-All parts together take at most eight minutes; `--limit-minutes` changes that, `--only` names parts.
-Every figure is shown beside what was expected. The exit code is 1 if a part does not hold. Without a
-GPU nothing is checked, and the exit code is 0. `make gpu-check` is the same with all packages there.
+This command needs a clone, Python 3.11 or newer, torch, numpy and tqdm. It installs nothing: a part
+that needs another package, or more GPUs, says so in one line. The parts run in the order of this
+page, each in a process of its own with a time limit of its own. After a part that fails, the next one
+runs. All parts together take at most eight minutes; `--limit-minutes` changes that, `--only` names
+parts. Every figure is shown beside what was expected. The exit code is 1 if a part does not hold, and
+2 if torch does not work. Without a GPU nothing is checked, and the exit code is 0. `make gpu-check`
+first installs all packages.
 
 The report, `docs/gpu/report.json`, is written after every part; `--report FILE` puts it, and a page of
-it, elsewhere. This page, and what the site says of
-GPUs, are made from the report that was committed last. A test compares README with it.
+it, elsewhere. This page, and what the site says of GPUs, come from `docs/gpu/report.json`. README repeats
+the sentence at the top of this page, and a test compares the two: who adds a report changes README in the
+same commit.
 
 With `--rehearse`, the parts run on the CPU, in small, so that their code is tried; the tests do so too.
 The figures of such a run say nothing about a GPU and are not shown here.

@@ -39,6 +39,12 @@ def known_failures() -> list[dict]:
     return tomllib.loads(KNOWN.read_text())["known"]
 
 
+def failures_with(torch: str, record: Path = RECORD) -> list[str]:
+    """The tests that failed in runs with versions of torch that begin so."""
+    of_version = [run for run in runs(record) if run["torch"].startswith(torch)]
+    return [failure for run in of_version for failure in run["failures"]]
+
+
 def is_known(failure: str, torch: str) -> bool:
     """Whether the page says what a failed test means."""
     return any(
@@ -47,11 +53,12 @@ def is_known(failure: str, torch: str) -> bool:
     )
 
 
-def older_torch() -> str:
-    """A row for each reason."""
+def older_torch(record: Path = RECORD) -> str:
+    """A row for each reason why a test of a recorded run has failed."""
     rows = [
         [known["torch"] + "x", known["why"], ", ".join(f"`{name}`" for name in known["tests"])]
         for known in known_failures()
+        if failures_with(known["torch"], record)
     ]
     return table(["torch", "what does not hold", "tests"], rows)
 

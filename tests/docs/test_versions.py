@@ -16,7 +16,8 @@ hook = importlib.import_module("mkdocs_hook")
 
 def recipe(*settings: str) -> str:
     """What `make docs-version` would do, whatever the environment of the tests has."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("VERSION", "ALIAS", "PUSH")}
+    settings_around = ("VERSION", "ALIAS", "PUSH", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    environment = {k: v for k, v in os.environ.items() if k not in settings_around}
     done = subprocess.run(
         ["make", "--dry-run", "docs-version", *settings],
         capture_output=True, text=True, cwd=ROOT, check=True, env=environment,

@@ -2,7 +2,7 @@
 
     python3 -m tests.gpu [--limit-minutes 8] [--only NAME ...] [--report FILE] [--rehearse] [--gpus N]
 
-Nothing is installed: the Python that runs this needs torch and numpy; a part that needs more says so.
+Nothing is installed; this needs torch, numpy, tqdm; a part that needs more says so.
 Each part runs in a process of its own with a time-out of its own, and the next one runs whatever came
 of it. The report (docs/gpu/report.json) and a page of it (build/gpu.md) are written after every part;
 with `--report`, both there.
@@ -65,11 +65,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     names = [part.name for part in PARTS]
+    only = f"run these parts alone: {', '.join(names)}"
     parser = argparse.ArgumentParser(
         prog="python3 -m tests.gpu", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--limit-minutes", type=_minutes, default=8.0, help="of all parts together")
-    parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="NAME")
+    parser.add_argument(
+        "--limit-minutes", type=_minutes, default=8.0, help="for all parts together"
+    )
+    parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="NAME", help=only)
     parser.add_argument("--report", type=Path, help="where to write it")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, in small")
     parser.add_argument("--gpus", type=int, default=8, help="how many a rehearsal pretends to have")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 HEAD_BYTES, TAIL_BYTES = 2000, 1000
 """Kept of what one rank prints; the rest is read, so that the rank goes on, and dropped."""
-GLOO = re.compile(r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n?", re.MULTILINE)
+GLOO = re.compile(rb"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n?", re.MULTILINE)
 """What torch 2.9 prints for each group; the student has not written it."""
 
 
@@ -43,8 +43,7 @@ class Pipes:
 
     def texts(self) -> dict[int, str]:
         """What each rank that printed has printed, shortened."""
-        texts = {rank: GLOO.sub("", kept.text()) for rank, kept in self._kept.items()}
-        return {rank: text for rank, text in texts.items() if text}
+        return {rank: kept.text() for rank, kept in self._kept.items() if kept.size}
 
     def _read(self) -> None:
         is_ending = False
@@ -54,7 +53,7 @@ class Pipes:
             is_ending = is_ending or self._stop in ready
             heard = [file for file in ready if file != self._stop]
             for file in heard:
-                self._kept[self._files[file]].add(os.read(file, 1 << 16))
+                self._kept[self._files[file]].add(GLOO.sub(b"", os.read(file, 1 << 16)))
             if is_ending and not heard:
                 return
 
