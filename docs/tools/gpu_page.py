@@ -41,10 +41,10 @@ parts. Every figure is shown beside what was expected. The exit code is 1 if a p
 2 if torch does not work. Without a GPU nothing is checked, and the exit code is 0. `make gpu-check`
 first installs all packages.
 
-The report, `docs/gpu/report.json`, is written after every part; `--report FILE` puts it, and a page of
-it, elsewhere. This page, and what the site says of GPUs, come from `docs/gpu/report.json`. README repeats
-the sentence at the top of this page, and a test compares the two: who adds a report changes README in the
-same commit.
+The report, `docs/gpu/report.json`, is written after every part; `--report FILE` puts it, and a page
+of it, elsewhere. This page, and what the site says of GPUs, come from `docs/gpu/report.json`. README
+repeats the sentence at the top of this page, and a test compares the two: who adds a report changes
+README in the same commit.
 
 With `--rehearse`, the parts run on the CPU, in small, so that their code is tried; the tests do so too.
 The figures of such a run say nothing about a GPU and are not shown here.
