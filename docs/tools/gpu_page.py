@@ -134,7 +134,9 @@ def gpu_page(path: Path, planned: list[tuple[str, int]]) -> str:
 
 def _section(entry: dict[str, Any], commit: str) -> list[str]:
     lines = [f"\n## {entry['number']}. {entry['title']}\n"]
-    when = "" if entry["commit"] == commit else f", commit {entry['commit']}"
+    # A part that was cut off has none.
+    own = entry.get("commit", commit)
+    when = "" if own == commit else f", commit {own}"
     lines.append(f"{_escaped(entry['state'])}, {entry['seconds']:.1f} s{when}\n")
     if entry["findings"]:
         lines += ["| | found | expected | |", "|---|---|---|---|"]

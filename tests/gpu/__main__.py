@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     if works and not check.report["num_gpus"]:
         _say(NO_GPU)
         return 0
-    check.write()
     if not works:
+        check.write()
         _say("\n".join([check.report["problem"], *check.report["log"]]))
         return 2
     folder = ROOT / "build" if check.path == REPORT else check.path.parent

@@ -268,6 +268,25 @@ def test_a_check_writes_report_and_page(tmp_path, monkeypatch, capsys, no_signal
     assert "Written after" in capsys.readouterr().out
 
 
+def test_the_command_keeps_the_parts_that_are_not_asked_for(tmp_path, monkeypatch, no_signals):
+    path = tmp_path / "report.json"
+    monkeypatch.setattr(command, "PARTS", (part(planted.holds), part(planted.raises)))
+    monkeypatch.setattr(Check, "probe", planted_probe(1))
+    assert command.main(["--report", str(path)]) == 1
+    assert command.main(["--report", str(path), "--only", "raises"]) == 1
+    assert command.main(["--report", str(path), "--only", "holds"]) == 1
+    states = [entry["state"] for entry in written(tmp_path)["parts"]]
+    assert states == ["holds", "failed: exit code 1"]
+
+
+def test_the_page_of_a_check_that_was_stopped(tmp_path):
+    check = check_in(tmp_path)
+    check.report["parts"] = [report._blank(1, part(planted.holds))]
+    check.report["parts"][0]["state"] = f"{report.FAILED}: {report.CUT_OFF}"
+    check.write()
+    assert "failed: the check was ended during it" in gpu_page.gpu_page(check.path, [])
+
+
 def test_torch_that_does_not_work_is_told_and_written(tmp_path, monkeypatch, capsys, no_signals):
     (tmp_path / "torch.py").write_text("raise OSError('libplanted.so: cannot open')")
     monkeypatch.setattr(report, "_environment", lambda: {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
