@@ -47,7 +47,6 @@ from minimegatron.exercises.grading.reports import (
 )
 from minimegatron.exercises.grading.submissions import Submission
 from minimegatron.exercises.room import plain_text, verdict
-from minimegatron.exercises.room.pipes import Pipes
 from minimegatron.exercises.room.plain_data import to_line
 from minimegatron.exercises.room.verdict import Verdict
 from tests.exercises.sample.ex00_ring import EXERCISE
@@ -480,12 +479,3 @@ def test_formats_keep_their_form():
     told = json.loads(to_gradescope(one, "bob"))
     assert told["score"] == 0 and told["output"].endswith("\nno file")
     assert json.loads(to_json(one))["grades"][0]["remarks"] == ["a remark"]
-
-
-def test_what_torch_prints_is_not_the_students(tmp_path):
-    """torch 2.9 prints a line for each group of gloo's."""
-    of_torch = b"[Gloo] Rank 1 is connected to 3 peer ranks. Expected number is : 3\n"
-    with Pipes(tmp_path / "pipes", 3) as pipes:
-        (tmp_path / "pipes" / "0").write_bytes(of_torch * 3)
-        (tmp_path / "pipes" / "1").write_bytes(of_torch + b"mine [Gloo]\n" + of_torch + b"again\n")
-    assert pipes.texts() == {1: "mine [Gloo]\nagain"}
