@@ -27,8 +27,9 @@ ROOT = Path(__file__).parents[2]
 STAND_IN = Place("cpu", num_gpus=0, is_quick=True)
 
 
-TRIED_ELSEWHERE = ("notebooks",)
-"""On the CPU it executes a notebook as `test_notebooks` does. `make test-full` has it."""
+TRIED_ELSEWHERE = ("notebooks", "nodes", "peers")
+"""On the CPU they do what `test_notebooks`, `test_two_hosts` and the part `gpt2` do. `make test-full` has
+them."""
 
 
 @pytest.mark.parametrize(
