@@ -28,8 +28,8 @@ STAND_IN = Place("cpu", num_gpus=0, is_quick=True)
 
 
 TRIED_ELSEWHERE = ("notebooks", "nodes", "peers")
-"""On the CPU they do what `test_notebooks`, `test_two_hosts` and the part `gpt2` do. `make test-full` has
-them."""
+"""On the CPU they do what `test_notebooks`, `test_two_hosts` and the part `gpt2` do; `make test-full`
+has them."""
 
 
 @pytest.mark.parametrize(
