@@ -133,7 +133,7 @@ def versions(python: Path) -> dict[str, Any]:
 
 
 def commit_of(checkout: Path) -> str:
-    """What was run. The widened range of torch is no change of the code."""
+    """What was run. The widened range of torch in pyproject.toml does not count as a change."""
     command = ["git", "describe", "--always"]
     return subprocess.run(
         command, cwd=checkout, capture_output=True, text=True, check=True

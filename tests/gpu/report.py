@@ -4,6 +4,7 @@ Called by: `__main__`. Calls: `processes`, which runs `run_part`. docs/tools/gpu
 report says. Imports no torch: a part, or torch itself, may crash or hang, and the report is written.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -76,7 +77,7 @@ class Check:
         if pretend_gpus is not None:
             self.report["num_gpus"] = pretend_gpus
         elif not self.report["num_gpus"] and any("CUDA" in line for line in self.report["log"]):
-            # Not "there is no GPU": torch has looked for one, and says what is wrong with it.
+            # A machine without a GPU prints nothing here. This torch says what is wrong with its GPU.
             self.report["problem"] = "torch finds a GPU here that it cannot use"
             return False
         return True
@@ -155,7 +156,8 @@ class Check:
                 partial.write_text(json.dumps(self.report, indent=1) + "\n")
                 partial.replace(path)
             except OSError as error:
-                partial.unlink(missing_ok=True) if partial.exists() else None
+                with contextlib.suppress(OSError):
+                    partial.unlink()
                 self.say(f"The report cannot be written to {path} ({error})")
                 continue
             self.path = path
@@ -175,7 +177,7 @@ def state_of(findings: list[dict], is_done: bool, ended: Ended) -> str:
 
 
 def read_findings(file: Path) -> tuple[list[dict[str, Any]], bool]:
-    """What a part has written, and whether it was done. What is no finding is a finding, too."""
+    """What a part has written, and whether it was done. A line without sense is a finding, too."""
     lines = _end_of(file).decode(errors="replace").splitlines()
     findings, is_done = [], False
     for line in lines:
