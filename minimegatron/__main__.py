@@ -4,9 +4,10 @@ It imports only the module of the command that is named, so that commands which 
 at once, also where torch is absent. Megatron has no such module. Training is not a command here:
 `torchrun -m minimegatron.pretrain_gpt`.
 
-A command is a module with `add_arguments(parser)` and `run(args)`, and a row in `COMMANDS`. `run`
-returns an exit code (None for 0); a ValueError or OSError it raises ends in one line and exit code
-2, as do arguments that do not parse.
+A command is a module with `add_arguments(parser)`, `run(args)` and `EXAMPLES`, and a row in
+`COMMANDS`. `run` returns an exit code (None for 0); a ValueError or OSError it raises ends in one line
+and exit code 2, as do arguments that do not parse. A command that needs arguments and is given none
+prints its usage and the examples; where it has many options, `USAGE` says what is needed.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from minimegatron import __version__
+from minimegatron.commands.help_text import with_examples
 
 COMMANDS = {
     "convert": "import or export Hugging Face weights",
@@ -37,7 +39,12 @@ COMMANDS = {
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage above it."""
 
+    is_empty = False
+    """Whether the command was given no argument at all; then its usage and examples help more."""
+
     def error(self, message: str) -> NoReturn:
+        if self.is_empty:
+            print(f"{self.format_usage()}\n{self.epilog}", file=sys.stderr)
         if message.endswith("expected one argument"):
             flag = message.removeprefix("argument ").partition(":")[0]
             message += f"; one that begins with - is given as {flag}=-..."
@@ -59,7 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(COMMANDS)}"
         return _refuse("minimegatron", f"there is no command {name!r}; {advice}")
     module = importlib.import_module(f"minimegatron.commands.{name}_command")
-    parser = _Parser(prog=f"minimegatron {name}", description=COMMANDS[name], allow_abbrev=False)
+    program = f"minimegatron {name}"
+    usage = getattr(module, "USAGE", None)
+    parser = _Parser(
+        prog=program,
+        usage=usage and f"{program} {usage}",
+        description=COMMANDS[name],
+        allow_abbrev=False,
+        **with_examples(program, module.EXAMPLES),
+    )
+    parser.is_empty = len(argv) == 1
     module.add_arguments(parser)
     arguments = parser.parse_args(argv[1:])
     try:

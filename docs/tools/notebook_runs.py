@@ -93,6 +93,8 @@ def execute(path: Path, cell_seconds: float = CELL_SECONDS) -> Executed:
             timeout=cell_seconds,
             kernel_name="python3",
             coalesce_streams=True,
+            # Else each prints that other users of this machine could read what it is sent.
+            extra_arguments=["--IPKernelApp.log_level=40"],
             shutdown_kernel="immediate",  # asked to end, a kernel takes seconds, and does nothing
             resources={"metadata": {"path": str(copy)}},
         )

@@ -16,14 +16,21 @@ from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.training.argument_utils import flag_name
 from minimegatron.training.config import SECTIONS
 
+FORMS = ("hf", "minimegatron")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+USAGE = "--from F --to F --load-dir D --save-dir D [options]"
+EXAMPLES = (
+    "--from hf --to minimegatron --load-dir gpt --save-dir own",
+    "--from minimegatron --to hf --load-dir own --save-dir hf",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Directions, folders, and what to keep."""
     add = parser.add_argument
-    add("--from", dest="source", choices=("hf", "minimegatron"), required=True)
-    add("--to", dest="target", choices=("hf", "minimegatron"), required=True)
+    add("--from", dest="source", choices=FORMS, required=True)
+    add("--to", dest="target", choices=FORMS, required=True)
     add("--load-dir", type=Path, required=True, metavar="D", help="folder to read")
     add("--save-dir", type=Path, required=True, metavar="D", help="folder to write")
     add(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from minimegatron.commands.help_text import with_examples
 from minimegatron.exercises.check.runner import Runner
 from minimegatron.exercises.exercise import exercises, find
 from minimegatron.exercises.grading.cell import NAMESPACES, OTHER_USER, SAME_USER, Limits
@@ -40,10 +41,25 @@ from minimegatron.exercises.labs.labs import OUTCOMES, find_lab, outcome_of, run
 from minimegatron.exercises.room import plain_text
 from minimegatron.exercises.room.verdict import DEFECT, Verdict, render
 from minimegatron.exercises.student import pages
+from minimegatron.exercises.student.markdown import print_markdown
 from minimegatron.exercises.student.student_folder import StudentFolder, digest
 from minimegatron.exercises.student.watch_files import ANSWER_SECONDS, watch
 
 SUBMISSION = "submission.zip"
+EXAMPLES_OF = {
+    "list": ("",),
+    "start": ("", "ex06"),
+    "check": ("", "ex06", "ex06 --open"),
+    "watch": ("",),
+    "page": ("", "ex06"),
+    "hint": ("", "ex06"),
+    "reset": ("ex06",),
+    "submit": ("", "--output anna.zip"),
+    "lab": ("list", "start backward-of-the-newest", "run backward-of-the-newest --predict loss"),
+    "grade": ("handed_in --out grades.csv", "handed_in --out grades.csv --exercises ex01,ex06"),
+    "solution": ("ex06",),
+}
+EXAMPLES = ("", "start ex06", "check", "lab list")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,27 +68,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder", default=".", metavar="DIR", help="where your files are (default: here)"
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("list", help="every exercise, and how far you are (the default)")
+    _add(actions, "list", "every exercise, and how far you are (the default)")
     _add_named(actions, "start", "put an exercise's file here (default: the next one)")
     checking = _add_named(actions, "check", "check your file; exit code 1 if it is not right")
     checking.add_argument("--open", action="store_true", help="open the replay of your run")
-    actions.add_parser("watch", help="check again whenever you save, until all has passed")
+    _add(actions, "watch", "check again whenever you save, until all has passed")
     _add_named(actions, "page", "the exercise's page, as in the documentation")
     _add_named(actions, "hint", "the next hint")
     _add_named(actions, "reset", "bring the stub back; your file is kept beside it")
-    submitting = actions.add_parser("submit", help="pack your files to hand in")
+    submitting = _add(actions, "submit", "pack your files to hand in")
     submitting.add_argument("--output", default=SUBMISSION, metavar="FILE", type=Path)
-    lab = actions.add_parser("lab", help="break a copy of the package, predict, run, explain")
+    lab = _add(actions, "lab", "break a copy of the package, predict, run, explain")
     lab.add_argument("what", choices=("list", "start", "run"), help="list; start NAME; run NAME")
     lab.add_argument("name", nargs="?", metavar="NAME", help="a lab's name or number")
-    lab.add_argument("--predict", choices=tuple(OUTCOMES), help="what you think will happen")
-    _add_grade(actions.add_parser("grade", help="for teachers: grade a folder of submissions"))
-    solving = actions.add_parser("solution", help="for teachers: where the reference solution is")
+    lab.add_argument(
+        "--predict",
+        choices=tuple(OUTCOMES),
+        metavar="OUTCOME",
+        help=f"what you think will happen: {', '.join(OUTCOMES)}",
+    )
+    _add_grade(_add(actions, "grade", "for teachers: grade a folder of submissions"))
+    solving = _add(actions, "solution", "for teachers: where the reference solution is")
     solving.add_argument("name", metavar="NAME")
 
 
-def _add_named(actions: argparse._SubParsersAction, name: str, help_text: str):
-    parser = actions.add_parser(name, help=help_text)
+def _add(actions: argparse._SubParsersAction, name: str, help_text: str) -> argparse.ArgumentParser:
+    examples = with_examples(f"minimegatron exercises {name}", EXAMPLES_OF[name])
+    return actions.add_parser(name, help=help_text, **examples)
+
+
+def _add_named(
+    actions: argparse._SubParsersAction, name: str, help_text: str
+) -> argparse.ArgumentParser:
+    parser = _add(actions, name, help_text)
     parser.add_argument("name", nargs="?", metavar="NAME", help="ex06, or more of its name")
     return parser
 
@@ -104,7 +132,9 @@ def _add_grade(parser: argparse.ArgumentParser) -> None:
     add(
         "--isolation",
         choices=(NAMESPACES, OTHER_USER, SAME_USER),
-        help=f"default: the strongest there is; {SAME_USER!r} trusts the students",
+        metavar="KIND",
+        help=f"{NAMESPACES!r}, {OTHER_USER!r} or {SAME_USER!r}, which trusts the students "
+        "(default: the strongest there is)",
     )
 
 
@@ -184,14 +214,15 @@ def _watch(args: argparse.Namespace, folder: StudentFolder) -> int:
 
 
 def _page(args: argparse.Namespace, folder: StudentFolder) -> int:
-    print(pages.page_words(folder.choose(args.name)).rstrip())
+    print_markdown(pages.page_words(folder.choose(args.name)))
     return 0
 
 
 def _hint(args: argparse.Namespace, folder: StudentFolder) -> int:
     exercise = folder.choose(args.name)
     number, text = folder.hint(exercise)
-    print(f"Hint {number}\n\n{text}")
+    print(f"Hint {number}\n")
+    print_markdown(text)
     if number == len(folder.hints(exercise)):
         print("\n(That is the last one.)")
     return 0

@@ -7,6 +7,7 @@ lists. Megatron has no counterpart.
 import argparse
 import textwrap
 from collections.abc import Iterator
+from shutil import get_terminal_size
 
 from minimegatron.core.rank_generator import (
     DEFAULT_ORDER,
@@ -16,16 +17,22 @@ from minimegatron.core.rank_generator import (
     make_grids,
 )
 
-WIDTH = 100
+MOST_WIDTH = 100
 MOST_GROUPS = 32
 MOST_RANKS = 64
 """More groups of a kind, members of a group or ranks than these are shown in part."""
 FIRST = 4
 """How many of too many groups, and of too many members, are shown."""
-SHORT = 40
-"""A group of up to so many characters is kept on one line."""
 GLUE = "~"
 """Stands for a space that no line may be broken at."""
+
+
+USAGE = "--world-size N [options]"
+EXAMPLES = (
+    "--world-size 16 --tp 2 --pp 4",
+    "--world-size 32 --tp 2 --pp 2 --ep 4",
+    "--world-size 1024 --tp 8 --pp 16 --full",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"  dense layers   tp {dense.tp} x cp {dense.cp} x dp {dense.dp} x pp {dense.pp}")
     print(f"  expert layers  etp {expert.tp} x ep {expert.ep} x edp {expert.dp} x pp {expert.pp}")
     print()
-    for line in group_table(groups, args.world_size, None if args.full else MOST_GROUPS):
+    width = min(get_terminal_size((MOST_WIDTH, 24)).columns, MOST_WIDTH)
+    for line in group_table(groups, args.world_size, None if args.full else MOST_GROUPS, width):
         print(line)
     print()
     for line in coordinate_table(dense, expert, None if args.full else MOST_RANKS):
@@ -65,9 +73,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def group_table(
-    groups: dict[str, list[list[int]]], world_size: int, most: int | None
+    groups: dict[str, list[list[int]]], world_size: int, most: int | None, width: int
 ) -> Iterator[str]:
     """One paragraph per kind: its name, how many groups of which size, and their ranks.
+
+    A group that fits a line of `width` columns is not broken.
 
     Kinds with the same groups as an earlier one say so, for they share its process groups.
     """
@@ -79,8 +89,8 @@ def group_table(
         of_kind = groups[name]
         start = head.format(name, title, len(of_kind), len(of_kind[0])) + "  "
         lines = textwrap.wrap(
-            _members(name, groups, world_size, most),
-            width=WIDTH,
+            _members(name, groups, world_size, most, width - len(start)),
+            width=width,
             initial_indent=start,
             subsequent_indent=" " * len(start),
             break_long_words=False,
@@ -94,7 +104,7 @@ def group_table(
 
 
 def _members(
-    name: str, groups: dict[str, list[list[int]]], world_size: int, most: int | None
+    name: str, groups: dict[str, list[list[int]]], world_size: int, most: int | None, room: int
 ) -> str:
     of_kind = groups[name]
     twin = next(other for other, ranks in groups.items() if ranks == of_kind)
@@ -106,7 +116,7 @@ def _members(
         return "all ranks"
     few = of_kind if most is None or len(of_kind) <= most else of_kind[:FIRST]
     shown = [f"[{_ranks(ranks, most)}]" for ranks in few]
-    shown = [text.replace(" ", GLUE) if len(text) <= SHORT else text for text in shown]
+    shown = [text.replace(" ", GLUE) if len(text) <= room else text for text in shown]
     left_out = len(of_kind) - len(shown)
     rest = [f"... and {left_out} more (--full)".replace(" ", GLUE)] if left_out else []
     return " ".join(shown + rest)

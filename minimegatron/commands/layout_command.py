@@ -17,6 +17,13 @@ from minimegatron.planner.mtp_costs import (
     vocabulary_matrices,
 )
 
+USAGE = "LAYOUT --pp N [options]"
+EXAMPLES = (
+    "'Ettt|tttt|tttt|tttL' --pp 4",
+    "'Et*3|(tt|)*29,m|L' --pp 16 --num-layers 61",
+    "'Et|t|t|tL' --pp 4 --hidden-size 1024 --vocab-size 50304",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The layout, the number of stages; numbers of layers, to check them too; sizes, to count."""

@@ -13,6 +13,8 @@ from pathlib import Path
 CLONE = Path(__file__).parents[2] / "notebooks"
 FOLDER = "notebooks"
 
+EXAMPLES = ("", "~/course")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where to."""

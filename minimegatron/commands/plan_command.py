@@ -45,6 +45,13 @@ from minimegatron.planner.simulator import Costs, simulate
 from minimegatron.planner.ssm_costs import named_layers
 from minimegatron.planner.stack_costs import costs_of_split, messages_behind
 
+USAGE = "--pp N --microbatches N [options]"
+EXAMPLES = (
+    "--pp 4 --microbatches 8",
+    "--pp 4 --microbatches 8 --vpp 2 --comm-time 0.1",
+    "--pp 4 --microbatches 8 --format svg --output step.svg",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to plan, what it costs, and what to write."""
@@ -52,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_cost_arguments(
         parser.add_argument_group(
             "what it costs",
-            "Times are numbers or fractions (0.5, 1/3) of any unit; whole stages share theirs "
-            "equally among their chunks.",
+            "Times are numbers or fractions (0.5, 1/3) of any unit; whole stages share\n"
+            "theirs equally among their chunks.",
         )
     )
     add = parser.add_argument_group("what to write").add_argument
@@ -72,6 +79,7 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
     add("--group-size", type=int, metavar="N", help="interleaving: microbatches per chunk's turn")
     add(
         "--schedule",
+        type=str.lower,
         metavar="NAME",
         help=f"{', '.join(schedule_names())} (default: what get_forward_backward_func chooses)",
     )

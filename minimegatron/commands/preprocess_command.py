@@ -13,6 +13,13 @@ from minimegatron.core.datasets.preprocess import PreprocessConfig, learn_tokeni
 from minimegatron.core.datasets.sentences import SPLITTERS
 from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE
 
+USAGE = "--input FILE ... --output-prefix P [options]"
+EXAMPLES = (
+    "--input book.txt --output-prefix data/book",
+    "--input *.jsonl --output-prefix data/web --append-eod",
+    "--input a.txt --output-prefix a --tokenizer-type bpe",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The fields of `PreprocessConfig`."""
@@ -68,7 +75,8 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
         "--tokenizer-type",
         choices=("byte", "bpe", *LOWER_CASE),
         default="byte",
-        help="default: byte; BERT and T5 need one of the last two",
+        metavar="TYPE",
+        help=f"byte (the default), bpe or, for BERT and T5, {' or '.join(LOWER_CASE)}",
     )
     add("--tokenizer-file", metavar="F", help="bpe: a tokenizer.json to use")
     add(

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from shutil import get_terminal_size
 
+from minimegatron.commands.help_text import with_examples
 from minimegatron.planner.actions import timeline_to_json
 from minimegatron.planner.plan import plan_config_to_json
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
@@ -18,17 +19,28 @@ from minimegatron.tracing.step import Step
 from minimegatron.tracing.step_report import heading, step_report
 from minimegatron.tracing.trace_view import Trace
 from minimegatron.tracing.trace_words import pace_words
+from minimegatron.training.terminal_lines import fitted
 
 SUFFIXES = {"chrome": ".chrome.json", "html": ".html", "png": ".png", "json": ".json"}
 PLAN = "plan"
+EXAMPLES_OF = {
+    "show": ("runs/trace", "runs/trace --step 3 --lanes", "runs/trace --rank 1 --microbatch 0"),
+    "diff": ("runs/trace plan", "runs/before runs/after", "runs/trace runs/trace --other-step 4"),
+    "export": ("runs/trace --format html", "runs/trace --format png --plan --output step.png"),
+}
+EXAMPLES = tuple(f"{action} {words[0]}" for action, words in EXAMPLES_OF.items())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Three things to do with a recording."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="show|diff|export")
-    _add_show(actions.add_parser("show", help="figures of a step, its lanes, or one rank's calls"))
-    _add_diff(actions.add_parser("diff", help="a run beside its plan, or beside another run"))
-    _add_export(actions.add_parser("export", help="write a file for a viewer"))
+    for name, add_to, words in (
+        ("show", _add_show, "figures of a step, its lanes, or one rank's calls"),
+        ("diff", _add_diff, "a run beside its plan, or beside another run"),
+        ("export", _add_export, "write a file for a viewer"),
+    ):
+        examples = with_examples(f"minimegatron trace {name}", EXAMPLES_OF[name])
+        add_to(actions.add_parser(name, help=words, **examples))
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +134,7 @@ def _print_lanes(args: argparse.Namespace, step: Step, trace: Trace) -> int:
 
 def _print_report(step: Step, trace: Trace) -> int:
     for line in step_report(step, trace.clock_words):
-        print(line)
+        print(fitted(line))
     return int(bool(compare_with_plan(step) or wrong_messages(step)))
 
 
@@ -134,7 +146,7 @@ def _diff(args: argparse.Namespace, trace: Trace) -> int:
     number = args.step if args.other_step is None else args.other_step
     other_step = _step(args, other, number)
     for line in diff_report(step, other_step):
-        print(line)
+        print(fitted(line))
     return int(bool(divergences(step, other_step)))
 
 

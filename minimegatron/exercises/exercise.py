@@ -86,6 +86,9 @@ def find(text: str) -> Exercise:
         fitting = [exercise for exercise in exercises() if word and word in exercise.name]
     if len(fitting) == 1:
         return fitting[0]
-    names = ", ".join(exercise.name for exercise in fitting or exercises()) or "none"
-    what = f"{len(fitting)} exercises fit" if fitting else "there is no exercise"
-    raise ValueError(f"{what} {text!r}; name one of: {names}")
+    if fitting:
+        names = ", ".join(exercise.name for exercise in fitting)
+        raise ValueError(f"{len(fitting)} exercises fit {text!r}; name one of: {names}")
+    raise ValueError(
+        f"there is no exercise {text!r}; `minimegatron exercises list` shows all {len(exercises())}"
+    )

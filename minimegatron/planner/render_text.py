@@ -3,6 +3,7 @@
 Megatron has no counterpart.
 """
 
+import textwrap
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import groupby
@@ -45,21 +46,21 @@ MOST_LINES = 200
 def render_text(simulation: Simulation, width: int = 100, colour: bool = False) -> str:
     """The timeline in at most `width` columns, with the table and the figures below it.
 
-    Every line fits `width` (only a table with very long numbers may not). Bars carry microbatch
-    numbers where they are wide enough. `colour` adds terminal colours.
+    Every line fits `width`: a table that is wider goes on in a second one below it. Bars carry
+    microbatch numbers where they are wide enough. `colour` adds terminal colours.
     """
     lines = [title(simulation), cost_words(simulation), ""]
     lines += _TextGantt(simulation, width).lines(colour)
     lines.append("")
-    lines += _rank_table(simulation)
+    lines += _aligned(_rank_table(simulation), width)
     lines.append("")
     lines += _figure_lines(simulation)
     if ways := ways_table(simulation):
-        lines += ["", *_aligned(ways)]
+        lines += ["", *_aligned(ways, width)]
         if simulation.plan.config.pp_size == 1:
             lines.append("not joined: a step's end is not waited for, as on a GPU")
     if rings := ring_table(simulation):
-        lines += ["", *_aligned(rings)]
+        lines += ["", *_aligned(rings, width)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -149,7 +150,9 @@ class _TextGantt:
                 for name, cells, kinds in of_chunks:
                     text = _paint(cells[block], kinds[block]) if colour else "".join(cells[block])
                     yield name.ljust(self.indent) + text
-        yield from (f"{'':{self.indent}}{words}" for words in self._legend())
+        for words in self._legend():
+            for line in textwrap.wrap(words, self.block_width, subsequent_indent="  "):
+                yield f"{'':{self.indent}}{line}"
 
     def _rows(self, rank: int) -> list[tuple[str, list[str], list[str | None]]]:
         """Per chunk and lane: its name, the characters of its line, and the kind of work of each."""
@@ -267,7 +270,7 @@ def _common_unit(times: set[Time]) -> Fraction | None:
 # -- Figures --
 
 
-def _rank_table(simulation: Simulation) -> list[str]:
+def _rank_table(simulation: Simulation) -> list[list[str]]:
     has_phases = any(a.phase for actions in simulation.plan.ranks for a in actions)
     head = ["", "warm-up", "steady", "cool-down"] if has_phases else [""]
     rows = [[*head, "busy", "idle", "in flight", "longest wait"]]
@@ -287,12 +290,21 @@ def _rank_table(simulation: Simulation) -> list[str]:
                 gap_words(simulation, row.longest_gap) if row.longest_gap else "-",
             ]
         )
-    return _aligned(rows)
+    return rows
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def _aligned(rows: list[list[str]], width: int) -> list[str]:
+    """The rows as lines. Columns that do not fit stand below, behind the first column again."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    shown = len(widths)
+    while shown > 2 and sum(widths[:shown]) + 2 * (shown - 1) > width:
+        shown -= 1
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths[:shown], strict=False)) for row in rows
+    ]
+    if shown == len(widths):
+        return lines
+    return [*lines, "", *_aligned([[row[0], *row[shown:]] for row in rows], width)]
 
 
 def _figure_lines(simulation: Simulation) -> list[str]:

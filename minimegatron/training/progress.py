@@ -111,7 +111,7 @@ def training_log(
     _write_to_tensorboard(values | {"tokens/s": progress.tokens / seconds}, iteration)
     parts = [f"{name} {value:{FORMATS.get(name, '.4f')}}" for name, value in values.items()]
     parts += [f"{progress.tokens / seconds:,.0f} tokens/s"]
-    progress.bar.set_postfix_str(", ".join(parts), refresh=False)
+    progress.bar.set_postfix_str(parts[0], refresh=False)  # the line above has the others
     print_rank_0(
         f" iteration {iteration:>{len(str(args.train_iters))}}/{args.train_iters} | "
         + " | ".join(parts)

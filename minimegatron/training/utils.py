@@ -16,6 +16,7 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.zigzag import take_part
 from minimegatron.core.utils import get_device
+from minimegatron.training.terminal_lines import fitted
 
 # -- Printing --
 
@@ -24,7 +25,7 @@ from minimegatron.core.utils import get_device
 def print_rank_0(message: str) -> None:
     """Prints on rank 0 only, above the progress bar if there is one."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        tqdm.write(message)
+        tqdm.write(fitted(message))
 
 
 def is_last_rank() -> bool:
@@ -35,7 +36,7 @@ def is_last_rank() -> bool:
 def print_rank_last(message: str) -> None:
     """Prints on the last rank only."""
     if not dist.is_initialized() or is_last_rank():
-        tqdm.write(message)
+        tqdm.write(fitted(message))
 
 
 # -- Numbers over ranks --

@@ -60,7 +60,7 @@ def test_other_orders_and_large_worlds(capsys):
         ("groups --world-size 16 --order tp-pp-zp", "has the word 'zp'"),
         ("groups --world-size 16 --ep 5", "not divisible by etp=1 x ep=5"),
         ("groups --world-size many", "invalid int value: 'many'"),
-        ("groups", "the following arguments are required: --world-size"),
+        ("groups --tp 2", "the following arguments are required: --world-size"),
         ("groups --world-size 16 --tensor 2", "unrecognized arguments: --tensor 2"),
         ("gruops", "there is no command 'gruops'; did you mean 'groups'?"),
         ("zzz", "there is no command 'zzz'; use one of: convert, exercises, groups"),

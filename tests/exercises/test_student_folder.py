@@ -43,7 +43,9 @@ def pass_all(folder: StudentFolder) -> None:
 def test_names_may_be_shortened():
     assert find("ex01") is find("1") is find("01") is find(FIRST.name) is find(f"{FIRST.name}.py")
     assert find("rank_arith") is FIRST
-    with pytest.raises(ValueError, match="there is no exercise 'ex99'; name one of: ex01"):
+    with pytest.raises(
+        ValueError, match="there is no exercise 'ex99'; `minimegatron exercises list`"
+    ):
         find("ex99")
     with pytest.raises(ValueError, match=r"\d+ exercises fit 'ex1'|there is no exercise|fit 'ex'"):
         find("ex")
@@ -84,7 +86,8 @@ def test_hints_come_one_by_one_and_are_counted(tmp_path, capsys):
         capsys.readouterr()
         assert run(tmp_path, "hint") == 0
         out = capsys.readouterr().out
-        assert out.startswith(f"Hint {number}\n") and hints(FIRST)[number - 1] in out
+        said = re.sub(r"[^a-zA-Z]", "", hints(FIRST)[number - 1].replace("python", ""))
+        assert out.startswith(f"Hint {number}\n") and said in re.sub(r"[^a-zA-Z]", "", out)
     assert StudentFolder.open(tmp_path).of(FIRST).hints == 3
 
 
@@ -162,9 +165,9 @@ def test_the_list_shows_progress_and_what_is_next(folder):
     assert f"0 of {len(exercises())} passed" in pages.overview(folder)
     assert "next: `minimegatron exercises start ex01`" in pages.overview(folder)
     folder.start(FIRST)
-    assert f"[-] {FIRST.name}" in pages.overview(folder)
+    assert f"[-] {FIRST.number} " in pages.overview(folder)
     folder.note(FIRST, Verdict(PASSED), "x")
-    assert f"[x] {FIRST.name}" in pages.overview(folder)
+    assert f"[x] {FIRST.number} " in pages.overview(folder)
     assert "start ex01b" in pages.overview(folder)
 
 
@@ -177,6 +180,6 @@ def test_the_end_says_something_good(folder):
 
 def test_pages_and_solutions_are_there(tmp_path, capsys):
     assert run(tmp_path, "page", "ex01") == 0
-    assert capsys.readouterr().out.startswith("# ")
+    assert capsys.readouterr().out.split("\n", 1)[0].strip() == find("ex01").title
     assert run(tmp_path, "solution", "ex01") == 0
     assert capsys.readouterr().out.strip().endswith("ex01_rank_arithmetic/solution.py")

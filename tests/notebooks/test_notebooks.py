@@ -219,12 +219,13 @@ def test_runs_from_scratch(path, runs, tmp_path):
 # -- The tests' own tools --
 
 
-def test_a_failing_cell_is_reported_with_its_error(tmp_path):
+def test_a_failing_cell_is_reported_with_its_error(tmp_path, capfd):
     path = tmp_path / "99_fails.py"
     path.write_text("# %%\nx = 1\n\n# %%\nassert x == 2, 'x is one'\n")
     done = notebook_runs.execute(path)
     assert "x is one" in done.error
     assert not list(notebook_runs.CACHE.glob("99_fails*"))
+    assert "WARNING" not in capfd.readouterr().err  # kernels over TCP, for one
 
 
 def test_pairs_are_written_and_kept(tmp_path):

@@ -4,6 +4,7 @@ Torch-free. Megatron has no counterpart.
 """
 
 import shutil
+import textwrap
 
 from minimegatron.exercises.exercise import TIERS, Exercise, exercises
 from minimegatron.exercises.labs.labs import (
@@ -35,9 +36,10 @@ def overview(folder: StudentFolder) -> str:
 
 
 def _row(exercise: Exercise, progress: ExerciseProgress) -> str:
-    ranks = f"{exercise.num_ranks} ranks" if exercise.num_ranks else "no ranks"
-    name = f"{_mark(progress)} {exercise.name:34}"
-    return f"  {name} {exercise.minutes:3} min  {ranks:8}  {exercise.title}"
+    number = exercise.num_ranks
+    ranks = f"{number} rank{'s' * (number != 1)}" if number else "no ranks"
+    start = f"{_mark(progress)} {exercise.number:5} {exercise.minutes:2} min"
+    return f"{start} {ranks:8} {exercise.title}"
 
 
 def _mark(progress: ExerciseProgress) -> str:
@@ -126,14 +128,14 @@ def ending(folder: StudentFolder) -> str:
 
 def lab_overview(folder: StudentFolder) -> str:
     """Every lab, with what the student predicted and saw."""
-    lines = [
-        "Each breaks one line of a copy of the package. Predict what happens, then run it.",
-        "",
-    ]
+    lines = ["Each breaks one line of a copy of the package. Predict, then run it.", ""]
+    width = shutil.get_terminal_size((100, 24)).columns
     for number, lab in enumerate(LABS, 1):
         seen = folder.labs.get(lab.name, {})
         mark = "[x]" if "outcome" in seen else "[-]" if seen else "[ ]"
-        lines.append(f"  {mark} {number:2} {lab.name:42} {layout_words(lab)}")
+        start = f" {mark} {number:3} {lab.name:42} "
+        words = {"initial_indent": start, "subsequent_indent": " " * len(start)}
+        lines += textwrap.wrap(layout_words(lab), width, **words)
     right = sum(one.get("predicted") == one.get("outcome", "") for one in folder.labs.values())
     run = sum("outcome" in one for one in folder.labs.values())
     lines += ["", f"{run} of {len(LABS)} run, {right} predicted right", ""]
