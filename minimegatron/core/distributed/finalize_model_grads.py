@@ -1,7 +1,7 @@
-"""After the last backward: every gradient becomes what one process with the whole batch would have;
-with a distributed optimizer, in this rank's shards.
+"""After the last backward: every gradient becomes what one process with the whole batch would have.
 
-A step's frame calls it once, as `config.finalize_model_grads_func`. Counterpart:
+With a distributed optimizer, in this rank's shards. A step's frame calls it once, as
+`config.finalize_model_grads_func`. Counterpart:
 `megatron.core.distributed.finalize_model_grads`, under the same names.
 
 Sum 1 may have begun during backward, so the others wait for it. They are sums of elements, whatever
