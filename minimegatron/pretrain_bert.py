@@ -2,7 +2,7 @@
 
 Counterpart: `pretrain_bert.py` at the top of Megatron-LM.
 
-The functions come in the order in which a run first calls them, and the last line hands them over.
+The functions come in the order of `pretrain_gpt`, and `main` hands them over.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,9 +1,9 @@
 """Pretrain a GPT: the file a learner copies and edits.
 
-It calls `pretrain` once, and is then called back through the five functions below. Counterpart:
-`pretrain_gpt.py` at the top of Megatron-LM.
+It calls `pretrain` once, and is then called back through the functions that `main` hands over.
+Counterpart: `pretrain_gpt.py` at the top of Megatron-LM.
 
-The functions come in the order in which a run first calls them, and the last line hands them over.
+The functions come in this order: the model, the data, one microbatch, what an evaluation adds, the run.
 """
 
 from collections.abc import Callable, Iterator, Sequence

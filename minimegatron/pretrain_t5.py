@@ -3,7 +3,7 @@
 Counterpart: `pretrain_t5.py` at the top of Megatron-LM. The one of today refuses several stages; which
 stage has what is from before July 2024, see `core.models.T5.stack_split`.
 
-The functions come in the order in which a run first calls them, and the last line hands them over.
+The functions come in the order of `pretrain_gpt`, and `main` hands them over.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -15,7 +15,7 @@
 # # 08 Gradient buffers
 #
 # **The question.** Two copies of a model each see half of the batch, and their gradients must be
-# summed. A model has hundreds of gradients. Why are there only a few messages, why do they leave
+# summed. A model has hundreds of gradients. Why are there only a few messages, why can they leave
 # before backward has ended, and what happens if they leave too early?
 
 # %%

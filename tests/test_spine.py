@@ -74,7 +74,8 @@ def test_what_each_is_fits_a_line():
 
 
 def test_readme_says_what_the_list_says():
-    found = spine.SENTENCE.findall((ROOT / "README.md").read_text())
+    text = (ROOT / "README.md").read_text()
+    found = spine.SENTENCE.findall(text)
     assert len(found) == 1
     files, lines, hours = (int(number.replace(",", "")) for number in found[0])
     links = spine.read_spine()
@@ -82,6 +83,8 @@ def test_readme_says_what_the_list_says():
     assert files == len(links), again
     assert abs(lines - sum(link.num_lines for link in links)) <= 150, again
     assert abs(hours - sum(link.minutes for link in links) / 60) <= 1, again
+    assert spine.ENTERED.search(text), "README says how many of the files a step enters"
+    assert spine.ENTERED.sub(rf"\g<1>{spine.num_entered()}", text) == text, again
     assert "weekend" not in (ROOT / "README.md").read_text()
 
 

@@ -7,6 +7,7 @@ units of one forward unless a page says otherwise.
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -44,7 +45,9 @@ from memory_cases import (  # noqa: F401  for pages
 )
 from short_warmup import both_warmups, makespan
 from spine import spine_files, spine_hours, spine_lines
+from tour import read_tour
 
+from minimegatron.core.optimizer import OptimizerConfig, _get_grad_scaler
 from minimegatron.core.pipeline_parallel.schedule_table import (
     convert_schedule_table_to_order,
     count_rank_microbatches,
@@ -450,12 +453,12 @@ def column_row() -> str:
 
 
 def scaler_history() -> str:
-    """The dynamic loss scale over six steps, two of which overflow."""
-    from minimegatron.core.optimizer.grad_scaler import DynamicGradScaler
-
-    scaler = DynamicGradScaler(65536.0, 1.0, 2.0, 0.5, 2, 1)
+    """The dynamic loss scale over seven steps, three of which overflow; it may grow after two."""
+    scaler = _get_grad_scaler(
+        OptimizerConfig(lr=1.0, fp16=True, initial_loss_scale=65536.0, loss_scale_window=2)
+    )
     rows = []
-    for number, overflow in enumerate((False, False, True, False, True, False)):
+    for number, overflow in enumerate((False, False, True, False, True, True, False)):
         before = float(scaler.scale)
         scaler.update(overflow)
         rows.append(
@@ -480,6 +483,13 @@ def bf16_update() -> str:
             ["in fp32, then rounded to bf16", f"{main.bfloat16().item():.4g}"],
         ],
     )
+
+
+def bf16_gap_below_one() -> str:
+    import torch
+
+    one = torch.tensor(1.0, dtype=torch.bfloat16)
+    return f"{float(one - torch.nextafter(one, torch.zeros_like(one))):.2g}"
 
 
 def norm_case() -> str:
@@ -509,7 +519,31 @@ def spine_sentence() -> str:
 
 def num_tour_pages() -> int:
     """Pages of the tour, its index not counted."""
-    return len(list(Path(__file__).parents[1].glob("tour/*.md"))) - 1
+    return len(read_tour())
+
+
+def num_asides() -> int:
+    """Pages that the longest path alone has."""
+    return sum(page.aside for page in read_tour())
+
+
+def num_exam_questions() -> int:
+    return len(_exam_sections())
+
+
+def num_exam_pages() -> int:
+    """Pages of the tour that the exam asks about."""
+    return len({section.partition("#")[0] for section in _exam_sections()})
+
+
+def _exam_sections() -> list[str]:
+    text = (Path(__file__).parents[1] / "exam.toml").read_text()
+    return [question["section"] for question in tomllib.loads(text)["question"]]
+
+
+def default_of(field: str) -> str:
+    """What the optimizer's config has where nobody says anything."""
+    return f"{getattr(OptimizerConfig(lr=1.0), field):g}"
 
 
 def submission_limits() -> str:

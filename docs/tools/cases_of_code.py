@@ -20,9 +20,9 @@ from minimegatron.core.dist_checkpointing.core import ASIDE
 from minimegatron.core.dist_checkpointing.mapping import boxes_of_range, make_sharded_tensors
 from minimegatron.core.distributed.distributed_data_parallel import gradient_scaling_factor
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.optimizer import OptimizerConfig, _get_grad_scaler
 from minimegatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from minimegatron.core.optimizer.distrib_optimizer import local_ranges
-from minimegatron.core.optimizer.grad_scaler import DynamicGradScaler
 from minimegatron.core.pipeline_parallel.steps import (
     backward_step,
     custom_backward,
@@ -306,9 +306,10 @@ def bf16_after(start: float, update: float, count: int) -> tuple[str, str]:
     return f"{weight.item():.6g}", f"{main.item():.6g}"
 
 
-def scale_after(start: float, interval: int, overflows: Sequence[bool]) -> list[str]:
-    """The dynamic loss scale after each step; it doubles and halves, hysteresis 1."""
-    scaler = DynamicGradScaler(start, 1.0, 2.0, 0.5, interval, 1)
+def scale_after(overflows: Sequence[bool], **given: float) -> list[str]:
+    """The dynamic loss scale after each step. `given` are fields of the optimizer's config; the others
+    have their defaults, so two overflows lower the scale (`hysteresis`)."""
+    scaler = _get_grad_scaler(OptimizerConfig(lr=1.0, fp16=True, **given))
     found = []
     for overflow in overflows:
         scaler.update(overflow)

@@ -135,6 +135,18 @@ def fits_table(dispatches: Sequence[object] = (1, 2, 3, 4, 5, 6), m: int = 4) ->
     return table(["a dispatch takes", *WAYS], rows)
 
 
+def hidden_up_to(way: str = "combined") -> str:
+    """The longest dispatch that a pair hides whole, over the time of the experts' forward, 2."""
+    found = Fraction(0)
+    for eighths in range(1, 33):
+        nodes = (2, 2, 2 * Fraction(eighths, 8), 1)
+        few, many = (layer_way(way, m, nodes=nodes).exposed for m in (4, 16))
+        if few < many:  # then each of the further pairs exposes some
+            break
+        found = Fraction(eighths, 8)
+    return number_words(found)
+
+
 def exposed(way: str = "combined", m: int = 4, layers: int = 4, nodes: Nodes = (2, 2, 1, 1)) -> str:
     return number_words(layer_way(way, m, layers, nodes).exposed)
 

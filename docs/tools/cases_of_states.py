@@ -260,10 +260,10 @@ def cache_elements(groups: int, head_dim: int, s: int, b: int = 1) -> int:
     return 2 * s * b * groups * head_dim
 
 
-def equal_length(heads: int, head_dim: int, state_dim: int, groups: int, kv_channels: int) -> int:
+def more_from(heads: int, head_dim: int, state_dim: int, groups: int, kv_channels: int) -> int:
     """From how many tokens on keys and values take more room than the state."""
     one = cache_elements(groups, kv_channels, 1)
-    return -(-state_elements(heads, head_dim, state_dim) // one)
+    return state_elements(heads, head_dim, state_dim) // one + 1
 
 
 # -- Sections over tensor ranks --

@@ -9,6 +9,7 @@ import json
 import re
 import textwrap
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from one_gradient import (  # noqa: F401  for pages
 )
 from why_times_two import (  # noqa: F401  for pages
     exchange_figure,
+    exchange_of,
     exchanges_table,
     held,
     is_stuck,
     num_warmups,
+    stuck_in,
     verdicts_table,
+    waits,
     who_waits,
 )
 
@@ -96,6 +100,24 @@ def losses(run: str) -> list[dict[int, str]]:
         if match:
             found[-1][int(match[1])] = match[2] or "skipped"
     return found
+
+
+def skipped(run: str) -> list[int]:
+    """The steps since the checkpoint that the run skipped, in its last life."""
+    return [n for n, loss in losses(run)[-1].items() if loss == "skipped" and n > step("saved")]
+
+
+def more_updates(run: str) -> int:
+    """How many updates more the run made than the one in which nobody died."""
+    return len(skipped("whole")) - len(skipped(run))
+
+
+def doubled(run: str) -> list[int]:
+    """The steps after which the log has twice the loss scale of the step before."""
+    lines = restart()["runs"][run]["lines"]
+    found = [re.match(r" iteration +(\d+)/.* loss scale (\d+)", line) for line in lines]
+    scales = [(int(match[1]), int(match[2])) for match in found if match]
+    return [n for (_, before), (n, scale) in pairwise(scales) if scale == 2 * before]
 
 
 def losses_table() -> str:

@@ -5,6 +5,7 @@ run `python docs/tools/spine.py`: it sets the minutes, and the figures in README
 Calls: `code_count`. Megatron has no counterpart.
 """
 
+import json
 import re
 import tomllib
 from functools import cache
@@ -23,6 +24,8 @@ SENTENCE = re.compile(
     r"about\s+(?P<hours>\d+)\s+hours"
 )
 """In README.md."""
+ENTERED = re.compile(r"(A plain GPT's step enters )\d+")
+"""Likewise."""
 
 
 class Link(NamedTuple):
@@ -92,6 +95,12 @@ def spine_rate() -> str:
     return str(60 * lines_per_minute())
 
 
+def num_entered() -> int:
+    """How many of them a plain GPT's step enters, as `record_entered_files` has seen it."""
+    recorded = json.loads((Path(__file__).parent / "entered_files.json").read_text())
+    return len(recorded["files"]["GPT"])
+
+
 def write() -> None:
     """Sets `minutes` in the list and the figures in README.md."""
     text = LIST.read_text()
@@ -109,7 +118,8 @@ def write() -> None:
             words = words[:first] + value + words[last:]
         return words
 
-    README.write_text(SENTENCE.sub(filled, README.read_text()))
+    text = SENTENCE.sub(filled, README.read_text())
+    README.write_text(ENTERED.sub(rf"\g<1>{num_entered()}", text))
     print(f"{files} files, {lines} lines of code, {hours} hours")
 
 

@@ -111,19 +111,61 @@ def _cell(run: Traced, rank: int, number: int) -> str:
     return f"**{words}: waits for ever**" if stuck and place == stuck.index else words
 
 
-def who_waits(steps: int, p: int, m: int, v: int, overlap: bool = False) -> str:
-    """A row per message that a rank waits for: in which exchange, for what, and where its peer is."""
+class Wait(NamedTuple):
+    """What a rank waits for, for ever: the exchange that it stands in, and where the message is."""
+
+    rank: int
+    exchange: int
+    message: Message
+    name: str
+    """As on the page: g0→2."""
+    their_exchange: int
+    """In which exchange of its peer the message's other end is."""
+    they_are_in: int
+    """The exchange that its peer stands in."""
+
+
+def waits(steps: int, p: int, m: int, v: int, overlap: bool = False) -> list[Wait]:
+    """All waits of the step, by rank; none if it comes to its end."""
     run = traced(steps, p, m, v, overlap)
-    rows = []
+    found = []
     for rank, stuck in sorted(run.done.stuck.items()):
         for message in stuck.messages:
             peer = message.peer
-            verb = "be taken" if message.direction == SEND else "come"
             theirs = run.numbers[peer][_their_exchange(run, rank, stuck.index, message)]
             now = run.numbers[peer][run.done.stuck[peer].index]
-            words = f"`{short(run.plan, rank, message)}` to {verb}"
-            where = f"exchange {theirs} of rank {peer}, which is in its exchange {now}"
-            rows.append([rank, run.numbers[rank][stuck.index], words, where])
+            name = short(run.plan, rank, message)
+            found.append(Wait(rank, run.numbers[rank][stuck.index], message, name, theirs, now))
+    return found
+
+
+def stuck_in(steps: int, p: int, m: int, v: int) -> str:
+    """The exchanges in which ranks 0, 1, ... stand for ever: "10, 11, 11 and 10"."""
+    by_rank = {wait.rank: str(wait.exchange) for wait in waits(steps, p, m, v)}
+    *others, last = by_rank.values()
+    return f"{', '.join(others)} and {last}"
+
+
+def exchange_of(steps: int, p: int, m: int, v: int, rank: int, name: str) -> int:
+    """Which exchange of this rank has the message with this name, such as g0→2."""
+    run = traced(steps, p, m, v)
+    (place,) = [
+        place
+        for place in run.numbers[rank]
+        if any(short(run.plan, rank, msg) == name for msg in run.plan.ranks[rank][place].messages)
+    ]
+    return run.numbers[rank][place]
+
+
+def who_waits(steps: int, p: int, m: int, v: int, overlap: bool = False) -> str:
+    """A row per message that a rank waits for: in which exchange, for what, and where its peer is."""
+    rows = []
+    for wait in waits(steps, p, m, v, overlap):
+        peer = wait.message.peer
+        verb = "be taken" if wait.message.direction == SEND else "come"
+        where = f"exchange {wait.their_exchange} of rank {peer}"
+        where += f", which is in its exchange {wait.they_are_in}"
+        rows.append([wait.rank, wait.exchange, f"`{wait.name}` to {verb}", where])
     return table(["rank", "stands in its exchange", "waits for", "that is in"], rows)
 
 

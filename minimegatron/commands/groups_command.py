@@ -99,7 +99,7 @@ def group_table(
     made = {tuple(sorted(ranks)) for of_kind in groups.values() for ranks in of_kind}
     yield ""
     yield f"{len(made)} distinct sets of ranks, so {len(made)} process groups" + (
-        ", the default one among them" if any(len(ranks) == world_size for ranks in made) else ""
+        " beside the default one" if any(len(ranks) == world_size for ranks in made) else ""
     )
 
 

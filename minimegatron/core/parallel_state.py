@@ -302,7 +302,7 @@ def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGr
 
 
 def get_embedding_group(check_initialized: bool = True) -> dist.ProcessGroup:
-    """The stages of this pipeline that hold the word embedding: two copies, one gradient."""
+    """The stages of this pipeline that hold the word embedding: each a copy, all one gradient."""
     return get_group("embd", check_initialized)
 
 

@@ -1,1 +1,1 @@
-"""Starts ranks without torchrun. This file imports nothing; Megatron is started by torchrun alone."""
+"""Starts ranks without torchrun. This file imports nothing; Megatron has no counterpart."""

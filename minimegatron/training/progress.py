@@ -1,4 +1,4 @@
-"""What a person watching a run sees: one bar, and a line every `--log-interval` steps.
+"""What a person watching a run sees: one bar, and a line every `--log-interval` steps and at the end.
 
 Counterpart: `training_log` of `megatron.training.training`; the bar is ours.
 """
@@ -77,7 +77,8 @@ def training_log(
     num_zeros_in_grad: float | None,
     progress: Progress,
 ) -> None:
-    """Counts one step and, every `--log-interval` steps, logs the interval. Every rank must call it.
+    """Counts one step; every `--log-interval` steps, and after the last, logs the interval. Every rank
+    must call it.
 
     `loss_dict` is what `train_step` returned: scalar tensors on the last stage, empty elsewhere.
     `total_loss_dict` carries their sums, and the counts of good and of skipped steps, through the

@@ -44,7 +44,7 @@ def find_each_other(rank: int, world_size: int, timeout: timedelta) -> dist.Stor
 
 
 def _ask_torchrun() -> None:
-    """Raises if torchrun's store is gone. torch would try for as long as the time-out, half an hour."""
+    """Raises if torchrun's store is gone. torch would try until the time-out, by default 10 minutes."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return  # rank 0 serves the store, and may come later
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")

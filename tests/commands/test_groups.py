@@ -36,6 +36,13 @@ def test_prints_the_sixteen_gpu_example(capsys):
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_e_a_group_of_all_ranks_is_made_beside_the_default_one(capsys):
+    """As `parallel_state` does: the default group serves for none of the kinds."""
+    run("groups --world-size 4 --tp 2 --pp 2")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "9 distinct sets of ranks, so 9 process groups beside the default one" in text
+
+
 def test_other_orders_and_large_worlds(capsys):
     assert run("groups --world-size 8 --tp 2 --pp 2 --order pp-dp-tp") == 0
     text = capsys.readouterr().out

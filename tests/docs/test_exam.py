@@ -3,17 +3,20 @@
 import importlib
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
+from minimegatron.core.optimizer import OptimizerConfig
 from tests.docs.conftest import Watched
 from tests.docs.test_browser import violations
 from tests.docs.test_site import read
 
 exam_page = importlib.import_module("exam_page")
 macros_module = importlib.import_module("macros")
+cases_of_code = importlib.import_module("cases_of_code")
 
 DOCS = Path(__file__).parents[2] / "docs"
 SUBJECTS = """Launching and groups, A stage, Tensor parallelism, Data, train_step,
@@ -37,6 +40,26 @@ def test_every_subject_has_a_question(questions):
     assert len(questions) == 20
     assert {question.subject for question in questions} == set(re.split(r",\s+", SUBJECTS))
     assert len({question.id for question in questions}) == 20
+
+
+def test_e_the_exam_asks_about_each_page_that_it_says(questions, macros):
+    pages = {question.section.partition("#")[0] for question in questions}
+    text = macros.expand((DOCS / "exam.md").read_text().replace("{{ exam }}", ""))
+    assert f"# Exam: {len(questions)} questions" in text
+    assert f"One question on each of {len(pages)} pages" in text
+    assert len(pages) == len(questions)
+
+
+def test_e_what_holds_runs_with_the_defaults_of_the_package(macros, monkeypatch):
+    """A loss scale with another hysteresis once made a wrong option hold."""
+    seen, make = [], cases_of_code._get_grad_scaler
+    monkeypatch.setattr(cases_of_code, "_get_grad_scaler", lambda c: seen.append(c) or make(c))
+    exam_page.read_questions(macros._evaluate)
+    usual = OptimizerConfig(lr=1.0, fp16=True)
+    stated = {"initial_loss_scale"}
+    others = [field.name for field in fields(usual) if field.name not in stated]
+    assert seen
+    assert all(getattr(c, name) == getattr(usual, name) for c in seen for name in others)
 
 
 def test_every_wrong_answer_has_its_reason(questions):

@@ -1,6 +1,7 @@
 """What stands between double braces: filled in from the code, or the build ends."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,89 @@ def test_every_page_of_the_tour_can_be_filled_in(package, path):
     macros = macros_module.Macros(package, f"tour/{path.name}", glossary)
     macros.expand(path.read_text())
     assert macros.faults == []
+
+
+NUMBER = re.compile(r"(?<![\w.-])\d+(?:[.,/]\d+)*(?!\w)")
+COMPUTED = ("table", "figure", "run", "player")
+INDEX_PAGES = ("index.md", "tour/index.md", "exam.md", "symptoms/index.md", "teachers.md")
+COUNTED = "pages|questions|notebooks|exercises|labs|files|symptoms|problems"
+WORDS = "two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty"
+FEW = {"0", "1", "2"}
+WITH_CASES = [
+    path for name in ("tour", "symptoms") for path in sorted((ROOT / "docs" / name).glob("*.md"))
+]
+
+
+def typed_results(text: str) -> list[str]:
+    """Numbers typed into a paragraph below a computed table or picture that are not given before.
+
+    Given is what stands above on the page or in the paragraph's macros, `x = 3`, code, and what a
+    paragraph says that ends with a colon: it introduces the next case. 0 to 2 are too common to tell.
+    A question of the reader's gives numbers, and its answer must compute others.
+    """
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.S)
+    given, is_below, found = set(), False, []
+    for block in re.split(r"\n\s*\n", text):
+        macro = macros_module.MACRO.fullmatch(block.strip())
+        if block.startswith("#"):
+            is_below = False
+        elif macro and macro[1] in COMPUTED:
+            is_below = True
+        else:
+            question, _, answer = (
+                block.partition("\n    ") if block.startswith("???") else ("", "", block)
+            )
+            given |= numbers_of(question, with_macros=True)
+            in_macros = numbers_of(
+                " ".join(m[2] or "" for m in macros_module.MACRO.finditer(block))
+            )
+            typed = numbers_of(answer) - {n for n in numbers_of(answer) if f"= {n}" in block}
+            known = given | in_macros | FEW
+            must_compute = (is_below or question) and not block.rstrip().endswith(":")
+            if must_compute and not block.startswith("|") and (new := typed - known):
+                found.append(f"{sorted(new)}: {' '.join(block.split())[:90]}")
+        given |= numbers_of(block, with_macros=True)
+    return found
+
+
+def numbers_of(text: str, with_macros: bool = False) -> set[str]:
+    """Of prose: without links, formulas and code, and without macros unless asked."""
+    if not with_macros:
+        text = re.sub(r"\$\$?[^$]*\$\$?|`[^`]*`", "", macros_module.MACRO.sub("", text))
+    text = re.sub(r"\]\([^)]*\)|\{ #.*?\}|<[^>]*>", "", text)
+    return set(NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)))
+
+
+@pytest.mark.parametrize("path", WITH_CASES, ids=lambda path: path.stem)
+def test_e_numbers_below_a_computed_table_are_computed(path):
+    assert not typed_results(path.read_text())
+
+
+def test_e_a_typed_result_is_found():
+    page = "p = 4, M = 8.\n\n{{ table bubble_table() }}\n\n"
+    assert not typed_results(page + "Of 8 it is {{ value 16 }}; with M = 32 less.")
+    for wrong in (
+        "It idles 27.3 %.",
+        "So the step takes 33 units.",
+        '??? question "Why 7?"\n    It is 21.',
+    ):
+        assert len(typed_results(page + wrong)) == 1, wrong
+    assert "different exchange" not in (ROOT / "docs/tour/why-times-two.md").read_text()
+
+
+def test_e_exchanges_that_wait_are_counted(macros):
+    """The four ranks do not all stand in different exchanges, as the page once said."""
+    page = (ROOT / "docs/tour/why-times-two.md").read_text()
+    assert not re.search(r"exchange \d", page)
+    assert macros.expand("{{ value symptoms.stuck_in(1, 4, 8, 2) }}") == "10, 11, 11 and 10"
+    assert macros.expand("{{ table symptoms.who_waits(1, 4, 8, 2) }}").count("| 11 |") == 3
+
+
+@pytest.mark.parametrize("name", INDEX_PAGES)
+def test_e_index_pages_count_by_macros(name):
+    text = (ROOT / "docs" / name).read_text()
+    found = re.findall(rf"\b(?:\d+|{WORDS}) (?:{COUNTED})\b", text, re.IGNORECASE)
+    assert not [words for words in found if words not in ("two labs", "three labs")], found
 
 
 def test_headings_of_stages_do_not_overlap():

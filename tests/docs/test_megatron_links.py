@@ -20,6 +20,8 @@ LINK = re.compile(
     re.DOTALL,
 )
 TAG = re.compile(r"<[^>]*>")
+MACRO = re.compile(r"\{\{ megatron ([\w/.]+?)(?:#L(\d+))? \}\}(?: \(`([^`]+)`\))?")
+"""In a page's source: file, line, and the name behind it."""
 RECORD_AGAIN = "python docs/tools/record_megatron_files.py CLONE"
 
 
@@ -73,6 +75,54 @@ def test_links_outside_the_site(record):
                 r"NVIDIA/Megatron-LM/(?:blob|tree)/([\w.]+)/([\w/.]+)", path.read_text()
             ):
                 assert tag == record["tag"] and has_path(name, record), f"{path}: {name} at {tag}"
+
+
+def faults_of_claims(text: str, record: dict) -> list[str]:
+    """What is wrong with what a page of the tour, in its source, says that Megatron has.
+
+    A link to a file has a line, and a name that is in that line. Each claim of the section "What
+    Megatron-Core does beyond this" is an item of a list, with one such link.
+    """
+    found = []
+    for path, line, name in MACRO.findall(text):
+        if path.endswith(".py") and not (
+            name and name in record["lines"].get(f"megatron/{path}", {}).get(line, "")
+        ):
+            found.append(f"{path}: no line of it that has {name or 'a name'}")
+    for section in re.findall(
+        r"^## What Megatron-Core does beyond this\n(.*?)^## ", text, re.M | re.S
+    ):
+        head, *claims = re.split(r"^- ", section, flags=re.M)
+        if head.strip():
+            found.append(f"no item of a list: {head.strip()}")
+        found += [f"not one link: {claim}" for claim in claims if len(MACRO.findall(claim)) != 1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "tour").glob("*.md")), ids=lambda p: p.stem
+)
+def test_e_each_claim_about_megatron_has_a_file_and_a_name(page, record):
+    found = faults_of_claims(page.read_text(), record)
+    assert not found, "\n".join([*found, f"after a new link run {RECORD_AGAIN}"])
+
+
+def test_e_a_claim_without_a_name_is_found(record):
+    path = "core/pipeline_parallel/schedules.py"
+    lines = record["lines"][f"megatron/{path}"]
+    line = next(n for n, text in lines.items() if "def backward_step(" in text)
+    good = f"{{{{ megatron {path}#L{line} }}}} (`backward_step`)"
+    page = "## What Megatron-Core does beyond this\n\n{}\n\n## Ask yourself\n"
+    assert not faults_of_claims(page.format(f"- It has one: {good}."), record)
+    for wrong in (
+        f"It has one: {good}.",
+        "- It has Mamba layers.",
+        f"- It has one: {good}, and {good}.",
+        f"- It has one: {{{{ megatron {path} }}}}.",
+        f"- It has one: {good.replace('(`backward_step`)', '(`Mamba`)')}.",
+        f"- It has one: {good.replace(line, '999999')}.",
+    ):
+        assert len(faults_of_claims(page.format(wrong), record)) == 1, wrong
 
 
 def test_a_wrong_link_is_found(record):

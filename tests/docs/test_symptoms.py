@@ -45,6 +45,13 @@ def causes_of(page: Path) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_e_a_description_counts_its_causes(page):
+    words = {"six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
+    said = re.search(rf"({'|'.join(words)}) causes", page.read_text())
+    assert said is None or words[said[1]] == len(causes_of(page))
+
+
 def test_there_is_a_page_for_each_symptom():
     names = {page.stem for page in PAGES}
     assert names >= {
@@ -210,7 +217,8 @@ def test_who_waits_for_whom_with_two_stages():
     assert "| 0 | 3 | `g0→2` to come | exchange 4 of rank 1, which is in its exchange 4 |" in rows
     assert "| 1 | 4 | `a1→3` to come | exchange 4 of rank 0, which is in its exchange 3 |" in rows
     words = (DOCS / "tour" / "why-times-two.md").read_text()
-    assert "Rank 0's exchange 3 asks for `g0→2`" in words
+    names = [wait.name for wait in why_times_two.waits(1, 2, 4, 2)]
+    assert names == ["g0→2", "a1→3"] and all(f"`{name}`" in words for name in names)
     figure = why_times_two.exchange_figure(8)
     assert "waits for g0→2" in figure and "waits for a1→3" in figure
     assert "× 2: goes on to the end" in figure

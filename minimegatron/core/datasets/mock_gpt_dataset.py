@@ -11,7 +11,8 @@ from minimegatron.core.datasets.utils import Split
 
 
 class MockGPTLowLevelDataset:
-    """Made-up sequences: each counts up from 1, over and over, and ends with the end of document.
+    """Made-up sequences: each counts up from 1, after the largest token goes on with 0, and ends with
+    the end of document.
 
     A token is then known from the one before it, so a loss that falls says that training works.
 

@@ -1,15 +1,18 @@
 """After the last backward: every gradient becomes what one process with the whole batch would have.
 
-The schedules call it once per step, as `config.finalize_model_grads_func`. Counterpart:
+With a distributed optimizer, in this rank's shards. A step's frame calls it once, as
+`config.finalize_model_grads_func`. Counterpart:
 `megatron.core.distributed.finalize_model_grads`, under the same names.
 
-The order matters. Every later sum works on gradients that are already summed over data-parallel
-ranks, so it may treat them elementwise; the tokens come last, one factor for all.
+Sum 1 may have begun during backward, so the others wait for it. They are sums of elements, whatever
+ranks 1 has summed over. The division follows, one factor for all.
 
-    1. data parallel     sum over dp_cp        (experts: expt_dp; what backward launched is waited for)
-    2. tensor parallel   sum over tp, expt_tp  gradients of replicated parameters that are partial
-    3. word embedding    sum over embd         copies of it: first stage's, tied output layer's, ...
-    4. tokens            divide by their number, which only the last stage knows
+    1. data parallel       sum over dp_cp        (experts: expt_dp; waits for what backward launched)
+    2. tensor parallel     sum over tp, expt_tp  gradients of replicated parameters that are partial
+    3. word embedding      sum over embd         copies of it: first stage's, tied output layer's, ...
+    4. position embedding  sum over pos_embd     copies of it, where two stacks have one each
+    5. tokens              divide by their number, which only the last stage knows
+    6. `after_grads_funcs` what a layer does once per step, such as the experts' biases
 """
 
 import torch

@@ -69,7 +69,7 @@ class DynamicGradScaler(MegatronGradScaler):
         initial_scale, min_scale: where it begins, and never below.
         growth_factor, backoff_factor: above 1, and between 0 and 1.
         growth_interval: steps without overflow before it grows.
-        hysteresis: overflows since the last growth before it shrinks.
+        hysteresis: the overflow at which it shrinks, counted since the last growth; also at each after.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class OptimizerConfig:
     loss_scale_window: int = loss_scale_knob(1000, minimum=1)
     """fp16: good steps before it doubles."""
     hysteresis: int = loss_scale_knob(2, minimum=1)
-    """fp16: bad steps before it halves.
+    """fp16: the bad step at which it halves, and at each after.
 
     Counted since the last doubling."""
 

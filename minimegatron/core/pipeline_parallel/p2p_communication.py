@@ -8,12 +8,13 @@ previous one, in a ring, because with interleaving the last rank passes its earl
 the first. It makes a list of messages from that and gives it to `exchange`. An order that was lowered
 for another placement gives its own list, with its own peers.
 
-How a stage keeps computing while messages travel: a send returns at once, unless its channel (peer,
-payload, chunk) is full; `send_limits` says what full is, and why. The communicator keeps the tensor's
-storage until the message is out, so a schedule may free an output right after sending it. Between
-stages on one host a message is in shared memory by then (`local_transport`), and there when the
-receiver asks for it. Otherwise it travels from when both have asked; on NCCL the order of calls is the
-order on the wire, and `wait` makes the stream wait, not the program.
+How a stage keeps computing while messages travel: a send returns at once (on NCCL with
+`overlap_p2p_comm` only), unless its channel (peer, payload, chunk) is full; `send_limits` says what
+full is, and why. The communicator keeps the tensor's storage until the message is out, so a schedule
+may free an output right after sending it. Between stages on one host a message is in shared memory by
+then (`local_transport`), and there when the receiver asks for it. Otherwise it travels from when both
+have asked; on NCCL the order of calls is the order on the wire, and `wait` makes the stream wait, not
+the program.
 """
 
 import weakref
@@ -203,7 +204,7 @@ class P2PCommunicator:
     def recv_forward(self, tensor_shapes: Shape | list[Shape], is_first_stage: bool) -> Any:
         """The input of this stage's next forward, from the previous stage; None on the first.
 
-        `tensor_shapes` is one shape, or a list of shapes; then a list of tensors comes back.
+        `tensor_shapes` is one shape, or a list of shapes; then a list comes back, of tensors or None.
         """
         shapes = [] if is_first_stage else _as_shapes(tensor_shapes)
         started = self.exchange(self._in_order(recv_prev=shapes))
