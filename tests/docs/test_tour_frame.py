@@ -13,6 +13,7 @@ from tests.docs.conftest import ROOT, Watched
 tour = importlib.import_module("tour")
 tour_frame = importlib.import_module("tour_frame")
 chain_map = importlib.import_module("chain_map")
+callers = importlib.import_module("callers")
 quotes = importlib.import_module("quotes")
 folding = importlib.import_module("folding")
 macros_module = importlib.import_module("macros")
@@ -181,6 +182,47 @@ def test_the_strip_of_a_module(site, package):
     for module in {tour.place_of(package, call).page.module for call in CHAIN.values()}:
         assert strip_in((site / "source" / f"{module}.html").read_text())
     assert "mm-strip" not in (site / "source" / "minimegatron.planner.simulator.html").read_text()
+
+
+def calls_of(package, module: str) -> list[str]:
+    """The names that a source page's head says its file calls."""
+    found = re.search(r"<p>calls: (.*?)</p>", chain_map.strip_html(package, module))
+    return [words(link) for link in re.findall(r"<a .*?</a>", found[1])] if found else []
+
+
+def test_g_heads_of_source_pages_list_the_calls_of_their_file(package):
+    """Each listed call is in the file; each call of the chain that the file makes is listed."""
+    sites = callers.sites_of(package)
+    lines = {call.name: call.calls for call in CHAIN.values() if call.calls}
+    defined = {call.name: tour.place_of(package, call) for call in CHAIN.values()}
+    count = 0
+    for module, page in package.pages.items():
+        listed = calls_of(package, module)
+        code = "\n".join(line.partition("#")[0] for line in page.lines)
+        for name in listed:  # in the words of docs/tour.toml, or by its own name
+            last = re.split(r"[ .]", name)[-1]
+            assert lines.get(name, f"{last}(") in code or f"{last}(" in code, f"{module}: no {name}"
+            count += 1
+        if not chain_map.strip_html(package, module):
+            continue
+        for name, place in defined.items():
+            at = sites.get((place.page.module, place.symbol), ())
+            here = [one for one in at if one.module == module and one.how == callers.CALL]
+            is_own = place.page.module == module
+            if any(one.because or not one.through for one in here) and not is_own:
+                assert name in listed, f"{module} calls {name}"
+    assert count > 30
+
+
+def test_g_training_asks_for_the_schedule_through_a_helper(package):
+    listed = calls_of(package, "minimegatron.training.training")
+    assert "get_forward_backward_func" not in listed and "schedule_of_run" in listed
+    assert calls_of(package, "minimegatron.training.pipeline_schedule") == [
+        "get_forward_backward_func"
+    ]
+    assert calls_of(package, "minimegatron.core.pipeline_parallel.step_frame") == [
+        "finalize_model_grads"
+    ]
 
 
 def test_the_strip_stands_above_the_replay(site):
