@@ -181,7 +181,7 @@ def _lines_of(package: Package, call: Call, module: str) -> Iterable[int]:
 
 
 def _sites_in(package: Package, dotted: str, module: str) -> Iterable[int]:
-    """The lines of the file that call it, as the source pages say; not those that name a method above."""
+    """The lines of the file that call it, as the source pages say; not where one above it is."""
     sites = sites_of(package).get(_symbol(package, dotted), [])
     here = [site for site in sites if site.module == module and site.how == CALL]
     return [site.line for site in here if site.because or not site.through]

@@ -1,8 +1,8 @@
 """What docs/javascripts/search.js searches: every section of the site, with the kind of its page.
 
-Called by: `mkdocs_hook`, when the site is there. Calls: `tour`, for the chain. Reads the index that MkDocs has written
-and the site's pages; writes `search/pages.js`, which is loaded when search is first opened, from a
-server or from a folder, and leaves an index without sections for the theme's own script.
+Called by: `mkdocs_hook`, when the site is there. Calls: `tour`, for the chain. Reads the index that
+MkDocs has written and the site's pages; writes `search/pages.js`, which is loaded when search is first
+opened, from a server or from a folder, and leaves an index without sections for the theme's own script.
 
 Bodies are cut where another page says the same: of the reference, which repeats the docstrings of the
 source pages, and of Rosetta, names are kept.

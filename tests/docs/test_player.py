@@ -128,9 +128,13 @@ def test_keyboard_alone(browser, folder) -> None:
         opened.keys("Home", "ArrowRight", "ArrowRight", "ArrowRight")
         opened.sees(".mmp-inspector", "Stage 0: forward of microbatch 3")
         opened.keys("ArrowRight")
-        opened.sees(".mmp-inspector", "Stage 0 computes nothing for 6")
+        opened.sees(
+            ".mmp-inspector",
+            "Stage 0 computes nothing for 6 units: it waits for B0 on stage 1",
+        )
+        opened.sees(".mmp-inspector", "A forward takes 1 unit here.")
         opened.sees(".mmp-inspector", "waiting for B0 on stage 1, which ends at 10")
-        expect(opened.page.locator("[aria-live]").first).to_contain_text("idle for 6")
+        expect(opened.page.locator("[aria-live]").first).to_contain_text("idle for 6 units")
         opened.keys("Enter")
         assert opened.page.evaluate("document.activeElement.className") == "mmp-inspector-body"
         opened.keys("Escape")
@@ -363,7 +367,7 @@ def test_fingers_zoom_choose_and_read(browser, folder) -> None:
 
 def test_a_small_one_answers_inside(browser, folder) -> None:
     with Opened(browser, folder, "small.html") as opened:
-        opened.sees(".mmp-inspector", "Stage 0 computes nothing for 6")
+        opened.sees(".mmp-inspector", "nothing for 6 units: it waits for B0 on stage 1")
         opened.sees(".mmp-inspector", "waiting for B0 on stage 1")
         assert (
             opened.page.evaluate(

@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 from tests.docs.conftest import ROOT, Watched
 from tests.figures import figure, slowness
 
-# What a newcomer types -> the page that must stand first. Symbols, flags, words, questions, symptoms, Chinese.
+# What a newcomer types -> the page that must stand first. Symbols, flags, words, symptoms, Chinese.
 FIRST = {
     "loss_func": "tour/loss-contract",
     "no_sync": "tour/grad-buffers",

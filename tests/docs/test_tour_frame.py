@@ -313,7 +313,7 @@ def test_comments_stand_beside_the_code_where_there_is_room(browser, address):
 
 @pytest.mark.parametrize("size", [(1440, 900), (360, 740)], ids=str)
 def test_home_says_first_what_it_is(browser, address, size):
-    """Two sentences, three links and the lines that run it, in view before anything moves."""
+    """Two sentences, three links and a picture, in view before anything moves."""
     width, height = size
     with Watched(browser, (address,), viewport={"width": width, "height": height}) as watched:
         page = watched.page
@@ -324,11 +324,12 @@ def test_home_says_first_what_it_is(browser, address, size):
         anchors = go.locator("p > a")
         assert anchors.count() == 3
         assert anchors.nth(0).get_attribute("href") == "tour/train-step.html"
-        command = go.locator("pre")
-        assert "git clone" in command.inner_text() and "make demo" in command.inner_text()
-        told = go.locator("p").filter(has_text="ADDRESS:")
-        assert told.count() == ("ADDRESS" in command.inner_text())
-        for element in [lead, command, *told.all(), *(anchors.nth(i) for i in range(3))]:
+        picture = page.locator(".mm-player[data-ready] .mmp-timeline canvas").first
+        picture.wait_for()
+        page.wait_for_timeout(300)  # until sizes have settled
+        box = picture.bounding_box()
+        assert box["y"] + 0.7 * box["height"] <= height, f"the picture is at {box}"
+        for element in [lead, *(anchors.nth(i) for i in range(3))]:
             box = element.bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= width
             assert box["y"] + box["height"] <= height
@@ -351,8 +352,13 @@ def test_where_the_repository_is(package, monkeypatch):
     text = macros.expand("{{ clone }}\n\nx {{ repository_link }}")
     assert "$ git clone https://host.example/group/minimegatron\n$ cd minimegatron" in text
     assert "[Repository](https://host.example/group/minimegatron)" in text
-    assert "ADDRESS" not in text and "ADDRESS: " in repository.address_words("")
     monkeypatch.delenv("REPOSITORY_URL")
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
     assert repository.repository_url() == urls.get("Repository", "")
     assert "(../contributing.md)" in repository.repository_link("", "../")
+
+
+def test_g_no_address_no_line_that_clones(package, monkeypatch):
+    monkeypatch.setattr(macros_module, "repository_url", lambda: "")
+    text = macros_module.Macros(package, "index.md", set()).expand("a\n\n{{ clone }}\n\nb")
+    assert "git clone" not in text and "ADDRESS" not in text
