@@ -141,7 +141,8 @@
     });
   }
 
-  // The moment that is shown: a line from top to bottom that leaves out the numbers it would cut through.
+  // The moment that is shown: a line from top to bottom. It leaves out the numbers that it would cut through; they get
+  // a ground of one colour.
   function drawNow({ view, pen, layout, marks, colours, x, scale }) {
     const at = x(marks.t), numbers = [];
     if (!layout.isDense || marks.faded) view.tracks.forEach((track, number) => track.lanes.forEach((lane, place) => {
@@ -152,7 +153,11 @@
         const half = height / bar.parts.length, size = sizeOf(bar.l * scale, half, digits);
         bar.parts.forEach((part, row) => {
           const wide = 0.32 * size * String(part.mb).length + 1.5, middle = y + (row + 0.5) * half;
-          if (size && Math.abs(x(bar.s + bar.l / 2) - at) < wide) numbers.push([middle - 0.5 * size, middle + 0.5 * size]);
+          const centre = x(bar.s + bar.l / 2);
+          if (!size || Math.abs(centre - at) >= wide) return;
+          numbers.push([middle - 0.6 * size, middle + 0.6 * size]);
+          pen.rect(centre - wide, middle - 0.6 * size, 2 * wide, 1.2 * size, colours.paper);
+          pen.text(centre, middle + 0.36 * size, String(part.mb), { size, fill: colours.ink, bold: true });
         });
       }
     }));
@@ -287,10 +292,12 @@
   function drawPath({ pen, layout, x, colours }, path) {
     const low = (track) => layout.tracks[track].lanes[0].y + layout.bar - 5; // below the numbers
     const points = path.flatMap(({ track, s, e }) => [[x(s), low(track)], [x(e), low(track)]]);
-    pen.path(points, colours.inner, 5);
-    pen.path(points, colours.mark, 2.6);
-    pen.dot(...points[0], 4.5, colours.mark);
-    pen.dot(...points.at(-1), 3, colours.mark);
+    // Where bars are as narrow as their numbers, so is the line.
+    const isNarrow = layout.names < 60;
+    pen.path(points, colours.inner, isNarrow ? 3.2 : 5);
+    pen.path(points, colours.mark, isNarrow ? 1.8 : 2.6);
+    pen.dot(...points[0], isNarrow ? 3 : 4.5, colours.mark);
+    pen.dot(...points.at(-1), isNarrow ? 2.4 : 3, colours.mark);
   }
 
   function drawQuestion({ pen, marks, layout, x, colours }) {
