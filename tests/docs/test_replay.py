@@ -144,16 +144,21 @@ def test_g_the_time_line_cuts_through_no_number(browser, folder) -> None:
           const {view, colours, shades} = timeline;
           const layout = MM.draw.measure(view, 328), cut = [];
           let numLines = 0;
+          const isNow = ([x, , to, , colour]) => x === to && colour === colours.mark;
+          const isNumber = ([x, y]) => x > layout.names && y < layout.bottom;
           for (let t = 0; t < step.length; t += step.length / 97) {
             const lines = [], numbers = [];
             const pen = new Proxy({}, {get: (_, name) => (...given) => {
-              if (name === "line" && given[0] === given[2] && given[4] === colours.mark) lines.push(given);
-              if (name === "text" && given[0] > layout.names && given[1] < layout.bottom) numbers.push(given);
+              if (name === "line" && isNow(given)) lines.push(given);
+              if (name === "text" && isNumber(given)) numbers.push(given);
             }});
             MM.draw.paint(pen, view, layout, {...timeline.marks, t}, colours, shades);
             numLines += lines.length;
-            for (const [x, top, , bottom] of lines) for (const [middle, base, words, {size}] of numbers)
-              if (Math.abs(middle - x) < 0.28 * size * words.length && top < base && bottom > base - 0.7 * size) cut.push([t, words]);
+            for (const [x, top, , bottom] of lines)
+              for (const [middle, base, words, {size}] of numbers) {
+                const isBeside = Math.abs(middle - x) >= 0.28 * size * words.length;
+                if (!isBeside && top < base && bottom > base - 0.7 * size) cut.push([t, words]);
+              }
           }
           return [cut, numLines];
         }""")
