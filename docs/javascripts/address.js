@@ -12,13 +12,14 @@
 
   // -- What a value may be: each returns the value, or throws words that say what it may be --
 
+  const shown = (limit) => (Number.isFinite(limit) ? limit.toLocaleString("en", { maximumFractionDigits: 3 }) : limit);
   const refuse = (words) => { throw new Error(words); };
 
   MM.check = {
     number: ({ min = -Infinity, max = Infinity, whole = false } = {}) => (text) => {
       const value = Number(text);
       const isFine = text.trim() !== "" && Number.isFinite(value) && value >= min && value <= max && (!whole || Number.isInteger(value));
-      return isFine ? value : refuse(MM.say(whole ? "address.whole" : "address.number", { min, max }));
+      return isFine ? value : refuse(MM.say(whole ? "address.whole" : "address.number", { min: shown(min), max: shown(max) }));
     },
     one: (values) => (text) => (values().includes(text) ? text : refuse(MM.say("address.one", { values: values().filter(Boolean).join(", ") }))),
     flag: (text) => (["0", "1", ""].includes(text) ? (text === "0" ? 0 : 1) : refuse(MM.say("address.flag"))),

@@ -82,16 +82,29 @@
     }
 
     number(key, letter = null, step = "0.25") {
-      const input = make("input", { type: "number", min: "0", max: "1000000", step, inputmode: "decimal", oninput: () => {
-        const value = Number(input.value || 0);
-        if (Number.isFinite(value) && value >= 0 && value <= 1e6) this.set(key, value);
+      const isOptional = ["cap", "bi", "bw"].includes(key), rule = MM.PlayerState.RULES[key];
+      const fault = make("small", { class: "mmp-fault", role: "status" });
+      const input = make("input", { type: "number", min: rule.min, max: rule.max, step, inputmode: "decimal", oninput: () => {
+        const isEmpty = isOptional && input.value === "" && !input.validity.badInput;
+        try {
+          const value = isEmpty ? 0 : MM.check.number(rule)(input.value);
+          fault.textContent = "";
+          this.set(key, value);
+        } catch (error) {
+          fault.textContent = say("control.fault", { why: error.message, value: isOptional ? this.state[key] || "—" : this.state[key] });
+        }
+        input.setAttribute("aria-invalid", String(fault.textContent !== ""));
       } });
-      const isOptional = ["cap", "bi", "bw"].includes(key);
       this.fields[key] = { show: () => {
         if (key === "bi" || key === "bw") input.placeholder = this.state.b / 2; // half of a backward, unless said otherwise
-        if (document.activeElement !== input) input.value = isOptional && !this.state[key] ? "" : this.state[key];
+        if (document.activeElement === input) return;
+        input.value = isOptional && !this.state[key] ? "" : this.state[key];
+        fault.textContent = "";
+        input.setAttribute("aria-invalid", "false");
       } };
-      return MM.field(say(`control.${key}`), input, letter);
+      const field = MM.field(say(`control.${key}`), input, letter);
+      field.append(fault);
+      return field;
     }
 
     // A slider over the values that there are plans for.

@@ -73,7 +73,7 @@
     for (const path of marks.paths ?? []) if (path.length) drawPath(look, path);
     drawAxis(look);
     if (marks.ask) drawQuestion(look);
-    if (marks.t !== null) pen.line(look.x(marks.t), TOP - 4, look.x(marks.t), layout.bottom, colours.mark, 1.5);
+    if (marks.t !== null) drawNow(look);
     // Names last: bars that were scrolled out of sight pass beneath.
     view.tracks.forEach((track, number) => {
       const { top, bottom } = layout.tracks[number];
@@ -103,8 +103,7 @@
       if (marks.chosen === gap.id) ring(look, gap, y, height);
       else if (marks.hover === gap.id) pen.box(x(gap.s) + 1, y + 1, gap.l * scale - 2, height - 2, colours.quiet, 1.5);
     }
-    // All numbers or none: a size is chosen for the longest.
-    const digits = String(lane.bars.reduce((most, bar) => Math.max(most, bar.parts[0].mb), 0)).length;
+    const digits = digitsOf(lane);
     const outlined = [];
     for (const bar of lane.bars) {
       if (!isSeen(look, bar) || marks.hideFrom?.(bar)) continue;
@@ -114,6 +113,15 @@
     for (const bar of outlined) outline(look, bar, y, height);
     for (const part of lane.transfers ?? [])
       if (isSeen(look, part) && (marks.t === null || part.s <= marks.t)) pen.rect(x(part.s), y, Math.max(part.l * scale, 1.5), height, colours.transfer);
+  }
+
+  // All numbers or none: a size is chosen for the longest.
+  const digitsOf = (lane) => String(lane.bars.reduce((most, bar) => Math.max(most, bar.parts[0].mb), 0)).length;
+
+  // Of the number in a bar, or in a half of it; 0 for none.
+  function sizeOf(width, height, digits) {
+    if (height >= 15 && width >= 7.5 * digits + 3) return 11.5;
+    return width >= 5.4 * digits + 1 ? 9 : 0;
   }
 
   function drawBar({ pen, marks, colours, shades, x, scale }, bar, y, height, digits) {
@@ -127,10 +135,37 @@
       if (isToCome || isRunning || isFaded) pen.rect(left + inset, top, w, half, fill, isFaded ? 0.18 : 0.2);
       if (!isToCome && !isFaded) pen.rect(left + inset, top, isRunning ? Math.max((marks.t - bar.s) * scale - inset, 0.6) : w, half, fill);
       if (!isToCome && !isFaded && !isRunning && w > 9) drawPattern(pen, pattern, left + inset, top + half - 4, w, ink);
-      const size = half < 15 ? (width >= 5.4 * digits + 1 ? 9 : 0) : width >= 7.5 * digits + 3 ? 11.5 : width >= 5.4 * digits + 1 ? 9 : 0;
+      const size = sizeOf(width, half, digits);
       const isDark = !isFaded && (marks.t === null || (!isToCome && (!isRunning || (marks.t - bar.s) * scale > width / 2 + 5)));
       if (size) pen.text(left + width / 2, top + half / 2 + size * 0.36, String(part.mb), { size, fill: isToCome || isFaded ? colours.quiet : isDark ? ink : colours.ink, bold: !isToCome && !isFaded });
     });
+  }
+
+  // The moment that is shown: a line from top to bottom. It leaves out the numbers that it would cut through; they get
+  // a ground of one colour.
+  function drawNow({ view, pen, layout, marks, colours, x, scale }) {
+    const at = x(marks.t), numbers = [];
+    if (!layout.isDense || marks.faded) view.tracks.forEach((track, number) => track.lanes.forEach((lane, place) => {
+      if (lane.kind !== "compute") return;
+      const { y, height } = layout.tracks[number].lanes[place], digits = digitsOf(lane);
+      for (const bar of lane.bars) {
+        if (marks.hideFrom?.(bar)) continue;
+        const half = height / bar.parts.length, size = sizeOf(bar.l * scale, half, digits);
+        bar.parts.forEach((part, row) => {
+          const wide = 0.32 * size * String(part.mb).length + 1.5, middle = y + (row + 0.5) * half;
+          const centre = x(bar.s + bar.l / 2);
+          if (!size || Math.abs(centre - at) >= wide) return;
+          numbers.push([middle - 0.6 * size, middle + 0.6 * size]);
+          pen.rect(centre - wide, middle - 0.6 * size, 2 * wide, 1.2 * size, colours.paper);
+          pen.text(centre, middle + 0.36 * size, String(part.mb), { size, fill: colours.ink, bold: true });
+        });
+      }
+    }));
+    let from = TOP - 4;
+    for (const [top, bottom] of [...numbers.sort((a, b) => a[0] - b[0]), [layout.bottom, layout.bottom]]) {
+      if (top > from) pen.line(at, from, at, top, colours.mark, 1.5);
+      from = Math.max(from, bottom);
+    }
   }
 
   // A second sign of the kind, below the number, for eyes and papers without colours: the table's character.
@@ -257,10 +292,12 @@
   function drawPath({ pen, layout, x, colours }, path) {
     const low = (track) => layout.tracks[track].lanes[0].y + layout.bar - 5; // below the numbers
     const points = path.flatMap(({ track, s, e }) => [[x(s), low(track)], [x(e), low(track)]]);
-    pen.path(points, colours.inner, 5);
-    pen.path(points, colours.mark, 2.6);
-    pen.dot(...points[0], 4.5, colours.mark);
-    pen.dot(...points.at(-1), 3, colours.mark);
+    // Where bars are as narrow as their numbers, so is the line.
+    const isNarrow = layout.names < 60;
+    pen.path(points, colours.inner, isNarrow ? 3.2 : 5);
+    pen.path(points, colours.mark, isNarrow ? 1.8 : 2.6);
+    pen.dot(...points[0], isNarrow ? 3 : 4.5, colours.mark);
+    pen.dot(...points.at(-1), isNarrow ? 2.4 : 3, colours.mark);
   }
 
   function drawQuestion({ pen, marks, layout, x, colours }) {

@@ -32,6 +32,8 @@
   MM.words = {
     round,
     number: (value) => (Math.abs(value) >= 1000 ? String(Math.round(value)) : round(Math.round(value * 1000) / 1000)),
+    // A length of time in a plan; a run's are in milliseconds.
+    units: (value) => MM.say("time.units", { n: value, time: MM.words.number(value) }),
     percent: (value) => `${(100 * value).toFixed(1)} %`,
     minus: (text) => text.replaceAll(" - ", " − "),
     phase: (phase) => (phase ? MM.say(`phase.${phase}`) : ""),

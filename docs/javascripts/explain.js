@@ -4,7 +4,7 @@
 
 (() => {
   const MM = (globalThis.MM ||= {});
-  const make = MM.make, say = (...words) => MM.say(...words), { number, phase } = MM.words;
+  const make = MM.make, say = (...words) => MM.say(...words), { number, units, phase } = MM.words;
   const heading = (words) => make("h3", { "aria-level": 2 }, words);
 
   MM.Explanation = class Explanation {
@@ -26,7 +26,7 @@
 
     describe(id) {
       const { scene, action, gap, message } = this.parse(id);
-      if (gap) return { title: say("gap.title", { rank: gap.rank, time: number(gap.end - gap.start) }), lines: [this.gapWords(scene, gap)] };
+      if (gap) return { title: say("gap.title", { rank: gap.rank, time: units(gap.end - gap.start) }), lines: [this.gapWords(scene, gap)] };
       if (message) return { title: this.messageTitle(scene, message), lines: [this.span(message.start, message.end)] };
       return { title: scene.words(action), lines: [this.times(scene, action)] };
     }
@@ -85,12 +85,18 @@
     gapDetails(scene, gap) {
       const chain = scene.causalChain(gap), related = new Set(chain.slice(-2).map((action) => scene.idOf(action)));
       return { related, paths: [scene.path(chain)], lines: [], content: [
-        heading(say("gap.head", { rank: gap.rank, time: number(gap.end - gap.start) })),
-        make("p", {}, this.gapWords(scene, gap)),
+        heading(this.gapHead(scene, gap)),
+        make("p", {}, this.gapWords(scene, gap), ` ${say("time.unit", { f: units(scene.step.costs.times.F[gap.rank][0]) })}`),
         gap.waitsFor ? make("p", {}, ...MM.sentence("goto", { where: this.jump(scene, scene.at(gap.waitsFor)) })) : null,
         ...this.chainList(scene, chain, gap),
         this.sourceOf(scene, chain.at(gap.before === null ? -1 : -2) ?? chain.at(-1)),
       ] };
+    }
+
+    gapHead(scene, gap) {
+      const facts = { rank: gap.rank, time: units(gap.end - gap.start) }, other = gap.before === null ? null : gap.waitsFor?.[0];
+      if (other === null || other === undefined || other === gap.rank) return say("gap.head", facts);
+      return say("gap.head.waits", { ...facts, what: scene.name(scene.at(gap.waitsFor)), other });
     }
 
     // Down to the root: each could start only when the one above it had ended.
@@ -108,7 +114,7 @@
       const call = scene.plan.ranks[m.from][m.sent], other = scene.plan.ranks[m.to][m.received];
       return { related: new Set(), paths: null, lines: this.lineOf(scene, m), content: [
         heading(this.messageTitle(scene, m)),
-        make("p", {}, say(m.end > m.start ? "message.takes" : "message.free", { start: number(m.start), end: number(m.end) }), m.start > m.asked ? ` ${say("message.waited", { time: number(m.start - m.asked) })}` : ""),
+        make("p", {}, say(m.end > m.start ? "message.takes" : "message.free", { start: number(m.start), end: number(m.end) }), m.start > m.asked ? ` ${say("message.waited", { time: units(m.start - m.asked) })}` : ""),
         make("dl", { class: "mmp-facts" }, make("dt", {}, say("message.sender")), make("dd", {}, MM.code(call.call)), make("dt", {}, say("message.receiver")), make("dd", {}, MM.code(other.call))),
         this.follower(scene, m.mb), ...this.chainOfCall(scene, call),
       ] };
@@ -128,7 +134,7 @@
       const gap = scene.gapBefore(action);
       return { related, lines, paths: null, content: [
         heading(scene.words(action)),
-        make("p", {}, `${this.times(scene, action)}. `, gap ? `${say("idle.before", { time: number(gap.end - gap.start) })} ${this.gapWords(scene, gap)} ` : say("idle.none"),
+        make("p", {}, `${this.times(scene, action)}. `, gap ? `${say("idle.before", { time: units(gap.end - gap.start) })} ${this.gapWords(scene, gap)} ` : say("idle.none"),
           gap ? make("button", { type: "button", class: "mmp-link", onclick: () => this.choose(scene.prefix + gap.id) }, say("idle.chain")) : null),
         make("dl", { class: "mmp-facts" },
           make("dt", {}, say("needs")), make("dd", {}, ...this.jumps(scene, needs, say("needs.data"))),
@@ -190,7 +196,7 @@
       const facts = { rank: action.rank, start: number(scene.step.startOf(action)), end: number(scene.step.endOf(action)), chunk: scene.hasChunks ? say("name.chunk", { chunk: action.chunk }) : "" };
       const words = names.map((name) => say(`route.${name}`, facts));
       if (!needs.length && action.kind === "F") words.push(say("route.data"));
-      if (gap) words.push(say("route.waited", { time: number(gap.end - gap.start) }));
+      if (gap) words.push(say("route.waited", { time: units(gap.end - gap.start) }));
       return { words: words.join(" "), frames: this.chainOf(scene, action) };
     }
 

@@ -92,7 +92,7 @@
       if (name === scene.name(truth)) {
         this.right += 1;
         this.place += 1;
-        const gap = scene.gapBefore(truth), wait = gap ? say("quiz.waits", { time: number(gap.end - gap.start) }) : "";
+        const gap = scene.gapBefore(truth), wait = gap ? say("quiz.waits", { time: MM.words.units(gap.end - gap.start) }) : "";
         this.verdict.replaceChildren(make("b", { class: "mmp-right" }, say("quiz.yes", { name })), gap ? ` ${wait} ${this.player.explain.gapWords(scene, gap)}` : "");
         this.ask();
         (this.buttons.querySelector("button") || this.question).focus({ preventScroll: true });

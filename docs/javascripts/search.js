@@ -4,19 +4,20 @@
 // (docs/tools/search_index.py); both files are loaded when search is first opened (docs/overrides/main.html).
 //
 // A query becomes slots, one for each word or known phrase, each with its other spellings and meanings
-// (docs/search_synonyms.toml). A section is worth what its slots are, times the weight of its kind of page:
-// lessons stand before code, code before the reference.
+// (docs/search_synonyms.toml). A page fits as well as its sections have the slots. Of those that fit, the best of
+// each kind leads: the symptom, if a symptom was typed; the page of the tour, the exercise or notebook, the entry
+// of the glossary, the source. The others follow, by fit times the weight of their kind.
 
 (() => {
   const MM = (globalThis.MM ||= {});
   const SETUP = 0, READY = 1, QUERY = 2, RESULT = 3; // The theme's messages.
 
   const WEIGHT = {
-    symptoms: 3.6, tour: 3.2, glossary: 3, formulas: 2.4, home: 1.6, recipes: 1.6, exam: 1.4, problems: 1.4,
-    teachers: 1, gpu: 1.1, notebooks: 1, exercises: 1, source: 1, rosetta: 0.7, reference: 0.4,
+    tour: 2, exercises: 1.5, notebooks: 1.5, glossary: 1.5, formulas: 1.4, source: 1, recipes: 1.2, symptoms: 1, exam: 1, problems: 1,
+    home: 0.8, teachers: 0.6, gpu: 0.8, rosetta: 0.7, walkthroughs: 0.7, benchmarks: 0.5, held_against: 0.5, contributing: 0.5, reference: 0.4,
   };
-  const LESSONS = new Set(["symptoms", "tour", "glossary"]);
-  const FIRST = new Set([...LESSONS, "formulas"]);
+  // The kinds that lead, in this order: by a page that has all that was typed, or fits this much as well as the best.
+  const LEADERS = [["tour"], ["exercises", "notebooks"], ["glossary"], ["source"]], SYMPTOM = ["symptoms"], LEAST = 0.05;
   const CODE_HAS = 1.6; // A name in code that a lesson quotes.
   const OTHER_NAME = 0.9, MEANING = 0.8, WHOLE_QUERY = 6;
   const MOST_PAGES = 30, MOST_SECTIONS = 7, SHOWN = 2, TEASER = 220;
@@ -30,14 +31,17 @@
 
   let sections = null;
   let phrases = null;
+  let symptoms = null;
 
   function prepare() {
     if (sections) return;
     sections = [];
     for (const page of MM.searchData.pages) {
       page.plain = ` ${norm(page.title)} `;
+      page.explained = new Set((page.explains ?? []).map(norm));
       page.code = ` ${(page.names || "").toLowerCase()} `;
-      page.weight = (WEIGHT[page.kind] ?? 1) * (page.url.includes("minimegatron.exercises.") ? 0.5 : 1);
+      // What students are given, and lists of pages, answer little by themselves.
+      page.share = /minimegatron\.exercises\.|\/index\.html$/.test(page.url) ? 0.5 : 1;
       for (const [anchor, title, text] of page.sections) {
         const place = anchor === 0 ? title : anchor;
         sections.push({
@@ -49,19 +53,56 @@
     phrases = new Map();
     const learn = (from, to, weight) => {
       const known = phrases.get(norm(from)) || [];
-      for (const words of to) if (norm(words) !== norm(from)) known.push([norm(words), weight]);
+      for (const words of to) if (norm(words) !== norm(from)) known.push([norm(words), weight, norm(words).length < 4]);
       phrases.set(norm(from), known);
     };
     for (const group of MM.searchData.same) for (const words of group) learn(words, group, OTHER_NAME);
     for (const [words, meant] of Object.entries(MM.searchData.means)) learn(words, meant, MEANING);
+    // What a page explains is looked for as one phrase.
+    for (const page of MM.searchData.pages) for (const words of page.explained) if (!phrases.has(words)) phrases.set(words, []);
+    symptoms = MM.searchData.symptoms.map((words) => ` ${norm(words)} `);
   }
 
   // -- The query --
 
   const singular = (word) => (word.length > 3 && /[^s]s$/.test(word) && !word.includes("_") ? word.slice(0, -1) : word);
 
+  const SYMBOL = /^-{2}[\w-]+$|^[\w.]*_[\w.]*$|^[a-z\d]+(-[a-z\d]+){2,}$/i;
+
+  // A symbol or a flag: its words belong together, joined by either sign.
+  const symbolSlot = (text) => {
+    const name = text.replace(/^-+/, "").replaceAll("-", "_").toLowerCase().split(".").at(-1);
+    return { forms: [[name, 1, true], [norm(name.replaceAll("_", " ")), OTHER_NAME, true], ...(phrases.get(name) ?? [])], phrase: name };
+  };
+
+  /** Chinese is written without spaces: cut where a known phrase begins or ends, and beside Latin letters. */
+  function cut(word) {
+    const parts = [];
+    for (const run of word.match(/\p{Script=Han}+|[^\p{Script=Han}]+/gu) ?? []) {
+      if (!/\p{Script=Han}/u.test(run)) parts.push(run);
+      else for (let at = 0, rest = 0; at < run.length;) {
+        let length = run.length - at;
+        while (length > 1 && !phrases.has(run.slice(at, at + length))) length -= 1;
+        if (phrases.has(run.slice(at, at + length))) {
+          if (rest < at) parts.push(run.slice(rest, at));
+          parts.push(run.slice(at, at + length));
+          rest = at + length;
+        }
+        at += length;
+        if (at >= run.length && rest < at) parts.push(run.slice(rest));
+      }
+    }
+    return parts;
+  }
+
   function slotsOf(query) {
-    const words = norm(query).split(" ").filter(Boolean);
+    const typed = query.trim().split(/\s+/), isSymbol = (text) => SYMBOL.test(text) && (text.includes("_") || !phrases.has(norm(text)));
+    const symbols = typed.filter(isSymbol).map(symbolSlot);
+    return [...symbols, ...slotsOfWords(typed.filter((text) => !isSymbol(text)).join(" "))];
+  }
+
+  function slotsOfWords(query) {
+    const words = norm(query).split(" ").filter(Boolean).flatMap(cut);
     const slots = [];
     for (let at = 0; at < words.length;) {
       let length = Math.min(5, words.length - at);
@@ -88,23 +129,24 @@
   const IN_TEXT = { is: 2, has: 2, begins: 1.4, contains: 0.5, words: 1 };
 
   /** How well a text has a word or phrase; of a phrase that it does not have, all words count a little. */
-  function match(text, form, points) {
+  function match(text, form, points, isWhole) {
     if (!text.includes(form)) {
-      if (!form.includes(" ")) return 0;
+      if (isWhole || !form.includes(" ")) return 0;
       return form.split(" ").every((word) => text.includes(` ${word}`)) ? points.words : 0;
     }
     if (text.length === form.length + 2) return points.is;
     if (text.includes(` ${form} `)) return points.has;
+    if (isWhole && form.length < 4) return 0; // tp, sp: no beginnings of other words
     if (text.includes(` ${form}`)) return points.begins;
     return form.length > 3 ? points.contains : 0;
   }
 
   function worth(section, slot) {
     let best = 0;
-    for (const [form, weight] of slot.forms) {
-      const title = match(section.plainTitle, form, IN_TITLE);
-      const top = match(section.page.plain, form, IN_TITLE);
-      const text = match(section.plainText, form, IN_TEXT);
+    for (const [form, weight, isWhole] of slot.forms) {
+      const title = match(section.plainTitle, form, IN_TITLE, isWhole);
+      const top = section.page.explained.has(form) ? IN_TITLE.is : match(section.page.plain, form, IN_TITLE, isWhole);
+      const text = match(section.plainText, form, IN_TEXT, isWhole);
       const code = section.page.code.includes(` ${form} `) ? CODE_HAS : 0;
       // A page's title counts most where the page begins.
       const named = Math.max(title, section.title ? 0.5 * top : top);
@@ -130,7 +172,7 @@
       let score = value.reduce((sum, x, i) => sum + x * rarity[i], 0);
       if (whole.includes(" ") && (section.plainTitle + section.plainText).includes(` ${whole} `)) score += WHOLE_QUERY;
       const covered = value.filter(Boolean).length / slots.length;
-      entry.hits.push({ section, score: score * covered * section.page.weight, isWhole: covered === 1 });
+      entry.hits.push({ section, score: score * covered, isWhole: covered === 1 });
       value.forEach((x, i) => { entry.slots[i] = Math.max(entry.slots[i], x * rarity[i]); });
     });
 
@@ -141,21 +183,18 @@
       entry.covers = covered === 1;
       // A page has more to say than its best section, if several sections speak of it.
       const spread = Math.min(3, entry.hits.length - 1) * 0.08;
-      entry.score = (entry.hits[0].score + 0.3 * entry.page.weight * entry.slots.reduce((a, b) => a + b, 0)) * covered ** 2 * (1 + spread);
+      entry.fit = (entry.hits[0].score + 0.3 * entry.slots.reduce((a, b) => a + b, 0)) * covered ** 2 * (1 + spread) * entry.page.share;
+      entry.score = entry.fit * (WEIGHT[entry.page.kind] ?? 1);
     }
-    entries.sort((a, b) => b.score - a.score);
-    return lessonsFirst(entries, whole).slice(0, MOST_PAGES).map((entry) => group(entry, slots));
+    return inOrder(entries, ` ${whole} `).slice(0, MOST_PAGES).map((entry) => group(entry, slots));
   }
 
-  /** A lesson stands first, or second behind the symbol whose name was typed, which may be defined on many pages. */
-  function lessonsFirst(entries, whole) {
-    if (!entries.length || FIRST.has(entries[0].page.kind)) return entries;
-    const isLesson = (entry) => LESSONS.has(entry.page.kind);
-    let place = entries.findIndex((entry) => isLesson(entry) && entry.covers);
-    if (place < 0) place = entries.findIndex(isLesson);
-    const isName = entries[0].hits[0].section.plainTitle === ` ${whole} `;
-    if (place > 0) entries.splice(isName ? 1 : 0, 0, ...entries.splice(place, 1));
-    return entries;
+  function inOrder(entries, query) {
+    entries.sort((a, b) => b.score - a.score);
+    const byFit = [...entries].sort((a, b) => b.fit - a.fit), best = Math.max(0, ...entries.map(({ fit }) => fit));
+    const wanted = symptoms.some((words) => query.includes(words)) ? [SYMPTOM, ...LEADERS] : LEADERS;
+    const leaders = wanted.map((kinds) => byFit.find(({ page, fit, covers }) => kinds.includes(page.kind) && (covers || fit >= LEAST * best))).filter(Boolean);
+    return [...new Set([...leaders, ...entries])];
   }
 
   // -- What is shown --
@@ -212,4 +251,16 @@
     }
     return message.type === QUERY ? { type: RESULT, data: { items: search(message.data) } } : null;
   };
+
+  /** Once the theme has shown an answer: that nothing was found, and for what. */
+  MM.searchShown = (message, answer) => {
+    if (message.type !== QUERY || !message.data.trim() || answer.data.items.length) return;
+    document.querySelector(".md-search-result__meta").textContent = MM.say("search.none", { words: message.data.trim() });
+  };
+
+  // The theme hears keys. What is pasted, dictated or composed, as Chinese is, may come without one.
+  const input = document.querySelector(".md-search__input");
+  const hear = () => input.dispatchEvent(new KeyboardEvent("keyup"));
+  input?.addEventListener("input", hear);
+  if (input?.value) hear();
 })();

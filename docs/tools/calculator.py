@@ -183,6 +183,8 @@ def _call(name: str, arguments: list[str]) -> str:
 
 # -- The form --
 
+MOST = 1_000_000
+"""Of every size: more is a slip of the keys."""
 FIELDS = [
     ("p", "stages p", 8),
     ("M", "microbatches M", 64),
@@ -198,21 +200,25 @@ FIELDS = [
     ("rate", "tokens per second and GPU", 1000),
     ("peak", "peak of a GPU, 10¹² operations per second", 989),
 ]
+FRACTIONS = ("rate", "peak")
+"""The fields that need not be whole."""
 
 
 def calculator_form() -> str:
     """The calculator's HTML; javascripts/calculator.js fills in the results."""
     inputs = "".join(
-        f'<label>{label}<input type="number" name="{name}" min="1" value="{value}"></label>'
+        f'<label>{label}<input type="number" name="{name}" min="{least}" max="{MOST}" '
+        f'step="{step}" value="{value}"></label>'
         for name, label, value in FIELDS
+        for least, step in [("0.001", "any") if name in FRACTIONS else ("1", "1")]
     )
     options = "".join(f"<option>{word}</option>" for word in ("selective", "none", "full"))
     return (
-        '<form class="mm-calculator" id="mm-calculator">'
+        '<form class="mm-calculator" id="mm-calculator" novalidate>'
         f'<div class="mm-fields">{inputs}'
         f'<label>recompute<select name="recompute">{options}</select></label>'
         '<label class="mm-check"><input type="checkbox" name="sp" checked> sequence parallelism'
-        "</label></div>"
+        '</label></div><p class="mm-calculator-said" role="status"></p>'
         '<table class="mm-results" aria-live="polite"><tbody></tbody></table></form>'
         '<script src="javascripts/formulas.js" defer></script>'
         '<script src="javascripts/calculator.js" defer></script>'

@@ -1,12 +1,14 @@
 """The chain of calls as a map, and as a strip that says where a page stands in it.
 
-Called by: `macros` (map, strip of a tour page), `source_pages` (strip of a module). Calls: `tour`.
+Called by: `macros` (map, strip of a tour page), `source_pages` (strip of a module). Calls: `tour`,
+`callers`.
 """
 
 import re
 from collections.abc import Iterable
 from html import escape
 
+from callers import CALL, sites_of
 from package import Package
 from tour import Call, Page, page_of, place_of, read_chain, read_tour
 
@@ -98,12 +100,7 @@ def strip_html(package: Package, page: str) -> str:
     tour_page = page_of(page)
     if tour_page is not None:
         return _tour_strip(package, tour_page)
-    here = [call for call in read_chain().values() if _is_in(package, call, page)]
-    return _source_strip(package, here) if here else ""
-
-
-def _is_in(package: Package, call: Call, module: str) -> bool:
-    return place_of(package, call).page.module == module
+    return _source_strip(package, page)
 
 
 def _tour_strip(package: Package, page: Page) -> str:
@@ -132,24 +129,76 @@ def _tour_strip(package: Package, page: Page) -> str:
     return _strip(parts)
 
 
-def _source_strip(package: Package, here: list[Call]) -> str:
-    def link(call: Call) -> str:
-        return f'<a href="{place_of(package, call).url}">{name_html(call)}</a>'
+def _source_strip(package: Package, module: str) -> str:
+    """Of a file that defines links of the chain, or has the helper in which one is called."""
+    chain = read_chain().values()
+    here = [call for call in chain if place_of(package, call).page.module == module]
+    helped = [call for call in chain if call.inside and _symbol(package, call.inside)[0] == module]
+    if here:
+        above = [call for call in line_to(here[0]) if call not in here]
+        now = [_source_link(package, call) for call in here]
+    elif helped:
+        above = line_to(read_chain()[helped[0].under])
+        now = [_helper_link(package, name) for name in dict.fromkeys(one.inside for one in helped)]
+    else:
+        return ""
+    pages = {call.page for call in here or helped}
+    tour = [page for page in read_tour() if page.page in pages]
+    to_tour = [f'<a href="../tour/{page.page}.html">{title_html(page)}</a>' for page in tour]
+    crumbs = _crumbs([_source_link(package, call) for call in above], ", ".join(now))
+    called = [link for _, _, link in calls_in(package, module)]
+    return _strip([crumbs, _beside("calls", called), _beside("in the tour", to_tour)])
 
-    above = [call for call in line_to(here[0]) if call not in here]
-    below = [call for one in here for call in children_of(one.name) if call not in here]
-    pages = list(dict.fromkeys(call.page for call in here))
-    in_tour = [page for page in read_tour() if page.page in pages]
-    return _strip(
-        [
-            _crumbs([link(call) for call in above], ", ".join(map(link, here))),
-            _beside("calls", [link(call) for call in below]),
-            _beside(
-                "in the tour",
-                [f'<a href="../tour/{page.page}.html">{title_html(page)}</a>' for page in in_tour],
-            ),
-        ]
-    )
+
+def calls_in(package: Package, module: str) -> list[tuple[int, str, str]]:
+    """What of the chain the file calls and does not define: line, name, link; in order of lines.
+
+    A link that is called in a helper in another file is left to that file; the helper is named here.
+    """
+    found: dict[str, tuple[int, str, str]] = {}
+
+    def note(numbers: Iterable[int], name: str, link: str) -> None:
+        if first := min(numbers, default=None):
+            found[name] = (first, name, link)
+
+    for call in read_chain().values():
+        if place_of(package, call).page.module != module:
+            numbers = {*_lines_of(package, call, module), *_sites_in(package, call.symbol, module)}
+            note(numbers, call.name, _source_link(package, call))
+        if call.inside and _symbol(package, call.inside)[0] != module:
+            numbers = _sites_in(package, call.inside, module)
+            note(numbers, _symbol(package, call.inside)[1], _helper_link(package, call.inside))
+    return sorted(found.values())
+
+
+def _lines_of(package: Package, call: Call, module: str) -> Iterable[int]:
+    """The lines of the file in which docs/tour.toml says that the link is called."""
+    caller = package.find(call.inside or read_chain()[call.under].symbol) if call.under else None
+    if caller is None or caller.page.module != module:
+        return []
+    numbers = range(caller.definition.first_line, caller.definition.end_line + 1)
+    return [number for number in numbers if call.calls in caller.page.lines[number - 1]]
+
+
+def _sites_in(package: Package, dotted: str, module: str) -> Iterable[int]:
+    """The lines of the file that call it, as the source pages say; not where one above it is."""
+    sites = sites_of(package).get(_symbol(package, dotted), [])
+    here = [site for site in sites if site.module == module and site.how == CALL]
+    return [site.line for site in here if site.because or not site.through]
+
+
+def _symbol(package: Package, dotted: str) -> tuple[str, str]:
+    place = package.find(dotted)
+    return place.page.module, place.symbol
+
+
+def _source_link(package: Package, call: Call) -> str:
+    return f'<a href="{place_of(package, call).url}">{name_html(call)}</a>'
+
+
+def _helper_link(package: Package, dotted: str) -> str:
+    place = package.find(dotted)
+    return f'<a href="{place.url}">{name_html(Call(place.symbol, dotted, ""))}</a>'
 
 
 def _strip(parts: Iterable[str]) -> str:

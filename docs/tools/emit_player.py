@@ -13,6 +13,7 @@ A frame is [dotted name, url or "", text of the line]. A recorded line is looked
 (`recorded_lines`): `url` points at it, or at the function where the line is gone.
 """
 
+import ast
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -102,8 +103,27 @@ def resolve(
     functions = [
         (name, *function(*data["sources"][source][:2])) for name, source in data["functions"]
     ]
+    decorators = decorators_of(package)
+    stacks = [[n for n in stack if frames[n][0] not in decorators] for stack in data["stacks"]]
     kept = {key: value for key, value in data.items() if key != "sources"}
-    return kept | {"frames": frames, "functions": functions, "gone": list(gone)}
+    found = {"frames": frames, "stacks": stacks, "functions": functions, "gone": list(gone)}
+    return kept | found
+
+
+def decorators_of(package: Package) -> frozenset[str]:
+    """The functions inside decorators that only hand a call on: no step of anything, and not shown."""
+    found = set()
+    for module, page in package.pages.items():
+        for outer in ast.walk(ast.parse(page.source)) if "functools.wraps(" in page.source else ():
+            if isinstance(outer, ast.FunctionDef):
+                inner = [node for node in outer.body if isinstance(node, ast.FunctionDef)]
+                wraps = (node.name for node in inner if any(map(_wraps, node.decorator_list)))
+                found.update(f"{module}.{outer.name}.<locals>.{name}" for name in wraps)
+    return frozenset(found)
+
+
+def _wraps(node: ast.expr) -> bool:
+    return ast.unparse(node).startswith("functools.wraps(")
 
 
 def function_url(page: AnnotatedPage, symbol: str) -> str:

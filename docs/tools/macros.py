@@ -41,7 +41,7 @@ from package import ROOT, Package, Place
 from problems import problems_of
 from prose import is_line
 from quotes import quote_html, read_quote
-from repository import address_words, clone_lines, repository_link, repository_url
+from repository import clone_lines, repository_link, repository_url
 from stash import Stash
 from tour import Page, minutes_of_route, page_of, read_routes, time_words
 
@@ -238,7 +238,7 @@ class Macros:
 
     def block_clone(self, _: str) -> str:
         url = repository_url()
-        return f"```console\n{clone_lines(url)}\n```\n\n{address_words(url)}\n"
+        return f"```console\n{clone_lines(url)}\n```\n" if url else ""
 
     def inline_repository_link(self, _: str) -> str:
         return repository_link(repository_url(), self.up)

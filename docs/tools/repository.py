@@ -1,8 +1,8 @@
 """Where the repository is: the line that clones it, and the link to it.
 
 Called by: `macros`. Calls nothing. The address is REPOSITORY_URL of the environment, or else
-`Repository` under `[project.urls]` in pyproject.toml. A site that is built without it says what to
-put in its place, and links to the page on how the repository is laid out.
+`Repository` under `[project.urls]` in pyproject.toml. A site that is built without it leaves the line
+out, and links to the page on how the repository is laid out.
 """
 
 import os
@@ -25,12 +25,7 @@ def clone_lines(url: str) -> str:
     $ git clone https://host/minimegatron
     $ cd minimegatron && make demo
     """
-    return f"$ git clone {url or 'ADDRESS minimegatron'}\n$ cd minimegatron && make demo"
-
-
-def address_words(url: str) -> str:
-    """What stands below the lines where they cannot name the address."""
-    return "" if url else "ADDRESS: the repository's; ask whoever gave you this site."
+    return f"$ git clone {url}\n$ cd minimegatron && make demo"
 
 
 def repository_link(url: str, up: str) -> str:

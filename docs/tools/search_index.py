@@ -1,8 +1,8 @@
 """What docs/javascripts/search.js searches: every section of the site, with the kind of its page.
 
-Called by: `mkdocs_hook`, when the site is there. Calls nothing. Reads the index that MkDocs has written
-and the site's pages; writes `search/pages.js`, which is loaded when search is first opened, from a
-server or from a folder, and leaves an index without sections for the theme's own script.
+Called by: `mkdocs_hook`, when the site is there. Calls: `tour`, for the chain. Reads the index that
+MkDocs has written and the site's pages; writes `search/pages.js`, which is loaded when search is first
+opened, from a server or from a folder, and leaves an index without sections for the theme's own script.
 
 Bodies are cut where another page says the same: of the reference, which repeats the docstrings of the
 source pages, and of Rosetta, names are kept.
@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from html import unescape
 from pathlib import Path
 
+from tour import read_chain
+
 SYNONYMS = Path(__file__).resolve().parents[1] / "search_synonyms.toml"
 TAG = re.compile(r"<[^>]*>")
 QUOTE = re.compile(r'<figure class="mm-quote">.*?</figure>', re.DOTALL)
@@ -25,7 +27,7 @@ BEHIND_AN_EXERCISE = re.compile(r"\.exercises\.catalog\.\w+\.(?!stub\.)\w+\.html
 """What students are asked to write, and what checks it: not found before they look for it."""
 SAME = 0
 """In place of an anchor that is the title."""
-MAX_TEXT = {"source": 360, "reference": 0, "rosetta": 400, "notebooks": 900, "exercises": 900}
+MAX_TEXT = {"source": 320, "reference": 0, "rosetta": 400, "notebooks": 900, "exercises": 900}
 MAX_TEXT |= {"walkthroughs": 1500}
 """Characters of a section's text that are kept; of other kinds, all."""
 LESSONS = ("tour", "symptoms")
@@ -45,14 +47,26 @@ def write_search(site: Path) -> None:
 
 
 def synonyms() -> dict[str, list | dict]:
-    """ "same" and "means" of docs/search_synonyms.toml."""
+    """ "same", "means" and "symptoms" of docs/search_synonyms.toml."""
     data = tomllib.loads(SYNONYMS.read_text())
-    return {"same": data["same"], "means": data["means"]}
+    return {name: data[name] for name in ("same", "means", "symptoms")}
+
+
+def explained() -> dict[str, list[str]]:
+    """Page -> what it explains: "explains" of docs/search_synonyms.toml, and the links of the chain."""
+    found = {
+        page: [*words] for page, words in tomllib.loads(SYNONYMS.read_text())["explains"].items()
+    }
+    for call in read_chain().values():
+        name = call.name.rpartition(" ")[2] if call.name.startswith("your ") else call.name
+        found.setdefault(f"tour/{call.page}", []).append(name.rpartition(".")[2])
+    return {f"{page}.html": list(dict.fromkeys(words)) for page, words in found.items()}
 
 
 def pages(docs: Iterable[dict], site: Path) -> Iterator[dict]:
     """One page each: its url, title, kind, where it belongs, names in its code, sections."""
     by_page: dict[str, list[dict]] = {}
+    explains = explained()
     for doc in docs:
         if not BEHIND_AN_EXERCISE.search(doc["location"]):
             by_page.setdefault(doc["location"].partition("#")[0], []).append(doc)
@@ -63,6 +77,8 @@ def pages(docs: Iterable[dict], site: Path) -> Iterator[dict]:
         page = {"url": url, "title": title, "kind": kind, "sections": found}
         if where:
             page["where"] = where
+        if url in explains:
+            page["explains"] = explains[url]
         if kind in LESSONS and (names := quoted_names((site / url).read_text())):
             page["names"] = names
         yield page

@@ -163,8 +163,11 @@ def _figures(step: Step) -> list[dict[str, Any]]:
     problems = [*map(str, compare_with_plan(step) if step.has_plan else ()), *wrong_messages(step)]
     num_actions = sum(len(step.actions(rank)) for rank in range(len(step.stages)))
     ideal = float(step.simulation.makespan)
+    measured = percent(step.bubble_over_total)
     bubble = f"plan {percent(float(step.simulation.bubble_over_total))}"
-    if step.formulas is not None:
+    if len(step.stages) == 1:
+        measured, bubble = "no pipeline", f"{measured} of the time lies between its calls"
+    elif step.formulas is not None:
         bubble = f"{step.formulas[1].text} = {percent(step.formulas[1].value)}"
     followed = "followed exactly" if step.has_plan else "this run's own order"
     return [
@@ -176,7 +179,7 @@ def _figures(step: Step) -> list[dict[str, Any]]:
         },
         {
             "label": "bubble, of all time",
-            "value": percent(step.bubble_over_total),
+            "value": measured,
             "remark": bubble,
         },
         {

@@ -242,7 +242,11 @@ class _Gantt:
         how = pace_words(step.pace) or "real times"
         title = f"{step_title(step.config)}  ({how})"
         measured = f"{percent(step.bubble_over_total)} of all time is bubble"
-        if step.formulas is not None:
+        if len(step.stages) == 1:
+            measured = (
+                f"no pipeline, {percent(step.bubble_over_total)} of all time between its calls"
+            )
+        elif step.formulas is not None:
             formula = step.formulas[1]
             text = formula.text.replace(" - ", " \u2212 ")
             measured += f"; the formula {text} gives {percent(formula.value)}"

@@ -109,14 +109,21 @@ class RankTrace:
     sources: dict[str, Source] = field(default_factory=dict)
 
     def stack(self, event: Event) -> list[tuple[str, int]]:
-        """(source, line) from the outermost traced call down to the line that made this call."""
+        """(source, line) from the outermost traced call down to the line that made this call.
+
+        Without the lines of decorators, which only hand a call on.
+        """
         frames: list[tuple[str, int]] = []
         at: Event | None = event
         while at is not None:
             index = at.attributes.get("stack")
             frames = (self.stacks[index] if index is not None else []) + frames
             at = self.events[at.parent] if at.parent is not None else None
-        return frames
+        return [frame for frame in frames if not self._hands_on(frame[0])]
+
+    def _hands_on(self, key: str) -> bool:
+        source = self.sources.get(key)
+        return source is not None and source.text.lstrip().startswith("@functools.wraps(")
 
     @cached_property
     def steps(self) -> dict[int, list[int]]:

@@ -75,6 +75,10 @@ def bubble_lines(step: Step) -> Iterator[str]:
         f"length  {milliseconds(step.makespan)}; the plan at {how}, messages free: "
         f"{milliseconds(float(ideal.makespan))} ({100 * excess:+.1f} %)"
     )
+    if len(step.stages) == 1:
+        between = percent(step.bubble_over_total)
+        yield f"bubble  no pipeline; {between} of the time lies between its calls"
+        return
     rows = (
         ("bubble  idle / all time       ", step.bubble_over_total, ideal.bubble_over_total, 1),
         ("        idle / computing time ", step.bubble_over_ideal, ideal.bubble_over_ideal, 0),

@@ -271,6 +271,55 @@ def test_the_calculator_counts_as_python_does(opened):
         expect(page.get_by_label("microbatches M")).to_have_value("64")
 
 
+CALCULATOR_FAULTS = [
+    ({"p": ""}, "stages p: type a whole number from 1"),
+    ({"p": "0"}, "stages p: 0 is not a whole number from 1"),
+    ({"p": "-3"}, "stages p: −3 is not a whole number"),
+    ({"p": "1.5"}, "stages p: 1.5 is not a whole number"),
+    ({"p": "1000000"}, "L = 64 is no multiple of p = 1,000,000."),
+    ({"p": "1e9"}, "is not a whole number from 1 to 1,000,000"),
+    ({"v": "3"}, "L = 64 is no multiple of p × v = 24."),
+    ({"v": "2", "M": "63"}, "M = 63 is no multiple of p = 8."),
+    ({"p": "1", "v": "2"}, "p = 1 needs v = 1, not 2."),
+    ({"t": "3"}, "a = 64 is no multiple of t = 3."),
+    ({"a": "60", "t": "1"}, "h = 8,192 is no multiple of a = 60."),
+    ({"s": "4095"}, "s = 4,095 is no multiple of t = 8."),
+    ({"rate": "0"}, "tokens per second and GPU: 0 is not a number from 0.001"),
+    ({"rate": "99999"}, "99999 tokens per second would take"),
+    ({"peak": ""}, "type a number from 0.001"),
+]
+
+
+def test_g_calculator_says_what_is_wrong_and_greys_its_answers(opened):
+    with opened("formulas.html") as watched:
+        page = watched.page
+        said, results = page.locator(".mm-calculator-said"), page.locator(".mm-results")
+        fields = page.locator(".mm-fields input[type=number]")
+        given = {field.get_attribute("name"): field.input_value() for field in fields.all()}
+        answers = results.inner_text()
+        for values, words in CALCULATOR_FAULTS:
+            for name, value in values.items():
+                page.locator(f".mm-fields [name={name}]").fill(value)
+            expect(said).to_contain_text(words)
+            expect(results).to_have_class("mm-results mm-stale")
+            first = page.locator(f".mm-fields [name={next(iter(values))}]")
+            bad = page.locator(".mm-fields [aria-invalid=true]")
+            assert bad.count() and (
+                len(values) > 1 or first.get_attribute("aria-invalid") == "true"
+            )
+            for name in values:
+                page.locator(f".mm-fields [name={name}]").fill(given[name])
+            expect(said).to_be_empty()
+            expect(results).to_have_class("mm-results")
+            assert results.inner_text() == answers
+        # Letters are no number, whatever the browser makes of them; thousands with a comma are one.
+        field = page.locator(".mm-fields [name=h]")
+        for text, words in (("abc", "hidden size h: type a whole number"), ("8,192", None)):
+            field.press("Control+A")
+            page.keyboard.insert_text(text)
+            expect(said).to_contain_text(words) if words else expect(said).to_be_empty()
+
+
 def test_answers_are_folded(opened):
     with opened("tour/interleaving.html") as watched:
         answer = watched.page.locator("details.question").first

@@ -128,9 +128,13 @@ def test_keyboard_alone(browser, folder) -> None:
         opened.keys("Home", "ArrowRight", "ArrowRight", "ArrowRight")
         opened.sees(".mmp-inspector", "Stage 0: forward of microbatch 3")
         opened.keys("ArrowRight")
-        opened.sees(".mmp-inspector", "Stage 0 computes nothing for 6")
+        opened.sees(
+            ".mmp-inspector",
+            "Stage 0 computes nothing for 6 units: it waits for B0 on stage 1",
+        )
+        opened.sees(".mmp-inspector", "A forward takes 1 unit here.")
         opened.sees(".mmp-inspector", "waiting for B0 on stage 1, which ends at 10")
-        expect(opened.page.locator("[aria-live]").first).to_contain_text("idle for 6")
+        expect(opened.page.locator("[aria-live]").first).to_contain_text("idle for 6 units")
         opened.keys("Enter")
         assert opened.page.evaluate("document.activeElement.className") == "mmp-inspector-body"
         opened.keys("Escape")
@@ -361,9 +365,33 @@ def test_fingers_zoom_choose_and_read(browser, folder) -> None:
         expect(opened.page.locator(".mmp-inspector")).to_be_hidden()
 
 
+def test_g_numbers_that_cannot_be_are_said(browser, folder) -> None:
+    """Beside the field; the picture keeps the last number that can."""
+    with Opened(browser, folder, "player.html") as opened:
+        page = opened.page
+        page.locator(".mmp-more summary").first.click()
+        step = page.locator(".mmp-figures dd").first
+        before = step.inner_text()
+        for name, texts in {
+            "Forward": ["", "0", "-1", "1e9"],
+            "Backward": ["0", "-2"],
+            "Message": ["", "-1"],
+            "Memory cap": ["1.5", "-1", "5000"],
+        }.items():
+            field = page.locator(".mmp-grid .mmp-field", has_text=name).first
+            for text in texts:
+                field.locator("input").fill(text)
+                expect(field.locator(".mmp-fault")).to_contain_text("the picture has")
+                expect(field.locator("input")).to_have_attribute("aria-invalid", "true")
+                assert step.inner_text() == before
+            field.locator("input").fill("" if name == "Memory cap" else "2")
+            expect(field.locator(".mmp-fault")).to_be_empty()
+            page.locator(".mmp-tools button", has_text="Reset").click()
+
+
 def test_a_small_one_answers_inside(browser, folder) -> None:
     with Opened(browser, folder, "small.html") as opened:
-        opened.sees(".mmp-inspector", "Stage 0 computes nothing for 6")
+        opened.sees(".mmp-inspector", "nothing for 6 units: it waits for B0 on stage 1")
         opened.sees(".mmp-inspector", "waiting for B0 on stage 1")
         assert (
             opened.page.evaluate(

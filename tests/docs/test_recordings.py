@@ -44,6 +44,28 @@ def test_a_recording_says_where_it_comes_from(path: Path) -> None:
         assert bool(step["paced"]) == ("--pace-forward-ms" in provenance["command"])
 
 
+def test_g_stacks_begin_with_the_steps_own_functions(emit, package) -> None:
+    decorators = emit.decorators_of(package)
+    assert "minimegatron.core.pipeline_parallel.step_frame.schedule.<locals>.run" in decorators
+    for name, data in emit.read_recordings().items():
+        recorded = {data["sources"][source][0] for source, _, _ in data["frames"]}
+        assert recorded & decorators, "a recording has them; the page does not show them"
+        found = emit.resolve(data, package)
+        shown = {found["frames"][number][0] for stack in found["stacks"] for number in stack}
+        assert not shown & decorators, name
+
+
+def test_g_one_stage_says_that_there_is_no_pipeline(emit) -> None:
+    seen = set()
+    for data in emit.read_recordings().values():
+        for step in data["steps"]:
+            (bubble,) = [one for one in step["figures"] if one["label"].startswith("bubble")]
+            has_pipeline = len(step["ranks"]) > 1
+            assert (bubble["value"] == "no pipeline") != has_pipeline
+            seen.add(has_pipeline)
+    assert seen == {True, False}
+
+
 def test_there_is_one_of_each_kind(emit) -> None:
     recordings = emit.read_recordings()
     assert {"1f1b-paced", "1f1b", "interleaved-paced", "tp2-pp2"} <= set(recordings)

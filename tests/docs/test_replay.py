@@ -134,3 +134,32 @@ def test_other_recordings(browser, folder) -> None:
             expect(opened.page.locator(".mmp-stack a").nth(4)).to_be_attached()
             ids = opened.replay("[...replay.scene.ids.keys()]")
             assert len(ids) == len(set(ids))
+
+
+def test_g_the_time_line_cuts_through_no_number(browser, folder) -> None:
+    """On a phone, at every moment: paints with a pen that only notes what it is told."""
+    with Opened(browser, folder, "replay.html") as opened:
+        found = opened.page.evaluate("""() => {
+          const {timeline, step} = document.querySelector(".mm-replay").mmReplay;
+          const {view, colours, shades} = timeline;
+          const layout = MM.draw.measure(view, 328), cut = [];
+          let numLines = 0;
+          const isNow = ([x, , to, , colour]) => x === to && colour === colours.mark;
+          const isNumber = ([x, y]) => x > layout.names && y < layout.bottom;
+          for (let t = 0; t < step.length; t += step.length / 97) {
+            const lines = [], numbers = [];
+            const pen = new Proxy({}, {get: (_, name) => (...given) => {
+              if (name === "line" && isNow(given)) lines.push(given);
+              if (name === "text" && isNumber(given)) numbers.push(given);
+            }});
+            MM.draw.paint(pen, view, layout, {...timeline.marks, t}, colours, shades);
+            numLines += lines.length;
+            for (const [x, top, , bottom] of lines)
+              for (const [middle, base, words, {size}] of numbers) {
+                const isBeside = Math.abs(middle - x) >= 0.28 * size * words.length;
+                if (!isBeside && top < base && bottom > base - 0.7 * size) cut.push([t, words]);
+              }
+          }
+          return [cut, numLines];
+        }""")
+        assert found[0] == [] and found[1] > 97

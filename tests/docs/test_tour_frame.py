@@ -13,6 +13,7 @@ from tests.docs.conftest import ROOT, Watched
 tour = importlib.import_module("tour")
 tour_frame = importlib.import_module("tour_frame")
 chain_map = importlib.import_module("chain_map")
+callers = importlib.import_module("callers")
 quotes = importlib.import_module("quotes")
 folding = importlib.import_module("folding")
 macros_module = importlib.import_module("macros")
@@ -183,6 +184,47 @@ def test_the_strip_of_a_module(site, package):
     assert "mm-strip" not in (site / "source" / "minimegatron.planner.simulator.html").read_text()
 
 
+def calls_of(package, module: str) -> list[str]:
+    """The names that a source page's head says its file calls."""
+    found = re.search(r"<p>calls: (.*?)</p>", chain_map.strip_html(package, module))
+    return [words(link) for link in re.findall(r"<a .*?</a>", found[1])] if found else []
+
+
+def test_g_heads_of_source_pages_list_the_calls_of_their_file(package):
+    """Each listed call is in the file; each call of the chain that the file makes is listed."""
+    sites = callers.sites_of(package)
+    lines = {call.name: call.calls for call in CHAIN.values() if call.calls}
+    defined = {call.name: tour.place_of(package, call) for call in CHAIN.values()}
+    count = 0
+    for module, page in package.pages.items():
+        listed = calls_of(package, module)
+        code = "\n".join(line.partition("#")[0] for line in page.lines)
+        for name in listed:  # in the words of docs/tour.toml, or by its own name
+            last = re.split(r"[ .]", name)[-1]
+            assert lines.get(name, f"{last}(") in code or f"{last}(" in code, f"{module}: no {name}"
+            count += 1
+        if not chain_map.strip_html(package, module):
+            continue
+        for name, place in defined.items():
+            at = sites.get((place.page.module, place.symbol), ())
+            here = [one for one in at if one.module == module and one.how == callers.CALL]
+            is_own = place.page.module == module
+            if any(one.because or not one.through for one in here) and not is_own:
+                assert name in listed, f"{module} calls {name}"
+    assert count > 30
+
+
+def test_g_training_asks_for_the_schedule_through_a_helper(package):
+    listed = calls_of(package, "minimegatron.training.training")
+    assert "get_forward_backward_func" not in listed and "schedule_of_run" in listed
+    assert calls_of(package, "minimegatron.training.pipeline_schedule") == [
+        "get_forward_backward_func"
+    ]
+    assert calls_of(package, "minimegatron.core.pipeline_parallel.step_frame") == [
+        "finalize_model_grads"
+    ]
+
+
 def test_the_strip_stands_above_the_replay(site):
     text = (site / "tour" / "whole-step.html").read_text()
     assert 0 < text.index('class="mm-strip"') < text.index('class="mm-replay"')
@@ -271,7 +313,7 @@ def test_comments_stand_beside_the_code_where_there_is_room(browser, address):
 
 @pytest.mark.parametrize("size", [(1440, 900), (360, 740)], ids=str)
 def test_home_says_first_what_it_is(browser, address, size):
-    """Two sentences, three links and the lines that run it, in view before anything moves."""
+    """Two sentences, three links and a picture, in view before anything moves."""
     width, height = size
     with Watched(browser, (address,), viewport={"width": width, "height": height}) as watched:
         page = watched.page
@@ -282,11 +324,12 @@ def test_home_says_first_what_it_is(browser, address, size):
         anchors = go.locator("p > a")
         assert anchors.count() == 3
         assert anchors.nth(0).get_attribute("href") == "tour/train-step.html"
-        command = go.locator("pre")
-        assert "git clone" in command.inner_text() and "make demo" in command.inner_text()
-        told = go.locator("p").filter(has_text="ADDRESS:")
-        assert told.count() == ("ADDRESS" in command.inner_text())
-        for element in [lead, command, *told.all(), *(anchors.nth(i) for i in range(3))]:
+        picture = page.locator(".mm-player[data-ready] .mmp-timeline canvas").first
+        picture.wait_for()
+        page.wait_for_timeout(300)  # until sizes have settled
+        box = picture.bounding_box()
+        assert box["y"] + 0.7 * box["height"] <= height, f"the picture is at {box}"
+        for element in [lead, *(anchors.nth(i) for i in range(3))]:
             box = element.bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= width
             assert box["y"] + box["height"] <= height
@@ -309,8 +352,13 @@ def test_where_the_repository_is(package, monkeypatch):
     text = macros.expand("{{ clone }}\n\nx {{ repository_link }}")
     assert "$ git clone https://host.example/group/minimegatron\n$ cd minimegatron" in text
     assert "[Repository](https://host.example/group/minimegatron)" in text
-    assert "ADDRESS" not in text and "ADDRESS: " in repository.address_words("")
     monkeypatch.delenv("REPOSITORY_URL")
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
     assert repository.repository_url() == urls.get("Repository", "")
     assert "(../contributing.md)" in repository.repository_link("", "../")
+
+
+def test_g_no_address_no_line_that_clones(package, monkeypatch):
+    monkeypatch.setattr(macros_module, "repository_url", lambda: "")
+    text = macros_module.Macros(package, "index.md", set()).expand("a\n\n{{ clone }}\n\nb")
+    assert "git clone" not in text and "ADDRESS" not in text

@@ -13,9 +13,11 @@ import pytest
 from minimegatron.__main__ import main
 from minimegatron.planner.actions import FORWARD, timeline_from_json
 from minimegatron.planner.plan import Plan
+from minimegatron.tracing import html, step_report
 from minimegatron.tracing.chrome import chrome_trace
 from minimegatron.tracing.html import html_page, page_data
 from minimegatron.tracing.plot import THEMES
+from tests.trace.fake_run import config_of, record
 
 
 def minimegatron(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -122,6 +124,28 @@ def test_html_holds_the_whole_story(plain):
                 assert 0 <= line - int(source.rpartition(":")[2]) < max(1, text.count("\n"))
     assert first["paced"].startswith("paced: forward 8 ms, backward 16 ms")
     assert len(page_data(plain, steps=[1])["steps"]) == 1
+
+
+def test_g_stacks_show_no_decorators(plain):
+    """Which hand every call on, and are no step of anything."""
+    data = page_data(plain)
+
+    def is_decorator(key: str) -> bool:
+        return data["sources"][key]["t"].lstrip().startswith("@functools.wraps(")
+
+    shown = [[key for key, _ in stack] for stack in data["stacks"]]
+    assert not [key for stack in shown for key in stack if is_decorator(key)]
+    recorded = {key for rank in plain.ranks for stack in rank.stacks for key, _ in stack}
+    texts = [rank.sources[key].text for rank in plain.ranks for key in recorded & {*rank.sources}]
+    assert any("@functools.wraps(" in text for text in texts)
+
+
+def test_g_one_stage_has_no_pipeline():
+    step = record(config_of("1f1b", 1, 3)).step(0)
+    (bubble,) = [one for one in html._figures(step) if one["label"].startswith("bubble")]
+    assert bubble["value"] == "no pipeline" and "between its calls" in bubble["remark"]
+    assert "bubble  no pipeline" in (report := "\n".join(step_report.bubble_lines(step)))
+    assert "0.0 % =" not in report and len(report.splitlines()) == 2
 
 
 def test_html_text_cannot_end_its_script(plain):
