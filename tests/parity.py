@@ -49,6 +49,7 @@ from minimegatron.core.utils import (
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
 from minimegatron.training.utils import get_batch_on_this_cp_rank
 from tests.fake_transport import FakeGroup
+from tests.parity_frozen import freeze
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 32, 8, 2, 32, 8
 GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-10, 1e-9
@@ -123,6 +124,8 @@ class Case:
     """Mamba's layers; `num_layers` must be its length."""
     binary_head: bool = True
     """BERT predicts the order of two texts."""
+    frozen: str | None = None
+    """A key of `parity_frozen.TRAINED`."""
 
     @property
     def world(self) -> int:
@@ -137,7 +140,7 @@ class Case:
         layers = self.num_layers or self.pp * (self.vp or 1)
         names = (
             *("llama", "per_token", "dtype", "mtp", "model", "pattern"),
-            "binary_head",
+            *("binary_head", "frozen"),
             *("experts", "topk", "balance", "shared", "moe_freq"),
         )
         same = {name: getattr(self, name) for name in names}
@@ -354,6 +357,7 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
         first = groups.pp.rank() == 0 and chunk_id == 0
         last = groups.pp.rank() == case.pp - 1 and chunk_id == (case.vp or 1) - 1
         model = model_of(case).build_chunk(case, config, groups, first, last, config_chunk)
+        freeze(model, config, case.frozen)
         model = model.to(get_device())
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=case.dist_opt,
@@ -451,6 +455,7 @@ def train_steps(
             (name, param, param.main_grad.clone())
             for chunk in chunks
             for name, param in named_global_parameters(unwrap_model(chunk))
+            if param.requires_grad
         ]
         success, norm, _ = optimizer.step()
         assert success
