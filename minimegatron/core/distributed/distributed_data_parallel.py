@@ -20,6 +20,7 @@ from minimegatron.core.distributed.data_parallel_base import (
     _BaseDataParallel,
     named_parameters_inside,
     placement_over,
+    refuse_changed_parameters,
 )
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -75,7 +76,7 @@ class DistributedDataParallel(_BaseDataParallel):
     Args:
         config: of the model; `calculate_per_token_loss` decides the scaling of gradients.
         ddp_config: buckets, overlap, precision.
-        module: the chunk. Parameters with `requires_grad=False` are left alone.
+        module: the chunk. Parameters with `requires_grad=False` are left alone; they must stay so.
         disable_bucketing: one bucket per buffer. `get_model` sets it for all chunks but the one that
             the model begins in, and other ranks than that one's do the same: in a pipeline's flush
             only stage 0 computes until the end, so only there is communication hidden by being cut
@@ -326,7 +327,11 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.scale_gradients(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Sets all gradients to zero, and forgets those that are owed; before each step."""
+        """Sets all gradients to zero, and forgets those that are owed; before each step.
+
+        Raises ValueError if `requires_grad` of a parameter is not what it was when it was wrapped.
+        """
+        refuse_changed_parameters(self.module, self.param_to_bucket_group)
         if WeightGradStore.any_made:
             forget_owed(self.param_to_bucket_group)
         for param in self.param_to_bucket_group:

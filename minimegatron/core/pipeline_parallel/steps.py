@@ -243,7 +243,7 @@ def backward_step(
     Each of the three may be a list: of one, or with what a model hands on (`all_outputs`), which is one
     tensor as input and as output. Its gradient is the sum of two: of this stage, which used it, and of
     the stages behind, which did too. Returns the loss's gradient with respect to the input, None on the
-    first stage; a list if the input was one, with zeros for a further input that nobody used.
+    first stage; a list if the input was one. An input that nobody used has zeros.
     """
     unwrap = not isinstance(input_tensor, list)
     inputs = [input_tensor] if unwrap else input_tensor
@@ -265,12 +265,18 @@ def backward_step(
 
     for handed_on, grad_from_behind in zip(outputs[1:], grads[1:], strict=False):
         add_gradient(handed_on, grad_from_behind)
-    for tensor in inputs[1:]:
-        # No stage from here on used it, but the one before waits for its gradient all the same.
-        if tensor is not None and tensor.grad is None:
-            tensor.grad = torch.zeros_like(tensor)
-    input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
+    input_grads = [input_gradient(tensor) for tensor in inputs]
     return input_grads[0] if unwrap else input_grads
+
+
+def input_gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """What backward has left in an input; zeros if no stage from here on used it.
+
+    The stage before waits for it all the same.
+    """
+    if tensor is not None and tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return None if tensor is None else tensor.grad
 
 
 def add_gradient(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:

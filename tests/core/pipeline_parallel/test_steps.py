@@ -177,9 +177,11 @@ def test_the_loss_scale_enters_on_the_last_stage_only():
     assert backward_step(y, y * 2, torch.ones(1), None, config).item() == 2.0
 
 
-def test_backward_of_an_output_without_gradient_does_nothing():
-    x = torch.tensor([1.0], requires_grad=True)
-    assert backward_step(x, torch.tensor([5.0]), torch.ones(1), None, ModelParallelConfig()) is None
+def test_a2_backward_of_an_output_without_gradient_gives_zeros_to_send():
+    """Was: None, which a stage in the middle cannot send; the one before waits for a gradient."""
+    x, config = torch.tensor([1.0], requires_grad=True), ModelParallelConfig()
+    assert backward_step(x, torch.tensor([5.0]), torch.ones(1), None, config).item() == 0.0
+    assert backward_step(None, torch.tensor([5.0]), torch.ones(1), None, config) is None
 
 
 def test_lists_in_lists_out():
