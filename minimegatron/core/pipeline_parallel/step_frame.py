@@ -231,8 +231,10 @@ class StepFrame(NoFrame):
             )
         finish_step(self.config, self.chunks, self.forward_only, self.pg_collection)
         if not self.forward_only:
-            # Through these three, each rank has heard from all.
-            collectives.meet(_real(vars(self.pg_collection).get(n) for n in ("tp", "pp", "dp_cp")))
+            # Through these, each rank has heard from all. Copies whose gradients stay apart may leave.
+            is_final = self.config.finalize_model_grads_func is not None
+            names = ("tp", "pp", "dp_cp") if is_final else ("tp", "pp")
+            collectives.meet(_real(vars(self.pg_collection).get(name) for name in names))
         if self._knows_steps:
             self.p2p.end_step()
         collectives.end_step(self._groups + self._others)
