@@ -129,6 +129,9 @@ class ModelParallelConfig:
     """Divide by the number of tokens of the whole global batch, instead of each microbatch's.
 
     Once, after the last backward."""
+    mean_loss_has_factor: bool = False
+    """For a loss function that returns two values with `calculate_per_token_loss`: it divides by the
+    d * c ranks that have a loss, because their gradients are summed then. So nobody warns of that."""
 
     # -- Communication between stages --
     overlap_p2p_comm: bool = knob(False, name="--overlap-p2p-communication", given=None)
