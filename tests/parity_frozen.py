@@ -84,6 +84,7 @@ TRAINED: dict[str, Callable[[str, TransformerConfig], bool]] = {
     "all but output": lambda name, _: "output_layer." in name or "word_embeddings" in name,
     "all but low rank": lambda name, _: ".low_" in name,
     "all but the last norm": lambda name, _: "final_layernorm" in name and "layers" not in name,
+    "all but further tokens": lambda name, _: name.startswith("mtp."),
     "everything": lambda name, _: False,
 }
 """By what is frozen: (name in the whole model, config) -> whether the parameter is trained."""

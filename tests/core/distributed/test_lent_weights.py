@@ -200,7 +200,9 @@ def _read_by_nobody_who_gathers() -> list[str]:
         model.broadcast_params,
     )
     for way in ways:
-        with pytest.raises(RuntimeError, match=r"call start_param_sync\(force_sync=True\) on every"):
+        with pytest.raises(
+            RuntimeError, match=r"call start_param_sync\(force_sync=True\) on every"
+        ):
             way()
     model.start_param_sync(force_sync=True)
     for way in ways:
