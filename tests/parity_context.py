@@ -42,6 +42,8 @@ SPACE = Space(
         "combined": (False, True),
     },
     [
+        # Further tokens are scored by the model, with the labels.
+        Rule(("logits", "mtp"), lambda logits, mtp: logits is None or mtp is None),
         Rule(
             ("world", "tp", "cp", "pp", "dp"),
             lambda world, tp, cp, pp, dp: world == tp * cp * pp * dp,
