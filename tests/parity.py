@@ -6,6 +6,7 @@ pieces with it: the loss of each microbatch, every raw gradient before the optim
 weights after three steps, the later ones with moments from those before.
 """
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
+from minimegatron.core.local_host import channels as local_channels
 from minimegatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
@@ -35,6 +37,7 @@ from minimegatron.core.pipeline_parallel.schedules import (
     get_forward_backward_func,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
@@ -47,8 +50,9 @@ from minimegatron.core.utils import (
     unwrap_model,
 )
 from minimegatron.training.pipeline_schedule import get_planned_forward_backward_func
-from minimegatron.training.utils import get_batch_on_this_cp_rank
+from minimegatron.training.utils import broadcast_from_last_stage, get_batch_on_this_cp_rank
 from tests.fake_transport import FakeGroup
+from tests.parity_frozen import freeze
 
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 32, 8, 2, 32, 8
 GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-10, 1e-9
@@ -88,7 +92,15 @@ class Case:
     loss_scale: float = 1.0
     """As with fp16: what the loss is multiplied by, and gradients are divided by. A power of two."""
     evaluates: bool = False
-    """Before each training step, a forward-only one over the same microbatches."""
+    """Before each training step and after the last, a forward-only one over the same microbatches."""
+    evaluates_in: str | None = None
+    """The same in a mode of its own, a key of `MODES`."""
+    fails: bool = False
+    """Before the second training step, one with other data that fails on the last rank."""
+    weights: bool = False
+    """Tokens that count have weights: some a fraction, some 0."""
+    logits: str | None = None
+    """The model is not given the labels; its logits come "sliced" or "gathered", and make the loss."""
     planned: bool = False
     """By the planned runner instead of the written schedule."""
     align_grad_reduce: bool = False
@@ -123,6 +135,8 @@ class Case:
     """Mamba's layers; `num_layers` must be its length."""
     binary_head: bool = True
     """BERT predicts the order of two texts."""
+    frozen: str | None = None
+    """A key of `parity_frozen.TRAINED`."""
 
     @property
     def world(self) -> int:
@@ -137,7 +151,7 @@ class Case:
         layers = self.num_layers or self.pp * (self.vp or 1)
         names = (
             *("llama", "per_token", "dtype", "mtp", "model", "pattern"),
-            "binary_head",
+            *("binary_head", "frozen", "weights"),
             *("experts", "topk", "balance", "shared", "moe_freq"),
         )
         same = {name: getattr(self, name) for name in names}
@@ -281,8 +295,34 @@ def batches(num: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def weighed(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The same, where each token that counts has a weight; a token may have 0, a microbatch not."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for batch in batches:
+        name = "mask" if "mask" in batch else "loss_mask"
+        mask = batch[name]
+        which = torch.randint(4, mask.shape, generator=generator).to(mask.device)
+        weights = torch.tensor((0.0, 0.3, 0.5, 1.25), dtype=mask.dtype, device=mask.device)[which]
+        found.append(batch | {name: mask * (weights if (mask * weights).any() else 1.0)})
+    return found
+
+
+def losses_of(logits: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+    """Of each token, [b, s], from logits [b, s, v] or this rank's [b, s, v/t]; any for labels < 0."""
+    labels = labels.clamp(min=0)
+    if logits.size(-1) == VOCAB:
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return vocab_parallel_cross_entropy(logits, labels, tp_group=group)
+
+
+def asks_for_logits(model: torch.nn.Module) -> bool:
+    """Whether the step is not to give labels; `build` says so."""
+    return getattr(unwrap_model(model), "asks_for_logits", False)
+
+
 def loss_func(mask, output):
-    total, num_tokens = (output * mask).sum(), mask.sum().int()
+    # Tokens with a weight of 0 are no tokens.
+    total, num_tokens = (output * mask).sum(), (mask > 0).sum().int()
     return total, num_tokens, {"loss": total.detach().clone(), "num_tokens": num_tokens}
 
 
@@ -298,17 +338,24 @@ def forward_step_func(
     batch = next(data_iterator)
     groups = get_attr_wrapped_model(model, "pg_collection")
     shares_mean = groups.cp.size() > 1 and not get_model_config(model).calculate_per_token_loss
-    num_tokens = batch["mask"].sum()
+    num_tokens = (batch["mask"] > 0).sum()
     positions = torch.arange(SEQ, device=get_device()).expand(MICRO_BATCH, SEQ)
     batch = get_batch_on_this_cp_rank(batch | {"positions": positions}, groups.cp)
     run = partial(model, checkpoint_activations_microbatch=checkpoint_activations_microbatch)
     if return_schedule_plan:
         run = model.build_schedule_plan
     more = {"labels": batch["labels"], "loss_mask": batch["mask"]}
+    if asks_for_logits(model):
+        more = {}
     output = run(batch["tokens"], batch["positions"], None, **more)
+    loss = partial(loss_func, batch["mask"])
     if shares_mean:
-        return output, partial(share_of_mean, batch["mask"], num_tokens)
-    return output, partial(loss_func, batch["mask"])
+        loss = partial(share_of_mean, batch["mask"], num_tokens)
+    return output, loss if more else partial(loss_of_logits, loss, batch["labels"], groups.tp)
+
+
+def loss_of_logits(loss, labels, group, logits):
+    return loss(losses_of(logits, labels, group))
 
 
 def build_gpt(
@@ -328,6 +375,7 @@ def build_gpt(
         SEQ,
         pre_process=first,
         post_process=last,
+        parallel_output=case.logits != "gathered",
         share_embeddings_and_output_weights=not case.llama,
         position_embedding_type="rope" if case.llama or case.mtp else "learned_absolute",
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, **where),
@@ -354,6 +402,8 @@ def build(case: Case, groups: ProcessGroupCollection) -> tuple[list, Any]:
         first = groups.pp.rank() == 0 and chunk_id == 0
         last = groups.pp.rank() == case.pp - 1 and chunk_id == (case.vp or 1) - 1
         model = model_of(case).build_chunk(case, config, groups, first, last, config_chunk)
+        freeze(model, config, case.frozen)
+        model.asks_for_logits = case.logits is not None
         model = model.to(get_device())
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=case.dist_opt,
@@ -418,6 +468,54 @@ def run_step(
     )
 
 
+class Planted(Exception):
+    """What makes a step fail."""
+
+
+def fail_a_step(case: Case, groups: Any, chunks: list) -> None:
+    """A step of other data, which the last rank leaves in its last microbatch; the others are told."""
+    data, step = global_batch(case, 2 * case.M)[case.M :], model_of(case).step
+    last, num_calls = torch.distributed.get_world_size() - 1, case.M * len(chunks)
+    numbers = iter(range(1, num_calls + 1))
+
+    def fails(*arguments: Any, **more: Any) -> Any:
+        found = step(*arguments, **more)
+        if torch.distributed.get_rank() == last and next(numbers) == num_calls:
+            raise Planted
+        return found
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    try:
+        run_step(case, groups, chunks, [iter(data) for _ in chunks], False, fails)
+    except (Planted, ConnectionError):
+        return
+    raise AssertionError(f"{case}: the step did not fail")
+
+
+MODES = {
+    None: contextlib.nullcontext,
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+"""What an evaluation may run in."""
+
+
+def global_batch(case: Case, num: int) -> list[dict[str, torch.Tensor]]:
+    """`num` microbatches of the case's family, with weights or without."""
+    batches = model_of(case).batches(num)
+    return weighed(batches) if case.weights else batches
+
+
+def lines_of_log(chunks: list, groups: Any) -> dict[str, float]:
+    """What the model says for a line of the log; the same on every rank."""
+    found: dict[str, float] = {}
+    for describe in get_model_config(chunks[0]).log_funcs:
+        found |= describe(chunks, groups)
+    return found
+
+
 def train_steps(
     case: Case,
     chunks: list,
@@ -425,8 +523,12 @@ def train_steps(
     groups: Any,
     data: list,
     num_steps: int = NUM_STEPS,
+    evaluated: list | None = None,
 ) -> Iterator:
-    """Yields (losses, gradients by global name, gradient norm) of each step."""
+    """Yields (losses, gradients by global name, gradient norm) of each step.
+
+    `evaluated` gets the losses of each evaluation, the last one after the last step.
+    """
 
     def run(forward_only: bool) -> list[float]:
         iterators = [iter(data) for _ in chunks]
@@ -437,13 +539,19 @@ def train_steps(
             return whole.tolist()
         return [report["loss"].item() for report in reports]
 
-    for _ in range(num_steps):
-        seen = run(forward_only=True) if case.evaluates else None
+    def evaluate() -> None:
+        if evaluated is not None and (case.evaluates or case.evaluates_in is not None):
+            with MODES[case.evaluates_in]():
+                evaluated.append(run(forward_only=True))
+
+    for step in range(num_steps):
+        evaluate()
+        if case.fails and step == 1 and local_channels.is_supported():
+            fail_a_step(case, groups, chunks)
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses = run(forward_only=False)
-        assert seen in (None, losses), f"{case}: evaluation gave {seen}, training {losses}"
         for chunk in chunks if case.loss_scale != 1.0 else []:
             for buffer in chunk.buffers:
                 buffer.grad_data /= case.loss_scale
@@ -451,10 +559,12 @@ def train_steps(
             (name, param, param.main_grad.clone())
             for chunk in chunks
             for name, param in named_global_parameters(unwrap_model(chunk))
+            if param.requires_grad
         ]
         success, norm, _ = optimizer.step()
         assert success
         yield losses, gradients, norm
+    evaluate()
 
 
 @cache
@@ -465,13 +575,20 @@ def reference(case: Case, folder: Path) -> str:
     groups = ProcessGroupCollection(**{name: FakeGroup() for name in names})
     chunks, optimizer = build(case, groups)
     found: dict[str, torch.Tensor] = {}
-    steps = train_steps(case, chunks, optimizer, groups, model_of(case).batches(case.M))
+    data = global_batch(case, case.M)
+    steps = train_steps(case, chunks, optimizer, groups, data)
     for step, (losses, gradients, norm) in enumerate(steps):
+        for name, value in lines_of_log(chunks, groups).items():
+            found[f"{name} in the log of step {step}"] = torch.tensor(value, dtype=torch.float64)
         found[f"losses of step {step}"] = torch.tensor(losses, dtype=torch.float64)
         found[f"norm of step {step}"] = torch.tensor(norm, dtype=torch.float64)
         found |= {f"step {step} gradient of {name}": grad for name, _, grad in gradients}
         for name, param in named_global_parameters(unwrap_model(chunks[0])):
             found[f"weight of {name} after {step + 1} steps"] = param.detach().clone()
+    # Those of an evaluation after the last step; the serial case never evaluates in between.
+    reports = run_step(case, groups, chunks, [iter(data) for _ in chunks], True)
+    losses = [report["loss"].item() for report in reports]
+    found[f"losses of step {NUM_STEPS}"] = torch.tensor(losses, dtype=torch.float64)
     torch.save({name: tensor.cpu() for name, tensor in found.items()}, path)
     return os.fspath(path)
 
@@ -482,8 +599,8 @@ def compare(
     """Runs `case` on this rank. Returns the number of tensors compared, the worst difference, and
     what went beyond its tolerance. The weights are compared after the last of two or more steps."""
     chunks, optimizer = build(case, groups)
-    data = model_of(case).batches(case.M * case.dp)[groups.dp.rank() :: case.dp]
-    problems, compared, worst = [], 0, 0.0
+    data = global_batch(case, case.M * case.dp)[groups.dp.rank() :: case.dp]
+    problems, compared, worst, evaluated = [], 0, 0.0, []
 
     def check(what: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
         nonlocal compared, worst
@@ -494,23 +611,35 @@ def compare(
         if not difference <= tolerance:
             problems.append(f"{case}: {what} is off by {difference:.3g}")
 
-    steps = train_steps(case, chunks, optimizer, groups, data, num_steps)
+    def check_numbers(what: str, found: Any, wanted: torch.Tensor, tolerance: float) -> None:
+        check(what, torch.tensor(found, dtype=torch.float64), wanted, tolerance)
+
+    def wanted_losses(step: int) -> torch.Tensor:
+        return expected[f"losses of step {step}"][groups.dp.rank() :: case.dp]
+
+    steps = train_steps(case, chunks, optimizer, groups, data, num_steps, evaluated)
     for step, (losses, gradients, norm) in enumerate(steps):
         tolerance = GRADIENT_TOLERANCE if step == 0 else WEIGHT_TOLERANCE
-        wanted = expected[f"losses of step {step}"][groups.dp.rank() :: case.dp]
         if groups.pp.rank() == case.pp - 1:
-            check("loss", torch.tensor(losses, dtype=torch.float64), wanted, tolerance)
+            check_numbers("loss", losses, wanted_losses(step), tolerance)
+        shown, of_log = lines_of_log(chunks, groups) | shown_losses(losses), f"log of step {step}"
+        check_numbers("loss in the log", shown.pop("loss"), wanted_losses(step).mean(), tolerance)
+        logged = {name: value for name, value in expected.items() if name.endswith(of_log)}
+        if {f"{name} in the {of_log}" for name in shown} != logged.keys():
+            problems.append(f"{case}: {of_log} has {[*shown]}, expected {[*logged]}")
+            continue
+        for name, value in shown.items():
+            what = f"{name} in the {of_log}"
+            check_numbers(what, value, logged[what], tolerance)
         for name, param, grad in gradients:
             # With a distributed optimizer a rank has whole gradients of its own shards only.
             if not case.dist_opt or reduce_group(param, groups).size() == 1:
                 what = f"step {step} gradient of {name}"
                 check(what, grad, piece_of(expected[what], param, groups), tolerance)
-        check(
-            "norm",
-            torch.tensor(norm, dtype=torch.float64),
-            expected[f"norm of step {step}"],
-            tolerance,
-        )
+        check_numbers("norm", norm, expected[f"norm of step {step}"], tolerance)
+    for step, losses in enumerate(evaluated if groups.pp.rank() == case.pp - 1 else []):
+        name = f"loss of an evaluation after {step} steps"
+        check_numbers(name, losses, wanted_losses(step), WEIGHT_TOLERANCE)
     for chunk in chunks if num_steps > 1 else []:
         chunk.start_param_sync(force_sync=True)
         for name, param in named_global_parameters(unwrap_model(chunk)):
@@ -518,6 +647,12 @@ def compare(
             check(what, param.detach(), piece_of(expected[what], param, groups), WEIGHT_TOLERANCE)
     problems += copies_that_differ(case, chunks, groups)
     return compared, worst, problems
+
+
+def shown_losses(losses: list[float]) -> dict[str, float]:
+    """What every rank would print: the last stage's mean over microbatches."""
+    means = {"loss": sum(losses) / len(losses)} if losses else {}
+    return broadcast_from_last_stage(means)
 
 
 def piece_of(full: torch.Tensor, param: torch.Tensor, groups: Any) -> torch.Tensor:

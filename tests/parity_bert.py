@@ -12,9 +12,17 @@ import torch.nn.functional as F
 from minimegatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from minimegatron.core.models.bert.bert_model import BertModel
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import get_attr_wrapped_model, get_device
 from tests.covering import Row, Rule, Space, covering_array
-from tests.parity import MICRO_BATCH, SEQ, VOCAB, Case, ModelUnderTest
+from tests.parity import (
+    MICRO_BATCH,
+    SEQ,
+    VOCAB,
+    Case,
+    ModelUnderTest,
+    asks_for_logits,
+    losses_of,
+)
 
 MASK_ID, PAD_ID = 3, 5
 LENGTHS = ((SEQ, SEQ), (SEQ, 3), (5, SEQ), (2, 6))
@@ -32,6 +40,7 @@ def build_bert(
         SEQ,
         pre_process=first,
         post_process=last,
+        parallel_output=case.logits != "gathered",
         share_embeddings_and_output_weights=not case.llama,
         position_embedding_type="rope" if case.llama else "learned_absolute",
         add_binary_head=case.binary_head,
@@ -66,8 +75,10 @@ def bert_batches(num: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def bert_loss(loss_mask, is_random, output):
+def bert_loss(loss_mask, is_random, labels, group, output):
     losses, binary_logits = output
+    if labels is not None:
+        losses = losses_of(losses, labels, group)
     loss = (losses * loss_mask).sum() / loss_mask.sum()
     if binary_logits is not None:
         loss = loss + F.cross_entropy(binary_logits, is_random)
@@ -81,9 +92,11 @@ def bert_step(data_iterator, model):
         batch["text"],
         batch["padding_mask"],
         tokentype_ids=batch["types"] if is_paired else None,
-        lm_labels=batch["labels"],
+        lm_labels=None if asks_for_logits(model) else batch["labels"],
     )
-    return output, partial(bert_loss, batch["loss_mask"], batch["is_random"])
+    labels = batch["labels"] if asks_for_logits(model) else None
+    group = get_attr_wrapped_model(model, "pg_collection").tp
+    return output, partial(bert_loss, batch["loss_mask"], batch["is_random"], labels, group)
 
 
 MODEL = ModelUnderTest(build_bert, bert_batches, bert_step)
@@ -106,7 +119,11 @@ SPACE = Space(
         "deallocate": (False, True),
         "delay_wgrad": (False, True),
         "planned": (False, True),
-        "evaluates": (False, True),
+        "evaluates_in": (None, "no_grad", "inference_mode"),
+        "fails": (False, True),
+        "frozen": (None, "embedding", "all but output", "all but low rank"),
+        "weights": (False, True),
+        "logits": (None, "sliced", "gathered"),
         "loss_scale": (1.0, 65536.0),
     },
     [

@@ -38,7 +38,11 @@ SPACE = Space(
         "delay_wgrad": (False, True),
         "deferral": (None, 0, 1, 2),
         "loss_scale": (1.0, 65536.0),
-        "evaluates": (False, True),
+        "evaluates_in": (None, "grad", "no_grad", "inference_mode"),
+        "fails": (False, True),
+        "frozen": (None, "embedding", "all but middle layer", "all but low rank"),
+        "weights": (False, True),
+        "logits": (None, "sliced", "gathered"),
         "dtype": ("float64", "float32"),
         "shared_memory": (True, False),
     },
@@ -63,6 +67,8 @@ SPACE = Space(
             ("overlap_grad_reduce", "overlap_param_gather"), lambda reduce, gather: reduce >= gather
         ),
         Rule(("overlap_param_gather", "align_param_gather"), lambda gather, align: gather >= align),
+        # Over gloo alone the other ranks would wait for a time-out.
+        Rule(("fails", "shared_memory"), lambda fails, shared_memory: shared_memory or not fails),
         # Sixteen microbatches through four ranks' chunks take longest; `unusual_cases` draws such ones.
         Rule(
             ("pp", "group", "microbatches"),
@@ -100,7 +106,8 @@ def case_of(row: Row) -> Case:
         "dist_opt",
     ]
     same += ["overlap_grad_reduce", "align_grad_reduce", "overlap_param_gather"]
-    same += ["align_param_gather", "per_token", "delay_wgrad", "loss_scale", "evaluates", "dtype"]
+    same += ["align_param_gather", "per_token", "delay_wgrad", "loss_scale", "dtype"]
+    same += ["evaluates_in", "fails", "frozen", "weights", "logits"]
     options = {name: row[name] for name in same}
     p = row["pp"]
     if row["vp"] is None:
@@ -243,7 +250,11 @@ def unusual_cases(count: int, world: int, seed: int = 0) -> list[Case]:
             "defer_embedding": defer,
             "deferral_limit": draw.choice((0, 1, 2)) if defer else 0,
             "loss_scale": draw.choice((1.0, 1024.0, 65536.0)),
-            "evaluates": maybe(),
+            "evaluates_in": draw.choice((None, "grad", "no_grad", "inference_mode")),
+            "fails": maybe(),
+            "frozen": draw.choice((None, *SPACE.axes["frozen"])),
+            "weights": maybe(),
+            "logits": draw.choice(SPACE.axes["logits"]),
             "planned": maybe(),
             "align_grad_reduce": overlap_grad_reduce and maybe(),
         }

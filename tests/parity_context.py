@@ -29,7 +29,11 @@ SPACE = Space(
         "per_token": (False, True),
         "delay_wgrad": (False, True),
         "defer_embedding": (False, True),
-        "evaluates": (False, True),
+        "evaluates_in": (None, "no_grad", "inference_mode"),
+        "fails": (False, True),
+        "frozen": (None, "embedding", "all but low rank"),
+        "weights": (False, True),
+        "logits": (None, "gathered"),
         "loss_scale": (1.0, 65536.0),
         "experts": (None, 4),
         "ep": (1, 2),
@@ -38,6 +42,8 @@ SPACE = Space(
         "combined": (False, True),
     },
     [
+        # Further tokens are scored by the model, with the labels.
+        Rule(("logits", "mtp"), lambda logits, mtp: logits is None or mtp is None),
         Rule(
             ("world", "tp", "cp", "pp", "dp"),
             lambda world, tp, cp, pp, dp: world == tp * cp * pp * dp,

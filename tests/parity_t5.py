@@ -20,9 +20,17 @@ from minimegatron.core.models.T5.t5_spec import (
     encoder_model_with_local_spec,
 )
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import get_attr_wrapped_model, get_device
 from tests.covering import Row, Rule, Space, covering_array
-from tests.parity import MICRO_BATCH, VOCAB, Case, ModelUnderTest, loss_func
+from tests.parity import (
+    MICRO_BATCH,
+    VOCAB,
+    Case,
+    ModelUnderTest,
+    asks_for_logits,
+    loss_func,
+    loss_of_logits,
+)
 
 S_ENC, S_DEC = 12, 8
 
@@ -32,11 +40,17 @@ def split_of(case: Case) -> StackSplit:
 
 
 def build_t5(case: Case, config: TransformerConfig, groups: Any, *_: Any) -> T5Model:
-    return build_on(split_of(case), groups.pp.rank(), config, groups, not case.llama)
+    is_cut = case.logits != "gathered"
+    return build_on(split_of(case), groups.pp.rank(), config, groups, not case.llama, is_cut)
 
 
 def build_on(
-    split: StackSplit, rank: int, config: TransformerConfig, groups: Any, is_tied: bool
+    split: StackSplit,
+    rank: int,
+    config: TransformerConfig,
+    groups: Any,
+    is_tied: bool,
+    parallel_output: bool = True,
 ) -> T5Model:
     return T5Model(
         config,
@@ -47,6 +61,7 @@ def build_on(
         S_ENC,
         pre_process=split.begins(rank),
         post_process=split.ends(rank),
+        parallel_output=parallel_output,
         share_embeddings_and_output_weights=is_tied,
         position_embedding_type="learned_absolute" if is_tied else "rope",
         add_encoder=split.has_encoder(rank),
@@ -86,10 +101,14 @@ def step(data_iterator, model, checkpoint_activations_microbatch=None):
         batch["enc_mask"],
         batch["dec_mask"],
         batch["enc_mask"],
-        lm_labels=batch["labels"],
+        lm_labels=None if asks_for_logits(model) else batch["labels"],
         checkpoint_activations_microbatch=checkpoint_activations_microbatch,
     )
-    return output, partial(loss_func, batch["loss_mask"])
+    loss = partial(loss_func, batch["loss_mask"])
+    if asks_for_logits(model):
+        group = get_attr_wrapped_model(model, "pg_collection").tp
+        loss = partial(loss_of_logits, loss, batch["labels"], group)
+    return output, loss
 
 
 MODEL = ModelUnderTest(
@@ -130,7 +149,11 @@ SPACE = Space(
         "per_token": (False, True),
         "delay_wgrad": (False, True),
         "loss_scale": (1.0, 65536.0),
-        "evaluates": (False, True),
+        "evaluates_in": (None, "no_grad", "inference_mode"),
+        "fails": (False, True),
+        "frozen": (None, "embedding", "all but first layer", "all but low rank"),
+        "weights": (False, True),
+        "logits": (None, "sliced", "gathered"),
     },
     [
         Rule(("world", "tp", "pp", "dp"), lambda world, tp, pp, dp: world == tp * pp * dp),

@@ -1,4 +1,4 @@
-"""Parallel equals serial: losses, every raw gradient, and weights after three steps.
+"""Parallel equals serial: losses, every raw gradient, and weights after two or three steps.
 
 In float64, and where the case says so in float32. `make test` runs a covering array of all options,
 in which every two values meet, and the named cases; `make test-full` runs the whole grids too.
@@ -51,7 +51,8 @@ def check(
 @MEMORY
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_two_options_equal_one_process(world, shared_memory, tmp_path_factory):
-    check(pairwise_cases(shared_memory), world, tmp_path_factory.getbasetemp(), shared_memory)
+    cases, folder = pairwise_cases(shared_memory), tmp_path_factory.getbasetemp()
+    check(cases, world, folder, shared_memory, num_steps=2)
 
 
 @pytest.mark.parametrize("world", sorted({case.world for case in NAMED_CASES.values()}))

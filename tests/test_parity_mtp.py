@@ -18,8 +18,8 @@ RING = {"pp": 2, "vp": 2, "G": 2, "M": 2, "batched": False, "overlap": True, "mt
 ZERO1 = {"dist_opt": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 NAMED_CASES = {
-    "two stages": Case(pp=2, M=3, mtp=2, deallocate=True),
-    "two stages, untied": Case(pp=2, M=2, mtp=1, llama=True),
+    "two stages": Case(pp=2, M=3, mtp=2, deallocate=True, weights=True, fails=True),
+    "two stages, untied": Case(pp=2, M=2, mtp=1, llama=True, frozen="embedding"),
     "chunks that overlap": Case(**RING),
     "beside the last layer of a layout": Case(
         pp=2, M=3, mtp=1, num_layers=4, layout="Ettt|tmL", deallocate=True, per_token=True
@@ -37,11 +37,20 @@ NAMED_CASES = {
     "a stage of its own among chunks": Case(
         **RING, num_layers=4, layout="Ett|t|tm|L", deallocate=True
     ),
-    "sequence parallelism": Case(tp=2, sp=True, M=2, mtp=2),
-    "copies of the model, per token": Case(dp=2, M=3, mtp=2, per_token=True),
+    "sequence parallelism": Case(tp=2, sp=True, M=2, mtp=2, frozen="all but low rank"),
+    "copies of the model, per token": Case(dp=2, M=3, mtp=2, per_token=True, weights=True),
     "a loss scale and evaluations": Case(pp=2, M=3, mtp=1, loss_scale=65536.0, evaluates=True),
     "ZeRO-1 with overlap": Case(pp=2, dp=2, M=2, mtp=1, llama=True, **ZERO1),
+    "a12: lent by the embedding, gathered late, evaluated": Case(
+        pp=2, dp=2, M=2, mtp=1, evaluates_in="no_grad", fails=True, **ZERO1
+    ),
     "recomputed": Case(pp=2, M=2, mtp=2, recompute="full", num_partial=1),
+    "a2: recomputed, all but further tokens' layers frozen": Case(
+        pp=2, M=2, mtp=1, recompute="full", frozen="all but further tokens", weights=True
+    ),
+    "b14: recomputed after an evaluation in inference mode": Case(
+        cp=2, M=2, mtp=1, llama=True, recompute="full", evaluates_in="inference_mode", weights=True
+    ),
     "planned, weight gradients later": Case(
         pp=2, M=3, mtp=2, planned=True, delay_wgrad=True, llama=True
     ),

@@ -83,6 +83,16 @@ def begin_step(
         local_host.begin_step(groups, others, forward_only)
 
 
+def meet(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Returns when all ranks of `groups` have come here; raises where one has failed its step.
+
+    Not on GPUs: NCCL tells nobody of a failure, and a step that failed is not tried again there.
+    """
+    if get_device().type == "cpu":
+        for group in groups:
+            all_reduce(torch.zeros(1), group)
+
+
 def end_step(groups: list[dist.ProcessGroup]) -> None:
     """The step has ended well on this rank. What it has launched may still be waited for."""
     local_host.end_step(groups)

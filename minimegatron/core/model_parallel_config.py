@@ -110,8 +110,10 @@ class ModelParallelConfig:
     the number of microbatches M and of context-parallel ranks c. Each sets the scale of the losses that
     it knows: scale / M for a mean over the microbatch, scale * c / M for a rank's share of one, and
     with `calculate_per_token_loss` the scale alone for a sum."""
-    before_step_funcs: tuple[Callable[[list], None], ...] = ()
-    """Called when a step begins, with the model chunks, to forget what a failed step has left."""
+    before_step_funcs: tuple[Callable[[list], Callable[[], None] | None], ...] = ()
+    """Called when a step begins, with the model chunks, to forget what the last one has left. What one
+    returns is called if a training step fails on any rank: to put back what it has changed, beside
+    buffers and random numbers."""
     after_grads_funcs: tuple[Callable[[list, Any], None], ...] = ()
     """Called by `finalize_model_grads` when all gradients are final, before the optimizer, with the
     model chunks and the `ProcessGroupCollection`."""
@@ -127,6 +129,9 @@ class ModelParallelConfig:
     """Divide by the number of tokens of the whole global batch, instead of each microbatch's.
 
     Once, after the last backward."""
+    mean_loss_has_factor: bool = False
+    """For a loss function that returns two values with `calculate_per_token_loss`: it divides by the
+    d * c ranks that have a loss, because their gradients are summed then. So nobody warns of that."""
 
     # -- Communication between stages --
     overlap_p2p_comm: bool = knob(False, name="--overlap-p2p-communication", given=None)

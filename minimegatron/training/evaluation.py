@@ -76,6 +76,9 @@ def evaluate(
             get_train_state().consumed_valid_samples += args.global_batch_size
         collected = None
         if non_loss_data_func is not None:
+            # It may read any weight; a forward has waited for those that it needs itself.
+            for chunk in model:
+                chunk.start_param_sync(force_sync=True)
             collected = non_loss_data_func(model)
         elif process_non_loss_data_func is not None:
             collected = forward_backward_func(

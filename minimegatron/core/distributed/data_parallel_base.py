@@ -3,7 +3,7 @@
 Counterpart: `megatron.core.distributed.data_parallel_base`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,21 @@ def named_parameters_inside(model: torch.nn.Module) -> list[tuple[str, torch.nn.
     while named and all(name.startswith("module.") for name, _ in named):
         named = [(name.removeprefix("module."), param) for name, param in named]
     return named
+
+
+def refuse_changed_parameters(module: torch.nn.Module, trained: Container) -> None:
+    """Raises ValueError where `requires_grad` no longer says which parameters are in `trained`.
+
+    One that was frozen late would move all the same, by its moments and its weight decay; one that was
+    thawed late would not move.
+    """
+    named = module.named_parameters()
+    changed = [name for name, param in named if param.requires_grad != (param in trained)]
+    if changed:
+        raise ValueError(
+            f"requires_grad of {len(changed)} parameters, such as {changed[0]}, was changed after the "
+            "model was wrapped; change it before, or make wrapper and optimizer again"
+        )
 
 
 def placement_over(pp_group: dist.ProcessGroup, config: Any) -> Placement:

@@ -20,6 +20,7 @@ from minimegatron.core.distributed.data_parallel_base import (
     _BaseDataParallel,
     named_parameters_inside,
     placement_over,
+    refuse_changed_parameters,
 )
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -75,7 +76,7 @@ class DistributedDataParallel(_BaseDataParallel):
     Args:
         config: of the model; `calculate_per_token_loss` decides the scaling of gradients.
         ddp_config: buckets, overlap, precision.
-        module: the chunk. Parameters with `requires_grad=False` are left alone.
+        module: the chunk. Parameters with `requires_grad=False` are left alone; they must stay so.
         disable_bucketing: one bucket per buffer. `get_model` sets it for all chunks but the one that
             the model begins in, and other ranks than that one's do the same: in a pipeline's flush
             only stage 0 computes until the end, so only there is communication hidden by being cut
@@ -117,6 +118,10 @@ class DistributedDataParallel(_BaseDataParallel):
         )
         self.param_to_bucket_group = {
             param: group for group in self.bucket_groups for param in group.params
+        }
+        # By address: a weight may be lent as `weight.detach()`, which is another tensor there.
+        self._group_at = {
+            param.data_ptr(): group for param, group in self.param_to_bucket_group.items()
         }
         self.optimizer_checks_grads = False
         """Whether `check_grads` is called by an optimizer. If not, `finish_grad_sync` calls it."""
@@ -162,6 +167,8 @@ class DistributedDataParallel(_BaseDataParallel):
         for param in self.param_to_bucket_group:
             param.register_post_accumulate_grad_hook(after_grad)
         if self.ddp_config.overlap_param_gather:
+            for submodule in self.module.modules():
+                submodule.register_state_dict_pre_hook(self._before_state_dict)
             self.enable_forward_pre_hook()
 
     def enable_forward_pre_hook(self) -> None:
@@ -171,7 +178,7 @@ class DistributedDataParallel(_BaseDataParallel):
         """
         assert not self._gathering_hooks, "the forward hooks are there already"
         self._gathering_hooks = [
-            submodule.register_forward_pre_hook(self._before_forward)
+            submodule.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             for submodule in self.module.modules()
         ]
 
@@ -200,6 +207,13 @@ class DistributedDataParallel(_BaseDataParallel):
         """
         if param.grad is None and not param.grad_added_to_main_grad:
             return
+        group = self.param_to_bucket_group[param]
+        if group.params_are_incomplete():
+            raise RuntimeError(
+                f"{group.params[param]} was used before what other ranks have updated of it came: no "
+                "forward of its own module was called, and none that it was given to; call one, or "
+                "start_param_sync(force_sync=True) on every rank first"
+            )
         if not param.grad_added_to_main_grad:
             param.main_grad.add_(param.grad)
         param.grad_added_to_main_grad = False
@@ -207,13 +221,19 @@ class DistributedDataParallel(_BaseDataParallel):
         # Another microbatch's weight gradient, or the output layer's for a tied embedding, may follow.
         more_follows = WeightGradStore.any_made and is_owed(param)
         if self.ddp_config.overlap_grad_reduce and not more_follows:
-            self.param_to_bucket_group[param].register_grad_ready(param)
+            group.register_grad_ready(param)
 
-    def _before_forward(self, submodule: torch.nn.Module, *unused: Any) -> None:
-        """Forward hook: a submodule's own parameters must have arrived before it computes."""
-        for param in submodule.parameters(recurse=False):
-            if param in self.param_to_bucket_group:
-                self.param_to_bucket_group[param].finish_param_sync()
+    def _before_forward(
+        self, submodule: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Forward hook: before a submodule computes, the weights that it reads must have arrived.
+
+        Its own, and those that it is given, as the output layer is given the embedding's.
+        """
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        for weight in (*submodule.parameters(recurse=False), *given):
+            if (group := self._group_at.get(weight.data_ptr())) is not None:
+                group.finish_param_sync()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -277,18 +297,12 @@ class DistributedDataParallel(_BaseDataParallel):
             for group in reversed(self.bucket_groups):
                 group.finish_param_sync()
 
-    def state_dict(
-        self,
-        prefix: str = "",
-        keep_vars: bool = False,
-        destination: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """The wrapped module's; RuntimeError while parts of it are still to be gathered.
+    def _before_state_dict(self, *unused: Any) -> None:
+        """Hook of what is wrapped: RuntimeError while parts of it are still to be gathered.
 
         Gathering them here would hang whoever asks on one rank only.
         """
         self._require_complete_params("the next forward")
-        return super().state_dict(prefix, keep_vars, destination)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's; RuntimeError where parts of it are missing and no hook gathers them."""
@@ -326,7 +340,11 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.scale_gradients(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Sets all gradients to zero, and forgets those that are owed; before each step."""
+        """Sets all gradients to zero, and forgets those that are owed; before each step.
+
+        Raises ValueError if `requires_grad` of a parameter is not what it was when it was wrapped.
+        """
+        refuse_changed_parameters(self.module, self.param_to_bucket_group)
         if WeightGradStore.any_made:
             forget_owed(self.param_to_bucket_group)
         for param in self.param_to_bucket_group:
@@ -338,6 +356,10 @@ class DistributedDataParallel(_BaseDataParallel):
             group.reset()
 
     def broadcast_params(self) -> None:
-        """Copies every parameter from the first rank that has it to the others."""
+        """Copies every parameter from the first rank that has it to the others.
+
+        RuntimeError while parts of it are still to be gathered.
+        """
+        self._require_complete_params("the next forward")
         for param in self.module.parameters():
             broadcast(param.data, 0, reduce_group(param, self.pg_collection))

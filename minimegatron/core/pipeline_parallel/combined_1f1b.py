@@ -32,6 +32,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     ModelChunk,
     autocast,
     forward_step_calc_loss,
+    input_gradient,
     prepare_forward,
     weight_gradients_of,
 )
@@ -368,7 +369,7 @@ def combined_forward_backward_step(
                 is_last_stage,
             )
             output.schedule_plan, output.loss_input = f_plan, loss_input
-    return output, num_tokens, None if b_input_tensor is None else b_input_tensor.grad
+    return output, num_tokens, input_gradient(b_input_tensor)
 
 
 def _build_plan(

@@ -16,9 +16,15 @@ In the order of one step:
 | the step ends     | waits until messages are out; lets all gradients go                           |
 |                   | `grad_sync_func` for what is left; computes deferred weight gradients         |
 |                   | `finalize_model_grads_func`                                                   |
+|                   | waits until all ranks have come so far                                        |
 | the step fails    | tells every rank that may wait for this one                                   |
+|                   | puts back random numbers, buffers, and what `before_step_funcs` know          |
 
-A forward-only step launches and finalizes no gradients; everything else is the same.
+A forward-only step launches and finalizes no gradients, and waits for and puts back nothing;
+everything else is the same.
+
+After a step that failed, `zero_grad_buffer` and new data iterators: ranks may have read different numbers
+of microbatches, and what an iterator has given does not come back.
 """
 
 import contextlib
@@ -46,6 +52,7 @@ from minimegatron.core.pipeline_parallel.send_limits import (
 from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
+from minimegatron.core.tensor_parallel.random import all_rng_states, restore_rng_states
 from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -137,8 +144,7 @@ class StepFrame(NoFrame):
             self._embedding_module = clear_embedding_activation_buffer(
                 self.config, [chunk.model for chunk in chunks], chunks[-1].is_last_stage
             )
-            for begin in self.config.before_step_funcs:
-                begin([chunk.model for chunk in self.chunks])
+            self._state = StateOfStep(self.config, [chunk.model for chunk in self.chunks])
             self.grad_sync = GradSync(self.config)
             self._param_sync.gather_first([chunk.model for chunk in self.chunks])
         except BaseException as error:
@@ -224,6 +230,11 @@ class StepFrame(NoFrame):
                 self.config, self._embedding_module, True, self.pg_collection.tp
             )
         finish_step(self.config, self.chunks, self.forward_only, self.pg_collection)
+        if not self.forward_only:
+            # Through these, each rank has heard from all. Copies whose gradients stay apart may leave.
+            is_final = self.config.finalize_model_grads_func is not None
+            names = ("tp", "pp", "dp_cp") if is_final else ("tp", "pp")
+            collectives.meet(_real(vars(self.pg_collection).get(name) for name in names))
         if self._knows_steps:
             self.p2p.end_step()
         collectives.end_step(self._groups + self._others)
@@ -235,9 +246,41 @@ class StepFrame(NoFrame):
                 self._begin_messages()
             self.p2p.abandon(reason)
         collectives.abandon(self._groups + self._others, reason)
+        if hasattr(self, "_state") and not self.forward_only:
+            with suppress(Exception):
+                self._state.put_back()
         if hasattr(self, "grad_sync"):
             with suppress(Exception):
                 self.grad_sync.enable()
+
+
+class StateOfStep:
+    """What a step changes beside gradients, as it is when the step begins.
+
+    Gradients are not in it: `zero_grad_buffer` comes before each step. `before_step_funcs` are called here.
+    """
+
+    def __init__(self, config: ModelParallelConfig, models: list[torch.nn.Module]):
+        self._rng_states = all_rng_states()
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for model in models
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._undo = [begin(models) for begin in config.before_step_funcs]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """All of it is as it was."""
+        restore_rng_states(self._rng_states)
+        for module, name, buffer, before in self._buffers:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+            setattr(module, name, buffer)
+        for undo in self._undo:
+            if undo is not None:
+                undo()
 
 
 class ParamSync:

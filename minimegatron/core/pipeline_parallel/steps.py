@@ -8,7 +8,6 @@ each call, and keeps `input_tensors` and `output_tensors` lists of its own.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch.autograd.variable import Variable
 
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.mean_loss import warn_of_mean
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.tracing import call_traced, traced
 from minimegatron.core.utils import (
@@ -154,7 +154,8 @@ def forward_step_calc_loss(
     |------------------------|----------------------------|---------------------------------------|
     | (sum, n, report)       | off                        | sum / max(n, 1) / M                   |
     | (sum, n, report)       | on                         | sum; finalize divides by all tokens   |
-    | (mean, report)         | off or on                  | mean * c / M                          |
+    | (mean, report)         | off                        | mean * c / M                          |
+    | (mean, report)         | on                         | the same; gradients d * c times these |
     | anything               | `collect_non_loss_data`    | none; the value itself is stored      |
     | (`loss_func` is None)  | off or on                  | the output as it is, which is stored  |
 
@@ -167,8 +168,9 @@ def forward_step_calc_loss(
     shares storage with the loss (`loss.detach()`).
 
     Returns (output or scaled loss, number of tokens as an int tensor: 0 unless three were returned).
-    Raises ValueError for another number of values. Warns, while it trains, of a mean with the option on
-    beside auxiliary losses, which with it are sums: as in Megatron, nothing divides them by tokens.
+    Raises ValueError for another number of values. Warns, while it trains, of a mean with the option on:
+    as in Megatron, gradients are then summed over d * c ranks, and nothing divides auxiliary losses by
+    tokens. A loss with a factor 1 / (d * c) of its own is right; `config.mean_loss_has_factor` says so.
     """
     num_tokens = NO_TOKENS
     if is_last_stage and loss_func is None:
@@ -183,7 +185,7 @@ def forward_step_calc_loss(
                 output_tensor = output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches
         elif len(outputs) == 2:
             output_tensor, report = outputs
-            _warn_of_sums_beside(config)
+            warn_of_mean(config, model)
             output_tensor = output_tensor * (cp_group_size or 1) / num_microbatches
         else:
             raise ValueError(
@@ -193,17 +195,6 @@ def forward_step_calc_loss(
         forward_data_store.append(report)
     _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size or 1)
     return output_tensor, num_tokens
-
-
-def _warn_of_sums_beside(config: ModelParallelConfig) -> None:
-    is_beside_sums = config.calculate_per_token_loss and config.aux_loss_scale_funcs
-    if is_beside_sums and torch.is_grad_enabled():
-        warnings.warn(
-            "the loss function returned 2 values, a mean, but with calculate_per_token_loss auxiliary "
-            "losses (of experts, of further tokens) wait to be divided by the number of tokens; return "
-            "(summed loss, number of tokens, report), or turn calculate_per_token_loss off",
-            stacklevel=3,
-        )
 
 
 def _scale_auxiliary_losses(
@@ -243,7 +234,7 @@ def backward_step(
     Each of the three may be a list: of one, or with what a model hands on (`all_outputs`), which is one
     tensor as input and as output. Its gradient is the sum of two: of this stage, which used it, and of
     the stages behind, which did too. Returns the loss's gradient with respect to the input, None on the
-    first stage; a list if the input was one, with zeros for a further input that nobody used.
+    first stage; a list if the input was one. An input that nobody used has zeros.
     """
     unwrap = not isinstance(input_tensor, list)
     inputs = [input_tensor] if unwrap else input_tensor
@@ -265,12 +256,18 @@ def backward_step(
 
     for handed_on, grad_from_behind in zip(outputs[1:], grads[1:], strict=False):
         add_gradient(handed_on, grad_from_behind)
-    for tensor in inputs[1:]:
-        # No stage from here on used it, but the one before waits for its gradient all the same.
-        if tensor is not None and tensor.grad is None:
-            tensor.grad = torch.zeros_like(tensor)
-    input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
+    input_grads = [input_gradient(tensor) for tensor in inputs]
     return input_grads[0] if unwrap else input_grads
+
+
+def input_gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """What backward has left in an input; zeros if no stage from here on used it.
+
+    The stage before waits for it all the same.
+    """
+    if tensor is not None and tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return None if tensor is None else tensor.grad
 
 
 def add_gradient(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:

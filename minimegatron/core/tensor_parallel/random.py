@@ -21,7 +21,7 @@ default generator, which also draws the weights of a layer that is built by itse
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -203,12 +203,14 @@ RngStates = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], str | Non
 and which of them a `fork` has put into the device's generator."""
 
 
-def _all_rng_states() -> RngStates:
+def all_rng_states() -> RngStates:
+    """Where this process's random numbers stand, for `restore_rng_states`."""
     tracker = get_cuda_rng_tracker()
     return torch.get_rng_state(), _get_rng_state(), tracker.get_states(), tracker.current
 
 
-def _restore_rng_states(states: RngStates) -> None:
+def restore_rng_states(states: RngStates) -> None:
+    """Randomness continues from `states`."""
     cpu, device, tracked, current = states
     torch.set_rng_state(cpu)
     _set_rng_state(device)
@@ -220,12 +222,12 @@ def _restore_rng_states(states: RngStates) -> None:
 @contextlib.contextmanager
 def _as_it_was(rng_states: RngStates) -> Iterator[None]:
     """Within it, randomness continues from `rng_states`; afterwards as if nothing had happened."""
-    now = _all_rng_states()
-    _restore_rng_states(rng_states)
+    now = all_rng_states()
+    restore_rng_states(rng_states)
     try:
         yield
     finally:
-        _restore_rng_states(now)
+        restore_rng_states(now)
 
 
 def _autocast_state(device_type: str) -> Callable[[], Any]:
@@ -248,7 +250,7 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run_function, distribute_group, *args):
         ctx.run_function = run_function
-        ctx.rng_states = _all_rng_states()
+        ctx.rng_states = all_rng_states()
         ctx.autocast = _autocast_state(get_device().type)
         with torch.no_grad():
             outputs = run_function(*args)
@@ -285,19 +287,23 @@ class CheckpointFunction(torch.autograd.Function):
             for output, grad in zip(outputs, grads, strict=True)
             if isinstance(output, torch.Tensor) and output.requires_grad
         ]
-        with within_this_backward() if WeightGradStore.any_made else contextlib.nullcontext():
-            torch.autograd.backward(*zip(*differentiable, strict=True))
+        if differentiable:
+            with within_this_backward() if WeightGradStore.any_made else contextlib.nullcontext():
+                torch.autograd.backward(*zip(*differentiable, strict=True))
         input_grads = (arg.grad if isinstance(arg, torch.Tensor) else None for arg in inputs)
         return None, None, *input_grads
 
 
 def checkpoint(
-    function: Callable, distribute_saved_activations: bool, *args: Any, tp_group: Any = None
+    function: Callable,
+    distribute_saved_activations: bool,
+    *args: Any,
+    tp_group: Any = None,
+    modules: Iterable[torch.nn.Module] | None = None,
 ) -> Any:
     """`function(*args)`, keeping only its inputs for backward, which runs it again.
 
-    The second run sees the same random numbers, so dropout drops the same. At least one tensor in
-    `args` must require gradients, else `function`'s parameters get none.
+    The second run sees the same random numbers, so dropout drops the same.
 
     Args:
         function: returns a tensor or a tuple of tensors.
@@ -305,8 +311,26 @@ def checkpoint(
             all hold alike; they gather it again in backward.
         args: inputs, by position.
         tp_group: for `distribute_saved_activations`; None for `parallel_state`'s.
+        modules: whose parameters `function` uses; None for the module that `function` is, or is a
+            method of. Where neither they nor the inputs require a gradient, `function` just runs: it
+            keeps nothing for a backward.
     """
     group = None
     if distribute_saved_activations:
         group = get_tensor_model_parallel_group_if_none(tp_group)
-    return CheckpointFunction.apply(function, group, *args)
+    if not torch.is_grad_enabled() or _any_requires_grad(args):
+        return CheckpointFunction.apply(function, group, *args)
+    if modules is None:
+        modules = [getattr(function, "__self__", function)]
+    modules = list(modules)
+    is_known = all(isinstance(module, torch.nn.Module) for module in modules)
+    if is_known and not _any_requires_grad(p for m in modules for p in m.parameters()):
+        return function(*args)
+    # Autograd enters a function by its inputs, and parameters are none of them. Where all that comes
+    # before is frozen (an embedding is enough) no input requires a gradient: so one is added.
+    entry = torch.empty(0, requires_grad=True)
+    return CheckpointFunction.apply(lambda *given: function(*given[:-1]), group, *args, entry)
+
+
+def _any_requires_grad(candidates: Iterable[Any]) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in candidates)

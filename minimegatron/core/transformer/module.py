@@ -48,9 +48,10 @@ class MegatronModule(torch.nn.Module):
         In the checkpoint it has its name in the full model, after `prefix`; there any layout finds its
         piece. What `load` returns, `load_state_dict` takes.
 
-        With `overlap_param_gather`, weights are incomplete until the next forward: call the wrapper's
-        `start_param_sync(force_sync=True)` first.
+        With `overlap_param_gather`, weights are incomplete until the next forward, and this raises
+        RuntimeError: call the wrapper's `start_param_sync(force_sync=True)` first.
         """
+        self.state_dict()  # for the wrapper's hook, which raises
         groups = getattr(self, "pg_collection", None)
         groups = groups or ProcessGroupCollection.use_mpu_process_groups()
         found = {}

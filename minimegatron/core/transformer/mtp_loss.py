@@ -4,6 +4,8 @@ Counterpart: parts of `megatron.core.transformer.multi_token_prediction`; ours i
 here. Megatron's training loop asks for the log; here functions are entered in the hooks of a step.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,13 +154,20 @@ class MTPLossLoggingHelper:
         MTPLossLoggingHelper.clean_loss_in_tracker()
 
 
-def forget_step(models: list[torch.nn.Module]) -> None:
+def forget_step(models: list[torch.nn.Module]) -> Callable[[], None]:
     """Before a step: what the last one saved, be it finished or not, is not this one's.
 
-    A step without gradients saves nothing. So what is there stays for `track_mtp_metrics`.
+    A step without gradients saves nothing. So what is there stays for `track_mtp_metrics`. Returns what
+    puts it back.
     """
+    # Its tensors are added to in place.
+    before = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in MTPLossLoggingHelper.tracker.items()
+    }
     if torch.is_grad_enabled():
         MTPLossLoggingHelper.clean_loss_in_tracker()
+    return partial(setattr, MTPLossLoggingHelper, "tracker", before)
 
 
 def count_step(models: list[torch.nn.Module], pg_collection: Any) -> None:

@@ -263,5 +263,6 @@ class TransformerBlock(MegatronModule):
                 first + step,
                 hidden_states,
                 *arguments,
+                modules=islice(self.layers, first, first + step),
             )
         return self._run(recomputed, len(self.layers), hidden_states, *arguments)

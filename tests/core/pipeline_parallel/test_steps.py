@@ -19,6 +19,7 @@ from minimegatron.core.pipeline_parallel.schedules import (
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from tests.fake_transport import FakeGroup
+from tests.groups import PretendGroup
 
 
 class Doubler(torch.nn.Module):
@@ -168,6 +169,44 @@ def test_a_mean_beside_sums_is_told():
             calc_loss(replace(config, **{name: value}), *mean[1:])
 
 
+class Wrapped:
+    """What the warning looks at in a wrapper for data parallelism."""
+
+    def __init__(self, rank: int, size: int, tp_rank: int = 0):
+        self.dp_cp_group = PretendGroup(rank, size)
+        self.pg_collection = ProcessGroupCollection(tp=PretendGroup(tp_rank, 2))
+
+
+def test_a8_a_mean_with_gradients_that_are_summed_is_told_with_the_factor():
+    """Also of a dense model: was only told beside auxiliary losses."""
+    config = ModelParallelConfig(calculate_per_token_loss=True)
+
+    def run(config, model, grad_enabled=True, values=(1.0, {})):
+        loss = [torch.tensor(values[0]), *values[1:]]
+        with torch.set_grad_enabled(grad_enabled):
+            forward_step_calc_loss(
+                model, loss[0], lambda _: tuple(loss), config, None, False, 4, [], 1, True
+            )
+
+    with pytest.warns(UserWarning, match="d \\* c = 6 .* 6 times too large; .* factor of 1/6 alr"):
+        run(config, Wrapped(0, 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(replace(config, mean_loss_has_factor=True), Wrapped(0, 6))
+        run(replace(config, calculate_per_token_loss=False), Wrapped(0, 6))
+        for one_of_many in (Wrapped(1, 6), Wrapped(0, 6, tp_rank=1)):
+            run(config, one_of_many)
+        run(config, Wrapped(0, 1))
+        run(config, None)
+        run(config, Wrapped(0, 6), grad_enabled=False)
+        run(config, Wrapped(0, 6), values=(1.0, torch.tensor(3), {}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            run(config, Wrapped(0, 7))
+    assert len(told) == 1
+
+
 def test_the_loss_scale_enters_on_the_last_stage_only():
     config = ModelParallelConfig(grad_scale_func=lambda loss: loss * 16.0)
     x = torch.tensor(3.0, requires_grad=True)
@@ -177,9 +216,11 @@ def test_the_loss_scale_enters_on_the_last_stage_only():
     assert backward_step(y, y * 2, torch.ones(1), None, config).item() == 2.0
 
 
-def test_backward_of_an_output_without_gradient_does_nothing():
-    x = torch.tensor([1.0], requires_grad=True)
-    assert backward_step(x, torch.tensor([5.0]), torch.ones(1), None, ModelParallelConfig()) is None
+def test_a2_backward_of_an_output_without_gradient_gives_zeros_to_send():
+    """Was: None, which a stage in the middle cannot send; the one before waits for a gradient."""
+    x, config = torch.tensor([1.0], requires_grad=True), ModelParallelConfig()
+    assert backward_step(x, torch.tensor([5.0]), torch.ones(1), None, config).item() == 0.0
+    assert backward_step(None, torch.tensor([5.0]), torch.ones(1), None, config) is None
 
 
 def test_lists_in_lists_out():

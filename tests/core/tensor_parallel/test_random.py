@@ -206,3 +206,30 @@ def test_a_pretended_group_is_enough_for_pieces_of_one():
     y = checkpoint(torch.sin, True, x, tp_group=PretendGroup())
     y.sum().backward()
     torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+@pytest.mark.parametrize("as_what", ["function", "module", "method"])
+def test_a2_parameters_get_gradients_where_no_input_requires_one(as_what):
+    """Was: nothing led autograd back into the function, and they got none, without a word."""
+    layer = torch.nn.Linear(4, 4, bias=False)
+    x = torch.randn(3, 4)
+    function = {"function": lambda x: layer(x), "module": layer, "method": layer.forward}[as_what]
+    y = checkpoint(function, False, x)
+    assert y.requires_grad and x.grad is None
+    y.sin().sum().backward()
+    expected = torch.autograd.grad(layer(x).sin().sum(), layer.weight)[0]
+    assert torch.equal(layer.weight.grad, expected)
+
+
+def test_a2_what_is_all_frozen_is_not_run_again():
+    frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    trained, x = torch.nn.Linear(4, 4), torch.randn(3, 4)
+    assert not checkpoint(frozen, False, x).requires_grad
+    again = checkpoint(lambda x: trained(frozen(x)), False, x, modules=[frozen])
+    assert again.grad_fn.name() == "AddmmBackward0", "neither reads the other's parameters"
+    with torch.no_grad():
+        assert not checkpoint(trained, False, x).requires_grad
+    # A function of which nothing is known runs again for nothing, and its backward finds nothing.
+    y = checkpoint(lambda x: frozen(x), False, x)
+    (y * 2).sum().backward()
+    assert frozen.weight.grad is None

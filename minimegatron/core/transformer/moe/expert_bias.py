@@ -6,7 +6,7 @@ has them here too. There one call in the middle of `finalize_model_grads` update
 `MoEConfig` enters the first two functions in the hooks of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,16 @@ from minimegatron.core.tensor_parallel.mappings import reduce_from_tensor_model_
 from minimegatron.core.utils import get_model_config
 
 
-def forget_step(models: list[torch.nn.Module]) -> None:
-    """Before a step. A step that failed half-way leaves counts; they are not the next one's."""
+def forget_step(models: list[torch.nn.Module]) -> Callable[[], None]:
+    """Before a step: what the last one counted is not this one's. Returns what puts it back."""
+    before = [(router, router.sums_of_step()) for router in routers_of(models)]
     reset_model_temporary_tensors(get_model_config(models[0]), models)
+
+    def put_back() -> None:
+        for router, sums in before:
+            vars(router).update(sums)
+
+    return put_back
 
 
 def update_biases(models: list[torch.nn.Module], pg_collection: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from minimegatron.core.collectives import all_reduce
 from minimegatron.core.transformer.moe.expert_bias import routers_of
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import get_device, get_model_config
 
 LOSSES = (
     "load_balancing_loss",
@@ -55,11 +55,10 @@ def balance_of_layers(models: list[torch.nn.Module], pg_collection: Any) -> list
     if config.num_moe_experts is None:
         return []
     num_experts = config.num_moe_experts
-    device = next(models[0].parameters()).device
     # A row for each layer of the whole model, so that all stages send the same.
     num_layers = config.num_layers + (config.mtp_num_layers or 0)
     table = torch.zeros(
-        num_layers, num_experts + len(LOSSES) + 1, dtype=torch.float64, device=device
+        num_layers, num_experts + len(LOSSES) + 1, dtype=torch.float64, device=get_device()
     )
     for router in routers_of(models):
         row = table[router.layer_number - 1]

@@ -321,6 +321,10 @@ class TopKRouter(Router):
             self.local_tokens_per_expert += routing_map.sum(dim=0)
             self.num_counted += 1
 
+    def sums_of_step(self) -> dict[str, Any]:
+        """What is counted and added up, beside buffers: values of attributes by their names."""
+        return {name: vars(self)[name] for name in ("losses", "num_counted", "step_is_over")}
+
     def forget_step(self) -> None:
         """Everything counted and added up is zero again."""
         self.local_tokens_per_expert.zero_()

@@ -1,5 +1,6 @@
 """Chunks of any (pp, vp), chained by hand in one process, are the whole model."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from minimegatron.core.tensor_parallel.sharding import unshard_parameter
 from minimegatron.core.transformer.module import named_global_parameters
 from tests.core.models.gpt_support import CASES, RECOMPUTE, Case, run_whole, sample, token_weights
 from tests.groups import pretend_groups
+from tests.parity_frozen import freeze
 
 TIED, UNTIED = CASES["gpt2: LayerNorm, GELU, learned, tied"], list(CASES.values())[1]
 
@@ -47,7 +49,9 @@ def run_chunks(chunks: list[GPTModel]) -> torch.Tensor:
     losses = outputs[-1].detach()
     (outputs.pop() * token_weights()).sum().backward()
     while outputs:
-        torch.autograd.backward(outputs.pop(), inputs.pop().grad)
+        output, grad = outputs.pop(), inputs.pop().grad
+        if output.requires_grad:
+            torch.autograd.backward(output, grad)
     return losses
 
 
@@ -130,6 +134,37 @@ def test_recompute_in_chunks():
     for recompute in RECOMPUTE.values():
         chunks = build_chunks(UNTIED, 2, None, num_layers=6, **recompute)
         torch.testing.assert_close(run_chunks(chunks), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["embedding", "all but middle layer", "all but last layer"])
+def test_a2_recompute_above_frozen_weights_changes_nothing(frozen):
+    """Was: gradients of the first recomputed layers were zero, with one stage and with two."""
+    found = []
+    for p, recompute in product((1, 2), RECOMPUTE.values()):
+        chunks = build_chunks(TIED, p, None, num_layers=4, **recompute)
+        for chunk in chunks:
+            freeze(chunk, chunk.config, frozen)
+        run_chunks(chunks)
+        grads: dict[str, torch.Tensor] = {}
+        for name, param in (pair for chunk in chunks for pair in named_global_parameters(chunk)):
+            if param.requires_grad:
+                grads[name] = param.grad
+        found.append(grads)
+    first, *others = found
+    assert first and all(grad.abs().sum() > 0 for name, grad in first.items() if "bias" not in name)
+    for grads in others:
+        assert grads.keys() == first.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, first[name], rtol=0, atol=1e-12, msg=name)
+
+
+def test_a2_frozen_layers_before_all_others_are_not_run_again():
+    number, frozen = [], build_chunks(TIED, 1, None, num_layers=4, **RECOMPUTE["uniform 1"])[0]
+    freeze(frozen, frozen.config, "all but last layer")
+    for layer in frozen.decoder.layers:
+        layer.register_forward_hook(lambda *_: number.append(1))
+    run_chunks([frozen])
+    assert len(number) == 4 + 1
 
 
 def test_recompute_of_an_uneven_group_of_layers():

@@ -125,6 +125,18 @@ def test_a_bias_moves_once_per_step_by_what_all_microbatches_chose():
     assert first.expert_bias.tolist() == pytest.approx([0.999, 1.001, 1.0])
 
 
+def test_b11_a_line_of_the_log_beside_a_chunk_without_parameters():
+    """Was: the number of layers came with the device of the first chunk's first parameter."""
+    groups = one_rank()
+    empty, model = torch.nn.Module(), Layers(groups, (2,), **BIAS)
+    empty.config = model.config
+    send(model.routers[0], [3, 1, 2])
+    for chunks in ([empty, model], [model, empty], [empty, model, empty]):
+        (layer,) = balance_of_layers(chunks, groups)
+        assert (layer.layer_number, layer.tokens_per_expert) == (2, [3, 1, 2])
+    assert describe_balance([empty, empty], groups) == {}
+
+
 def test_a_loop_without_a_schedule_counts_each_step_by_itself():
     """Nobody tells such a loop's routers that a step begins; the log may ask when it is over."""
     model = Layers(one_rank(), (1,), **BIAS)
