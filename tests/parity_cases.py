@@ -138,6 +138,19 @@ NAMED_CASES = {
     "three chunks and freed outputs": Case(
         pp=4, vp=3, G=8, M=8, batched=False, deallocate=True, llama=True
     ),
+    "a2: recomputed above a frozen embedding": Case(
+        pp=2, M=3, recompute="full", frozen="embedding"
+    ),
+    "a2: low-rank parts beside what is frozen and recomputed": Case(
+        **RING | ZERO1, overlap=True, recompute="full", frozen="all but low rank", fails=True
+    ),
+    "a stage on which nothing is trained, gathered late": Case(
+        **ZERO1, pp=2, M=3, num_layers=2, overlap_param_gather=True, frozen="all but last layer"
+    ),
+    "nothing is trained": Case(dp=2, M=2, recompute="full", frozen="everything", evaluates=True),
+    "b14: recomputed after an evaluation in inference mode": Case(
+        pp=2, M=2, llama=True, recompute="full", evaluates_in="inference_mode", weights=True
+    ),
     "a deferred embedding after an evaluation": Case(
         pp=2, M=3, defer_embedding=True, deferral_limit=1, evaluates=True, planned=True
     ),

@@ -46,10 +46,7 @@ NAMED_CASES = {
     ),
     "recomputed": Case(pp=2, M=2, mtp=2, recompute="full", num_partial=1),
     "a2: recomputed, all but further tokens' layers frozen": Case(
-        pp=2, M=2, mtp=1, recompute="full", frozen="all but further tokens", weights=True
-    ),
-    "b14: recomputed after an evaluation in inference mode": Case(
-        cp=2, M=2, mtp=1, llama=True, recompute="full", evaluates_in="inference_mode", weights=True
+        dp=2, M=2, mtp=1, recompute="full", frozen="all but further tokens", weights=True
     ),
     "planned, weight gradients later": Case(
         pp=2, M=3, mtp=2, planned=True, delay_wgrad=True, llama=True

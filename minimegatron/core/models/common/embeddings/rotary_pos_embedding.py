@@ -57,7 +57,7 @@ class RotaryEmbedding(torch.nn.Module):
 
         `device` None means the device of this process (`core.utils.get_device`).
         """
-        # A step that trains may ask next, and autograd refuses to save tensors of inference mode.
+        # Kept for steps that train too, which may save it for backward: not one of `inference_mode`.
         with torch.inference_mode(False):
             positions = torch.arange(max_seq_len, dtype=torch.float64)
             # The halves hold the pairs' first and second coordinates: the same angles twice.
