@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from minimegatron.core import parallel_state
+from minimegatron.training.utils import GPT_BATCH_KEYS, batch_keys
+
 macros_module = importlib.import_module("macros")
 problems_module = importlib.import_module("problems")
 
@@ -52,6 +55,22 @@ def test_every_solution_can_be_filled_in(package, stem):
     assert macros.faults == []
     assert "{{" not in text
     assert text.count('??? question "Solution of problem ') == 3
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3)])
+def test_e_no_rank_has_two_chunks_of_a_gpt_that_read_data(p, v, monkeypatch):
+    """So the problem about a shared iterator is BERT's, whose chunks all read."""
+    monkeypatch.setattr(parallel_state, "_sizes_set_by_hand", {})
+    monkeypatch.setattr(parallel_state, "_ranks_set_by_hand", {})
+    monkeypatch.setattr(parallel_state, "_virtual_size", None)
+    parallel_state.set_pipeline_model_parallel_world_size(p)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(v)
+    for rank in range(p):
+        parallel_state.set_pipeline_model_parallel_rank(rank)
+        reading = [chunk for chunk in range(v) if batch_keys(chunk, GPT_BATCH_KEYS)]
+        assert len(reading) == (rank in (0, p - 1))
+    question = problems_module.read_problems("data-and-broadcast")[2][0]
+    assert "both chunks" in question and "BERT" in question
 
 
 def test_a_file_that_is_not_problems_is_refused(tmp_path, monkeypatch):

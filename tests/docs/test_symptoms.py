@@ -179,6 +179,56 @@ def test_the_page_on_hangs_shows_each_verdict_as_it_was_printed():
 # -- A rank that died --
 
 
+def test_e_the_other_layout_skips_no_step_and_has_one_update_more():
+    assert symptoms.skipped("whole") == symptoms.skipped("died") == [58]
+    assert symptoms.skipped("other") == [] and symptoms.more_updates("other") == 1
+    assert symptoms.doubled("whole")[-1] == symptoms.doubled("died")[-1] == 55
+    page = (DOCS / "tour" / "a-rank-died.md").read_text()
+    assert '{{ value symptoms.more_updates("other") }} update more' in page
+
+
+def test_e_torchrun_ends_the_other_ranks_of_its_machine():
+    """So it does in the recorded run: nobody waits there for a time-out."""
+    ended = [
+        n for n in symptoms.restart()["runs"]["died"]["lines"] if "closing signal SIGTERM" in n
+    ]
+    assert len(ended) == 3 and all("torchrun: Sending" in line for line in ended)
+    for page in ("tour/launching.md", "symptoms/hang.md", "exam.toml"):
+        text = " ".join((DOCS / page).read_text().split())
+        assert re.search(r"torchrun`? ?(ends|--max-restarts)", text), page
+
+
+def bytes_of_the_optimizer() -> list[float]:
+    """In a rank: per bf16 parameter, what the optimizer has when it is built, and after a step."""
+    groups = make_groups(StepCase())
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True, params_dtype=torch.bfloat16
+    )
+    module = torch.nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    chunk = DistributedDataParallel(config, ddp, module, pg_collection=groups)
+    settings = OptimizerConfig(lr=1.0, bf16=True, params_dtype=torch.bfloat16)
+    optimizer = get_megatron_optimizer(settings, [chunk], pg_collection=groups)
+
+    def held() -> float:
+        states = optimizer.optimizer.state.values()
+        moments = [t for state in states for t in state.values() if t.numel() > 1]
+        return sum(t.nbytes for t in [*optimizer.get_parameters(), *moments]) / 64
+
+    before = held()
+    module.weight.main_grad.fill_(1.0)
+    optimizer.step()
+    return [before, held() - before]
+
+
+def test_e_when_the_optimizers_bytes_come():
+    (found,) = run_ranks(bytes_of_the_optimizer, 1)
+    page = " ".join((DOCS / "symptoms" / "out-of-memory.md").read_text().split())
+    built, stepped = map(int, found)
+    assert f"{built} for the main parameter, which is made when the optimizer is built" in page
+    assert f"{stepped} for Adam's moments, which are made in its first step" in page
+
+
 def test_the_second_life_is_the_life_without_a_death():
     record_restart = importlib.import_module("record_restart")
     recorded = symptoms.restart()

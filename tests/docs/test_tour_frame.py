@@ -127,6 +127,24 @@ def test_every_link_is_called_where_the_map_says(package):
     assert [call.name for call in CHAIN.values() if call.under is None] == ["pretrain"]
 
 
+def test_e_readme_shows_the_chain_as_the_tour_has_it():
+    """Each name hangs from the function that calls it: `get_forward_backward_func` from `train`."""
+    tree = (
+        (ROOT / "README.md")
+        .read_text()
+        .split("```")[1]
+        .replace("the schedule", "forward_backward_func")
+    )
+    path, found = [], {}
+    for line in tree.strip().splitlines():
+        branch = re.match(r"[\s│├└─]*", line)[0]
+        name, depth = line[len(branch) :].split()[0], len(branch) // 3
+        path[depth:] = [name]
+        found[name] = path[depth - 1] if depth else None
+    known = {name: CHAIN[name].under for name in found if name in CHAIN}
+    assert {name: found[name] for name in known} == known and len(known) >= 10
+
+
 def test_a_link_that_is_not_defined_ends_the_build(package):
     call = CHAIN["train"]._replace(symbol="minimegatron.training.training.no_such")
     with pytest.raises(ValueError, match="does not define"):
