@@ -83,7 +83,7 @@
       ["sharded", bytes(cut)],
       ["flops", large(flopsOf(x))],
       ["mfu", percent(mfu(x))],
-    ].map(([name, value, words]) => [say(`calculator.${name}`), value, words ?? say(`calculator.${name}.of`, x)]);
+    ].map(([name, value, words]) => [say(`calculator.${name}`), value, words === "0" ? say("calculator.one") : words ?? say(`calculator.${name}.of`, x)]);
   }
 
   // Answers to other sizes than those in the fields are grey. Returns whether they are of these.

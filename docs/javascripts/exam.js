@@ -12,9 +12,7 @@
 
   const make = (tag, text = "", properties = {}) => Object.assign(document.createElement(tag), { textContent: text }, properties);
   const numberOf = (text) => {
-    const bare = text.replace(/\s/g, "").replace("−", "-");
-    // 1,536 as these pages write it; 0,5 as others write a half.
-    const plain = /^[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?$/.test(bare) ? bare.replaceAll(",", "") : bare.replace(",", ".");
+    const plain = text.replace(/\s/g, "").replace("−", "-").replace(",", ".");
     const match = /^([+-]?\d*\.?\d+)(?:\/(\d*\.?\d+))?(%?)$/.exec(plain);
     const value = match ? (match[1] / (match[2] ?? 1)) * (match[3] ? 0.01 : 1) : NaN;
     return Number.isFinite(value) ? value : null;

@@ -160,6 +160,7 @@ def test_the_sentences_are_kept_with_the_recording():
         "sources": sources,
         "frames": [[0, 12, "loss = forward(chunk, batch)"], [0, 13, "loss.sum()"], [1, 2, "x()"]],
         "functions": [["train_step", 0], ["gone", 1]],
+        "stacks": [[0, 1, 2]],
     }
     page = annotate(PATH, SOURCE)
     found = emit.resolve(data, package.Package({page.module: page}))

@@ -47,7 +47,9 @@ def test_a_recording_says_where_it_comes_from(path: Path) -> None:
 def test_g_stacks_begin_with_the_steps_own_functions(emit, package) -> None:
     decorators = emit.decorators_of(package)
     assert "minimegatron.core.pipeline_parallel.step_frame.schedule.<locals>.run" in decorators
-    for name, data in emit.read_recordings().items():
+    recordings = emit.read_recordings()
+    for name in ("1f1b", "combined-paced", "one-rank"):
+        data = recordings[name]
         recorded = {data["sources"][source][0] for source, _, _ in data["frames"]}
         assert recorded & decorators, "a recording has them; the page does not show them"
         found = emit.resolve(data, package)
