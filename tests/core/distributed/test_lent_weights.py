@@ -1,6 +1,6 @@
 """With `overlap_param_gather`: weights that one module lends another have arrived before they are used.
 
-Each case runs a forward right after an update of this rank's shards, and once more when all is gathered.
+Each case runs a forward right after an update of this rank's shards, then once more with all gathered.
 """
 
 from functools import partial
@@ -200,7 +200,9 @@ def _read_by_nobody_who_gathers() -> list[str]:
         model.broadcast_params,
     )
     for way in ways:
-        with pytest.raises(RuntimeError, match=r"call start_param_sync\(force_sync=True\) on every"):
+        with pytest.raises(
+            RuntimeError, match=r"call start_param_sync\(force_sync=True\) on every"
+        ):
             way()
     model.start_param_sync(force_sync=True)
     for way in ways:
