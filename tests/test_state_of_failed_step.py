@@ -1,6 +1,6 @@
 """After a step that failed on one rank, each rank is as it was before the step: all but its gradients.
 
-All is asked for by what the modules have, not by name: a new buffer, attribute or generator is seen too.
+All is asked for by what the modules have, not by name: a new buffer or attribute is seen too.
 """
 
 import random

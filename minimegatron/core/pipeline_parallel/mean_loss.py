@@ -13,9 +13,9 @@ def warn_of_mean(config: ModelParallelConfig, model: torch.nn.Module | None) -> 
     """Called where a loss function has returned two values; warns if gradients come out too large.
 
     With `calculate_per_token_loss` the gradients of the d * c ranks that have a loss are summed, not
-    averaged, as in Megatron: d * c times those of the mean. That a wrapper for data parallelism knows, so
-    without one nothing is said of it; nor where `config.mean_loss_has_factor`. Auxiliary losses are sums
-    then, which are to be divided by tokens that nobody has counted.
+    averaged, as in Megatron: d * c times those of the mean. A wrapper for data parallelism knows these
+    ranks; without one nothing is said of them, nor if `config.mean_loss_has_factor`. Auxiliary losses
+    are sums then, to be divided by tokens that nobody has counted.
 
     It is for training alone. Python shows the same warning once in a process; here the first copy of
     the model warns, on its first tensor rank.

@@ -23,8 +23,8 @@ In the order of one step:
 A forward-only step launches and finalizes no gradients, and waits for and puts back nothing;
 everything else is the same.
 
-After a step that failed, `zero_grad_buffer` and new data iterators: ranks may have read different numbers
-of microbatches, and what an iterator has given does not come back.
+Before a failed step is tried again, call `zero_grad_buffer` and make new data iterators: ranks may have
+read different numbers of microbatches, and what an iterator has given does not come back.
 """
 
 import contextlib
@@ -257,7 +257,7 @@ class StepFrame(NoFrame):
 class StateOfStep:
     """What a step changes beside gradients, as it is when the step begins.
 
-    Gradients are not in it: `zero_grad_buffer` comes before each step. `before_step_funcs` are called here.
+    Without gradients: `zero_grad_buffer` comes before each step. `before_step_funcs` are called here.
     """
 
     def __init__(self, config: ModelParallelConfig, models: list[torch.nn.Module]):

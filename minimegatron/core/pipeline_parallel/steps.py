@@ -168,9 +168,10 @@ def forward_step_calc_loss(
     shares storage with the loss (`loss.detach()`).
 
     Returns (output or scaled loss, number of tokens as an int tensor: 0 unless three were returned).
-    Raises ValueError for another number of values. Warns, while it trains, of a mean with the option on:
-    as in Megatron, gradients are then summed over d * c ranks, and nothing divides auxiliary losses by
-    tokens. A loss with a factor 1 / (d * c) of its own is right; `config.mean_loss_has_factor` says so.
+    Raises ValueError for another number of values. Warns, while it trains, of a mean with the option
+    on: as in Megatron, gradients are then summed over d * c ranks, and nothing divides auxiliary losses
+    by tokens. A loss with a factor 1 / (d * c) of its own is right, and
+    `config.mean_loss_has_factor` says so.
     """
     num_tokens = NO_TOKENS
     if is_last_stage and loss_func is None:

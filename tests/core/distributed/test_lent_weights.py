@@ -1,6 +1,6 @@
 """With `overlap_param_gather`: weights that one module lends another have arrived before they are used.
 
-Each case runs a forward right after an update of this rank's shards, and once more when all is gathered.
+Each case runs a forward right after an update of this rank's shards, then once more with all gathered.
 """
 
 from functools import partial
