@@ -413,7 +413,7 @@ def process_mtp_loss(
     weight = config.mtp_loss_scaling_factor / config.mtp_num_layers
     for depth, states in enumerate(further):
         labels, mask = targets[depth + 1]
-        logits, _ = model.output_layer(states, weight=output_weight)
+        logits, _ = model.output_layer(states, weight=output_weight, runtime_gather_output=False)
         losses = mask * model.compute_language_model_loss(labels, logits)
         losses = losses / counts[depth + 1].clamp(min=1).to(losses.dtype)
         if model.training:

@@ -75,10 +75,16 @@ class T5LMHead(MegatronModule):
         )
 
     def forward(
-        self, hidden_states: torch.Tensor, word_embeddings_weight: torch.Tensor | None
+        self,
+        hidden_states: torch.Tensor,
+        word_embeddings_weight: torch.Tensor | None,
+        runtime_gather_output: bool | None = None,
     ) -> torch.Tensor:
-        """[s, b, h] -> [s, b, v/t]; the weight is the tied one, None for the head's own."""
-        logits, _ = self.output_layer(hidden_states, weight=word_embeddings_weight)
+        """[s, b, h] -> [s, b, v/t]; the weight is the tied one, None for the head's own.
+
+        `runtime_gather_output`: return [s, b, v], or do not; None: unless `parallel_output`.
+        """
+        logits, _ = self.output_layer(hidden_states, word_embeddings_weight, runtime_gather_output)
         return logits
 
 
@@ -108,7 +114,8 @@ class T5Model(LanguageModule):
         pre_process: this stage is the first of its stack: it embeds.
         post_process: this stage is the last of its stack: it ends in the norm, and the decoder's in the
             head.
-        parallel_output: leave logits cut over the vocabulary, [.., v/t].
+        parallel_output: leave logits cut over the vocabulary, [.., v/t]. A loss is computed from cut
+            ones in any case.
         share_embeddings_and_output_weights: the head uses the word embedding's weight.
         position_embedding_type: "learned_absolute", "rope", "relative" (then the specs are with a bias,
             and the model is on one stage) or "none".
@@ -377,7 +384,8 @@ class T5Model(LanguageModule):
     def _postprocess(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None
     ) -> torch.Tensor:
-        logits = self.lm_head(hidden_states, self.shared_embedding_or_output_weight())
+        gather = None if labels is None else False
+        logits = self.lm_head(hidden_states, self.shared_embedding_or_output_weight(), gather)
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
         return self.compute_language_model_loss(labels, logits)

@@ -53,7 +53,8 @@ class BertModel(LanguageModule):
         max_sequence_length: s at most, for learned positions.
         pre_process: this is the first chunk: it holds the embedding.
         post_process: this is the last chunk: it holds the heads.
-        parallel_output: leave logits cut over the vocabulary, [.., v/t].
+        parallel_output: leave logits cut over the vocabulary, [.., v/t]. A loss is computed from cut
+            ones in any case.
         share_embeddings_and_output_weights: the output layer uses the word embedding's weight. It has
             a bias of its own in any case.
         position_embedding_type: "learned_absolute" or "rope".
@@ -98,7 +99,7 @@ class BertModel(LanguageModule):
             )
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
-        self.num_tokentypes, self.vp_stage = num_tokentypes, vp_stage
+        self.vocab_size, self.num_tokentypes, self.vp_stage = vocab_size, num_tokentypes, vp_stage
         self.rotary_pos_emb = None
         if position_embedding_type == "rope":
             dtype = torch.promote_types(config.params_dtype, torch.float32)
@@ -226,7 +227,11 @@ class BertModel(LanguageModule):
         if self.binary_head is not None:
             binary_logits = self.binary_head(self.pooler(hidden_states))
         weight = self.shared_embedding_or_output_weight()
-        logits, _ = self.output_layer(self.lm_head(hidden_states), weight=weight)
+        logits, _ = self.output_layer(
+            self.lm_head(hidden_states),
+            weight=weight,
+            runtime_gather_output=None if lm_labels is None else False,
+        )
         if lm_labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous()), binary_logits
         return self.compute_language_model_loss(lm_labels, logits), binary_logits

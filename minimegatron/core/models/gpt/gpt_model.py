@@ -59,7 +59,8 @@ class GPTModel(LanguageModule):
         max_sequence_length: s at most, for learned positions.
         pre_process: this is the first chunk: it holds the embedding.
         post_process: this is the last chunk: it holds the output layer.
-        parallel_output: leave logits cut over the vocabulary, [.., v/t].
+        parallel_output: leave logits cut over the vocabulary, [.., v/t]. A loss is computed from cut
+            ones in any case.
         share_embeddings_and_output_weights: the output layer uses the word embedding's weight.
         position_embedding_type: "learned_absolute", "rope" or "none".
         rotary_percent, rotary_base: see `RotaryEmbedding`.
@@ -205,6 +206,7 @@ class GPTModel(LanguageModule):
         decoder_input: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         *,
+        runtime_gather_output: bool | None = None,
         loss_mask: torch.Tensor | None = None,
         checkpoint_activations_microbatch: bool | None = None,
     ) -> torch.Tensor:
@@ -219,6 +221,7 @@ class GPTModel(LanguageModule):
                 plain causal attention.
             decoder_input: [s, b, h], used instead of embedding `input_ids`.
             labels: int64 [b, s]; read on the last chunk.
+            runtime_gather_output: whether logits are returned whole; None: unless `parallel_output`.
             loss_mask: [b, s], read on the last chunk for the losses of further tokens; to the main
                 loss, the loss function applies it.
             checkpoint_activations_microbatch: the schedule's word on recompute for this
@@ -227,7 +230,7 @@ class GPTModel(LanguageModule):
 
         Returns:
             Last chunk, with labels: the loss of each token, [b, s], float32 (float64 for float64
-            models). Last chunk without: logits [b, s, v/t], or [b, s, v] unless `parallel_output`.
+            models). Last chunk without: logits [b, s, v/t], or [b, s, v] if they are gathered.
             Other chunks: [s, b, h], or [s/t, b, h] with sequence parallelism. Never a view.
             Without gradients, nothing is computed for further tokens. Megatron computes it in an
             evaluation too, where nobody reads it.
@@ -251,7 +254,10 @@ class GPTModel(LanguageModule):
             )
         if not self.post_process:
             return hidden_states
-        return self._postprocess(hidden_states, labels, loss_mask=loss_mask)
+        gather = runtime_gather_output
+        return self._postprocess(
+            hidden_states, labels, loss_mask=loss_mask, runtime_gather_output=gather
+        )
 
     @accepts_left_out
     def build_schedule_plan(
@@ -262,6 +268,7 @@ class GPTModel(LanguageModule):
         decoder_input: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         *,
+        runtime_gather_output: bool | None = None,
         loss_mask: torch.Tensor | None = None,
     ) -> TransformerModelChunkSchedulePlan:
         """The same forward in nodes, for combined 1F1B. Computes nothing; arguments as `forward`.
@@ -281,6 +288,7 @@ class GPTModel(LanguageModule):
             attention_mask,
             decoder_input,
             labels,
+            runtime_gather_output=runtime_gather_output,
             loss_mask=loss_mask,
         )
 
@@ -306,6 +314,7 @@ class GPTModel(LanguageModule):
         labels: torch.Tensor | None,
         *,
         loss_mask: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
         output_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """On the last chunk, from the decoder's output [s, b, h] to what `forward` returns.
@@ -318,7 +327,8 @@ class GPTModel(LanguageModule):
             weight = self.shared_embedding_or_output_weight()
         if self.config.mtp_num_layers is not None and torch.is_grad_enabled():
             hidden_states = process_mtp_loss(self, hidden_states, labels, loss_mask, weight)
-        logits, _ = self.output_layer(hidden_states, weight=weight)
+        gather = runtime_gather_output if labels is None else False
+        logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=gather)
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
         return self.compute_language_model_loss(labels, logits)

@@ -266,6 +266,37 @@ def test_two_ranks_that_cut_the_sequence_equal_one_process():
             torch.testing.assert_close(total, piece, msg=name)
 
 
+def losses_and_gradients_of(group, batch, **options):
+    groups = ProcessGroupCollection(tp=group, pp=PretendGroup())
+    model = bert(tp=group.size(), groups=groups, **options)
+    return loss_of(model, batch).detach(), gradients(model, batch), dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=("tied", "untied"))
+def test_a1_losses_with_parallel_output_false_are_those_of_one_rank(is_tied):
+    batch = bert_batches(1)[0]
+    options = {"share_embeddings_and_output_weights": is_tied, "parallel_output": False}
+    loss, wanted, _ = losses_and_gradients_of(PretendGroup(), batch, **options)
+    ranks = play(2, lambda group: losses_and_gradients_of(group, batch, **options))
+    for rank, (found, grads, params) in enumerate(ranks):
+        torch.testing.assert_close(found, loss, rtol=0, atol=1e-12)
+        for name, grad in wanted.items():
+            piece = shard_parameter(grad, params[name], rank, 2)
+            torch.testing.assert_close(grads[name], piece, rtol=0, atol=1e-11, msg=name)
+
+
+def whole_logits_of(group, batch):
+    groups = ProcessGroupCollection(tp=group, pp=PretendGroup())
+    model = bert(tp=group.size(), groups=groups, parallel_output=False)
+    return outputs(model, batch, labels=False)[0]
+
+
+def test_a1_logits_with_parallel_output_false_are_whole():
+    batch = bert_batches(1)[0]
+    for logits in play(2, whole_logits_of, batch):
+        torch.testing.assert_close(logits, outputs(bert(), batch, labels=False)[0])
+
+
 # -- What comes back --
 
 
