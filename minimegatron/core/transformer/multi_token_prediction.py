@@ -390,6 +390,7 @@ def process_mtp_loss(
         loss_mask: [b, s], 0 for tokens that do not count; None if all count.
         output_weight: the tied weight, or None.
 
+    Raises ValueError for a mask of another shape than the labels'.
     Returns h0, [s, b, h]. With f = `mtp_loss_scaling_factor`, and n_k tokens that count at depth k, the
     loss l of a token that counts at depth k enters with
 
@@ -404,6 +405,11 @@ def process_mtp_loss(
     hidden_states, *further = hidden_states.chunk(1 + config.mtp_num_layers, dim=0)
     if labels is None:
         return hidden_states
+    if loss_mask is not None and loss_mask.shape != labels.shape:
+        raise ValueError(
+            f"loss_mask is {list(loss_mask.shape)} for labels {list(labels.shape)}; "
+            "give one number for each token"
+        )
     targets = [(labels, torch.ones_like(labels) if loss_mask is None else loss_mask)]
     for _ in further:
         targets.append(tuple(roll_tensor(each, cp_group=model.cp_group)[0] for each in targets[-1]))

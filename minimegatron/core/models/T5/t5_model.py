@@ -326,8 +326,9 @@ class T5Model(LanguageModule):
             encoder_input_ids: int64 [b, s_enc]; read where the encoder begins.
             decoder_input_ids: int64 [b, s_dec]; read where the decoder begins.
             encoder_attn_mask, decoder_attn_mask, encoder_decoder_attn_mask: bool, True where attention
-                must not look, broadcastable to [b, a/t, s_enc, s_enc], [b, a/t, s_dec, s_dec] and
-                [b, a/t, s_dec, s_enc]; None for no mask beside the decoder's causal one.
+                must not look, [b, a/t, s_enc, s_enc], [b, a/t, s_dec, s_dec] and
+                [b, a/t, s_dec, s_enc], each of the first three sizes also 1; None for no mask beside
+                the decoder's causal one.
             lm_labels: int64 [b, s_dec]; read where the decoder ends.
             encoder_hidden_states: used in place of the encoder's output.
             output_encoder_hidden_only: return the encoder's output, and leave the decoder out.

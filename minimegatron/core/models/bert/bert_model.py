@@ -20,6 +20,7 @@ from minimegatron.core.models.bert.bert_lm_head import BertLMHead
 from minimegatron.core.models.bert.pooler import Pooler
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
+    check_of_tokens,
 )
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
@@ -174,8 +175,13 @@ class BertModel(LanguageModule):
         No token looks at padding, and padding looks at nothing. Where a row looks at nothing, torch's
         attention returns 0, with finite gradients; Megatron's returns the mean of all values. So
         hidden states at padding differ. Losses and gradients do not: no loss is of padding, and no
-        token looks there.
+        token looks there. Raises ValueError for another number of dimensions.
         """
+        if attention_mask.dim() != 2:
+            raise ValueError(
+                f"BERT's attention_mask is {list(attention_mask.shape)}; give [b, s], 1 at tokens and "
+                "0 at padding"
+            )
         both_are_tokens = attention_mask.unsqueeze(1) * attention_mask.unsqueeze(2)
         return both_are_tokens.unsqueeze(1) < 0.5
 
@@ -209,17 +215,14 @@ class BertModel(LanguageModule):
         """
         encoder_input = None
         if self.pre_process:
+            check_of_tokens("attention_mask", attention_mask, input_ids)
             positions = self.bert_position_ids(input_ids)
             encoder_input = self.embedding(input_ids, positions, tokentype_ids)
-        rotary_pos_emb = None
+        extended_mask, rotary_pos_emb = self.bert_extended_attention_mask(attention_mask), None
         if self.rotary_pos_emb is not None:
             length, device = attention_mask.size(1), attention_mask.device
             rotary_pos_emb = self.rotary_pos_emb(length, device=device)
-        hidden_states = self.encoder(
-            encoder_input,
-            self.bert_extended_attention_mask(attention_mask),
-            rotary_pos_emb=rotary_pos_emb,
-        )
+        hidden_states = self.encoder(encoder_input, extended_mask, rotary_pos_emb=rotary_pos_emb)
         return self._heads(hidden_states, lm_labels) if self.post_process else hidden_states
 
     def _heads(self, hidden_states: torch.Tensor, lm_labels: torch.Tensor | None) -> Outputs:

@@ -286,3 +286,19 @@ def test_other_features_are_refused(options, words):
 def test_cross_attention_needs_a_key_for_each_head():
     with pytest.raises(ValueError, match="num_query_groups is 2, but each of 4 heads"):
         build("tied, learned", num_query_groups=2)
+
+
+@pytest.mark.parametrize("which", [2, 3, 4], ids=("encoder", "decoder", "cross"))
+def test_a6_masks_of_three_dimensions_are_refused(which):
+    """[b, s, s], as Megatron's T5 takes them, would be taken for one of the heads."""
+    model, batch = build("tied, learned"), sample()
+    lengths = {2: (S_ENC, S_ENC), 3: (S_DEC, S_DEC), 4: (S_DEC, S_ENC)}[which]
+    arguments = [batch["text"], batch["answer"], None, None, None, batch["labels"]]
+    for sequences in (BATCH, 1):
+        arguments[which] = torch.zeros(sequences, *lengths, dtype=torch.bool)
+        with pytest.raises(
+            ValueError, match=rf"attention_mask is \[{sequences}, .*; give \[3 or 1, 4"
+        ):
+            model(*arguments)
+        arguments[which] = arguments[which][:, None]
+        model(*arguments)

@@ -19,6 +19,32 @@ from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
+def check_of_tokens(
+    name: str, tensor: torch.Tensor | None, tokens: torch.Tensor, may_be_shared: bool = False
+) -> None:
+    """Raises ValueError unless `tensor` has the shape of `tokens`, [b, s].
+
+    `may_be_shared`: [1, s] will do, or [s]. Any other shape would broadcast by accident, or not at all.
+    """
+    shape, wanted = None if tensor is None else tuple(tensor.shape), tuple(tokens.shape)
+    shared = ((1, *wanted[1:]), wanted[1:]) if may_be_shared else ()
+    if shape not in (wanted, *shared):
+        raise ValueError(
+            f"{name} is {None if shape is None else list(shape)}, but the tokens are {list(wanted)}; "
+            "give one number for each token"
+        )
+
+
+def check_embedded(states: torch.Tensor, tokens: torch.Tensor, ranks: int) -> None:
+    """Raises ValueError unless `states` are [s/ranks, b, h] for tokens [b, s]."""
+    b, s = tokens.shape
+    if s % ranks or states.shape[:2] != (s // ranks, b):
+        raise ValueError(
+            f"decoder_input is {list(states.shape)}, but the tokens are {[b, s]}, and their states are "
+            f"over {ranks} ranks; give [{s // ranks}, {b}, h]"
+        )
+
+
 @accepts_left_out
 class LanguageModelEmbedding(MegatronModule):
     """dropout(word(ids) + position(positions) + type(token types)).
@@ -79,10 +105,13 @@ class LanguageModelEmbedding(MegatronModule):
     ) -> torch.Tensor:
         """Ids, positions, types [b, s] -> [s, b, h], or [s/t, b, h] with sequence parallelism.
 
-        `position_ids` is read for learned positions only. Raises ValueError for a sequence longer
-        than those, or not divisible over the ranks, and for token types that are missing or too much.
+        `position_ids` is read for learned positions only; [1, s] are those of each sequence. Raises
+        ValueError for a sequence longer than those, or not divisible over the ranks, for token types
+        that are missing or too much, and for positions or types of another shape.
         """
         self._check_length(input_ids.size(1))
+        if self.add_position_embedding:
+            check_of_tokens("position_ids", position_ids, input_ids, may_be_shared=True)
         embeddings = self.word_embeddings(input_ids)
         if self.add_position_embedding:
             embeddings = embeddings + self.position_embeddings(position_ids)
@@ -92,6 +121,7 @@ class LanguageModelEmbedding(MegatronModule):
                 "exactly if num_tokentypes is more than 0"
             )
         if tokentype_ids is not None:
+            check_of_tokens("tokentype_ids", tokentype_ids, input_ids)
             embeddings = embeddings + self.tokentype_embeddings(tokentype_ids)
         if not self.reduce_scatter_embeddings:
             # [b, s, h] -> [s, b, h]
