@@ -250,6 +250,16 @@ def _rank(kind: str) -> int:
     return get_group(kind).rank() if by_hand is None else by_hand
 
 
+def stage_in(pp_group: dist.ProcessGroup) -> tuple[int, int]:
+    """(our place, number of places) in a pipeline; of our own pipeline, what was set by hand.
+
+    Which layers a stage has is asked so. Modules that send over a group ask the group itself.
+    """
+    if pp_group is get_group("pp", check_initialized=False):
+        return _rank("pp"), _size("pp")
+    return pp_group.rank(), pp_group.size()
+
+
 def _on_gloo(group: dist.ProcessGroup, title: str) -> dist.ProcessGroup:
     """`group`, if it sends the CPU's tensors over gloo."""
     config = str(dist.get_backend_config(group))
@@ -500,7 +510,8 @@ def get_all_ranks() -> str:
 
 # -- Sizes and places set by hand --
 # For a program that handles a layout without its processes, such as one that converts checkpoints. The
-# getter returns what was set last; None asks the group again. The groups themselves do not change.
+# getter, and whoever places layers by it, gets what was set last; None asks the group again. The groups
+# themselves do not change, and neither does what is sent over them.
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
@@ -579,22 +590,32 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of our pipeline's first stage, where the model begins."""
-    return get_global_ranks("pp")[get_pipeline_placement().first_rank]
+    return _global_rank_of_stage(get_pipeline_placement().first_rank)
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of our pipeline's last stage, where the model ends."""
-    return get_global_ranks("pp")[get_pipeline_placement().last_rank]
+    return _global_rank_of_stage(get_pipeline_placement().last_rank)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Global rank of the place after ours in the pipeline; after the last comes the first."""
-    return get_global_ranks("pp")[(_rank("pp") + 1) % _size("pp")]
+    return _global_rank_of_stage((_rank("pp") + 1) % _size("pp"))
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the place before ours in the pipeline; before the first comes the last."""
-    return get_global_ranks("pp")[(_rank("pp") - 1) % _size("pp")]
+    return _global_rank_of_stage((_rank("pp") - 1) % _size("pp"))
+
+
+def _global_rank_of_stage(place: int) -> int:
+    ranks = get_global_ranks("pp")
+    if place >= len(ranks):
+        raise RuntimeError(
+            f"place {place} of a pipeline of {_size('pp')}, as set by hand, has no rank: the pipeline "
+            f"group has {len(ranks)}; set None, or make the groups of that size"
+        )
+    return ranks[place]
 
 
 # -- Stages --

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core import parallel_state
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
@@ -33,10 +34,10 @@ class TransformerLayerSubmodules:
 
 
 def pipeline_rank(config: TransformerConfig, pp_rank: int | None) -> int:
-    """`pp_rank`; for None this rank's in its pipeline group, or 0 if there is one stage."""
+    """`pp_rank`; for None what `parallel_state` says, or 0 if there is one stage."""
     if pp_rank is not None or config.pipeline_model_parallel_size == 1:
         return pp_rank or 0
-    return ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp.rank()
+    return parallel_state.get_pipeline_model_parallel_rank()
 
 
 def get_transformer_layer_offset(
@@ -95,9 +96,8 @@ class TransformerLayer(MegatronModule):
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-        self.layer_number = layer_number + num_layers_before_chunk(
-            config, vp_stage, pg_collection.pp.rank()
-        )
+        stage, _ = parallel_state.stage_in(pg_collection.pp)
+        self.layer_number = layer_number + num_layers_before_chunk(config, vp_stage, stage)
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         norm_options = {
             "config": config,
