@@ -250,16 +250,6 @@ def _rank(kind: str) -> int:
     return get_group(kind).rank() if by_hand is None else by_hand
 
 
-def stage_in(pp_group: dist.ProcessGroup) -> tuple[int, int]:
-    """(our place, number of places) in a pipeline; of our own pipeline, what was set by hand.
-
-    Which layers a stage has is asked so. Modules that send over a group ask the group itself.
-    """
-    if pp_group is get_group("pp", check_initialized=False):
-        return _rank("pp"), _size("pp")
-    return pp_group.rank(), pp_group.size()
-
-
 def _on_gloo(group: dist.ProcessGroup, title: str) -> dist.ProcessGroup:
     """`group`, if it sends the CPU's tensors over gloo."""
     config = str(dist.get_backend_config(group))

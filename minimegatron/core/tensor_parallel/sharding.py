@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from minimegatron.core import collectives, parallel_state
+from minimegatron.core import collectives
+from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
 
 
 def set_tensor_model_parallel_attributes(
@@ -60,9 +61,7 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = 
     """True on exactly one rank per value: everywhere if cut, on tensor rank 0 if whole."""
     if getattr(param, "tensor_model_parallel", False):
         return True
-    by_state = parallel_state.get_tensor_model_parallel_rank
-    rank = by_state() if tp_group is None else tp_group.rank()
-    return rank == 0
+    return tensor_model_parallel_rank(tp_group) == 0
 
 
 def is_cut(param: torch.Tensor, tp_size: int) -> bool:

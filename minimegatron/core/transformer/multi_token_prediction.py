@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from minimegatron.core import parallel_state
 from minimegatron.core.collectives import all_gather, all_reduce
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -189,8 +188,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             bias=False,
             tp_group=self.tp_group,
         )
-        stage, _ = parallel_state.stage_in(pg_collection.pp)
-        before = num_layers_before_chunk(config, vp_stage, stage)
+        before = num_layers_before_chunk(config, vp_stage, stage_of(pg_collection.pp))
         self.transformer_layer = build_module(
             submodules.transformer_layer,
             config=config,
@@ -289,7 +287,7 @@ def check_mtp_spec(
     pg_collection: ProcessGroupCollection,
 ) -> None:
     """Raises ValueError for a chunk that has such layers without a spec, or a spec without them."""
-    rank, _ = parallel_state.stage_in(pg_collection.pp)
+    rank = stage_of(pg_collection.pp)
     num_layers = num_mtp_layers_of_chunk(config, vp_stage, rank)
     if (spec is not None) != (num_layers > 0):
         raise ValueError(

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
-from minimegatron.core import parallel_state
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import other_num_stages
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    num_stages_of,
+    stage_of,
+)
 from minimegatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from minimegatron.core.transformer.layer_placement import (
     num_layers_before_chunk,
@@ -128,7 +131,7 @@ class TransformerBlock(MegatronModule):
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-        stage, num_stages = parallel_state.stage_in(pg_collection.pp)
+        stage, num_stages = stage_of(pg_collection.pp), num_stages_of(pg_collection.pp)
         if config.pipeline_model_parallel_size != num_stages:
             raise other_num_stages(config, num_stages)
         self.pre_process = pre_process

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minimegatron.core import parallel_state
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.module import MegatronModule
@@ -37,7 +36,7 @@ def pipeline_rank(config: TransformerConfig, pp_rank: int | None) -> int:
     """`pp_rank`; for None what `parallel_state` says, or 0 if there is one stage."""
     if pp_rank is not None or config.pipeline_model_parallel_size == 1:
         return pp_rank or 0
-    return parallel_state.get_pipeline_model_parallel_rank()
+    return stage_of()
 
 
 def get_transformer_layer_offset(
@@ -96,8 +95,9 @@ class TransformerLayer(MegatronModule):
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-        stage, _ = parallel_state.stage_in(pg_collection.pp)
-        self.layer_number = layer_number + num_layers_before_chunk(config, vp_stage, stage)
+        self.layer_number = layer_number + num_layers_before_chunk(
+            config, vp_stage, stage_of(pg_collection.pp)
+        )
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         norm_options = {
             "config": config,

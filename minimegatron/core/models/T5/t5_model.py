@@ -27,8 +27,7 @@ from minimegatron.core.models.common.embeddings.relative_pos_embedding import (
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
 from minimegatron.core.models.T5.stack_split import StackLine, StackSplit, check_t5
-from minimegatron.core.parallel_state import stage_in
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
@@ -169,7 +168,7 @@ class T5Model(LanguageModule):
         self.position_embedding_type = position_embedding_type
         self.encoder_hidden_state: torch.Tensor | None = None
         self.vp_stage = None
-        p, (rank, _) = config.pipeline_model_parallel_size, stage_in(self.pg_collection.pp)
+        p, rank = config.pipeline_model_parallel_size, stage_of(self.pg_collection.pp)
         self.split = StackSplit(p, encoder_config.pipeline_model_parallel_size if p > 1 else None)
         check_t5(config)
         self.split.check_stage(rank, pre_process, post_process, add_encoder, add_decoder)
@@ -296,7 +295,7 @@ class T5Model(LanguageModule):
 
     def message_shapes(self, encoder_shapes: list, decoder_shapes: list) -> tuple[list, list]:
         """Shapes of what this stage receives and of what it sends, forwards."""
-        rank, _ = stage_in(self.pg_collection.pp)
+        rank = stage_of(self.pg_collection.pp)
         behind = self.shapes_behind(encoder_shapes, decoder_shapes)
         return behind[max(rank - 1, 0)], behind[rank]
 
