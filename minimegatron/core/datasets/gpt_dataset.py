@@ -268,13 +268,7 @@ class GPTDataset(MegatronDataset):
         if missing:
             parts.append(numpy.full(missing, PAD))
         text = numpy.concatenate(parts, dtype=numpy.int64)
-        # An id without a row in the embedding would end in a crash far from here, or in nonsense.
-        strange = text[(text >= self._vocab_size) | (text < PAD)]
-        if strange.size:
-            raise ValueError(
-                f"{self.dataset_path} holds token {strange[0]}, but the tokenizer has "
-                f"{self._vocab_size} from 0 on; train with the tokenizer it was made with"
-            )
+        self.check_token_ids(text, self._vocab_size, lowest=PAD)
         return text, documents
 
 

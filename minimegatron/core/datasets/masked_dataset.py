@@ -187,12 +187,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         """The sentences of sample `idx`, the length it is meant to have, and its random numbers."""
         begin, end, target_sequence_length = self.sample_index[idx].tolist()
         sentences = [self.dataset.get(sentence) for sentence in range(begin, end)]
-        largest = max(int(sentence.max(initial=0)) for sentence in sentences)
-        if largest >= self._vocab_size:
-            raise ValueError(
-                f"{self.dataset_path} holds token {largest}, but the tokenizer has "
-                f"{self._vocab_size} from 0 on; train with the tokenizer it was made with"
-            )
+        self.check_token_ids(numpy.concatenate(sentences), self._vocab_size)
         seed = (self.config.random_seed + idx) % 2**32
         return sentences, target_sequence_length, numpy.random.RandomState(seed)
 

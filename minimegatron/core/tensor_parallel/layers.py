@@ -104,9 +104,11 @@ class VocabParallelEmbedding(torch.nn.Module):
         if self.tp_group.size() == 1:
             output_parallel = F.embedding(input_, self.weight)
         else:
-            # Ids of other ranks look up row 0 here, and count as zero in the sum.
+            # Ids of other ranks look up row 0 here, and count as zero in the sum. Those of no rank end
+            # the run on all, as on one.
+            known = (input_ >= 0) & (input_ < self.num_embeddings)
             elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-            local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
+            local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere & known, 0)
             found = F.embedding(local_ids, self.weight)
             output_parallel = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:

@@ -6,6 +6,9 @@ import re
 import pytest
 import torch
 
+from minimegatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
 from minimegatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -399,3 +402,40 @@ def test_f6_a_plan_of_the_forward_without_positions():
         assert torch.equal(
             plan.pre_process.forward(), model._preprocess(*list(batch.values())[:2])[0]
         )
+
+
+# -- Numbers without a row --
+
+
+def embed(number: int, which: str, rank: int = 0, ranks: int = 1) -> None:
+    """GPT's words and positions, BERT's token types."""
+    model = LanguageModelEmbedding(
+        GPT2.make_config(tensor_model_parallel_size=ranks),
+        VOCABULARY,
+        SEQUENCE,
+        num_tokentypes=2,
+        tp_group=PretendGroup(rank, ranks),
+    )
+    numbers = {name: torch.zeros(2, 3, dtype=torch.long) for name in ("ids", "positions", "types")}
+    numbers[which][1, 1] = number
+    model(*numbers.values())
+
+
+@pytest.mark.parametrize("number", [-7, -1, VOCABULARY, 10_000])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a10_an_id_of_no_rank_ends_the_run_on_all(number, ranks):
+    """Each of several ranks took it for another's, and added zeros."""
+    for rank in range(ranks):
+        ends = sorted((0, number))
+        words = f"token ids go from {ends[0]} to {ends[1]}, but the embedding has rows 0 to 63"
+        with pytest.raises(ValueError, match=words):
+            embed(number, "ids", rank, ranks)
+
+
+def test_a10_positions_and_types_without_a_row():
+    for which, words in (
+        ("positions", "positions go from 0 to 8, but the embedding has rows 0 to 7"),
+        ("types", "token types go from 0 to 8, but the embedding has rows 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            embed(8, which)

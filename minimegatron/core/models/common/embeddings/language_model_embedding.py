@@ -35,6 +35,17 @@ def check_of_tokens(
         )
 
 
+def look_up(table: torch.nn.Module, numbers: torch.Tensor, name: str) -> torch.Tensor:
+    """The rows of `numbers`. Raises ValueError, on the CPU, for a number that has none."""
+    try:
+        return table(numbers)
+    except IndexError:
+        raise ValueError(
+            f"{name} go from {numbers.min()} to {numbers.max()}, but the embedding has rows 0 to "
+            f"{table.num_embeddings - 1}"
+        ) from None
+
+
 def check_embedded(states: torch.Tensor, tokens: torch.Tensor, ranks: int) -> None:
     """Raises ValueError unless `states` are [s/ranks, b, h] for tokens [b, s]."""
     b, s = tokens.shape
@@ -107,14 +118,15 @@ class LanguageModelEmbedding(MegatronModule):
 
         `position_ids` is read for learned positions only; [1, s] are those of each sequence. Raises
         ValueError for a sequence longer than those, or not divisible over the ranks, for token types
-        that are missing or too much, and for positions or types of another shape.
+        that are missing or too much, for positions or types of another shape and, on the CPU, for
+        numbers without a row in their table.
         """
         self._check_length(input_ids.size(1))
         if self.add_position_embedding:
             check_of_tokens("position_ids", position_ids, input_ids, may_be_shared=True)
-        embeddings = self.word_embeddings(input_ids)
+        embeddings = look_up(self.word_embeddings, input_ids, "token ids")
         if self.add_position_embedding:
-            embeddings = embeddings + self.position_embeddings(position_ids)
+            embeddings = embeddings + look_up(self.position_embeddings, position_ids, "positions")
         if (tokentype_ids is None) != (self.tokentype_embeddings is None):
             raise ValueError(
                 "token types are given to an embedding without them, or missing; pass tokentype_ids "
@@ -122,7 +134,9 @@ class LanguageModelEmbedding(MegatronModule):
             )
         if tokentype_ids is not None:
             check_of_tokens("tokentype_ids", tokentype_ids, input_ids)
-            embeddings = embeddings + self.tokentype_embeddings(tokentype_ids)
+            embeddings = embeddings + look_up(
+                self.tokentype_embeddings, tokentype_ids, "token types"
+            )
         if not self.reduce_scatter_embeddings:
             # [b, s, h] -> [s, b, h]
             embeddings = embeddings.transpose(0, 1).contiguous()
