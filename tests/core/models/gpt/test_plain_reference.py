@@ -9,6 +9,7 @@ import torch
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
 )
+from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -439,3 +440,37 @@ def test_a10_positions_and_types_without_a_row():
     ):
         with pytest.raises(ValueError, match=words):
             embed(8, which)
+
+
+# -- A step after an evaluation in inference mode --
+
+
+@pytest.mark.parametrize("mode", RECOMPUTE)
+@pytest.mark.parametrize("case", [GPT2, LLAMA, QWEN], ids=("learned", "rope", "half rope"))
+def test_b14_a_step_after_an_evaluation_in_inference_mode(case, mode):
+    RotaryEmbedding.forward.cache_clear()
+    wanted = run_whole(case, **RECOMPUTE[mode])[1]
+    RotaryEmbedding.forward.cache_clear()
+    model = case.build(case.make_config(**RECOMPUTE[mode]))
+    with torch.inference_mode():
+        model.eval()(**sample())
+    (model.train()(**sample()) * token_weights()).sum().backward()
+    for name, param in model.named_parameters():
+        assert torch.equal(param.grad, wanted[name]), name
+
+
+@pytest.mark.parametrize("name", ["experts", "further tokens"])
+def test_b14_layers_of_other_kinds_after_an_evaluation_in_inference_mode(name):
+    """What they keep beside parameters, counts and losses, is not of that mode either."""
+    gradients = []
+    for evaluates in (False, True):
+        model = MODELS[name]()
+        for _ in range(2):
+            if evaluates:
+                with torch.inference_mode():
+                    model(**sample())
+            model.zero_grad()
+            model(**sample()).sum().backward()
+        gradients.append({key: param.grad for key, param in model.named_parameters()})
+    for key, grad in gradients[0].items():
+        assert torch.equal(grad, gradients[1][key]), key

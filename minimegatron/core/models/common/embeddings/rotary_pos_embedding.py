@@ -57,7 +57,9 @@ class RotaryEmbedding(torch.nn.Module):
 
         `device` None means the device of this process (`core.utils.get_device`).
         """
-        positions = torch.arange(max_seq_len, dtype=torch.float64)
-        # The halves hold the pairs' first and second coordinates: the same angles twice.
-        angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
-        return angles[:, None, None, :].to(device=device or get_device(), dtype=self.dtype)
+        # Kept for steps that train too, which may save it for backward: not one of `inference_mode`.
+        with torch.inference_mode(False):
+            positions = torch.arange(max_seq_len, dtype=torch.float64)
+            # The halves hold the pairs' first and second coordinates: the same angles twice.
+            angles = torch.outer(positions, self.inv_freq).repeat(1, 2)
+            return angles[:, None, None, :].to(device=device or get_device(), dtype=self.dtype)
