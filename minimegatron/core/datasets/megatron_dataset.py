@@ -67,18 +67,6 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
             "sequence_length": self.config.sequence_length,
         }
 
-    def check_token_ids(self, text: numpy.ndarray, vocab_size: int, lowest: int = 0) -> None:
-        """Raises ValueError for an id below `lowest`, or without a row in the embedding.
-
-        It would end in a crash far from here, or in nonsense.
-        """
-        strange = text[(text >= vocab_size) | (text < lowest)]
-        if strange.size:
-            raise ValueError(
-                f"{self.dataset_path} holds token {strange[0]}, but the tokenizer has "
-                f"{vocab_size} from 0 on; train with the tokenizer it was made with"
-            )
-
     @abstractmethod
     def __len__(self) -> int:
         """The number of samples, `num_samples` or a few more."""
