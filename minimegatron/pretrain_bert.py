@@ -37,6 +37,7 @@ from minimegatron.training.result_checks import check_loss
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import (
     average_losses_across_data_parallel_group,
+    check_loss_mask,
     print_rank_0,
 )
 
@@ -137,6 +138,7 @@ def loss_func(
     `pretrain_gpt` each token could.
     """
     losses, sop_logits = output_tensor
+    check_loss_mask(loss_mask, losses)
     losses, loss_mask = losses.view(-1).float(), loss_mask.view(-1)
     lm_loss = torch.sum(losses * loss_mask) / loss_mask.sum().clamp(min=1)
     found = {"lm loss": lm_loss}

@@ -41,6 +41,7 @@ from minimegatron.training.utils import (
     GPT_BATCH_KEYS,
     BatchKeys,
     batch_keys,
+    check_loss_mask,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
     print_rank_0,
@@ -136,6 +137,7 @@ def loss_func(
     divides one by the other; see `forward_step_calc_loss`. Where ranks that share sequences have
     different numbers of tokens that count, `--calculate-per-token-loss` gives each token equal weight.
     """
+    check_loss_mask(loss_mask, output_tensor)
     losses = output_tensor.view(-1).float()
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * loss_mask)

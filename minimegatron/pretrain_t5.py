@@ -40,6 +40,7 @@ from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
 from minimegatron.training.result_checks import check_loss
 from minimegatron.training.training import pretrain
+from minimegatron.training.utils import check_loss_mask
 
 
 def split_of_stages() -> StackSplit:
@@ -168,6 +169,7 @@ def loss_func(
 
     Returns the summed loss, the number of tokens, and what is logged: both, as a pair.
     """
+    check_loss_mask(loss_mask, output_tensor)
     losses = output_tensor.view(-1).float()
     loss_mask = loss_mask.view(-1)
     loss = torch.sum(losses * loss_mask)

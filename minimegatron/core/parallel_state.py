@@ -500,7 +500,8 @@ def get_all_ranks() -> str:
 
 # -- Sizes and places set by hand --
 # For a program that handles a layout without its processes, such as one that converts checkpoints. The
-# getter returns what was set last; None asks the group again. The groups themselves do not change.
+# getter, and whoever places layers by it, gets what was set last; None asks the group again. The groups
+# themselves do not change, and neither does what is sent over them.
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
@@ -579,22 +580,32 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of our pipeline's first stage, where the model begins."""
-    return get_global_ranks("pp")[get_pipeline_placement().first_rank]
+    return _global_rank_of_stage(get_pipeline_placement().first_rank)
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of our pipeline's last stage, where the model ends."""
-    return get_global_ranks("pp")[get_pipeline_placement().last_rank]
+    return _global_rank_of_stage(get_pipeline_placement().last_rank)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Global rank of the place after ours in the pipeline; after the last comes the first."""
-    return get_global_ranks("pp")[(_rank("pp") + 1) % _size("pp")]
+    return _global_rank_of_stage((_rank("pp") + 1) % _size("pp"))
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the place before ours in the pipeline; before the first comes the last."""
-    return get_global_ranks("pp")[(_rank("pp") - 1) % _size("pp")]
+    return _global_rank_of_stage((_rank("pp") - 1) % _size("pp"))
+
+
+def _global_rank_of_stage(place: int) -> int:
+    ranks = get_global_ranks("pp")
+    if place >= len(ranks):
+        raise RuntimeError(
+            f"place {place} of a pipeline of {_size('pp')}, as set by hand, has no rank: the pipeline "
+            f"group has {len(ranks)}; set None, or make the groups of that size"
+        )
+    return ranks[place]
 
 
 # -- Stages --

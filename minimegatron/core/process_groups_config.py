@@ -94,3 +94,20 @@ class ProcessGroupCollection:
         return cls(
             **{name: parallel_state.get_group(name, check_initialized=False) for name in names}
         )
+
+
+def stage_of(pp_group: dist.ProcessGroup | None = None) -> int:
+    """Our place in a pipeline; of `parallel_state`'s, for which None stands, what was set by hand.
+
+    Layers are placed by it. Modules that send over a group ask the group itself.
+    """
+    if pp_group is None or pp_group is parallel_state.get_group("pp", check_initialized=False):
+        return parallel_state.get_pipeline_model_parallel_rank()
+    return pp_group.rank()
+
+
+def num_stages_of(pp_group: dist.ProcessGroup) -> int:
+    """The places of a pipeline; of `parallel_state`'s, as many as were set by hand."""
+    if pp_group is parallel_state.get_group("pp", check_initialized=False):
+        return parallel_state.get_pipeline_model_parallel_world_size()
+    return pp_group.size()

@@ -163,6 +163,19 @@ def get_batch_on_this_tp_rank(
     return batch
 
 
+def check_loss_mask(loss_mask: torch.Tensor, losses: torch.Tensor) -> None:
+    """Raises ValueError unless `loss_mask` has a number for each of `losses`, [b, s], or [b s] of both.
+
+    A loss function takes both as one row of numbers, where [b, 1] would broadcast, and [s, b] would
+    weigh other tokens.
+    """
+    if loss_mask.shape not in (losses.shape, (losses.numel(),)):
+        raise ValueError(
+            f"loss_mask is {list(loss_mask.shape)}, but there are losses {list(losses.shape)}; give "
+            "one number for each token"
+        )
+
+
 @accepts_left_out
 def get_batch_on_this_cp_rank(
     batch: dict[str, torch.Tensor | None], cp_group: dist.ProcessGroup | None = None
@@ -171,12 +184,16 @@ def get_batch_on_this_cp_rank(
 
     `attention_mask` [b, 1, s, s] keeps all its columns, [b, 1, s/c, s]; one row for all tokens,
     [b, 1, 1, s], stays. What is None stays None.
-    `cp_group` None means `parallel_state`'s. Raises ValueError where 2c does not divide s.
+    `cp_group` None means `parallel_state`'s. Raises ValueError where 2c does not divide s, and for a
+    mask of other dimensions.
     Source: `megatron.core.utils.get_batch_on_this_cp_rank`.
     """
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
     if group.size() == 1:
         return batch
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(f"attention_mask is {list(mask.shape)}; give [b, 1, s, s] or [b, 1, 1, s]")
     return {
         name: tensor
         if tensor is None or (name == "attention_mask" and tensor.size(2) == 1)

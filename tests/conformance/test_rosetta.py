@@ -9,6 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+
+from minimegatron.core.optimizer import OptimizerConfig
+from minimegatron.core.optimizer.optimizer import make_torch_optimizer
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
@@ -214,3 +218,14 @@ def test_what_is_not_here_is_not_here(package):
         assert package.find(f"minimegatron.{name}") is None, name
         theirs = f"megatron.{name}"
         assert source._definition(theirs) or source.path(theirs), name
+
+
+def test_f_weight_decay_without_a_scheduler_is_told(package):
+    """Here the groups have theirs when they are made; there all have the configuration's."""
+    weights = [{"params": [torch.nn.Parameter(torch.ones(2))], "wd_mult": x} for x in (1.0, 0.0)]
+    made = make_torch_optimizer(weights, OptimizerConfig(lr=0.1, weight_decay=0.5))
+    assert [group["weight_decay"] for group in made.param_groups] == [0.5, 0.0]
+    row = next(
+        x for x in rosetta.rosetta_page(package).splitlines() if "get_megatron_optimizer`" in x
+    )
+    assert "in Megatron an `OptimizerParamScheduler` sees to that" in row

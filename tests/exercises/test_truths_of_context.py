@@ -128,7 +128,7 @@ def test_losses_of_further_tokens(case):
         pg_collection=None,
         cp_group=None,
         training=True,
-        output_layer=lambda states, weight: (states, None),
+        output_layer=lambda states, **_: (states, None),
         compute_language_model_loss=lambda labels, states: token_loss(states, labels),
     )
     mtp_loss.MTPLossLoggingHelper.clean_loss_in_tracker()

@@ -268,14 +268,23 @@ class GPTDataset(MegatronDataset):
         if missing:
             parts.append(numpy.full(missing, PAD))
         text = numpy.concatenate(parts, dtype=numpy.int64)
-        # An id without a row in the embedding would end in a crash far from here, or in nonsense.
-        strange = text[(text >= self._vocab_size) | (text < PAD)]
-        if strange.size:
-            raise ValueError(
-                f"{self.dataset_path} holds token {strange[0]}, but the tokenizer has "
-                f"{self._vocab_size} from 0 on; train with the tokenizer it was made with"
-            )
+        check_token_ids(self.dataset_path, text, self._vocab_size, lowest=PAD)
         return text, documents
+
+
+def check_token_ids(
+    dataset_path: str | None, text: numpy.ndarray, vocab_size: int, lowest: int = 0
+) -> None:
+    """Raises ValueError for an id below `lowest`, or without a row in the embedding.
+
+    It would end in a crash far from here, or in nonsense.
+    """
+    strange = text[(text >= vocab_size) | (text < lowest)]
+    if strange.size:
+        raise ValueError(
+            f"{dataset_path} holds token {strange[0]}, but the tokenizer has {vocab_size} from 0 on; "
+            "train with the tokenizer it was made with"
+        )
 
 
 def _build_document_index(

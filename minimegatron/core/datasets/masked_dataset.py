@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy
 
 from minimegatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from minimegatron.core.datasets.gpt_dataset import check_token_ids
 from minimegatron.core.datasets.helpers import LONGEST_SENTENCE, build_mapping
 from minimegatron.core.datasets.index_cache import cached_arrays
 from minimegatron.core.datasets.indexed_dataset import IndexedDataset
@@ -187,12 +188,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         """The sentences of sample `idx`, the length it is meant to have, and its random numbers."""
         begin, end, target_sequence_length = self.sample_index[idx].tolist()
         sentences = [self.dataset.get(sentence) for sentence in range(begin, end)]
-        largest = max(int(sentence.max(initial=0)) for sentence in sentences)
-        if largest >= self._vocab_size:
-            raise ValueError(
-                f"{self.dataset_path} holds token {largest}, but the tokenizer has "
-                f"{self._vocab_size} from 0 on; train with the tokenizer it was made with"
-            )
+        check_token_ids(self.dataset_path, numpy.concatenate(sentences), self._vocab_size)
         seed = (self.config.random_seed + idx) % 2**32
         return sentences, target_sequence_length, numpy.random.RandomState(seed)
 

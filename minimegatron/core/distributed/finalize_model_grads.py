@@ -85,8 +85,9 @@ def _allreduce_word_embedding_grads(
 
     Without a pipeline both went into one parameter already, and the group has one rank. A rank may
     have several copies, in several chunks. The group's ranks are those that have one: first stage, last
-    stage if it is tied, the stage that predicts further tokens. Raises RuntimeError on a rank of the
-    group without a copy, and on one with a copy that is not in the group.
+    stage if it is tied, the stage that predicts further tokens; or each has the whole model, whose
+    embedding then counts. Raises RuntimeError on a rank of the group without a copy, and on one with a
+    copy that is not in the group.
     """
     chunks = unwrap_model(list(model))
     copies = [
@@ -106,6 +107,10 @@ def _allreduce_word_embedding_grads(
         getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks
     )
     is_copied |= getattr(get_model_config(model[0]), "mtp_num_layers", None) is not None
+    if is_copied and embd_group.size() > 1 and not copies:
+        ends = ("pre_process", "post_process")
+        whole = [chunk for chunk in chunks if all(getattr(chunk, end, False) for end in ends)]
+        copies = [chunk.word_embedding_weight() for chunk in whole]
     if is_copied and embd_group.size() > 1 and not copies:
         raise RuntimeError(
             f"rank {pp_group.rank()} of the pipeline is in the embedding group, but none of its "

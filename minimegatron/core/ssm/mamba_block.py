@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, allocate_layers
 from minimegatron.core.transformer.spec_utils import ModuleSpec
 from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -62,8 +62,9 @@ class MambaStack(TransformerBlock):
             Symbols.MLP: submodules.mlp_layer,
         }
         letters = allocate_layers(config.num_layers, override_pattern=hybrid_override_pattern)
-        first = get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
-        last = first + get_num_layers_to_build(config, vp_stage, pg_collection.pp.rank())
+        stage = stage_of(pg_collection.pp)
+        first = get_transformer_layer_offset(config, vp_stage, stage)
+        last = first + get_num_layers_to_build(config, vp_stage, stage)
         specs = [kinds[letter] for letter in letters[first:last]]
         super().__init__(
             config,

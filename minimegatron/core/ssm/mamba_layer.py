@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.module import MegatronModule
@@ -48,7 +48,7 @@ class MambaLayer(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.layer_number = layer_number + num_layers_before_chunk(
-            config, vp_stage, pg_collection.pp.rank()
+            config, vp_stage, stage_of(pg_collection.pp)
         )
         self.hidden_dropout = config.hidden_dropout
         self.norm = build_module(

@@ -98,8 +98,17 @@ def vocab_parallel_cross_entropy(
 
     Returns:
         [...], float32; float64 for float64 logits.
+
+    Raises:
+        ValueError: `label_smoothing` is no share; there is not one target for each place. That the
+            logits are a slice, no rank can see: whole ones would count as t vocabularies.
     """
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}; give a value in [0, 1)")
+    if target.shape != vocab_parallel_logits.shape[:-1]:
+        raise ValueError(
+            f"targets are {list(target.shape)}, but logits are {list(vocab_parallel_logits.shape)}; "
+            "give one target for each place, and the vocabulary last"
+        )
     group = get_tensor_model_parallel_group_if_none(tp_group)
     return VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)

@@ -104,9 +104,11 @@ class VocabParallelEmbedding(torch.nn.Module):
         if self.tp_group.size() == 1:
             output_parallel = F.embedding(input_, self.weight)
         else:
-            # Ids of other ranks look up row 0 here, and count as zero in the sum.
+            # Ids of other ranks look up row 0 here, and count as zero in the sum. Those of no rank end
+            # the run on all, as on one.
+            known = (input_ >= 0) & (input_ < self.num_embeddings)
             elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-            local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
+            local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere & known, 0)
             found = F.embedding(local_ids, self.weight)
             output_parallel = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:
@@ -430,19 +432,28 @@ class ColumnParallelLinear(torch.nn.Module):
             self.bias = _new_bias(size, config.params_dtype, True, stride, partition_sizes)
         mark_expert_parameters(self, is_expert)
 
-    @accepts_left_out
     def forward(
-        self, input_: torch.Tensor, weight: torch.Tensor | None = None
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, h] ([s/t, b, h] with sequence parallelism) -> ([s, b, n/t], bias if not added).
 
-        `weight`: used instead of the layer's own. Raises ValueError if there is neither.
+        `weight`, [n/t, h], is used instead of the layer's own, and `runtime_gather_output` instead of
+        `gather_output`. Raises ValueError if there is no weight, or one of another shape.
         """
         weight = self.weight if weight is None else weight
         if weight is None:
             raise ValueError(
                 "this ColumnParallelLinear was built with skip_weight_param_allocation and has "
                 "no weight; pass weight= to forward"
+            )
+        own_shape = (self.output_size_per_partition, self.input_size)
+        if weight.shape != own_shape:
+            raise ValueError(
+                f"weight is {list(weight.shape)}, but this rank's rows of it are {list(own_shape)}; "
+                "pass this rank's slice"
             )
         store = self._deferred
         if store is None and self.delay_wgrad_compute and weight is self.weight:
@@ -457,7 +468,8 @@ class ColumnParallelLinear(torch.nn.Module):
             self.tp_group,
         )
         output = output_parallel
-        if self.gather_output:
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gather:
             output = gather_from_tensor_model_parallel_region(output_parallel, group=self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 

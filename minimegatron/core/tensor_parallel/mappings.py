@@ -124,7 +124,8 @@ def _exchange(
 
 
 # -- The table, row by row --
-# The group and sizes are all that backward needs. Groups of one never get here (see below).
+# The group and sizes are all that backward needs; a context has them under Megatron's names, for who
+# calls backward with one of their own. Groups of one never get here (see below).
 
 
 class _Region(torch.autograd.Function):
@@ -203,7 +204,7 @@ class _GatherFromSequenceParallelRegion(_Region):
 
     @staticmethod
     def forward(ctx, input_, group, tensor_parallel_output_grad=True, output_split_sizes=None):
-        ctx.group, ctx.sizes = group, output_split_sizes
+        ctx.group, ctx.output_split_sizes = group, output_split_sizes
         ctx.tensor_parallel_output_grad = tensor_parallel_output_grad
         return _gather_along_first_dim(input_, group, output_split_sizes)
 
@@ -212,18 +213,18 @@ class _GatherFromSequenceParallelRegion(_Region):
         split = _split_along_first_dim
         if ctx.tensor_parallel_output_grad:
             split = _reduce_scatter_along_first_dim
-        return split(grad_output, ctx.group, ctx.sizes), None, None, None
+        return split(grad_output, ctx.group, ctx.output_split_sizes), None, None, None
 
 
 class _ReduceScatterToSequenceParallelRegion(_Region):
     @staticmethod
     def forward(ctx, input_, group, input_split_sizes=None):
-        ctx.group, ctx.sizes = group, input_split_sizes
+        ctx.group, ctx.input_split_sizes = group, input_split_sizes
         return _reduce_scatter_along_first_dim(input_, group, input_split_sizes)
 
     @staticmethod
     def backward(ctx, grad_output):
-        return _gather_along_first_dim(grad_output, ctx.group, ctx.sizes), None, None
+        return _gather_along_first_dim(grad_output, ctx.group, ctx.input_split_sizes), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -31,6 +31,7 @@ from minimegatron.core.tensor_parallel.utils import (
     gather_split_1d_tensor,
     get_tensor_model_parallel_group_if_none,
     split_tensor_into_1d_equal_chunks,
+    tensor_model_parallel_rank,
 )
 from minimegatron.core.tensor_parallel.weight_grad_store import (
     WeightGradStore,
@@ -185,7 +186,7 @@ def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int | None = None) ->
         tp_rank: None for `parallel_state`'s.
     """
     if tp_rank is None:
-        tp_rank = get_tensor_model_parallel_group_if_none(None).rank()
+        tp_rank = tensor_model_parallel_rank()
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     if get_device().type == "cuda":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from minimegatron.core import collectives
-from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
+from minimegatron.core.tensor_parallel.utils import tensor_model_parallel_rank
 
 
 def set_tensor_model_parallel_attributes(
@@ -61,7 +61,7 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = 
     """True on exactly one rank per value: everywhere if cut, on tensor rank 0 if whole."""
     if getattr(param, "tensor_model_parallel", False):
         return True
-    return get_tensor_model_parallel_group_if_none(tp_group).rank() == 0
+    return tensor_model_parallel_rank(tp_group) == 0
 
 
 def is_cut(param: torch.Tensor, tp_size: int) -> bool:

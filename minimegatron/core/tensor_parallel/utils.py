@@ -26,6 +26,13 @@ def get_tensor_model_parallel_group_if_none(tp_group: Any | None, is_expert: boo
     return parallel_state.get_tensor_model_parallel_group()
 
 
+def tensor_model_parallel_rank(tp_group: Any | None = None) -> int:
+    """Our place in `tp_group`; for None what `parallel_state` says, where it may be set by hand."""
+    if tp_group is None:
+        return parallel_state.get_tensor_model_parallel_rank()
+    return tp_group.rank()
+
+
 def divide(numerator: int, denominator: int) -> int:
     """The quotient of a division that must come out even. Raises ValueError if it does not."""
     if numerator % denominator:

@@ -7,18 +7,23 @@ go.
 
 import torch
 
-from minimegatron.core.transformer.dot_product_attention import DotProductAttention
+from minimegatron.core.transformer.dot_product_attention import (
+    DotProductAttention,
+    check_attention_mask,
+)
 from minimegatron.core.transformer.enums import AttnMaskType
 
 
 def bias_with_mask(bias: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """A bias [1, a/t, s, s'] as the mask of `BiasedDotProductAttention`, [b, a/t, s, s'].
 
-    `attention_mask` is bool, True where attention must not look: there the bias is the least number of
-    its dtype. A row without anything to look at then gets a mean of all values, not NaN.
+    `attention_mask` is bool, [b or 1, a/t or 1, s or 1, s'], True where attention must not look: there
+    the bias is the least number of its dtype. A row without anything to look at then gets a mean of all
+    values, not NaN. Raises ValueError for a mask of another shape.
     """
     if attention_mask is None:
         return bias
+    check_attention_mask(attention_mask, (None, *bias.shape[1:]))
     return bias.masked_fill(attention_mask, torch.finfo(bias.dtype).min)
 
 
@@ -30,5 +35,5 @@ class BiasedDotProductAttention(DotProductAttention):
     ) -> tuple[torch.Tensor, bool]:
         if self.attn_mask_type == AttnMaskType.causal:
             later = torch.ones(s_q, s_k, dtype=torch.bool, device=device).triu(1)
-            attention_mask = bias_with_mask(attention_mask, later)
+            attention_mask = bias_with_mask(attention_mask, later[None, None])
         return attention_mask, False

@@ -464,19 +464,17 @@ def attention_over_ranks(
         kind: one of `context_parallel_config.COMM_TYPES`.
         query: [s/c, b, a/t, d].
         key, value: [s/c, b, g/t, d].
-        attention_mask: bool, broadcastable to [b, a/t, s/c, s], True where attention must not look:
+        attention_mask: bool, [b or 1, a/t or 1, s/c or 1, s], True where attention must not look:
             this rank's rows, and all columns in the order of the sequence; None for none.
         attend: (query, key, value, mask) -> [s, b, heads d], attention within one process, which a2a
             calls with all tokens of its heads; other ways do not.
 
     Returns:
         [s/c, b, (a/t) d].
-
-    Raises:
-        ValueError: the mask has not a column for each token of the sequence.
     """
     if attention_mask is not None:
-        attention_mask = _complete(attention_mask, query, sharing.group)
+        # All rows, as bool: a loader may send 0 and 1 as integers.
+        attention_mask = attention_mask.bool().expand(-1, -1, len(query), -1)
     arguments = (query, key, value, attention_mask, sharing)
     if kind == "a2a":
         return _by_heads(*arguments, attend)
@@ -484,15 +482,3 @@ def attention_over_ranks(
 
 
 FUNCTIONS = {"p2p": RingAttention, "all_gather": GatherAttention}
-
-
-def _complete(mask: torch.Tensor, query: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """As bool, with all four dimensions and all rows. A loader may send 0 and 1 as integers."""
-    mask = mask.bool()[(None,) * (4 - mask.dim())]
-    length, whole = len(query), len(query) * group.size()
-    if mask.size(2) not in (1, length) or mask.size(3) != whole:
-        raise ValueError(
-            f"attention_mask has {mask.size(2)} x {mask.size(3)} rows and columns, but a rank has "
-            f"{length} of {whole} tokens; give its own rows (get_batch_on_this_cp_rank) and all columns"
-        )
-    return mask.expand(-1, -1, length, -1)

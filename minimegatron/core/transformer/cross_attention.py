@@ -126,13 +126,21 @@ class CrossAttention(MegatronModule):
 
         Args:
             hidden_states: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            attention_mask: bool, broadcastable to [b, a/t, s, s'], True where attention must not look.
+            attention_mask: bool, [b or 1, a/t or 1, s or 1, s'], True where attention must not look.
             key_value_states: the context, [s', b, h]; [s'/t, b, h] with sequence parallelism.
             checkpoint_core_attention: recompute the core in backward (selective recompute).
 
         Returns:
             (as `hidden_states`, bias to add).
+
+        Raises:
+            ValueError: the context is of another number of sequences.
         """
+        if key_value_states.size(1) != hidden_states.size(1):
+            raise ValueError(
+                f"cross attention of {hidden_states.size(1)} sequences got a context "
+                f"{list(key_value_states.shape)}; give [s', {hidden_states.size(1)}, h]"
+            )
         query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
         if checkpoint_core_attention and self.training:
             attended = checkpoint(self.core_attention, False, query, key, value, attention_mask)

@@ -28,6 +28,26 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
+def check_attention_mask(mask: torch.Tensor, sizes: tuple[int | None, ...]) -> None:
+    """Raises ValueError unless `mask` has the four dimensions `sizes`, or 1 for any of the first three.
+
+    `sizes`: sequences (None for any number), heads and queries of this rank, all keys. Where torch
+    would broadcast another shape, its numbers would mean something else than their owner thinks.
+    """
+    *others, keys = sizes
+
+    def fits(given: int, size: int | None) -> bool:
+        return size is None or given in (1, size)
+
+    if mask.dim() == 4 and mask.size(3) == keys and all(map(fits, mask.shape, others)):
+        return
+    wanted = ", ".join(f"{'any' if size is None else size} or 1" for size in others)
+    raise ValueError(
+        f"attention_mask is {list(mask.shape)}; give [{wanted}, {keys}]: sequences, heads and queries "
+        "of this rank, and all keys (a padding mask [b, s] as mask[:, None, None])"
+    )
+
+
 @accepts_left_out
 class DotProductAttention(MegatronModule):
     """Attention proper, without projections; it has no parameters.
@@ -103,12 +123,19 @@ class DotProductAttention(MegatronModule):
         Args:
             query: [s, b, a/t, d]; [s/c, b, a/t, d] with context parallelism.
             key, value: [s, b, g/t, d], or [s/c, ...]; each of the g groups serves a/g query heads.
-            attention_mask: bool, broadcastable to [b, a/t, s, s], or [b, a/t, s/c, s], True where
+            attention_mask: bool, [b or 1, a/t or 1, s or 1, s], or [.., .., s/c or 1, s], True where
                 attention must not look; None for none beside `attn_mask_type`.
 
         Returns:
             [s, b, (a/t) d], or [s/c, ...].
+
+        Raises:
+            ValueError: a mask of another shape.
         """
+        if attention_mask is not None:
+            ranks = 1 if self.cp_group is None else self.cp_group.size()
+            s, b, heads = query.shape[:3]
+            check_attention_mask(attention_mask, (b, heads, s, len(key) * ranks))
         dropout = self.attention_dropout if self.training else 0.0
         with self._dropout_rng(dropout):
             return self._attend(self, dropout, query, key, value, attention_mask)

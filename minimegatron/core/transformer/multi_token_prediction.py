@@ -19,7 +19,7 @@ import torch
 
 from minimegatron.core.collectives import all_gather, all_reduce
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -188,7 +188,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             bias=False,
             tp_group=self.tp_group,
         )
-        before = num_layers_before_chunk(config, vp_stage, pg_collection.pp.rank())
+        before = num_layers_before_chunk(config, vp_stage, stage_of(pg_collection.pp))
         self.transformer_layer = build_module(
             submodules.transformer_layer,
             config=config,
@@ -287,7 +287,7 @@ def check_mtp_spec(
     pg_collection: ProcessGroupCollection,
 ) -> None:
     """Raises ValueError for a chunk that has such layers without a spec, or a spec without them."""
-    rank = pg_collection.pp.rank()
+    rank = stage_of(pg_collection.pp)
     num_layers = num_mtp_layers_of_chunk(config, vp_stage, rank)
     if (spec is not None) != (num_layers > 0):
         raise ValueError(
@@ -390,6 +390,7 @@ def process_mtp_loss(
         loss_mask: [b, s], 0 for tokens that do not count; None if all count.
         output_weight: the tied weight, or None.
 
+    Raises ValueError for a mask of another shape than the labels'.
     Returns h0, [s, b, h]. With f = `mtp_loss_scaling_factor`, and n_k tokens that count at depth k, the
     loss l of a token that counts at depth k enters with
 
@@ -404,6 +405,11 @@ def process_mtp_loss(
     hidden_states, *further = hidden_states.chunk(1 + config.mtp_num_layers, dim=0)
     if labels is None:
         return hidden_states
+    if loss_mask is not None and loss_mask.shape != labels.shape:
+        raise ValueError(
+            f"loss_mask is {list(loss_mask.shape)} for labels {list(labels.shape)}; "
+            "give one number for each token"
+        )
     targets = [(labels, torch.ones_like(labels) if loss_mask is None else loss_mask)]
     for _ in further:
         targets.append(tuple(roll_tensor(each, cp_group=model.cp_group)[0] for each in targets[-1]))
@@ -413,7 +419,7 @@ def process_mtp_loss(
     weight = config.mtp_loss_scaling_factor / config.mtp_num_layers
     for depth, states in enumerate(further):
         labels, mask = targets[depth + 1]
-        logits, _ = model.output_layer(states, weight=output_weight)
+        logits, _ = model.output_layer(states, weight=output_weight, runtime_gather_output=False)
         losses = mask * model.compute_language_model_loss(labels, logits)
         losses = losses / counts[depth + 1].clamp(min=1).to(losses.dtype)
         if model.training:

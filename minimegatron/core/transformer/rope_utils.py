@@ -24,7 +24,15 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
 
     Returns:
         As `t`, in its dtype. Sine and cosine are taken in `freqs`' dtype.
+
+    Raises:
+        ValueError: the angles are not those of `t`'s positions.
     """
+    if freqs.dim() != 4 or freqs.size(0) != t.size(0):
+        raise ValueError(
+            f"rotary angles are {list(freqs.shape)} for queries or keys {list(t.shape)}; give "
+            f"[{t.size(0)}, 1, 1, d'], one row for each of this rank's tokens"
+        )
     width = freqs.size(-1)
     if width < t.size(-1):
         turned = apply_rotary_pos_emb(t[..., :width], freqs)

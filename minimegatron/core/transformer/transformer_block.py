@@ -12,7 +12,11 @@ import torch
 
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import other_num_stages
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    num_stages_of,
+    stage_of,
+)
 from minimegatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 from minimegatron.core.transformer.layer_placement import (
     num_layers_before_chunk,
@@ -127,13 +131,14 @@ class TransformerBlock(MegatronModule):
         super().__init__(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-        if config.pipeline_model_parallel_size != pg_collection.pp.size():
-            raise other_num_stages(config, pg_collection.pp.size())
+        stage, num_stages = stage_of(pg_collection.pp), num_stages_of(pg_collection.pp)
+        if config.pipeline_model_parallel_size != num_stages:
+            raise other_num_stages(config, num_stages)
         self.pre_process = pre_process
         self.post_process = post_process
         self.vp_stage = vp_stage
         self.input_tensor: torch.Tensor | None = None
-        submodules = get_block_submodules(config, spec, vp_stage, pg_collection.pp.rank())
+        submodules = get_block_submodules(config, spec, vp_stage, stage)
         layers = (
             build_module(
                 layer_spec,
@@ -144,7 +149,7 @@ class TransformerBlock(MegatronModule):
             )
             for number, layer_spec in enumerate(submodules.layer_specs, start=1)
         )
-        first = num_layers_before_chunk(config, vp_stage, pg_collection.pp.rank())
+        first = num_layers_before_chunk(config, vp_stage, stage)
         self.layers = PartOfModuleList(layers, first)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm = None

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.layer_placement import num_layers_before_chunk
 from minimegatron.core.transformer.module import MegatronModule
@@ -33,10 +33,10 @@ class TransformerLayerSubmodules:
 
 
 def pipeline_rank(config: TransformerConfig, pp_rank: int | None) -> int:
-    """`pp_rank`; for None this rank's in its pipeline group, or 0 if there is one stage."""
+    """`pp_rank`; for None what `parallel_state` says, or 0 if there is one stage."""
     if pp_rank is not None or config.pipeline_model_parallel_size == 1:
         return pp_rank or 0
-    return ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp.rank()
+    return stage_of()
 
 
 def get_transformer_layer_offset(
@@ -96,7 +96,7 @@ class TransformerLayer(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.layer_number = layer_number + num_layers_before_chunk(
-            config, vp_stage, pg_collection.pp.rank()
+            config, vp_stage, stage_of(pg_collection.pp)
         )
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         norm_options = {

@@ -19,8 +19,8 @@ FAULTS_OF_BERT = (
     Fault(
         "mask-only-on-first-stage",
         _MODEL,
-        "self.bert_extended_attention_mask(attention_mask),\n",
-        "self.bert_extended_attention_mask(attention_mask) if self.pre_process else None,\n",
+        "self.encoder(encoder_input, extended_mask, ",
+        "self.encoder(encoder_input, extended_mask if self.pre_process else None, ",
         "The layers of the first stage leave out padding and all others look at it, so the loss is "
         "wrong. With one stage everything is right.",
     ),

@@ -37,7 +37,7 @@ FAULTS_OF_NAMES = (
     Fault(
         "stage-that-thinks-it-is-alone",
         "core/transformer/transformer_block.py",
-        "        if config.pipeline_model_parallel_size != pg_collection.pp.size():\n",
+        "        if config.pipeline_model_parallel_size != num_stages:\n",
         "        if False:\n",
         "With a configuration of one stage, each of four stages builds the whole model's layers.",
     ),

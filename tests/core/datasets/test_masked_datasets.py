@@ -431,6 +431,30 @@ def test_tokens_of_another_tokenizer():
         all_samples(dataset)
 
 
+class OneStrangeToken(Sentences):
+    """The fourth sentence has it; the file's dtype has a sign."""
+
+    def __init__(self, token: int):
+        super().__init__([[5, 6], [7, 8], [9, 10]])
+        self.token = token
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> numpy.ndarray:
+        ids = super().get(idx, offset, length).astype(numpy.int32)
+        ids[2 : 3 if idx == 3 else 2] = self.token
+        return ids
+
+
+@pytest.mark.parametrize("token", [-7, -1, len(PIECES) + 1000])
+@pytest.mark.parametrize("family", [bert, t5])
+def test_a10_tokens_that_no_vocabulary_has(family, token):
+    """A negative one trained, where the vocabulary is cut over ranks: each left it to another."""
+    dataset = family(OneStrangeToken(token), 12)
+    with pytest.raises(
+        ValueError, match=rf"holds token {token}, but the tokenizer has \d+ from 0 on"
+    ):
+        all_samples(dataset)
+
+
 # -- From disk, through the builder --
 
 

@@ -1,5 +1,6 @@
 """What happens to gradients after the last backward, with values one can add up by hand."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -13,12 +14,14 @@ from minimegatron.core.distributed import (
 )
 from minimegatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
+    _allreduce_word_embedding_grads,
 )
 from minimegatron.core.pipeline_parallel.orders import register_order, unregister
 from minimegatron.core.pipeline_parallel.placement import V
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import observed_by
 from tests.core.distributed.common import Recorder, make_config, make_groups
+from tests.core.models.gpt_support import CASES
 from tests.ranks import run_ranks
 
 
@@ -235,6 +238,26 @@ def _a_rank_without_a_copy_says_so():
     nobody = ProcessGroupCollection(**vars(everybody) | {"embd": None})
     with pytest.raises(RuntimeError, match="has a copy of the word embedding, but is not in"):
         finalize_model_grads([ddp], pg_collection=nobody)
+
+
+def _whole_models_in_the_embedding_group():
+    """Bare ones, without buffers: a tied embedding counts as a copy, another is left alone."""
+    groups = make_groups(pp=2)
+    for tied, is_frozen in ((True, False), (True, True), (False, False)):
+        case = dataclasses.replace(next(iter(CASES.values())), tied=tied)
+        model = case.build(case.make_config())
+        for param in model.parameters():
+            param.requires_grad = not is_frozen
+            param.grad = None if is_frozen else torch.full_like(param, 1.0 + groups.pp.rank())
+        _allreduce_word_embedding_grads([model], embd_group=groups.embd, pp_group=groups.pp)
+        for name, param in model.named_parameters():
+            is_summed = tied and name == "embedding.word_embeddings.weight"
+            wanted = 3.0 if is_summed else 1.0 + groups.pp.rank()
+            assert param.grad is None if is_frozen else param.grad.eq(wanted).all(), name
+
+
+def test_f_whole_models_in_the_embedding_group():
+    run_ranks(_whole_models_in_the_embedding_group, 2)
 
 
 def _finalize_over_ranks():

@@ -135,3 +135,10 @@ def test_other_patterns_are_refused(pattern, words):
 def test_other_sizes_are_refused(options, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         model("MMMM", **options)
+
+
+def test_a6_attention_among_other_layers_refuses_masks_of_other_shapes():
+    chunk, tokens = model("M*-M"), torch.zeros(8, 8, dtype=torch.long)
+    chunk(tokens, None, None)
+    with pytest.raises(ValueError, match=r"attention_mask is \[8, 8\]; give \[8 or 1, "):
+        chunk(tokens, None, torch.zeros(8, 8, dtype=torch.bool))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from minimegatron.core.tensor_parallel import mappings
 from minimegatron.core.tensor_parallel.utils import gather_split_1d_tensor
 from tests.groups import PretendGroup
+from tests.played_ranks import play
 from tests.ranks import run_ranks
 
 # Per row: the function, which kind of tensor it takes and gives ("same": one value in t copies,
@@ -167,3 +168,48 @@ def test_a_group_of_one_does_nothing():
 def test_sizes_that_cannot_be_cut():
     with pytest.raises(ValueError, match="4 is not divisible by 3"):
         mappings.scatter_to_sequence_parallel_region(torch.zeros(SHAPE), group=PretendGroup(0, 3))
+
+
+class GatherContext:
+    """What Megatron's context has, by itself."""
+
+    tensor_parallel_output_grad = True
+    output_split_sizes = None
+    use_global_buffer = False
+
+    def __init__(self, group, **attributes):
+        self.group = group
+        vars(self).update(attributes)
+
+
+class ScatterContext(GatherContext):
+    input_split_sizes = None
+
+
+def backwards(group) -> list[torch.Tensor]:
+    rows = torch.arange(4.0)[:, None] * (1 + group.rank())
+    gather = mappings._GatherFromSequenceParallelRegion
+    scatter = mappings._ReduceScatterToSequenceParallelRegion
+    mine = rows[: 1 + 2 * group.rank()]
+    return [
+        gather.backward(GatherContext(group), rows)[0],
+        gather.backward(GatherContext(group, tensor_parallel_output_grad=False), rows)[0],
+        gather.backward(GatherContext(group, output_split_sizes=[1, 3]), rows)[0],
+        scatter.backward(ScatterContext(group), rows[:2])[0],
+        scatter.backward(ScatterContext(group, input_split_sizes=[1, 3]), mine)[0],
+    ]
+
+
+def test_f_backward_takes_a_context_of_the_caller_s():
+    for rank, found in enumerate(play(2, backwards)):
+        first, second = slice(2 * rank, 2 * rank + 2), slice(rank, 1 + 3 * rank)
+        rows = torch.arange(4.0)[:, None]
+        wanted = [
+            3 * rows[first],
+            (1 + rank) * rows[first],
+            3 * rows[second],
+            torch.cat([rows[:2], 2 * rows[:2]]),
+            torch.cat([rows[:1], 2 * rows[:3]]),
+        ]
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other), rank

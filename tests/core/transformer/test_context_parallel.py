@@ -173,9 +173,9 @@ def test_no_mask_and_another_scale(kind):
 
 @pytest.mark.parametrize("kind", RINGS)
 def test_the_same_rows_for_all_tokens_broadcast(kind):
-    """A mask of two dimensions, as wide as the sequence."""
+    """One mask for all sequences and heads."""
     whole = tensors(2, 2, 2)
-    mask = some_mask(len(whole[0]), 1)[0, 0]
+    mask = some_mask(len(whole[0]), 1)
     compare(2, kind, whole, expected(*whole, mask=mask), mask)
 
 
@@ -185,13 +185,6 @@ def test_a_mask_of_integers(kind):
     whole = tensors(2, 4, 4)
     mask = some_mask(len(whole[0]), 2)
     compare(2, kind, whole, expected(*whole, mask=mask), mask.long())
-
-
-def test_a_mask_without_all_columns_is_refused():
-    whole = tensors(2, 2, 2)
-    mask = torch.zeros(2, 1, 8, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="4 x 4 rows and columns, but a rank has 4 of 8 tokens"):
-        play(2, one_rank, "p2p", whole, mask, {})
 
 
 # -- Results that merge --
@@ -499,6 +492,28 @@ def test_every_kind_of_mask(kind, mask_type):
         alone = DotProductAttention(make_config(1, attention_dropout=0.0), 2, mask_type)
         wanted = alone(*whole[:3], given)
         assert (together(parts) - wanted).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 8), (8, 8), (2, 8, 8), (2, 1, 8, 4), (2, 4, 8, 8)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_a6_a_mask_needs_a_rank_s_rows_and_all_columns(shape):
+    """2 sequences of 8 tokens, of which a rank has 4; the last mask has all rows."""
+
+    def on_a_rank(group, mask):
+        core = DotProductAttention(
+            make_config(2), 1, AttnMaskType.causal, pg_collection=ProcessGroupCollection(cp=group)
+        )
+        query, key, value, _ = (take_part(x, 0, group) for x in tensors(2, 4, 4))
+        return core(query, key, value, mask)
+
+    words = (
+        r"give \[2 or 1, 4 or 1, 4 or 1, 8\]: sequences, heads and queries of this rank, and all"
+    )
+    with pytest.raises(ValueError, match=words):
+        play(2, on_a_rank, torch.zeros(shape, dtype=torch.bool))
 
 
 def groups_of(size: int) -> ProcessGroupCollection:

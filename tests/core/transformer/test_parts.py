@@ -1,6 +1,7 @@
 """Norms, attention and specs against explicit formulas."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from minimegatron.core.models.common.embeddings.rotary_pos_embedding import (
     apply_rotary_pos_emb,
 )
 from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.models.T5.t5_spec import decoder_model_with_local_spec
 from minimegatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from minimegatron.core.transformer.dot_product_attention import DotProductAttention
 from minimegatron.core.transformer.enums import AttnMaskType
@@ -19,7 +21,7 @@ from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import bias_dropout_add
-from tests.groups import pretend_groups
+from tests.groups import PretendGroup, pretend_groups
 
 S, B, HEADS, WIDTH = 6, 2, 4, 8
 
@@ -61,7 +63,7 @@ def test_attention_equals_explicit_math(groups, scale, dtype):
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     for mask_type, mask, hidden in [
         (AttnMaskType.causal, None, future),
-        (AttnMaskType.causal, future, future),
+        (AttnMaskType.causal, future[None, None], future),
         (AttnMaskType.causal, padding, future | padding),
         (AttnMaskType.padding_causal, padding, future | padding),
         (AttnMaskType.padding, padding, padding),
@@ -200,3 +202,85 @@ def test_specs():
     spec = ModuleSpec(dict, params={"a": 1, "b": 2}, submodules="parts")
     assert build_module(spec, b=3) == {"a": 1, "b": 3, "submodules": "parts"}
     assert build_module(dict, b=3) == {"b": 3}
+
+
+# -- Shapes that torch would broadcast --
+
+
+def core_and_inputs(s: int = S, b: int = B, keys: int | None = None) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(s, b, HEADS, WIDTH, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, keys or s, b, HEADS, WIDTH, generator=generator, dtype=torch.float64)
+    return DotProductAttention(make_config(), 1, AttnMaskType.padding), q, k, v
+
+
+OTHER_MASKS = {
+    "[b, s]": (B, S),
+    "[s, s]": (S, S),
+    "[s]": (S,),
+    "[b, s, s]": (B, S, S),
+    "[b, 1, s, 1]": (B, 1, S, 1),
+    "[b, 1, 1, 1]": (B, 1, 1, 1),
+    "[2 b, 1, s, s]": (2 * B, 1, S, S),
+    "heads of two ranks": (B, 2 * HEADS, S, S),
+    "[1, b, 1, 1, s]": (1, B, 1, 1, S),
+    "keys of two ranks": (B, 1, S, 2 * S),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MASKS)
+def test_a6_a_mask_of_another_shape_is_refused(name):
+    core, *inputs = core_and_inputs()
+    mask = torch.zeros(OTHER_MASKS[name], dtype=torch.bool)
+    words = f"attention_mask is {list(mask.shape)}; give [2 or 1, 4 or 1, 6 or 1, 6]: sequences"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        core(*inputs, mask)
+
+
+@pytest.mark.parametrize("b", [1, S, HEADS], ids=("b = 1", "b = s", "b = heads"))
+def test_a6_a_mask_that_happens_to_broadcast_is_refused_too(b):
+    core, *inputs = core_and_inputs(b=b)
+    for shape in ((b, S), (b, S, S)):
+        with pytest.raises(ValueError, match="attention_mask is"):
+            core(*inputs, torch.zeros(shape, dtype=torch.bool))
+
+
+def test_a6_every_right_form_means_the_same():
+    core, q, k, v = core_and_inputs(keys=5)
+    hidden = torch.tensor([False, True, False, False, True])
+    found = [
+        core(q, k, v, hidden.expand(rows, heads, queries, 5))
+        for rows in (1, B)
+        for heads in (1, HEADS)
+        for queries in (1, S)
+    ]
+    assert all(torch.equal(output, found[0]) for output in found)
+    shares = explicit_attention(q, k, v, hidden, WIDTH**-0.5)
+    torch.testing.assert_close(found[0], shares, rtol=0, atol=1e-13)
+    with pytest.raises(ValueError, match=r"6 or 1, 5\]: sequences"):
+        core(q, k, v, torch.zeros(B, 1, S, S, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, WIDTH), (WIDTH,), (S, WIDTH), (2 * S, 1, 1, WIDTH)])
+def test_a6_angles_of_other_positions_are_refused(shape):
+    """One row would turn all tokens alike: attention would know no order."""
+    with pytest.raises(ValueError, match=r"rotary angles are \[.*; give \[6, 1, 1, d'\]"):
+        apply_rotary_pos_emb(torch.zeros(S, B, HEADS, WIDTH), torch.ones(shape))
+
+
+def test_a6_a_context_of_another_number_of_sequences_is_refused():
+    layer = encoder_decoder_layer()
+    states = torch.zeros(S, B, HEADS * WIDTH, dtype=torch.float64)
+    layer(states, None, states[:4])
+    for context in (states[:, :1], states.transpose(0, 1)):
+        with pytest.raises(
+            ValueError, match=r"attention of 2 sequences got a context .* \[s', 2, h\]"
+        ):
+            layer(states, None, context)
+
+
+def encoder_decoder_layer() -> torch.nn.Module:
+    spec = decoder_model_with_local_spec().submodules.cross_attention
+    return build_module(
+        spec, config=make_config(), layer_number=1, pg_collection=pretend_groups(cp=PretendGroup())
+    )

@@ -27,7 +27,7 @@ from minimegatron.core.models.common.embeddings.relative_pos_embedding import (
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
 from minimegatron.core.models.T5.stack_split import StackLine, StackSplit, check_t5
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, stage_of
 from minimegatron.core.tensor_parallel.initial_weights import weights_drawn_later
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
@@ -75,10 +75,16 @@ class T5LMHead(MegatronModule):
         )
 
     def forward(
-        self, hidden_states: torch.Tensor, word_embeddings_weight: torch.Tensor | None
+        self,
+        hidden_states: torch.Tensor,
+        word_embeddings_weight: torch.Tensor | None,
+        runtime_gather_output: bool | None = None,
     ) -> torch.Tensor:
-        """[s, b, h] -> [s, b, v/t]; the weight is the tied one, None for the head's own."""
-        logits, _ = self.output_layer(hidden_states, weight=word_embeddings_weight)
+        """[s, b, h] -> [s, b, v/t]; the weight is the tied one, None for the head's own.
+
+        `runtime_gather_output`: return [s, b, v], or do not; None: unless `parallel_output`.
+        """
+        logits, _ = self.output_layer(hidden_states, word_embeddings_weight, runtime_gather_output)
         return logits
 
 
@@ -108,7 +114,8 @@ class T5Model(LanguageModule):
         pre_process: this stage is the first of its stack: it embeds.
         post_process: this stage is the last of its stack: it ends in the norm, and the decoder's in the
             head.
-        parallel_output: leave logits cut over the vocabulary, [.., v/t].
+        parallel_output: leave logits cut over the vocabulary, [.., v/t]. A loss is computed from cut
+            ones in any case.
         share_embeddings_and_output_weights: the head uses the word embedding's weight.
         position_embedding_type: "learned_absolute", "rope", "relative" (then the specs are with a bias,
             and the model is on one stage) or "none".
@@ -161,7 +168,7 @@ class T5Model(LanguageModule):
         self.position_embedding_type = position_embedding_type
         self.encoder_hidden_state: torch.Tensor | None = None
         self.vp_stage = None
-        p, rank = config.pipeline_model_parallel_size, self.pg_collection.pp.rank()
+        p, rank = config.pipeline_model_parallel_size, stage_of(self.pg_collection.pp)
         self.split = StackSplit(p, encoder_config.pipeline_model_parallel_size if p > 1 else None)
         check_t5(config)
         self.split.check_stage(rank, pre_process, post_process, add_encoder, add_decoder)
@@ -288,7 +295,7 @@ class T5Model(LanguageModule):
 
     def message_shapes(self, encoder_shapes: list, decoder_shapes: list) -> tuple[list, list]:
         """Shapes of what this stage receives and of what it sends, forwards."""
-        rank = self.pg_collection.pp.rank()
+        rank = stage_of(self.pg_collection.pp)
         behind = self.shapes_behind(encoder_shapes, decoder_shapes)
         return behind[max(rank - 1, 0)], behind[rank]
 
@@ -319,8 +326,9 @@ class T5Model(LanguageModule):
             encoder_input_ids: int64 [b, s_enc]; read where the encoder begins.
             decoder_input_ids: int64 [b, s_dec]; read where the decoder begins.
             encoder_attn_mask, decoder_attn_mask, encoder_decoder_attn_mask: bool, True where attention
-                must not look, broadcastable to [b, a/t, s_enc, s_enc], [b, a/t, s_dec, s_dec] and
-                [b, a/t, s_dec, s_enc]; None for no mask beside the decoder's causal one.
+                must not look, [b, a/t, s_enc, s_enc], [b, a/t, s_dec, s_dec] and
+                [b, a/t, s_dec, s_enc], each of the first three sizes also 1; None for no mask beside
+                the decoder's causal one.
             lm_labels: int64 [b, s_dec]; read where the decoder ends.
             encoder_hidden_states: used in place of the encoder's output.
             output_encoder_hidden_only: return the encoder's output, and leave the decoder out.
@@ -377,7 +385,8 @@ class T5Model(LanguageModule):
     def _postprocess(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None
     ) -> torch.Tensor:
-        logits = self.lm_head(hidden_states, self.shared_embedding_or_output_weight())
+        gather = None if labels is None else False
+        logits = self.lm_head(hidden_states, self.shared_embedding_or_output_weight(), gather)
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
         return self.compute_language_model_loss(labels, logits)

@@ -20,6 +20,7 @@ from minimegatron.core.models.bert.bert_lm_head import BertLMHead
 from minimegatron.core.models.bert.pooler import Pooler
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
+    check_of_tokens,
 )
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
@@ -53,7 +54,8 @@ class BertModel(LanguageModule):
         max_sequence_length: s at most, for learned positions.
         pre_process: this is the first chunk: it holds the embedding.
         post_process: this is the last chunk: it holds the heads.
-        parallel_output: leave logits cut over the vocabulary, [.., v/t].
+        parallel_output: leave logits cut over the vocabulary, [.., v/t]. A loss is computed from cut
+            ones in any case.
         share_embeddings_and_output_weights: the output layer uses the word embedding's weight. It has
             a bias of its own in any case.
         position_embedding_type: "learned_absolute" or "rope".
@@ -98,7 +100,7 @@ class BertModel(LanguageModule):
             )
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
-        self.num_tokentypes, self.vp_stage = num_tokentypes, vp_stage
+        self.vocab_size, self.num_tokentypes, self.vp_stage = vocab_size, num_tokentypes, vp_stage
         self.rotary_pos_emb = None
         if position_embedding_type == "rope":
             dtype = torch.promote_types(config.params_dtype, torch.float32)
@@ -173,8 +175,13 @@ class BertModel(LanguageModule):
         No token looks at padding, and padding looks at nothing. Where a row looks at nothing, torch's
         attention returns 0, with finite gradients; Megatron's returns the mean of all values. So
         hidden states at padding differ. Losses and gradients do not: no loss is of padding, and no
-        token looks there.
+        token looks there. Raises ValueError for another number of dimensions.
         """
+        if attention_mask.dim() != 2:
+            raise ValueError(
+                f"BERT's attention_mask is {list(attention_mask.shape)}; give [b, s], 1 at tokens and "
+                "0 at padding"
+            )
         both_are_tokens = attention_mask.unsqueeze(1) * attention_mask.unsqueeze(2)
         return both_are_tokens.unsqueeze(1) < 0.5
 
@@ -208,17 +215,14 @@ class BertModel(LanguageModule):
         """
         encoder_input = None
         if self.pre_process:
+            check_of_tokens("attention_mask", attention_mask, input_ids)
             positions = self.bert_position_ids(input_ids)
             encoder_input = self.embedding(input_ids, positions, tokentype_ids)
-        rotary_pos_emb = None
+        extended_mask, rotary_pos_emb = self.bert_extended_attention_mask(attention_mask), None
         if self.rotary_pos_emb is not None:
             length, device = attention_mask.size(1), attention_mask.device
             rotary_pos_emb = self.rotary_pos_emb(length, device=device)
-        hidden_states = self.encoder(
-            encoder_input,
-            self.bert_extended_attention_mask(attention_mask),
-            rotary_pos_emb=rotary_pos_emb,
-        )
+        hidden_states = self.encoder(encoder_input, extended_mask, rotary_pos_emb=rotary_pos_emb)
         return self._heads(hidden_states, lm_labels) if self.post_process else hidden_states
 
     def _heads(self, hidden_states: torch.Tensor, lm_labels: torch.Tensor | None) -> Outputs:
@@ -226,7 +230,11 @@ class BertModel(LanguageModule):
         if self.binary_head is not None:
             binary_logits = self.binary_head(self.pooler(hidden_states))
         weight = self.shared_embedding_or_output_weight()
-        logits, _ = self.output_layer(self.lm_head(hidden_states), weight=weight)
+        logits, _ = self.output_layer(
+            self.lm_head(hidden_states),
+            weight=weight,
+            runtime_gather_output=None if lm_labels is None else False,
+        )
         if lm_labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous()), binary_logits
         return self.compute_language_model_loss(lm_labels, logits), binary_logits

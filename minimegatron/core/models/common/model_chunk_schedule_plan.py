@@ -50,6 +50,7 @@ class ModelChunkState:
     attention_mask: torch.Tensor | None
     decoder_input: torch.Tensor | None
     labels: torch.Tensor | None
+    runtime_gather_output: bool | None
     loss_mask: torch.Tensor | None
     microbatch: int | None
     chunk: int
@@ -133,7 +134,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
 
     Args:
         model: the chunk, without wrappers.
-        input_ids, position_ids, attention_mask, decoder_input, labels, loss_mask: as for its forward.
+        others: as for its forward.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         decoder_input: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         *,
+        runtime_gather_output: bool | None = None,
         loss_mask: torch.Tensor | None = None,
     ):
         self.vp_stage = model.vp_stage
@@ -156,6 +158,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             attention_mask,
             decoder_input,
             labels,
+            runtime_gather_output,
             loss_mask,
             microbatch=self.microbatch,
             chunk=model.vp_stage or 0,

@@ -77,7 +77,12 @@ class PostProcessNode(ScheduleNode):
         model, state = self.gpt_model, self.chunk_state
         if model.decoder.final_layernorm is not None:
             hidden_states = model.decoder.final_layernorm(hidden_states)
-        output = model._postprocess(hidden_states, state.labels, output_weight=state.output_weight)
+        output = model._postprocess(
+            hidden_states,
+            state.labels,
+            runtime_gather_output=state.runtime_gather_output,
+            output_weight=state.output_weight,
+        )
         is_half = model.config.fp16 or model.config.bf16
         return float16_to_fp32(output) if is_half else output
 

@@ -17,6 +17,7 @@ import torch
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
+    check_embedded,
 )
 from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.common.language_module.language_module import LanguageModule
@@ -40,6 +41,7 @@ from minimegatron.core.transformer.multi_token_prediction import (
 from minimegatron.core.transformer.rope_utils import get_pos_emb_on_this_cp_rank
 from minimegatron.core.transformer.transformer_block import TransformerBlock
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.core.transformer.zigzag import take_part
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 
@@ -59,7 +61,8 @@ class GPTModel(LanguageModule):
         max_sequence_length: s at most, for learned positions.
         pre_process: this is the first chunk: it holds the embedding.
         post_process: this is the last chunk: it holds the output layer.
-        parallel_output: leave logits cut over the vocabulary, [.., v/t].
+        parallel_output: leave logits cut over the vocabulary, [.., v/t]. A loss is computed from cut
+            ones in any case.
         share_embeddings_and_output_weights: the output layer uses the word embedding's weight.
         position_embedding_type: "learned_absolute", "rope" or "none".
         rotary_percent, rotary_base: see `RotaryEmbedding`.
@@ -205,6 +208,7 @@ class GPTModel(LanguageModule):
         decoder_input: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         *,
+        runtime_gather_output: bool | None = None,
         loss_mask: torch.Tensor | None = None,
         checkpoint_activations_microbatch: bool | None = None,
     ) -> torch.Tensor:
@@ -213,12 +217,14 @@ class GPTModel(LanguageModule):
         Args:
             input_ids, position_ids: int64 [b, s], or this rank's part of them, [b, s/c] (so for s in
                 all that follows); read on the first chunk, and on the one that predicts further
-                tokens.
-            attention_mask: bool, True where attention must not look, broadcastable to
-                [b, a/t, s, s], with all columns also where the rows are a rank's part; None for
-                plain causal attention.
-            decoder_input: [s, b, h], used instead of embedding `input_ids`.
+                tokens. Positions None count from 0 in each sequence.
+            attention_mask: bool, True where attention must not look, [b or 1, a/t or 1, s or 1, s],
+                with all columns also where the rows are a rank's part; None for plain causal
+                attention.
+            decoder_input: [s, b, h], or [s/t, b, h] with sequence parallelism; used instead of
+                embedding `input_ids`.
             labels: int64 [b, s]; read on the last chunk.
+            runtime_gather_output: whether logits are returned whole; None: unless `parallel_output`.
             loss_mask: [b, s], read on the last chunk for the losses of further tokens; to the main
                 loss, the loss function applies it.
             checkpoint_activations_microbatch: the schedule's word on recompute for this
@@ -227,11 +233,12 @@ class GPTModel(LanguageModule):
 
         Returns:
             Last chunk, with labels: the loss of each token, [b, s], float32 (float64 for float64
-            models). Last chunk without: logits [b, s, v/t], or [b, s, v] unless `parallel_output`.
+            models). Last chunk without: logits [b, s, v/t], or [b, s, v] if they are gathered.
             Other chunks: [s, b, h], or [s/t, b, h] with sequence parallelism. Never a view.
             Without gradients, nothing is computed for further tokens. Megatron computes it in an
             evaluation too, where nobody reads it.
         """
+        position_ids = self._position_ids(input_ids, position_ids)
         decoder_input, rotary_pos_emb = self._preprocess(input_ids, position_ids, decoder_input)
         hidden_states = self.decoder(
             decoder_input,
@@ -251,7 +258,10 @@ class GPTModel(LanguageModule):
             )
         if not self.post_process:
             return hidden_states
-        return self._postprocess(hidden_states, labels, loss_mask=loss_mask)
+        gather = runtime_gather_output
+        return self._postprocess(
+            hidden_states, labels, loss_mask=loss_mask, runtime_gather_output=gather
+        )
 
     @accepts_left_out
     def build_schedule_plan(
@@ -262,6 +272,7 @@ class GPTModel(LanguageModule):
         decoder_input: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         *,
+        runtime_gather_output: bool | None = None,
         loss_mask: torch.Tensor | None = None,
     ) -> TransformerModelChunkSchedulePlan:
         """The same forward in nodes, for combined 1F1B. Computes nothing; arguments as `forward`.
@@ -281,6 +292,7 @@ class GPTModel(LanguageModule):
             attention_mask,
             decoder_input,
             labels,
+            runtime_gather_output=runtime_gather_output,
             loss_mask=loss_mask,
         )
 
@@ -296,8 +308,22 @@ class GPTModel(LanguageModule):
             if self.cp_group is not None:
                 length, ranks = input_ids.size(1), self.cp_group.size()
                 check_part_of_sequence(length, ranks, self.max_sequence_length)
-            decoder_input = self.embedding(input_ids, position_ids)
+            positions = self._position_ids(input_ids, position_ids)
+            decoder_input = self.embedding(input_ids, positions)
+        elif self.pre_process and input_ids is not None:
+            check_embedded(decoder_input, input_ids, self._ranks_of_activations())
         return decoder_input, self._rotary_angles(decoder_input)
+
+    def _position_ids(
+        self, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """`position_ids`; for None, where learned positions need them, those of this rank's tokens."""
+        is_learned = self.position_embedding_type == "learned_absolute"
+        if position_ids is not None or input_ids is None or not is_learned:
+            return position_ids
+        length = input_ids.size(1) * self.config.context_parallel_size
+        places = torch.arange(length, device=input_ids.device)[None]
+        return places if self.cp_group is None else take_part(places, 1, self.cp_group)
 
     @accepts_left_out
     def _postprocess(
@@ -306,6 +332,7 @@ class GPTModel(LanguageModule):
         labels: torch.Tensor | None,
         *,
         loss_mask: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
         output_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """On the last chunk, from the decoder's output [s, b, h] to what `forward` returns.
@@ -318,7 +345,8 @@ class GPTModel(LanguageModule):
             weight = self.shared_embedding_or_output_weight()
         if self.config.mtp_num_layers is not None and torch.is_grad_enabled():
             hidden_states = process_mtp_loss(self, hidden_states, labels, loss_mask, weight)
-        logits, _ = self.output_layer(hidden_states, weight=weight)
+        gather = runtime_gather_output if labels is None else False
+        logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=gather)
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
         return self.compute_language_model_loss(labels, logits)
@@ -332,6 +360,10 @@ class GPTModel(LanguageModule):
             self.mtp.backward_dw()
         self.decoder.backward_dw()
 
+    def _ranks_of_activations(self) -> int:
+        """How many tensor-parallel ranks share the tokens of an activation."""
+        return self.tp_group.size() if self.config.sequence_parallel else 1
+
     def _rotary_angles(self, decoder_input: torch.Tensor | None) -> torch.Tensor | None:
         """[s, 1, 1, d'], or [s/c, 1, 1, d']: of this rank's tokens, by their places in the sequence.
 
@@ -340,8 +372,8 @@ class GPTModel(LanguageModule):
         activations = decoder_input if self.pre_process else self.decoder.input_tensor
         if self.rotary_pos_emb is None or activations is None:
             return None
-        ranks = self.tp_group.size() if self.config.sequence_parallel else 1
-        length = activations.size(0) * ranks * self.config.context_parallel_size
+        length = activations.size(0) * self._ranks_of_activations()
+        length *= self.config.context_parallel_size
         angles = self.rotary_pos_emb(length, device=activations.device)
         if self.cp_group is None:
             return angles

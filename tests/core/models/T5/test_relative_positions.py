@@ -93,3 +93,11 @@ def test_refused_in_one_line(case):
             environ=world,
         )
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (1, 5), (8, 5, 5), (1, 1, 5, 1), (2, 4, 5, 5)])
+def test_a6_a_mask_of_another_shape_is_refused_before_it_joins_the_bias(shape):
+    """Filled into the bias, it would have the right shape."""
+    bias = torch.zeros(1, 8, 5, 5)
+    with pytest.raises(ValueError, match=r"give \[any or 1, 8 or 1, 5 or 1, 5\]: sequences, heads"):
+        bias_with_mask(bias, torch.zeros(shape, dtype=torch.bool))

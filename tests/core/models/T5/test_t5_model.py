@@ -20,11 +20,14 @@ from minimegatron.core.models.T5.t5_spec import (
     get_t5_decoder_with_local_block_spec,
     get_t5_encoder_with_local_block_spec,
 )
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.attention import CrossAttention
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from tests.core.models.plain_t5 import plain_t5_loss
-from tests.groups import pretend_groups
+from tests.groups import PretendGroup, pretend_groups
+from tests.played_ranks import play
 
 VOCABULARY, S_ENC, S_DEC, BATCH = 64, 10, 7, 3
 
@@ -53,7 +56,15 @@ def make_config(num_layers: int = 2, **options) -> TransformerConfig:
     )
 
 
-def build(kind: str, pp_rank: int = 0, pp_size: int = 1, split=None, **options) -> T5Model:
+def build(
+    kind: str,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+    split=None,
+    groups=None,
+    of_model=None,
+    **options,
+) -> T5Model:
     tied, positions, style = KINDS[kind]
     if pp_size > 1:
         options |= {"pipeline_model_parallel_size": pp_size, "pipeline_dtype": torch.float64}
@@ -72,7 +83,8 @@ def build(kind: str, pp_rank: int = 0, pp_size: int = 1, split=None, **options) 
         position_embedding_type=positions,
         add_encoder=stages.has_encoder(pp_rank),
         add_decoder=stages.has_decoder(pp_rank),
-        pg_collection=pretend_groups(pp_rank=pp_rank, pp_size=pp_size),
+        pg_collection=groups or pretend_groups(pp_rank=pp_rank, pp_size=pp_size),
+        **of_model or {},
     )
 
 
@@ -136,6 +148,34 @@ def test_the_encoder_alone_and_given_states():
 def test_logits_without_labels():
     logits = run(build("tied, learned"), sample() | {"labels": None})
     assert logits.shape == (BATCH, S_DEC, VOCABULARY) and logits._base is None
+
+
+def on_one_of_the_ranks(group, kind: str, labels: bool = True):
+    """Output, gradients and parameters, with whole logits asked for."""
+    groups = ProcessGroupCollection(tp=group, pp=PretendGroup(), cp=PretendGroup())
+    sizes = {"tensor_model_parallel_size": group.size()}
+    model = build(kind, groups=groups, of_model={"parallel_output": False}, **sizes)
+    output = run(model, sample() if labels else sample() | {"labels": None})
+    if labels:
+        (output * torch.arange(1, S_DEC + 1)).sum().backward()
+    params = dict(model.named_parameters())
+    return output.detach(), {name: param.grad for name, param in params.items()}, params
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a1_losses_with_parallel_output_false_are_those_of_one_rank(kind):
+    losses, wanted, _ = on_one_of_the_ranks(PretendGroup(), kind)
+    for rank, (found, grads, params) in enumerate(play(2, on_one_of_the_ranks, kind)):
+        torch.testing.assert_close(found, losses, rtol=0, atol=1e-12)
+        for name, grad in wanted.items():
+            piece = shard_parameter(grad, params[name], rank, 2)
+            torch.testing.assert_close(grads[name], piece, rtol=0, atol=1e-11, msg=name)
+
+
+def test_a1_logits_with_parallel_output_false_are_whole():
+    whole, *_ = on_one_of_the_ranks(PretendGroup(), "tied, learned", labels=False)
+    for found, *_ in play(2, on_one_of_the_ranks, "tied, learned", False):
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
 
 
 def test_layers_may_be_given_as_those_of_a_stage():
@@ -246,3 +286,19 @@ def test_other_features_are_refused(options, words):
 def test_cross_attention_needs_a_key_for_each_head():
     with pytest.raises(ValueError, match="num_query_groups is 2, but each of 4 heads"):
         build("tied, learned", num_query_groups=2)
+
+
+@pytest.mark.parametrize("which", [2, 3, 4], ids=("encoder", "decoder", "cross"))
+def test_a6_masks_of_three_dimensions_are_refused(which):
+    """[b, s, s], as Megatron's T5 takes them, would be taken for one of the heads."""
+    model, batch = build("tied, learned"), sample()
+    lengths = {2: (S_ENC, S_ENC), 3: (S_DEC, S_DEC), 4: (S_DEC, S_ENC)}[which]
+    arguments = [batch["text"], batch["answer"], None, None, None, batch["labels"]]
+    for sequences in (BATCH, 1):
+        arguments[which] = torch.zeros(sequences, *lengths, dtype=torch.bool)
+        with pytest.raises(
+            ValueError, match=rf"attention_mask is \[{sequences}, .*; give \[3 or 1, 4"
+        ):
+            model(*arguments)
+        arguments[which] = arguments[which][:, None]
+        model(*arguments)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
+from minimegatron import pretrain_bert, pretrain_gpt, pretrain_t5
 from minimegatron.core.models.bert import BertModel
 from minimegatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from minimegatron.core.process_groups_config import ProcessGroupCollection
@@ -266,6 +267,37 @@ def test_two_ranks_that_cut_the_sequence_equal_one_process():
             torch.testing.assert_close(total, piece, msg=name)
 
 
+def losses_and_gradients_of(group, batch, **options):
+    groups = ProcessGroupCollection(tp=group, pp=PretendGroup())
+    model = bert(tp=group.size(), groups=groups, **options)
+    return loss_of(model, batch).detach(), gradients(model, batch), dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=("tied", "untied"))
+def test_a1_losses_with_parallel_output_false_are_those_of_one_rank(is_tied):
+    batch = bert_batches(1)[0]
+    options = {"share_embeddings_and_output_weights": is_tied, "parallel_output": False}
+    loss, wanted, _ = losses_and_gradients_of(PretendGroup(), batch, **options)
+    ranks = play(2, lambda group: losses_and_gradients_of(group, batch, **options))
+    for rank, (found, grads, params) in enumerate(ranks):
+        torch.testing.assert_close(found, loss, rtol=0, atol=1e-12)
+        for name, grad in wanted.items():
+            piece = shard_parameter(grad, params[name], rank, 2)
+            torch.testing.assert_close(grads[name], piece, rtol=0, atol=1e-11, msg=name)
+
+
+def whole_logits_of(group, batch):
+    groups = ProcessGroupCollection(tp=group, pp=PretendGroup())
+    model = bert(tp=group.size(), groups=groups, parallel_output=False)
+    return outputs(model, batch, labels=False)[0]
+
+
+def test_a1_logits_with_parallel_output_false_are_whole():
+    batch = bert_batches(1)[0]
+    for logits in play(2, whole_logits_of, batch):
+        torch.testing.assert_close(logits, outputs(bert(), batch, labels=False)[0])
+
+
 # -- What comes back --
 
 
@@ -297,3 +329,40 @@ def test_what_is_refused():
         bert()(batch["text"], batch["padding_mask"])
     with pytest.raises(ValueError, match="token types are given"):
         outputs(bert(binary_head=False), batch)
+
+
+def test_a6_other_shapes_than_those_of_the_tokens_are_refused():
+    """A mask of one row, [1, s], would be that of all sequences; types [b, 1] that of all tokens."""
+    model, batch = bert(), bert_batches(2)[0]
+    mask, types, labels = batch["padding_mask"], batch["types"], batch["labels"]
+    wrong = [({"padding_mask": x}, "attention_mask is") for x in (mask[:1], mask[:, :1], mask[0])]
+    wrong += [({"padding_mask": mask[:, None, None]}, "attention_mask is")]
+    wrong += [({"types": x}, "tokentype_ids is") for x in (types[:1], types[:, :1], types[0])]
+    wrong += [({"labels": x}, "targets are") for x in (labels[:1], labels[:, :1], labels.t())]
+    for change, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            outputs(model, batch | change)
+    groups = pretend_groups(pp_rank=1, pp_size=3)
+    middle = bert(pp=3, pre_process=False, post_process=False, num_layers=3, groups=groups)
+    for other in (mask[0], mask[:, None, None]):
+        with pytest.raises(ValueError, match=r"BERT's attention_mask is .*; give \[b, s\]"):
+            middle(batch["text"], other)
+
+
+@pytest.mark.parametrize("loss_func", [pretrain_gpt.loss_func, pretrain_t5.loss_func])
+def test_a6_a_loss_mask_for_other_tokens_is_refused(loss_func):
+    """With one sequence, [1, 1] would broadcast; [s, b] would weigh other tokens."""
+    for losses, mask in (
+        (torch.ones(1, 6), torch.ones(1, 1)),
+        (torch.ones(2, 6), torch.ones(6, 2)),
+        (torch.ones(2, 6), torch.ones(6)),
+        (torch.ones(2, 6), torch.ones(2, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"loss_mask is \[.*\], but there are losses \[., 6\]"):
+            loss_func(loss_mask=mask, model=None, output_tensor=losses)
+
+
+def test_a6_a_loss_mask_for_other_tokens_is_refused_by_bert():
+    wrong = {"loss_mask": torch.ones(1, 1), "sentence_order": torch.zeros(1), "model": None}
+    with pytest.raises(ValueError, match=r"loss_mask is \[1, 1\], but there are losses \[1, 6\]"):
+        pretrain_bert.loss_func(**wrong, output_tensor=(torch.ones(1, 6), None))

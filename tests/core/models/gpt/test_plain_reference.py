@@ -1,13 +1,19 @@
 """On one rank GPTModel equals a GPT that shares no code with it, and has the promised interface."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
+from minimegatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
+from minimegatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from minimegatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
 )
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
@@ -18,6 +24,7 @@ from minimegatron.core.transformer.module import (
     named_global_parameters,
 )
 from minimegatron.core.transformer.transformer_block import Recompute
+from minimegatron.core.transformer.zigzag import take_part
 from tests.core.models.gpt_support import (
     CASES,
     RECOMPUTE,
@@ -28,7 +35,8 @@ from tests.core.models.gpt_support import (
     token_weights,
 )
 from tests.core.models.plain_gpt import plain_gpt_loss
-from tests.groups import pretend_groups
+from tests.core.transformer.moe.test_moe_layer import groups as groups_of_experts
+from tests.groups import PretendGroup, pretend_groups
 
 GPT2, LLAMA, QWEN, MIXED, ODD = CASES.values()
 
@@ -271,3 +279,198 @@ def test_misuse_is_explained():
         LLAMA.build(LLAMA.make_config(), pre_process=False)(**sample())
     with pytest.raises(RuntimeError, match="initialize_model_parallel"):
         GPTModel(config, spec, 64, 8)
+
+
+# -- Shapes that torch would broadcast --
+
+
+def with_experts(case, **options):
+    config = case.make_config(num_moe_experts=2, moe_router_topk=2, **options)
+    spec = get_gpt_decoder_block_spec(config, pp_rank=0)
+    return GPTModel(config, spec, VOCABULARY, SEQUENCE, pg_collection=groups_of_experts())
+
+
+def with_further_token(case, **options):
+    config = case.make_config(mtp_num_layers=1, **options)
+    block = get_gpt_mtp_block_spec(config, get_gpt_layer_local_spec())
+    groups = pretend_groups(cp=PretendGroup())
+    return case.build(config, groups, mtp_block_spec=block)
+
+
+MODELS = {
+    "dense": lambda: GPT2.build(GPT2.make_config()),
+    "grouped queries": lambda: LLAMA.build(LLAMA.make_config()),
+    "full recompute": lambda: GPT2.build(GPT2.make_config(**RECOMPUTE["uniform 2"])),
+    "selective recompute": lambda: GPT2.build(GPT2.make_config(**RECOMPUTE["selective"])),
+    "experts": lambda: with_experts(MIXED),
+    "further tokens": lambda: with_further_token(LLAMA),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a6_masks_with_other_dimensions_are_refused(name):
+    """[b, s] with b = s, and with b = 1, would broadcast."""
+    model = MODELS[name]()
+    for size in (1, SEQUENCE):
+        batch = sample(batch=size)
+        model(**batch)
+        mask = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+        with pytest.raises(ValueError, match=rf"attention_mask is \[{size}, 8\]; give"):
+            model(**batch | {"attention_mask": mask})
+
+
+def refused(change: dict, words: str, model=None, **sizes) -> None:
+    with pytest.raises(ValueError, match=words):
+        (model or GPT2.build(GPT2.make_config()))(**sample(**sizes) | change)
+
+
+def test_a6_positions_of_another_shape_are_refused():
+    """[b, 1] would give all tokens of a sequence one position."""
+    for shape in ((3, 1), (1, 1), (8, 3), (2, 8), (3, 8, 1)):
+        refused(
+            {"position_ids": torch.zeros(shape, dtype=torch.long)},
+            rf"position_ids is {re.escape(str(list(shape)))}, but the tokens are \[3, 8\]",
+        )
+
+
+def test_a6_positions_that_all_sequences_share():
+    model, batch = GPT2.build(GPT2.make_config()), sample()
+    for positions in (batch["position_ids"][:1], batch["position_ids"][0]):
+        assert torch.equal(model(**batch | {"position_ids": positions}), model(**batch))
+
+
+def test_a6_labels_of_another_shape_are_refused():
+    labels = sample()["labels"]
+    for other in (labels[:1], labels[:, :1], labels.t(), labels[:, :-1]):
+        refused({"labels": other}, r"targets are \[\d, \d\], but logits are \[8, 3, 64\]; give one")
+
+
+def test_a6_a_loss_mask_of_another_shape_is_refused_where_it_is_used():
+    ones, model = torch.ones(3, 8), with_further_token(LLAMA)
+    for other in (ones[:, :1], ones[0], ones[:1], ones.t()):
+        refused({"loss_mask": other}, r"loss_mask is .*for labels \[3, 8\]; give one", model)
+
+
+def test_a6_given_states_of_other_tokens_are_refused():
+    states = torch.zeros(8, 3, 32, dtype=torch.float64)
+    for other in (states.transpose(0, 1), states[:4], states[:, :1]):
+        words = r"decoder_input is .* tokens are \[3, 8\], and .* over 1 ranks; give \[8, 3, h\]"
+        refused({"decoder_input": other}, words)
+    refused({"decoder_input": states.transpose(0, 1), "input_ids": None}, "targets are .* logits")
+
+
+# -- Positions that are left out --
+
+
+def test_f6_positions_none_are_those_of_each_sequence():
+    model, batch = GPT2.build(GPT2.make_config()), sample()
+    assert torch.equal(model(**batch | {"position_ids": None}), model(**batch))
+    with pytest.raises(ValueError, match=r"position_ids is None, but the tokens are \[3, 8\]"):
+        model.embedding(batch["input_ids"], None)
+
+
+def test_f6_positions_none_where_further_tokens_are_embedded():
+    model, batch = with_further_token(GPT2), sample()
+    gradients = []
+    for positions in (batch["position_ids"], None):
+        model.zero_grad()
+        model(**batch | {"position_ids": positions}).sum().backward()
+        gradients.append([param.grad.clone() for param in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def embedded_on_a_rank(group, position_ids) -> torch.Tensor:
+    """The first layer's input, [s/c, b, h], of this rank's tokens."""
+    groups = pretend_groups(cp=group)
+    model = GPT2.build(GPT2.make_config(context_parallel_size=group.size()), groups)
+    tokens = take_part(sample()["input_ids"], 1, group)
+    if position_ids is not None:
+        position_ids = take_part(position_ids, 1, group)
+    return model._preprocess(tokens, position_ids)[0]
+
+
+def test_f6_positions_none_on_ranks_that_share_a_sequence():
+    for rank in range(2):
+        group = PretendGroup(rank, 2)
+        wanted = embedded_on_a_rank(group, sample()["position_ids"])
+        assert torch.equal(embedded_on_a_rank(group, None), wanted)
+
+
+def test_f6_a_plan_of_the_forward_without_positions():
+    model, batch = MIXED.build(MIXED.make_config()), sample()
+    with torch.no_grad():
+        plan = model.build_schedule_plan(**batch | {"position_ids": None})
+        assert torch.equal(
+            plan.pre_process.forward(), model._preprocess(*list(batch.values())[:2])[0]
+        )
+
+
+# -- Numbers without a row --
+
+
+def embed(number: int, which: str, rank: int = 0, ranks: int = 1) -> None:
+    """GPT's words and positions, BERT's token types."""
+    model = LanguageModelEmbedding(
+        GPT2.make_config(tensor_model_parallel_size=ranks),
+        VOCABULARY,
+        SEQUENCE,
+        num_tokentypes=2,
+        tp_group=PretendGroup(rank, ranks),
+    )
+    numbers = {name: torch.zeros(2, 3, dtype=torch.long) for name in ("ids", "positions", "types")}
+    numbers[which][1, 1] = number
+    model(*numbers.values())
+
+
+@pytest.mark.parametrize("number", [-7, -1, VOCABULARY, 10_000])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a10_an_id_of_no_rank_ends_the_run_on_all(number, ranks):
+    """Each of several ranks took it for another's, and added zeros."""
+    for rank in range(ranks):
+        ends = sorted((0, number))
+        words = f"token ids go from {ends[0]} to {ends[1]}, but the embedding has rows 0 to 63"
+        with pytest.raises(ValueError, match=words):
+            embed(number, "ids", rank, ranks)
+
+
+def test_a10_positions_and_types_without_a_row():
+    for which, words in (
+        ("positions", "positions go from 0 to 8, but the embedding has rows 0 to 7"),
+        ("types", "token types go from 0 to 8, but the embedding has rows 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            embed(8, which)
+
+
+# -- A step after an evaluation in inference mode --
+
+
+@pytest.mark.parametrize("mode", RECOMPUTE)
+@pytest.mark.parametrize("case", [GPT2, LLAMA, QWEN], ids=("learned", "rope", "half rope"))
+def test_b14_a_step_after_an_evaluation_in_inference_mode(case, mode):
+    RotaryEmbedding.forward.cache_clear()
+    wanted = run_whole(case, **RECOMPUTE[mode])[1]
+    RotaryEmbedding.forward.cache_clear()
+    model = case.build(case.make_config(**RECOMPUTE[mode]))
+    with torch.inference_mode():
+        model.eval()(**sample())
+    (model.train()(**sample()) * token_weights()).sum().backward()
+    for name, param in model.named_parameters():
+        assert torch.equal(param.grad, wanted[name]), name
+
+
+@pytest.mark.parametrize("name", ["experts", "further tokens"])
+def test_b14_layers_of_other_kinds_after_an_evaluation_in_inference_mode(name):
+    """What they keep beside parameters, counts and losses, is not of that mode either."""
+    gradients = []
+    for evaluates in (False, True):
+        model = MODELS[name]()
+        for _ in range(2):
+            if evaluates:
+                with torch.inference_mode():
+                    model(**sample())
+            model.zero_grad()
+            model(**sample()).sum().backward()
+        gradients.append({key: param.grad for key, param in model.named_parameters()})
+    for key, grad in gradients[0].items():
+        assert torch.equal(grad, gradients[1][key]), key

@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from minimegatron.core import collectives, parallel_state
+from minimegatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -20,6 +24,8 @@ from tests.core.models.gpt_support import (
     sample,
     token_weights,
 )
+from tests.groups import PretendGroup
+from tests.played_ranks import play
 from tests.ranks import run_ranks
 
 LIMIT = 1e-10
@@ -275,3 +281,78 @@ def check_shards() -> dict[str, float]:
         name: (param.grad - shard_parameter(whole[name], param, pg.tp.rank(), 2)).abs().max().item()
         for name, param in model.named_parameters()
     }
+
+
+# -- Logits that are gathered: never where a loss is computed from them --
+
+GPT2, LLAMA = list(CASES.values())[:2]
+
+
+def with_further_token(case: Case, group: Any, **options: Any) -> Any:
+    """The model on one of `group`'s ranks, `case` with one further token."""
+    sizes = {"tensor_model_parallel_size": group.size(), "mtp_num_layers": 1}
+    config = case.make_config(**sizes, sequence_parallel=group.size() > 1)
+    block = get_gpt_mtp_block_spec(config, get_gpt_layer_local_spec())
+    pg = ProcessGroupCollection(tp=group, pp=PretendGroup(), cp=PretendGroup())
+    return case.build(config, pg, mtp_block_spec=block, **options)
+
+
+def losses_and_gradients(group: Any, case: Case, **options: Any) -> tuple[torch.Tensor, dict]:
+    """Gradients that the ranks have to add up come as this rank's term."""
+    model = with_further_token(case, group, **options)
+    losses = model(**sample())
+    backward(model, losses)
+    return losses.detach(), {name: (p, p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", [GPT2, LLAMA], ids=("tied", "untied"))
+def test_a1_losses_with_parallel_output_false_are_those_of_one_rank(case):
+    losses, whole = losses_and_gradients(PretendGroup(), case, parallel_output=False)
+    ranks = play(2, lambda group: losses_and_gradients(group, case, parallel_output=False))
+    for rank, (found, grads) in enumerate(ranks):
+        assert (found - losses).abs().max() < LIMIT
+        for name, (param, grad) in grads.items():
+            if getattr(param, "sequence_parallel", False):
+                grad = sum(other[name][1] for _, other in ranks)
+            piece = shard_parameter(whole[name][1], param, rank, 2)
+            assert (grad - piece).abs().max() < LIMIT, name
+
+
+def all_forms_of_logits(group: Any) -> dict[str, torch.Tensor]:
+    batch, found = {**sample(), "labels": None}, {}
+    for parallel_output in (True, False):
+        model = with_further_token(LLAMA, group, parallel_output=parallel_output).eval()
+        for gather in (None, True, False):
+            with torch.no_grad():
+                found[f"{parallel_output} {gather}"] = model(**batch, runtime_gather_output=gather)
+    return found
+
+
+def test_f6_runtime_gather_output_decides_about_logits():
+    whole = all_forms_of_logits(PretendGroup())["True None"]
+    for rank, found in enumerate(play(2, all_forms_of_logits)):
+        for form, logits in found.items():
+            is_whole = form in ("False None", "False True", "True True")
+            wanted = whole if is_whole else whole.chunk(2, dim=-1)[rank]
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-12, msg=form)
+
+
+def test_f6_runtime_gather_output_leaves_losses_alone():
+    """By position too, as Megatron's `forward` has it."""
+    model, batch = GPT2.build(GPT2.make_config()), sample()
+    wanted = model(**batch)
+    assert torch.equal(model(**batch, runtime_gather_output=True), wanted)
+    tokens, places, mask, labels = batch.values()
+    assert torch.equal(model(tokens, places, mask, None, labels, None, None, None, True), wanted)
+
+
+def score_whole(group: Any, case: Case) -> None:
+    model = with_further_token(case, group, parallel_output=False).eval()
+    logits = model(**{**sample(), "labels": None})
+    model.compute_language_model_loss(sample()["labels"], logits.transpose(0, 1))
+
+
+def test_a1_a_loss_of_whole_logits_is_refused():
+    words = "logits have 64 columns, but of a vocabulary of 64 each of 2 ranks scores 32; give this"
+    with pytest.raises(ValueError, match=words):
+        play(2, score_whole, GPT2)

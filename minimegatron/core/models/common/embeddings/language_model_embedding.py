@@ -19,6 +19,43 @@ from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
+def check_of_tokens(
+    name: str, tensor: torch.Tensor | None, tokens: torch.Tensor, may_be_shared: bool = False
+) -> None:
+    """Raises ValueError unless `tensor` has the shape of `tokens`, [b, s].
+
+    `may_be_shared`: [1, s] will do, or [s]. Any other shape would broadcast by accident, or not at all.
+    """
+    shape, wanted = None if tensor is None else tuple(tensor.shape), tuple(tokens.shape)
+    shared = ((1, *wanted[1:]), wanted[1:]) if may_be_shared else ()
+    if shape not in (wanted, *shared):
+        raise ValueError(
+            f"{name} is {None if shape is None else list(shape)}, but the tokens are {list(wanted)}; "
+            "give one number for each token"
+        )
+
+
+def look_up(table: torch.nn.Module, numbers: torch.Tensor, name: str) -> torch.Tensor:
+    """The rows of `numbers`. Raises ValueError, on the CPU, for a number that has none."""
+    try:
+        return table(numbers)
+    except IndexError:
+        raise ValueError(
+            f"{name} go from {numbers.min()} to {numbers.max()}, but the embedding has rows 0 to "
+            f"{table.num_embeddings - 1}"
+        ) from None
+
+
+def check_embedded(states: torch.Tensor, tokens: torch.Tensor, ranks: int) -> None:
+    """Raises ValueError unless `states` are [s/ranks, b, h] for tokens [b, s]."""
+    b, s = tokens.shape
+    if s % ranks or states.shape[:2] != (s // ranks, b):
+        raise ValueError(
+            f"decoder_input is {list(states.shape)}, but the tokens are {[b, s]}, and their states are "
+            f"over {ranks} ranks; give [{s // ranks}, {b}, h]"
+        )
+
+
 @accepts_left_out
 class LanguageModelEmbedding(MegatronModule):
     """dropout(word(ids) + position(positions) + type(token types)).
@@ -79,20 +116,27 @@ class LanguageModelEmbedding(MegatronModule):
     ) -> torch.Tensor:
         """Ids, positions, types [b, s] -> [s, b, h], or [s/t, b, h] with sequence parallelism.
 
-        `position_ids` is read for learned positions only. Raises ValueError for a sequence longer
-        than those, or not divisible over the ranks, and for token types that are missing or too much.
+        `position_ids` is read for learned positions only; [1, s] are those of each sequence. Raises
+        ValueError for a sequence longer than those, or not divisible over the ranks, for token types
+        that are missing or too much, for positions or types of another shape and, on the CPU, for
+        numbers without a row in their table.
         """
         self._check_length(input_ids.size(1))
-        embeddings = self.word_embeddings(input_ids)
         if self.add_position_embedding:
-            embeddings = embeddings + self.position_embeddings(position_ids)
+            check_of_tokens("position_ids", position_ids, input_ids, may_be_shared=True)
+        embeddings = look_up(self.word_embeddings, input_ids, "token ids")
+        if self.add_position_embedding:
+            embeddings = embeddings + look_up(self.position_embeddings, position_ids, "positions")
         if (tokentype_ids is None) != (self.tokentype_embeddings is None):
             raise ValueError(
                 "token types are given to an embedding without them, or missing; pass tokentype_ids "
                 "exactly if num_tokentypes is more than 0"
             )
         if tokentype_ids is not None:
-            embeddings = embeddings + self.tokentype_embeddings(tokentype_ids)
+            check_of_tokens("tokentype_ids", tokentype_ids, input_ids)
+            embeddings = embeddings + look_up(
+                self.tokentype_embeddings, tokentype_ids, "token types"
+            )
         if not self.reduce_scatter_embeddings:
             # [b, s, h] -> [s, b, h]
             embeddings = embeddings.transpose(0, 1).contiguous()

@@ -31,6 +31,7 @@ class LanguageModule(MegatronModule):
         self.tp_group = pg_collection.tp
         self.pre_process = self.post_process = True
         self.mtp_process = False  # whether this chunk predicts further tokens
+        self.vocab_size: int | None = None  # global; models set it
         self.share_embeddings_and_output_weights = False
 
     def compute_language_model_loss(
@@ -38,8 +39,16 @@ class LanguageModule(MegatronModule):
     ) -> torch.Tensor:
         """The loss of each token: labels [b, s], logits [s, b, v/t] -> [b, s].
 
-        float32; float64 for float64 logits. The same on every tensor-parallel rank.
+        float32; float64 for float64 logits. The same on every tensor-parallel rank. Raises ValueError
+        for logits of another part of the vocabulary, such as gathered ones, and for labels of other
+        tokens.
         """
+        ranks = self.tp_group.size()
+        if self.vocab_size is not None and logits.size(-1) * ranks != self.vocab_size:
+            raise ValueError(
+                f"logits have {logits.size(-1)} columns, but of a vocabulary of {self.vocab_size} each "
+                f"of {ranks} ranks scores {self.vocab_size // ranks}; give this rank's slice"
+            )
         labels = labels.transpose(0, 1).contiguous()
         loss = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
         return make_viewless_tensor(loss.transpose(0, 1).contiguous())
