@@ -113,7 +113,7 @@ def combined_1f1b_schedule_for_no_pipelining(
 
     Args:
         no_sync_func: see `run_on_one_stage`.
-        total_num_tokens: an int tensor, to which the step's tokens are added.
+        total_num_tokens: a tensor [], to which the step's tokens are added.
         cp_group_size: ranks that share each sequence.
 
     Returns (forward_data_store, total_num_tokens).

@@ -68,7 +68,7 @@ def forward_step(
         forward_data_store: the last stage appends what the loss function reports.
         is_first_microbatch: tells a model that has `set_is_first_microbatch`.
 
-    Returns the output (a list if the input was one), and the number of tokens as an int tensor.
+    Returns the output (a list if the input was one), and the number of tokens, a tensor [].
     On the last stage the output is the loss, scaled for backward.
     """
     prepare_forward(model, input_tensor, is_first_microbatch, current_microbatch)
@@ -148,7 +148,8 @@ def forward_step_calc_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies the loss function on the last stage, and scales the loss for this microbatch.
 
-    The contract, with M microbatches, c context-parallel ranks and n tokens:
+    The contract, with M microbatches, c context-parallel ranks and n tokens, of int or float dtype (if
+    tokens have weights, n is their sum):
 
     | `loss_func` returns    | `calculate_per_token_loss` | loss for backward                     |
     |------------------------|----------------------------|---------------------------------------|
@@ -166,7 +167,7 @@ def forward_step_calc_loss(
     The division makes a new tensor. Megatron divides in place, which also changes a report that
     shares storage with the loss (`loss.detach()`).
 
-    Returns (output or scaled loss, number of tokens as an int tensor: 0 unless three were returned).
+    Returns (output or scaled loss, number of tokens as it was returned; int 0 where three were not).
     Raises ValueError for another number of values. Warns, while it trains, of a mean with the option on
     beside auxiliary losses, which with it are sums: as in Megatron, nothing divides them by tokens.
     """
@@ -381,7 +382,7 @@ class ModelChunk:
         self.model, self.config = model, config or get_model_config(model)
         self.num_microbatches = num_microbatches
         self.vp_stage, self.is_last_stage = vp_stage, is_last_stage
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=get_device())
+        self.num_tokens = torch.zeros([], dtype=torch.float64, device=get_device())
         self.forward_step_func, self.data_iterator = forward_step_func, data_iterator
         self.forward_data_store, self.cp_group_size = forward_data_store, cp_group_size
         self.collect_non_loss_data = collect_non_loss_data
