@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.variable import Variable
 
+from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.tracing import call_traced, traced
@@ -164,6 +165,8 @@ def forward_step_calc_loss(
     comes out c times too large. In the first row n is the rank's own: over c ranks that have unequal n
     it is a mean of means, which one process does not have; the second row and a two-tuple are exact.
 
+    `cp_group_size` and `is_last_stage` None are what `parallel_state` says, there for chunk `vp_stage`.
+
     The division makes a new tensor. Megatron divides in place, which also changes a report that
     shares storage with the loss (`loss.detach()`).
 
@@ -171,6 +174,11 @@ def forward_step_calc_loss(
     Raises ValueError for another number of values. Warns, while it trains, of a mean with the option on
     beside auxiliary losses, which with it are sums: as in Megatron, nothing divides them by tokens.
     """
+    if cp_group_size is None:
+        cp_group_size = parallel_state.get_context_parallel_world_size()
+    if is_last_stage is None:
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        is_last_stage = parallel_state.is_pipeline_last_stage(**where)
     num_tokens = NO_TOKENS
     if is_last_stage and loss_func is None:
         forward_data_store.append(output_tensor)
@@ -185,14 +193,14 @@ def forward_step_calc_loss(
         elif len(outputs) == 2:
             output_tensor, report = outputs
             _warn_of_sums_beside(config)
-            output_tensor = output_tensor * (cp_group_size or 1) / num_microbatches
+            output_tensor = output_tensor * cp_group_size / num_microbatches
         else:
             raise ValueError(
                 f"the loss function returned {len(outputs)} values; return (loss, report) or "
                 "(summed loss, number of tokens, report)"
             )
         forward_data_store.append(report)
-    _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size or 1)
+    _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
     return output_tensor, num_tokens
 
 

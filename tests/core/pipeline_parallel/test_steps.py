@@ -10,6 +10,7 @@ import torch
 
 from minimegatron import pretrain_gpt
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel import steps
 from minimegatron.core.pipeline_parallel.schedules import (
     backward_step,
     check_first_val_step,
@@ -136,6 +137,30 @@ def test_without_a_loss_function_the_output_itself_is_stored():
     for output in (torch.tensor([2.0, 4.0]), {"log_probs": torch.ones(2)}):
         loss, num_tokens, store = calc_loss(ModelParallelConfig(), output, None, cp=2)
         assert store[0] is loss is output and num_tokens.item() == 0
+
+
+@pytest.mark.parametrize("ends_here", [False, True])
+@pytest.mark.parametrize("given_by", ["left out", "None"])
+def test_a4_a_stage_that_is_not_told_where_it_is_asks(monkeypatch, ends_here, given_by):
+    """By default the loss was left out without a word, and nothing was stored."""
+    asked, store, factors = [], [], []
+    config = ModelParallelConfig()
+    config.aux_loss_scale_funcs = [lambda scale, m, c: factors.append(c)]
+    monkeypatch.setattr(steps.parallel_state, "get_context_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(
+        steps.parallel_state,
+        "is_pipeline_last_stage",
+        lambda **where: asked.append(where) or ends_here,
+    )
+    output = torch.tensor([2.0, 4.0])
+    places = (None, None) if given_by == "None" else ()
+    loss_func = lambda out: (out.mean(), {"loss": out.mean()})  # noqa: E731
+    loss, _ = forward_step_calc_loss(None, output, loss_func, config, 1, False, 4, store, *places)
+    assert asked == [{"ignore_virtual": False, "vp_stage": 1}] and factors == [2]
+    if ends_here:
+        assert loss.item() == pytest.approx(3.0 * 2 / 4) and store == [{"loss": 3.0}]
+    else:
+        assert loss is output and store == []
 
 
 def test_four_values_are_refused():
