@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives, parallel_state
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.utils import get_device
 from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
 from minimegatron.training.global_vars import get_args, get_train_state
@@ -89,7 +90,7 @@ _WORDS = (
 
 def _used_up(loader: torch.utils.data.DataLoader, split: str, flags: str) -> Iterator:
     sampler = loader.batch_sampler
-    raise ValueError(
+    raise DataError(
         f"the {split} data set has {len(loader.dataset)} samples, but the run asks for more. It began "
         f"at sample {sampler.consumed_samples}, and one microbatch on each copy of the model takes "
         f"{sampler.step}; give it more samples, lower {flags}, or use --dataloader-type cyclic"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minimegatron.core import collectives, parallel_state
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.zigzag import take_part
@@ -181,7 +182,7 @@ def _as_integers(key: str, field: torch.Tensor, dtypes: Mapping[str, torch.dtype
     if dtype.is_floating_point:
         return field.double().view(torch.int64)
     if field.is_floating_point():
-        raise ValueError(
+        raise DataError(
             f"{key!r} of the batch has dtype {field.dtype}, but is to arrive as {dtype}, which has no "
             "fractions; convert it in the data set, or give get_batch_on_this_tp_rank its dtype: "
             f"dtypes=FIELD_DTYPES | {{{key!r}: {field.dtype}}}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy
 import torch
 
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.utils import get_device
 
 
@@ -31,7 +32,7 @@ class MegatronPretrainingSampler:
         drop_last: bool = True,
     ):
         if consumed_samples >= total_samples:
-            raise ValueError(
+            raise DataError(
                 f"{consumed_samples} samples are consumed, but the dataset has {total_samples}; "
                 "raise --train-iters, or use --dataloader-type cyclic"
             )
@@ -74,7 +75,7 @@ class MegatronPretrainingRandomSampler:
         seed: int = 0,
     ):
         if total_samples < 1:
-            raise ValueError(f"the dataset has {total_samples} samples; give it 1 or more")
+            raise DataError(f"the dataset has {total_samples} samples; give it 1 or more")
         self.step = micro_batch_size * data_parallel_size
         self.total_samples, self.consumed_samples = total_samples, consumed_samples
         self.micro_batch_size, self.seed = micro_batch_size, seed
