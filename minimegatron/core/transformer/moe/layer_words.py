@@ -1,7 +1,6 @@
 """Which layers have experts, as a word of the command line.
 
-Counterpart: `moe_freq_type` of `megatron.training.arguments`, which lets Python evaluate
-the word.
+Megatron has no such file; `moe_freq_type` of its arguments lets Python evaluate the word.
 """
 
 import argparse
