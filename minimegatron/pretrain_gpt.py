@@ -39,6 +39,7 @@ from minimegatron.training.text_generation import generate
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import (
     GPT_BATCH_KEYS,
+    GPT_FIELDS,
     BatchKeys,
     batch_keys,
     check_loss_mask,
@@ -119,8 +120,7 @@ def get_batch(
     """tokens, labels, loss_mask, attention_mask, position_ids; [b, s/c], None where not needed."""
     batch = get_batch_on_this_tp_rank(data_iterator, vp_stage, keys_of_chunks())
     batch = get_batch_on_this_cp_rank(batch)
-    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    return tuple(batch[name] for name in names)
+    return tuple(batch[name] for name in GPT_FIELDS)
 
 
 def loss_func(
@@ -129,11 +129,12 @@ def loss_func(
     """The loss of one microbatch, on the last stage.
 
     Args:
-        loss_mask: float32 [b, s/c], 0 for tokens that do not count.
+        loss_mask: float32 [b, s/c], 0 for tokens that do not count, 1 or another weight for others.
         model: the chunk that computed them; a bad loss is reported with its microbatch.
         output_tensor: what the model returned: the loss of each token, float32 [b, s/c].
 
-    Returns the summed loss, the number of tokens, and what is logged: both, as a pair. The schedule
+    Returns the summed loss, the number of tokens (float32; of weights it is their sum, where Megatron
+    cuts their fractions off), and what is logged: both, as a pair. The schedule
     divides one by the other; see `forward_step_calc_loss`. Where ranks that share sequences have
     different numbers of tokens that count, `--calculate-per-token-loss` gives each token equal weight.
     """
@@ -141,7 +142,7 @@ def loss_func(
     losses = output_tensor.view(-1).float()
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * loss_mask)
-    num_tokens = loss_mask.sum().clone().detach().to(torch.int)
+    num_tokens = loss_mask.sum().detach()
     check_loss(loss.detach() / num_tokens.clamp(min=1), model)
     reporting_loss = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": reporting_loss}

@@ -139,10 +139,11 @@ def batch_keys(split: StackSplit, rank: int) -> list[str]:
 
 
 def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor | None, ...]:
-    """text_enc, text_dec, labels, loss_mask, enc_mask, dec_mask; None where this stage needs none.
+    """text_enc, text_dec, loss_mask, labels, enc_mask, dec_mask, enc_dec_mask; None where not needed.
 
-    All int64 [b, s] of their stack's s, but loss_mask float32, and the two masks of attention bool
-    [b, 1, 1, s]: True at padding, which no query looks at.
+    All int64 [b, s] of their stack's s, but loss_mask float32, and the masks of attention bool
+    [b, 1, 1, s]: True at padding, which no query looks at. The last is for the decoder's queries, which
+    look at the encoder's tokens.
     """
     rank = parallel_state.get_pipeline_model_parallel_rank()
     keys = batch_keys(split_of_stages(), rank)
@@ -153,7 +154,7 @@ def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor | None, ...]
             batch[name] = (batch[name] == 0)[:, None, None, :]
     if "loss_mask" in batch:
         batch["loss_mask"] = batch["loss_mask"].float()
-    names = ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask", "dec_mask")
+    names = ("text_enc", "text_dec", "loss_mask", "labels", "enc_mask", "dec_mask", "enc_mask")
     return tuple(batch.get(name) for name in names)
 
 
@@ -173,7 +174,7 @@ def loss_func(
     losses = output_tensor.view(-1).float()
     loss_mask = loss_mask.view(-1)
     loss = torch.sum(losses * loss_mask)
-    num_tokens = loss_mask.sum().clone().detach().to(torch.int)
+    num_tokens = loss_mask.sum().detach()
     check_loss(loss.detach() / num_tokens.clamp(min=1), model)
     reporting_loss = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": reporting_loss}
@@ -186,10 +187,10 @@ def forward_step(data_iterator: Iterator | None, model: torch.nn.Module) -> tupl
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    text_enc, text_dec, labels, loss_mask, enc_mask, dec_mask = get_batch(data_iterator)
+    text_enc, text_dec, loss_mask, labels, *masks = get_batch(data_iterator)
     timers("batch-generator").stop()
 
-    output_tensor = model(text_enc, text_dec, enc_mask, dec_mask, enc_mask, lm_labels=labels)
+    output_tensor = model(text_enc, text_dec, *masks, lm_labels=labels)
     return output_tensor, partial(loss_func, loss_mask, model)
 
 

@@ -122,7 +122,7 @@ TORCH_FREE = [
 MAY_ASK_PARALLEL_STATE = re.compile(
     r"minimegatron\.(training\..*|pretrain_\w+|tracing\..*|doctor\..*|exercises\..*"
     r"|core\.parallel_state|core\.process_groups_config"
-    r"|core\.pipeline_parallel\.(schedules|p2p_communication)"
+    r"|core\.pipeline_parallel\.(schedules|steps|p2p_communication)"
     r"|core\.tensor_parallel\.utils)"
 )
 """The edges of the package; everything between them is given its process groups."""

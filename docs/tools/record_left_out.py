@@ -9,6 +9,8 @@ other values than Megatron's default are taken too, and why ("taken").
 
 import ast
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +85,28 @@ def record_left_out(source: Source, old: dict[str, dict] | None = None) -> dict[
 
 
 def _values(argument: Argument, taken: dict[str, list]) -> Any:
-    """A list of values, or "any". An argument that is required, and is not in `taken`, has none."""
+    """A list of values, or {"any": values}. The first is Megatron's default. An argument that is
+    required, and is not in `taken`, has none."""
     values = [] if argument.default is None else [_value(argument.default)]
     if argument.name not in taken:
         return values
     more = taken[argument.name][0]
-    return "any" if more == "any" else [*values, *(x for x in more if x not in values)]
+    return {"any": values} if more == "any" else [*values, *(x for x in more if not _in(x, values))]
+
+
+def _in(value: Any, values: list) -> bool:
+    """As `in`, but False is not 0."""
+    return any(value == known and type(value) is type(known) for known in values)
 
 
 def _value(text: str) -> Any:
     """A literal as it is; other expressions as their text.
 
-    >>> _value("(1, None)"), _value("AttnBackend.auto"), _value("list()")
-    ([1, None], 'AttnBackend.auto', [])
+    >>> _value("(1, None)"), _value("AttnBackend.auto"), _value("list()"), _value("1024 * 1024")
+    ([1, None], 'AttnBackend.auto', [], 1048576)
     """
+    if re.fullmatch(r"\d+( \* \d+)+", text):
+        return math.prod(map(int, text.split(" * ")))
     if text in ("list()", "dict()", "tuple()"):
         text = {"list()": "[]", "dict()": "{}", "tuple()": "()"}[text]
     try:

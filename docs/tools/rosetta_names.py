@@ -51,8 +51,8 @@ def _imported(tree: ast.Module) -> dict[str, str]:
     return {name: target for name, target in targets.items() if name in offered}
 
 
-def left_out() -> dict[str, dict[str, list | str]]:
-    """Our name, without the package's -> argument -> values that are taken, or "any"."""
+def left_out() -> dict[str, dict[str, list | dict]]:
+    """Our name, without the package's -> argument -> values that are taken, or {"any": the default}."""
     symbols = json.loads(LEFT_OUT.read_text())["symbols"]
     return {name: about["left out"] for name, about in symbols.items()}
 
@@ -131,10 +131,10 @@ def _split(name: str) -> tuple[str, str]:
     return module, symbol
 
 
-def _taken(arguments: dict[str, list | str], reasons: dict[str, list]) -> list[str]:
+def _taken(arguments: dict[str, list | dict], reasons: dict[str, list]) -> list[str]:
     words = []
     for name, values in arguments.items():
-        said = "any value" if values == "any" else " or ".join(map(_value, values))
+        said = "any value" if isinstance(values, dict) else " or ".join(map(_value, values))
         why = f" ({reasons[name][1]})" if name in reasons else ""
         words.append(f"<code>{name}</code>: {said or 'none'}{why}")
     return words

@@ -8,6 +8,7 @@ The string below a field is its flag's help, up to the first empty line.
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class Knob:
             nobody needs the field, and whoever does refuses it.
         minimum, above, below: limits; `minimum` is allowed, the open bounds are not.
         nargs: words that a list takes, as for `argparse`.
+        reads: makes a value of one such word; None for the list's type.
         is_derived: an argument without a flag, worked out from others. `name` is for messages.
         compared: a checkpoint must have the same value; or (argument, value): unless that argument
             has that value.
@@ -48,6 +50,7 @@ class Knob:
     above: float | None = None
     below: float | None = None
     nargs: int | str | None = None
+    reads: Callable[[str], Any] | None = None
     is_derived: bool = False
     compared: bool | tuple[str, Any] = False
 

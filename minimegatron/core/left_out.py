@@ -3,7 +3,8 @@
 Torch-free. Megatron has no counterpart. A call written for Megatron may name an argument that our
 function does not have. `accepts_left_out` stands above a function or class whose counterpart takes
 more, and decides by left_out.json, beside this file, where Megatron's arguments and their defaults are
-recorded (`make rosetta`). Signatures and bodies then hold what is used, and nothing else.
+recorded (`make rosetta`). Signatures and bodies then hold what is used, and nothing else. A field of a
+configuration that is left out can still be read: it has Megatron's default.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import difflib
 import functools
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,8 @@ class LeftOut:
     """One argument that is left out, and the values of it that are taken.
 
     Attributes:
-        values: Megatron's default; for an argument that Megatron requires, what means the same as our
-            body.
+        values: Megatron's default, and what means the same; for an argument that Megatron requires,
+            what means the same as our body.
         any_value: every value means the same here, such as who logs.
     """
 
@@ -70,8 +72,8 @@ def record() -> dict[str, Recorded]:
 
 
 def _left_out(words: Any) -> LeftOut:
-    if words == "any":
-        return LeftOut(any_value=True)
+    if isinstance(words, dict):
+        return LeftOut(tuple(words["any"]), any_value=True)
     return LeftOut(tuple(words))
 
 
@@ -97,6 +99,7 @@ def accepts_left_out(target: Any) -> Any:
         return _with_left_out(target, name_of(target))
     if dataclasses.is_dataclass(target):
         target.__init__ = _with_known_fields(target)
+        target.__getattr__ = _default_of_field
     else:
         target.__init__ = _with_left_out(target.__init__, name_of(target))
     return target
@@ -166,10 +169,7 @@ def known_fields(
         ValueError: a name is unknown; a field that is left out has a value that is not taken.
     """
     ours = {*also, *(field.name for field in dataclasses.fields(config))}
-    left_out: dict[str, LeftOut] = {}
-    for base in reversed(config.__mro__):
-        if name_of(base) in record():
-            left_out |= record()[name_of(base)].left_out
+    left_out = _fields_left_out(config)
     for name, value in given.items():
         if name in ours:
             continue
@@ -188,8 +188,36 @@ def _with_known_fields(config: type) -> Callable:
 
     @functools.wraps(init)
     def __init__(self: Any, *values: Any, **given: Any) -> None:
-        if not given.keys() <= names:
-            given = known_fields(config, given)
-        init(self, *values, **given)
+        known = given if given.keys() <= names else known_fields(config, given)
+        init(self, *values, **known)
+        for name in given.keys() - known.keys():  # nobody here reads it, but a client may
+            object.__setattr__(self, name, given[name])
 
     return __init__
+
+
+def _fields_left_out(config: type) -> dict[str, LeftOut]:
+    found: dict[str, LeftOut] = {}
+    for base in reversed(config.__mro__):
+        if name_of(base) in record():
+            found |= record()[name_of(base)].left_out
+    return found
+
+
+def _default_of_field(self: Any, name: str) -> Any:
+    """A configuration's `__getattr__`, for what nobody set: Megatron's default, of a field left out.
+
+    Raises AttributeError for a name that Megatron does not have either.
+    """
+    about = _fields_left_out(type(self)).get(name)
+    if about is None or not about.values:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    default = about.values[0]
+    if isinstance(default, list):
+        return list(default)
+    # An enumeration or a dtype, recorded as text: the configuration's own file knows its first word.
+    first, _, rest = default.partition(".") if isinstance(default, str) else ("", "", "")
+    for base in type(self).__mro__:
+        if rest and first in vars(sys.modules[base.__module__]):
+            return getattr(vars(sys.modules[base.__module__])[first], rest)
+    return default

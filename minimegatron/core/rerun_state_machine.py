@@ -5,18 +5,23 @@ result can also be computed again, to tell a fault of the hardware from one of t
 `set_rerun_state_machine` puts in place may do so: `train_step` asks it.
 """
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from minimegatron.core.left_out import accepts_left_out
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Sample:
-    largest: float = float("-inf")
+    largest: float = 0.0
     count: int = 0
 
 
@@ -27,10 +32,15 @@ class RerunStateMachine:
     def __init__(self) -> None:
         self._samples: dict[str, _Sample] = {}
         self._num_runs = 0
+        self.current_iteration: int | None = None
 
-    def begin_step(self) -> None:
-        """Called before the forward and backward of each training step, after a failed one too."""
+    def begin_step(self, iteration: int | None = None) -> None:
+        """Called before the forward and backward of each training step, after a failed one too.
+
+        `iteration` is its number, from 1 on, for messages.
+        """
         self._num_runs = 0
+        self.current_iteration = iteration
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
         """Whether to run (again) all forwards and backwards of this training step: True once.
@@ -50,18 +60,21 @@ class RerunStateMachine:
         message: str | Callable[[], str],
         *,
         fatal: bool = True,
-    ) -> str | None:
-        """None if `rejection_func(result)` is false.
+    ) -> None:
+        """If `rejection_func(result)` is true, raises RuntimeError(message).
 
-        Else raises RuntimeError(message), or returns the message if that is not `fatal`. A message
-        that takes time to write may come as a function.
+        If that is not `fatal`, logs a warning: rank, iteration, result and message. A message that
+        takes time to write may come as a function.
         """
         if not bool(rejection_func(result)):
-            return None
+            return
         text = message if isinstance(message, str) else message()
         if fatal:
             raise RuntimeError(text)
-        return text
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        value = result.tolist() if isinstance(result, torch.Tensor) else result
+        where = f"rank {rank}, iteration {self.current_iteration}"
+        logger.warning("%s: unexpected result %s: %s", where, value, text)
 
     def is_unexpectedly_large(
         self,
@@ -73,12 +86,16 @@ class RerunStateMachine:
     ) -> bool:
         """True if `result` is at least `threshold` times the largest of the first `num_samples`.
 
-        While those are being seen, and for a result that is NaN, it is False. `context` names what
-        is compared with what; `resample` begins anew.
+        All are compared without their sign. While those are being seen it is False, and for a result
+        that is NaN or Inf, which is none of them. `context` names what is compared with what;
+        `resample` begins anew.
         """
+        value = abs(float(result))
+        if not math.isfinite(value):
+            return False
         if resample or context not in self._samples:
             self._samples[context] = _Sample()
-        sample, value = self._samples[context], float(result)
+        sample = self._samples[context]
         if sample.count < num_samples:
             sample.count += 1
             sample.largest = max(sample.largest, value)
@@ -86,7 +103,7 @@ class RerunStateMachine:
         return value >= threshold * sample.largest
 
     def largest(self, context: str) -> float:
-        """The largest of the samples seen under this name."""
+        """The largest of the samples seen under this name, without its sign."""
         return self._samples[context].largest
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.utils import choose_backend, set_device
 from minimegatron.doctor.advice import headline, render_stacks
 from minimegatron.doctor.findings import MISMATCH, NOBODY, STUCK, UNKNOWN, Diagnosis
@@ -312,7 +313,7 @@ class RankProcesses:
         shown = raised if not died else []
         for rank in shown[:1]:
             lines.append(f"rank {rank} of {self.nprocs} raised {self._raised[rank].summary}")
-            lines.append(self._raised[rank].traceback.rstrip())
+            lines += filter(None, [self._raised[rank].traceback.rstrip()])
         later = [f"rank {rank}: {self._raised[rank].summary}" for rank in raised[len(shown[:1]) :]]
         lines += [f"afterwards, {line}" for line in later]
         if self.unfinished():
@@ -440,9 +441,9 @@ def _report(seat: _Seat, job: PackedCall) -> bytes:
         is_consequence = isinstance(error, ConnectionError) or isinstance(
             error.__cause__, ConnectionError
         )
-        return pickle.dumps(
-            _Raised(summary, traceback.format_exc(), time.monotonic(), is_consequence)
-        )
+        # Where data are refused, no line of code is at fault.
+        story = "" if isinstance(error, DataError) else traceback.format_exc()
+        return pickle.dumps(_Raised(summary, story, time.monotonic(), is_consequence))
 
 
 def _note(record: RecordWriter | None, state: str) -> None:

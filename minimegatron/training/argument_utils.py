@@ -56,10 +56,9 @@ class ArgumentGroupFactory:
             choices = typing.get_args(annotation)
             return options | {"choices": choices, "type": type(choices[0])}
         if typing.get_origin(annotation) is list:
-            return options | {
-                "type": typing.get_args(annotation)[0],
-                "nargs": field.metadata["knob"].nargs,
-            }
+            about = field.metadata["knob"]
+            kind = about.reads or typing.get_args(annotation)[0]
+            return options | {"type": kind, "nargs": about.nargs}
         return options | {"type": annotation}
 
     def help(self, field: dataclasses.Field) -> str:

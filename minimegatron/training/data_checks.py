@@ -10,7 +10,7 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from minimegatron.core.datasets.indexed_dataset import IndexedDataset
+from minimegatron.core.datasets.indexed_dataset import IndexedDataset, open_tokens
 from minimegatron.core.datasets.stdlib_corpus import num_blocks
 from minimegatron.core.datasets.stdlib_text import stdlib_files
 from minimegatron.core.datasets.utils import get_blend_from_list
@@ -23,8 +23,15 @@ def check_data(args: argparse.Namespace) -> None:
         check_spans(args, spans, num_blocks(stdlib_files()), "blocks of the built-in text")
         return
     for prefix in prefixes_of_data(args):
-        count = len(IndexedDataset(prefix).sequence_lengths)
-        check_spans(args, spans, count, f"documents of --data-path {prefix}")
+        lengths = open_tokens(prefix).sequence_lengths
+        check_spans(args, spans, len(lengths), f"documents of --data-path {prefix}")
+        for name, (begin, end) in wanted_spans(args, spans, len(lengths)).items():
+            if not lengths[begin:end].any():
+                raise ValueError(
+                    f"--split {args.split} gives {name} {end - begin} of the {len(lengths)} documents "
+                    f"of --data-path {prefix}, none of which has a token; raise its share, or make "
+                    "the data from other text"
+                )
 
 
 def prefixes_of_data(args: argparse.Namespace) -> list[str]:

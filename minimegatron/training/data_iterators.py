@@ -5,6 +5,7 @@ Counterpart: the functions of the same names in `megatron.training.training`.
 Only the first rank of each tensor-parallel group holds data; `get_batch_on_this_tp_rank` shares it.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives, parallel_state
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.utils import get_device
 from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
 from minimegatron.training.global_vars import get_args, get_train_state
@@ -67,7 +69,30 @@ def build_train_valid_test_data_loaders(
 def build_train_valid_test_data_iterators(
     build_train_valid_test_datasets_provider: Callable[[tuple[int, int, int]], tuple],
 ) -> tuple[Iterator | None, Iterator | None, Iterator | None]:
-    """An iterator over microbatches per split; None where this rank loads none."""
+    """An iterator over microbatches per split; None where this rank loads none.
+
+    An iterator raises ValueError where one more microbatch is asked for than there are.
+    """
     loaders = build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider)
-    train, valid, test = (None if loader is None else iter(loader) for loader in loaders)
+    train, valid, test = (
+        None if loader is None else itertools.chain(iter(loader), _used_up(loader, *words))
+        for loader, words in zip(loaders, _WORDS, strict=True)
+    )
     return train, valid, test
+
+
+_WORDS = (
+    ("training", "--train-iters or --global-batch-size"),
+    ("validation", "--eval-iters, or raise --eval-interval"),
+    ("test", "--eval-iters"),
+)
+
+
+def _used_up(loader: torch.utils.data.DataLoader, split: str, flags: str) -> Iterator:
+    sampler = loader.batch_sampler
+    raise DataError(
+        f"the {split} data set has {len(loader.dataset)} samples, but the run asks for more. It began "
+        f"at sample {sampler.consumed_samples}, and one microbatch on each copy of the model takes "
+        f"{sampler.step}; give it more samples, lower {flags}, or use --dataloader-type cyclic"
+    )
+    yield

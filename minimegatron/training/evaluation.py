@@ -89,6 +89,7 @@ def evaluate(
                 collect_non_loss_data=True,
                 **sizes,
             )
+            get_train_state().consumed_valid_samples += args.global_batch_size
     for chunk in model:
         chunk.train()
     means = {key: float(pair[0]) / max(float(pair[1]), 1.0) for key, pair in totals.items()}

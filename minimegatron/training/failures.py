@@ -3,7 +3,7 @@
 Megatron leaves this to its launcher, which knows the number of the process that died, but not its
 stage.
 
-Five ways a job ends early, and what is printed then:
+Six ways a job ends early, and what is printed then:
 
 * a rank raises: it prints one block, its place and the traceback, and exits with 1;
 * a rank is killed: the survivors' next message to it fails, or the launcher sends them SIGTERM; one
@@ -11,7 +11,8 @@ Five ways a job ends early, and what is printed then:
 * torchrun is killed: nobody would end its ranks, so they end themselves;
 * the launcher is told to stop: all ranks get SIGTERM while all are alive. During training they
   save and end with 0, otherwise they end quietly;
-* a checkpoint cannot be written or read: all ranks know, and one of them says so in one line.
+* a checkpoint cannot be written or read: all ranks know, and one of them says so in one line;
+* the data cannot be trained on: each rank that found out says so in one line.
 
 A survivor may hang in a C++ wait where no Python runs, so threads do the watching. That for peers
 sleeps in `select` until a signal arrives (`signal.set_wakeup_fd` writes to its pipe even then).
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.utils import barrier
 
@@ -209,6 +211,8 @@ def is_lost_connection(error: BaseException) -> bool:
 
 def _block(who: str, error: BaseException) -> str:
     """What a failed rank prints: its place and the error first, the traceback below."""
+    if isinstance(error, DataError):
+        return f"minimegatron: {who}: {DataError.sentence(error)}\n"
     headline = f"{who}: {type(error).__name__}: {error}"
     story = "".join(traceback.format_exception(error))
     rule = "-" * 100

@@ -7,7 +7,6 @@ their buckets, by `DistributedDataParallel`.
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 from minimegatron.core.utils import unwrap_model
@@ -31,9 +30,7 @@ def check_loss(loss: torch.Tensor, model: torch.nn.Module) -> None:
         is_spiky = partial(
             machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
         )
-        message = machine.validate_result(loss, is_spiky, partial(_spiky, loss, model), fatal=False)
-        if message is not None:
-            tqdm.write(message)
+        machine.validate_result(loss, is_spiky, partial(_spiky, model), fatal=False)
 
 
 def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
@@ -49,11 +46,11 @@ def _not_finite(loss: torch.Tensor, model: torch.nn.Module) -> str:
     )
 
 
-def _spiky(loss: torch.Tensor, model: torch.nn.Module) -> str:
+def _spiky(model: torch.nn.Module) -> str:
     usual = get_rerun_state_machine().largest("loss")
     return (
-        f" spiky loss on {failures.identify()}: {float(loss):.4g} in {_where(model)}, where the "
-        f"first hundred were at most {usual:.4g}; look at its samples, or lower --lr"
+        f"spiky loss on {failures.identify()} in {_where(model)}, where the first hundred were at "
+        f"most {usual:.4g}; look at its samples, or lower --lr"
     )
 
 

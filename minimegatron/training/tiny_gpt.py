@@ -272,7 +272,7 @@ def masked_loss(
     mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(summed loss, number of tokens, {"loss": their quotient}) of one microbatch."""
-    total, num_tokens = (losses * mask).sum(), mask.sum().int()
+    total, num_tokens = (losses * mask).sum(), mask.sum()
     return total, num_tokens, {"loss": total.detach().clone() / num_tokens.clamp(min=1)}
 
 

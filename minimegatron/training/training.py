@@ -311,7 +311,7 @@ def train_step(
     """
     args, machine = get_args(), get_rerun_state_machine()
 
-    machine.begin_step()
+    machine.begin_step(get_train_state().iteration + 1)
     while machine.should_run_forward_backward(data_iterator):  # once, unless a subclass says more
         # -- 1. Gradients back to zero: in the buffers, and where autograd may have left some --
         for chunk in model:

@@ -4,7 +4,7 @@ Counterpart: `megatron.training.utils`.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minimegatron.core import collectives, parallel_state
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.zigzag import take_part
@@ -115,6 +116,12 @@ def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, t
 # -- Batches --
 
 
+GPT_FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+"""Of a GPT's batch, in Megatron's order."""
+
+FIELD_DTYPES = {"loss_mask": torch.float32, "attention_mask": torch.bool}
+"""Fields of a batch that do not arrive as int64. Masks of the loss may be weights."""
+
 BatchKeys = Sequence[tuple[Callable[..., bool], Sequence[str]]]
 """Rows of (which chunks, keys of the batch that they need). The function is called as those of
 `parallel_state` are: `(ignore_virtual=False, vp_stage=vp_stage)`."""
@@ -137,29 +144,34 @@ def get_batch_on_this_tp_rank(
     data_iterator: Iterator | None,
     vp_stage: int | None = None,
     needed: BatchKeys = GPT_BATCH_KEYS,
+    dtypes: Mapping[str, torch.dtype] = FIELD_DTYPES,
 ) -> dict[str, torch.Tensor | None]:
     """The next microbatch's fields that this chunk uses, the same on all tensor-parallel ranks.
 
     The first tensor-parallel rank reads the iterator and broadcasts. What `needed` has for this chunk
-    (`tokens`, `position_ids`, `labels`: int64 [b, s]; `loss_mask`: float32) is there; the rest is
-    None. `attention_mask` is None everywhere, unless it is asked for (int64 then, 1 where attention
-    must not look): causal attention needs none.
+    is there; the rest is None. Keys come in the order of `GPT_FIELDS`, then what else `needed` names.
+    By default `loss_mask` arrives as float32, `attention_mask` (only where it is asked for: causal
+    attention needs none) as bool, True where attention must not look, and all others as int64.
+
+    Args:
+        dtypes: of fields that are not int64, the same on all ranks.
+
+    Raises:
+        ValueError: a field of fractions is to arrive as integers.
     """
     keys = batch_keys(vp_stage, needed)
     names = [key for _, row in needed for key in row]
-    batch: dict[str, Any] = dict.fromkeys([*names, "attention_mask"])
+    batch: dict[str, Any] = dict.fromkeys([*GPT_FIELDS, *names])
     if not keys:
         return batch
     data = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         sample = next(data_iterator)
-        # The loader's memory is pinned for a GPU, which copies it while the program goes on. One
-        # message, so one dtype: the mask's 0 and 1 travel as integers.
+        # The loader's memory is pinned for a GPU, which copies it while the program goes on.
         here = {key: sample[key].to(get_device(), non_blocking=True) for key in keys}
-        data = {key: tensor.to(torch.int64) for key, tensor in here.items()}
-    batch |= broadcast_data(keys, data, torch.int64, sizes_vary=False)
-    if batch.get("loss_mask") is not None:
-        batch["loss_mask"] = batch["loss_mask"].float()
+        data = {key: _as_integers(key, tensor, dtypes) for key, tensor in here.items()}
+    for key, integers in broadcast_data(keys, data, torch.int64, sizes_vary=False).items():
+        batch[key] = _from_integers(integers, dtypes.get(key, torch.int64))
     return batch
 
 
@@ -174,6 +186,26 @@ def check_loss_mask(loss_mask: torch.Tensor, losses: torch.Tensor) -> None:
             f"loss_mask is {list(loss_mask.shape)}, but there are losses {list(losses.shape)}; give "
             "one number for each token"
         )
+
+
+# All fields travel as one message, so as one dtype: of a fraction, the bits of float64 do.
+
+
+def _as_integers(key: str, field: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> torch.Tensor:
+    dtype = dtypes.get(key, torch.int64)
+    if dtype.is_floating_point:
+        return field.double().view(torch.int64)
+    if field.is_floating_point():
+        raise DataError(
+            f"{key!r} of the batch has dtype {field.dtype}, but is to arrive as {dtype}, which has no "
+            "fractions; convert it in the data set, or give get_batch_on_this_tp_rank its dtype: "
+            f"dtypes=FIELD_DTYPES | {{{key!r}: {field.dtype}}}"
+        )
+    return field.to(torch.int64)
+
+
+def _from_integers(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return integers.view(torch.float64).to(dtype) if dtype.is_floating_point else integers.to(dtype)
 
 
 @accepts_left_out

@@ -1,5 +1,6 @@
 """Rosetta names what there is in megatron-core, and our parameters are Megatron's, in its order."""
 
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -11,8 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimegatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from minimegatron.core.distributed import DistributedDataParallelConfig
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.optimizer.optimizer import make_torch_optimizer
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from tests.conformance.megatron import megatron_module
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
@@ -131,6 +136,29 @@ def test_arguments_that_are_left_out_are_recorded_as_they_are_installed():
     recorded = json.loads(rosetta_names.LEFT_OUT.read_text())
     found = record_left_out.record_left_out(source, recorded["symbols"])
     assert recorded == {"version": version, "symbols": json.loads(json.dumps(found))}
+
+
+CONFIGS = [
+    (TransformerConfig, "transformer.transformer_config"),
+    (OptimizerConfig, "optimizer.optimizer_config"),
+    (DistributedDataParallelConfig, "distributed.distributed_data_parallel_config"),
+    (GPTDatasetConfig, "datasets.gpt_dataset"),
+]
+
+
+@pytest.mark.parametrize(("config", "module"), CONFIGS, ids=lambda x: getattr(x, "__name__", ""))
+def test_f3_fields_that_are_left_out_read_as_the_installed_ones(config, module):
+    theirs = getattr(megatron_module(module), config.__name__)
+    ours, wrong = object.__new__(config), {}
+    left_out = [x for x in dataclasses.fields(theirs) if x.init and not hasattr(config, x.name)]
+    left_out = [x for x in left_out if x.name not in config.__dataclass_fields__]
+    for field in left_out:
+        made = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if made else field.default
+        read = getattr(ours, field.name, "cannot be read")
+        if read != default and not str(read) == str(default) != "":
+            wrong[field.name] = (read, default)
+    assert len(left_out) > 10 and not wrong
 
 
 def test_an_argument_is_taken_or_the_reason_is_given(entries):

@@ -68,7 +68,8 @@ def test_megatrons_fields_pass_with_their_defaults_only():
     }
     with mock.patch.object(left_out, "record", lambda: made_up):
         config = TransformerConfig(**SIZES, fp9=None, moe_glow=0.5)
-        assert not hasattr(config, "fp9") and config.num_layers == 2
+        assert (config.fp9, config.moe_glow, config.num_layers) == (None, 0.5, 2)
+        assert (TransformerConfig(**SIZES).moe_glow, hasattr(config, "fp8")) == (0.5, False)
         assert known_fields(ModelParallelConfig, {"bf16": True, "fp9": None}) == {"bf16": True}
         words = "TransformerConfig: fp9 is 'e4m3', but it is Megatron's and not implemented"
         with pytest.raises(ValueError, match=words + " here; leave it at None"):

@@ -1,13 +1,23 @@
 """Arguments of Megatron's that our signatures lack: the recorded value is taken, no other is."""
 
+import copy
+import dataclasses
 import importlib
 import inspect
+import pickle
 import re
 
 import pytest
+import torch
 
 from minimegatron.core import left_out
+from minimegatron.core.datasets.blended_megatron_dataset_config import (
+    BlendedMegatronDatasetConfig,
+)
+from minimegatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from minimegatron.core.datasets.megatron_tokenizer import ByteLevelTokenizer
 from minimegatron.core.left_out import LeftOut, Recorded, accepts_left_out
+from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.transformer.enums import AttnBackend
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
@@ -104,7 +114,6 @@ def test_values(recorded):
 
 
 def test_a_tensor_is_not_compared(recorded):
-    torch = pytest.importorskip("torch")
     with pytest.raises(ValueError, match="frame is tensor"):
         recorded(2, frame=torch.ones(2))
 
@@ -147,8 +156,56 @@ def test_a_configuration_takes_megatrons_fields():
         moe_grouped_gemm=False,
         moe_flex_dispatcher_backend="deepep",
     )
-    assert not hasattr(config, "moe_grouped_gemm")
+    assert "moe_grouped_gemm" not in {field.name for field in dataclasses.fields(config)}
     with pytest.raises(ValueError, match="multi_latent_attention is True, .* leave it at False"):
         TransformerConfig(
             num_layers=2, hidden_size=8, num_attention_heads=2, multi_latent_attention=True
         )
+
+
+# -- Fields that are left out can be read --
+
+SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+
+
+def test_f3_fields_that_are_left_out_read_as_megatrons_default():
+    """As clients ask: `if config.fp8 is not None`, `config.moe_grouped_gemm or ...`."""
+    for config in (TransformerConfig(**SIZES), TransformerConfig(**SIZES, fp8=None)):
+        config = copy.deepcopy(pickle.loads(pickle.dumps(config)))
+        assert (config.fp8, config.fp8_recipe, config.moe_grouped_gemm) == (None, "delayed", False)
+        assert config.attention_backend is AttnBackend.auto
+        assert config.min_offloaded_tensor_size == 1 << 20
+        assert dataclasses.replace(config, num_layers=3).softmax_type == "vanilla"
+        config.offload_modules.append("mine")  # nobody else's list
+        assert config.offload_modules == []
+        assert getattr(config, "no_such_field", 7) == 7
+        with pytest.raises(AttributeError, match="'TransformerConfig' .* no attribute 'fp88'"):
+            _ = config.fp88
+    assert TransformerConfig(**SIZES, min_offloaded_tensor_size=1024 * 1024).fp8 is None
+    assert OptimizerConfig(lr=1.0).exp_avg_dtype is torch.float32
+
+
+@dataclasses.dataclass
+class _Mine(TransformerConfig):
+    fp8: str | None = "mine"
+
+
+def test_f3_a_field_of_a_subclass_comes_first():
+    assert (_Mine(**SIZES).fp8, _Mine(**SIZES).fp4) == ("mine", None)
+
+
+@pytest.mark.parametrize("config", [GPTDatasetConfig, BlendedMegatronDatasetConfig])
+def test_f5_what_means_the_same_is_taken(config):
+    """As Megatron's own `pretrain_gpt` writes it: these fields come from its arguments."""
+    known = {"random_seed": 1, "sequence_length": 8, "tokenizer": ByteLevelTokenizer()}
+    same = {"multiple_validation_sets": False, "full_validation": False}
+    same |= {"num_dataset_builder_threads": 4, "mmap_bin_files": False}
+    if config is GPTDatasetConfig:
+        same |= {"context_parallel_size": 1, "data_parallel_size": 2, "sequence_parallel_size": 4}
+    made = config(**known, **same)
+    assert {name: getattr(made, name) for name in same} == same
+    assert config(**known).multiple_validation_sets is None
+    assert config(**known).num_dataset_builder_threads == 1
+    for name in ("multiple_validation_sets", "full_validation"):
+        with pytest.raises(ValueError, match=f"{name} is True, .* leave it at None or False"):
+            config(**known, **{name: True})

@@ -10,13 +10,18 @@ import io
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
 
 from minimegatron import pretrain_gpt
 from minimegatron.__main__ import main
 from minimegatron.core import parallel_state
+from minimegatron.training.data_checks import check_data
+from minimegatron.training.families.masked_text import check_documents
 from minimegatron.training.global_vars import destroy_global_vars
+from tests.core.datasets.corpora import write_dataset
 from tests.ranks import run_ranks
 
 MODEL = """
@@ -68,3 +73,32 @@ def test_every_layout_meets_the_same_samples(blend) -> None:
     assert one[4] < one[1]
     for found in _losses(2, [[*blend, "--tensor-model-parallel-size", "2"], blend]):
         assert found == pytest.approx(one, abs=3e-4)
+
+
+# -- Before anything starts --
+
+
+def given(*data_path: str, **changes) -> SimpleNamespace:
+    defaults = {"split": "1,1,0", "train_iters": 1, "eval_iters": 1, "model_family": "t5"}
+    return SimpleNamespace(data_path=list(data_path), **defaults | changes)
+
+
+@pytest.mark.parametrize("check", [check_data, check_documents])
+def test_b12_data_that_are_no_tokens_are_refused_before_training(tmp_path, check):
+    """Once the first batch ended in numpy's words on casts, on ranks that had waited for each other."""
+    good = write_dataset(tmp_path / "good", [[1, 2]] * 4)
+    bad = write_dataset(tmp_path / "bad", [[1.5, 2.5]] * 4, numpy.float32)
+    check(given("7", good))
+    with pytest.raises(
+        ValueError, match=f"^{bad}.idx says that {bad}.bin holds float32, but tokens"
+    ):
+        check(given("7", good, "3", bad))
+
+
+def test_b12_documents_without_a_token_are_refused_before_training(tmp_path):
+    prefix = write_dataset(tmp_path / "d", [[], [], [1], []])
+    with pytest.raises(
+        ValueError, match="gives training 2 of the 4 documents of .*, none of which"
+    ):
+        check_data(given(prefix))
+    check_data(given(prefix, train_iters=0))

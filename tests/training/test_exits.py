@@ -170,7 +170,7 @@ def planted_run(where: str, value: float, flags: str = "") -> str:
     machine = get_rerun_state_machine()
     for _ in range(100):
         machine.is_unexpectedly_large(torch.tensor(6.5), 10.0, "loss")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         pretrain_gpt.pretrain(
             pretrain_gpt.train_valid_test_datasets_provider,
             pretrain_gpt.model_provider,
@@ -209,13 +209,13 @@ def test_a_bad_result_is_named(planted):
     assert re.search(rf"rank {rank} .*{words}", str(failure.value), re.DOTALL)
 
 
-def test_a_spiky_loss_is_told_and_training_goes_on():
+def test_a5_a_spiky_loss_is_told_and_training_goes_on():
     flags = "--check-for-spiky-loss --log-interval 1"
     first, last = run_ranks(planted_run, 2, "loss", 20.0, flags, timeout=100)
     assert re.search(
-        r"^ spiky loss on rank 1 \(stage 1/2, tp 0, dp 0\): 1\d\d(\.\d)? in microbatch 3 of "
-        r"iteration 2 \(training sample 7\), where the first hundred were at most 6\.5; look at its "
-        r"samples, or lower --lr$",
+        r"^rank 1, iteration 2: unexpected result 1\d\d(\.\d*)?: spiky loss on rank 1 \(stage 1/2, "
+        r"tp 0, dp 0\) in microbatch 3 of iteration 2 \(training sample 7\), where the first hundred "
+        r"were at most 6\.5; look at its samples, or lower --lr$",
         last,
         re.MULTILINE,
     ), last
@@ -233,6 +233,22 @@ def test_spiky():
     assert machine.largest("loss") == 4.0
     assert not machine.is_unexpectedly_large(torch.tensor(50.0), 10.0, "loss", 3, resample=True)
     assert machine.validate_result(torch.tensor(1.0), torch.isnan, "bad") is None
-    assert machine.validate_result(torch.tensor(1.0), torch.isfinite, "bad", fatal=False) == "bad"
     with pytest.raises(RuntimeError, match="bad"):
         machine.validate_result(torch.tensor(1.0), torch.isfinite, lambda: "bad")
+
+
+def test_a5_a_result_that_is_not_fatal_is_logged(caplog):
+    """As Megatron's `loss_func` asks for it: nobody looks at what comes back."""
+    machine = RerunStateMachine()
+    machine.begin_step(7)
+    for fatal in (True, False):
+        with contextlib.suppress(RuntimeError):
+            result = machine.validate_result(
+                torch.tensor(-130.5),
+                torch.isfinite,
+                message="Spiky loss",
+                tolerance=0.0,
+                fatal=fatal,
+            )
+    assert result is None and [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.messages == ["rank 0, iteration 7: unexpected result -130.5: Spiky loss"]

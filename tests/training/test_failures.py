@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.training import failures
 from minimegatron.training.failures import Identity, is_lost_connection
 from tests.figures import figure
@@ -85,3 +87,44 @@ def test_watch_can_be_stopped():
     watch.stop()
     assert signal.getsignal(signal.SIGTERM) is before
     assert "peer watch" not in [thread.name for thread in threading.enumerate()]
+
+
+# -- Data --
+
+SENTENCE = "some/text holds token 900, but the tokenizer has 257: from 0 on"
+
+
+class Strange(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, idx):
+        raise DataError(SENTENCE)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("among_peers", [False, True])
+def test_b13_data_are_refused_without_a_traceback(monkeypatch, num_workers, among_peers):
+    """Also what a loader's process raised, whose message comes with a story of its own."""
+    written, me = [], Identity(1, 0, 1, 0, 1, "host", os.getpid())
+
+    def end(code):
+        raise SystemExit(code)
+
+    watch = object.__new__(failures.PeerWatch)
+    watch.me, watch.local, watch._ending = me, [], threading.Lock()
+    monkeypatch.setattr(failures, "_watch", watch if among_peers else None)
+    monkeypatch.setattr(failures, "stop_watching", lambda: None)
+    monkeypatch.setattr(failures, "_write", written.append)
+    monkeypatch.setattr(failures.os, "_exit", end)
+    with pytest.raises(SystemExit) as ending, failures.reported():
+        next(iter(torch.utils.data.DataLoader(Strange(), num_workers=num_workers)))
+    who = me if among_peers else "rank 0 (not yet in the model)"
+    assert written == [f"minimegatron: {who}: {SENTENCE}\n"] and ending.value.code == 1
+
+
+def test_b13_another_error_keeps_its_traceback():
+    """One of a user's own code, say, whose line is what they look for."""
+    with pytest.raises(ValueError) as caught:
+        raise ValueError(SENTENCE)
+    assert "Traceback" in failures._block("rank 1", caught.value)

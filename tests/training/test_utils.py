@@ -1,9 +1,11 @@
 """Numbers and batches shared between ranks."""
 
+import pytest
 import torch
 
 from minimegatron.core import parallel_state
 from minimegatron.training.utils import (
+    FIELD_DTYPES,
     GPT_BATCH_KEYS,
     average_losses_across_data_parallel_group,
     batch_keys,
@@ -29,6 +31,9 @@ def numbers_over_model(rank: int) -> dict:
     }
 
 
+WEIGHTS = [[0.0, 0.3, 0.5], [1.0, 1e-30, 2.5]]
+
+
 def batch_of_stage(rank: int) -> dict:
     """Only the first tensor-parallel rank has an iterator."""
     b, s = 2, 3
@@ -48,11 +53,22 @@ def batch_of_stage(rank: int) -> dict:
     # A model whose last stage predicts further tokens, and has an embedding for them.
     needed = (*GPT_BATCH_KEYS, (second_stage, ("tokens", "labels", "lengths")))
     more = sample | {"lengths": torch.tensor([3, 2])}
+    everything = (lambda **_: True, ("loss_mask", "attention_mask", "tokens", "rewards"))
+    weighted = sample | {
+        "tokens": sample["tokens"].int(),
+        "loss_mask": torch.tensor(WEIGHTS),
+        "attention_mask": torch.ones(1, 1, s, s).triu(1).bool(),
+        "rewards": torch.tensor([-0.25, 0.75], dtype=torch.float64),
+    }
+    dtypes = FIELD_DTYPES | {"rewards": torch.float64}
     return {
         "usual": get_batch_on_this_tp_rank(iter([sample]) if is_reader else None),
         "more": get_batch_on_this_tp_rank(iter([more]) if is_reader else None, None, needed),
         "keys": batch_keys(None, needed),
         "asked": asked,
+        "weighted": get_batch_on_this_tp_rank(
+            iter([weighted]) if is_reader else None, None, (everything,), dtypes
+        ),
     }
 
 
@@ -62,9 +78,13 @@ def over_one_model() -> tuple[dict, dict]:
     return numbers_over_model(rank), batch_of_stage(rank)
 
 
-def test_over_one_model():
-    results = run_ranks(over_one_model, 4)
-    for rank, (numbers, batches) in enumerate(results):
+@pytest.fixture(scope="module")
+def one_model():
+    return run_ranks(over_one_model, 4)
+
+
+def test_over_one_model(one_model):
+    for rank, (numbers, batches) in enumerate(one_model):
         batch, more = batches["usual"], batches["more"]
         assert numbers["max"] == 7.0 and numbers["none"] is None
         assert numbers["and"] is False and numbers["true"] is True
@@ -84,6 +104,37 @@ def test_over_one_model():
             assert more["lengths"].tolist() == [3, 2] and more["position_ids"] is None
             assert batch["loss_mask"].dtype == torch.float32
             assert batch["loss_mask"].tolist() == [[1.0, 0.0, 1.0]] * 2
+
+
+def test_a7_each_field_arrives_as_it_is(one_model):
+    """Weights in the loss's mask, too: all of a batch once travelled as whole numbers."""
+    for _, batches in one_model:
+        batch = batches["weighted"]
+        assert batch["loss_mask"].tolist() == torch.tensor(WEIGHTS).tolist()
+        assert batch["loss_mask"].dtype == torch.float32
+        assert batch["attention_mask"].dtype == torch.bool
+        assert batch["attention_mask"].equal(torch.ones(1, 1, 3, 3).triu(1).bool())
+        assert batch["tokens"].dtype == torch.int64
+        assert batch["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert batch["rewards"].tolist() == [-0.25, 0.75]
+
+
+def test_a7_fractions_are_not_made_whole_numbers(monkeypatch):
+    """A key of one's own, an attention mask that is a bias, tokens in float: refused, not cut off."""
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    for key, goal in (("rewards", "int64"), ("attention_mask", "bool"), ("tokens", "int64")):
+        needed = ((lambda **_: True, (key,)),)
+        with pytest.raises(ValueError, match=f"'{key}' .* torch.float32, .* torch.{goal}, which"):
+            get_batch_on_this_tp_rank(iter([{key: torch.tensor([0.5])}]), None, needed)
+
+
+def test_f2_fields_come_in_megatrons_order(one_model):
+    """Programs unpack `batch.values()`; where two fields change places, positions become labels."""
+    megatrons = ["tokens", "labels", "loss_mask", "attention_mask", "position_ids"]
+    for _, batches in one_model:
+        assert list(batches["usual"]) == megatrons
+        assert list(batches["more"]) == [*megatrons, "lengths"]
+        assert list(batches["weighted"]) == [*megatrons, "rewards"]
 
 
 def over_two_copies() -> tuple[list[float], dict]:

@@ -16,7 +16,7 @@ from minimegatron.core.datasets.helpers import (
 )
 from minimegatron.core.datasets.index_cache import cached_arrays
 from minimegatron.core.datasets.megatron_dataset import MegatronDataset
-from minimegatron.core.datasets.utils import normalize
+from minimegatron.core.datasets.utils import DataError, normalize
 
 MAX_DATASETS = numpy.iinfo(numpy.int16).max
 
@@ -65,13 +65,13 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     def _check(self, weights: Sequence[float]) -> None:
         if len(weights) != len(self.datasets) or len(weights) > MAX_DATASETS:
-            raise ValueError(
+            raise DataError(
                 f"a blend of {len(self.datasets)} datasets has {len(weights)} weights; give one "
                 f"weight each, for at most {MAX_DATASETS} datasets"
             )
         for dataset, weight in zip(self.datasets, weights, strict=True):
             if not weight > 0 or (self.size is None and weight != int(weight)):
-                raise ValueError(
+                raise DataError(
                     f"{dataset.dataset_path} has weight {weight} in the {self.split.name} blend; "
                     + ("give one above 0" if self.size else "without a size, give whole samples")
                 )
@@ -80,7 +80,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         taken = numpy.bincount(self.dataset_index, minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, taken.tolist(), strict=True):
             if count > len(dataset):
-                raise ValueError(
+                raise DataError(
                     f"the {self.split.name} blend takes {count} samples of {dataset.dataset_path}, "
                     f"which has {len(dataset)}; raise mid_level_dataset_surplus, which is "
                     f"{self.config.mid_level_dataset_surplus}"

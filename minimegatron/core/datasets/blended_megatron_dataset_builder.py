@@ -24,7 +24,7 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
     Span,
 )
 from minimegatron.core.datasets.megatron_dataset import MegatronDataset
-from minimegatron.core.datasets.utils import Blend, Split, normalize
+from minimegatron.core.datasets.utils import Blend, DataError, Split, normalize
 from minimegatron.core.utils import get_device
 
 TopLevelDataset = BlendedDataset | MegatronDataset
@@ -58,7 +58,7 @@ class BlendedMegatronDatasetBuilder:
         blends = config.blend_per_split or [config.blend] * len(Split)
         for split, blend in zip(Split, blends, strict=True):
             if blend is not None and blend[1] is not None and self.sizes[split.value] is None:
-                raise ValueError(
+                raise DataError(
                     f"the {split.name} blend has weights but no size; say how many samples, or "
                     "leave out the weights"
                 )
@@ -83,7 +83,7 @@ class BlendedMegatronDatasetBuilder:
         if failure is not None:
             raise failure
         if failed.item():
-            raise ValueError("rank 0 could not build the datasets; its own message says why")
+            raise DataError("rank 0 could not build the datasets; its own message says why")
         return datasets if self.group.rank() == 0 else self._build_here()
 
     def _build_here(self) -> list[TopLevelDataset | None]:

@@ -4,6 +4,7 @@ Torch-free. Counterpart: `megatron.core.datasets.blended_megatron_dataset_config
 for object storage, builder threads and deferred maps.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -78,10 +79,10 @@ class BlendedMegatronDatasetConfig:
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
-    """`"949,50,1"` as shares that add up to one; missing ones are 0. Raises ValueError for what is
-    no list of up to three numbers of 0 or more, one of them above 0."""
+    """`"949,50,1"`, or `"949/50/1"`, as shares that add up to one; missing ones are 0. Raises
+    ValueError for what is no list of up to three numbers of 0 or more, one of them above 0."""
     try:
-        shares = [float(word) for word in split.split(",")]
+        shares = [float(word) for word in re.split(r"[,/\s]+", split.strip())]
     except ValueError:
         shares = []
     usable = all(0 <= share < float("inf") for share in shares) and sum(shares) > 0

@@ -21,9 +21,9 @@ import torch
 from minimegatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from minimegatron.core.datasets.helpers import build_sample_idx
 from minimegatron.core.datasets.index_cache import cached_arrays
-from minimegatron.core.datasets.indexed_dataset import IndexedDataset
+from minimegatron.core.datasets.indexed_dataset import IndexedDataset, open_tokens
 from minimegatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
-from minimegatron.core.datasets.utils import Split
+from minimegatron.core.datasets.utils import DataError, Split
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.exports import lazily
 
@@ -140,17 +140,17 @@ class GPTDataset(MegatronDataset):
     ) -> IndexedDataset:
         """The dataset of one path prefix. Raises ValueError where no data is named."""
         if dataset_path is None:
-            raise ValueError(
+            raise DataError(
                 "neither blend nor blend_per_split names data; give one, or use MockGPTDataset, "
                 "which makes data up"
             )
-        return IndexedDataset(dataset_path)
+        return open_tokens(dataset_path)
 
     # -- How many epochs --
 
     def _check_tokens(self) -> None:
         if self.num_samples and self.tokens_per_epoch == 0:
-            raise ValueError(
+            raise DataError(
                 f"{self.num_samples} {self.index_split.name} samples are wanted, but the split "
                 f"has no tokens: {len(self.indices)} of the "
                 f"{len(self.dataset.sequence_lengths)} documents of {self.dataset_path}; "
@@ -275,13 +275,13 @@ class GPTDataset(MegatronDataset):
 def check_token_ids(
     dataset_path: str | None, text: numpy.ndarray, vocab_size: int, lowest: int = 0
 ) -> None:
-    """Raises ValueError for an id below `lowest`, or without a row in the embedding.
+    """Raises DataError for an id below `lowest`, or without a row in the embedding.
 
     It would end in a crash far from here, or in nonsense.
     """
     strange = text[(text >= vocab_size) | (text < lowest)]
     if strange.size:
-        raise ValueError(
+        raise DataError(
             f"{dataset_path} holds token {strange[0]}, but the tokenizer has {vocab_size} from 0 on; "
             "train with the tokenizer it was made with"
         )

@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy
 
 from minimegatron.core.datasets.atomic_file import AtomicFile
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.left_out import accepts_left_out
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"
@@ -101,10 +102,14 @@ class _Mapped:
 
     def __init__(self, path: str):
         self.path = path
-        with open(path, "rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            # An empty file cannot be mapped, and needs no mapping.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+        try:
+            with open(path, "rb") as file:
+                self.size = os.fstat(file.fileno()).st_size
+                # An empty file cannot be mapped, and needs no mapping.
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        self._map = mapped
         self._regions: set[int] = set()
 
     def read(self, dtype: type[numpy.number], count: int, offset: int) -> numpy.ndarray:
@@ -160,8 +165,8 @@ class _IndexReader:
         mode = None if self.sequence_modes is None else int(self.sequence_modes[idx])
         return int(self.sequence_pointers[idx]), int(self.sequence_lengths[idx]), mode
 
-    def _corrupt(self, reason: str) -> ValueError:
-        return ValueError(
+    def _corrupt(self, reason: str) -> DataError:
+        return DataError(
             f"{self._idx_path} is corrupt: {reason}; write the dataset again with "
             "`minimegatron preprocess`"
         )
@@ -205,7 +210,7 @@ class _IndexReader:
             expected = int(ends[-1])
             self._file.release()
         if expected != self._bin_size:
-            raise ValueError(
+            raise DataError(
                 f"{self._bin_path} has {self._bin_size} bytes, but {self._idx_path} describes "
                 f"{expected}: one of them is truncated or belongs to another dataset; write both "
                 "again with `minimegatron preprocess`"
@@ -235,7 +240,7 @@ class IndexedDataset:
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
         for path in (idx_path, bin_path):
             if not os.path.isfile(path):
-                raise ValueError(
+                raise DataError(
                     f"{path} does not exist; a dataset is named by what comes before .bin and .idx, "
                     "as `minimegatron preprocess` prints it"
                 )
@@ -298,6 +303,19 @@ class IndexedDataset:
         return os.path.isfile(get_idx_path(path_prefix)) and os.path.isfile(
             get_bin_path(path_prefix)
         )
+
+
+def open_tokens(path_prefix: str | Path) -> IndexedDataset:
+    """The dataset at `path_prefix`, whose items are tokens. Raises ValueError where they are not whole
+    numbers, as an index of features may be, and as `IndexedDataset`."""
+    dataset = IndexedDataset(path_prefix)
+    dtype = numpy.dtype(dataset.index.dtype)
+    if dtype.kind not in "iu":
+        raise DataError(
+            f"{get_idx_path(path_prefix)} says that {get_bin_path(path_prefix)} holds {dtype}, but "
+            "tokens are whole numbers; make the dataset from text with `minimegatron preprocess`"
+        )
+    return dataset
 
 
 # -- Writing --

@@ -16,9 +16,9 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import BlendedMe
 from minimegatron.core.datasets.gpt_dataset import check_token_ids
 from minimegatron.core.datasets.helpers import LONGEST_SENTENCE, build_mapping
 from minimegatron.core.datasets.index_cache import cached_arrays
-from minimegatron.core.datasets.indexed_dataset import IndexedDataset
+from minimegatron.core.datasets.indexed_dataset import IndexedDataset, open_tokens
 from minimegatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
-from minimegatron.core.datasets.utils import Split
+from minimegatron.core.datasets.utils import DataError, Split
 from minimegatron.core.datasets.wordpiece_tokenizer import BertWordPieceTokenizer
 from minimegatron.core.left_out import accepts_left_out
 
@@ -127,7 +127,7 @@ class MaskedWordPieceDataset(MegatronDataset):
             self._build_sample_index,
         )["sample_index"]
         if num_samples and not len(self.sample_index):
-            raise ValueError(
+            raise DataError(
                 f"{num_samples} {index_split.name} samples are wanted, but of the "
                 f"{len(indexed_indices)} documents of {dataset_path} in this split none has "
                 f"{self.min_sentences} or more sentences, each of at most {LONGEST_SENTENCE} tokens; "
@@ -146,10 +146,10 @@ class MaskedWordPieceDataset(MegatronDataset):
     ) -> IndexedDataset:
         """The dataset of one path prefix. Raises ValueError where no data is named."""
         if dataset_path is None:
-            raise ValueError(
+            raise DataError(
                 "neither blend nor blend_per_split names data; give one: no sentences are made up"
             )
-        return IndexedDataset(dataset_path)
+        return open_tokens(dataset_path)
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:

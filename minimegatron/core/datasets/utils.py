@@ -12,6 +12,16 @@ Blend = tuple[list[str], list[float] | None]
 """Path prefixes, and a weight for each, or None: in proportion to their lengths."""
 
 
+class DataError(ValueError):
+    """Data that cannot be trained on. Its message is all that a reader needs: who ends a run because of
+    it shows no traceback."""
+
+    @classmethod
+    def sentence(cls, error: "DataError") -> str:
+        """The message alone, also of an error that a loader's process raised: torch wraps it."""
+        return str(error).rpartition(f"{cls.__name__}: ")[2].strip()
+
+
 class Split(Enum):
     """The three parts of a corpus, in the order of `--split 949,50,1`."""
 

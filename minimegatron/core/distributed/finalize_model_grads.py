@@ -152,11 +152,11 @@ def _divide_by_num_tokens(
     dp_cp_group: dist.ProcessGroup,
 ) -> None:
     """Divides all gradients by the number of tokens in the global batch; by 1 if there are none."""
-    num_tokens = num_tokens.clone()
+    num_tokens = num_tokens.to(torch.float64, copy=True)  # weights add up to fractions
     last_stage = placement_over(pp_group, get_model_config(model[0])).last_rank
     broadcast(num_tokens, last_stage, pp_group)
     all_reduce(num_tokens, dp_cp_group)
-    scaling = num_tokens.double().clamp(min=1).reciprocal()
+    scaling = num_tokens.clamp(min=1).reciprocal()
     for chunk in model:
         chunk.scale_gradients(scaling)
 
@@ -173,7 +173,7 @@ def finalize_model_grads(
     Args:
         model: this stage's chunks, each in its data-parallel wrapper.
         num_tokens: with `calculate_per_token_loss`, the tokens this data-parallel rank's loss was
-            summed over; an int tensor whose value matters on the last stage only. Left unchanged.
+            summed over, of any dtype; its value matters on the last stage only. Left unchanged.
         pg_collection: needs tp, pp, embd, pos_embd, dp_cp, and expt_tp where there are experts;
             None for those of `parallel_state`.
         force_all_reduce: see `DistributedDataParallel.finish_grad_sync`.

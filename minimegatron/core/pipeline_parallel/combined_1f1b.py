@@ -105,7 +105,7 @@ def combined_1f1b_schedule_for_no_pipelining(
     total_num_tokens: torch.Tensor,
     check_first_val_step: Callable[[bool], bool],
     *,
-    cp_group_size: int = 1,
+    cp_group_size: int | None = None,
 ) -> tuple[list, torch.Tensor]:
     """`run_on_one_stage` with Megatron's arguments, for a caller with a frame of its own.
 
@@ -114,8 +114,8 @@ def combined_1f1b_schedule_for_no_pipelining(
 
     Args:
         no_sync_func: see `run_on_one_stage`.
-        total_num_tokens: an int tensor, to which the step's tokens are added.
-        cp_group_size: ranks that share each sequence.
+        total_num_tokens: a tensor [], to which the step's tokens are added.
+        cp_group_size: ranks that share each sequence; None for `parallel_state`'s.
 
     Returns (forward_data_store, total_num_tokens).
     """
@@ -159,7 +159,7 @@ def combined_1f1b_schedule_for_interleaved_pipelining(
     post_forward: Callable | None = None,
     post_backward: Callable | None = None,
     *,
-    cp_group_size: int = 1,
+    cp_group_size: int | None = None,
     is_last_stage: Sequence[bool | None] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """One step of interleaving: forward number f, backward number b, or both.
@@ -173,7 +173,7 @@ def combined_1f1b_schedule_for_interleaved_pipelining(
         get_microbatch_id_in_model_chunk, get_model_chunk_id: of (number, forward=).
         check_first_val_step, is_first_microbatch_for_model_chunk: tell a chunk of its first microbatch.
         pre_forward, pre_backward, post_forward, post_backward: see `AbstractSchedulePlan.run`.
-        cp_group_size: ranks that share each sequence.
+        cp_group_size: ranks that share each sequence; None for `parallel_state`'s.
         is_last_stage: of each chunk, whether it ends in the loss; None for what the models say.
 
     Returns (the forward's output, the gradient of the backward's input), None for an absent one.
@@ -320,7 +320,7 @@ def combined_forward_backward_step(
     is_first_microbatch: bool = False,
     current_microbatch: int | None = None,
     *,
-    cp_group_size: int = 1,
+    cp_group_size: int | None = None,
     is_last_stage: bool | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """`forward_step` of one microbatch and `backward_step` of another, their nodes side by side.
@@ -330,7 +330,7 @@ def combined_forward_backward_step(
         b_output_tensor: what the backward's forward returned here: it carries the schedule plan.
         pre_forward, pre_backward, post_forward, post_backward: see `AbstractSchedulePlan.run`.
         checkpoint_activations_microbatch: None: a plan is not run again.
-        cp_group_size: as for `forward_step`.
+        cp_group_size: as for `forward_step`; None for `parallel_state`'s.
         is_last_stage: of the forward's chunk; None for what the model says (`post_process`).
         The others: as for `forward_step` and `backward_step`; no lists of tensors.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.variable import Variable
 
+from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.mean_loss import warn_of_mean
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
@@ -68,7 +69,7 @@ def forward_step(
         forward_data_store: the last stage appends what the loss function reports.
         is_first_microbatch: tells a model that has `set_is_first_microbatch`.
 
-    Returns the output (a list if the input was one), and the number of tokens as an int tensor.
+    Returns the output (a list if the input was one), and the number of tokens, a tensor [].
     On the last stage the output is the loss, scaled for backward.
     """
     prepare_forward(model, input_tensor, is_first_microbatch, current_microbatch)
@@ -148,7 +149,8 @@ def forward_step_calc_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies the loss function on the last stage, and scales the loss for this microbatch.
 
-    The contract, with M microbatches, c context-parallel ranks and n tokens:
+    The contract, with M microbatches, c context-parallel ranks and n tokens, of int or float dtype (if
+    tokens have weights, n is their sum):
 
     | `loss_func` returns    | `calculate_per_token_loss` | loss for backward                     |
     |------------------------|----------------------------|---------------------------------------|
@@ -164,15 +166,22 @@ def forward_step_calc_loss(
     comes out c times too large. In the first row n is the rank's own: over c ranks that have unequal n
     it is a mean of means, which one process does not have; the second row and a two-tuple are exact.
 
+    `cp_group_size` and `is_last_stage` None are what `parallel_state` says, there for chunk `vp_stage`.
+
     The division makes a new tensor. Megatron divides in place, which also changes a report that
     shares storage with the loss (`loss.detach()`).
 
-    Returns (output or scaled loss, number of tokens as an int tensor: 0 unless three were returned).
+    Returns (output or scaled loss, number of tokens as it was returned; int 0 where three were not).
     Raises ValueError for another number of values. Warns, while it trains, of a mean with the option
     on: as in Megatron, gradients are then summed over d * c ranks, and nothing divides auxiliary losses
     by tokens. A loss with a factor 1 / (d * c) of its own is right, and
     `config.mean_loss_has_factor` says so.
     """
+    if cp_group_size is None:
+        cp_group_size = parallel_state.get_context_parallel_world_size()
+    if is_last_stage is None:
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        is_last_stage = parallel_state.is_pipeline_last_stage(**where)
     num_tokens = NO_TOKENS
     if is_last_stage and loss_func is None:
         forward_data_store.append(output_tensor)
@@ -187,14 +196,14 @@ def forward_step_calc_loss(
         elif len(outputs) == 2:
             output_tensor, report = outputs
             warn_of_mean(config, model)
-            output_tensor = output_tensor * (cp_group_size or 1) / num_microbatches
+            output_tensor = output_tensor * cp_group_size / num_microbatches
         else:
             raise ValueError(
                 f"the loss function returned {len(outputs)} values; return (loss, report) or "
                 "(summed loss, number of tokens, report)"
             )
         forward_data_store.append(report)
-    _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size or 1)
+    _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
     return output_tensor, num_tokens
 
 
@@ -379,7 +388,7 @@ class ModelChunk:
         self.model, self.config = model, config or get_model_config(model)
         self.num_microbatches = num_microbatches
         self.vp_stage, self.is_last_stage = vp_stage, is_last_stage
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=get_device())
+        self.num_tokens = torch.zeros([], dtype=torch.float64, device=get_device())
         self.forward_step_func, self.data_iterator = forward_step_func, data_iterator
         self.forward_data_store, self.cp_group_size = forward_data_store, cp_group_size
         self.collect_non_loss_data = collect_non_loss_data

@@ -17,6 +17,7 @@ from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.ssm.mamba_config import MambaConfig
 from minimegatron.core.transformer.context_parallel_config import check_context_parallel
+from minimegatron.core.transformer.enums import AttnBackend  # noqa: F401  in a field that is left out
 from minimegatron.core.transformer.moe.moe_config import MoEConfig
 from minimegatron.core.transformer.mtp_loss import check_mtp
 

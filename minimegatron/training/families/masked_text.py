@@ -10,7 +10,7 @@ from minimegatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from minimegatron.core.datasets.helpers import LONGEST_SENTENCE, usable_documents
-from minimegatron.core.datasets.indexed_dataset import IndexedDataset
+from minimegatron.core.datasets.indexed_dataset import open_tokens
 from minimegatron.core.datasets.stdlib_sentences import documents_of_stdlib
 from minimegatron.core.datasets.t5_dataset import check_room_for_runs
 from minimegatron.core.datasets.wordpiece_tokenizer import LOWER_CASE
@@ -63,7 +63,7 @@ def check_documents(args: argparse.Namespace) -> None:
         return
     min_sentences = 2 if args.model_family == "bert" and args.bert_binary_head else 1
     for prefix in prefixes_of_data(args):
-        dataset = IndexedDataset(prefix)
+        dataset = open_tokens(prefix)
         count = len(dataset.document_indices) - 1
         check_spans(args, spans, count, f"documents of --data-path {prefix}")
         usable = usable_documents(dataset.document_indices, dataset.sequence_lengths, min_sentences)

@@ -91,10 +91,12 @@ def test_samples_of_a_blend() -> None:
         ("1,0,0", [(0, 1.0), None, None]),
         ("1", [(0, 1.0), None, None]),
         ("3, 1", [(0, 0.75), (0.75, 1.0), None]),
+        ("3/1/0", [(0, 0.75), (0.75, 1.0), None]),
+        (" 3 1 ", [(0, 0.75), (0.75, 1.0), None]),
         ("1,0,1", [(0, 0.5), None, (0.5, 1.0)]),
     ],
 )
-def test_split_matrix(split: str, matrix: list) -> None:
+def test_b9_split_matrix(split: str, matrix: list) -> None:
     assert convert_split_vector_to_split_matrix(parse_and_normalize_split(split)) == matrix
     assert gpt_config(split=split).split_matrix == matrix
 

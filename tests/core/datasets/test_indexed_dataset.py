@@ -1,6 +1,7 @@
 """The `.bin/.idx` format byte for byte, what corrupt files say, atomic writing, resident memory."""
 
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -12,12 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minimegatron.core.datasets import atomic_file
+from minimegatron.core.datasets import atomic_file, indexed_dataset
+from minimegatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
+from minimegatron.core.datasets.gpt_dataset import GPTDataset
 from minimegatron.core.datasets.indexed_dataset import (
     DType,
     IndexedDataset,
     IndexedDatasetBuilder,
+    open_tokens,
 )
+from minimegatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
+from minimegatron.core.datasets.utils import DataError
 from tests.core.datasets.corpora import write_dataset
 from tests.figures import figure
 
@@ -328,3 +334,35 @@ def test_random_access_stays_small_in_memory(tmp_path: Path) -> None:
     ours, plain = (int(line.split()[0]) / 1e6 for line in done.stdout.splitlines())
     figure(f"5,000 random reads of 2 KiB from 1 GiB add {ours:.1f} MB; a plain map, {plain:.0f} MB")
     assert ours < 50 and plain > 100
+
+
+# -- Files that hold no tokens --
+
+
+@pytest.mark.parametrize("dtype", [numpy.float32, numpy.float64])
+def test_b12_an_index_of_fractions_holds_no_tokens(tmp_path, dtype):
+    prefix = write_dataset(tmp_path / "d", [[1.0, 2.5]], dtype)
+    assert IndexedDataset(prefix)[0].tolist() == [
+        1.0,
+        2.5,
+    ]  # features of something: that is allowed
+    words = f"d.idx says that {prefix}.bin holds {numpy.dtype(dtype)}, but tokens are whole numbers"
+    for build in (GPTDataset, BERTMaskedWordPieceDataset, T5MaskedWordPieceDataset):
+        with pytest.raises(DataError, match=re.escape(words)):
+            build.build_low_level_dataset(prefix, None)
+    for whole in (numpy.uint8, numpy.int8, numpy.int16, numpy.int64):
+        assert open_tokens(write_dataset(tmp_path / "w", [[1, 2]], whole))[0].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_b12_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch, ending):
+    prefix = write_dataset(tmp_path / "d", DOCUMENTS)
+
+    def refuse(path, *mode):
+        if path.endswith(ending):
+            raise PermissionError(13, "Permission denied", path)
+        return open(path, *mode)
+
+    monkeypatch.setattr(indexed_dataset, "open", refuse, raising=False)
+    with pytest.raises(DataError, match=f"d.{ending} cannot be read: Permission denied"):
+        IndexedDataset(prefix)

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from minimegatron.core import tracing
+from minimegatron.core import parallel_state, tracing
 from minimegatron.core.models.common.model_chunk_schedule_plan import (
     TransformerLayerSchedulePlan,
     TransformerModelChunkSchedulePlan,
@@ -510,6 +510,7 @@ def test_an_output_that_is_kept_keeps_no_plan():
             output,
             None,
             model.config,
+            cp_group_size=1,
         )
 
     output, num_tokens, _ = step(model, None, None)
@@ -559,7 +560,12 @@ def test_a_plan_is_not_run_again():
         combined_forward_backward_step(*given, model.config, checkpoint_activations_microbatch=True)
 
 
-def test_megatron_s_arguments_run_a_step_for_a_frame_of_one_s_own():
+def test_a4_megatron_s_arguments_run_a_step_for_a_frame_of_one_s_own(monkeypatch):
+    """There nobody says how many ranks share a sequence: `parallel_state` is asked."""
+    asked = []
+    monkeypatch.setattr(
+        parallel_state, "get_context_parallel_world_size", lambda: asked.append("c") or 1
+    )
     held, model, other = [], build(True, **EXPERTS), build(False, **EXPERTS)
 
     @contextmanager
@@ -587,6 +593,7 @@ def test_megatron_s_arguments_run_a_step_for_a_frame_of_one_s_own():
     found = {f"loss {i}": report["loss"] for i, report in enumerate(store)}
     found |= {name: param.grad for name, param in model.named_parameters()}
     assert_same(found, results_of(other))
+    assert asked == ["c"] * 3  # of each microbatch; the other model's step was told
     assert held == ["held", "let go"] and tokens == 7 + 3 * BATCH * SEQUENCE
 
 

@@ -2,11 +2,15 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
+from minimegatron import pretrain_gpt
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel import steps
 from minimegatron.core.pipeline_parallel.schedules import (
     backward_step,
     check_first_val_step,
@@ -63,6 +67,44 @@ def test_per_token_loss_stays_a_sum():
     assert (loss.item(), num_tokens.item()) == (12.0, 3)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a7_tokens_with_weights_give_the_weighted_mean(per_token):
+    """From the loss mask to the gradient, over two microbatches: nothing counts a weight as a token."""
+    config = ModelParallelConfig(calculate_per_token_loss=per_token)
+    counted = []
+    config.finalize_model_grads_func = lambda model, num_tokens, **_: counted.append(num_tokens)
+    model = Doubler(config)
+    batches = [
+        (torch.tensor([1.0, 2.0, 8.0]), torch.tensor([0.3, 1.0, 0.5])),
+        (torch.tensor([4.0, 6.0, 7.0]), torch.tensor([1.0, 0.0, 0.7])),
+    ]
+
+    def step(data_iterator, model):
+        x, loss_mask = next(data_iterator)
+        return model(x), partial(pretrain_gpt.loss_func, loss_mask, model)
+
+    with mock.patch.object(pretrain_gpt, "check_loss"):
+        reports = forward_backward_no_pipelining(
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=2,
+            seq_length=3,
+            micro_batch_size=1,
+            pg_collection=ProcessGroupCollection(cp=FakeGroup(), tp=FakeGroup()),
+        )
+    sums, weights = [6.3, 8.9], [1.8, 1.7]  # of the losses by w, which is 2, half of each
+    assert [r["lm loss"].tolist() for r in reports] == [
+        pytest.approx([2 * total, weight]) for total, weight in zip(sums, weights, strict=True)
+    ]
+    if per_token:
+        assert model.weight.grad.item() == pytest.approx(sum(sums))
+        assert counted[0].item() == pytest.approx(3.5)
+    else:
+        mean = sum(total / weight for total, weight in zip(sums, weights, strict=True)) / 2
+        assert model.weight.grad.item() == pytest.approx(mean)
+
+
 def test_two_values_are_scaled_by_context_ranks_and_microbatches():
     loss_func = lambda out: (out.mean(), {})  # noqa: E731
     loss, num_tokens, _ = calc_loss(
@@ -96,6 +138,30 @@ def test_without_a_loss_function_the_output_itself_is_stored():
     for output in (torch.tensor([2.0, 4.0]), {"log_probs": torch.ones(2)}):
         loss, num_tokens, store = calc_loss(ModelParallelConfig(), output, None, cp=2)
         assert store[0] is loss is output and num_tokens.item() == 0
+
+
+@pytest.mark.parametrize("ends_here", [False, True])
+@pytest.mark.parametrize("given_by", ["left out", "None"])
+def test_a4_a_stage_that_is_not_told_where_it_is_asks(monkeypatch, ends_here, given_by):
+    """By default the loss was left out without a word, and nothing was stored."""
+    asked, store, factors = [], [], []
+    config = ModelParallelConfig()
+    config.aux_loss_scale_funcs = [lambda scale, m, c: factors.append(c)]
+    monkeypatch.setattr(steps.parallel_state, "get_context_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(
+        steps.parallel_state,
+        "is_pipeline_last_stage",
+        lambda **where: asked.append(where) or ends_here,
+    )
+    output = torch.tensor([2.0, 4.0])
+    places = (None, None) if given_by == "None" else ()
+    loss_func = lambda out: (out.mean(), {"loss": out.mean()})  # noqa: E731
+    loss, _ = forward_step_calc_loss(None, output, loss_func, config, 1, False, 4, store, *places)
+    assert asked == [{"ignore_virtual": False, "vp_stage": 1}] and factors == [2]
+    if ends_here:
+        assert loss.item() == pytest.approx(3.0 * 2 / 4) and store == [{"loss": 3.0}]
+    else:
+        assert loss is output and store == []
 
 
 def test_four_values_are_refused():

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from minimegatron.core import knobs
 from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.transformer.moe.expert_bias import forget_step, update_biases
+from minimegatron.core.transformer.moe.layer_words import number_or_list
 from minimegatron.core.transformer.moe.moe_logging import describe_balance
 from minimegatron.core.transformer.moe.moe_utils import scale_as_mean, scale_as_sum
 
@@ -33,8 +34,9 @@ class MoEConfig:
     """Experts of each mixture-of-experts layer; by default there are no such layers."""
     moe_ffn_hidden_size: int | None = knob(minimum=1, compared=("moe_ffn_hidden_size", None))
     """Width of an expert; by default that of the MLP."""
-    moe_layer_freq: list[int] | int = knob(1, nargs="+", compared=True)
-    """Every how many layers one has experts, or a 1 or 0 for each layer of the model.
+    moe_layer_freq: list[int] | int = knob(1, nargs="+", reads=number_or_list, compared=True)
+    """Every how many layers one has experts, or a 1 or 0 for each layer of the model: 0 1 1,
+    "[0,1,1]" or "([0]*1+[1]*2)".
 
     N: those whose number, counted from 0, N divides."""
     moe_shared_expert_intermediate_size: int | None = compared(minimum=1)

@@ -3,7 +3,7 @@
 import pytest
 
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.training.arguments import parse_args
+from minimegatron.training.arguments import core_transformer_config_from_args, parse_args
 
 SIZES = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2}
 EXPERTS = {"num_moe_experts": 4}
@@ -254,6 +254,60 @@ def test_flags():
         "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2"
     )
     assert two.moe_aux_loss_coeff == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("[0,1]", [0, 1]),
+        ("([0]*1+[1]*1)", [0, 1]),
+        ("[1, 0]", [1, 0]),
+        ("2*[1]", [1, 1]),
+        ("([0]+[1])*1", [0, 1]),
+        (" 2 ", 2),
+    ],
+)
+def test_b9_layers_with_experts_as_megatron_writes_them(word, value):
+    environ = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    given = [*WORDS.split(), "--moe-layer-freq", word]
+    args = parse_args(argv=given, environ=environ)
+    assert args.moe_layer_freq == value
+    assert core_transformer_config_from_args(args).moe_layer_pattern == (
+        [True, False] if value == 2 else list(map(bool, value))
+    )
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "[0,",
+        "every",
+        "",
+        "1.5",
+        "[1.5]",
+        "[True]",
+        "[0]-[1]",
+        "[[0],1]",
+        "[0]*[1]",
+        "[0]+1",
+        "(0,1)",
+        "-[0]",
+    ]
+    + [
+        "[1]*99999",
+        "[0]*9**9",
+        "__import__('os').abort()",
+        "[x for x in (0, 1)]",
+        "(" * 999,
+        "0\0",
+    ],
+)
+def test_b9_nothing_else_is_run(word):
+    """Also no code: Megatron looks at the characters and lets Python evaluate the rest."""
+    with pytest.raises(
+        ValueError, match=r"--moe-layer-freq: .* is no whole number, and no list such"
+    ):
+        parse_args(argv=[*WORDS.split(), f"--moe-layer-freq={word}"], environ={})
 
 
 @pytest.mark.parametrize(
