@@ -392,3 +392,11 @@ def test_duplicates_are_counted_on_the_first_rank_only():
     layers.copy_tensor_model_parallel_attributes(copy, cut)
     assert (copy.tensor_model_parallel, copy.partition_dim, copy.partition_stride) == (True, 0, 1)
     assert (whole.tensor_model_parallel, whole.partition_dim) == (False, -1)
+
+
+def test_a1_a_weight_that_is_not_this_rank_s_slice_is_refused():
+    """A whole tied weight would give whole logits, which count as t vocabularies."""
+    options = {"config": make_config(2), "init_method": init_method_normal(0.1)}
+    layer = ColumnParallelLinear(H, N, **options, bias=False, tp_group=PretendGroup(1, 2))
+    with pytest.raises(ValueError, match=r"weight is \[16, 8\], but this rank's rows .* \[8, 8\]"):
+        layer(torch.zeros(S, B, H), weight=torch.zeros(N, H))
