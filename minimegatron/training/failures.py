@@ -33,7 +33,10 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
+from minimegatron.core.output import keep_printing
 from minimegatron.core.utils import barrier
+from minimegatron.doctor.processes import sample
+from minimegatron.doctor.session import machine_id
 
 LOOK_SECONDS = 1.0
 """How often the watching thread looks for peers that died unannounced."""
@@ -61,6 +64,8 @@ class Identity:
     pid: int
     cp: int | None = None
     """None without context parallelism."""
+    machine: str = ""
+    """Of processes that see each other. Two machines may have one name: "localhost", say."""
 
     def __str__(self) -> str:
         place = f"stage {self.stage}/{self.num_stages}, tp {self.tp}, dp {self.dp}"
@@ -68,15 +73,8 @@ class Identity:
 
     def is_gone(self) -> bool:
         """True once the process has ended, even if nobody has collected it yet."""
-        try:
-            os.kill(self.pid, 0)
-            with open(f"/proc/{self.pid}/stat") as stat:
-                return stat.read().rpartition(")")[2].split()[0] == "Z"
-        except ProcessLookupError:
-            return True
-        except FileNotFoundError:
-            # Ended between the two lines; or there is no /proc at all, and zombies pass for alive.
-            return os.path.isdir("/proc/self")
+        seen = sample(self.pid)  # None where the system does not tell: zombies pass for alive
+        return seen is not None and seen.letter in "ZX"
 
 
 def identify() -> Identity:
@@ -91,6 +89,7 @@ def identify() -> Identity:
         host=socket.gethostname(),
         pid=os.getpid(),
         cp=parallel_state.get_context_parallel_rank() if shares_sequences else None,
+        machine=machine_id(),
     )
 
 
@@ -99,7 +98,7 @@ class PeerWatch:
 
     def __init__(self, me: Identity, everyone: list[Identity]):
         self.me = me
-        self.local = [peer for peer in everyone if peer.host == me.host and peer.rank != me.rank]
+        self.local = [peer for peer in everyone if peer.machine == me.machine and peer.rank != me.rank]
         self._ending = threading.Lock()
         self._stopped = threading.Event()
         self._reader, self._writer = os.pipe()
@@ -217,9 +216,10 @@ def _block(who: str, error: BaseException) -> str:
 
 def _write(text: str) -> None:
     """All of it in one system call, so that the lines of several ranks do not mix."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(2, text.encode())
+    with contextlib.suppress(OSError):  # nobody reads it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 _watch: PeerWatch | None = None
@@ -272,7 +272,7 @@ def stop_watching() -> None:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Within it, an exception ends this process, after its report.
+    """Within it, an exception ends this process, after its report; a failed print does not.
 
     Where somebody else started the process group (a notebook, a test), the process is theirs:
     exceptions pass through.
@@ -280,6 +280,7 @@ def reported() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
+    keep_printing()
     try:
         yield
     except KeyboardInterrupt:
