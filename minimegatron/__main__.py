@@ -20,6 +20,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from minimegatron import __version__
+from minimegatron.core.output import open_streams
 
 COMMANDS = {
     "convert": "import or export Hugging Face weights",
@@ -46,6 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Without arguments, prints the commands."""
+    open_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())

@@ -80,8 +80,8 @@ def gloo_address_note(environment: MutableMapping[str, str], master: str) -> str
     if not _is_loopback(name):
         return None
     return (
-        f"this machine's name, {name}, resolves to no address that other machines reach; if they do not "
-        f"answer, set {INTERFACES} to one of its interfaces: "
+        f"this machine's name, {name}, resolves to no address that other machines reach; if they do "
+        f"not answer, set {INTERFACES} to one of its interfaces: "
         f"{', '.join(name for _, name in socket.if_nameindex())}"
     )
 

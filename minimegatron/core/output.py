@@ -25,6 +25,15 @@ NAMES = ("stdin", "stdout", "stderr")
 
 def keep_printing() -> None:
     """Makes this process's standard streams safe. May be repeated; a notebook's stay as they are."""
+    open_streams()
+    for name in NAMES[1:]:
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            setattr(sys, name, _Unfailing(stream, name))
+
+
+def open_streams() -> None:
+    """The first two alone, for a program whose output is all that it does."""
     take_numbers()
     for name in NAMES:
         if getattr(sys, name) is None:
@@ -34,7 +43,6 @@ def keep_printing() -> None:
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
             stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, _Unfailing(stream, name))
 
 
 def take_numbers() -> None:

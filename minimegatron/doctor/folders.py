@@ -93,7 +93,7 @@ def _places() -> list[Path]:
 def _place(num_bytes: int, most_letters: int = 4096) -> Path:
     places = _places()
     for place in places:
-        if len(os.fsencode(place)) <= most_letters and _has_room(place, num_bytes):
+        if len(os.fsencode(place)) <= most_letters and has_room(place, num_bytes):
             return place
     limit = "" if most_letters == 4096 else f" and a path of at most {most_letters} letters"
     raise OSError(
@@ -103,7 +103,7 @@ def _place(num_bytes: int, most_letters: int = 4096) -> Path:
     )
 
 
-def _has_room(folder: Path, num_bytes: int) -> bool:
+def has_room(folder: Path, num_bytes: int) -> bool:
     """Whether so much can be written there. Asked by writing: a limit may be of several kinds."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

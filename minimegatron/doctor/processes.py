@@ -200,4 +200,4 @@ def _frames_in_backward(threads: list[str]) -> list[str]:
 
 
 def _text(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
+    return file.read_text(errors="replace") if file.exists() else ""

@@ -211,7 +211,9 @@ class RankProcesses:
                 return make_folder("minimegatron-ranks-", num_bytes=self.nprocs * ROOM_PER_RANK)
             except OSError as error:
                 self._hang_timeout = None
-                words = f"minimegatron: the hang doctor does not watch these ranks: {error.strerror}"
+                words = (
+                    f"minimegatron: the hang doctor does not watch these ranks: {error.strerror}"
+                )
                 print(words, file=sys.stderr, flush=True)
         return make_folder("minimegatron-ranks-")
 

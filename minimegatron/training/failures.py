@@ -3,7 +3,7 @@
 Megatron leaves this to its launcher, which knows the number of the process that died, but not its
 stage.
 
-Five ways a job ends early, and what is printed then:
+Six ways a job ends early, and what is printed then:
 
 * a rank raises: it prints one block, its place and the traceback, and exits with 1;
 * a rank is killed: the survivors' next message to it fails, or the launcher sends them SIGTERM; one
@@ -11,7 +11,8 @@ Five ways a job ends early, and what is printed then:
 * torchrun is killed: nobody would end its ranks, so they end themselves;
 * the launcher is told to stop: all ranks get SIGTERM while all are alive. During training they
   save and end with 0, otherwise they end quietly;
-* a checkpoint cannot be written or read: all ranks know, and one of them says so in one line.
+* a checkpoint cannot be written or read: all ranks know, and one of them says so in one line;
+* another file cannot be written (a full disk): the rank that would write it says so, in one line.
 
 A survivor may hang in a C++ wait where no Python runs, so threads do the watching. That for peers
 sleeps in `select` until a signal arrives (`signal.set_wakeup_fd` writes to its pipe even then).
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
+from minimegatron.core.datasets.atomic_file import CannotWrite
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.output import keep_printing
 from minimegatron.core.utils import barrier
@@ -98,7 +100,9 @@ class PeerWatch:
 
     def __init__(self, me: Identity, everyone: list[Identity]):
         self.me = me
-        self.local = [peer for peer in everyone if peer.machine == me.machine and peer.rank != me.rank]
+        self.local = [
+            peer for peer in everyone if peer.machine == me.machine and peer.rank != me.rank
+        ]
         self._ending = threading.Lock()
         self._stopped = threading.Event()
         self._reader, self._writer = os.pipe()
@@ -149,6 +153,8 @@ class PeerWatch:
             is_first = self.me.rank == 0
             text = f"minimegatron: {error}\n" if is_first else ""
             self._end(text, 1, linger=0.0 if is_first else LINGER_SECONDS)
+        if isinstance(error, CannotWrite):
+            self._end(f"minimegatron: {self.me}: {error}\n", 1)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while is_lost_connection(error) and time.monotonic() < deadline:
             if gone := self._gone():
@@ -288,6 +294,9 @@ def reported() -> Iterator[None]:
     except Exception as error:
         if _watch is not None:
             _watch.end_after(error)
+        if isinstance(error, CannotWrite):
+            _write(f"minimegatron: {error}\n")
+            os._exit(1)
         _write(_block(f"rank {os.environ.get('RANK', 0)} (not yet in the model)", error))
         os._exit(1)
     finally:

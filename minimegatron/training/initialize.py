@@ -20,7 +20,12 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.network import check_interfaces, gloo_address_note, keep_to_loopback
+from minimegatron.core.network import (
+    check_interfaces,
+    gloo_address_note,
+    keep_to_loopback,
+    loopback_address,
+)
 from minimegatron.core.utils import device_is_asynchronous, set_device
 from minimegatron.doctor.flight_recorder import turn_on_recorder
 from minimegatron.doctor.session import watch_ranks
@@ -125,6 +130,7 @@ def _init_process_group(args: Arguments) -> None:
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     try:
         if args.world_size == args.local_world_size:
+            loopback_address()
             keep_to_loopback(os.environ)
         else:
             check_interfaces(os.environ)

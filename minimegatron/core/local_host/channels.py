@@ -74,8 +74,8 @@ def connect(
     Collective over `group`; ranks are those within it. This rank calls `callees`, and is called by
     `callers`; of two ranks that talk to each other, one calls. Returns both kinds of connections by
     rank, each made by `kind` (`Connection` if None); or None on every rank if the group spans hosts or
-    containers, or if a rank has no memory to share, as on another system than Linux. Raises ConnectionError if a rank does not come
-    within the group's time-out.
+    containers, or if a rank has no memory to share, as on another system than Linux. Raises
+    ConnectionError if a rank does not come within the group's time-out.
     """
     if not is_supported():
         return None

@@ -6,12 +6,16 @@ Counterpart: `megatron.training.datasets.data_samplers`.
 sample it would have taken next, however many copies there are now.
 """
 
+import errno
 from collections.abc import Iterator
 
 import numpy
 import torch
 
+from minimegatron.core.datasets.atomic_file import CannotWrite
 from minimegatron.core.utils import get_device
+from minimegatron.training.datasets.workers import prepare_for_workers
+from minimegatron.doctor.folders import IN_MEMORY, has_room, keep_sockets
 
 
 class MegatronPretrainingSampler:
@@ -116,6 +120,8 @@ def build_pretraining_data_loader(
         sampler = MegatronPretrainingSampler(*share)
     else:
         sampler = MegatronPretrainingRandomSampler(*share, seed=seed)
+    if num_workers > 0:
+        prepare_for_workers(dataset, num_workers, micro_batch_size)
     return torch.utils.data.DataLoader(
         dataset,
         batch_sampler=sampler,
