@@ -6,16 +6,13 @@ Counterpart: `megatron.training.datasets.data_samplers`.
 sample it would have taken next, however many copies there are now.
 """
 
-import errno
 from collections.abc import Iterator
 
 import numpy
 import torch
 
-from minimegatron.core.datasets.atomic_file import CannotWrite
 from minimegatron.core.utils import get_device
 from minimegatron.training.datasets.workers import prepare_for_workers
-from minimegatron.doctor.folders import IN_MEMORY, has_room, keep_sockets
 
 
 class MegatronPretrainingSampler:
