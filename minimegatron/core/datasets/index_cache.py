@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 
-from minimegatron.core.datasets.atomic_file import AtomicFile, write_atomically, writing
+from minimegatron.core.datasets.atomic_file import AtomicFile, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
 def _save(path: Path, array: numpy.ndarray) -> None:
     file = AtomicFile(path)
     try:
-        with writing(path):
-            numpy.save(file.file, array, allow_pickle=False)
+        numpy.save(file, array, allow_pickle=False)
         file.publish()
     finally:
         file.discard()

@@ -29,6 +29,7 @@ epochs (`NUM_STEP_LANES`): there, a message stays until it is taken, whatever fa
 """
 
 import contextlib
+import resource
 import socket
 import struct
 import time
@@ -92,7 +93,9 @@ def connect(
 
 
 def _new_arena() -> Arena | None:
-    """None where a container's rules, or its limit of open files, leave no memory to share."""
+    """None where a container's rules, or its limits on files, leave no memory to share."""
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        return None
     try:
         return Arena()
     except OSError:
