@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text)
     else:
-        write_atomically(args.output, text.encode())
+        write_atomically(args.output, text.encode(), makes_folder=False)
         print(f"wrote {args.output}")
     return 0
 

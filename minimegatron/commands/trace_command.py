@@ -153,7 +153,7 @@ def _export(args: argparse.Namespace, trace: Trace) -> int:
         )
     else:
         text = json.dumps(step_json(_step(args, trace, args.step))) + "\n"
-        write_atomically(path, text.encode())
+        write_atomically(path, text.encode(), makes_folder=False)
     print(f"wrote {path}")
     return 0
 

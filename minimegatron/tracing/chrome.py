@@ -36,7 +36,8 @@ CALLS, WAITS, FIRST_COMMUNICATOR = 0, 1, 2
 
 def write_chrome(run: Run, path: str | os.PathLike) -> None:
     """Writes all ranks and steps of a run."""
-    write_atomically(path, json.dumps(chrome_trace(run), separators=(",", ":")).encode())
+    text = json.dumps(chrome_trace(run), separators=(",", ":"))
+    write_atomically(path, text.encode(), makes_folder=False)
 
 
 def chrome_trace(run: Run) -> dict[str, Any]:

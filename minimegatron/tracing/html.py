@@ -53,7 +53,7 @@ MAX_EVENTS = 60_000
 
 def write_html(run: Run, path: str | os.PathLike, steps: Iterable[int] | None = None) -> None:
     """Writes the page. `steps`: which schedule runs; None for as many as fit."""
-    write_atomically(path, html_page(run, steps).encode())
+    write_atomically(path, html_page(run, steps).encode(), makes_folder=False)
 
 
 def html_page(run: Run, steps: Iterable[int] | None = None) -> str:

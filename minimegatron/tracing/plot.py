@@ -82,7 +82,7 @@ def plot_step(
         format = Path(path).suffix.removeprefix(".") or "png"
         picture = io.BytesIO()
         figure.savefig(picture, format=format, dpi=dpi, facecolor=figure.get_facecolor())
-        write_atomically(path, picture.getvalue())
+        write_atomically(path, picture.getvalue(), makes_folder=False)
     return figure
 
 

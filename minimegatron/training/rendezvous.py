@@ -16,11 +16,14 @@ So the ranks first agree on a prefix that nobody has used:
     rank r      sees its own nonce, and so knows that the generation it replied to is the new one
 """
 
+import contextlib
 import os
 import secrets
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -29,7 +32,8 @@ from torch.distributed.rendezvous import rendezvous
 from minimegatron.core.network import check_resolves
 
 POLL_SECONDS = 0.01
-PROBE_SECONDS = 1.0
+SILENT_SECONDS = 2.0
+"""How long ranks may take to find each other before one says that it waits."""
 ANSWER_SECONDS = 5.0
 """How long it may take until a machine says whether somebody listens at an address of its."""
 
@@ -53,11 +57,10 @@ def find_each_other(rank: int, world_size: int, timeout: timedelta) -> dist.Stor
     check_resolves(host, port)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         _ask_torchrun(host, int(port))
-    else:
-        _say_who_waits(rank, host, int(port), timeout)
     try:
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        return fresh_store(store, rank, world_size, timeout)
+        with _told(rank, f"{host}:{port}", timeout):
+            store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+            return fresh_store(store, rank, world_size, timeout)
     except dist.DistError as error:
         first_line = str(error).partition("\n")[0]
         raise ConnectionError(
@@ -76,19 +79,32 @@ def _ask_torchrun(host: str, port: int) -> None:
         return  # torch tries too, and says what is wrong with the address
 
 
-def _say_who_waits(rank: int, host: str, port: int, timeout: timedelta) -> None:
-    """Before a wait: a program that was started alone may have the variables of a pod around it."""
-    if rank > 0:
-        try:
-            return socket.create_connection((host, port), PROBE_SECONDS).close()
-        except OSError:  # rank 0, which serves the store, may come later
-            pass
-    print(
-        f"minimegatron: rank {rank} waits for the others at {host}:{port}, for at most "
-        f"{timeout.total_seconds() / 60:g} minutes; {ranks_of_environment()}",
-        file=sys.stderr,
-        flush=True,
+@contextlib.contextmanager
+def _told(rank: int, where: str, timeout: timedelta) -> Iterator[None]:
+    """Within it, a wait is told of as soon as it is one, unless torchrun has started the ranks.
+
+    A program that was started alone may have the variables of a pod around it. To try the address
+    would not tell: in some pods every connection is accepted, by what watches the network.
+    """
+    text = (
+        f"minimegatron: rank {rank} waits for the others at {where}, for at most "
+        f"{timeout.total_seconds() / 60:g} minutes; {ranks_of_environment()}\n"
     )
+    timer = threading.Timer(SILENT_SECONDS, _print_now, [text])
+    timer.daemon = True
+    if not dist.is_torchelastic_launched():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if timer.is_alive():
+            timer.join()
+
+
+def _print_now(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def ranks_of_environment() -> str:

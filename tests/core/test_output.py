@@ -93,3 +93,16 @@ def test_b8_a_reader_that_left_ends_nothing(monkeypatch):
         print("iteration", flush=True)
     sys.stderr.flush()
     assert said.getvalue().decode().count("Broken pipe") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", ["--version", "groups --world-size 64"])
+def test_b8_a_command_whose_output_has_no_room_says_so(command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "minimegatron", *command.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    said = b"minimegatron: error: standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)

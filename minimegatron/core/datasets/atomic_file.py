@@ -33,15 +33,17 @@ class AtomicFile:
 
     `complete` puts the content on disk; until `publish` a reader sees what was there before.
     `discard` removes what is not published, and does nothing after `publish`. Missing folders are
-    made. Raises CannotWrite, an OSError, as the system does (a full disk: ENOSPC).
+    made, unless `makes_folder` is False. Raises CannotWrite, an OSError, as the system does (a full
+    disk: ENOSPC).
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, makes_folder: bool = True):
         self.path = Path(path)
         # The process id keeps two writers of the same file apart; the last to publish wins.
         self._aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.unfinished")
         with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if makes_folder:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by complete or discard
 
     def write(self, data: Any) -> None:
@@ -76,7 +78,7 @@ class AtomicFile:
         self._aside.unlink(missing_ok=True)
 
 
-def write_atomically(path: str | Path, data: bytes) -> None:
+def write_atomically(path: str | Path, data: bytes, makes_folder: bool = True) -> None:
     """`data` as the whole content of `path`; to what is no file, such as /dev/stdout, as it comes."""
     # Where it is a link, the file that it leads to.
     path = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
@@ -84,7 +86,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         with writing(path), open(path, "wb") as device:
             device.write(data)
         return
-    file = AtomicFile(path)
+    file = AtomicFile(path, makes_folder)
     try:
         file.write(data)
         file.publish()
