@@ -12,6 +12,7 @@ prints its usage and the examples; where it has many options, `USAGE` says what 
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import platform
@@ -22,6 +23,7 @@ from typing import NoReturn
 
 from minimegatron import __version__
 from minimegatron.commands.help_text import with_examples
+from minimegatron.core.output import open_streams
 
 COMMANDS = {
     "convert": "import or export Hugging Face weights",
@@ -53,7 +55,21 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Without arguments, prints the commands."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    open_streams()
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output, `head` perhaps, has seen enough.
+        _drop_output()
+        return 0
+    except OSError as error:
+        _drop_output()
+        return _refuse("minimegatron", f"standard output: {error.strerror}")
+    return code
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0 if argv else 2
@@ -79,15 +95,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(parser)
     arguments = parser.parse_args(argv[1:])
     try:
-        code = module.run(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of our output, `head` perhaps, has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return module.run(arguments) or 0
     except (ValueError, OSError) as error:
+        is_of_output = isinstance(error, OSError) and error.filename is None
+        if is_of_output and error.errno in (errno.ENOSPC, errno.EPIPE):
+            raise
         return _refuse(parser.prog, str(error))
-    return code or 0
+
+
+def _drop_output() -> None:
+    """What is still to be printed goes nowhere; else Python would try again at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _overview() -> str:

@@ -1,5 +1,7 @@
 """Ranks that return, raise, die and hang, and what is left of them: nothing."""
 
+import importlib.machinery
+import multiprocessing.spawn
 import os
 import signal
 import subprocess
@@ -7,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -266,3 +269,51 @@ def test_what_cannot_be_launched_is_refused(monkeypatch):
     monkeypatch.setattr(packing, "cloudpickle", None)
     with pytest.raises(ValueError, match="minimegatron.notebooks.*at the top level of a module"):
         launch(lambda: None, 1)
+
+
+def test_b6_another_machines_interface_does_no_harm(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert [value["rank"] for value in run_ranks(report, 2, torch.ones(1))] == [0, 1]
+
+
+def a_main(path: str | None, module: str | None) -> types.ModuleType:
+    """A program as Python runs it: `__main__`, with a function of its own."""
+    main = types.ModuleType("__main__")
+    exec("def work():\n    return 7", vars(main))
+    main.__spec__ = None if module is None else importlib.machinery.ModuleSpec(module, None)
+    if path is not None:
+        main.__file__ = path
+    return main
+
+
+@pytest.mark.parametrize(
+    ("path", "module"),
+    [("<stdin>", None), (None, None), ("/nowhere/x.py", None), ("app.pyz/__main__.py", "__main__")]
+    + [("pkg/__main__.py", "pkg.__main__")],
+)
+def test_b5_a_program_that_ranks_cannot_import_is_sent_to_them(monkeypatch, path, module):
+    main = a_main(path, module)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    packed = packing.pack(main.work, ())
+    with packing.main_left_out():
+        told = multiprocessing.spawn.get_preparation_data("rank 0")
+    assert "init_main_from_path" not in told
+    assert getattr(main, "__file__", None) == path
+    monkeypatch.undo()
+    function, _ = packed.unpack()
+    assert function() == 7
+
+
+def test_b5_without_cloudpickle_one_sentence_says_where_the_function_is(monkeypatch):
+    main = a_main("<stdin>", None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(packing, "cloudpickle", None)
+    with pytest.raises(ValueError, match=r"defined in <stdin>, where ranks cannot import it; pip"):
+        packing.pack(main.work, ())
+
+
+def test_b5_a_programs_own_file_is_run_again_as_ever(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", a_main(__file__, None))
+    with packing.main_left_out():
+        told = multiprocessing.spawn.get_preparation_data("rank 0")
+    assert told["init_main_from_path"] == __file__

@@ -46,8 +46,12 @@ def run(args: argparse.Namespace) -> None:
     """Converts weights of GPT-2, Llama, Mixtral, BERT, T5 and Mamba-2. Raises ValueError."""
     if args.source == args.target:
         raise ValueError(f"--from and --to are both {args.source}; one of them must be the other")
+    if not args.load_dir.is_dir():
+        raise ValueError(f"--load-dir: there is no folder {args.load_dir}")
     try:
-        with tqdm(desc="converting", unit=" weights", disable=None, leave=False) as bar:
+        # Not at once: a refusal then stands on a line of its own.
+        bar = tqdm(desc="converting", unit=" weights", disable=None, leave=False, delay=0.5)
+        with bar:
             if args.source == "hf":
                 found = import_from_hf(args.load_dir, args.save_dir, bar.update)
             else:

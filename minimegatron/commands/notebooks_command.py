@@ -6,9 +6,10 @@ clone has them in `notebooks/`.
 
 import argparse
 import importlib.util
-import shutil
 from importlib import metadata
 from pathlib import Path
+
+from minimegatron.core.datasets.atomic_file import write_atomically
 
 CLONE = Path(__file__).parents[2] / "notebooks"
 FOLDER = "notebooks"
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     new = [path for path in found if not (args.folder / path.name).exists()]
     for path in new:
-        shutil.copyfile(path, args.folder / path.name)
+        write_atomically(args.folder / path.name, path.read_bytes())
     kept = f"; left as they were: {len(found) - len(new)}" if len(new) < len(found) else ""
     print(f"Notebooks put into {args.folder}: {len(new)}{kept}")
     if importlib.util.find_spec("jupyterlab") is None:

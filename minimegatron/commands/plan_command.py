@@ -9,9 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
+from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.models.T5.stack_split import StackSplit
 from minimegatron.core.pipeline_parallel.order_check import ScheduleError
 from minimegatron.core.pipeline_parallel.orders import (
@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text)
     else:
-        Path(args.output).write_text(text, encoding="utf-8")
+        write_atomically(args.output, text.encode(), makes_folder=False)
         print(f"wrote {args.output}")
     return 0
 

@@ -133,4 +133,6 @@ def run(args: argparse.Namespace) -> None:
 
 def _bar(what: str, total: int) -> tqdm:
     """A progress bar in bytes and bytes per second; none where nobody watches."""
-    return tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None, leave=False)
+    # Not at once: a refusal then stands on a line of its own.
+    options = {"disable": None, "leave": False, "delay": 0.5}
+    return tqdm(desc=what, total=total, unit="B", unit_scale=True, **options)

@@ -10,6 +10,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 from minimegatron.commands.help_text import with_examples
+from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.planner.actions import timeline_to_json
 from minimegatron.planner.plan import plan_config_to_json
 from minimegatron.tracing.compare import compare_with_plan, wrong_messages
@@ -163,7 +164,8 @@ def _export(args: argparse.Namespace, trace: Trace) -> int:
             path, step.number, tp=args.tp, dp=args.dp, cp=args.cp, plan=args.plan, theme=args.theme
         )
     else:
-        path.write_text(json.dumps(step_json(_step(args, trace, args.step))) + "\n")
+        text = json.dumps(step_json(_step(args, trace, args.step))) + "\n"
+        write_atomically(path, text.encode(), makes_folder=False)
     print(f"wrote {path}")
     return 0
 

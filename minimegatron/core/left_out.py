@@ -61,7 +61,7 @@ class Recorded:
 @functools.cache
 def record() -> dict[str, Recorded]:
     """By our own name, without the package's: `core.parallel_state.initialize_model_parallel`."""
-    symbols = json.loads(RECORD.read_text())["symbols"] if RECORD.exists() else {}
+    symbols = json.loads(RECORD.read_text(encoding="utf-8"))["symbols"] if RECORD.exists() else {}
     return {
         name: Recorded(
             tuple(about["order"]),

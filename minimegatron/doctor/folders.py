@@ -12,6 +12,7 @@ Three things remove a folder, and each works where the one before it cannot:
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from pathlib import Path
 HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"[:4]
 """Part of a folder's name: locks need not work between machines that share a file system."""
 OURS = re.compile(rf"minimegatron-\w+-{HOST}-\w+")
+IN_MEMORY = Path("/dev/shm")
 KEEP = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
 """The keeper's program. Its input ends when its maker does."""
 MOST_SOCKET_BYTES = 100
@@ -50,14 +52,17 @@ _held: dict[Path, _HeldFolder] = {}
 _may_start_keepers = True
 
 
-def make_folder(prefix: str, *, has_keeper: bool = True, place: Path | None = None) -> Path:
+def make_folder(
+    prefix: str, *, has_keeper: bool = True, place: Path | None = None, num_bytes: int = 0
+) -> Path:
     """A new folder, `{prefix}{host}-{random}`, with `prefix` like "minimegatron-ranks-".
 
     In `place`; for None in memory, where there is such a place and nobody asks for another by TMPDIR:
-    a rank that writes to its record must not wait for a disk. Without a keeper, who uses the folder
-    longest must remove it, and hold its lock (`lock_of`) until then.
+    a rank that writes to its record must not wait for a disk. Where memory has no room for
+    `num_bytes`, as in many a container, on disk. Without a keeper, who uses the folder longest must
+    remove it, and hold its lock (`lock_of`) until then. Raises OSError if no place has room.
     """
-    place = _place() if place is None else place
+    place = _place(num_bytes) if place is None else place
     _sweep(place)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{HOST}-", dir=place))
@@ -76,9 +81,35 @@ def make_folder(prefix: str, *, has_keeper: bool = True, place: Path | None = No
     return folder
 
 
-def _place() -> Path:
-    in_memory, usual = Path("/dev/shm"), tempfile.gettempdir()
-    return in_memory if usual == "/tmp" and os.access(in_memory, os.W_OK) else Path(usual)
+def _places() -> list[Path]:
+    """Where a folder may lie, the best place first."""
+    try:
+        usual = Path(tempfile.gettempdir())
+    except FileNotFoundError:  # Python has found none that it can write to
+        return [IN_MEMORY]
+    return [IN_MEMORY, usual] if usual == Path("/tmp") else [usual, IN_MEMORY, Path("/tmp")]
+
+
+def _place(num_bytes: int, most_letters: int = 4096) -> Path:
+    places = _places()
+    for place in places:
+        if len(os.fsencode(place)) <= most_letters and has_room(place, num_bytes):
+            return place
+    limit = "" if most_letters == 4096 else f" and a path of at most {most_letters} letters"
+    raise OSError(
+        errno.ENOSPC,
+        f"no folder for temporary files has room for {num_bytes} bytes{limit} (tried: "
+        f"{', '.join(map(str, places))}); set TMPDIR to one that has",
+    )
+
+
+def has_room(folder: Path, num_bytes: int) -> bool:
+    """Whether so much can be written there. Asked by writing: a limit may be of several kinds."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            return file.write(bytes(num_bytes)) == num_bytes
+    except OSError:
+        return False
 
 
 def lock_of(folder: Path) -> int:
@@ -118,16 +149,16 @@ def start_no_keepers() -> None:
 def keep_sockets() -> None:
     """Puts the sockets of `multiprocessing` into such a folder, if it has none of its own yet.
 
-    Its fork server listens at a file that would stay after a SIGKILL.
+    Its fork server listens at a file that would stay after a SIGKILL. Raises OSError where every
+    place has too long a path for a socket.
     """
     config = multiprocessing.current_process()._config
     if config.get("tempdir") is not None:
         return
-    folder = make_folder("minimegatron-fork-")
-    if len(os.fsencode(folder)) + SOCKET_NAME_BYTES > MOST_SOCKET_BYTES:
-        remove_folder(folder)
-    else:
-        config["tempdir"] = str(folder)
+    prefix = "minimegatron-fork-"
+    folder_name_bytes = len(f"/{prefix}{HOST}-12345678")
+    most_letters = MOST_SOCKET_BYTES - SOCKET_NAME_BYTES - folder_name_bytes
+    config["tempdir"] = str(make_folder(prefix, place=_place(0, most_letters)))
 
 
 def _remove_all() -> None:

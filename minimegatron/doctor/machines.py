@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 from minimegatron.core.json_text import parse_json
+from minimegatron.core.network import loopback_address
 from minimegatron.doctor.records import RankRecord, record_from_dict, record_to_dict
 
 REPORT, END = "report", "end"
@@ -73,7 +74,7 @@ class Head:
     def __init__(self, num_others: int, token: str):
         self._num_others, self._token = num_others, token
         # With nobody to wait for, nobody from outside need find it.
-        self._listener = socket.create_server(("" if num_others else "127.0.0.1", 0))
+        self._listener = _listen("" if num_others else loopback_address())
         self.port = self._listener.getsockname()[1]
         self._strangers: list[_Line] = []
         self._others: list[_Line] = []
@@ -128,6 +129,11 @@ class Head:
         """Tells all other machines to end their ranks."""
         for line in self._others:
             line.send(END)
+
+
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
 
 
 class Branch:

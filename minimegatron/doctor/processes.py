@@ -62,7 +62,7 @@ class Sample(NamedTuple):
 
 def sample(pid: int) -> Sample | None:
     """The process's state; None where the system does not tell. A process that is gone is "Z"."""
-    if not os.path.isdir("/proc/self"):
+    if not _is_proc_ours():
         return None if _exists(pid) else Sample("Z", 0.0, False)
     try:
         letter, *fields = _stat(Path(f"/proc/{pid}"))
@@ -70,6 +70,16 @@ def sample(pid: int) -> Sample | None:
         return Sample(letter, cpu_seconds, letter == "R" or _has_ready_thread(pid))
     except (FileNotFoundError, ProcessLookupError):
         return Sample("Z", 0.0, False)
+    except PermissionError:  # a container's rules
+        return None
+
+
+def _is_proc_ours() -> bool:
+    """Whether /proc is there and has our numbers: a container may see that of the host."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
 
 
 def _has_ready_thread(pid: int) -> bool:
@@ -190,4 +200,4 @@ def _frames_in_backward(threads: list[str]) -> list[str]:
 
 
 def _text(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
+    return file.read_text(errors="replace") if file.exists() else ""

@@ -123,9 +123,8 @@ def stop_watching() -> None:
 def machine_id() -> str:
     """The same for processes that see each other's files and process numbers, and for no others."""
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        with contextlib.suppress(OSError):
-            parts.append(Path(path).read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     for namespace in ("pid", "mnt"):
         with contextlib.suppress(OSError):
             parts.append(os.readlink(f"/proc/self/ns/{namespace}"))

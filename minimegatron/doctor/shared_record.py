@@ -19,6 +19,7 @@ import json
 import mmap
 import os
 import struct
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +81,8 @@ def _lay_out() -> dict[str, int]:
 
 _AT = _lay_out()
 RECORD_BYTES = _AT["end"]
+ROOM_PER_RANK = 2 * RECORD_BYTES
+"""For a rank's record, and for its answers when it is asked."""
 # Looked up at every call, so by names of their own.
 _PROGRESS_AT, _CALLS_AT, _CALL_BYTES = _AT["progress"], _AT["calls"], _CALL.size
 
@@ -116,7 +119,10 @@ def pad_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class RecordWriter:
-    """One rank's side of its record."""
+    """One rank's side of its record.
+
+    Where the folder has no room, it says so, and the rank goes on with a record that nobody sees.
+    """
 
     def __init__(self, path: str | os.PathLike, rank: int, world_size: int):
         self._text: dict[str, Any] = {"words": [""], "links": [["", ""]], "groups": []}
@@ -124,16 +130,15 @@ class RecordWriter:
         self._links: dict[tuple[str, str], int] = {("", ""): 0}
         self._depth = self._num_events = 0
         new = Path(f"{path}.new")
-        with open(new, "w+b") as file:
-            file.truncate(RECORD_BYTES)
-            self._memory = mmap.mmap(file.fileno(), RECORD_BYTES)
+        self._memory = _map_file(new)
         _IDENTITY.pack_into(
             self._memory, _AT["identity"], MAGIC, VERSION, rank, world_size, os.getpid()
         )
         self._write_text()
         self._note_progress()
         # Under its own name only when it can be read.
-        os.rename(new, path)
+        if new.exists():
+            os.rename(new, path)
 
     # -- Calls --
 
@@ -251,6 +256,25 @@ class RecordWriter:
     def close(self) -> None:
         """Gives the memory back; the file stays for readers."""
         self._memory.close()
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    """A new file of `RECORD_BYTES`, mapped; memory without a file where there is no room for one."""
+    try:
+        # Written, not only made so long: at its first use, a page that has no room would end the
+        # process (SIGBUS).
+        path.write_bytes(bytes(RECORD_BYTES))
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), RECORD_BYTES)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        print(
+            f"minimegatron: the hang doctor does not see this rank: its record of {RECORD_BYTES} bytes "
+            f"cannot be written to {path.parent} ({error.strerror}); set TMPDIR to a folder with room",
+            file=sys.stderr,
+            flush=True,
+        )
+        return mmap.mmap(-1, RECORD_BYTES)
 
 
 def _shorten(ranks: list[int]) -> list[int] | dict[str, int]:

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -32,6 +31,8 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.datasets.utils import DataError
+from minimegatron.core.network import keep_to_loopback, loopback_address
+from minimegatron.core.output import keep_printing, take_numbers
 from minimegatron.core.utils import choose_backend, set_device
 from minimegatron.doctor.advice import headline, render_stacks
 from minimegatron.doctor.findings import MISMATCH, NOBODY, STUCK, UNKNOWN, Diagnosis
@@ -41,10 +42,10 @@ from minimegatron.doctor.inquiry import offer_answers
 from minimegatron.doctor.observer import start_recording
 from minimegatron.doctor.processes import STACK_SIGNAL, offer_stacks, read_stacks
 from minimegatron.doctor.records import RAISED, RETURNED, RUNNING
-from minimegatron.doctor.shared_record import RecordWriter
+from minimegatron.doctor.shared_record import ROOM_PER_RANK, RecordWriter
 from minimegatron.doctor.situation import HIDDEN, OVER, WAITING
 from minimegatron.doctor.watch import Watch, record_path, stack_path
-from minimegatron.launching.packing import PackedCall, pack
+from minimegatron.launching.packing import PackedCall, main_left_out, pack
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "minimegatron.launching.launcher"]
 """Imported once, by the process that ranks are forked from. None of them touches CUDA, which would
@@ -170,15 +171,17 @@ class RankProcesses:
     def __enter__(self) -> "RankProcesses":
         context = multiprocessing.get_context(self.start_method)
         context.set_forkserver_preload(PRELOADED)
+        take_numbers()
         if self.start_method == "forkserver":
             keep_sockets()
         # This process, not rank 0, serves the store: it picks a free port without a race, and it
         # outlives every rank.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._address = loopback_address()
+        self._store = dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         self.processes, self._channels = [], []
         try:
             if self._folder is None:
-                self._folder = make_folder("minimegatron-ranks-")
+                self._folder = self._make_folder()
             if self._hang_timeout is not None:
                 self._watch = Watch(self._folder, range(self.nprocs), self._hang_timeout)
             for rank in range(self.nprocs):
@@ -190,7 +193,8 @@ class RankProcesses:
                 process = context.Process(
                     target=_rank_main, args=(seat, self._job, theirs), name=f"rank {rank}"
                 )
-                process.start()
+                with main_left_out():
+                    process.start()
                 theirs.close()
                 self.processes.append(process)
         except BaseException:
@@ -201,10 +205,24 @@ class RankProcesses:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def _make_folder(self) -> Path:
+        """With room for the ranks' records, if they keep any; else nobody watches, and that is said."""
+        if self._hang_timeout is not None:
+            try:
+                return make_folder("minimegatron-ranks-", num_bytes=self.nprocs * ROOM_PER_RANK)
+            except OSError as error:
+                self._hang_timeout = None
+                words = (
+                    f"minimegatron: the hang doctor does not watch these ranks: {error.strerror}"
+                )
+                print(words, file=sys.stderr, flush=True)
+        return make_folder("minimegatron-ranks-")
+
     def _seat(self, rank: int) -> "_Seat":
         return _Seat(
             rank=rank,
             nprocs=self.nprocs,
+            store_address=self._address,
             store_port=self._store.port,
             backend=self._backend,
             device=self._device,
@@ -372,6 +390,7 @@ class _Seat:
 
     rank: int
     nprocs: int
+    store_address: str
     store_port: int
     backend: str | None
     device: str
@@ -406,6 +425,7 @@ def _rank_main(seat: _Seat, job: PackedCall, channel: connection.Connection) -> 
     os.environ.clear()
     os.environ.update(seat.environment)
     torch.set_num_threads(1)
+    keep_printing()
     with contextlib.ExitStack() as offered:
         offered.enter_context(offer_stacks(stack_path(folder, seat.rank)))
         if seat.is_watched:
@@ -455,12 +475,9 @@ def _initialize(seat: _Seat) -> None:
     ranks = {"RANK": seat.rank, "LOCAL_RANK": seat.rank}
     sizes = {"WORLD_SIZE": seat.nprocs, "LOCAL_WORLD_SIZE": seat.nprocs}
     os.environ.update({name: str(value) for name, value in (ranks | sizes).items()})
-    # Ranks of one machine need no network, and its name need not resolve.
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    keep_to_loopback(os.environ)
     set_device(seat.device, seat.rank, seat.nprocs)
-    store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
+    store = dist.TCPStore(seat.store_address, seat.store_port, is_master=False)
     backend = seat.backend or choose_backend(seat.nprocs)
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.nprocs)
 

@@ -3,11 +3,12 @@
 Megatron needs no such module: there each rank runs a program of its own.
 """
 
+import contextlib
 import linecache
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,9 +44,8 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> PackedCall:
     What ranks can import goes by name, with plain pickle. What they cannot, such as a function of a
     notebook's cell or a lambda, goes by value, where cloudpickle is installed.
     """
-    main = sys.modules["__main__"]
-    is_interactive = not hasattr(main, "__file__")
-    problem = f"{fn!r} is defined in an interactive session, where ranks cannot import it"
+    is_interactive = not can_ranks_import_main()
+    problem = f"{fn!r} is defined {_place_of_main()}, where ranks cannot import it"
     # There, pickle would name what ranks cannot import, and not notice; without cloudpickle to ask,
     # go by where `fn` comes from.
     is_of_module = cloudpickle is None and getattr(fn, "__module__", None) != "__main__"
@@ -66,6 +66,39 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> PackedCall:
             f"{fn!r} and its arguments cannot be sent to the ranks ({error}); pass plain values and "
             "tensors, and make what cannot be sent inside the function"
         ) from error
+
+
+def can_ranks_import_main() -> bool:
+    """Whether the ranks' `multiprocessing` finds the program again: as a file, or as a module.
+
+    Not one typed in, read from standard input or given by `-c`, nor a package's or a zip file's
+    `__main__.py`, which it leaves out.
+    """
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    if name is not None:
+        return name.rpartition(".")[2] != "__main__"
+    return os.path.isfile(getattr(main, "__file__", None) or "")
+
+
+@contextlib.contextmanager
+def main_left_out() -> Iterator[None]:
+    """Within it, a new process does not run the program's file again if there is none to run."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or getattr(main, "__spec__", None) is not None or can_ranks_import_main():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
+
+
+def _place_of_main() -> str:
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return "in an interactive session" if path is None else f"in {path}"
 
 
 def _unsaved_sources() -> dict[str, Any]:

@@ -50,7 +50,7 @@ def connection_file(folder: Path, whose: str) -> Path:
 def is_written(path: Path) -> bool:
     """Whether the controller has written this file, and to its end."""
     try:
-        return bool(json.loads(path.read_text()))
+        return bool(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return False
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from minimegatron.doctor.findings import Diagnosis
 from minimegatron.doctor.folders import make_folder, remove_folder
+from minimegatron.doctor.shared_record import ROOM_PER_RANK
 from minimegatron.doctor.watch import Watch
 from minimegatron.launching import launcher
 
@@ -150,7 +151,8 @@ class LiveRanks:
 
     def _start_once(self) -> None:
         with contextlib.ExitStack() as opened:
-            self._folder = make_folder("minimegatron-live-")
+            room = self.num_ranks * ROOM_PER_RANK
+            self._folder = make_folder("minimegatron-live-", num_bytes=room)
             opened.callback(remove_folder, self._folder)
             folder = str(self._folder)
             controller = launcher.RankProcesses(serve_controller, 1, folder, device="cpu")

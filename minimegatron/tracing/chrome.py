@@ -12,9 +12,9 @@ sender started it to where its receiver had it.
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.pipeline_parallel.work import HIDDEN
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event
 from minimegatron.tracing.lanes import COLLECTIVE, communications, exposed_of, in_flight
@@ -36,7 +36,8 @@ CALLS, WAITS, FIRST_COMMUNICATOR = 0, 1, 2
 
 def write_chrome(run: Run, path: str | os.PathLike) -> None:
     """Writes all ranks and steps of a run."""
-    Path(path).write_text(json.dumps(chrome_trace(run), separators=(",", ":")))
+    text = json.dumps(chrome_trace(run), separators=(",", ":"))
+    write_atomically(path, text.encode(), makes_folder=False)
 
 
 def chrome_trace(run: Run) -> dict[str, Any]:

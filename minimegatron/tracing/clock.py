@@ -101,8 +101,10 @@ def offset_bounds(
 
 def machine_clock_id() -> str:
     """A name for this machine's clock: one per boot. Empty where the system does not tell."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def to_rank_0(when: int, begin: Alignment, end: Alignment | None) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.json_text import json_for_html
 from minimegatron.core.pipeline_parallel.work import HIDDEN
 from minimegatron.planner.actions import COMMUNICATE, KINDS, Event, parts_of
@@ -52,16 +53,16 @@ MAX_EVENTS = 60_000
 
 def write_html(run: Run, path: str | os.PathLike, steps: Iterable[int] | None = None) -> None:
     """Writes the page. `steps`: which schedule runs; None for as many as fit."""
-    Path(path).write_text(html_page(run, steps))
+    write_atomically(path, html_page(run, steps).encode(), makes_folder=False)
 
 
 def html_page(run: Run, steps: Iterable[int] | None = None) -> str:
     """The page's text. Raises ValueError if the run has no whole pipeline to show."""
     data = json_for_html(page_data(run, steps))
-    page = (ASSETS / "timeline.html").read_text()
+    page = (ASSETS / "timeline.html").read_text(encoding="utf-8")
     for name, text in (
-        ("/*STYLE*/", (ASSETS / "timeline.css").read_text()),
-        ("/*PROGRAM*/", (ASSETS / "timeline.js").read_text()),
+        ("/*STYLE*/", (ASSETS / "timeline.css").read_text(encoding="utf-8")),
+        ("/*PROGRAM*/", (ASSETS / "timeline.js").read_text(encoding="utf-8")),
         ("/*DATA*/", data),
     ):
         page = page.replace(name, text, 1)

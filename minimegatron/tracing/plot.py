@@ -6,11 +6,13 @@ Colours are those of `planner.render_svg`: told apart under every common colour 
 their lightness in grey. Chunks are shades of the same colour, dark first.
 """
 
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.pipeline_parallel.work import HIDDEN
 from minimegatron.planner.actions import COMMUNICATE, KINDS, parts_of
 from minimegatron.planner.svg_shapes import shade, text_colour
@@ -78,7 +80,9 @@ def plot_step(
     _Gantt(figure, step, THEMES[theme], plan).draw()
     if path is not None:
         format = Path(path).suffix.removeprefix(".") or "png"
-        figure.savefig(path, format=format, dpi=dpi, facecolor=figure.get_facecolor())
+        picture = io.BytesIO()
+        figure.savefig(picture, format=format, dpi=dpi, facecolor=figure.get_facecolor())
+        write_atomically(path, picture.getvalue(), makes_folder=False)
     return figure
 
 

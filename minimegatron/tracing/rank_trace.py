@@ -40,6 +40,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.json_text import read_json
 from minimegatron.planner.actions import (
     FORWARD,
@@ -194,13 +195,12 @@ def file_name(rank: int) -> str:
 
 
 def save_rank(trace: RankTrace, directory: str | os.PathLike) -> Path:
-    """Writes one rank's file, whole or not at all; makes the folder. Returns the file's path."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / file_name(trace.rank)
-    unfinished = path.with_suffix(".json.tmp")
-    unfinished.write_text(json.dumps(trace.to_json(), separators=(",", ":")))
-    unfinished.replace(path)
+    """Writes one rank's file, whole or not at all; makes the folder. Returns the file's path.
+
+    Raises CannotWrite, an OSError that names the file.
+    """
+    path = Path(directory) / file_name(trace.rank)
+    write_atomically(path, json.dumps(trace.to_json(), separators=(",", ":")).encode())
     return path
 
 

@@ -3,7 +3,7 @@
 Megatron leaves this to its launcher, which knows the number of the process that died, but not its
 stage.
 
-Six ways a job ends early, and what is printed then:
+Seven ways a job ends early, and what is printed then:
 
 * a rank raises: it prints one block, its place and the traceback, and exits with 1;
 * a rank is killed: the survivors' next message to it fails, or the launcher sends them SIGTERM; one
@@ -12,7 +12,8 @@ Six ways a job ends early, and what is printed then:
 * the launcher is told to stop: all ranks get SIGTERM while all are alive. During training they
   save and end with 0, otherwise they end quietly;
 * a checkpoint cannot be written or read: all ranks know, and one of them says so in one line;
-* the data cannot be trained on: each rank that found out says so in one line.
+* the data cannot be trained on: each rank that found out says so in one line;
+* another file cannot be written (a full disk): the rank that would write it says so, in one line.
 
 A survivor may hang in a C++ wait where no Python runs, so threads do the watching. That for peers
 sleeps in `select` until a signal arrives (`signal.set_wakeup_fd` writes to its pipe even then).
@@ -33,9 +34,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
+from minimegatron.core.datasets.atomic_file import CannotWrite
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
+from minimegatron.core.output import keep_printing
 from minimegatron.core.utils import barrier
+from minimegatron.doctor.processes import sample
+from minimegatron.doctor.session import machine_id
 
 LOOK_SECONDS = 1.0
 """How often the watching thread looks for peers that died unannounced."""
@@ -63,6 +68,8 @@ class Identity:
     pid: int
     cp: int | None = None
     """None without context parallelism."""
+    machine: str = ""
+    """Of processes that see each other. Two machines may have one name: "localhost", say."""
 
     def __str__(self) -> str:
         place = f"stage {self.stage}/{self.num_stages}, tp {self.tp}, dp {self.dp}"
@@ -70,15 +77,8 @@ class Identity:
 
     def is_gone(self) -> bool:
         """True once the process has ended, even if nobody has collected it yet."""
-        try:
-            os.kill(self.pid, 0)
-            with open(f"/proc/{self.pid}/stat") as stat:
-                return stat.read().rpartition(")")[2].split()[0] == "Z"
-        except ProcessLookupError:
-            return True
-        except FileNotFoundError:
-            # Ended between the two lines; or there is no /proc at all, and zombies pass for alive.
-            return os.path.isdir("/proc/self")
+        seen = sample(self.pid)  # None where the system does not tell: zombies pass for alive
+        return seen is not None and seen.letter in "ZX"
 
 
 def identify() -> Identity:
@@ -93,6 +93,7 @@ def identify() -> Identity:
         host=socket.gethostname(),
         pid=os.getpid(),
         cp=parallel_state.get_context_parallel_rank() if shares_sequences else None,
+        machine=machine_id(),
     )
 
 
@@ -101,7 +102,9 @@ class PeerWatch:
 
     def __init__(self, me: Identity, everyone: list[Identity]):
         self.me = me
-        self.local = [peer for peer in everyone if peer.host == me.host and peer.rank != me.rank]
+        self.local = [
+            peer for peer in everyone if peer.machine == me.machine and peer.rank != me.rank
+        ]
         self._ending = threading.Lock()
         self._stopped = threading.Event()
         self._reader, self._writer = os.pipe()
@@ -152,6 +155,8 @@ class PeerWatch:
             is_first = self.me.rank == 0
             text = f"minimegatron: {error}\n" if is_first else ""
             self._end(text, 1, linger=0.0 if is_first else LINGER_SECONDS)
+        if isinstance(error, CannotWrite):
+            self._end(f"minimegatron: {self.me}: {error}\n", 1)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while is_lost_connection(error) and time.monotonic() < deadline:
             if gone := self._gone():
@@ -221,9 +226,10 @@ def _block(who: str, error: BaseException) -> str:
 
 def _write(text: str) -> None:
     """All of it in one system call, so that the lines of several ranks do not mix."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(2, text.encode())
+    with contextlib.suppress(OSError):  # nobody reads it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 _watch: PeerWatch | None = None
@@ -276,7 +282,7 @@ def stop_watching() -> None:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Within it, an exception ends this process, after its report.
+    """Within it, an exception ends this process, after its report; a failed print does not.
 
     Where somebody else started the process group (a notebook, a test), the process is theirs:
     exceptions pass through.
@@ -284,6 +290,7 @@ def reported() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
+    keep_printing()
     try:
         yield
     except KeyboardInterrupt:
@@ -291,6 +298,9 @@ def reported() -> Iterator[None]:
     except Exception as error:
         if _watch is not None:
             _watch.end_after(error)
+        if isinstance(error, CannotWrite):
+            _write(f"minimegatron: {error}\n")
+            os._exit(1)
         _write(_block(f"rank {os.environ.get('RANK', 0)} (not yet in the model)", error))
         os._exit(1)
     finally:

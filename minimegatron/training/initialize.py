@@ -8,7 +8,6 @@ import argparse
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,12 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state, tensor_parallel
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.network import (
+    check_interfaces,
+    gloo_address_note,
+    keep_to_loopback,
+    loopback_address,
+)
 from minimegatron.core.utils import device_is_asynchronous, set_device
 from minimegatron.doctor.flight_recorder import turn_on_recorder
 from minimegatron.doctor.session import watch_ranks
@@ -31,7 +36,7 @@ from minimegatron.training.devices import agree_on_device, has_fused_attention, 
 from minimegatron.training.ending import end_properly
 from minimegatron.training.global_vars import set_global_variables
 from minimegatron.training.pipeline_schedule import pipeline_placement
-from minimegatron.training.rendezvous import find_each_other
+from minimegatron.training.rendezvous import find_each_other, ranks_of_environment
 from minimegatron.training.utils import print_rank_0
 
 BAD_ARGUMENTS = 2
@@ -63,12 +68,19 @@ def initialize_megatron(
     set_random_seed(args.seed, args.data_parallel_random_init)
 
 
-def _refuse(reason: ValueError) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
+def _refuse(reason: Exception, speaker: str = "RANK") -> NoReturn:
+    """Says why, once: on the rank whose variable `speaker` is 0."""
+    if not dist.is_torchelastic_launched():
+        # Nobody says that another rank 0 is there to speak.
+        note = ""
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            note = f" ({ranks_of_environment()})"
+        print(f"minimegatron: {reason}{note}", file=sys.stderr, flush=True)
+    elif os.environ.get(speaker, "0") == "0":
         print(f"minimegatron: {reason}", file=sys.stderr, flush=True)
     else:
-        # A launcher ends all ranks when the first one exits. Rank 0, which prints, should be that
-        # one; so wait for the launcher's signal, or as long as rank 0 may need to come this far.
+        # torchrun ends all ranks when the first one exits. The one that prints should be that; so
+        # wait for torchrun's signal, or as long as that rank may need to come this far.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(BAD_ARGUMENTS))
         time.sleep(30)
     sys.exit(BAD_ARGUMENTS)
@@ -115,13 +127,16 @@ def _context(args: Arguments) -> str:
 
 
 def _init_process_group(args: Arguments) -> None:
-    if args.world_size == args.local_world_size:
-        # Ranks of one machine need no network, and the machine's name need not resolve.
-        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-        if loopback:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    store = find_each_other(args.rank, args.world_size, timeout)
+    try:
+        if args.world_size == args.local_world_size:
+            loopback_address()
+            keep_to_loopback(os.environ)
+        else:
+            check_interfaces(os.environ)
+        store = find_each_other(args.rank, args.world_size, timeout)
+    except (ValueError, ConnectionError, RuntimeError) as reason:
+        _refuse(reason, speaker="LOCAL_RANK")
     if args.tensor_model_parallel_size > 1:
         # The GPU then begins kernels in the order in which they were queued: a collective of tensor
         # parallelism before the products that shall hide it. CUDA reads this when it is first used.
@@ -138,6 +153,10 @@ def _init_process_group(args: Arguments) -> None:
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     if args.hang_timeout is not None:
         turn_on_recorder(os.environ)
+    if "gloo" in chosen.backend and args.world_size > args.local_world_size:
+        note = gloo_address_note(os.environ, os.environ.get("MASTER_ADDR", ""))
+        if note is not None and args.local_rank == 0:
+            print(f"minimegatron: {note}", file=sys.stderr, flush=True)
     dist.init_process_group(
         chosen.backend,
         rank=args.rank,

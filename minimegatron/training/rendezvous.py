@@ -16,16 +16,24 @@ So the ranks first agree on a prefix that nobody has used:
     rank r      sees its own nonce, and so knows that the generation it replied to is the new one
 """
 
+import contextlib
 import os
 import secrets
 import socket
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from minimegatron.core.network import check_resolves
+
 POLL_SECONDS = 0.01
+SILENT_SECONDS = 2.0
+"""How long ranks may take to find each other before one says that it waits."""
 ANSWER_SECONDS = 5.0
 """How long it may take until a machine says whether somebody listens at an address of its."""
 
@@ -33,28 +41,79 @@ ANSWER_SECONDS = 5.0
 def find_each_other(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """A store for `init_process_group`, from what the launcher has put into the environment.
 
-    Raises ConnectionError if torchrun, which serves the store, is gone already.
+    Raises ValueError, at once, if the environment does not say where they are; ConnectionError if
+    torchrun, which serves the store, is gone already, or if rank 0 cannot be reached; RuntimeError if
+    a rank has not come within `timeout`.
     """
     if world_size == 1:
         # A process started alone has no launcher that would serve a store.
         return dist.HashStore()
-    _ask_torchrun()
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    return fresh_store(store, rank, world_size, timeout)
-
-
-def _ask_torchrun() -> None:
-    """Raises if torchrun's store is gone. torch would try until the time-out, by default 10 minutes."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return  # rank 0 serves the store, and may come later
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise ValueError(
+            f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}, so nobody knows where rank 0 is; "
+            "start with torchrun, which sets them"
+        )
+    check_resolves(host, port)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        _ask_torchrun(host, int(port))
     try:
-        socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+        with _told(rank, f"{host}:{port}", timeout):
+            store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+            return fresh_store(store, rank, world_size, timeout)
+    except dist.DistError as error:
+        first_line = str(error).partition("\n")[0]
+        raise ConnectionError(
+            f"rank 0 cannot be reached at MASTER_ADDR {host}, MASTER_PORT {port}: {first_line}"
+        ) from None
+
+
+def _ask_torchrun(host: str, port: int) -> None:
+    """Raises if torchrun's store is gone. torch would try until the time-out, by default 10 minutes."""
+    try:
+        socket.create_connection((host, port), ANSWER_SECONDS).close()
     except ConnectionRefusedError:
         message = f"nobody listens at {host}:{port}, where torchrun did: it is gone"
         raise ConnectionError(message) from None
-    except (OSError, ValueError):
+    except OSError:
         return  # torch tries too, and says what is wrong with the address
+
+
+@contextlib.contextmanager
+def _told(rank: int, where: str, timeout: timedelta) -> Iterator[None]:
+    """Within it, a wait is told of as soon as it is one, unless torchrun has started the ranks.
+
+    A program that was started alone may have the variables of a pod around it. To try the address
+    would not tell: in some pods every connection is accepted, by what watches the network.
+    """
+    text = (
+        f"minimegatron: rank {rank} waits for the others at {where}, for at most "
+        f"{timeout.total_seconds() / 60:g} minutes; {ranks_of_environment()}\n"
+    )
+    timer = threading.Timer(SILENT_SECONDS, _print_now, [text])
+    timer.daemon = True
+    if not dist.is_torchelastic_launched():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if timer.is_alive():
+            timer.join()
+
+
+def _print_now(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def ranks_of_environment() -> str:
+    """Where the number of ranks comes from, and what to do if that was another program's."""
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return (
+        f"the environment says RANK {rank}, WORLD_SIZE {world_size}: to train in one process, unset "
+        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    )
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -19,8 +19,8 @@ from minimegatron.core.distributed.distributed_data_parallel import DistributedD
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
+from minimegatron.core.local_host import channels, local_collectives
 from minimegatron.core.local_host import handshake as local_handshake
-from minimegatron.core.local_host import local_collectives
 from minimegatron.core.local_host.channels import LENT, NUM_STEP_LANES, Connection, connect
 from minimegatron.core.local_host.handshake import Met
 from minimegatron.core.local_host.shared_memory import Arena
@@ -765,3 +765,50 @@ def test_what_waits_for_a_full_socket_is_not_overtaken():
             time.sleep(0.01)
         assert not sender._writer.later
     assert 1000 < waited < number
+
+
+# -- In containers --
+
+
+def test_b1_a_host_that_hides_its_identity_is_like_no_other(monkeypatch):
+    def hidden(path: str, *_: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    here = local_handshake._host()
+    assert here == local_handshake._host()
+    monkeypatch.setattr(local_handshake, "open", hidden, raising=False)
+    one, other = local_handshake._host(), local_handshake._host()
+    assert one != other, "ranks that cannot know it do not share memory"
+    assert here not in (one, other)
+
+
+class _GroupOfTwo:
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("without_memory", ["this rank", "the other", "both"])
+def test_b1_without_memory_to_share_all_ranks_use_gloo(monkeypatch, without_memory):
+    def gather(everyone: list, mine: object, group: object) -> None:
+        host = () if without_memory != "this rank" else local_handshake._host()
+        everyone[:] = [mine, mine._replace(host=host)]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    descriptor = 0 if without_memory == "the other" else None
+    assert local_handshake.meet(_GroupOfTwo(), [1], [], descriptor, 5.0) is None
+
+
+@pytest.mark.parametrize("limit", ["system call", "size of files"])
+def test_b1_a_container_may_forbid_memory_without_a_name(monkeypatch, limit):
+    def forbidden() -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    assert isinstance(channels._new_arena(), Arena)
+    if limit == "system call":
+        monkeypatch.setattr(channels, "Arena", forbidden)
+    else:
+        monkeypatch.setattr(channels.resource, "getrlimit", lambda which: (4096, 4096))
+    assert channels._new_arena() is None

@@ -1,14 +1,17 @@
 """What a rank writes is what a reader gets: nested calls, counts, and when there is no more room."""
 
+import errno
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from minimegatron.core import tracing
 from minimegatron.core.tracing import Call, traced
+from minimegatron.doctor.folders import make_folder, remove_folder
 from minimegatron.doctor.observer import RecordingObserver
 from minimegatron.doctor.records import RETURNED, RUNNING, STARTING, MessageCount
 from minimegatron.doctor.shared_record import (
@@ -274,3 +277,29 @@ def test_reading_while_the_rank_writes(path):
 def test_the_end_is_told(path):
     RecordWriter(path, 0, 1).set_state(RETURNED)
     assert read_record(path).is_over()
+
+
+def test_b2_a_record_has_its_memory_before_it_is_used():
+    # Where a file is only made so long, the first use of a page without room ends the process.
+    folder = make_folder("minimegatron-test-")
+    try:
+        RecordWriter(folder / "0.record", 0, 1)
+        found = os.stat(folder / "0.record")
+        assert found.st_blocks * 512 >= found.st_size == RECORD_BYTES
+    finally:
+        remove_folder(folder)
+
+
+def test_b2_without_room_a_rank_goes_on_unseen_and_says_so(path, monkeypatch, capsys):
+    def no_room(self: Path, data: bytes) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", no_room)
+    writer = RecordWriter(path, 0, 1)
+    writer.set_state(RUNNING)
+    said = capsys.readouterr().err
+    assert "the hang doctor does not see this rank" in said
+    assert f"{RECORD_BYTES} bytes cannot be written to {path.parent} (No space left" in said
+    assert read_record(path) is None
+    assert list(path.parent.iterdir()) == []

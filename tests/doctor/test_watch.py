@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from minimegatron.doctor import processes
 from minimegatron.doctor import watch as watch_module
 from minimegatron.doctor.processes import Sample, main_stack, sample, without_own_threads
 from minimegatron.doctor.records import RETURNED, RUNNING
@@ -222,3 +223,17 @@ def test_the_thread_that_runs_the_backward_pass_is_shown_above_the_one_that_wait
     assert "in _engine_run_backward" in main_stack(without).splitlines()[0]
     elsewhere = IN_BACKWARD.replace("graph.py", "elsewhere.py")
     assert "elsewhere.py" in main_stack(elsewhere).splitlines()[0]
+
+
+def test_b1_the_process_numbers_of_another_proc_are_not_believed(monkeypatch):
+    # A container with process numbers of its own may see the /proc of its host.
+    monkeypatch.setattr(os, "readlink", lambda path: "4711")
+    assert sample(os.getpid()) is None
+
+
+def test_b1_a_hidden_proc_says_nothing(monkeypatch):
+    def hidden(path: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(processes, "_stat", hidden)
+    assert sample(os.getpid()) is None

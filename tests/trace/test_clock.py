@@ -1,6 +1,7 @@
 """One clock for all ranks: the bound holds, and clocks that are hours apart come together."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -9,7 +10,13 @@ from hypothesis import strategies as st
 
 import minimegatron
 from minimegatron.core import parallel_state
-from minimegatron.tracing.clock import Alignment, align_clocks, offset_bounds, to_rank_0
+from minimegatron.tracing.clock import (
+    Alignment,
+    align_clocks,
+    machine_clock_id,
+    offset_bounds,
+    to_rank_0,
+)
 from tests.ranks import run_ranks
 from tests.trace.recordings import run_step
 
@@ -90,3 +97,12 @@ def test_ranks_of_one_machine_share_their_clock(plain):
     assert plain.clock_residual_us == max(rank.clock.residual_us for rank in plain.ranks) > 0
     with pytest.raises(IndexError):
         plain.ranks[3]
+
+
+def test_b1_a_clock_whose_name_is_hidden_has_none(monkeypatch):
+    def hidden(self: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    assert machine_clock_id() == ""

@@ -1,5 +1,6 @@
 """A rank that raises or is killed takes the job down, with its rank and stage named."""
 
+import contextlib
 import os
 import re
 import signal
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from minimegatron.core.datasets.atomic_file import CannotWrite
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.training import failures
 from minimegatron.training.failures import Identity, is_lost_connection
@@ -78,6 +81,27 @@ def test_a_zombie_is_gone():
     child.wait()
     assert identity_of(child.pid).is_gone()
     child.stdin.close()
+
+
+def test_b1_machines_of_one_name_do_not_watch_each_others_processes():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    me = replace(identity_of(os.getpid()), rank=0, machine="boot 1")
+    there = replace(identity_of(child.pid), machine="boot 2")  # no such process here
+    watch = failures.PeerWatch(me, [me, there])
+    watch.stop()
+    assert watch._gone() == []
+
+
+def test_b15_a_file_that_cannot_be_written_is_named_in_one_line(monkeypatch):
+    said, ended = [], []
+    monkeypatch.setattr(failures, "_write", said.append)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(failures, "keep_printing", lambda: None)
+    with contextlib.suppress(CannotWrite), failures.reported():
+        raise CannotWrite(28, "No space left on device", "/runs/rank-00003.json")
+    assert said[0] == "minimegatron: cannot write /runs/rank-00003.json: No space left on device\n"
+    assert ended[0] == 1
 
 
 def test_watch_can_be_stopped():

@@ -83,7 +83,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
 def _save(path: Path, array: numpy.ndarray) -> None:
     file = AtomicFile(path)
     try:
-        numpy.save(file.file, array, allow_pickle=False)
+        numpy.save(file, array, allow_pickle=False)
         file.publish()
     finally:
         file.discard()

@@ -99,7 +99,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Writes `value` and puts it on disk. Raises OSError, TypeError for what is no JSON."""
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

@@ -29,6 +29,7 @@ epochs (`NUM_STEP_LANES`): there, a message stays until it is taken, whatever fa
 """
 
 import contextlib
+import resource
 import socket
 import struct
 import time
@@ -74,13 +75,14 @@ def connect(
     Collective over `group`; ranks are those within it. This rank calls `callees`, and is called by
     `callers`; of two ranks that talk to each other, one calls. Returns both kinds of connections by
     rank, each made by `kind` (`Connection` if None); or None on every rank if the group spans hosts or
-    containers, or runs on another system than Linux. Raises ConnectionError if a rank does not come
-    within the group's time-out.
+    containers, or if a rank has no memory to share, as on another system than Linux. Raises
+    ConnectionError if a rank does not come within the group's time-out.
     """
     if not is_supported():
         return None
-    timeout, arena = get_timeout(group), Arena()
-    found = meet(group, callees, callers, arena.descriptor, timeout)
+    timeout, arena = get_timeout(group), _new_arena()
+    descriptor = None if arena is None else arena.descriptor
+    found = meet(group, callees, callers, descriptor, timeout)
     if found is None:
         return None
     make = kind or Connection
@@ -88,6 +90,16 @@ def connect(
         {rank: make(met, arena, rank, timeout) for rank, met in those.items()} for those in found
     )
     return called, came
+
+
+def _new_arena() -> Arena | None:
+    """None where a container's rules, or its limits on files, leave no memory to share."""
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        return None
+    try:
+        return Arena()
+    except OSError:
+        return None
 
 
 # -- Epochs --

@@ -53,15 +53,15 @@ def meet(
     group: dist.ProcessGroup,
     callees: list[int],
     callers: list[int],
-    descriptor: int,
+    descriptor: int | None,
     timeout: float,
 ) -> tuple[dict[int, Met], dict[int, Met]] | None:
     """Connects this rank with others of `group`, if all of them are on one host.
 
     Collective over `group`; ranks are those within it. This rank calls `callees`, is called by
-    `callers`, and gives each of them `descriptor`. Returns both by rank, or None on every rank if
-    the group spans hosts or containers. Raises ConnectionError, naming the ranks, if some have not
-    come within `timeout` seconds.
+    `callers`, and gives each of them `descriptor`: None where it has no memory to share. Returns
+    both by rank, or None on every rank if the group spans hosts or containers, or if a rank has no
+    memory. Raises ConnectionError, naming the ranks, if some have not come within `timeout` seconds.
     """
     secret, name = secrets.token_bytes(_SECRET_BYTES), "\0minimegatron-" + secrets.token_hex(16)
     deadline = time.monotonic() + timeout
@@ -69,8 +69,9 @@ def meet(
         listener.bind(name)
         listener.listen(_MAX_CALLS)
         everyone: list = [None] * group.size()
-        dist.all_gather_object(everyone, _Address(_host(), name, secret), group=group)
-        if len({address.host for address in everyone}) > 1:
+        host = _host() if descriptor is not None else ()
+        dist.all_gather_object(everyone, _Address(host, name, secret), group=group)
+        if len({address.host for address in everyone}) > 1 or not host:
             return None
         # First everybody calls, then everybody listens, and last everybody reads the answers: so
         # nobody waits for a rank that waits for somebody else.
@@ -96,11 +97,17 @@ def _close_all(met: dict[int, Met]) -> None:
         os.close(descriptor)
 
 
-def _host() -> tuple:
-    """The same for two processes only if they can share memory and sockets."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read()
-    spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "ipc"))
+def _host(proc: str = "/proc") -> tuple:
+    """The same for two processes only if they can share memory and sockets.
+
+    Some containers hide what tells that. There the answer is like no other, and ranks use gloo.
+    """
+    try:
+        with open(f"{proc}/sys/kernel/random/boot_id") as file:
+            boot = file.read()
+        spaces = [os.stat(f"{proc}/self/ns/{kind}").st_ino for kind in ("net", "ipc")]
+    except OSError:
+        return ("unknown", secrets.token_hex(16))
     return (boot, *spaces, os.geteuid())
 
 

@@ -140,7 +140,8 @@ def _answer(engine, question: dict) -> Verdict:
 
 def take_pipes() -> tuple:
     """Input and output for this process alone: those it starts get none, and standard error."""
-    questions, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    questions = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -66,7 +66,7 @@ def copy_package(folder: Path) -> None:
 
 def patch_words(fault: Fault) -> str:
     """The file, and the lines before and after."""
-    source = (PACKAGE / fault.file).read_text()
+    source = (PACKAGE / fault.file).read_text(encoding="utf-8")
     before, _, after = source.partition(fault.old)
     first = before.rpartition("\n")[2]
     last = after.partition("\n")[0]

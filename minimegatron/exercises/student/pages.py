@@ -90,7 +90,8 @@ def start_words(folder: StudentFolder, exercise: Exercise) -> str:
 
 def page_words(exercise: Exercise) -> str:
     """The exercise's page, with its title."""
-    return f"# {exercise.title}\n\n{(exercise.folder / 'page.md').read_text().strip()}\n"
+    text = (exercise.folder / "page.md").read_text(encoding="utf-8")
+    return f"# {exercise.title}\n\n{text.strip()}\n"
 
 
 def after_check(folder: StudentFolder, exercise: Exercise, found: verdict.Verdict) -> str:

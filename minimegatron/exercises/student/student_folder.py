@@ -13,12 +13,11 @@ Torch-free. Megatron has no counterpart.
 import datetime
 import hashlib
 import json
-import os
-import shutil
 import zipfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.json_text import parse_json
 from minimegatron.exercises.exercise import Exercise, exercises, find
 from minimegatron.exercises.labs.faults import FORMER_NAMES
@@ -88,10 +87,8 @@ class StudentFolder:
         }
         progress = {name: asdict(one) for name, one in begun.items()}
         data = {"version": VERSION, "current": self.current, "progress": progress}
-        file = self.path / STATE
-        new = file.with_name(f"{STATE}.{os.getpid()}")
-        new.write_text(json.dumps(data | {"labs": self.labs}, indent=1) + "\n")
-        new.replace(file)
+        text = json.dumps(data | {"labs": self.labs}, indent=1) + "\n"
+        write_atomically(self.path / STATE, text.encode())
 
     def lab(self, name: str) -> Path:
         """Where a lab's copy is."""
@@ -135,9 +132,9 @@ class StudentFolder:
                 f"`minimegatron exercises reset {exercise.number}`"
             )
         self.path.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(exercise.folder / "stub.py", path)
+        write_atomically(path, (exercise.folder / "stub.py").read_bytes())
         if not (self.path / "AGENTS.md").exists():
-            shutil.copyfile(TUTOR, self.path / "AGENTS.md")
+            write_atomically(self.path / "AGENTS.md", TUTOR.read_bytes())
         self.current = exercise.name
         self.of(exercise).started = _now()
         self.save()

@@ -13,6 +13,7 @@ import torch
 
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.utils import get_device
+from minimegatron.training.datasets.workers import prepare_for_workers
 
 
 class MegatronPretrainingSampler:
@@ -126,6 +127,8 @@ def build_pretraining_data_loader(
         sampler = MegatronPretrainingSampler(*share)
     else:
         sampler = MegatronPretrainingRandomSampler(*share, seed=seed)
+    if num_workers > 0:
+        prepare_for_workers(dataset, num_workers, micro_batch_size)
     return torch.utils.data.DataLoader(
         dataset,
         batch_sampler=sampler,
