@@ -8,6 +8,18 @@ from typing import Any
 
 from minimegatron.exercises.bench.cases import Wrong
 
+# -- Words --
+
+
+def num_of(number: int, one: str, many: str = "") -> str:
+    """A number with its noun.
+
+    >>> num_of(1, "rank"), num_of(3, "rank"), num_of(0, "box", "boxes")
+    ('1 rank', '3 ranks', '0 boxes')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 # -- Values --
 
 
