@@ -119,7 +119,7 @@ def _pass_through(
         raise Wrong(
             f"{where} changed the tensor it was given\n"
             "all_reduce works in place. The caller still uses its tensor (autograd may have saved "
-            "it for backward): reduce a .clone()."
+            "it for backward). In which tensor may the sum be made, then?"
         )
     if not output.requires_grad:
         raise Wrong(
@@ -134,7 +134,8 @@ def _pass_through(
     if not torch.equal(given, grad):
         raise Wrong(
             f"{where}: its backward changed grad_output\n"
-            "Autograd may pass the same tensor to other branches of the graph: reduce a .clone()."
+            "Autograd may pass the same tensor to other branches of the graph. Whose tensor may "
+            "you sum in?"
         )
     if entered.grad is None:
         raise Wrong(f"{where}: its backward returned no gradient for the input")
@@ -165,6 +166,11 @@ def _judge_reduce(case: Case, me: Place, output: torch.Tensor, found: torch.Tens
     sizes = {"tp": case.tp}
     wanted = sum(me.terms[r] for r in me.members)
     _check_sum_over_group("reduce's output", output, wanted, sum(me.terms), me)
+    if _is(output, me.terms[me.rank]):
+        raise Wrong(
+            f"rank {me.rank}: reduce's output is this rank's own term\nEach of {case.tp} ranks has one "
+            "term of the sum. How do the others come here?"
+        )
     check_numbers("reduce's output", output, wanted, me.rank, sizes)
     if _is(found, case.tp * me.grad):
         raise Wrong(

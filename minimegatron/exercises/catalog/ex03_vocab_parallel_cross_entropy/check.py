@@ -184,9 +184,15 @@ class Trial:
             (log_sum - maximum - right, ONE_M),
             (log_sum + maximum - right, ONE_M),
             (
+                own_sum - unmasked,
+                "it is the loss over this rank's slice of the vocabulary\nNo other rank was asked. "
+                "Which "
+                "numbers of a token does this rank not have?",
+            ),
+            (
                 own_sum - right,
                 "each rank normalised over its own slice of the vocabulary\nThe sum of exponentials "
-                "is over all words: it needs an all-reduce too.",
+                "is over all words. Who has the others?",
             ),
             (
                 log_sum - right - others,

@@ -46,7 +46,7 @@ def cases(seed: int) -> list[Case]:
     draw, data = random.Random(seed), data_seed(seed)
     found = [Case("every stage's order, nothing sent yet", part="the order")]
     found += [Case(f"a ring of {p} stages, all four messages", part="rings", ring=p) for p in RINGS]
-    steps = [(4, None, draw.choice([1, 2, 3])), (4, 2, 4), (2, 2, draw.choice([2, 4]))]
+    steps = [(4, None, draw.choice([2, 3])), (4, 2, 4), (2, 2, draw.choice([2, 4]))]
     for p, v, M in steps:
         step = StepCase(pp=p, vp=v, num_microbatches=M, seed=data)
         words = "1F1B" if v is None else f"{v} chunks each"

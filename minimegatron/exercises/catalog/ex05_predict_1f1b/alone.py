@@ -7,6 +7,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check import Case, Result, Wrong, wrong_order
 from minimegatron.planner.plan import plan
 
@@ -107,8 +108,9 @@ def _check_complete(units: list[Unit], rank: int, case: Case) -> None:
             hint = ""
             if case.p - rank - 1 > case.M:
                 hint = (
-                    f"\nWith fewer microbatches than stages the warm-up is not {case.p - rank - 1} "
-                    f"but all {case.M} there are: the smaller of the two numbers."
+                    f"\n{case.p - rank - 1} stages follow, and there are "
+                    f"{num_of(case.M, 'microbatch', 'microbatches')}. "
+                    "How many forwards can the warm-up have, then?"
                 )
             raise Wrong(f"{what}: {unit} does not exist; the last one is {unit.kind}{last}{hint}")
         if units.count(unit) > 1:

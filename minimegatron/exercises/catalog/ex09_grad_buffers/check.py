@@ -203,12 +203,15 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
     if not one["is_a_view"]:
         raise Wrong(
             "after _after_grad, param.main_grad is another tensor: it must stay a view into the "
-            "buffer, or nobody sends what it holds. Add in place (add_)."
+            "buffer, or nobody sends what it holds. Which operations write into the tensor that is "
+            "there?"
         )
     if number and one["main_grad"][0] == 10.0**number:
         raise Wrong(
             f"after microbatch {number}, main_grad holds only that microbatch's gradient: the "
-            "earlier ones were overwritten\nGradients of all microbatches add up: add_, not copy_."
+            "earlier ones were overwritten\nWhat should be there after the second microbatch, and "
+            "what did yours do "
+            "with what was there?"
         )
     expected = torch.full((4,), sum(10.0**i for i in range(number + 1)), dtype=torch.float64)
     check_numbers(f"main_grad after microbatch {number}", one["main_grad"], expected)
@@ -216,13 +219,13 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
         raise Wrong(
             "_after_grad fills param.grad with zeros, and keeps it\nThe next gradient is right with "
             "that, but zeros take as much memory as a gradient: each parameter would hold it twice, "
-            "here and in the buffer. Let go of the tensor: set param.grad to None."
+            "here and in the buffer. How does one let go of a tensor?"
         )
     if not one["grad_is_none"]:
         raise Wrong(
             "_after_grad leaves param.grad as it is\nThe next backward adds its gradient to it, "
-            "so this microbatch would count again each time; and its memory is held twice. Set "
-            "it to None."
+            "so this microbatch would count again each time; and its memory is held twice. Who "
+            "still needs it?"
         )
     if one["num_told"] != number + 1:
         raise Wrong(

@@ -80,6 +80,13 @@ def _known(case: Case, right: RightStep) -> Iterator[tuple[torch.Tensor, str]]:
         f"The losses of {M} microbatches were summed; a step's loss is the mean.",
     )
     yield (main + aux) / S, f"The loss scale, {S:g}, is not in the gradients."
+    yield (
+        M / S * main + 100.0 * right.aux,
+        f"Neither loss is scaled as the stub says. A step's loss is the mean over M = {M} "
+        f"microbatches, "
+        f"times the loss scale ({S:g}); and who tells the auxiliary losses? They have the scale that "
+        "the step before has set, 100.",
+    )
     for instead, words in _other_losses(case, right):
         yield main + S / M * instead, words
 

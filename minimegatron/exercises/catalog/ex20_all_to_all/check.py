@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.exercises.bench.counted_collectives import counted
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex20_all_to_all.data import (
     WORLD,
@@ -45,7 +46,8 @@ def cases(seed: int) -> list[Case]:
         Case(name, part=EXCHANGE, ep=ep, matrix=matrix, seed=data + number)
         for number, (name, (ep, matrix)) in enumerate(exchanges.items())
     ]
-    chosen = [_choices(draw, 6, range(5), 2) for _ in range(WORLD)]
+    # Nobody chooses expert 3, and one token chooses nobody.
+    chosen = [_choices(draw, 6, (0, 1, 2, 4), 2) for _ in range(WORLD)]
     chosen[0][draw.randrange(6)] = []
     found.append(
         Case("6 tokens, 5 experts", part=ORDER, ep=1, local=5, chosen=chosen, seed=data + 2)
@@ -164,6 +166,7 @@ def _judge_exchange(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
         group, me = members(case, rank), rank % case.ep
         rows = [rows_of(case, other).split(matrix[i]) for i, other in enumerate(group)]
         wanted = torch.cat([rows[i][me] for i in range(case.ep)])
+        _is_no_copy(answer["output"], rows_of(case, rank), wanted, rank)
         check_known("what all_to_all returned", answer["output"], wanted, rank=rank)
     for rank, answer in enumerate(answers):
         group, me = members(case, rank), rank % case.ep
@@ -173,6 +176,16 @@ def _judge_exchange(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
         wanted = torch.cat([grads[i][me] for i in range(case.ep)])
         check_known("the gradient of all_to_all's input", answer["gradient"], wanted, rank=rank)
     return Result({"rows": f"from each rank to each: {matrix}"})
+
+
+def _is_no_copy(found: torch.Tensor, own: torch.Tensor, wanted: torch.Tensor, rank: int) -> None:
+    """Raises Wrong if the first rows are those that the rank has sent."""
+    n = min(len(own), len(found))
+    if n and torch.equal(found[:n], own[:n]) and not torch.equal(wanted[:n], own[:n]):
+        raise Wrong(
+            f"rank {rank}: what all_to_all returned begins with this rank's own {num_of(n, 'row')}, in "
+            "their order\nThey are for other ranks, too. Which rows have come from rank 0 of the group?"
+        )
 
 
 # -- The order --

@@ -99,9 +99,7 @@ def _check_agreement(
             )
 
 
-def _ask_all(
-    phase: Phase, number: int, width: int, sent: list[int], group: Any
-) -> list[list[int]]:
+def _ask_all(phase: Phase, number: int, width: int, sent: list[int], group: Any) -> list[list[int]]:
     """What each rank of the group sends to each, where all are at the same place."""
     mine = torch.tensor([PHASES.index(phase.words), number, width, *sent])
     every = torch.empty(group.size() * len(mine), dtype=torch.int64)
@@ -115,7 +113,7 @@ def _ask_all(
 def _check_call(phase: Phase, source: int, told: list[int], mine: list[int]) -> None:
     if told[:2] != mine[:2]:
         raise Wrong(
-            f"{phase}, this rank {_call_words(*mine[:2])}, while rank {source} of its group "
+            f"rank {dist.get_rank()} {_call_words(*mine[:2])}, while rank {source} of its group "
             f"{_call_words(*told[:2])}\nEvery rank of a group must make the same calls, also one that "
             "has nothing to send or to get: look at an early return, and at an `if` that depends on "
             "the rank's own tokens."

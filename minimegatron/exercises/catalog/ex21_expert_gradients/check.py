@@ -151,6 +151,11 @@ def _judge_mark(case: Case, found: list[list[Any]]) -> None:
             raise Wrong(
                 f"{where}: allreduce of an expert's parameter is True\n{_why_mark(t, e, etp)}"
             )
+        if not marks[1] and e == 1 and etp == t:
+            raise Wrong(
+                f"{where}: allreduce of an expert's parameter is False\nWrite down both columns of "
+                "groups for these sizes. Is there a rank that is in the one and not in the other?"
+            )
 
 
 def _why_mark(t: int, e: int, etp: int) -> str:
@@ -257,6 +262,7 @@ def _known_of_dense(
         f"{losses}.",
     )
     yield of_tensor[rank][index] / losses, "It was divided, but not summed over groups.dp_cp."
+    yield of_tensor[rank][index], "It is this rank's own: neither summed over replicas nor divided."
     few = places.summed("expt_dp", rank, index, of_tensor.__getitem__)
     yield few / losses, "It was summed over groups.expt_dp, as if it were an expert's."
     summed = [

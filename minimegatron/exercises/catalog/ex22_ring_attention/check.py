@@ -143,7 +143,8 @@ def _called(
         if one.dtype != torch.float64:
             raise Wrong(
                 f"{ring}: of {names}, number {place} is {one.dtype}; float64 is expected, like "
-                "all that you are given\ntorch.zeros makes float32, torch.zeros_like keeps the dtype."
+                "all that you are given\nWhich of your tensors was made without a look at the "
+                "query's dtype?"
             )
     return [one.detach().clone() for one in returned]
 

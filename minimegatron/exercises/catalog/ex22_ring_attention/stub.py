@@ -105,7 +105,9 @@ def ring_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's query, key and value; other ranks' queries have seen its keys, too.
 
-    Hops of keys and values hide behind blocks here, too; those of gradients need not. `output` and `lse` are what `ring_forward` returned on this rank. For a block of pairs, with S its
+    Hops of keys and values hide behind blocks here, too; those of gradients need not.
+
+    `output` and `lse` are what `ring_forward` returned on this rank. For a block of pairs, with S its
     scaled scores (-inf where a query may not look), dO the gradient of the output O, and i a query:
 
         D[i]  = sum over d of dO[i] * O[i]
