@@ -28,8 +28,7 @@ def cases(seed: int) -> list[Case]:
     ]
     draw = random.Random(seed)
     for order, rank_offset in (("pp-cp-tp-dp", 5), ("dp-tp-pp-cp", 0)):
-        sizes = {word: draw.choice([2, 3, 4]) for word in order.split("-")}
-        sizes[draw.choice(list(sizes))] = 1
+        sizes = {word: draw.choice([2, 3, 4]) for word in order.split("-")} | {"cp": 1}
         jobs.append({**sizes, "order": order, "rank_offset": rank_offset})
     return [Case(_words(job), **job) for job in jobs]
 
