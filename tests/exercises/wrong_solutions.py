@@ -10,8 +10,9 @@ In `wrong/` is one file per exercise, with a table per mistake: `why` it is one,
     full     whether `make test` leaves the mistake to `make test-full`: those that it makes itself
              fail in each part of their exercise, alone and on ranks, and by a hang
 
-A mistake whose name begins with `does_nothing_` does nothing clever: it returns its input or a constant,
-is what one process would do, ignores an argument, hides nothing, frees nothing. Such a file must fail.
+A mistake whose name begins with `does_nothing_` does nothing clever: it returns its input or a
+constant, is what one process would do, ignores an argument, hides nothing, frees nothing. Such a
+file must fail.
 
 Functions of the reference that the mistake does without stay in the file, unused.
 """
