@@ -46,7 +46,7 @@ def _first_difference(got: Any, expected: Any) -> str:
     for index, (mine, theirs) in enumerate(zip(got, expected, strict=False)):
         if mine != theirs:
             return f"first difference at [{index}]: {_short(mine)}, expected {_short(theirs)}"
-    return f"{len(got)} items, but {len(expected)} are expected"
+    return f"{num_of(len(got), 'item')}; expected: {len(expected)}"
 
 
 def _short(value: Any, most: int = 300) -> str:

@@ -5,6 +5,7 @@ Torch-free. Megatron has no counterpart.
 
 import shutil
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.exercise import TIERS, Exercise, exercises
 from minimegatron.exercises.labs.labs import (
     LABS,
@@ -35,7 +36,7 @@ def overview(folder: StudentFolder) -> str:
 
 
 def _row(exercise: Exercise, progress: ExerciseProgress) -> str:
-    ranks = f"{exercise.num_ranks} ranks" if exercise.num_ranks else "no ranks"
+    ranks = num_of(exercise.num_ranks, "rank") if exercise.num_ranks else "no ranks"
     name = f"{_mark(progress)} {exercise.name:34}"
     return f"  {name} {exercise.minutes:3} min  {ranks:8}  {exercise.title}"
 
@@ -68,7 +69,7 @@ def what_next(folder: StudentFolder) -> str:
 
 def start_words(folder: StudentFolder, exercise: Exercise) -> str:
     """What to read after a start."""
-    ranks = f"on {exercise.num_ranks} ranks" if exercise.num_ranks else "without ranks"
+    ranks = f"on {num_of(exercise.num_ranks, 'rank')}" if exercise.num_ranks else "without ranks"
     lines = [
         f"{exercise.title} ({exercise.tier}, about {exercise.minutes} minutes, checked {ranks})",
         "",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed
 
@@ -220,4 +221,4 @@ def _check_message(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.numel()} numbers of {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{num_of(tensor.numel(), 'number')} of {str(tensor.dtype).removeprefix('torch.')}"

@@ -25,7 +25,8 @@ NO_OFFSET = (
 )
 
 OWN_SLICE = (
-    "it is the loss over this rank's slice of the vocabulary\nNo other rank was asked. Which numbers of a "
+    "it is the loss over this rank's slice of the vocabulary\nNo other rank was asked. Which "
+    "numbers of a "
     "token does this rank not have?"
 )
 ONE_M = (

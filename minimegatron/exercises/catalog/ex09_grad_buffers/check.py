@@ -12,6 +12,7 @@ import torch
 from minimegatron.core.distributed import param_and_grad_buffer
 from minimegatron.core.distributed.param_and_grad_buffer import BufferLayout
 from minimegatron.core.tracing import Call, observed_by
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step import StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
@@ -105,7 +106,10 @@ def _judge_layout(numels: list[int], bucket_size: int | None, found: list[list[A
             f"(start, end) for each bucket; yours are {params} and {buckets}"
         )
     if len(params) != len(numels):
-        raise Wrong(f"{what}: params has {len(params)} entries for {len(numels)} parameters")
+        raise Wrong(
+            f"{what}: params has {num_of(len(params), 'entry', 'entries')} for "
+            f"{num_of(len(numels), 'parameter')}"
+        )
     _judge_places(what, numels, params)
     starts = [start for start, _, _ in params]
     if len(numels) > 1 and starts == sorted(starts):
@@ -124,7 +128,8 @@ def _judge_places(what: str, numels: list[int], params: list[tuple]) -> None:
     for number, (start, end, _) in enumerate(params):
         if end - start != numels[number]:
             raise Wrong(
-                f"{what}: parameter {number} has {numels[number]} elements, but lies at {start} to "
+                f"{what}: parameter {number} has {num_of(numels[number], 'element')}, but lies at "
+                f"{start} to "
                 f"{end}"
             )
     places = sorted((start, end) for start, end, _ in params)
@@ -229,7 +234,8 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
         )
     if one["num_told"] != number + 1:
         raise Wrong(
-            f"after {number + 1} gradients the bucket was told {one['num_told']} times; with "
+            f"after {num_of(number + 1, 'gradient')} the bucket was told "
+            f"{num_of(one['num_told'], 'time')}; with "
             "overlap_grad_reduce, call register_grad_ready(param) after each"
         )
     if not one["is_told_right"]:

@@ -19,6 +19,7 @@ from minimegatron.core.tensor_parallel.sharding import (
     shard_parameter,
 )
 from minimegatron.doctor.folders import make_folder, remove_folder
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, batches, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
@@ -205,7 +206,9 @@ def _judge_boxes(
             raise Wrong(f"{where} holds a copy: what is loaded into it is lost. Make it a view.")
     held = sum(box["data"].numel() for box in boxes)
     if held != data.numel():
-        raise Wrong(f"{who}: its boxes hold {held} elements, but `data` has {data.numel()}")
+        raise Wrong(
+            f"{who}: its boxes hold {num_of(held, 'element')}, but `data` has {data.numel()}"
+        )
 
 
 def _misplaced(where: str, box: dict[str, Any], full: torch.Tensor, why: str) -> str:

@@ -268,7 +268,11 @@ def _checked(returned: Any, case: Case) -> tuple[torch.Tensor, list[int], torch.
     n = sum(counts)
     for what, value in (("tokens", tokens), ("probs", weights)):
         if not isinstance(value, torch.Tensor) or len(value) != n:
-            size = f"{len(value)} rows" if isinstance(value, torch.Tensor) else type(value).__name__
+            size = (
+                f"{num_of(len(value), 'row')}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
             raise Wrong(
                 f"{who} returned {what} of {size}, but tokens_per_expert {counts} are {n} in all\n"
                 "A row, and its probability, for each token that came to an expert of this rank."

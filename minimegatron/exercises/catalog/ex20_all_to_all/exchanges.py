@@ -79,7 +79,8 @@ def _checked_splits(
     splits = [int(one) for one in splits]
     if len(splits) != size or sum(splits) != len(tensor) or min(splits) < 0:
         raise Wrong(
-            f"{phase}, an all-to-all whose {name} has {len(tensor)} rows {verb} {splits}, in all "
+            f"{phase}, an all-to-all whose {name} has {num_of(len(tensor), 'row')} {verb} "
+            f"{splits}, in all "
             f"{sum(splits)}, over a group of {size} ranks\n{_advice(phase)}"
         )
     return splits

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex21_expert_gradients.norms import judge_norms
 from minimegatron.exercises.catalog.ex21_expert_gradients.places import WORLD, Places
@@ -204,13 +205,14 @@ def _known_of_experts(
     yield (
         right / copies,
         f"It was divided by {copies}, the number of ranks that hold this expert. But before that, "
-        f"backward had already added up what the tokens of {seen} ranks contribute, and the mean is "
+        f"backward had already added up what the tokens of {num_of(seen, 'rank')} contribute, and "
+        f"the mean is "
         f"taken of {losses} losses.",
     )
     yield right, f"It was summed, and not divided. The mean of {losses} losses is wanted."
     yield (
         left[rank][index] / losses,
-        f"It was divided, but not summed over the {copies} ranks that hold this expert.",
+        f"It was divided, but not summed over the {num_of(copies, 'rank')} that hold this expert.",
     )
     yield left[rank][index], "It is what backward has left: neither summed nor divided."
     mixed = places.summed("dp_cp", rank, index, left.__getitem__)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from minimegatron.core import collectives
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check import Wrong
 
 WORK = ("exp", "exp_", "exp2", "softmax", "logsumexp", "matmul", "__matmul__", "bmm", "einsum")
@@ -106,7 +107,8 @@ class Ring:
                 )
         if len(tensors) > MOST_TENSORS:
             raise Wrong(
-                f"{self}: pass_on got {len(tensors)} tensors; no more than four need to travel"
+                f"{self}: pass_on got {num_of(len(tensors), 'tensor')}; no more than four need to "
+                f"travel"
             )
         told = self._ask(number, tensors)
         before = told[(self.rank - 1) % self.size]
