@@ -16,13 +16,9 @@ from minimegatron.exercises.room.missing_keys import missing_key_words
 from minimegatron.exercises.room.reading import wanted_names
 from minimegatron.exercises.room.verdict import Verdict, render
 from tests.exercises.ten_seeds import HIDDEN
-from tests.exercises.wrong_solutions import wrong_solutions
+from tests.exercises.wrong_solutions import ONE_OF_MANY, wrong_solutions
 
 NUMBERS = [one.number for one in exercises()]
-ONE_OF_MANY = re.compile(
-    r"(?<![\w.,/=\[-])1 (ranks|stages|microbatches|tokens|layers|forwards|backwards|gradients|rows|"
-    r"elements|items|numbers|chunks|boxes|tensors|messages|entries|parameters|bars|words)\b"
-)
 
 
 def functions(path: Path) -> dict[str, str]:

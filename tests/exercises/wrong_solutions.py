@@ -18,6 +18,7 @@ Functions of the reference that the mistake does without stay in the file, unuse
 """
 
 import ast
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ from typing import Any
 from minimegatron.exercises.exercise import Exercise
 
 FOLDER = Path(__file__).parent / "wrong"
+ONE_OF_MANY = re.compile(
+    r"(?<![\w.,/=\[-])(?<!- )1 (ranks|stages|microbatches|tokens|layers|forwards|backwards|gradients|rows|"
+    r"elements|items|numbers|chunks|boxes|tensors|messages|entries|parameters|words)\b"
+)
+"""A count of one that is written as of many, in anything a check says."""
 
 
 @dataclass(frozen=True)
