@@ -29,8 +29,8 @@ from minimegatron.exercises.exercise import Exercise
 
 FOLDER = Path(__file__).parent / "wrong"
 ONE_OF_MANY = re.compile(
-    r"(?<![\w.,/=\[-])(?<!- )1 (ranks|stages|microbatches|tokens|layers|forwards|backwards|gradients|rows|"
-    r"elements|items|numbers|chunks|boxes|tensors|messages|entries|parameters|words)\b"
+    r"(?<![\w.,/=\[-])(?<!- )1 (ranks|stages|microbatches|tokens|layers|forwards|backwards|gradients|"
+    r"rows|elements|items|numbers|chunks|boxes|tensors|messages|entries|parameters|words)\b"
 )
 """A count of one that is written as of many, in anything a check says."""
 
