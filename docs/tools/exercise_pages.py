@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 if str(HERE.parents[1]) not in sys.path:
     sys.path.insert(0, str(HERE.parents[1]))
 
+from minimegatron.exercises.bench.feedback import num_of  # noqa: E402
 from minimegatron.exercises.exercise import (  # noqa: E402
     TIERS,
     Exercise,
@@ -68,7 +69,7 @@ def write_exercise_pages(out: Path) -> None:
 
 def exercise_page(exercise: Exercise) -> str:
     """The problem, what to write, and hints to unfold."""
-    ranks = f"{exercise.num_ranks} ranks" if exercise.num_ranks else "no ranks"
+    ranks = num_of(exercise.num_ranks, "rank") if exercise.num_ranks else "no ranks"
     facts = f"{exercise.tier.capitalize()}, about {exercise.minutes} minutes, checked on {ranks}."
     heading, _, body = page_words(exercise).partition("\n\n")
     stub = (exercise.folder / "stub.py").read_text().partition("\n\nif __name__")[0]

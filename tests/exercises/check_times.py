@@ -96,7 +96,7 @@ def watch(number: str) -> float:
             wait_for("watching", running)
             began = time.monotonic()
             path.write_text(stub + "# changed\n", encoding="utf-8")
-            wait_for("[--]", running)
+            wait_for("[no]", running)
             found = time.monotonic() - began
             running.kill()
         return found

@@ -20,7 +20,7 @@ from minimegatron.exercises.room.reading import wanted_names
 from minimegatron.exercises.room.verdict import Verdict
 from minimegatron.exercises.student.beside import beside
 from minimegatron.exercises.student.student_folder import hints
-from tests.exercises.wrong_solutions import wrong_solutions
+from tests.exercises.wrong_solutions import ONE_OF_MANY, wrong_solutions
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -142,6 +142,7 @@ def test_the_solution_passes(exercise, seed, monkeypatch):
     found = check_file(exercise, path, seed, patience=PATIENCE)
     assert found.has_passed, found.text
     assert found.num_cases == len(found.achieved) > 0
+    assert not ONE_OF_MANY.search(verdict.render(found, exercise.name))
     assert not found.printed
 
 
@@ -177,19 +178,31 @@ def test_another_right_way_passes(exercise_, path):
     assert found.has_passed, found.text
 
 
-WRONG = [
-    pytest.param(
-        wrong,
-        id=f"{one.number}-{wrong.name}",
-        marks=[pytest.mark.full] if wrong.is_for_full else [],
-    )
-    for one in exercises()
-    for wrong in wrong_solutions(one)
-]
+def mistakes(does_nothing: bool) -> list:
+    return [
+        pytest.param(
+            wrong,
+            id=f"{one.number}-{wrong.name.removeprefix('does_nothing_')}",
+            marks=[pytest.mark.full] if wrong.is_for_full else [],
+        )
+        for one in exercises()
+        for wrong in wrong_solutions(one)
+        if wrong.does_nothing == does_nothing
+    ]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", mistakes(does_nothing=False))
 def test_a_known_mistake_is_named(wrong, tmp_path, monkeypatch):
+    check_that_it_is_named(wrong, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("wrong", mistakes(does_nothing=True))
+def test_d_what_does_nothing_clever_fails(wrong, tmp_path, monkeypatch):
+    """The input, a constant, the stub's order, no exchange, no overlap, nothing freed."""
+    check_that_it_is_named(wrong, tmp_path, monkeypatch)
+
+
+def check_that_it_is_named(wrong, tmp_path, monkeypatch):
     # `test_engine` asks a second time; here the first answer is enough.
     monkeypatch.setattr(engine, "AGAIN_SECONDS", 0.0)
     if wrong.hangs:
@@ -199,6 +212,7 @@ def test_a_known_mistake_is_named(wrong, tmp_path, monkeypatch):
     assert not found.has_passed
     assert found.kind in (verdict.WRONG, verdict.HANG, verdict.RAISED, verdict.DIED), found.text
     assert wrong.says in words(found), found.text
+    assert not ONE_OF_MANY.search(words(found)), found.text
     # Parts are told one by one: those before the one that failed are right.
     if found.part in found.parts:
         assert found.passed_parts == found.parts[: found.parts.index(found.part)]

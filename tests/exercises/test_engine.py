@@ -222,6 +222,6 @@ def test_plain_torchrun_says_the_same(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 1
-    assert done.stdout.count("[--] ex00_ring: Not right yet") == 1
+    assert done.stdout.count("[no] ex00_ring: Not right yet") == 1
     assert "1 / world (1/2): the sum over ranks is missing" in done.stdout
     assert not list(temporary.glob("minimegatron-*"))

@@ -224,7 +224,7 @@ def test_parts_are_told_one_by_one(tmp_path):
     found, _ = run_alone(tmp_path, "    return []\n", 4.0)
     text = render(found, "ex05")
     assert "[ok] part 1, by hand: right" in text
-    assert "[--] part 2, the rule: not right" in text
+    assert "[no] part 2, the rule: not right" in text
 
 
 def test_a_part_that_was_not_judged_may_have_been_reached():

@@ -10,10 +10,15 @@ In `wrong/` is one file per exercise, with a table per mistake: `why` it is one,
     full     whether `make test` leaves the mistake to `make test-full`: those that it makes itself
              fail in each part of their exercise, alone and on ranks, and by a hang
 
+A mistake whose name begins with `does_nothing_` does nothing clever: it returns its input or a
+constant, is what one process would do, ignores an argument, hides nothing, frees nothing. Such a
+file must fail.
+
 Functions of the reference that the mistake does without stay in the file, unused.
 """
 
 import ast
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +28,11 @@ from typing import Any
 from minimegatron.exercises.exercise import Exercise
 
 FOLDER = Path(__file__).parent / "wrong"
+ONE_OF_MANY = re.compile(
+    r"(?<![\w.,/=\[-])(?<!- )1 (ranks|stages|microbatches|tokens|layers|forwards|backwards|gradients|"
+    r"rows|elements|items|numbers|chunks|boxes|tensors|messages|entries|parameters|words)\b"
+)
+"""A count of one that is written as of many, in anything a check says."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,11 @@ class WrongSolution:
     def is_for_full(self) -> bool:
         """Whether `make test` leaves it out."""
         return self.patch.get("full", False)
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether it does nothing clever: the input, a constant, the first line that comes to mind."""
+        return self.name.startswith("does_nothing_")
 
     @property
     def hangs(self) -> bool:

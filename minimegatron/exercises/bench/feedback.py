@@ -8,6 +8,18 @@ from typing import Any
 
 from minimegatron.exercises.bench.cases import Wrong
 
+# -- Words --
+
+
+def num_of(number: int, one: str, many: str = "") -> str:
+    """A number with its noun.
+
+    >>> num_of(1, "rank"), num_of(3, "rank"), num_of(0, "box", "boxes")
+    ('1 rank', '3 ranks', '0 boxes')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 # -- Values --
 
 
@@ -34,7 +46,7 @@ def _first_difference(got: Any, expected: Any) -> str:
     for index, (mine, theirs) in enumerate(zip(got, expected, strict=False)):
         if mine != theirs:
             return f"first difference at [{index}]: {_short(mine)}, expected {_short(theirs)}"
-    return f"{len(got)} items, but {len(expected)} are expected"
+    return f"{num_of(len(got), 'item')}; expected: {len(expected)}"
 
 
 def _short(value: Any, most: int = 300) -> str:

@@ -14,6 +14,7 @@ from minimegatron.core.pipeline_parallel.placement import usual_placement
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rank_generator import GROUP_KINDS, make_grids
 from minimegatron.exercises.bench.cases import Wrong
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.feedback_numbers import check_numbers, wrong_numbers
 from minimegatron.exercises.bench.gpt_step import GptStep, Seat, StepCase
 
@@ -104,7 +105,7 @@ class Reference:
             if len(reports) != len(expected):
                 raise Wrong(
                     f"rank {rank}: the schedule returned {len(reports)} reports; the last stage "
-                    f"has one for each of {len(expected)} microbatches"
+                    f"has one for each of {num_of(len(expected), 'microbatch', 'microbatches')}"
                 )
             for number, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
                 name = f"the {what} of microbatch {number}"

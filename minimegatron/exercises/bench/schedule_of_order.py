@@ -41,7 +41,7 @@ def _numbered(stage: Stage, order: str) -> list[tuple[str, int]]:
         if order.count(letter) != M or set(order) - {"F", "B"}:
             raise ValueError(
                 f"the order {order!r} of stage {stage.pp_rank} has {order.count(letter)} {word}; "
-                f"with {M} microbatches it needs {M} F's, {M} B's, and nothing else"
+                f"with M = {M} it needs {M} F's, {M} B's, and nothing else"
             )
     counts = {"F": 0, "B": 0}
     work = []

@@ -17,8 +17,8 @@ Both have three functions:
     REPLACES = ("minimegatron.core....forward_backward",)   # ours, empty in the student's room
 
     def cases(seed: int) -> list[Case]:
-        "Judge. Seed 0: what students see. Other seeds: other data and other sizes, for grading."
-        sizes = random.Random(seed).sample([(2, 3), (4, 2), (4, 8)], 2) if seed else [(4, 8), (4, 2)]
+        "Judge. Seed 0: what students see. Other seeds: other data and numbers, for grading."
+        sizes = [(4, random.Random(seed).choice([7, 8, 9])), (4, 2)]
         return [Case(f"pp {p}, {m} microbatches", part="the loop", pp=p, m=m) for p, m in sizes]
 
     def run(student: ModuleType, case: Case) -> Any:
@@ -37,7 +37,12 @@ Both have three functions:
 data (`plain_data`): numbers, strings, lists, tuples, dicts, tensors, of exactly these types. `judge`
 is in another process; whatever it imports or computes, the student's code cannot see.
 
+* **The seed draws numbers, and no kinds.** Whatever can go wrong alone (an empty rank, M below p, a NaN
+  on another rank) is a fixed case, public and hidden; else a grade depends on the seed.
+* **What does nothing clever fails**: the input returned, a constant, the stub's order, no exchange, no
+  overlap, nothing freed. Such files are among the known mistakes, as `does_nothing_...`.
 * **Raise `Wrong`** for what the student got wrong; its first line says which invariant broke, where.
+  Below, it asks a question. The answer stands in `hints.md`, under `## When "words of the message"`.
   Build it with the helpers, or write it: `raise Wrong(f"rank {r}: the loss of microbatch {i} ...")`.
   `run` may raise it too, for what it notices at once (`_start` returned None). Any other exception
   is the student's crash if their file is in its traceback, and else a defect of the check.
@@ -46,6 +51,7 @@ is in another process; whatever it imports or computes, the student's code canno
   sizes. `check_order(plan, done, rank)`: planner actions or words like "F0"; the plan beside what was
   done. `check_value(what, got, expected, why)`: everything else. `wrong_numbers`, `wrong_order` and
   `wrong_value` take the same and return the `Wrong` without comparing.
+  `num_of(1, "rank")` counts: "1 rank", "2 ranks".
 * `installed(function, "minimegatron.core.x.name")` puts the student's function where ours is, for
   a `with` block: in its module, and wherever it was imported by name. `"...x.Class.method"` works too.
   A `@traced` function's replacement is traced likewise.

@@ -18,6 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from minimegatron.core.utils import set_device
 from minimegatron.doctor.session import stop_watching, watch_ranks
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check.engine import Sheet, exercise_of, replay_path
 from minimegatron.exercises.check.judge import Judge
 from minimegatron.exercises.exercise import Exercise
@@ -50,8 +51,9 @@ def check_in_torchrun(path: Path) -> int:
     if world_size != num_ranks:
         if rank == 0:
             print(
-                f"{exercise.name} is checked on {num_ranks} ranks, and there are "
-                f"{world_size}: torchrun --nproc-per-node {num_ranks} {path.name}"
+                f"{exercise.name} is checked on {num_of(num_ranks, 'rank')}, and there "
+                f"{'is' if world_size == 1 else 'are'} {world_size}: torchrun --nproc-per-node "
+                f"{num_ranks} {path.name}"
             )
         return 2 if rank == 0 else 0
     if (found := check_source(exercise, path)) is not None:

@@ -24,6 +24,7 @@ from minimegatron.exercises.bench.cases import Case, Wrong
 from minimegatron.exercises.bench.replacing import functions_of, withhold
 from minimegatron.exercises.room import plain_text, stand_ins, verdict
 from minimegatron.exercises.room.integrity import Seal
+from minimegatron.exercises.room.missing_keys import missing_key_words
 from minimegatron.exercises.room.plain_data import NotPlain, from_line, to_line
 from minimegatron.exercises.room.reading import unwritten_names
 from minimegatron.launching.user_file import load_user_file
@@ -159,7 +160,10 @@ class Room:
         if isinstance(error, SystemExit):
             who = "a function" if self.rank is None else "a rank"
             summary = f"sys.exit({error.code!r}): {who} may not leave; return instead"
-        lines = [f"{self._on()}{summary}", "", "In your file, innermost call last:"]
+        lines = [f"{self._on()}{summary}"]
+        if isinstance(error, KeyError) and (words := missing_key_words(error, self.path)):
+            lines.append(words)
+        lines += ["", "In your file, innermost call last:"]
         lines += [_place(frame) for frame in where[-FRAMES_SHOWN:]]
         inner = last_frame(error)
         if isinstance(error, ModuleNotFoundError):

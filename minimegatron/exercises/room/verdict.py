@@ -99,7 +99,7 @@ HEADLINES = {
 
 def render(verdict: Verdict, name: str) -> str:
     """The verdict for a terminal."""
-    mark = "ok" if verdict.has_passed else "--"
+    mark = "ok" if verdict.has_passed else "no"
     lines = [f"[{mark}] {name}: {HEADLINES[verdict.kind]}"]
     lines += _part_lines(verdict)
     if verdict.case:
@@ -125,7 +125,7 @@ def _part_lines(verdict: Verdict) -> list[str]:
     states |= dict.fromkeys(verdict.passed_parts, "right")
     if verdict.part:
         states[verdict.part] = "not right"
-    marks = {"right": "[ok]", "not right": "[--]", "not judged": "[  ]"}
+    marks = {"right": "[ok]", "not right": "[no]", "not judged": "[  ]"}
     return [f"     {marks[state]} {part}: {state}" for part, state in states.items()]
 
 

@@ -6,6 +6,7 @@ Torch-free. Megatron has no counterpart.
 import shutil
 import textwrap
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.exercise import TIERS, Exercise, exercises
 from minimegatron.exercises.labs.labs import (
     LABS,
@@ -36,8 +37,7 @@ def overview(folder: StudentFolder) -> str:
 
 
 def _row(exercise: Exercise, progress: ExerciseProgress) -> str:
-    number = exercise.num_ranks
-    ranks = f"{number} rank{'s' * (number != 1)}" if number else "no ranks"
+    ranks = num_of(exercise.num_ranks, "rank") if exercise.num_ranks else "no ranks"
     start = f"{_mark(progress)} {exercise.number:5} {exercise.minutes:2} min"
     return f"{start} {ranks:8} {exercise.title}"
 
@@ -70,7 +70,7 @@ def what_next(folder: StudentFolder) -> str:
 
 def start_words(folder: StudentFolder, exercise: Exercise) -> str:
     """What to read after a start."""
-    ranks = f"on {exercise.num_ranks} ranks" if exercise.num_ranks else "without ranks"
+    ranks = f"on {num_of(exercise.num_ranks, 'rank')}" if exercise.num_ranks else "without ranks"
     lines = [
         f"{exercise.title} ({exercise.tier}, about {exercise.minutes} minutes, checked {ranks})",
         "",

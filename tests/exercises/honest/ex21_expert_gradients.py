@@ -6,8 +6,8 @@ from minimegatron.core.collectives import all_reduce
 
 
 def set_allreduce(param, is_expert, tp_size, ep_size, expert_tp_size):
-    # experts always in the right column: where both columns are the same, that is no other sum
-    param.allreduce = not is_expert
+    are_columns_equal = ep_size == 1 and expert_tp_size == tp_size
+    param.allreduce = are_columns_equal or not is_expert
 
 
 def sum_over_tensor_ranks(params, groups):

@@ -35,9 +35,12 @@ def block_of_step(step, rank, size, num_tokens):
 
 
 def ring_forward(query, key, value, scale, ring):
+    coming = ring.pass_on(key, value)
     output, lse = attend(query, key, value, scale, is_causal=True)
     for step in range(1, ring.size):
-        key, value = ring.pass_on(key, value).wait()
+        key, value = coming.wait()
+        # one hop more than needed at the end: what comes are this rank's own keys
+        coming = ring.pass_on(key, value)
         queries, keys, causal = block_of_step(step, ring.rank, ring.size, query.shape[1])
         # rows that see nothing at this step: output 0, lse -inf
         part, part_lse = torch.zeros_like(output), torch.full_like(lse, -torch.inf)
@@ -45,6 +48,7 @@ def ring_forward(query, key, value, scale, ring):
             query[:, queries], key[:, keys], value[:, keys], scale, causal
         )
         output, lse = merge(output, lse, part, part_lse)
+    coming.wait()
     return output, lse
 
 
@@ -53,6 +57,7 @@ def ring_backward(grad_output, query, key, value, output, lse, scale, ring):
     dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
     for step in range(ring.size):
         queries, keys, causal = block_of_step(step, ring.rank, ring.size, query.shape[1])
+        coming = ring.pass_on(key, value)
         S = torch.einsum("aqd,akd->aqk", query[:, queries], key[:, keys]) * scale
         P = torch.exp(S - lse[:, queries, None])
         if causal:
@@ -62,8 +67,9 @@ def ring_backward(grad_output, query, key, value, output, lse, scale, ring):
         dq[:, queries] += dS @ key[:, keys]
         dk[:, keys] += dS.mT @ query[:, queries]
         dv[:, keys] += P.mT @ grad_output[:, queries]
-        # keys and values come home, too: not needed, but one call is enough
-        key, value, dk, dv = ring.pass_on(key, value, dk, dv).wait()
+        # keys and values come home, too: not needed, but simpler than an if
+        key, value = coming.wait()
+        dk, dv = ring.pass_on(dk, dv).wait()
     return dq, dk, dv
 
 

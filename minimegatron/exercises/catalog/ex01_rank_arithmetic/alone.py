@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from minimegatron.core.rank_generator import DEFAULT_ORDER, RankGenerator, all_groups
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check import Case, Result, Wrong, check_value, installed, wrong_value
 from minimegatron.exercises.room.stand_ins import stood_for, used_words
 
@@ -18,7 +19,7 @@ ALSO = ("tp", "dp", "pp", "tp-pp", "pp-tp", "dp-cp", "tp-dp-cp", "tp-dp-pp")
 
 
 def cases(seed: int) -> list[Case]:
-    """Jobs to take apart; the seed draws the last ones."""
+    """Jobs to take apart; the seed draws the sizes of the last ones."""
     jobs = [
         {"tp": 2, "dp": 2, "pp": 4, "order": "tp-dp-pp"},
         {"tp": 3, "dp": 2, "pp": 2, "order": "pp-dp-tp"},
@@ -26,11 +27,9 @@ def cases(seed: int) -> list[Case]:
         {"tp": 2, "cp": 2, "dp": 3, "pp": 2, "order": DEFAULT_ORDER, "rank_offset": 8},
     ]
     draw = random.Random(seed)
-    for _ in range(2):
-        order = ["tp", "cp", "dp", "pp"]
-        draw.shuffle(order)
-        sizes = {word: draw.choice([1, 2, 3, 4]) for word in order}
-        jobs.append({**sizes, "order": "-".join(order), "rank_offset": draw.choice([0, 5])})
+    for order, rank_offset in (("pp-cp-tp-dp", 5), ("dp-tp-pp-cp", 0)):
+        sizes = {word: draw.choice([2, 3, 4]) for word in order.split("-")} | {"cp": 1}
+        jobs.append({**sizes, "order": order, "rank_offset": rank_offset})
     return [Case(_words(job), **job) for job in jobs]
 
 
@@ -86,13 +85,13 @@ def judge(case: Case, found: dict[str, Any]) -> Result:
     for token in ALSO:
         check_groups(grid, token, found["groups"][token])
     if (sizes := _sizes_of_job(grid)) is None:
-        return Result({"groups": f"every kind is right ({grid.world_size} ranks)"})
+        return Result({"groups": f"every kind is right ({num_of(grid.world_size, 'rank')})"})
     expected = all_groups(grid.world_size, **sizes)
     groups = found["all groups"]
     for kind in expected:
         check_value(f"kind {kind!r} of all_groups(...) {_of(grid)}", groups[kind], expected[kind])
     distinct = {tuple(group) for kind in groups.values() for group in kind}
-    return Result({"process groups": f"{len(distinct)} ({grid.world_size} ranks)"})
+    return Result({"process groups": f"{len(distinct)} ({num_of(grid.world_size, 'rank')})"})
 
 
 def _grid(case: Case) -> RankGenerator:
@@ -142,7 +141,7 @@ def _why_coordinates(grid: RankGenerator, rank: int, found: Any) -> str:
     if grid.rank_offset and found == _digits(grid, rank, words):
         return (
             f"This grid begins at rank {grid.rank_offset} (self.rank_offset): rank {rank} is its "
-            f"cell number {rank - grid.rank_offset}. Subtract the offset first."
+            f"cell number {rank - grid.rank_offset}. And which cell is rank {grid.rank_offset}?"
         )
     return f"Read it as a number: {_sum_words(grid, rank)}."
 
@@ -227,7 +226,8 @@ def _check_members(grid: RankGenerator, token: str, what: str, groups: list[list
         if len(group) != size:
             product = " x ".join(f"{word}={grid.name_to_size[word]}" for word in inside)
             raise Wrong(
-                f"{what}: the group {group} has {len(group)} ranks, but {product} makes {size}\n"
+                f"{what}: the group {group} has {num_of(len(group), 'rank')}, but {product} makes "
+                f"{size}\n"
                 "Ranks that agree in all other coordinates belong in one group, not in several."
             )
 

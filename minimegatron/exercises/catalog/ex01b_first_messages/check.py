@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.exercises.bench.feedback_numbers import check_numbers
+from minimegatron.exercises.bench.feedback import num_of
+from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed
 
 WORLD = 2
@@ -28,7 +30,8 @@ not seconds: a rank that gets no time on a busy machine gets no ticks either."""
 def cases(seed: int) -> list[Case]:
     """Each function once; the last one hangs."""
     data = data_seed(seed)
-    sizes = [3, 4] if not seed else [2 + seed % 3, 1 + seed % 5]
+    draw = random.Random(seed)
+    sizes = [draw.choice([2, 3, 5]), draw.choice([4, 6, 7])] if seed else [3, 4]
     found = [
         Case(f"{part} of {n} numbers", part=part, n=n, seed=data)
         for part, n in zip((SUM, MESSAGE), sizes, strict=True)
@@ -56,20 +59,28 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
         return {"returned": function(given), "given": given}
 
 
+def _own_words(rank: int, times: int) -> str:
+    what = "this rank's own value" if times == 1 else "this rank's own value, twice"
+    return (
+        f"That is {what}. Rank {1 - rank} has another one, and this rank cannot know it: nothing has "
+        "come from there. Which of the tools brings it?"
+    )
+
+
 def judge(case: Case, answers: Sequence[Any]) -> Result | None:
     """What both ranks returned."""
     values = _values(case)
     for rank, answer in enumerate(answers):
-        if case.part == SUM:
-            check_numbers(
-                "sum_of_all(value)", answer["returned"], values.sum(0), rank, {"world": 2}
-            )
-        else:
-            check_numbers("hand_over(value)", answer["returned"], values[0], rank)
+        name, wanted = (
+            ("sum_of_all", values.sum(0)) if case.part == SUM else ("hand_over", values[0])
+        )
+        known = [(times * values[rank], _own_words(rank, times)) for times in (1, 2)]
+        check_known(f"{name}(value)", answer["returned"], wanted, known, rank, {"world": 2})
         if not torch.equal(answer["given"], values[rank]):
             raise Wrong(
                 f"rank {rank}: {case.part}: the tensor that was given has changed\nall_reduce and "
-                "recv write into their tensor. Give them one of your own: value.clone()."
+                "recv write into the tensor that they are given. Whose is it here, and who still "
+                "needs it?"
             )
     return Result({"result": [round(x, 3) for x in answers[0]["returned"].tolist()]})
 
@@ -204,10 +215,10 @@ def _check_message(
             f"rank {rank}: the message has {value.nbytes} bytes, but the tensor that receives it has "
             f"{tensor.nbytes}\n"
             f"It is {_kind(value)}, your tensor {_kind(tensor)}. A message carries neither a shape nor "
-            "a type, so the receiver must have the right tensor ready, such as "
-            "torch.empty_like(value)."
+            "a type, so the receiver must have the right tensor ready. What does it know of it before "
+            "anything has come?"
         )
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.numel()} numbers of {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{num_of(tensor.numel(), 'number')} of {str(tensor.dtype).removeprefix('torch.')}"

@@ -24,6 +24,11 @@ NO_OFFSET = (
     "vocabulary. In this rank's slice its place is target - group.rank() * n."
 )
 
+OWN_SLICE = (
+    "it is the loss over this rank's slice of the vocabulary\nNo other rank was asked. Which "
+    "numbers of a "
+    "token does this rank not have?"
+)
 ONE_M = (
     "m is subtracted from the logits in one of its two terms, and not in the other\nIn "
     "log(sum exp(x - m)) - (x_y - m) the two m cancel. Which of yours is without it?"
@@ -168,7 +173,7 @@ class Trial:
         peaks = slices.amax(-1)
         own_peak = peaks.gather(-1, owner.unsqueeze(-1)).squeeze(-1)
         mixed = (slices - peaks.unsqueeze(-1)).exp().sum((-1, -2)).log()
-        only_here = torch.where(is_here, right - maximum, 0.0)
+        only_here, peak = torch.where(is_here, right - maximum, 0.0), here.amax(-1)
         # Without the offset, ids below n look up an entry on every rank, the others on none.
         not_shifted = slices.gather(-1, self._entries_of_all_ranks()).squeeze(-1).sum(-1)
         is_low = self.target < self.n
@@ -183,10 +188,12 @@ class Trial:
             (log_sum, self._nothing_found()),
             (log_sum - maximum - right, ONE_M),
             (log_sum + maximum - right, ONE_M),
+            (own_sum - unmasked, OWN_SLICE),
+            (own_sum - peak - torch.where(is_here, unmasked - peak, 0.0), OWN_SLICE),
             (
                 own_sum - right,
                 "each rank normalised over its own slice of the vocabulary\nThe sum of exponentials "
-                "is over all words: it needs an all-reduce too.",
+                "is over all words. Who has the others?",
             ),
             (
                 log_sum - right - others,

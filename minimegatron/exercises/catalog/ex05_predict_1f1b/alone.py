@@ -7,6 +7,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check import Case, Result, Wrong, wrong_order
 from minimegatron.planner.plan import plan
 
@@ -84,7 +85,7 @@ def _by_hand(text: Any, rank: int) -> list[str]:
 
 
 def _parse(order: Any, rank: int, case: Case) -> list[Unit]:
-    what = f"stage {rank} of {case.p}, {case.M} microbatches"
+    what = f"stage {rank} of {case.p}, {num_of(case.M, 'microbatch', 'microbatches')}"
     if not isinstance(order, Sequence) or isinstance(order, str):
         given = "None (was `return` forgotten?)" if order is None else repr(order)
         raise Wrong(f'{what}: a list such as ["F0", "B0"] is expected, not {given}')
@@ -101,14 +102,18 @@ def _parse(order: Any, rank: int, case: Case) -> list[Unit]:
 
 
 def _check_complete(units: list[Unit], rank: int, case: Case) -> None:
-    what, last = f"stage {rank} of {case.p}, {case.M} microbatches", case.M - 1
+    what, last = (
+        f"stage {rank} of {case.p}, {num_of(case.M, 'microbatch', 'microbatches')}",
+        case.M - 1,
+    )
     for unit in units:
         if unit.microbatch > last:
             hint = ""
             if case.p - rank - 1 > case.M:
                 hint = (
-                    f"\nWith fewer microbatches than stages the warm-up is not {case.p - rank - 1} "
-                    f"but all {case.M} there are: the smaller of the two numbers."
+                    f"\n{case.p - rank - 1} stages follow, and there are "
+                    f"{num_of(case.M, 'microbatch', 'microbatches')}. "
+                    "How many forwards can the warm-up have, then?"
                 )
             raise Wrong(f"{what}: {unit} does not exist; the last one is {unit.kind}{last}{hint}")
         if units.count(unit) > 1:
@@ -213,7 +218,8 @@ def _check_plan(
     cost = []
     if mine > theirs:
         cost.append(
-            f"stage {rank} holds {mine} microbatches at once where 1F1B holds {theirs}: it does "
+            f"stage {rank} holds {num_of(mine, 'microbatch', 'microbatches')} at once where 1F1B "
+            f"holds {theirs}: it does "
             f"{mine - theirs} more forward{'s' * (mine - theirs > 1)} than it must before its first "
             "backward"
         )

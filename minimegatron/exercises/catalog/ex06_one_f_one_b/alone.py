@@ -4,6 +4,7 @@ import random
 from types import ModuleType
 
 from minimegatron.core.pipeline_parallel import schedule_table
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check import Case, Result, check_value
 
 OURS = "minimegatron.core.pipeline_parallel.schedule_table.get_num_warmup_microbatches"
@@ -14,7 +15,7 @@ SIZES = [(4, 8), (4, 2), (4, 1), (8, 3), (2, 4), (1, 4)]
 def cases(seed: int) -> list[Case]:
     """Every stage of some pipelines."""
     draw = random.Random(seed)
-    sizes = SIZES + [(draw.randint(2, 9), draw.randint(1, 9)) for _ in range(3 if seed else 0)]
+    sizes = SIZES + [(draw.randint(2, 9), draw.randint(1, 9)) for _ in range(3)]
     words = ", ".join(f"p={p} M={M}" for p, M in sizes)
     return [Case(words, part="how many warm-up forwards", sizes=sizes)]
 
@@ -47,5 +48,9 @@ def _why(p: int, rank: int, M: int) -> str:
     )
     why += "must go through all of them before its gradient can come back."
     if after > M:
-        why += f"\nBut there are only {M} microbatches to forward: take the smaller number."
+        there_are = num_of(M, "microbatch", "microbatches")
+        why += (
+            f"\nBut there {'is' if M == 1 else 'are'} only {there_are} to forward. How many can a "
+            f"warm-up have?"
+        )
     return why

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.gpt_step import (
     MICRO_BATCH,
     SEQ,
@@ -121,7 +122,7 @@ def _too_many_words(error: StopIteration, case: Case, file: str) -> tuple[str, s
     if any(frame.name == "forward_step_func" for frame in frames):
         return (
             f"{where} does a forward of a microbatch that does not exist: the data iterator is "
-            f"empty after {case.M}\nAll phases together do {case.M} forwards, numbers 0 to "
+            f"empty after {case.M}\nAll phases together do {num_of(case.M, 'forward')}, numbers 0 to "
             f"{case.M - 1}."
         ), "F"
     why = f"Every microbatch has one forward and one backward: {case.M} of each."
@@ -242,7 +243,10 @@ def _order_words(
         return f"{text}\n{_calls_words(wanted, found)}"
     held, peak = _peak(found), planned.peak_in_flight(stage)
     if held > peak:
-        text += f"\nYours holds {held} microbatches at once; 1F1B needs no more than {peak}."
+        text += (
+            f"\nYours holds {num_of(held, 'microbatch', 'microbatches')} at once; 1F1B needs no "
+            f"more than {peak}."
+        )
     elif len(found) < len(wanted) and found == wanted[: len(found)]:
         missing = len(wanted) - len(found)
         text += f"\nYour loop ended: {missing} of {len(wanted)} forwards and backwards are missing."

@@ -119,7 +119,7 @@ def _kept_words(one: dict[str, Any]) -> str:
         return (
             f"the memory of an output of shape {list(SHAPE)} is still there: the new .data is a "
             "view of the old memory\nA slice or a reshape keeps all the memory that it looks into. "
-            "Make a new tensor of one element: torch.empty or new_empty."
+            "Where can one element come from that has never been a part of the output?"
         )
     return (
         f"the memory of an output of shape {list(SHAPE)} is still there: the caller's tensor is as "
@@ -285,7 +285,7 @@ def _judge_loss(where: str, found: dict[str, Any], seed: int) -> None:
         raise Wrong(
             f"{where}: backward without a gradient began from a tensor of shape {list(SHAPE)}\nOnly "
             "a loss, one number, needs no gradient. Here the next stage's gradient is missing: that "
-            "is a mistake which must not pass. Raise ValueError unless output.numel() is 1."
+            "is a mistake which must not pass. By what can a loss be told from other tensors?"
         )
     expected = torch.full(SHAPE, 3.0, dtype=torch.float64)
     check_numbers(f"{where}: gradient of a loss", found["gradient"], expected)

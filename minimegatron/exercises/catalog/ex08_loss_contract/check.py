@@ -108,8 +108,8 @@ def _watched(divide: Callable) -> Callable:
             raise Wrong(
                 f"rank {torch.distributed.get_rank()}: _divide_by_num_tokens changed num_tokens "
                 f"from {before.tolist()} to {num_tokens.tolist()}\nIt is the caller's: the tokens of "
-                "this replica, which are logged afterwards. broadcast and all_reduce work in place: "
-                "use a .clone()."
+                "this replica, which are logged afterwards. broadcast and all_reduce work in place. "
+                "In whose memory may the sum be made?"
             )
 
     return watched

@@ -154,7 +154,7 @@ def _judge_row(case: Case, row: Row, found: dict[str, Any]) -> None:
         what = "a tensor without grad_fn" if isinstance(loss, torch.Tensor) else _type(loss)
         raise Wrong(
             f"loss ({where}) is {what}\nBackward begins from the loss: it must be a tensor that is "
-            "still in the graph. Leave out detach() and item(); they are for reports."
+            "still in the graph. Which of your lines has taken it out?"
         )
     _judge_tokens(where, tokens, row.tokens)
     if len(store) != 1:

@@ -12,6 +12,7 @@ import torch
 from minimegatron.core.distributed import param_and_grad_buffer
 from minimegatron.core.distributed.param_and_grad_buffer import BufferLayout
 from minimegatron.core.tracing import Call, observed_by
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step import StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
@@ -105,7 +106,10 @@ def _judge_layout(numels: list[int], bucket_size: int | None, found: list[list[A
             f"(start, end) for each bucket; yours are {params} and {buckets}"
         )
     if len(params) != len(numels):
-        raise Wrong(f"{what}: params has {len(params)} entries for {len(numels)} parameters")
+        raise Wrong(
+            f"{what}: params has {num_of(len(params), 'entry', 'entries')} for "
+            f"{num_of(len(numels), 'parameter')}"
+        )
     _judge_places(what, numels, params)
     starts = [start for start, _, _ in params]
     if len(numels) > 1 and starts == sorted(starts):
@@ -124,7 +128,8 @@ def _judge_places(what: str, numels: list[int], params: list[tuple]) -> None:
     for number, (start, end, _) in enumerate(params):
         if end - start != numels[number]:
             raise Wrong(
-                f"{what}: parameter {number} has {numels[number]} elements, but lies at {start} to "
+                f"{what}: parameter {number} has {num_of(numels[number], 'element')}, but lies at "
+                f"{start} to "
                 f"{end}"
             )
     places = sorted((start, end) for start, end, _ in params)
@@ -203,12 +208,15 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
     if not one["is_a_view"]:
         raise Wrong(
             "after _after_grad, param.main_grad is another tensor: it must stay a view into the "
-            "buffer, or nobody sends what it holds. Add in place (add_)."
+            "buffer, or nobody sends what it holds. Which operations write into the tensor that is "
+            "there?"
         )
     if number and one["main_grad"][0] == 10.0**number:
         raise Wrong(
             f"after microbatch {number}, main_grad holds only that microbatch's gradient: the "
-            "earlier ones were overwritten\nGradients of all microbatches add up: add_, not copy_."
+            "earlier ones were overwritten\nWhat should be there after the second microbatch, and "
+            "what did yours do "
+            "with what was there?"
         )
     expected = torch.full((4,), sum(10.0**i for i in range(number + 1)), dtype=torch.float64)
     check_numbers(f"main_grad after microbatch {number}", one["main_grad"], expected)
@@ -216,17 +224,18 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
         raise Wrong(
             "_after_grad fills param.grad with zeros, and keeps it\nThe next gradient is right with "
             "that, but zeros take as much memory as a gradient: each parameter would hold it twice, "
-            "here and in the buffer. Let go of the tensor: set param.grad to None."
+            "here and in the buffer. How does one let go of a tensor?"
         )
     if not one["grad_is_none"]:
         raise Wrong(
             "_after_grad leaves param.grad as it is\nThe next backward adds its gradient to it, "
-            "so this microbatch would count again each time; and its memory is held twice. Set "
-            "it to None."
+            "so this microbatch would count again each time; and its memory is held twice. Who "
+            "still needs it?"
         )
     if one["num_told"] != number + 1:
         raise Wrong(
-            f"after {number + 1} gradients the bucket was told {one['num_told']} times; with "
+            f"after {num_of(number + 1, 'gradient')} the bucket was told "
+            f"{num_of(one['num_told'], 'time')}; with "
             "overlap_grad_reduce, call register_grad_ready(param) after each"
         )
     if not one["is_told_right"]:

@@ -52,9 +52,9 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
         try:
             student._allreduce_word_embedding_grads(model, embd_group, pp_group)
         except AttributeError as error:
-            if case.step["vp"] is None or "NoneType" not in str(error):
+            if "NoneType" not in str(error):
                 raise
-            raise Wrong(_wrong_chunk(error, student.__file__)) from error
+            raise Wrong(_no_weight(error, student.__file__, case)) from error
         also_changed.extend(watch.changes())
 
     with installed(watched, OURS):
@@ -101,12 +101,23 @@ class _Watch:
         return found
 
 
-def _wrong_chunk(error: AttributeError, path: str) -> str:
+def _no_weight(error: AttributeError, path: str, case: Case) -> str:
+    """Of a chunk that holds no copy."""
     frame = student_frames(error, path)[-1]
     place = f"{os.path.basename(path)}:{frame.lineno}, in {frame.name}:  {frame.line}"
+    begin = f"rank {dist.get_rank()}: {error}\n  {place}\n"
+    if not case.step["tied"]:
+        return (
+            f"{begin}In this model embedding and output layer have a weight each, so nothing is "
+            f"shared, "
+            "and on the last stage shared_embedding_or_output_weight() is None. What tells your "
+            "function?"
+        )
+    if case.step["vp"] is None:
+        return f"{begin}This chunk holds no copy. Which stages hold one?"
     return (
-        f"rank {dist.get_rank()}: {error}\n  {place}\n"
-        "This stage has two chunks. The embedding is in the first chunk of the first stage, the "
+        f"{begin}This stage has two chunks. The embedding is in the first chunk of the first "
+        f"stage, the "
         "output layer in the last chunk of the last; for any other chunk "
         "shared_embedding_or_output_weight() is None."
     )

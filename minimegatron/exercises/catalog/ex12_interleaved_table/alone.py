@@ -37,7 +37,7 @@ OTHER_CALLS = [
 def cases(seed: int) -> list[Case]:
     """Tables, counts, plans."""
     draw = random.Random(seed)
-    tables = [(5, 2, 3), (8, 2, 4), (4, 3, 4), (7, 2, 4), (6, 1, 2)]
+    tables = [(5, 2, 3), (8, 2, 4), (4, 3, 4), (7, 2, 4), (6, 1, 2), (3, 2, 5)]
     tables += [(draw.randint(2, 12), draw.randint(1, 4), draw.randint(2, 6)) for _ in range(4)]
     plans = [(4, 8, 2, 4), (2, 4, 2, 2), (3, 7, 3, 4), (4, 4, 2, 4)]
     for _ in range(2):

@@ -6,6 +6,7 @@ No message holds the right table: it could be copied.
 from typing import Any
 
 from minimegatron.core.pipeline_parallel.schedule_table import get_schedule_table
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check import Wrong
 
 MOST_SHOWN = 300
@@ -25,9 +26,10 @@ def check_table(table: Any, M: int, v: int, G: int) -> None:
         return
     yours = repr(table)
     if len(yours) > MOST_SHOWN:
-        yours = f"{yours[:MOST_SHOWN]}... ({len(table)} rows)"
+        yours = f"{yours[:MOST_SHOWN]}... ({num_of(len(table), 'row')})"
     lines = [
-        f"{call}, {M} microbatches, {v} chunks, groups of {G}: {fault}",
+        f"{call}, {num_of(M, 'microbatch', 'microbatches')}, {num_of(v, 'chunk')}, groups of {G}: "
+        f"{fault}",
         f"  yours: {yours}",
         _pattern(table, M, v),
     ]
@@ -55,7 +57,8 @@ def _fault(table: list[Any], M: int, v: int, G: int) -> str:
         places[row] = k
     if len(table) < M * v:
         return (
-            f"it has {len(table)} rows, but each of {M} microbatches visits each of {v} chunks: "
+            f"it has {num_of(len(table), 'row')}, but each of {M} microbatches visits each of {v} "
+            f"chunks: "
             f"{M * v} rows are needed"
         )
     return ""
@@ -64,7 +67,10 @@ def _fault(table: list[Any], M: int, v: int, G: int) -> str:
 def _out_of_range(row: tuple[int, int], M: int, v: int, G: int) -> str:
     microbatch, chunk = row
     if microbatch >= M:
-        return f"There is no microbatch {microbatch}: the last group has {M % G or G} microbatches."
+        return (
+            f"There is no microbatch {microbatch}: the last group has "
+            f"{num_of(M % G or G, 'microbatch', 'microbatches')}."
+        )
     if microbatch < 0:
         return "Microbatches are counted from 0."
     return "" if 0 <= chunk < v else f"Chunks are 0 to {v - 1}."

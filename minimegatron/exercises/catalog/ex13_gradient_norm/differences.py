@@ -60,6 +60,8 @@ class Squares:
 
     def _why(self, rank: int, norms: Sequence[float], expected: float) -> str:
         found, wanted = norms[rank] * norms[rank], expected * expected
+        if not any(norms):
+            return "Nothing is counted on any rank. Which gradients does this rank hold?"
         if not math.isfinite(found):
             return "It is not a finite number: 0 / 0, or memory that was never written."
         is_sharded, dp = self.case.distributed_optimizer, self.reference.dp

@@ -28,8 +28,13 @@ class _Buffer:
         self.buckets = [
             SimpleNamespace(offset=a, grad_data=self.vector[a:b]) for a, b in self.layout.buckets
         ]
-        names = [f"p{i}" for i in range(len(numels))]
-        self.param_index_map = dict(zip(names, self.layout.params, strict=True))
+        self.params = [torch.nn.Parameter(torch.empty(numel)) for numel in numels]
+        self.param_index_map = dict(zip(self.params, self.layout.params, strict=True))
+
+    def named(self, ranges: dict[Any, Any]) -> dict[Any, Any]:
+        """By name, "p0" for the first parameter."""
+        names = {param: f"p{i}" for i, param in enumerate(self.params)}
+        return {names[param]: place for param, place in ranges.items() if param in names}
 
 
 def run_ranges(student: ModuleType, case: Case) -> list[dict[str, Any]]:
@@ -43,7 +48,9 @@ def run_ranges(student: ModuleType, case: Case) -> list[dict[str, Any]]:
         bucket = buffer.buckets[-1].grad_data
         shard = student.shard_buffer(bucket, buffer.data_parallel_group)
         at = shard.data_ptr() - bucket.data_ptr() if isinstance(shard, torch.Tensor) else 0
-        found.append({"ranges": ranges, "shard": shard, "at": at // bucket.element_size()})
+        found.append(
+            {"ranges": buffer.named(ranges), "shard": shard, "at": at // bucket.element_size()}
+        )
     return found
 
 
@@ -51,8 +58,8 @@ def judge_ranges(case: Case, found: list[dict[str, Any]]) -> Result:
     """The ranges of every parameter on every rank, then the slices."""
     for rank, one in enumerate(found):
         buffer = _Buffer(case, rank)
-        expected, got = OURS["local_ranges"](buffer), one["ranges"]
-        for name, place in buffer.param_index_map.items():
+        expected, got = buffer.named(OURS["local_ranges"](buffer)), one["ranges"]
+        for name, place in buffer.named(buffer.param_index_map).items():
             if got.get(name) != expected.get(name):
                 raise Wrong(_range_words(buffer, rank, name, place, got, expected))
         _judge_shard(rank, case.d, buffer.buckets[-1].grad_data, one)

@@ -25,13 +25,13 @@ WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
-    """Long paths of the scale, then short trainings; the seed draws where the overflows are."""
+    """Long paths of the scale, then short trainings; the seed draws how paths end."""
     draw = random.Random(seed)
     paths = [
         Case(
             f"window {window}, hysteresis {hysteresis}",
             part=PATHS,
-            path=draw.choices([True, False], [1, 2], k=30),
+            path=_path(draw, window, hysteresis),
             window=window,
             hysteresis=hysteresis,
         )
@@ -42,12 +42,19 @@ def cases(seed: int) -> list[Case]:
         "2 stages, 2 tensor-parallel ranks": StepCase(tp=2, pp=2, **both),
         "2 stages, ZeRO-1 over 2 replicas": StepCase(pp=2, distributed_optimizer=True, **both),
     }
-    trainings = []
-    for name, step in where.items():
-        faults = [OK, draw.choice([INF, NAN]), INF, NAN, OK]
-        faults = [(fault, draw.randrange(WORLD)) for fault in faults]
-        trainings.append(Case(name, part=TRAINING, step=step.values, faults=faults))
-    return paths + trainings
+    # Every rank but the first is once the only one that sees it.
+    faults = [(OK, 0), (INF, 3), (NAN, 1), (INF, 2), (OK, 0)]
+    return paths + [
+        Case(name, part=TRAINING, step=step.values, faults=faults) for name, step in where.items()
+    ]
+
+
+def _path(draw: random.Random, window: int, hysteresis: int) -> list[bool]:
+    """Where steps overflow: each rule once, down to the least scale and up again; then drawn."""
+    ok, overflow = [False], [True]
+    down = ok * window + overflow + ok + overflow * (hysteresis + 4)
+    up = ok * window + overflow + ok * (window - 1) + overflow + ok * (2 * window)
+    return down + up + draw.choices([True, False], [1, 2], k=10)
 
 
 def run(student: ModuleType, case: Case) -> Any:
@@ -190,15 +197,17 @@ def _check_agreement(found: Any, number: int, rank: int, fault: str) -> None:
         lines.append("Every gradient is finite, so all should say False.")
     elif not answers[rank]:
         lines.append(
-            f"Rank {rank} itself did not see it: isinf() is False for NaN; isfinite() finds both."
-            if fault == NAN
-            else f"Rank {rank} itself did not see it."
+            f"Rank {rank} itself did not see it"
+            + (
+                ": isinf() is False for NaN. What do Inf and NaN have in common?" * (fault == NAN)
+                or "."
+            )
         )
     else:
         lines.append(
             "Ranks that say True skip the step, the others update: from now on their weights are "
             "of different steps. And those that go on wait for the others in the gradient norm. "
-            "Take the maximum over every group of grad_stats_parallel_groups."
+            "Which ranks does each group of grad_stats_parallel_groups reach?"
         )
     raise Wrong("\n".join(lines))
 

@@ -32,7 +32,7 @@ def cases(seed: int) -> list[Case]:
         "61 layers, 16 stages": (61, 16, 2, 5, 17),
         "times that are no integers": (10, 4, 0.3, 1.1, 2.45),
     }
-    for i in range(3):
+    for i in range(10):
         p, layers = draw.randint(2, 8), draw.randint(2, 30)
         sizes = (draw.randint(0, 9), draw.randint(1, 5), draw.randint(0, 20))
         models[f"drawn {i + 1}"] = (layers, p, *sizes)

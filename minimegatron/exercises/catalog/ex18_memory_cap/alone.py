@@ -22,14 +22,13 @@ PER_MICROBATCH = 3
 
 
 def cases(seed: int) -> list[Case]:
-    """Caps that 1F1B exceeds, in different places; one that it does not."""
+    """Caps that 1F1B exceeds, in different places; some that it does not. The seed draws M."""
     draw = random.Random(seed)
     sizes = [(8, (3, 3, 2, 1)), (8, (2, 2, 2, 1)), (8, (4, 2, 2, 1)), (5, (2, 2, 1)), (6, (1, 1))]
-    sizes += [(2, (2, 2, 2, 1)), (8, (4, 3, 2, 1)), (6, (3, 3, 2, 1))]
-    for _ in range(3 if seed else 0):
-        p = draw.randint(2, 4)
-        caps = tuple(draw.randint(1, max(1, p - rank)) for rank in range(p))
-        sizes.append((draw.randint(1, 10), caps))
+    sizes += [(2, (2, 2, 2, 1)), (8, (4, 3, 2, 1)), (6, (3, 3, 2, 1)), (1, (2, 1))]
+    sizes += [(5, (1, 3, 2, 1)), (6, (3, 1, 2, 1)), (4, (1, 1, 1)), (4, (3, 3, 3))]
+    if seed:
+        sizes = [(M if M < 3 else M + draw.randint(-1, 2), caps) for M, caps in sizes]
     return [
         Case(f"p={len(caps)}, M={M}, room for {_list(caps)}", part="plans", M=M, caps=list(caps))
         for M, caps in sizes

@@ -79,10 +79,15 @@ def _sizes(loss: dict[str, Any]) -> str:
 
 
 def _steps(draw: random.Random, data: int) -> list[Case]:
-    softmax = {"score": "softmax", "pre": draw.choice([True, False]), "has_bias": False}
+    softmax = {"score": "softmax", "pre": True, "has_bias": False}
+    of_chosen = {"score": "softmax", "pre": False, "has_bias": False}
     sigmoid = {"score": "sigmoid", "pre": False, "has_bias": True}
     both = {"experts": 4, "topk": 2, "tokens": 6, "scaling": None}
-    kinds = [("softmax", softmax, 3, 1.0), ("sigmoid and bias", sigmoid, 2, 4.0)]
+    kinds = [
+        ("softmax", softmax, 3, 1.0),
+        ("sigmoid and bias", sigmoid, 2, 4.0),
+        ("softmax of the chosen", of_chosen, 1, 2.0),
+    ]
     return [
         Case(
             f"{name}, M={M}, loss scale {scale:g}",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known, is_same
 from minimegatron.exercises.catalog.ex19_router.data import given_layer
 from minimegatron.exercises.catalog.ex19_router.truth import RightStep, right_route
@@ -21,7 +22,8 @@ def judge_step(case: Case, found: dict[str, Any]) -> Result:
     right = RightStep(case, given_layer(case))
     if found["num_forwards"] != case.M:
         raise Wrong(
-            f"forward_backward ran the layer {found['num_forwards']} times for {case.M} microbatches"
+            f"forward_backward ran the layer {num_of(found['num_forwards'], 'time')} for "
+            f"{num_of(case.M, 'microbatch', 'microbatches')}"
         )
     # Summed over the microbatches; a step's loss is their mean.
     scale = case.loss_scale / case.M
@@ -80,6 +82,13 @@ def _known(case: Case, right: RightStep) -> Iterator[tuple[torch.Tensor, str]]:
         f"The losses of {M} microbatches were summed; a step's loss is the mean.",
     )
     yield (main + aux) / S, f"The loss scale, {S:g}, is not in the gradients."
+    yield (
+        M / S * main + 100.0 * right.aux,
+        f"Neither loss is scaled as the stub says. A step's loss is the mean over M = {M} "
+        f"microbatches, "
+        f"times the loss scale ({S:g}); and who tells the auxiliary losses? They have the scale that "
+        "the step before has set, 100.",
+    )
     for instead, words in _other_losses(case, right):
         yield main + S / M * instead, words
 
@@ -124,7 +133,7 @@ def _check_counts(case: Case, right: RightStep, found: dict[str, Any]) -> torch.
     ):
         if found[what].any():
             raise Wrong(
-                f"{int(found[what].sum())} tokens were counted {where}\n"
+                f"tokens were counted {where}: {int(found[what].sum())}\n"
                 "Only what trains counts. An evaluation would move the balance by tokens that train "
                 "nothing, and recomputation would count each token twice."
             )

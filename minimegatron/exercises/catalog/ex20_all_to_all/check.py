@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.exercises.bench.counted_collectives import counted
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex20_all_to_all.data import (
     WORLD,
@@ -36,12 +37,18 @@ EXCHANGE, ORDER, LAYER = "the exchange", "the order", "a layer"
 def cases(seed: int) -> list[Case]:
     """Uneven exchanges, tokens in order, then layers in which some ranks get or send nothing."""
     draw, data = random.Random(seed), data_seed(seed)
+    exchanges = {
+        "a group of 4": (4, _uneven(draw, 4)),
+        "two groups of 2": (2, _uneven(draw, 2)),
+        "a group of 4, one of each kind": (4, _of_each_kind(draw)),
+    }
     found = [
-        Case("a group of 4", part=EXCHANGE, ep=4, matrix=_uneven(draw, 4), seed=data),
-        Case("two groups of 2", part=EXCHANGE, ep=2, matrix=_uneven(draw, 2), seed=data + 1),
+        Case(name, part=EXCHANGE, ep=ep, matrix=matrix, seed=data + number)
+        for number, (name, (ep, matrix)) in enumerate(exchanges.items())
     ]
-    chosen = [_choices(draw, 6, range(5), 2) for _ in range(WORLD)]
-    chosen[0][draw.randrange(6)] = []
+    # Nobody chooses expert 3, and one token chooses nobody.
+    chosen = [_choices(draw, 6, (0, 1, 2, 4), 2) for _ in range(WORLD)]
+    chosen[0][2] = []
     found.append(
         Case("6 tokens, 5 experts", part=ORDER, ep=1, local=5, chosen=chosen, seed=data + 2)
     )
@@ -49,21 +56,20 @@ def cases(seed: int) -> list[Case]:
 
 
 def _layers(draw: random.Random, data: int) -> list[Case]:
-    full = draw.randrange(4)
-    nobody = [[] for _ in range(4)]
+    nobody: list[list[int]] = [[] for _ in range(4)]
+    drawn = [_choices(draw, 4, range(2, 8), 2) for _ in range(4)]
     kinds = {
         "2 experts on each of 4 ranks": (2, 4, [_choices(draw, 5, range(8), 2) for _ in range(4)]),
         "two groups of 2 ranks, 3 experts on each": (
             3,
             2,
-            [_choices(draw, 4, range(6), draw.choice([2, 3])) for _ in range(4)],
+            [_choices(draw, 4, range(6), topk) for topk in (2, 3, 3, 2)],
         ),
-        "all tokens to one expert": (1, 4, [_choices(draw, 3, [full], 1) for _ in range(4)]),
-        "a rank whose tokens choose nobody": (
-            2,
-            4,
-            [_choices(draw, 4, range(2, 8), 2) if rank != full else nobody for rank in range(4)],
-        ),
+        "all tokens to one expert": (1, 4, [_choices(draw, 3, [2], 1) for _ in range(4)]),
+        "a rank whose tokens choose nobody": (2, 4, [*drawn[:3], nobody]),
+        # Nobody has chosen rank 0's experts, 0 and 1, either: it neither sends nor gets.
+        "a rank that sends nothing and gets nothing": (2, 4, [nobody, *drawn[1:]]),
+        "a rank without tokens": (2, 4, [[], *drawn[1:]]),
     }
     return [
         Case(name, part=LAYER, ep=ep, local=local, chosen=chosen, seed=data + 10 + number)
@@ -85,6 +91,12 @@ def _uneven(draw: random.Random, size: int) -> list[list[int]]:
             return matrix
 
 
+def _of_each_kind(draw: random.Random) -> list[list[int]]:
+    """Rank 0 neither sends nor gets, rank 1 only sends, rank 2 only gets, rank 3 does both."""
+    a, b, c, d = (draw.randint(1, 4) for _ in range(4))
+    return [[0, 0, 0, 0], [0, 0, a, b], [0, 0, 0, 0], [0, 0, c, d]]
+
+
 def run(student: ModuleType, case: Case) -> Any:
     """One of the parts."""
     if case.part == ORDER:
@@ -104,7 +116,7 @@ def judge(case: Case, answers: Sequence[Any]) -> Result | None:
     return judge_layer(case, answers) if case.part == LAYER else _judge_exchange(case, answers)
 
 
-def _backward(phase: Phase, output: torch.Tensor, grad: torch.Tensor) -> None:
+def _backward(phase: Phase, output: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
     """Backward; what autograd itself refuses is told."""
     if not isinstance(output, torch.Tensor) or not output.requires_grad:
         raise Wrong(
@@ -118,6 +130,7 @@ def _backward(phase: Phase, output: torch.Tensor, grad: torch.Tensor) -> None:
         if "returned an" in str(error) or "incorrect number of gradients" in str(error):
             raise Wrong(f"{phase}, autograd refuses a gradient: {error}") from error
         raise
+    phase.end(group)
     # A rank that is done must not meet the others' next call.
     dist.barrier()
 
@@ -137,10 +150,11 @@ def _run_exchange(student: ModuleType, case: Case, group: Any, phase: Phase) -> 
     entered = rows_of(case, rank).requires_grad_()
     sent, got = list(case.matrix[me]), [row[me] for row in case.matrix]
     output = student.all_to_all(group, entered, got, sent)
+    phase.end(group)
     _is_tensor(output, (sum(got), 2), "what all_to_all returned")
     found = {"output": output.detach().clone()}
     dist.barrier()
-    _backward(phase, output, grads_of(case, rank))
+    _backward(phase, output, grads_of(case, rank), group)
     if entered.grad is None:
         raise Wrong(f"rank {rank}: the backward of all_to_all returned no gradient for its input")
     return found | {"gradient": entered.grad}
@@ -152,6 +166,7 @@ def _judge_exchange(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
         group, me = members(case, rank), rank % case.ep
         rows = [rows_of(case, other).split(matrix[i]) for i, other in enumerate(group)]
         wanted = torch.cat([rows[i][me] for i in range(case.ep)])
+        _is_no_copy(answer["output"], rows_of(case, rank), wanted, rank)
         check_known("what all_to_all returned", answer["output"], wanted, rank=rank)
     for rank, answer in enumerate(answers):
         group, me = members(case, rank), rank % case.ep
@@ -161,6 +176,16 @@ def _judge_exchange(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
         wanted = torch.cat([grads[i][me] for i in range(case.ep)])
         check_known("the gradient of all_to_all's input", answer["gradient"], wanted, rank=rank)
     return Result({"rows": f"from each rank to each: {matrix}"})
+
+
+def _is_no_copy(found: torch.Tensor, own: torch.Tensor, wanted: torch.Tensor, rank: int) -> None:
+    """Raises Wrong if the first rows are those that the rank has sent."""
+    n = min(len(own), len(found))
+    if n and torch.equal(found[:n], own[:n]) and not torch.equal(wanted[:n], own[:n]):
+        raise Wrong(
+            f"rank {rank}: what all_to_all returned begins with this rank's own {num_of(n, 'row')}, in "
+            "their order\nThey are for other ranks, too. Which rows have come from rank 0 of the group?"
+        )
 
 
 # -- The order --
@@ -207,6 +232,7 @@ def _run_layer(student: ModuleType, case: Case, group: Any, phase: Phase) -> dic
     phase.begin("dispatch")
     with counted() as counter:
         returned = student.dispatch(hidden, given.map, probs, group)
+    phase.end(group)
     tokens, counts, weights, state = _checked(returned, case)
     sent = [[call.name, call.num_bytes] for call in counter.calls]
     found = {"tokens": tokens.detach().clone(), "counts": counts, "probs": weights.detach().clone()}
@@ -216,10 +242,11 @@ def _run_layer(student: ModuleType, case: Case, group: Any, phase: Phase) -> dic
     outputs = torch.cat([run_expert(*part) for part in parts])
     phase.begin("combine")
     output = student.combine(outputs, state)
+    phase.end(group)
     _is_tensor(output, hidden.shape, "what combine returned")
     found |= {"sent": sent, "output": output.detach().clone()}
     dist.barrier()
-    _backward(phase, output, given.grad)
+    _backward(phase, output, given.grad, group)
     gradients = {"of_hidden": hidden.grad, "of_probs": probs.grad}
     return found | gradients | {"of_experts": [expert.grad for expert in experts]}
 
@@ -241,7 +268,11 @@ def _checked(returned: Any, case: Case) -> tuple[torch.Tensor, list[int], torch.
     n = sum(counts)
     for what, value in (("tokens", tokens), ("probs", weights)):
         if not isinstance(value, torch.Tensor) or len(value) != n:
-            size = f"{len(value)} rows" if isinstance(value, torch.Tensor) else type(value).__name__
+            size = (
+                f"{num_of(len(value), 'row')}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
             raise Wrong(
                 f"{who} returned {what} of {size}, but tokens_per_expert {counts} are {n} in all\n"
                 "A row, and its probability, for each token that came to an expert of this rank."

@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import collectives
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check import Wrong
 
 PHASES = ("forward", "dispatch", "combine", "backward")
+OVER = -1
+"""In place of an exchange's number: this rank has come out of the part."""
 
 
 class Phase:
@@ -28,6 +31,10 @@ class Phase:
     def begin(self, words: str) -> None:
         """The next part."""
         self.words, self.number = words, 0
+
+    def end(self, group: Any) -> None:
+        """The part is over on this rank. Wrong if another rank makes an exchange instead."""
+        _ask_all(self, OVER, 0, [0] * group.size(), group)
 
     def __str__(self) -> str:
         return f"rank {dist.get_rank()}: in {self.words}"
@@ -72,7 +79,8 @@ def _checked_splits(
     splits = [int(one) for one in splits]
     if len(splits) != size or sum(splits) != len(tensor) or min(splits) < 0:
         raise Wrong(
-            f"{phase}, an all-to-all whose {name} has {len(tensor)} rows {verb} {splits}, in all "
+            f"{phase}, an all-to-all whose {name} has {num_of(len(tensor), 'row')} {verb} "
+            f"{splits}, in all "
             f"{sum(splits)}, over a group of {size} ranks\n{_advice(phase)}"
         )
     return splits
@@ -82,36 +90,46 @@ def _check_agreement(
     phase: Phase, input: torch.Tensor, sent: list[int], expected: list[int], group: Any
 ) -> None:
     """Asks every rank of the group what it is about to do."""
-    size, me = group.size(), group.rank()
-    if size == 1:
-        return
     width = math.prod(input.shape[1:])
-    mine = torch.tensor([PHASES.index(phase.words), phase.number, width, *sent])
-    phase.number += 1
-    every = torch.empty(size * len(mine), dtype=torch.int64)
-    inspect.unwrap(collectives.all_gather)(every, mine, group)
-    for source, told in enumerate(every.view(size, -1).tolist()):
-        _check_call(phase, source, told[:3], mine.tolist()[:3])
-        if told[3 + me] != expected[source]:
+    number, phase.number = phase.number, phase.number + 1
+    for source, told in enumerate(_ask_all(phase, number, width, sent, group)):
+        if told[group.rank()] != expected[source]:
             raise Wrong(
-                f"{phase}, an all-to-all expects {expected[source]} rows from rank {source} of its "
-                f"group, which sends {told[3 + me]}\n{_advice(phase)}"
+                f"{phase}, an all-to-all expects {num_of(expected[source], 'row')} from rank {source} "
+                f"of its group, which sends {told[group.rank()]}\n{_advice(phase)}"
             )
+
+
+def _ask_all(phase: Phase, number: int, width: int, sent: list[int], group: Any) -> list[list[int]]:
+    """What each rank of the group sends to each, where all are at the same place."""
+    mine = torch.tensor([PHASES.index(phase.words), number, width, *sent])
+    every = torch.empty(group.size() * len(mine), dtype=torch.int64)
+    inspect.unwrap(collectives.all_gather)(every, mine, group)
+    rows = every.view(group.size(), -1).tolist()
+    for source, told in enumerate(rows):
+        _check_call(phase, source, told[:3], mine.tolist()[:3])
+    return [told[3:] for told in rows]
 
 
 def _check_call(phase: Phase, source: int, told: list[int], mine: list[int]) -> None:
     if told[:2] != mine[:2]:
         raise Wrong(
-            f"{phase}, this rank makes all-to-all {mine[1]}, while rank {source} of its group makes "
-            f"all-to-all {told[1]} of its {PHASES[told[0]]}\nEvery rank of a group must make the same "
-            "calls, also one that has nothing to send or to get: look at an early return, and at an "
-            "`if` that depends on the rank's own tokens."
+            f"rank {dist.get_rank()} {_call_words(*mine[:2])}, while rank {source} of its group "
+            f"{_call_words(*told[:2])}\nEvery rank of a group must make the same calls, also one that "
+            "has nothing to send or to get: look at an early return, and at an `if` that depends on "
+            "the rank's own tokens."
         )
     if told[2] != mine[2]:
         raise Wrong(
             f"{phase}, this rank's all-to-all has rows of {mine[2]} numbers, while rank {source} of "
             f"its group has rows of {told[2]}\nThe ranks exchange the same things in the same order."
         )
+
+
+def _call_words(phase: int, number: int) -> str:
+    if number == OVER:
+        return f"has come out of its {PHASES[phase]}"
+    return f"makes all-to-all {number} (counted from 0) of its {PHASES[phase]}"
 
 
 def _advice(phase: Phase) -> str:

@@ -104,7 +104,7 @@ def _sent_words(sent: list[list[Any]]) -> str:
 def _judge_sent(rank: int, given: Tokens, answer: dict[str, Any]) -> None:
     size = given.hidden.numel() * given.hidden.element_size()
     for name, num_bytes in answer["sent"]:
-        if name == "all-gather" and num_bytes >= size:
+        if name == "all-gather" and num_bytes >= size > 0:
             raise Wrong(
                 f"rank {rank}: dispatch gathers {num_bytes} bytes from each rank, as much as all its "
                 "tokens\nThen every token goes to every rank. Send it to the ranks of its experts."

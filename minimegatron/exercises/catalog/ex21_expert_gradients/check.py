@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex21_expert_gradients.norms import judge_norms
 from minimegatron.exercises.catalog.ex21_expert_gradients.places import WORLD, Places
@@ -151,6 +152,11 @@ def _judge_mark(case: Case, found: list[list[Any]]) -> None:
             raise Wrong(
                 f"{where}: allreduce of an expert's parameter is True\n{_why_mark(t, e, etp)}"
             )
+        if not marks[1] and e == 1 and etp == t:
+            raise Wrong(
+                f"{where}: allreduce of an expert's parameter is False\nWrite down both columns of "
+                "groups for these sizes. Is there a rank that is in the one and not in the other?"
+            )
 
 
 def _why_mark(t: int, e: int, etp: int) -> str:
@@ -199,13 +205,14 @@ def _known_of_experts(
     yield (
         right / copies,
         f"It was divided by {copies}, the number of ranks that hold this expert. But before that, "
-        f"backward had already added up what the tokens of {seen} ranks contribute, and the mean is "
+        f"backward had already added up what the tokens of {num_of(seen, 'rank')} contribute, and "
+        f"the mean is "
         f"taken of {losses} losses.",
     )
     yield right, f"It was summed, and not divided. The mean of {losses} losses is wanted."
     yield (
         left[rank][index] / losses,
-        f"It was divided, but not summed over the {copies} ranks that hold this expert.",
+        f"It was divided, but not summed over the {num_of(copies, 'rank')} that hold this expert.",
     )
     yield left[rank][index], "It is what backward has left: neither summed nor divided."
     mixed = places.summed("dp_cp", rank, index, left.__getitem__)
@@ -257,6 +264,7 @@ def _known_of_dense(
         f"{losses}.",
     )
     yield of_tensor[rank][index] / losses, "It was divided, but not summed over groups.dp_cp."
+    yield of_tensor[rank][index], "It is this rank's own: neither summed over replicas nor divided."
     few = places.summed("expt_dp", rank, index, of_tensor.__getitem__)
     yield few / losses, "It was summed over groups.expt_dp, as if it were an expert's."
     summed = [

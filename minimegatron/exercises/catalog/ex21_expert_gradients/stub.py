@@ -37,6 +37,8 @@ def set_allreduce(
 ) -> None:
     """Sets `param.allreduce`: False if the parameter needs the right column of groups, else True.
 
+    It needs it if some rank stands in one of its two columns and not in the other.
+
     Args:
         is_expert: whether it belongs to an expert.
         tp_size: t, ranks that share a dense layer.

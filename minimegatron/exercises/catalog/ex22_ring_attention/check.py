@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.exercises.bench.counted_collectives import counted
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex22_ring_attention.blocks import judge_blocks, run_blocks
 from minimegatron.exercises.catalog.ex22_ring_attention.data import WORLD, Tokens
@@ -95,11 +96,8 @@ def _own(case: Case) -> tuple[Tokens, list[torch.Tensor]]:
 def _run_forward(student: ModuleType, case: Case, group: Any) -> dict[str, Any]:
     given, (query, key, value, _) = _own(case)
     ring = Ring(group, "ring_forward")
-    with ring.watched(student):
-        returned = _called(
-            lambda: student.ring_forward(query, key, value, given.scale, ring), ring, query, 2
-        )
-    output, lse = returned
+    arguments = (query, key, value, given.scale, ring)
+    output, lse = _called(lambda: student.ring_forward(*arguments), ring, query, 2)
     return {"output": output, "lse": lse, "sent": ring.num_sent, "beside": ring.num_beside}
 
 
@@ -110,7 +108,8 @@ def _run_backward(student: ModuleType, case: Case, group: Any) -> dict[str, Any]
     ring = Ring(group, "ring_backward")
     arguments = (grad, query, key, value, output, lse, given.scale, ring)
     found = _called(lambda: student.ring_backward(*arguments), ring, query, 3)
-    return dict(zip(GRADIENTS, found, strict=True)) | {"sent": ring.num_sent}
+    found = dict(zip(GRADIENTS, found, strict=True))
+    return found | {"sent": ring.num_sent, "beside": ring.num_beside}
 
 
 def _whole_attention(given: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +123,7 @@ def _called(
     function: Callable[[], Any], ring: Ring, query: torch.Tensor, num: int
 ) -> list[torch.Tensor]:
     """What a function of the ring returned, once all ranks are out of it."""
-    with counted() as counter:
+    with counted() as counter, ring.watched():
         returned = function()
     if counter.calls:
         raise Wrong(
@@ -144,7 +143,8 @@ def _called(
         if one.dtype != torch.float64:
             raise Wrong(
                 f"{ring}: of {names}, number {place} is {one.dtype}; float64 is expected, like "
-                "all that you are given\ntorch.zeros makes float32, torch.zeros_like keeps the dtype."
+                "all that you are given\nWhich of your tensors was made without a look at the "
+                "query's dtype?"
             )
     return [one.detach().clone() for one in returned]
 
@@ -162,11 +162,26 @@ def _judge_forward(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
         check_known("the output", found, wanted, known, rank, **TOLERANCES)
         lse = right.lse[:, rows]
         check_known("the lse", answer["lse"], lse, rank=rank, **TOLERANCES)
-    beside = f"{answers[0]['beside']} of {case.cp}"
+    _judge_overlap(case, answers, "ring_forward")
     sent = _sent_words(case, answers[0]["sent"], case.cp - 1)
-    return Result(
-        {"passed on by a rank": sent, "blocks computed while a hop was under way": beside}
-    )
+    return Result({"passed on by a rank": sent} | _beside(answers))
+
+
+def _judge_overlap(case: Case, answers: Sequence[dict[str, Any]], name: str) -> None:
+    """Keys and values make c - 1 hops, each of them while a block is computed."""
+    wanted = case.cp - 1
+    for rank, answer in enumerate(answers):
+        if answer["beside"] < wanted:
+            raise Wrong(
+                f"rank {rank}: the numbers are right, but {name} computes beside {answer['beside']} of "
+                f"{num_of(wanted, 'hop')} of keys and values: while the others travel, the rank waits\n"
+                "Which keys does the rank have in the meantime, and what could it do with them?"
+            )
+
+
+def _beside(answers: Sequence[dict[str, Any]]) -> dict[str, str]:
+    hidden = min(answer["beside"] for answer in answers)
+    return {"hops that were under way while a block was computed": str(hidden)}
 
 
 def _is_finite(found: torch.Tensor, rank: int) -> None:
@@ -192,5 +207,6 @@ def _judge_backward(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
             wanted = getattr(right.gradients(), which)[:, given.own]
             known = right.wrong_gradients(given.place, which)
             check_known(name, answer[which], wanted, known, rank, **TOLERANCES)
+    _judge_overlap(case, answers, "ring_backward")
     sent = _sent_words(case, answers[0]["sent"], 2 * case.cp - 1)
-    return Result({"passed on by a rank": sent})
+    return Result({"passed on by a rank": sent} | _beside(answers))

@@ -6,15 +6,18 @@ Megatron has no counterpart.
 import contextlib
 import inspect
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from minimegatron.core import collectives
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check import Wrong
 
+WORK = ("exp", "exp_", "exp2", "softmax", "logsumexp", "matmul", "__matmul__", "bmm", "einsum")
+"""Calls of torch, one of which no block of attention can do without, forward or backward."""
 MOST_TENSORS, MOST_DIMS = 6, 4
 OVER = -1
 """In place of a hop's number: this rank has come out of the function."""
@@ -26,7 +29,7 @@ class Handle:
     def __init__(self, ring: "Ring", number: int, sent: tuple, came: list[torch.Tensor]):
         self._ring, self._number, self._sent, self._came = ring, number, sent, came
         self._as_sent = [tensor.clone() for tensor in sent]
-        self.is_waited = False
+        self.is_waited = self.has_company = False
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         raise Wrong(
@@ -55,12 +58,15 @@ class Ring:
         self.rank, self.size = group.rank(), group.size()
         self.num_sent = 0
         """Numbers of tensors passed on so far."""
-        self.num_beside = 0
-        """Blocks that were computed while a hop was under way."""
         self._handles: list[Handle] = []
 
     def __str__(self) -> str:
         return f"rank {dist.get_rank()}: in {self._words}"
+
+    @property
+    def num_beside(self) -> int:
+        """Hops that were under way while something was computed."""
+        return sum(handle.has_company for handle in self._handles)
 
     @property
     def num_hops(self) -> int:
@@ -101,7 +107,8 @@ class Ring:
                 )
         if len(tensors) > MOST_TENSORS:
             raise Wrong(
-                f"{self}: pass_on got {len(tensors)} tensors; no more than four need to travel"
+                f"{self}: pass_on got {num_of(len(tensors), 'tensor')}; no more than four need to "
+                f"travel"
             )
         told = self._ask(number, tensors)
         before = told[(self.rank - 1) % self.size]
@@ -150,19 +157,26 @@ class Ring:
     # -- What is computed beside a hop --
 
     @contextlib.contextmanager
-    def watched(self, student: ModuleType) -> Iterator[None]:
-        """Inside the block, calls of the student's `attend` are looked at."""
-        attend = student.attend
-
-        def noticed(*args: Any, **kwargs: Any) -> Any:
-            self.num_beside += any(not handle.is_waited for handle in self._handles)
-            return attend(*args, **kwargs)
-
-        student.attend = noticed
-        try:
+    def watched(self) -> Iterator[None]:
+        """Inside the block, it is noted which hops are under way while something is computed."""
+        with _Noticed(self._handles):
             yield
-        finally:
-            student.attend = attend
+
+
+class _Noticed(TorchFunctionMode):
+    """Looks at every call of torch."""
+
+    def __init__(self, handles: list[Handle]):
+        super().__init__()
+        self._handles = handles
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in WORK:
+            for handle in self._handles:
+                handle.has_company |= not handle.is_waited
+        return function(*args, **(kwargs or {}))
 
 
 def _shapes(told: list[int]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex23_predict_two_tokens.data import (
@@ -49,7 +50,7 @@ def cases(seed: int) -> list[Case]:
 
 def _losses(draw: random.Random, data: int) -> list[Case]:
     every = [[1] * 5, [1] * 5]
-    holes = [_holes(draw, 6), _holes(draw, 6)]
+    holes = [_holes(6, 2), _holes(6, draw.choice([1, 3]))]
     one = [[0, 1, 0, 0]]
     f = draw.choice([0.3, 0.2])
     kinds = [
@@ -65,10 +66,10 @@ def _losses(draw: random.Random, data: int) -> list[Case]:
     ]
 
 
-def _holes(draw: random.Random, length: int) -> list[int]:
+def _holes(length: int, place: int) -> list[int]:
     """A mask with a 0 that is neither the first nor the last, so that rolling is seen."""
     mask = [1] * length
-    mask[draw.randrange(1, length - 2)] = 0
+    mask[place] = 0
     return mask
 
 
@@ -79,7 +80,9 @@ def _steps(draw: random.Random, data: int) -> list[Case]:
     ):
         words = "per token" if per_token else "means"
         # Another number of labels in each microbatch.
-        masks = [[_holes(draw, 6), [1] * (5 - i) + [0] * (1 + i)] for i in range(M)]
+        masks = [
+            [_holes(6, draw.choice([1, 2, 3])), [1] * (5 - i) + [0] * (1 + i)] for i in range(M)
+        ]
         name = f"{words}, M={M}, loss scale {scale:g}"
         values = {"K": 2, "f": 0.5, "masks": masks, "loss_scale": scale, "seed": data + number}
         found.append(Case(name, part=STEP, per_token=per_token, **values))
@@ -154,6 +157,11 @@ def _judge_roll(case: Case, answer: list[tuple[torch.Tensor, float]]) -> None:
     for given, (found, total) in zip(to_roll(case), answer, strict=True):
         wanted = rolled(given, 1)
         known = [
+            (
+                given,
+                "Nothing was moved. What stands at t + 1 of what was given, and where should it be "
+                "now?",
+            ),
             (
                 given.roll(-1, dims=-1),
                 "The first has come round to the end. There it would be the label of a token that "
@@ -285,8 +293,11 @@ def _run_losses(student: ModuleType, case: Case) -> dict[str, Any]:
     hidden, logged = _pair(returned, "attach_mtp_losses", words)
     if not isinstance(hidden, torch.Tensor) or hidden.shape != states[0].shape:
         raise Wrong(f"attach_mtp_losses returned {_kind(hidden)} as hidden states")
-    if not isinstance(logged, list | tuple) or len(logged) != case.K:
+    if not isinstance(logged, list | tuple):
         raise Wrong(f"attach_mtp_losses returned {_kind(logged)} as means; a list of K is expected")
+    if len(logged) != case.K:
+        means = num_of(len(logged), "mean")
+        raise Wrong(f"attach_mtp_losses returned {means} for {num_of(case.K, 'depth')}")
     if hidden is states[0]:
         raise Wrong(
             "attach_mtp_losses returned hidden_states[0] itself, with nothing attached\nWhat apply "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex23_predict_two_tokens.data import given_weights
 from minimegatron.exercises.catalog.ex23_predict_two_tokens.truth import RightStep, Way
@@ -24,7 +25,8 @@ def judge_step(case: Case, answer: dict[str, Any]) -> Result:
     M = len(case.masks)
     if answer["num_forwards"] != M:
         raise Wrong(
-            f"forward_backward ran the model {answer['num_forwards']} times for {M} microbatches"
+            f"forward_backward ran the model {num_of(answer['num_forwards'], 'time')} for "
+            f"{num_of(M, 'microbatch', 'microbatches')}"
         )
     right = RightStep(case, given_weights(case))
     scale = case.loss_scale if case.per_token else case.loss_scale / M

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.catalog.ex24_two_tensor_backward.data import Kind
 from minimegatron.exercises.check import Wrong
 
@@ -59,7 +60,9 @@ class Student:
             )
             raise self._wrong("backward_step", words)
         if len(returned) != len(inputs):
-            words = f"returned {len(returned)} gradients for {len(inputs)} inputs"
+            words = (
+                f"returned {num_of(len(returned), 'gradient')} for {num_of(len(inputs), 'input')}"
+            )
             raise self._wrong("backward_step", f"{words}\n{self._input_words()}")
         found = [_shape_words(one) for one in returned]
         wanted = ["None" if shape is None else f"{shape}" for shape in shapes]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.bench.step_case import StepCase
@@ -269,5 +270,6 @@ def _judge_backward(case: Case, kind: Kind, answer: dict[str, Any]) -> None:
                 "them. Backward was asked for gradients of inputs only: let it go to all leaves."
             )
         if found is not None:
-            what = f"{kind.name}: the gradient of weight {name}, after {case.M} microbatches"
+            after = num_of(case.M, "microbatch", "microbatches")
+            what = f"{kind.name}: the gradient of weight {name}, after {after}"
             check_known(what, found, wanted, right.known_weights(name))
