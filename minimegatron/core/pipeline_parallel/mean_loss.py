@@ -1,4 +1,7 @@
-"""What is said of a loss function that returns a mean where sums are waited for."""
+"""What is said of a loss function that returns a mean where sums are waited for.
+
+Megatron has no counterpart: it has the same arithmetic, and says nothing.
+"""
 
 import warnings
 

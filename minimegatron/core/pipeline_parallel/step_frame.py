@@ -52,7 +52,7 @@ from minimegatron.core.pipeline_parallel.send_limits import (
 from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
-from minimegatron.core.tensor_parallel.random import all_rng_states, restore_rng_states
+from minimegatron.core.tensor_parallel.random import _all_rng_states, _restore_rng_states
 from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -261,7 +261,7 @@ class StateOfStep:
     """
 
     def __init__(self, config: ModelParallelConfig, models: list[torch.nn.Module]):
-        self._rng_states = all_rng_states()
+        self._rng_states = _all_rng_states()
         self._buffers = [
             (module, name, buffer, buffer.clone())
             for model in models
@@ -273,7 +273,7 @@ class StateOfStep:
     @torch.no_grad()
     def put_back(self) -> None:
         """All of it is as it was."""
-        restore_rng_states(self._rng_states)
+        _restore_rng_states(self._rng_states)
         for module, name, buffer, before in self._buffers:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)

@@ -204,13 +204,13 @@ RngStates = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], str | Non
 and which of them a `fork` has put into the device's generator."""
 
 
-def all_rng_states() -> RngStates:
-    """Where this process's random numbers stand, for `restore_rng_states`."""
+def _all_rng_states() -> RngStates:
+    """Where this process's random numbers stand, for `_restore_rng_states`."""
     tracker = get_cuda_rng_tracker()
     return torch.get_rng_state(), _get_rng_state(), tracker.get_states(), tracker.current
 
 
-def restore_rng_states(states: RngStates) -> None:
+def _restore_rng_states(states: RngStates) -> None:
     """Randomness continues from `states`."""
     cpu, device, tracked, current = states
     torch.set_rng_state(cpu)
@@ -223,12 +223,12 @@ def restore_rng_states(states: RngStates) -> None:
 @contextlib.contextmanager
 def _as_it_was(rng_states: RngStates) -> Iterator[None]:
     """Within it, randomness continues from `rng_states`; afterwards as if nothing had happened."""
-    now = all_rng_states()
-    restore_rng_states(rng_states)
+    now = _all_rng_states()
+    _restore_rng_states(rng_states)
     try:
         yield
     finally:
-        restore_rng_states(now)
+        _restore_rng_states(now)
 
 
 def _autocast_state(device_type: str) -> Callable[[], Any]:
@@ -251,7 +251,7 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run_function, distribute_group, *args):
         ctx.run_function = run_function
-        ctx.rng_states = all_rng_states()
+        ctx.rng_states = _all_rng_states()
         ctx.autocast = _autocast_state(get_device().type)
         with torch.no_grad():
             outputs = run_function(*args)
