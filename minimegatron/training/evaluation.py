@@ -20,6 +20,7 @@ from minimegatron.training.global_vars import (
     get_args,
     get_tensorboard_writer,
     get_train_state,
+    write_curves,
 )
 from minimegatron.training.pipeline_schedule import schedule_of_run
 from minimegatron.training.utils import (
@@ -124,14 +125,11 @@ def evaluate_and_print_results(
     text = f" validation loss at {prefix}"
     for key, loss in losses.items():
         text += f" | {key} {loss:.4f} | {key} PPL {math.exp(min(20.0, loss)):.3f}"
-    writer = get_tensorboard_writer()
-    if writer is not None and write_to_tensorboard:
-        for key, loss in losses.items():
-            writer.add_scalar(f"{key} validation", loss, iteration)
-        writer.flush()
+    if write_to_tensorboard:
+        write_curves({f"{key} validation": loss for key, loss in losses.items()}, iteration)
     print_rank_0("-" * len(text))
     print_rank_0(text)
     print_rank_0("-" * len(text))
     if process_non_loss_data_func is not None:
-        process_non_loss_data_func(collected, iteration, writer)
+        process_non_loss_data_func(collected, iteration, get_tensorboard_writer())
     return losses

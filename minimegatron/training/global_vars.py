@@ -3,9 +3,11 @@
 `core` never asks it. Counterpart: `megatron.training.global_vars`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from minimegatron.core.datasets.atomic_file import writing
 from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.num_microbatches_calculator import (
@@ -60,7 +62,21 @@ def _build_tensorboard_writer(args: Arguments) -> Any:
         return None
     from torch.utils.tensorboard import SummaryWriter  # optional, and takes a second to import
 
-    return SummaryWriter(args.tensorboard_dir)
+    with writing(args.tensorboard_dir):
+        return SummaryWriter(args.tensorboard_dir)
+
+
+def write_curves(values: Mapping[str, float], iteration: int) -> None:
+    """One point per curve, on disk at once: a run may be killed. Nothing without TensorBoard.
+
+    Raises CannotWrite, which names the folder.
+    """
+    writer = _globals.tensorboard_writer
+    if writer is not None:
+        with writing(writer.log_dir):
+            for name, value in values.items():
+                writer.add_scalar(name, value, iteration)
+            writer.flush()
 
 
 def destroy_global_vars() -> None:

@@ -15,9 +15,9 @@ from tqdm import tqdm
 from minimegatron.core.num_microbatches_calculator import get_current_global_batch_size
 from minimegatron.training.global_vars import (
     get_args,
-    get_tensorboard_writer,
     get_timers,
     get_train_state,
+    write_curves,
 )
 from minimegatron.training.utils import broadcast_from_last_stage, print_rank_0
 
@@ -109,7 +109,7 @@ def training_log(
         **progress.describe_more(),
     }
     values = {name: value for name, value in values.items() if value is not None}
-    _write_to_tensorboard(values | {"tokens/s": progress.tokens / seconds}, iteration)
+    write_curves(values | {"tokens/s": progress.tokens / seconds}, iteration)
     parts = [f"{name} {value:{FORMATS.get(name, '.4f')}}" for name, value in values.items()]
     parts += [f"{progress.tokens / seconds:,.0f} tokens/s"]
     progress.bar.set_postfix_str(parts[0], refresh=False)  # the line above has the others
@@ -133,12 +133,3 @@ FORMATS = {
     "load imbalance": ".2f",
 }
 """How the log line shows values other than losses."""
-
-
-def _write_to_tensorboard(values: dict[str, float], iteration: int) -> None:
-    """One point per curve, on disk at once: a run may be killed."""
-    writer = get_tensorboard_writer()
-    if writer is not None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, iteration)
-        writer.flush()

@@ -15,6 +15,7 @@ from minimegatron.exercises.exercise import exercises
 from minimegatron.exercises.student.student_folder import StudentFolder
 from minimegatron.tracing import chrome, html
 from minimegatron.tracing.rank_trace import RankTrace, save_rank
+from minimegatron.training import global_vars
 from minimegatron.training.datasets import workers
 from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
 
@@ -104,3 +105,17 @@ def test_b15_workers_without_room_for_their_batches_are_refused(monkeypatch):
     assert asked == [workers.LEAST_BYTES + 3 * 3 * 2 * 8000]
     assert build_pretraining_data_loader(Samples(), 0, num_workers=0, **options) is not None
     assert len(asked) == 1, "without workers nothing is asked"
+
+
+def test_b15_curves_that_find_no_room_name_their_folder(monkeypatch):
+    class Writer:
+        log_dir = "/runs/curves"
+
+        def add_scalar(self, name: str, value: float, iteration: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(global_vars._globals, "tensorboard_writer", Writer())
+    with pytest.raises(CannotWrite, match="cannot write /runs/curves: No space left on device"):
+        global_vars.write_curves({"lm loss": 1.0}, 1)
+    monkeypatch.setattr(global_vars._globals, "tensorboard_writer", None)
+    global_vars.write_curves({"lm loss": 1.0}, 1)
