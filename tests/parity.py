@@ -553,7 +553,7 @@ def train_steps(
         optimizer.zero_grad()
         losses = run(forward_only=False)
         for chunk in chunks if case.loss_scale != 1.0 else []:
-            for buffer in chunk.buffers:
+            for buffer in chunk.all_buffers:
                 buffer.grad_data /= case.loss_scale
         gradients = [
             (name, param, param.main_grad.clone())

@@ -196,7 +196,7 @@ def all_layouts(cases) -> None:
             found = differences(training, expected)
             assert max(found.values()) < TOLERANCE, (name, options, found)
             num_buffers = 1 if groups.expt_dp is groups.dp_cp else 2
-            assert len(training.model.buffers) == num_buffers
+            assert len(training.model.all_buffers) == num_buffers
 
 
 def test_parity_with_one_process():

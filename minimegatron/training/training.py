@@ -101,7 +101,8 @@ def pretrain(
         forward_step_func: `(data_iterator, model) -> (output, loss_func)`; see `forward_step` in
             `core.pipeline_parallel.steps` for what `loss_func(output)` may return.
         process_non_loss_data_func: `(data, iteration, writer)`, called after each evaluation with
-            what `non_loss_data_func` returned or, without one, what `loss_func` collected.
+            what `non_loss_data_func` returned or, without one, what
+            `loss_func(output, non_loss_data=True)` did.
         extra_args_provider: `(parser)` adds the user's own flags; `get_args` then has them.
         args_defaults: defaults that replace the built-in ones.
         non_loss_data_func: `(model)`, called on every rank during each evaluation.

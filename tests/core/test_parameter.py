@@ -106,14 +106,14 @@ def test_a_buffer_has_one_group_and_buckets_keep_the_order_of_backward(sharded):
         ddp = DistributedDataParallel(
             make_config(), config, module, pg_collection=groups_of(dp=4, edp=2)
         )
-        sizes = [buffer.data_parallel_group.size() for buffer in ddp.buffers]
+        sizes = [buffer.data_parallel_group.size() for buffer in ddp.all_buffers]
         assert sizes == [4, 2, 4, 2]
-        assert [[*group.params.values()] for group in ddp.bucket_groups] == (
+        assert [[*group.params.values()] for group in ddp.all_bucket_groups] == (
             [[f"p{number}"] for number in range(7, -1, -1)]
             if overlap
             else [["p3", "p7", "p1", "p5"], ["p2", "p6", "p0", "p4"]]
         )
-        for group in ddp.bucket_groups:
+        for group in ddp.all_bucket_groups:
             for param in group.params:
                 assert group.data_parallel_group is reduce_group(param, ddp.pg_collection)
             assert all(bucket.gradient_scaling_factor == 1 / 4 for bucket in group.buckets)
@@ -121,7 +121,23 @@ def test_a_buffer_has_one_group_and_buckets_keep_the_order_of_backward(sharded):
     ddp = DistributedDataParallel(
         make_config(), config, module, pg_collection=groups_of(dp=4, edp=4)
     )
-    assert len(ddp.buffers) == 2
+    assert len(ddp.all_buffers) == 2
+
+
+def test_f4_buffers_of_experts_stand_apart_and_none_twice():
+    """Clients read `buffers + expert_parallel_buffers` after every step, in a dense model too."""
+    for edp, num_dense, num_others in ((2, 2, 2), (4, 2, 0)):  # per dtype
+        config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+        groups = groups_of(dp=4, edp=edp)
+        ddp = DistributedDataParallel(make_config(), config, Mixed(), pg_collection=groups)
+        assert (len(ddp.buffers), len(ddp.expert_parallel_buffers)) == (num_dense, num_others)
+        for mine, others, together in (
+            (ddp.buffers, ddp.expert_parallel_buffers, ddp.all_buffers),
+            (ddp.bucket_groups, ddp.expert_parallel_bucket_groups, ddp.all_bucket_groups),
+        ):
+            assert sorted(map(id, mine + others)) == sorted(map(id, together))
+            assert {id(x.data_parallel_group) for x in mine} == {id(groups.dp_cp)}
+            assert {id(x.data_parallel_group) for x in others} <= {id(groups.expt_dp)}
 
 
 def test_torchs_wrapper_refuses_what_it_would_sum_over_the_wrong_ranks():

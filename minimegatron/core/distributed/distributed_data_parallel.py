@@ -84,7 +84,10 @@ class DistributedDataParallel(_BaseDataParallel):
         pg_collection: needs `dp_cp`, `pp` and what the parameters are reduced over; None for the
             groups of `parallel_state`.
 
-    `bucket_groups` are in the order of backward, so the next forward meets them in reverse.
+    `all_bucket_groups` are in the order of backward, so the next forward meets them in reverse.
+    Megatron's names have them apart: `buffers` and `bucket_groups` are of dense parameters,
+    `expert_parallel_buffers` and `expert_parallel_bucket_groups` of those that are summed over other
+    ranks; without experts these are empty.
     """
 
     def __init__(
@@ -110,14 +113,16 @@ class DistributedDataParallel(_BaseDataParallel):
         ):
             default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
             self.bucket_size = ddp_config.bucket_size or default
-        self.buffers = self._allocate_buffers()
-        self.bucket_groups = partition_buckets(
-            self.buffers,
+        self.all_buffers = self._allocate_buffers()
+        self.all_bucket_groups = partition_buckets(
+            self.all_buffers,
             backward_order=[*module.parameters()][::-1],
             force_single_bucket_group=not ddp_config.overlap_grad_reduce,
         )
+        self.buffers, self.expert_parallel_buffers = self._apart(self.all_buffers)
+        self.bucket_groups, self.expert_parallel_bucket_groups = self._apart(self.all_bucket_groups)
         self.param_to_bucket_group = {
-            param: group for group in self.bucket_groups for param in group.params
+            param: group for group in self.all_bucket_groups for param in group.params
         }
         # By address: a weight may be lent as `weight.detach()`, which is another tensor there.
         self._group_at = {
@@ -155,6 +160,11 @@ class DistributedDataParallel(_BaseDataParallel):
             )
             for (param_dtype, grad_dtype, group), params in params_of.items()
         ]
+
+    def _apart(self, parts: list[Any]) -> tuple[list[Any], list[Any]]:
+        is_dense = [part.data_parallel_group is self.dp_cp_group for part in parts]
+        dense = [part for part, here in zip(parts, is_dense, strict=True) if here]
+        return dense, [part for part, here in zip(parts, is_dense, strict=True) if not here]
 
     def _register_hooks(self) -> None:
         # Torch never frees what such a hook holds, and this wrapper holds the groups.
@@ -238,12 +248,12 @@ class DistributedDataParallel(_BaseDataParallel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within, gradients accumulate and no bucket is launched."""
-        for group in self.bucket_groups:
+        for group in self.all_bucket_groups:
             group.is_last_microbatch = False
         try:
             yield
         finally:
-            for group in self.bucket_groups:
+            for group in self.all_bucket_groups:
                 group.is_last_microbatch = True
 
     def start_grad_sync(self, *unused: Any) -> None:
@@ -252,7 +262,7 @@ class DistributedDataParallel(_BaseDataParallel):
         A bucket whose weight gradients are owed, and those behind it, are launched once they came.
         """
         # The first group last: its launch lets the others follow, in their order.
-        for group in reversed(self.bucket_groups):
+        for group in reversed(self.all_bucket_groups):
             group.request_grad_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
@@ -262,12 +272,12 @@ class DistributedDataParallel(_BaseDataParallel):
         `force_all_reduce`. Raises RuntimeError naming the parameters if weight gradients are still
         owed or if, with overlap, some bucket was never launched.
         """
-        for group in self.bucket_groups:
+        for group in self.all_bucket_groups:
             group.check_launched(force_all_reduce)
-        for group in self.bucket_groups:
+        for group in self.all_bucket_groups:
             if group.grad_reduce_handles is None:
                 group.start_grad_sync(force_all_reduce)
-        for group in self.bucket_groups:
+        for group in self.all_bucket_groups:
             group.finish_grad_sync()
         if not self.optimizer_checks_grads:
             self.check_grads()
@@ -278,10 +288,10 @@ class DistributedDataParallel(_BaseDataParallel):
         The optimizer calls it with the gradient norm, for which the program waits anyway. On a CPU,
         `start_grad_sync` has looked already.
         """
-        buckets = [bucket for group in self.bucket_groups for bucket in group.buckets]
+        buckets = [bucket for group in self.all_bucket_groups for bucket in group.buckets]
         noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
         if noted and bool(torch.cat(noted).isfinite().logical_not().any()):
-            for group in self.bucket_groups:
+            for group in self.all_bucket_groups:
                 group.raise_for_noted_grads()
 
     @accepts_left_out
@@ -291,10 +301,10 @@ class DistributedDataParallel(_BaseDataParallel):
         `force_sync` also waits: to be used before parameters are read other than by a forward, for
         instance to save them.
         """
-        for group in reversed(self.bucket_groups):
+        for group in reversed(self.all_bucket_groups):
             group.start_param_sync()
         if force_sync:
-            for group in reversed(self.bucket_groups):
+            for group in reversed(self.all_bucket_groups):
                 group.finish_param_sync()
 
     def _before_state_dict(self, *unused: Any) -> None:
@@ -315,7 +325,7 @@ class DistributedDataParallel(_BaseDataParallel):
             self._require_complete_params("forward hooks, which are off")
 
     def _require_complete_params(self, gathered_by: str) -> None:
-        if any(group.params_are_incomplete() for group in self.bucket_groups):
+        if any(group.params_are_incomplete() for group in self.all_bucket_groups):
             raise RuntimeError(
                 "with overlap_param_gather, what other ranks have updated is gathered by "
                 f"{gathered_by}; call start_param_sync(force_sync=True) on every rank first"
@@ -327,16 +337,16 @@ class DistributedDataParallel(_BaseDataParallel):
         Gathers them all, or with overlap launches only the bucket that forward needs first: each
         bucket's first use launches the next.
         """
-        for group in self.bucket_groups:
+        for group in self.all_bucket_groups:
             group.params_are_stale = True
         if not self.ddp_config.overlap_param_gather:
             self.start_param_sync(force_sync=True)
-        elif self.bucket_groups:
-            self.bucket_groups[-1].start_param_sync()
+        elif self.all_bucket_groups:
+            self.all_bucket_groups[-1].start_param_sync()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies every gradient by `scaling_factor`, in place."""
-        for buffer in self.buffers:
+        for buffer in self.all_buffers:
             buffer.scale_gradients(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
@@ -350,9 +360,9 @@ class DistributedDataParallel(_BaseDataParallel):
         for param in self.param_to_bucket_group:
             # A step that failed in a hook may have left it here.
             param.grad, param.grad_added_to_main_grad = None, False
-        for buffer in self.buffers:
+        for buffer in self.all_buffers:
             buffer.reset()
-        for group in self.bucket_groups:
+        for group in self.all_bucket_groups:
             group.reset()
 
     def broadcast_params(self) -> None:

@@ -71,6 +71,7 @@ class TorchDistributedDataParallel(_BaseDataParallel):
         super().__init__(config, module)
         self.ddp_config = ddp_config
         self.buffers, self.bucket_groups = [], []
+        self.expert_parallel_buffers, self.expert_parallel_bucket_groups = [], []
         self.pg_collection, self.dp_cp_group = pg_collection, pg_collection.dp_cp
         # Torch divides by the number of ranks; the loss's contract may want the plain sum.
         num_ranks = self.dp_cp_group.size()

@@ -77,7 +77,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         self._ranges = {
             param: part
             for chunk in model_chunks
-            for buffer in chunk.buffers
+            for buffer in chunk.all_buffers
             for param, part in local_ranges(buffer).items()
         }
         super().__init__(param_groups, config, grad_scaler, pg_collection)

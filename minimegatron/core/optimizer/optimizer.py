@@ -164,6 +164,16 @@ class MegatronOptimizer(ABC):
     # -- What training asks for --
 
     @property
+    def chained_optimizers(self) -> "list[MegatronOptimizer]":
+        """This one alone. Megatron has one for dense parameters and one for the experts'."""
+        return [self]
+
+    @property
+    def is_stub_optimizer(self) -> bool:
+        """Whether this rank has nothing to train."""
+        return not self.shards
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Torch's parameter groups: `lr`, `weight_decay`, `wd_mult` and the rule's own."""
         return self.optimizer.param_groups

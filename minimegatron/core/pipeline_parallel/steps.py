@@ -63,6 +63,8 @@ def forward_step(
         forward_step_func: `(data_iterator, model) -> (output, loss_func)`; with recompute per
             microbatch it also gets `checkpoint_activations_microbatch` as third argument. What
             `loss_func(output)` may return is told in `forward_step_calc_loss`.
+        collect_non_loss_data: call `loss_func(output, non_loss_data=True)` instead, a keyword that the
+            function must take; what it returns is stored, and there is no loss.
         input_tensor: [s, b, h] (per rank [s/c/t, b, h] with context and sequence parallelism), in
             `pipeline_dtype`; None on the first stage. In plain 1F1B a list: of one tensor, or
             of more where the stage before hands some on (`all_outputs`).
@@ -160,6 +162,8 @@ def forward_step_calc_loss(
     | (mean, report)         | on                         | the same; gradients d * c times these |
     | anything               | `collect_non_loss_data`    | none; the value itself is stored      |
     | (`loss_func` is None)  | off or on                  | the output as it is, which is stored  |
+
+    With `collect_non_loss_data` it is called as `loss_func(output, non_loss_data=True)`.
 
     A two-tuple's mean is expected over all c ranks' tokens, hence the factor c: gradients are later
     averaged over data-parallel and context-parallel ranks together. A mean over the rank's own tokens

@@ -24,6 +24,7 @@ from minimegatron.core.optimizer.clip_grads import (
     count_zeros_fp32,
     get_grad_norm_fp32,
 )
+from minimegatron.core.optimizer.optimizer import FP32Optimizer, NamedParamGroup
 from minimegatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     get_canonical_lr_for_logging,
@@ -37,6 +38,7 @@ from tests.core.distributed.common import (
     make_groups,
     run_microbatches,
 )
+from tests.groups import PretendGroup, pretend_groups
 from tests.ranks import run_ranks
 
 
@@ -416,3 +418,14 @@ def _resume():
 
 def test_resume_is_bit_exact_and_refuses_what_does_not_fit():
     run_ranks(_resume, 2)
+
+
+def test_f7_an_optimizer_reads_as_a_chain_of_one():
+    """As clients go through Megatron's, which chains one for dense parameters and one for experts."""
+    weight, groups = torch.nn.Parameter(torch.ones(2)), pretend_groups(mp=PretendGroup())
+    config = OptimizerConfig(lr=0.1)
+    optimizer = FP32Optimizer([NamedParamGroup([("w", weight)], 1.0)], config, None, groups)
+    (only,) = optimizer.chained_optimizers
+    assert only is optimizer and not only.is_stub_optimizer and only.config is config
+    assert only.optimizer.param_groups[0]["params"] == [weight]
+    assert FP32Optimizer([NamedParamGroup([], 1.0)], config, None, groups).is_stub_optimizer

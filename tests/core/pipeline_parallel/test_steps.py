@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -162,6 +163,19 @@ def test_a4_a_stage_that_is_not_told_where_it_is_asks(monkeypatch, ends_here, gi
         assert loss.item() == pytest.approx(3.0 * 2 / 4) and store == [{"loss": 3.0}]
     else:
         assert loss is output and store == []
+
+
+def test_f8_the_keyword_of_a_collecting_loss_function_is_documented():
+    """Nothing but a TypeError said that there is one."""
+    called = []
+    forward_step_calc_loss(
+        *(None, torch.ones(1), lambda *output, **more: called.append(more)),
+        *(ModelParallelConfig(), None, True, 1, [], 1, True),
+    )
+    assert called == [{"non_loss_data": True}]
+    page = Path(__file__).parents[3] / "docs" / "tour" / "loss-contract.md"
+    for text in (forward_step.__doc__, forward_step_calc_loss.__doc__, page.read_text()):
+        assert "loss_func(output, non_loss_data=True)" in text
 
 
 def test_four_values_are_refused():
