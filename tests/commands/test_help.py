@@ -170,6 +170,13 @@ def test_pages_in_the_terminal_wrap_and_show_no_markdown(columns, capsys, monkey
         assert not re.search(r"^#+ |^```|\*\*|\]\(", text, re.MULTILINE), exercise.name
 
 
+def test_drawings_of_pages_are_not_wrapped():
+    for exercise in exercises():
+        drawings = re.findall(r"^```\n(.*?)^```", pages.page_words(exercise), re.S | re.M)
+        lines = [line for drawing in drawings for line in drawing.splitlines()]
+        assert max(map(len, lines), default=0) <= 78, exercise.name
+
+
 def test_a_page_and_a_hint_on_an_output_without_unicode(monkeypatch, tmp_path):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
