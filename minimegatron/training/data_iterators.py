@@ -89,10 +89,11 @@ _WORDS = (
 
 
 def _used_up(loader: torch.utils.data.DataLoader, split: str, flags: str) -> Iterator:
+    """Stands behind a loader's microbatches: who asks for one more learns that there is none."""
+    yield from ()
     sampler = loader.batch_sampler
     raise DataError(
         f"the {split} data set has {len(loader.dataset)} samples, but the run asks for more. It began "
         f"at sample {sampler.consumed_samples}, and one microbatch on each copy of the model takes "
         f"{sampler.step}; give it more samples, lower {flags}, or use --dataloader-type cyclic"
     )
-    yield
