@@ -86,11 +86,12 @@ def begin_step(
 def meet(groups: Sequence[dist.ProcessGroup]) -> None:
     """Returns when all ranks of `groups` have come here; raises where one has failed its step.
 
-    Not on GPUs: NCCL tells nobody of a failure, and a step that failed is not tried again there.
+    Not on GPUs: NCCL tells nobody of a failure, and a step that failed is not tried again there. It is
+    not traced: it reduces nothing of the model's, and Megatron has no such call.
     """
     if get_device().type == "cpu":
         for group in groups:
-            all_reduce(torch.zeros(1), group)
+            all_reduce.__wrapped__(torch.zeros(1), group)
 
 
 def end_step(groups: list[dist.ProcessGroup]) -> None:

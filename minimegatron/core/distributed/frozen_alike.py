@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
@@ -34,7 +35,7 @@ def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> 
 
     Args:
         model: this rank's chunks, wrapped or not.
-        pg_collection: a group that it lacks is not asked.
+        pg_collection: a group that it lacks, or has a stand-in for, is not asked.
     """
     named = [pair for chunk in model for pair in named_parameters_inside(chunk)]
     trained = [name for name, param in named if param.requires_grad and EXPERTS not in name]
@@ -75,7 +76,8 @@ def _where_backward_ends(model: Sequence[torch.nn.Module]) -> tuple[int, str]:
 def _check(numbers: set[int], pg_collection: Any, name: str, text: str) -> None:
     """That all numbers of all ranks of a group are one; a rank may have none."""
     group = getattr(pg_collection, name, None)
-    if group is None or group.size() == 1:
+    # What stands in for a group connects nobody.
+    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
         return
     bounds = [max(numbers, default=-1), max((-n for n in numbers), default=-(1 << 62))]
     bounds = torch.tensor(bounds, device=get_device())

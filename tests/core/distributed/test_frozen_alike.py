@@ -44,7 +44,10 @@ def refusals(name: str, first: Layers, second: Layers) -> list[str]:
     for rank, (mine, other) in enumerate([(first, second), (second, first)]):
         groups = ProcessGroupCollection(**{name: PretendGroup(rank, 2)})
         for model, reduce in ((other, note), (mine, answer)):
-            with mock.patch("minimegatron.core.distributed.frozen_alike.all_reduce", reduce):
+            with (
+                mock.patch("minimegatron.core.distributed.frozen_alike.all_reduce", reduce),
+                mock.patch("torch.distributed.ProcessGroup", PretendGroup),
+            ):
                 try:
                     check_frozen_alike([model], groups)
                 except ValueError as error:
