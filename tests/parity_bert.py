@@ -75,7 +75,7 @@ def bert_batches(num: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def bert_loss(loss_mask, is_random, labels, group, output):
+def bert_loss(loss_mask, is_random, output, labels=None, group=None):
     losses, binary_logits = output
     if labels is not None:
         losses = losses_of(losses, labels, group)
@@ -95,8 +95,8 @@ def bert_step(data_iterator, model):
         lm_labels=None if asks_for_logits(model) else batch["labels"],
     )
     labels = batch["labels"] if asks_for_logits(model) else None
-    group = get_attr_wrapped_model(model, "pg_collection").tp
-    return output, partial(bert_loss, batch["loss_mask"], batch["is_random"], labels, group)
+    more = {"labels": labels, "group": get_attr_wrapped_model(model, "pg_collection").tp}
+    return output, partial(bert_loss, batch["loss_mask"], batch["is_random"], **more)
 
 
 MODEL = ModelUnderTest(build_bert, bert_batches, bert_step)

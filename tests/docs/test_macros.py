@@ -227,3 +227,8 @@ def test_links(macros):
     assert f"(../source/{STEPS}.md#forward_step)" in macros.expand(
         "{{ link " + STEPS + ".forward_step }}"
     )
+
+
+def test_f8_the_page_has_the_keyword_of_a_collecting_loss_function():
+    page = (ROOT / "docs" / "tour" / "loss-contract.md").read_text()
+    assert "loss_func(output, non_loss_data=True)" in page

@@ -166,8 +166,8 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-log-of-failed-steps",
         _LOSS,
-        "        MTPLossLoggingHelper.clean_loss_in_tracker()\n\n\ndef count_step",
-        "        pass\n\n\ndef count_step",
+        "        MTPLossLoggingHelper.clean_loss_in_tracker()\n    return",
+        "        pass\n    return",
         "The losses of each step are still there in the next, also those of a step that failed: the "
         "log shows means over all of them. Gradients are right.",
     ),
