@@ -267,7 +267,7 @@ def test_a_students_folder_is_read(student, capsys):
     listed = capsys.readouterr().out
     for marks, names in (("x", ["ex01", "ex12"]), ("-", [*STUBS, "ex05", "ex06"])):
         for name in names:
-            assert f"[{marks}] {name}_" in listed, listed
+            assert f"[{marks}] {name} " in listed, listed
             assert StudentFolder.open(student).is_finished(find(name)) == (marks == "x")
     # One hint was seen.
     for number in (2, 3):

@@ -16,6 +16,7 @@ from minimegatron.core.pipeline_parallel.step_frame import StateOfStep
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
+    keep_rng_states,
     model_parallel_cuda_manual_seed,
 )
 from minimegatron.core.transformer.mtp_loss import MTPLossLoggingHelper
@@ -107,6 +108,7 @@ def fail_and_compare(case: Case, places: list[tuple[int, str]]) -> list[str]:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     chunks, _ = build(case, groups)
     with_dropout_and_counts(chunks)
+    get_model_config(chunks[0]).before_step_funcs += (keep_rng_states,)
     rank, problems = torch.distributed.get_rank(), []
     one_step(case, groups, chunks, forward_step_func)
     before = state_of(chunks)
@@ -172,6 +174,7 @@ def test_a9_buffers_and_random_numbers_are_put_back():
     model.register_buffer("wide", torch.zeros(1).expand(3))
     model.register_buffer("nothing", None)
     hooks = (lambda models: partial(undone.append, models[0]), lambda models: None)
+    hooks = (*hooks, keep_rng_states)
     model_parallel_cuda_manual_seed(5, tp_rank=0)
     state = StateOfStep(ModelParallelConfig(before_step_funcs=hooks), [model])
     with get_cuda_rng_tracker().fork():

@@ -7,10 +7,8 @@ units of one forward unless a page says otherwise.
 
 import dataclasses
 import json
-import tomllib
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import cases_of_experts as experts  # noqa: F401  for pages
@@ -21,6 +19,13 @@ import cases_of_states as states  # noqa: F401  for pages
 import cases_of_symptoms as symptoms  # noqa: F401  for pages
 import pictures
 from case_words import count_words, fraction_words, size_words, table  # noqa: F401  for pages
+from cases_of_pages import (  # noqa: F401  for pages
+    default_of,
+    num_asides,
+    num_exam_pages,
+    num_exam_questions,
+    num_tour_pages,
+)
 from gpu_page import statement as gpu_statement  # noqa: F401  for pages
 from held_against import (  # noqa: F401  for pages
     held_internals,
@@ -45,7 +50,6 @@ from memory_cases import (  # noqa: F401  for pages
 )
 from short_warmup import both_warmups, makespan
 from spine import spine_files, spine_hours, spine_lines
-from tour import read_tour
 
 from minimegatron.core.optimizer import OptimizerConfig, _get_grad_scaler
 from minimegatron.core.pipeline_parallel.schedule_table import (
@@ -515,35 +519,6 @@ def num_exercises() -> int:
 def spine_sentence() -> str:
     """How many files there are to read first, and how long that takes."""
     return f"{spine_files()} files, {spine_lines()} lines of code, about {spine_hours()} hours"
-
-
-def num_tour_pages() -> int:
-    """Pages of the tour, its index not counted."""
-    return len(read_tour())
-
-
-def num_asides() -> int:
-    """Pages that the longest path alone has."""
-    return sum(page.aside for page in read_tour())
-
-
-def num_exam_questions() -> int:
-    return len(_exam_sections())
-
-
-def num_exam_pages() -> int:
-    """Pages of the tour that the exam asks about."""
-    return len({section.partition("#")[0] for section in _exam_sections()})
-
-
-def _exam_sections() -> list[str]:
-    text = (Path(__file__).parents[1] / "exam.toml").read_text()
-    return [question["section"] for question in tomllib.loads(text)["question"]]
-
-
-def default_of(field: str) -> str:
-    """What the optimizer's config has where nobody says anything."""
-    return f"{getattr(OptimizerConfig(lr=1.0), field):g}"
 
 
 def submission_limits() -> str:

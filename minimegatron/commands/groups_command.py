@@ -21,6 +21,8 @@ MOST_WIDTH = 100
 MOST_GROUPS = 32
 MOST_RANKS = 64
 """More groups of a kind, members of a group or ranks than these are shown in part."""
+SHORT = 40
+"""A group of up to so many characters is kept on one line, if it fits there at all."""
 FIRST = 4
 """How many of too many groups, and of too many members, are shown."""
 GLUE = "~"
@@ -116,7 +118,7 @@ def _members(
         return "all ranks"
     few = of_kind if most is None or len(of_kind) <= most else of_kind[:FIRST]
     shown = [f"[{_ranks(ranks, most)}]" for ranks in few]
-    shown = [text.replace(" ", GLUE) if len(text) <= room else text for text in shown]
+    shown = [text.replace(" ", GLUE) if len(text) <= min(SHORT, room) else text for text in shown]
     left_out = len(of_kind) - len(shown)
     rest = [f"... and {left_out} more (--full)".replace(" ", GLUE)] if left_out else []
     return " ".join(shown + rest)

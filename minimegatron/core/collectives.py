@@ -90,8 +90,9 @@ def meet(groups: Sequence[dist.ProcessGroup]) -> None:
     not traced: it reduces nothing of the model's, and Megatron has no such call.
     """
     if get_device().type == "cpu":
+        reduce = getattr(all_reduce, "__wrapped__", all_reduce)
         for group in groups:
-            all_reduce.__wrapped__(torch.zeros(1), group)
+            reduce(torch.zeros(1), group)
 
 
 def end_step(groups: list[dist.ProcessGroup]) -> None:

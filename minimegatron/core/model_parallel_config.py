@@ -113,7 +113,7 @@ class ModelParallelConfig:
     before_step_funcs: tuple[Callable[[list], Callable[[], None] | None], ...] = ()
     """Called when a step begins, with the model chunks, to forget what the last one has left. What one
     returns is called if a training step fails on any rank: to put back what it has changed, beside
-    buffers and random numbers."""
+    buffers. `tensor_parallel.random.keep_rng_states` is one, for random numbers."""
     after_grads_funcs: tuple[Callable[[list, Any], None], ...] = ()
     """Called by `finalize_model_grads` when all gradients are final, before the optimizer, with the
     model chunks and the `ProcessGroupCollection`."""

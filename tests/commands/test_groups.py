@@ -43,7 +43,8 @@ def test_e_a_group_of_all_ranks_is_made_beside_the_default_one(capsys):
     assert "9 distinct sets of ranks, so 9 process groups beside the default one" in text
 
 
-def test_other_orders_and_large_worlds(capsys):
+def test_other_orders_and_large_worlds(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     assert run("groups --world-size 8 --tp 2 --pp 2 --order pp-dp-tp") == 0
     text = capsys.readouterr().out
     assert groups_of(text, "pp") == [[0, 1], [2, 3], [4, 5], [6, 7]]

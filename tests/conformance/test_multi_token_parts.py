@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from minimegatron.core import parallel_state as our_state
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer import multi_token_prediction as ours
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -46,6 +47,7 @@ def standing(p: int, v: int | None, rank: int) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(their_state, **answers))
+        stack.enter_context(mock.patch.multiple(our_state, **answers))
         groups = ProcessGroupCollection(pp=FakeGroup(rank, p))
         stack.enter_context(
             mock.patch.object(ProcessGroupCollection, "use_mpu_process_groups", lambda *_: groups)

@@ -213,7 +213,7 @@ def test_on_paper(browser, address):
         assert answers.count() and all(answer.bounding_box() for answer in answers.all())
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         expect(page.locator("details.question:not([open])")).to_have_count(0)
-        link = page.locator(".md-content p a[href^='https']").first
+        link = page.locator(".md-content a[href^='https']").first
         after = link.evaluate("a => getComputedStyle(a, '::after').content")
         assert "github.com" in after or "attr(href)" in after
 

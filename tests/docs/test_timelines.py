@@ -110,9 +110,13 @@ def test_exercise_6_lists_the_calls_that_the_planner_lists(stage):
     (block,) = [b for b in FENCE.findall(TEXTS["ex06_one_f_one_b/page.md"]) if "stage 1" in b]
     head, *lines = block.splitlines()
     middle = head.index("stage 1")
-    columns = [line[:middle] if stage == 0 else line[middle:] for line in lines]
-    told = re.sub(r" {2,}", "", "\n".join(columns)).replace(",\n", ", ")
-    calls = [line.strip() for line in told.splitlines()]
+    calls: list[str] = []
+    for line in lines:
+        cell = line[:middle] if stage == 0 else line[middle:]
+        if cell.startswith("  ") and cell.strip():  # what stands below a call belongs to it
+            calls[-1] += cell.strip()
+        elif cell.strip():
+            calls.append(re.sub(r" {2,}", "", cell).strip())
     assert calls.pop() == "..."
     actions = [line_of(action) for action in plan("1f1b", 2, 3).ranks[stage]]
     assert len(calls) > 7 and calls == actions[: len(calls)]

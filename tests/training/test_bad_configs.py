@@ -76,6 +76,7 @@ def test_only_rank_0_speaks(monkeypatch, capfd):
     slept = []
     monkeypatch.setattr(initialize.time, "sleep", slept.append)
     monkeypatch.setattr(initialize.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run of torchrun's")
     assert run_main(monkeypatch, ["--num-layers", "-1"], rank=1, world_size=2) == 2
     assert capfd.readouterr() == ("", "")
     assert slept == [30]  # long enough for rank 0 to be the first to leave

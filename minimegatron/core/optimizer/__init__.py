@@ -9,7 +9,6 @@ import torch
 
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from minimegatron.core.distributed.frozen_alike import check_frozen_alike
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
@@ -126,15 +125,13 @@ def get_megatron_optimizer(
             for biases and one-dimensional parameters, as Megatron does.
         pg_collection: see `MegatronOptimizer`; None for the groups of `parallel_state`.
 
-    All ranks must call it. Raises ValueError for no learning rate, where model and configuration
-    contradict each other, or where ranks freeze different parameters (see `frozen_alike`).
+    Raises ValueError for no learning rate, or where model and configuration contradict each other.
     """
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None; give a learning rate")
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     _check_wrappers(config, model_chunks)
-    check_frozen_alike(model_chunks, pg_collection)
     groups = _get_param_groups(model_chunks, no_weight_decay_cond or _is_bias_or_norm)
     scaler = _get_grad_scaler(config)
     if config.use_distributed_optimizer:

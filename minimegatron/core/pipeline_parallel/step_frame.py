@@ -18,7 +18,7 @@ In the order of one step:
 |                   | `finalize_model_grads_func`                                                   |
 |                   | waits until all ranks have come so far                                        |
 | the step fails    | tells every rank that may wait for this one                                   |
-|                   | puts back random numbers, buffers, and what `before_step_funcs` know          |
+|                   | puts back buffers, and what `before_step_funcs` know                          |
 
 A forward-only step launches and finalizes no gradients, and waits for and puts back nothing;
 everything else is the same.
@@ -52,7 +52,6 @@ from minimegatron.core.pipeline_parallel.send_limits import (
 from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
-from minimegatron.core.tensor_parallel.random import _all_rng_states, _restore_rng_states
 from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed
 from minimegatron.core.tracing import observed_by, traced
 from minimegatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -261,7 +260,6 @@ class StateOfStep:
     """
 
     def __init__(self, config: ModelParallelConfig, models: list[torch.nn.Module]):
-        self._rng_states = _all_rng_states()
         self._buffers = [
             (module, name, buffer, buffer.clone())
             for model in models
@@ -273,7 +271,6 @@ class StateOfStep:
     @torch.no_grad()
     def put_back(self) -> None:
         """All of it is as it was."""
-        _restore_rng_states(self._rng_states)
         for module, name, buffer, before in self._buffers:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)

@@ -22,6 +22,7 @@ default generator, which also draws the weights of a layer that is built by itse
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,6 +219,11 @@ def _restore_rng_states(states: RngStates) -> None:
     tracker = get_cuda_rng_tracker()
     tracker.set_states(tracked)
     tracker.current = current
+
+
+def keep_rng_states(models: list[torch.nn.Module]) -> Callable[[], None]:
+    """For a configuration's `before_step_funcs`: puts random numbers back after a step that failed."""
+    return partial(_restore_rng_states, _all_rng_states())
 
 
 @contextlib.contextmanager
