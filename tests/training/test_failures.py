@@ -1,6 +1,7 @@
 """A rank that raises or is killed takes the job down, with its rank and stage named."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -126,11 +127,21 @@ class Strange(torch.utils.data.Dataset):
         raise DataError(SENTENCE)
 
 
+def error_of_loader(num_workers: int) -> DataError:
+    """Without what it holds: as long as its frames are there, the loader's process is."""
+    with pytest.raises(DataError) as caught:
+        next(iter(torch.utils.data.DataLoader(Strange(), num_workers=num_workers)))
+    return caught.value.with_traceback(None)
+
+
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 @pytest.mark.parametrize("among_peers", [False, True])
 def test_b13_data_are_refused_without_a_traceback(monkeypatch, num_workers, among_peers):
     """Also what a loader's process raised, whose message comes with a story of its own."""
     written, me = [], Identity(1, 0, 1, 0, 1, "host", os.getpid())
+    # Before `os._exit` is another: a loader's process ends by it.
+    error = error_of_loader(num_workers)
+    gc.collect()
 
     def end(code):
         raise SystemExit(code)
@@ -142,7 +153,7 @@ def test_b13_data_are_refused_without_a_traceback(monkeypatch, num_workers, amon
     monkeypatch.setattr(failures, "_write", written.append)
     monkeypatch.setattr(failures.os, "_exit", end)
     with pytest.raises(SystemExit) as ending, failures.reported():
-        next(iter(torch.utils.data.DataLoader(Strange(), num_workers=num_workers)))
+        raise error
     who = me if among_peers else "rank 0 (not yet in the model)"
     assert written == [f"minimegatron: {who}: {SENTENCE}\n"] and ending.value.code == 1
 
