@@ -45,13 +45,19 @@ class Place:
         num_ranks: int,
         *args: Any,
         shared: bool = False,
+        with_gloo: bool = False,
         seconds: float = LAUNCH_SECONDS,
     ) -> list[Any]:
-        """`fn` on ranks with a GPU each over NCCL; with `shared`, on one GPU over gloo."""
+        """`fn` on ranks with a GPU each over NCCL; with `shared`, on one GPU over gloo.
+
+        With `with_gloo`, tensors on the GPU go over NCCL and those on the CPU over gloo.
+        """
         # Only here: what a part that fails early has to say needs no torch.
         from minimegatron.launching.launcher import launch
 
         backend = "gloo" if shared or not self.is_gpu else "nccl"
+        if with_gloo and self.is_gpu:
+            backend = "cpu:gloo,cuda:nccl"
         timeout = min(seconds, max(1.0, self.ends_at - time.monotonic()))
         options = {"backend": backend, "device": self.device, "timeout": timeout}
         return launch(fn, num_ranks, *args, **options)

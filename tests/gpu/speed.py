@@ -60,8 +60,8 @@ def _beside(
     judged = place.is_gpu and not place.is_quick
     compile_with = "inductor" if place.is_gpu else "eager"
     options = (place.device, place.is_quick, others, compile_with)
-    # Over gloo: the turns of what is compared begin together by a clock on the CPU.
-    (found,) = place.launch(measure_speed, 1, shape, *options, shared=True, seconds=seconds)
+    # The turns of what is compared begin together by a clock on the CPU, which is sent over gloo.
+    (found,) = place.launch(measure_speed, 1, shape, *options, with_gloo=True, seconds=seconds)
     yield _product(found, judged)
     for row in found["rows"]:
         yield _speed_of(row, judged)
