@@ -98,7 +98,9 @@ def execute(path: Path, cell_seconds: float = CELL_SECONDS) -> Executed:
             shutdown_kernel="immediate",  # asked to end, a kernel takes seconds, and does nothing
             resources={"metadata": {"path": str(copy)}},
         )
-        environment = os.environ | {"IPYTHONDIR": folder, "PYTHONPATH": str(ROOT)}
+        # This checkout comes first; the libraries may stand on the path that was given.
+        python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"IPYTHONDIR": folder, "PYTHONPATH": python_path}
         try:
             _execute(client, environment)
         except CellExecutionError as failure:
