@@ -331,7 +331,8 @@ def real_step(per_token):
     gradients = gpt.gradients()
     names, params = zip(*named_global_parameters(unwrap_model(gpt.chunks[0])), strict=True)
     wanted = torch.autograd.grad(explicit_sum(gpt, per_token), params)
-    return {"gradients": gradients, "of the sum": dict(zip(names, wanted, strict=True))}
+    on_cpu = [gradient.cpu() for gradient in wanted]  # as `gradients` are
+    return {"gradients": gradients, "of the sum": dict(zip(names, on_cpu, strict=True))}
 
 
 # %%

@@ -101,12 +101,22 @@ def statement(path: Path = REPORT) -> str:
     for entry in report["parts"]:
         by_state.setdefault(entry["state"].partition(":")[0], []).append(entry["number"])
     counts = ", ".join(
-        f"{len(numbers)} {state} ({', '.join(map(str, numbers))})"
+        f"{_verb(state, len(numbers))} ({', '.join(map(str, numbers))})"
         for state, numbers in by_state.items()
     )
     where = f"{report['num_gpus']} x {report['gpu']}, torch {machine['torch']}, {when}"
     begun = "Rehearsed" if report.get("rehearsal") else "Run"
     return f"{begun} on {where}: of {len(report['parts'])} parts {counts}."
+
+
+def _verb(state: str, number: int) -> str:
+    """
+    >>> _verb("holds", 9), _verb("not run", 1)
+    ('9 hold', '1 was not run')
+    """
+    several = {"holds": "hold", "not run": "were not run"}
+    one = {"not run": "was not run"}
+    return f"{number} {(one if number == 1 else several).get(state, state)}"
 
 
 def gpu_page(path: Path, planned: list[tuple[str, int]]) -> str:

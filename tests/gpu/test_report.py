@@ -261,7 +261,7 @@ def test_a_check_writes_report_and_page(tmp_path, monkeypatch, capsys, no_signal
     said = gpu_page.statement(path)
     assert said in page
     assert "Run on 1 x planted GPU, torch 2.x," in said
-    assert said.endswith("of 3 parts 1 holds (1), 1 failed (2), 1 not run (3).")
+    assert said.endswith("of 3 parts 1 holds (1), 1 failed (2), 1 was not run (3).")
     assert "| x | 1 | at most 2 | holds |" in page
     assert "- 3, a part that holds: needs 8 GPUs, here is 1" in page
     assert r"| before | �\[31m\|\*\`&lt;b&gt;� |  | holds |" in page

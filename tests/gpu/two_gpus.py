@@ -229,6 +229,7 @@ def planted_hangs(place: Place) -> Iterator[Finding]:
 def notebooks(place: Place) -> Iterator[Finding]:
     """Every notebook with 1, 2 and 8 GPUs in sight, as far as they are here."""
     # Jupyter's libraries take seconds, which each rank of the other parts would wait for too.
+    from notebook_pages import ANSI
     from notebook_runs import execute, sources
 
     paths = [path for path in sources() if not place.is_quick or path.name.startswith("02_")]
@@ -238,7 +239,11 @@ def notebooks(place: Place) -> Iterator[Finding]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
         try:
             for done in map(execute, paths):
-                yield is_equal(f"{done.name}, GPUs: {count}", done.error or "runs", "runs")
+                print(done.error)
+                last = ANSI.sub("", done.error).strip()[
+                    -300:
+                ]  # the error; before it stands the cell
+                yield is_equal(f"{done.name}, GPUs: {count}", last or "runs", "runs")
         finally:
             os.environ.pop("CUDA_VISIBLE_DEVICES")
             if before is not None:
