@@ -457,7 +457,7 @@ def column_row() -> str:
 
 
 def scaler_history() -> str:
-    """The dynamic loss scale over seven steps, three of which overflow; it may grow after two."""
+    """The dynamic loss scale over seven steps. Three of them overflow. Two good ones let it grow."""
     scaler = _get_grad_scaler(
         OptimizerConfig(lr=1.0, fp16=True, initial_loss_scale=65536.0, loss_scale_window=2)
     )

@@ -69,7 +69,7 @@ def check_resolves(host: str, port: str) -> None:
 
 
 def gloo_address_note(environment: MutableMapping[str, str], master: str) -> str | None:
-    """What to say before gloo tells other machines an address that is no use to them; else None.
+    """What to say before gloo gives other machines a loopback address; None if it will not.
 
     Without `GLOO_SOCKET_IFNAME` gloo takes what this machine's name resolves to. Many a machine's
     name resolves to a loopback. `master` is where rank 0 is: a loopback if all ranks are here.

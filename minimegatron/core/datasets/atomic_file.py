@@ -79,7 +79,7 @@ class AtomicFile:
 
 
 def write_atomically(path: str | Path, data: bytes, makes_folder: bool = True) -> None:
-    """`data` as the whole content of `path`; to what is no file, such as /dev/stdout, as it comes."""
+    """`data` as the whole content of `path`. A device, such as /dev/stdout, is written to directly."""
     # Where it is a link, the file that it leads to.
     path = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():

@@ -48,7 +48,7 @@ def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> 
     ):
         is_trained = {int(copy.requires_grad) for copy in copies}
         text = f"copies of the {what}, a tied output layer's among them: {len(copies)} here, "
-        text += f"{sum(copy.requires_grad for copy in copies)} of which require a gradient"
+        text += f"and {sum(copy.requires_grad for copy in copies)} of them require a gradient"
         _check(is_trained, pg_collection, group, text)
     if any(EXPERTS in name for name, _ in named):
         place, name = _where_backward_ends(model)
@@ -61,7 +61,11 @@ def _number_of(names: Iterable[str]) -> int:
 
 
 def _where_backward_ends(model: Sequence[torch.nn.Module]) -> tuple[int, str]:
-    """Its name, after a number: twice the parameters before it that are no experts', 1 more for one."""
+    """The first trained parameter's name, after a number for its place.
+
+    The number is twice the count of the parameters before it, experts' left out; plus 1 if it is an
+    expert's own.
+    """
     for chunk in unwrap_model(list(model)):
         if getattr(chunk, "pre_process", True):
             before = 0

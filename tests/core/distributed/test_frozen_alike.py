@@ -60,7 +60,7 @@ def refusals(name: str, first: Layers, second: Layers) -> list[str]:
     [
         ("dp_cp", ("norm", "layers.0.norm"), "4 parameters require a gradient"),
         ("tp", ("norm embedding", "norm"), "4 parameters require a gradient"),
-        ("embd", ("embedding", "norm"), "1 here, 0 of which require a gradient"),
+        ("embd", ("embedding", "norm"), "1 here, and 0 of them require a gradient"),
         ("tp_ep", ("layers.1.mlp.experts", "none"), "at layers.1.mlp.experts.0.weight"),
         ("tp_ep", ("experts", "layers.1.mlp.experts"), "at layers.0.mlp.experts.0.weight"),
     ],
