@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
+from minimegatron.core.utils import get_model_config
 
 
 def get_main_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -59,19 +60,22 @@ def placement_over(pp_group: dist.ProcessGroup, config: Any) -> Placement:
     return usual_placement(*sizes) if name is None else get_schedule(name).placed(*sizes)
 
 
-def refuse_unscaled_loss(model: Sequence[torch.nn.Module]) -> None:
-    """On the stage with the loss, after backward: that it was scaled by what the optimizer divides by.
+def refuse_unscaled_loss(model: Sequence[torch.nn.Module], pp_group: dist.ProcessGroup) -> None:
+    """After backward: that the loss was scaled by what the optimizer divides by.
 
-    Raises ValueError where nobody has asked for the loss scale since `zero_grad_buffer`.
+    Raises ValueError, on the stage with the loss, where nobody has asked for the loss scale since
+    `zero_grad_buffer`.
     """
-    for chunk in model:
-        scaler = getattr(chunk, "grad_scaler", None)
-        if scaler is not None and not scaler.was_read and float(scaler.inv_scale) != 1.0:
-            raise ValueError(
-                f"the optimizer divides gradients by its loss scale, {1 / float(scaler.inv_scale):g}, "
-                "but nothing has multiplied the loss by it; set config.grad_scale_func = "
-                "optimizer.scale_loss, and give each model that is trained a configuration of its own"
-            )
+    scalers = [getattr(chunk, "grad_scaler", None) for chunk in model]
+    unread = {1 / float(s.inv_scale) for s in scalers if s is not None and not s.was_read} - {1.0}
+    if unread and placement_over(pp_group, get_model_config(model[0])).is_last_rank(
+        pp_group.rank()
+    ):
+        raise ValueError(
+            f"the optimizer divides gradients by its loss scale, {unread.pop():g}, but nothing has "
+            "multiplied the loss by it; set config.grad_scale_func = optimizer.scale_loss, and give "
+            "each model that is trained a configuration of its own"
+        )
 
 
 WRITTEN_INTO_BUFFERS = ("average_in_collective", "use_distributed_optimizer")

@@ -188,8 +188,7 @@ def finalize_model_grads(
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     embd_group, pp_group = pg_collection.embd, pg_collection.pp
-    if placement_over(pp_group, get_model_config(model[0])).is_last_rank(pp_group.rank()):
-        refuse_unscaled_loss(model)
+    refuse_unscaled_loss(model, pp_group)
     for chunk in model:
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
     _allreduce_non_tensor_model_parallel_grads(model, pg_collection=pg_collection)
