@@ -107,6 +107,8 @@ def fail(case: Case, groups: Any, chunks: list, place: str, rank: int, forward_o
     # Not the batch of the good step: a message left over must have other numbers.
     data = batches(2 * case.M)[case.M :]
     iterators = [iter(data) for _ in chunks]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     if is_failing and place == "arguments":
         iterators = [iter(data) for _ in range(len(chunks) + 1)]
     elif is_failing and place == "interrupt":

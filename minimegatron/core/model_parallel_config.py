@@ -7,6 +7,7 @@ model and the optimizer exist, which is why this dataclass is not frozen.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -114,6 +115,9 @@ class ModelParallelConfig:
     """Called when a step begins, with the model chunks, to forget what the last one has left. What one
     returns is called if a training step fails on any rank: to put back what it has changed, beside
     buffers. `tensor_parallel.random.keep_rng_states` is one, for random numbers."""
+    around_step_funcs: tuple[Callable[[], AbstractContextManager], ...] = ()
+    """What each returns is entered before a step, forward-only or not, and left when it has ended or
+    failed: for what no step may leave behind, such as the scale of auxiliary losses."""
     after_grads_funcs: tuple[Callable[[list, Any], None], ...] = ()
     """Called by `finalize_model_grads` when all gradients are final, before the optimizer, with the
     model chunks and the `ProcessGroupCollection`."""

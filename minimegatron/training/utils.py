@@ -5,6 +5,7 @@ Counterpart: `megatron.training.utils`.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -94,23 +95,66 @@ def broadcast_from_last_stage(values: dict[str, float]) -> dict[str, float]:
 
 
 def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What the loss function reported for M microbatches, as one [sum, count] pair per key.
+    """What the loss function reported, as one [sum, count] pair per key, float32.
 
-    A report is either a [loss sum, number of tokens] pair, which is also summed over the copies of
-    the model, so that every token weighs the same; or one number, which counts as one.
-    Source: the end of Megatron's `train_step` and `evaluate`.
+    Over M microbatches and all copies of the model. A report is either a [loss sum, number of tokens]
+    pair, so that every token weighs the same; or one number, a tensor or not, which counts as one.
+    Source: the end of Megatron's `train_step` and `evaluate`; there, one number is of this copy alone.
+
+    Raises ValueError where microbatches or copies have reported other keys, or other sizes under one.
     """
-    summed = {}
-    for key in reports[0] if reports else ():
-        values = torch.stack([report[key].detach().float().view(-1) for report in reports])
-        if values.shape[1] == 2:
-            pair = values.sum(dim=0)
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            collectives.all_reduce(pair, group)
-        else:
-            pair = torch.stack([values.sum(), torch.ones_like(values).sum()])
-        summed[key] = pair
-    return summed
+    kinds = [{key: torch.as_tensor(value).numel() for key, value in r.items()} for r in reports]
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0] or set(kind.values()) - {1, 2}:
+            raise ValueError(
+                f"the loss function reported {_in_words(kinds[0])} in microbatch 0, "
+                f"{_in_words(kind)} in microbatch {number}; report the same keys in each, with 1 "
+                "number or a pair [loss sum, number of tokens], which may be [0, 0]"
+            )
+    if not reports:
+        return {}
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    _check_alike(kinds[0], group)
+    pairs = []
+    for key in sorted(kinds[0]):
+        values = torch.stack([_as_pair(report[key]) for report in reports])
+        pairs.append(values.sum(dim=0))
+    if not pairs:
+        return {}
+    summed = torch.stack(pairs)
+    collectives.all_reduce(summed, group)
+    found = dict(zip(sorted(kinds[0]), summed, strict=True))
+    return {key: found[key] for key in kinds[0]}
+
+
+def _as_pair(value: Any) -> torch.Tensor:
+    numbers = torch.as_tensor(value).detach().to(get_device()).float().view(-1)
+    return (
+        numbers if numbers.numel() == 2 else torch.stack([numbers[0], torch.ones_like(numbers[0])])
+    )
+
+
+def _in_words(kind: dict[str, int]) -> str:
+    """
+    >>> _in_words({"lm loss": 2, "z": 1})
+    "'lm loss' (2 numbers), 'z' (1 number)"
+    """
+    words = [f"{key!r} ({size} number{'s' * (size != 1)})" for key, size in kind.items()]
+    return ", ".join(words) or "nothing"
+
+
+def _check_alike(kind: dict[str, int], group: dist.ProcessGroup) -> None:
+    """Raises ValueError, on each of them, where copies of the model have reported other keys."""
+    if group.size() == 1:
+        return
+    digest = int.from_bytes(sha256(repr(sorted(kind.items())).encode()).digest()[:7])
+    ends = torch.tensor([digest, -digest], device=get_device())
+    collectives.all_reduce(ends, group, op=collectives.ReduceOp.MAX)
+    if ends.tolist() != [digest, -digest]:
+        raise ValueError(
+            f"copy {group.rank()} of {group.size()} of the model: the loss function reported "
+            f"{_in_words(kind)} here, and other keys or sizes on another copy; report the same on all"
+        )
 
 
 # -- Batches --

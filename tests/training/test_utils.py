@@ -155,7 +155,7 @@ def over_two_copies() -> tuple[list[float], dict]:
 def test_over_two_copies():
     for averaged, summed in run_ranks(over_two_copies, 2):
         assert averaged == [1.5, 4.0]
-        assert summed == {"lm loss": [22.0, 14.0], "aux": [6.0, 2.0]}
+        assert summed == {"lm loss": [22.0, 14.0], "aux": [12.0, 4.0]}
 
 
 def test_nothing_reported_where_there_is_no_loss():

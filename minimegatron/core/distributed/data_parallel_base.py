@@ -3,7 +3,7 @@
 Counterpart: `megatron.core.distributed.data_parallel_base`.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
+from minimegatron.core.utils import get_model_config
 
 
 def get_main_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -59,13 +60,73 @@ def placement_over(pp_group: dist.ProcessGroup, config: Any) -> Placement:
     return usual_placement(*sizes) if name is None else get_schedule(name).placed(*sizes)
 
 
-class _BaseDataParallel(torch.nn.Module):
-    """The common surface. The module inside is `self.module`, its configuration `self.config`."""
+def refuse_unscaled_loss(model: Sequence[torch.nn.Module], pp_group: dist.ProcessGroup) -> None:
+    """After backward: that the loss was scaled by what the optimizer divides by.
 
-    def __init__(self, config: Any, module: torch.nn.Module):
+    Raises ValueError, on the stage with the loss, where nobody has asked for the loss scale since
+    `zero_grad_buffer`.
+    """
+    scalers = [getattr(chunk, "grad_scaler", None) for chunk in model]
+    unread = {1 / float(s.inv_scale) for s in scalers if s is not None and not s.was_read} - {1.0}
+    if unread and placement_over(pp_group, get_model_config(model[0])).is_last_rank(
+        pp_group.rank()
+    ):
+        raise ValueError(
+            f"the optimizer divides gradients by its loss scale, {unread.pop():g}, but nothing has "
+            "multiplied the loss by it; set config.grad_scale_func = optimizer.scale_loss, and give "
+            "each model that is trained a configuration of its own"
+        )
+
+
+WRITTEN_INTO_BUFFERS = ("average_in_collective", "use_distributed_optimizer")
+"""Of a wrapper's own configuration."""
+
+
+class _BaseDataParallel(torch.nn.Module):
+    """The common surface. The module inside is `self.module`, its configuration `self.config`.
+
+    `grad_scaler` is that of the optimizer which divides these gradients by a loss scale, if one does.
+    """
+
+    def __init__(self, config: Any, module: torch.nn.Module, ddp_config: Any = None):
         super().__init__()
         self.config = config
         self.module = module
+        self.ddp_config = ddp_config
+        self.grad_scaler: Any = None
+        self._built_with = self._factors()
+        self._grads_are_final = False
+
+    def _factors(self) -> dict[str, Any]:
+        """What the factor on every gradient was chosen by, when this wrapper was made."""
+        of_wrapper = {} if self.ddp_config is None else vars(self.ddp_config)
+        known = {name: of_wrapper.get(name) for name in WRITTEN_INTO_BUFFERS}
+        return known | {"calculate_per_token_loss": self.config.calculate_per_token_loss}
+
+    def _begin_grads(self) -> None:
+        """Of `zero_grad_buffer`: a new step's gradients begin. ValueError for a late change."""
+        for name, now in self._factors().items():
+            if now != self._built_with[name]:
+                raise ValueError(
+                    f"{name} is {now}, but was {self._built_with[name]} when the model was wrapped for "
+                    "data parallelism, which decided by what gradients are divided; set it before, or "
+                    "make wrapper and optimizer again"
+                )
+        self._grads_are_final = False
+        if self.grad_scaler is not None:
+            self.grad_scaler.was_read = False
+
+    def _end_grads(self) -> None:
+        """Of `finish_grad_sync`: they are summed once. RuntimeError if they were already."""
+        if self._grads_are_final:
+            raise RuntimeError(
+                "gradients were summed over data-parallel ranks and made final already, and "
+                "zero_grad_buffer() was not called since: they would be summed, and divided, once "
+                "more; call it on every chunk before each step (optimizer.zero_grad() leaves the "
+                "buffers as they are); to accumulate more, give one call of the schedule all "
+                "microbatches"
+            )
+        self._grads_are_final = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""

@@ -98,10 +98,9 @@ class DistributedDataParallel(_BaseDataParallel):
         disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
     ):
-        super().__init__(config, module)
+        super().__init__(config, module, ddp_config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-        self.ddp_config = ddp_config
         self.pg_collection = pg_collection
         self.dp_cp_group = pg_collection.dp_cp
         # Without overlap nothing is gained by several launches.
@@ -270,8 +269,10 @@ class DistributedDataParallel(_BaseDataParallel):
 
         With a distributed optimizer only this rank's shard of every bucket does, unless
         `force_all_reduce`. Raises RuntimeError naming the parameters if weight gradients are still
-        owed or if, with overlap, some bucket was never launched.
+        owed or if, with overlap, some bucket was never launched; and where it was called before since
+        `zero_grad_buffer`.
         """
+        self._end_grads()
         for group in self.all_bucket_groups:
             group.check_launched(force_all_reduce)
         for group in self.all_bucket_groups:
@@ -352,8 +353,10 @@ class DistributedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Sets all gradients to zero, and forgets those that are owed; before each step.
 
-        Raises ValueError if `requires_grad` of a parameter is not what it was when it was wrapped.
+        Raises ValueError if `requires_grad` of a parameter, or what gradients are divided by, is not
+        what it was when the model was wrapped.
         """
+        self._begin_grads()
         refuse_changed_parameters(self.module, self.param_to_bucket_group)
         if WeightGradStore.any_made:
             forget_owed(self.param_to_bucket_group)

@@ -19,7 +19,11 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core.collectives import all_reduce, broadcast
-from minimegatron.core.distributed.data_parallel_base import get_main_grad, placement_over
+from minimegatron.core.distributed.data_parallel_base import (
+    get_main_grad,
+    placement_over,
+    refuse_unscaled_loss,
+)
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection
@@ -177,12 +181,16 @@ def finalize_model_grads(
         pg_collection: needs tp, pp, embd, pos_embd, dp_cp, and expt_tp where there are experts;
             None for those of `parallel_state`.
         force_all_reduce: see `DistributedDataParallel.finish_grad_sync`.
+
+    Raises RuntimeError the second time without `zero_grad_buffer` in between, and ValueError where the
+    optimizer divides by a loss scale that no loss was multiplied by.
     """
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    embd_group, pp_group = pg_collection.embd, pg_collection.pp
+    refuse_unscaled_loss(model, pp_group)
     for chunk in model:
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
-    embd_group, pp_group = pg_collection.embd, pg_collection.pp
     _allreduce_non_tensor_model_parallel_grads(model, pg_collection=pg_collection)
     _allreduce_word_embedding_grads(model, embd_group=embd_group, pp_group=pp_group)
     _allreduce_position_embedding_grads(model, pos_emb_group=pg_collection.pos_embd)

@@ -68,8 +68,7 @@ class TorchDistributedDataParallel(_BaseDataParallel):
                 f"torch's DistributedDataParallel sums all gradients over one group, but those of "
                 f"{len(others)} parameters, such as {others[0]}, need another; use our own"
             )
-        super().__init__(config, module)
-        self.ddp_config = ddp_config
+        super().__init__(config, module, ddp_config)
         self.buffers, self.bucket_groups = [], []
         self.expert_parallel_buffers, self.expert_parallel_bucket_groups = [], []
         self.pg_collection, self.dp_cp_group = pg_collection, pg_collection.dp_cp
@@ -94,7 +93,8 @@ class TorchDistributedDataParallel(_BaseDataParallel):
         return self.torch_ddp.no_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Undoes torch's mean where the sum is wanted."""
+        """Undoes torch's mean where the sum is wanted. RuntimeError the second time in a step."""
+        self._end_grads()
         if self._undo_mean != 1.0:
             self.scale_gradients(self._undo_mean)
 
@@ -105,7 +105,8 @@ class TorchDistributedDataParallel(_BaseDataParallel):
                 param.grad.mul_(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Forgets all gradients."""
+        """Forgets all gradients. ValueError if what they are divided by has changed since wrapping."""
+        self._begin_grads()
         for param in self.module.parameters():
             param.grad = None
 

@@ -141,6 +141,7 @@ def get_megatron_optimizer(
     else:
         optimizer = FP32Optimizer(groups, config, None, pg_collection)
     for chunk in model_chunks:
+        chunk.grad_scaler = optimizer.grad_scaler
         if isinstance(chunk, DistributedDataParallel):
             chunk.optimizer_checks_grads = True
             optimizer.grad_checks.append(chunk.check_grads)

@@ -24,10 +24,13 @@ class MegatronGradScaler(ABC):
         if initial_scale <= 0.0:
             raise ValueError(f"initial loss scale is {initial_scale}; give a positive number")
         self._scale = float(initial_scale)
+        self.was_read = False
+        """Whether `scale` was asked for since the model's `zero_grad_buffer`."""
 
     @property
     def scale(self) -> torch.Tensor:
         """What the loss is multiplied by; a float32 scalar."""
+        self.was_read = True
         return torch.tensor(self._scale)
 
     @property

@@ -131,7 +131,8 @@ class MegatronOptimizer(ABC):
         for kind in KINDS.values():
             if hasattr(pg_collection, kind.model):
                 self.kinds_of_groups.setdefault(self._grad_stats_groups(kind), []).append(kind)
-        self.model_params = [param for group in param_groups for _, param in group.params]
+        self.named_params = [pair for group in param_groups for pair in group.params]
+        self.model_params = [param for _, param in self.named_params]
         self.shards: list[ParamShard] = []
         torch_groups = []
         for group in param_groups:
@@ -227,7 +228,17 @@ class MegatronOptimizer(ABC):
         return update_successful, grad_norm, num_zeros
 
     def prepare_grads(self) -> bool:
-        """Puts unscaled gradients where the update rule reads them; True if a rank found Inf or NaN."""
+        """Puts unscaled gradients where the update rule reads them; True if a rank found Inf or NaN.
+
+        Raises ValueError for a parameter that was frozen after this optimizer was made.
+        """
+        frozen = [name for name, param in self.named_params if not param.requires_grad]
+        if frozen:
+            raise ValueError(
+                f"{len(frozen)} parameters, such as {frozen[0]}, do not require a gradient, but did "
+                "when the optimizer was made: they would move by their moments and weight decay; "
+                "freeze them before, or make wrapper and optimizer again"
+            )
         self._copy_model_grads_to_main_grads()
         if self.grad_scaler is None:
             return False

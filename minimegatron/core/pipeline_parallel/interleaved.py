@@ -26,6 +26,7 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     framed_schedule,
     get_tensor_shapes,
     groups_of,
+    refuse_shared_iterators,
 )
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.process_groups_config import ProcessGroupCollection
@@ -126,6 +127,7 @@ def _check_arguments(
             f"{len(model)} model chunks but {len(data_iterator)} data iterators; give one iterator "
             "per chunk, each going through all microbatches by itself"
         )
+    refuse_shared_iterators(data_iterator)
     if adjust_tensor_shapes_fn is not None:
         raise ValueError("adjust_tensor_shapes_fn works with plain 1F1B only; drop virtual stages")
     if config.overlap_p2p_comm and config.batch_p2p_comm:

@@ -15,6 +15,7 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.lowering import LoweredStep
 from minimegatron.core.pipeline_parallel.orders import WRITTEN_HERE, placement_of
 from minimegatron.core.pipeline_parallel.placement import Placement
+from minimegatron.core.pipeline_parallel.step_frame import refuse_shared_iterators
 from minimegatron.core.pipeline_parallel.work import (
     BACKWARD,
     COMMUNICATE,
@@ -72,6 +73,7 @@ def check_step(
             f"the model is {len(models)} chunks, but there are {len(iterators)} data iterators; give a "
             "list with one for each, that goes through all microbatches by itself"
         )
+    refuse_shared_iterators(iterators)
     if config.pipeline_model_parallel_size == placement.pp_size:
         _check_placement(name, placement, config)
     num_in_flight = 0 if step.config.forward_only else max(map(count_in_flight, step.ranks))

@@ -19,6 +19,7 @@ In the order of one step:
 |                   | waits until all ranks have come so far                                        |
 | the step fails    | tells every rank that may wait for this one                                   |
 |                   | puts back buffers, and what `before_step_funcs` know                          |
+| either way        | leaves what `around_step_funcs` have entered before all this                  |
 
 A forward-only step launches and finalizes no gradients, and waits for and puts back nothing;
 everything else is the same.
@@ -453,7 +454,39 @@ def finish_embedding_wgrad_compute(
         )
 
 
-# -- What a schedule is marked with --
+# -- What a schedule refuses, and is marked with --
+
+
+def require_gradients(forward_only: bool) -> None:
+    """Raises ValueError where a training step would have no gradients, and would say nothing of it."""
+    if not (forward_only or torch.is_grad_enabled()):
+        raise ValueError(
+            "forward_only is False, but gradients are off (torch.no_grad or inference_mode), so this "
+            "step would leave all of them 0; call the schedule outside, or with forward_only=True"
+        )
+
+
+def refuse_shared_iterators(data_iterators: list) -> None:
+    """Raises ValueError where two chunks would take microbatches from each other.
+
+    None, for a chunk that reads nothing, may be there several times; so may what is no iterator.
+    """
+    chunk_of: dict[int, int] = {}
+    for chunk_id, iterator in enumerate(data_iterators):
+        if hasattr(iterator, "__next__") and chunk_of.setdefault(id(iterator), chunk_id) < chunk_id:
+            raise ValueError(
+                f"chunks {chunk_of[id(iterator)]} and {chunk_id} have one data iterator between them: "
+                "what one reads, the other never sees; give each an iterator of its own, over the same "
+                "microbatches, or None to a chunk that reads nothing"
+            )
+
+
+@contextlib.contextmanager
+def _around_step(config: ModelParallelConfig) -> Iterator[None]:
+    with contextlib.ExitStack() as entered:
+        for make in config.around_step_funcs:
+            entered.enter_context(make())
+        yield
 
 
 def schedule(
@@ -477,8 +510,9 @@ def schedule(
     @functools.wraps(function)
     def run(**arguments: Any) -> list:
         model = arguments["model"]
-        first = model[0] if isinstance(model, list) else model
-        with observed_by(get_model_config(first).timers):
+        config = get_model_config(model[0] if isinstance(model, list) else model)
+        require_gradients(arguments.get("forward_only", False))
+        with _around_step(config), observed_by(config.timers):
             return link(**arguments)
 
     return run

@@ -21,6 +21,7 @@ from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
+from minimegatron.core.transformer.late_fields import note_built
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -30,6 +31,7 @@ class MegatronModule(torch.nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
+        note_built(config)
 
     def global_name(self, name: str) -> str:
         """The name in the full model, from this module on, of what this chunk calls `name`.

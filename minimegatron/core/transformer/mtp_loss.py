@@ -4,7 +4,9 @@ Counterpart: parts of `megatron.core.transformer.multi_token_prediction`; ours i
 here. Megatron's training loop asks for the log; here functions are entered in the hooks of a step.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,7 @@ from minimegatron.core.transformer.enums import LayerType
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
     PipelineParallelLayerLayout,
 )
-from minimegatron.core.utils import get_device, get_model_config
+from minimegatron.core.utils import get_device, get_model_config, unwrap_model
 
 # -- Their place in the backward --
 
@@ -50,6 +52,16 @@ class MTPLossAutoScaler(torch.autograd.Function):
         MTPLossAutoScaler.main_loss_backward_scale = scale
 
 
+@contextmanager
+def mtp_scale_put_back() -> Iterator[None]:
+    """Of `config.around_step_funcs`: after a step, a loop's own backward finds the scale it had."""
+    before = MTPLossAutoScaler.main_loss_backward_scale
+    try:
+        yield
+    finally:
+        MTPLossAutoScaler.main_loss_backward_scale = before
+
+
 # Of `config.aux_loss_scale_funcs`, one or the other. Float64: 1/3 in float32 is off by 1e-8.
 
 
@@ -73,7 +85,8 @@ class MTPLossLoggingHelper:
     """Each depth's loss, added up over microbatches; only ranks that compute the loss have values.
 
     `tracker` is one for the process, with "values" [K], as in Megatron. It has more here: how many
-    microbatches are in them, and what the finished steps since the last line of the log had.
+    microbatches are in them. So `track_mtp_metrics` belongs after the step of one model, before that of
+    another. What the finished steps since the last line of the log had is kept for each model apart.
     """
 
     tracker: dict[str, Any] = {}
@@ -95,7 +108,7 @@ class MTPLossLoggingHelper:
         tracker = MTPLossLoggingHelper.tracker
         if "values" not in tracker or len(tracker["values"]) != num_layers:
             zeros = torch.zeros(num_layers, dtype=loss.dtype, device=loss.device)
-            tracker |= {"values": zeros, "num_saved": 0, "sum_of_steps": 0.0, "num_steps": 0}
+            tracker |= {"values": zeros, "num_saved": 0}
         tracker["values"][layer_number] += loss.detach()
         tracker["num_saved"] += layer_number == 0
         tracker["reduce_group"] = reduce_group
@@ -170,12 +183,17 @@ def forget_step(models: list[torch.nn.Module]) -> Callable[[], None]:
     return partial(setattr, MTPLossLoggingHelper, "tracker", before)
 
 
+_of_steps: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""By model, its first chunk here: the sum over finished steps since its last line, and their number."""
+
+
 def count_step(models: list[torch.nn.Module], pg_collection: Any) -> None:
-    """When gradients are final: the step's mean losses count for the next line of the log."""
+    """When gradients are final: the step's mean losses count for the model's next line of the log."""
     tracker = MTPLossLoggingHelper.tracker
     if tracker.get("num_saved"):
-        tracker["sum_of_steps"] += tracker["values"] / tracker["num_saved"]
-        tracker["num_steps"] += 1
+        losses = tracker["values"] / tracker["num_saved"]
+        total, num_steps = _of_steps.get(unwrap_model(models[0]), (0.0, 0))
+        _of_steps[unwrap_model(models[0])] = (total + losses, num_steps + 1)
 
 
 def describe_further_tokens(models: list[torch.nn.Module], pg_collection: Any) -> dict[str, float]:
@@ -186,11 +204,8 @@ def describe_further_tokens(models: list[torch.nn.Module], pg_collection: Any) -
     data-parallel ranks. Evaluation saves none. Needs dp_cp and pp of `pg_collection`.
     """
     num_depths = get_model_config(models[0]).mtp_num_layers
-    tracker = MTPLossLoggingHelper.tracker
     table = torch.zeros(num_depths + 1, dtype=torch.float64, device=get_device())
-    if tracker.get("num_steps"):
-        table[:-1], table[-1] = tracker["sum_of_steps"], tracker["num_steps"]
-    tracker |= {"sum_of_steps": 0.0, "num_steps": 0}
+    table[:-1], table[-1] = _of_steps.pop(unwrap_model(models[0]), (0.0, 0))
     for group in (pg_collection.dp_cp, pg_collection.pp):
         all_reduce(table, group)
     *losses, num_steps = table.tolist()
@@ -239,6 +254,7 @@ def _enter_hooks(config: Any) -> None:
     hooks = {
         "aux_loss_scale_funcs": scales[::-1] if config.calculate_per_token_loss else scales,
         "before_step_funcs": (forget_step,),
+        "around_step_funcs": (mtp_scale_put_back,),
         "after_grads_funcs": (count_step,),
         "log_funcs": (describe_further_tokens,),
     }

@@ -18,6 +18,7 @@ from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.ssm.mamba_config import MambaConfig
 from minimegatron.core.transformer.context_parallel_config import check_context_parallel
 from minimegatron.core.transformer.enums import AttnBackend  # noqa: F401  in a field that is left out
+from minimegatron.core.transformer.late_fields import LateFields, note_made
 from minimegatron.core.transformer.moe.moe_config import MoEConfig
 from minimegatron.core.transformer.mtp_loss import check_mtp
 
@@ -40,10 +41,11 @@ place = partial(knobs.knob, section="parallel")
 
 @accepts_left_out
 @dataclass
-class TransformerConfig(MambaConfig, MoEConfig, ModelParallelConfig):
+class TransformerConfig(LateFields, MambaConfig, MoEConfig, ModelParallelConfig):
     """Sizes, activation, normalisation, dropout and recompute of one transformer.
 
-    `MoEConfig` has what concerns experts, `MambaConfig` state-space layers.
+    `MoEConfig` has what concerns experts, `MambaConfig` state-space layers. A field that is set later
+    takes effect or is refused; see `late_fields`.
     """
 
     # -- Sizes --
@@ -165,6 +167,7 @@ class TransformerConfig(MambaConfig, MoEConfig, ModelParallelConfig):
             self.output_layer_init_method = scaled_init_method_normal(
                 self.init_method_std, self.num_layers
             )
+        note_made(self)
 
     def _check_divisible(self, t: int) -> None:
         a, g, f = self.num_attention_heads, self.num_query_groups, self.ffn_hidden_size

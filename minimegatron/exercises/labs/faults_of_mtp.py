@@ -158,8 +158,8 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-log-not-over-m",
         _LOSS,
-        'tracker["sum_of_steps"] += tracker["values"] / tracker["num_saved"]',
-        'tracker["sum_of_steps"] += tracker["values"]',
+        'losses = tracker["values"] / tracker["num_saved"]',
+        'losses = tracker["values"]',
         "The log adds up the further losses over the microbatches. Gradients are right; with more "
         "microbatches the model looks worse.",
     ),

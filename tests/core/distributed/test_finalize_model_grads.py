@@ -234,6 +234,7 @@ def _a_rank_without_a_copy_says_so():
     )
     with pytest.raises(RuntimeError, match="is in the embedding group, but none of its 1 chunks"):
         finalize_model_grads([ddp], pg_collection=everybody)
+    ddp.zero_grad_buffer()
     module.word.shared_embedding = True
     nobody = ProcessGroupCollection(**vars(everybody) | {"embd": None})
     with pytest.raises(RuntimeError, match="has a copy of the word embedding, but is not in"):

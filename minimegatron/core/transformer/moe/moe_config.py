@@ -15,7 +15,7 @@ from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.transformer.moe.expert_bias import forget_step, update_biases
 from minimegatron.core.transformer.moe.layer_words import number_or_list
 from minimegatron.core.transformer.moe.moe_logging import describe_balance
-from minimegatron.core.transformer.moe.moe_utils import scale_as_mean, scale_as_sum
+from minimegatron.core.transformer.moe.moe_utils import scale_as_mean, scale_as_sum, scale_put_back
 
 knob = partial(knobs.knob, section="moe")
 compared = partial(knob, compared=True)
@@ -136,6 +136,7 @@ def _enter_hooks(config: Any) -> None:
     hooks = {
         "aux_loss_scale_funcs": scales[::-1] if config.calculate_per_token_loss else scales,
         "before_step_funcs": (forget_step,),
+        "around_step_funcs": (scale_put_back,),
         "after_grads_funcs": (update_biases,),
         "log_funcs": (describe_balance,),
     }

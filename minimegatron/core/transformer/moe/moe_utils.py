@@ -7,6 +7,8 @@ Scores, weights and losses are computed in float32, or in float64 if the logits 
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -266,6 +268,16 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
     def set_loss_scale(scale: torch.Tensor) -> None:
         """`scale` is a tensor of one element; it also multiplies the main loss."""
         MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+
+
+@contextmanager
+def scale_put_back() -> Iterator[None]:
+    """Of `config.around_step_funcs`: after a step, a loop's own backward finds the scale it had."""
+    before = MoEAuxLossAutoScaler.main_loss_backward_scale
+    try:
+        yield
+    finally:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = before
 
 
 # Of `config.aux_loss_scale_funcs`, one or the other. Float64: 1/3 in float32 is off by 1e-8.

@@ -116,11 +116,11 @@ class TopKRouter(Router):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection):
         super().__init__(config, pg_collection)
-        self.topk, self.coefficients = config.moe_router_topk, config.balancing
+        self.topk, self.kinds = config.moe_router_topk, tuple(config.balancing)
         self.losses: dict[str, torch.Tensor] = {}
         self.num_counted, self.step_is_over = 0, False
         counts = torch.zeros(config.num_moe_experts, dtype=torch.int64)
-        is_global = self.get_aux_loss_coeff("global_aux_loss") > 0
+        is_global = "global_aux_loss" in self.kinds
         for name, is_there in (("local", True), ("global", is_global)):
             buffer = counts.clone() if is_there else None
             self.register_buffer(f"{name}_tokens_per_expert", buffer, persistent=False)
@@ -162,7 +162,7 @@ class TopKRouter(Router):
         if self.step_is_over and self._counts():
             self.forget_step()
         logits = self.apply_z_loss(logits.reshape(-1, num_experts))
-        if "sinkhorn" in self.coefficients:
+        if "sinkhorn" in self.kinds:
             probs, chosen = self.sinkhorn_load_balancing(logits)
         else:
             probs, chosen = topk_routing_with_score_function(
@@ -185,7 +185,7 @@ class TopKRouter(Router):
                 config.moe_token_drop_policy,
                 config.moe_pad_expert_input_to_capacity,
             )
-        if self._counts() and any(self.coefficients.values()):
+        if self._counts() and any(self.config.balancing.values()):
             probs = self._balance(probs, logits, seq_length, bsz)
         # With padding, the map also has tokens that fill places of experts they did not choose.
         self._apply_expert_bias(routing_map & chosen)
@@ -205,8 +205,8 @@ class TopKRouter(Router):
         return self.training and torch.is_grad_enabled()
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Its coefficient; 0 for a loss that is not in the configuration."""
-        return self.coefficients.get(aux_loss_type, 0.0)
+        """Its coefficient, which may be set anew; 0 for a loss that is not in the configuration."""
+        return self.config.balancing.get(aux_loss_type, 0.0)
 
     @accepts_left_out
     def apply_z_loss(self, logits: torch.Tensor) -> torch.Tensor:
