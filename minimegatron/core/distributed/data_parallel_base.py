@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.core.parameter_marks import restore_marks
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 
@@ -66,6 +67,7 @@ class _BaseDataParallel(torch.nn.Module):
         super().__init__()
         self.config = config
         self.module = module
+        restore_marks(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
