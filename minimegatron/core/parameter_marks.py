@@ -24,7 +24,7 @@ def note_marks(model: torch.nn.Module) -> None:
 
 
 def restore_marks(model: torch.nn.Module) -> None:
-    """Parameters that came in the place of others get what was noted there; the others stay as they are.
+    """Parameters that came in the place of others get what was noted there; others stay as they are.
 
     Raises ValueError for a place where torch computes the weight from other parameters, as
     `torch.nn.utils.parametrize` does: nobody knows how these are cut.

@@ -40,6 +40,7 @@ def setup_model_and_optimizer(
     opt_param_scheduler = get_optimizer_param_scheduler(optimizer)
     if args.load is not None:
         load_checkpoint(model, optimizer, opt_param_scheduler)
+    optimizer.check_first()
     return model, optimizer, opt_param_scheduler
 
 

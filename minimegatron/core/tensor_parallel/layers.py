@@ -330,7 +330,8 @@ def _mark_delayed(weight: torch.nn.Parameter, is_delayed: bool) -> None:
 def mark_expert_parameters(layer: torch.nn.Module, is_expert: bool) -> None:
     """Says of an expert's parameters that they are of the kind `expert` (see `core.parameter`).
 
-    The last mark of a linear layer: all are noted then. Where experts are cut over the same ranks as everything else they are parameters like others.
+    Where experts are cut over the same ranks as everything else they are parameters like others. It is
+    a linear layer's last mark: all are noted then.
     """
     config = layer.config
     is_cut_as_others = (

@@ -17,7 +17,7 @@ from minimegatron.core.dist_checkpointing.mapping import (
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
 from minimegatron.core.parameter_marks import note_marks, restore_marks
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
@@ -53,8 +53,7 @@ class MegatronModule(torch.nn.Module):
         RuntimeError: call the wrapper's `start_param_sync(force_sync=True)` first.
         """
         self.state_dict()  # for the wrapper's hook, which raises
-        groups = getattr(self, "pg_collection", None)
-        groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+        groups = groups_of(self)
         found = {}
         restore_marks(self)
         for name, param in self.named_parameters():
@@ -137,7 +136,7 @@ def global_parameter_name(model: torch.nn.Module, name: str) -> str:
 
 
 def named_global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """`model.named_parameters()` under their names in the full model, with the marks of their places."""
+    """`model.named_parameters()` under their names in the full model, with all their marks."""
     restore_marks(model)
     for name, param in model.named_parameters():
         yield global_parameter_name(model, name), param
