@@ -233,8 +233,9 @@ class MegatronOptimizer(ABC):
 
     def check_first(self) -> None:
         """Does once what is to be checked before the first step; every rank must call it."""
-        while self.first_checks:
-            self.first_checks.pop()()
+        for check in self.first_checks:
+            check()
+        self.first_checks.clear()
 
     def prepare_grads(self) -> bool:
         """Puts unscaled gradients where the update rule reads them; True if a rank found Inf or NaN.
