@@ -53,7 +53,7 @@ LAYERS = [
     {"core.local_host"},
     {"core.collectives"},
     {"core.parallel_state", "core.rerun_state_machine", "core.timers"},
-    {"core.parameter", "core.process_groups_config"},
+    {"core.parameter", "core.parameter_marks", "core.process_groups_config"},
     {"core.tensor_parallel"},
     {"core.dist_checkpointing.core"},
     {"core.dist_checkpointing.mapping"},

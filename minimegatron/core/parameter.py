@@ -11,6 +11,8 @@ A layer sets attributes of its parameters, under Megatron's names:
     shared_embedding                         a copy of the word embedding
     shared                                   a weight with copies; True on all but the first stage's
 
+They are noted where the parameter is: one that takes its place gets them too (`parameter_marks`).
+
 Whoever needs a group asks for the group of the parameter. The answer depends on its kind:
 
                                              dense      expert

@@ -5,10 +5,12 @@ Counterpart: `megatron.core.process_groups_config`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
+from minimegatron.core.utils import get_attr_wrapped_model
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -94,6 +96,27 @@ class ProcessGroupCollection:
         return cls(
             **{name: parallel_state.get_group(name, check_initialized=False) for name in names}
         )
+
+
+def groups_of(
+    model: Any, pg_collection: ProcessGroupCollection | None = None
+) -> ProcessGroupCollection:
+    """`pg_collection`; None for the groups that `model`, wrapped or not, was built with.
+
+    These are its attribute `pg_collection`. They are `parallel_state`'s for a model that has none, or
+    that was built with some of these.
+    """
+    if pg_collection is not None:
+        return pg_collection
+    try:
+        own = get_attr_wrapped_model(model, "pg_collection", allow_none=False)
+    except RuntimeError:
+        return ProcessGroupCollection.use_mpu_process_groups()
+    if not parallel_state.is_initialized():
+        return own
+    world = ProcessGroupCollection.use_mpu_process_groups()
+    is_of_world = all(getattr(world, name) is group for name, group in vars(own).items())
+    return world if is_of_world else own
 
 
 def stage_of(pp_group: dist.ProcessGroup | None = None) -> int:

@@ -17,6 +17,7 @@ from minimegatron.core.enums import ModelType
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.parameter_marks import restore_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.utils import get_device, get_model_config
@@ -39,6 +40,7 @@ def setup_model_and_optimizer(
     opt_param_scheduler = get_optimizer_param_scheduler(optimizer)
     if args.load is not None:
         load_checkpoint(model, optimizer, opt_param_scheduler)
+    optimizer.check_first()
     return model, optimizer, opt_param_scheduler
 
 
@@ -69,6 +71,7 @@ def get_model(
         model.append(chunk)
 
     for chunk in model:
+        restore_marks(chunk)
         for param in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     _print_number_of_parameters(model)

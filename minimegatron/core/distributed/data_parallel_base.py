@@ -3,13 +3,15 @@
 Counterpart: `megatron.core.distributed.data_parallel_base`.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from minimegatron.core.parameter import reduce_group
+from minimegatron.core.parameter_marks import restore_marks
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.pipeline_parallel.placement import Placement, usual_placement
 from minimegatron.core.utils import get_model_config
@@ -35,18 +37,62 @@ def named_parameters_inside(model: torch.nn.Module) -> list[tuple[str, torch.nn.
     return named
 
 
-def refuse_changed_parameters(module: torch.nn.Module, trained: Container) -> None:
-    """Raises ValueError where `requires_grad` no longer says which parameters are in `trained`.
+Place = tuple[torch.dtype, torch.device, torch.Tensor | None]
+"""Where a trained parameter is; the tensor is the memory that it is a view of, if it must be."""
+
+
+def refuse_changed_parameters(
+    module: torch.nn.Module, trained: Mapping[torch.nn.Parameter, Place]
+) -> None:
+    """Raises ValueError where `trained` are no longer the parameters that require a gradient, in place.
 
     One that was frozen late would move all the same, by its moments and its weight decay; one that was
-    thawed late would not move.
+    thawed late, or that took another's place, would not move. One that was converted or moved would no
+    longer be where its gradient, its main copy or the other ranks' updates are put.
     """
-    named = module.named_parameters()
+    named = list(module.named_parameters())
     changed = [name for name, param in named if param.requires_grad != (param in trained)]
     if changed:
         raise ValueError(
             f"requires_grad of {len(changed)} parameters, such as {changed[0]}, was changed after the "
-            "model was wrapped; change it before, or make wrapper and optimizer again"
+            "model was wrapped, or others took their places (load_state_dict(assign=True), an "
+            "assignment); change them before, or make wrapper and optimizer again"
+        )
+    moved = [n for n, param in named if param in trained and not _is_at(param, *trained[param])]
+    if moved:
+        param = dict(named)[moved[0]]
+        raise ValueError(
+            f"{len(moved)} parameters, such as {moved[0]}, now {param.dtype} on {param.device}, were "
+            "converted, moved or given other memory after the model was wrapped or got its optimizer; "
+            "convert and move it first, then wrap it, then make the optimizer"
+        )
+
+
+def _is_at(
+    param: torch.nn.Parameter, dtype: torch.dtype, device: torch.device, home: torch.Tensor | None
+) -> bool:
+    if param.dtype != dtype or param.device != device:
+        return False
+    return home is None or _memory(param) == _memory(home)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def refuse_unsummed_grads(params: Iterable[torch.nn.Parameter], pg_collection: Any) -> None:
+    """Raises RuntimeError if some of these gradients are one term of a sum over ranks."""
+    params = list(params)
+    copies = max(reduce_group(param, pg_collection).size() for param in params)
+    partial = sum(getattr(param, "sequence_parallel", False) for param in params)
+    partial *= vars(pg_collection).get("tp") is not None and pg_collection.tp.size() > 1
+    tied = sum(getattr(param, "shared_embedding", False) for param in params)
+    if copies > 1 or partial or tied:
+        raise RuntimeError(
+            f"the gradients were not summed over {copies} data-parallel ranks, nor what {partial} "
+            f"parameters need over tensor ranks, nor {tied} copies of the embedding; set "
+            "config.finalize_model_grads_func = finalize_model_grads before the schedule runs, or call "
+            "finalize_model_grads(model) after the last backward, before optimizer.step()"
         )
 
 
@@ -92,6 +138,7 @@ class _BaseDataParallel(torch.nn.Module):
         super().__init__()
         self.config = config
         self.module = module
+        restore_marks(module)
         self.ddp_config = ddp_config
         self.grad_scaler: Any = None
         self._built_with = self._factors()

@@ -21,6 +21,7 @@ from minimegatron.core.distributed.data_parallel_base import (
     named_parameters_inside,
     placement_over,
     refuse_changed_parameters,
+    refuse_unsummed_grads,
 )
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -31,7 +32,7 @@ from minimegatron.core.distributed.param_and_grad_buffer import (
 )
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import reduce_group
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.weight_grad_store import (
     WeightGradStore,
     forget_owed,
@@ -82,7 +83,7 @@ class DistributedDataParallel(_BaseDataParallel):
             only stage 0 computes until the end, so only there is communication hidden by being cut
             up.
         pg_collection: needs `dp_cp`, `pp` and what the parameters are reduced over; None for the
-            groups of `parallel_state`.
+            module's own, or `parallel_state`'s (see `groups_of`).
 
     `all_bucket_groups` are in the order of backward, so the next forward meets them in reverse.
     Megatron's names have them apart: `buffers` and `bucket_groups` are of dense parameters,
@@ -99,8 +100,7 @@ class DistributedDataParallel(_BaseDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config, module, ddp_config)
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = groups_of(module, pg_collection)
         self.pg_collection = pg_collection
         self.dp_cp_group = pg_collection.dp_cp
         # Without overlap nothing is gained by several launches.
@@ -129,6 +129,13 @@ class DistributedDataParallel(_BaseDataParallel):
         }
         self.optimizer_checks_grads = False
         """Whether `check_grads` is called by an optimizer. If not, `finish_grad_sync` calls it."""
+        self._places = {
+            param: (buffer.param_dtype, buffer.grad_data.device, buffer.param_data)
+            for buffer in self.all_buffers
+            for param in buffer.params
+        }
+        self._grads_came = False
+        """Whether a gradient has come since the last `finish_grad_sync`."""
         self._gathering_hooks: list[Any] = []
         self._register_hooks()
 
@@ -227,6 +234,7 @@ class DistributedDataParallel(_BaseDataParallel):
             param.main_grad.add_(param.grad)
         param.grad_added_to_main_grad = False
         param.grad = None
+        self._grads_came = True
         # Another microbatch's weight gradient, or the output layer's for a tied embedding, may follow.
         more_follows = WeightGradStore.any_made and is_owed(param)
         if self.ddp_config.overlap_grad_reduce and not more_follows:
@@ -280,15 +288,19 @@ class DistributedDataParallel(_BaseDataParallel):
                 group.start_grad_sync(force_all_reduce)
         for group in self.all_bucket_groups:
             group.finish_grad_sync()
+        self._grads_came = False
         if not self.optimizer_checks_grads:
             self.check_grads()
 
     def check_grads(self) -> None:
-        """On a GPU: raises RuntimeError where this rank's gradients were not finite before the sum.
+        """Raises RuntimeError for gradients that nobody has made final since they came.
 
-        The optimizer calls it with the gradient norm, for which the program waits anyway. On a CPU,
-        `start_grad_sync` has looked already.
+        On a GPU also where this rank's gradients were not finite before the sum. The optimizer calls it
+        with the gradient norm, for which the program waits anyway. On a CPU, `start_grad_sync` has
+        looked already.
         """
+        if self._grads_came:
+            refuse_unsummed_grads(self.param_to_bucket_group, self.pg_collection)
         buckets = [bucket for group in self.all_bucket_groups for bucket in group.buckets]
         noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
         if noted and bool(torch.cat(noted).isfinite().logical_not().any()):
@@ -353,11 +365,11 @@ class DistributedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Sets all gradients to zero, and forgets those that are owed; before each step.
 
-        Raises ValueError if `requires_grad` of a parameter, or what gradients are divided by, is not
-        what it was when the model was wrapped.
+        Raises ValueError if a parameter's `requires_grad`, dtype or memory, or what gradients are
+        divided by, is not what it was when the module was wrapped.
         """
         self._begin_grads()
-        refuse_changed_parameters(self.module, self.param_to_bucket_group)
+        refuse_changed_parameters(self.module, self._places)
         if WeightGradStore.any_made:
             forget_owed(self.param_to_bucket_group)
         for param in self.param_to_bucket_group:
@@ -367,6 +379,7 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.reset()
         for group in self.all_bucket_groups:
             group.reset()
+        self._grads_came = False
 
     def broadcast_params(self) -> None:
         """Copies every parameter from the first rank that has it to the others.

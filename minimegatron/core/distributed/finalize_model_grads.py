@@ -26,7 +26,7 @@ from minimegatron.core.distributed.data_parallel_base import (
 )
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.moe.expert_bias import (  # noqa: F401  Megatron has them here
     _update_router_expert_bias,
@@ -179,14 +179,13 @@ def finalize_model_grads(
         num_tokens: with `calculate_per_token_loss`, the tokens this data-parallel rank's loss was
             summed over, of any dtype; its value matters on the last stage only. Left unchanged.
         pg_collection: needs tp, pp, embd, pos_embd, dp_cp, and expt_tp where there are experts;
-            None for those of `parallel_state`.
+            None for the model's.
         force_all_reduce: see `DistributedDataParallel.finish_grad_sync`.
 
     Raises RuntimeError the second time without `zero_grad_buffer` in between, and ValueError where the
     optimizer divides by a loss scale that no loss was multiplied by.
     """
-    if pg_collection is None:
-        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    pg_collection = groups_of(model[0], pg_collection)
     embd_group, pp_group = pg_collection.embd, pg_collection.pp
     refuse_unscaled_loss(model, pp_group)
     for chunk in model:

@@ -41,7 +41,7 @@ def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> 
     trained = [name for name, param in named if param.requires_grad and EXPERTS not in name]
     text = f"{len(trained)} parameters require a gradient, not counting experts"
     for group in ("dp_cp", "tp"):
-        _check({_number_of(trained)}, pg_collection, group, text)
+        _check({number_of(trained)}, pg_collection, group, text)
     for group, what, copies in (
         ("embd", "word embedding", [p for _, p in named if getattr(p, "shared_embedding", False)]),
         ("pos_embd", "position embedding", [p for n, p in named if "position_embeddings." in n]),
@@ -55,7 +55,8 @@ def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> 
         _check({place}, pg_collection, "tp_ep", f"backward ends at {name}")
 
 
-def _number_of(names: Iterable[str]) -> int:
+def number_of(names: Iterable[str]) -> int:
+    """56 bits of a digest: ranks that have other names have another number."""
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 

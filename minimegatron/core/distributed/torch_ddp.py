@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from minimegatron.core.collectives import broadcast
-from minimegatron.core.distributed.data_parallel_base import _BaseDataParallel
+from minimegatron.core.distributed.data_parallel_base import (
+    _BaseDataParallel,
+    refuse_changed_parameters,
+)
 from minimegatron.core.distributed.distributed_data_parallel import gradient_scaling_factor
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.parameter import reduce_group
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -39,8 +42,7 @@ class TorchDistributedDataParallel(_BaseDataParallel):
         disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
     ):
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        pg_collection = groups_of(module, pg_collection)
         if pg_collection.pp.size() > 1:
             raise ValueError(
                 f"torch's DistributedDataParallel cannot follow a pipeline of "
@@ -69,6 +71,11 @@ class TorchDistributedDataParallel(_BaseDataParallel):
                 f"{len(others)} parameters, such as {others[0]}, need another; use our own"
             )
         super().__init__(config, module, ddp_config)
+        self._places = {
+            param: (param.dtype, param.device, None)
+            for param in module.parameters()
+            if param.requires_grad
+        }
         self.buffers, self.bucket_groups = [], []
         self.expert_parallel_buffers, self.expert_parallel_bucket_groups = [], []
         self.pg_collection, self.dp_cp_group = pg_collection, pg_collection.dp_cp
@@ -105,8 +112,9 @@ class TorchDistributedDataParallel(_BaseDataParallel):
                 param.grad.mul_(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Forgets all gradients. ValueError if what they are divided by has changed since wrapping."""
+        """Forgets all gradients. ValueError where the module is not what it was when it was wrapped."""
         self._begin_grads()
+        refuse_changed_parameters(self.module, self._places)
         for param in self.module.parameters():
             param.grad = None
 

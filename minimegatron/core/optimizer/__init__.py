@@ -4,11 +4,16 @@ Counterpart: `megatron.core.optimizer`.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
+from minimegatron.core.distributed.data_parallel_base import (
+    named_parameters_inside,
+    refuse_changed_parameters,
+)
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from minimegatron.core.distributed.setup_checks import check_copies_alike, check_same_groups
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
@@ -29,7 +34,8 @@ from minimegatron.core.optimizer.optimizer_config import (
     OptimizerConfig,
     SGDOptimizerConfig,
 )
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.parameter_marks import restore_marks
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.exports import lazily
 
 __all__ = [
@@ -123,15 +129,17 @@ def get_megatron_optimizer(
         model_chunks: as the schedules get them, each in its data-parallel wrapper.
         no_weight_decay_cond: (name within the chunk, parameter) -> True for no weight decay; None
             for biases and one-dimensional parameters, as Megatron does.
-        pg_collection: see `MegatronOptimizer`; None for the groups of `parallel_state`.
+        pg_collection: see `MegatronOptimizer`; None for the model's, or `parallel_state`'s.
 
     Raises ValueError for no learning rate, or where model and configuration contradict each other.
     """
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None; give a learning rate")
-    if pg_collection is None:
-        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    pg_collection = groups_of(model_chunks[0], pg_collection)
     _check_wrappers(config, model_chunks)
+    check_same_groups(model_chunks, pg_collection)
+    for chunk in model_chunks:
+        restore_marks(chunk)
     groups = _get_param_groups(model_chunks, no_weight_decay_cond or _is_bias_or_norm)
     scaler = _get_grad_scaler(config)
     if config.use_distributed_optimizer:
@@ -140,9 +148,13 @@ def get_megatron_optimizer(
         optimizer = Float16OptimizerWithFloat16Params(groups, config, scaler, pg_collection)
     else:
         optimizer = FP32Optimizer(groups, config, None, pg_collection)
+    optimizer.first_checks.append(partial(check_copies_alike, model_chunks, pg_collection))
     for chunk in model_chunks:
         chunk.grad_scaler = optimizer.grad_scaler
         if isinstance(chunk, DistributedDataParallel):
             chunk.optimizer_checks_grads = True
             optimizer.grad_checks.append(chunk.check_grads)
+        else:
+            places = {param: (param.dtype, param.device, None) for param in optimizer.model_params}
+            optimizer.grad_checks.append(partial(refuse_changed_parameters, chunk, places))
     return optimizer

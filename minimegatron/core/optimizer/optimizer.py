@@ -145,9 +145,12 @@ class MegatronOptimizer(ABC):
                 {"params": main_params, "wd_mult": group.wd_mult, "default_config": True}
             )
         self.optimizer = make_torch_optimizer(torch_groups, config)
+        self._is_unscaled = False  # the main gradients: from `prepare_grads` until they are used
         self.grad_checks: list[Callable[[], None]] = []
         """Called with each norm, for which the program has waited: on a GPU, the right moment to look
         at what was noted of the gradients. What they raise comes before the update."""
+        self.first_checks: list[Callable[[], None]] = []
+        """Called once, by all ranks: by the first step, unless somebody has done so before."""
 
     def _grad_stats_groups(self, kind: ParameterKind) -> tuple[dist.ProcessGroup, ...]:
         """Sums over these groups, one after the other, count every gradient of the kind once."""
@@ -198,6 +201,7 @@ class MegatronOptimizer(ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets `param.grad` everywhere. The buffers are `DDP.zero_grad_buffer`'s to clear."""
+        self._is_unscaled = False
         for param in [*self.model_params, *self.get_parameters()]:
             if set_to_none or param.grad is None:
                 param.grad = None
@@ -215,6 +219,7 @@ class MegatronOptimizer(ABC):
         rank's gradients overflowed, no rank updates, and the result is (False, None, None).
         `num_zeros_in_grad` is None unless `config.log_num_zeros_in_grad`.
         """
+        self.check_first()
         found_inf = self.prepare_grads()
         if found_inf:
             self._release_main_grads()
@@ -227,11 +232,23 @@ class MegatronOptimizer(ABC):
         self._release_main_grads()
         return update_successful, grad_norm, num_zeros
 
+    def check_first(self) -> None:
+        """Does once what is to be checked before the first step; every rank must call it."""
+        for check in self.first_checks:
+            check()
+        self.first_checks.clear()
+
     def prepare_grads(self) -> bool:
         """Puts unscaled gradients where the update rule reads them; True if a rank found Inf or NaN.
 
-        Raises ValueError for a parameter that was frozen after this optimizer was made.
+        Once per step, which calls it. Raises RuntimeError for gradients that are unscaled already, and
+        ValueError for a parameter that was frozen after this optimizer was made.
         """
+        if self._is_unscaled:
+            raise RuntimeError(
+                "prepare_grads() twice in one step would divide by the loss scale twice; go on with "
+                "clip_grad_norm() and step_with_ready_grads(), not with step()"
+            )
         frozen = [name for name, param in self.named_params if not param.requires_grad]
         if frozen:
             raise ValueError(
@@ -243,6 +260,7 @@ class MegatronOptimizer(ABC):
         if self.grad_scaler is None:
             return False
         found_inf = self._unscale_main_grads_and_check_for_nan()
+        self._is_unscaled = not found_inf
         self.grad_scaler.update(found_inf)
         return found_inf
 
@@ -272,6 +290,8 @@ class MegatronOptimizer(ABC):
     @traced("optimizer-inner-step")
     def step_with_ready_grads(self) -> bool:
         """The update rule on the main parameters, then their way into the model."""
+        self._require_main_grads()
+        self._is_unscaled = False
         self.optimizer.step()
         self._copy_main_params_to_model_params()
         return True
@@ -282,6 +302,7 @@ class MegatronOptimizer(ABC):
         An alias left in `param.grad` would make the next backward accumulate into the buffer, and
         the hook after it add the buffer to itself.
         """
+        self._is_unscaled = False
         for shard in self.shards:
             is_grads_home = shard.main_param is shard.model_param and not hasattr(
                 shard.model_param, "main_grad"
@@ -305,6 +326,7 @@ class MegatronOptimizer(ABC):
 
     def _counted_params(self, kinds: Sequence[ParameterKind]) -> list[torch.Tensor]:
         """Main parameters of these kinds that have a gradient which is counted here."""
+        self._require_main_grads()
         return [
             shard.main_param
             for shard in self.shards
@@ -312,6 +334,20 @@ class MegatronOptimizer(ABC):
             and kind_of(shard.model_param) in kinds
             and self._is_counted(shard)
         ]
+
+    def _require_main_grads(self) -> None:
+        """RuntimeError where the update rule would miss the model's gradients, or see them scaled."""
+        waiting = [
+            shard.name
+            for shard in self.shards
+            if shard.main_param.grad is None and shard.model_grad() is not None
+        ]
+        if waiting or (self.grad_scaler is not None and not self._is_unscaled):
+            raise RuntimeError(
+                f"gradients of {len(waiting)} of {len(self.shards)} parameters are not where the rule "
+                "reads them, or are multiplied by the loss scale; ask for norms and zeros, and update, "
+                "after prepare_grads(), or take what step() returns"
+            )
 
     def get_main_grads_for_grad_norm(
         self, kinds: Sequence[ParameterKind] | None = None

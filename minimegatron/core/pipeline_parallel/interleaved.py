@@ -25,11 +25,10 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     StepFrame,
     framed_schedule,
     get_tensor_shapes,
-    groups_of,
     refuse_shared_iterators,
 )
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.utils import get_model_config
 
 

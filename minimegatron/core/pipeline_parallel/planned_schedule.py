@@ -47,7 +47,6 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     StepFrame,
     framed_schedule,
     get_tensor_shapes,
-    groups_of,
 )
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.pipeline_parallel.work import (
@@ -62,7 +61,7 @@ from minimegatron.core.pipeline_parallel.work import (
     Message,
     parts_of,
 )
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config
 

@@ -46,7 +46,6 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     finish_embedding_wgrad_compute,
     framed_schedule,
     get_tensor_shapes,
-    groups_of,
 )
 from minimegatron.core.pipeline_parallel.steps import (
     ModelChunk,
@@ -58,7 +57,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     forward_step_calc_loss,
     set_current_microbatch,
 )
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.utils import get_model_config, unwrap_model
 
 __all__ = [

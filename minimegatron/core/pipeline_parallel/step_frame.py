@@ -355,19 +355,7 @@ def of_chunk(hook: Callable | list[Callable], chunk_id: int) -> Callable:
     return hook[chunk_id] if isinstance(hook, list) else hook
 
 
-# -- Groups and sizes, where the caller gives none --
-
-
-def groups_of(
-    model: torch.nn.Module, pg_collection: ProcessGroupCollection | None
-) -> ProcessGroupCollection:
-    """`pg_collection`; or else the model's own, if it has all of a step; or else the global groups."""
-    if pg_collection is None:
-        with suppress(RuntimeError):  # the model has none
-            own = get_attr_wrapped_model(model, "pg_collection")
-            if set(GROUPS_OF_A_STEP) <= vars(own).keys():
-                pg_collection = own
-    return pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+# -- Sizes, where the caller gives none --
 
 
 def get_tensor_shapes(

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.ssm.mamba_config import check_mamba, sizes_of_mamba
 from minimegatron.core.ssm.ops.causal_conv1d import causal_conv1d
@@ -170,6 +171,7 @@ class MambaMixer(MegatronModule):
             skip_bias_add=True,
             tp_group=group,
         )
+        note_marks(self)
 
     @accepts_left_out
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:

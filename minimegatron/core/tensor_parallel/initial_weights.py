@@ -76,7 +76,7 @@ def draw_weight(weight: torch.nn.Parameter, tp_rank: int, tp_size: int) -> None:
     full = torch.empty(full_shape(weight, tp_size), dtype=torch.float32, device="cpu")
     # -- Vocabularies are drawn in blocks of rows --
     # They are padded to a multiple that depends on tp; the real rows must not.
-    if weight.is_embedding_or_output_parameter:
+    if getattr(weight, "is_embedding_or_output_parameter", False):
         for first in range(0, full.size(0), VOCABULARY_BLOCK):
             block = full.new_empty(VOCABULARY_BLOCK, *full.shape[1:])
             weight.init_method(block)

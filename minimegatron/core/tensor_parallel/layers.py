@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from minimegatron.core import collectives
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -55,6 +56,7 @@ def _new_bias(
     """Biases start at zero, for any layout."""
     bias = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
     set_tensor_model_parallel_attributes(bias, cut, 0 if cut else -1, stride, sizes)
+    bias.init_method = torch.nn.init.zeros_
     return bias
 
 
@@ -98,6 +100,7 @@ class VocabParallelEmbedding(torch.nn.Module):
             tp_group=self.tp_group,
             vocabulary=True,
         )
+        note_marks(self)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Token ids [b, s] -> [b, s, h], whole on every rank; or [s/t, b, h], see the class."""
@@ -327,7 +330,8 @@ def _mark_delayed(weight: torch.nn.Parameter, is_delayed: bool) -> None:
 def mark_expert_parameters(layer: torch.nn.Module, is_expert: bool) -> None:
     """Says of an expert's parameters that they are of the kind `expert` (see `core.parameter`).
 
-    Where experts are cut over the same ranks as everything else they are parameters like others.
+    Where experts are cut over the same ranks as everything else they are parameters like others. It is
+    a linear layer's last mark: all are noted then.
     """
     config = layer.config
     is_cut_as_others = (
@@ -337,6 +341,7 @@ def mark_expert_parameters(layer: torch.nn.Module, is_expert: bool) -> None:
     if is_expert and not is_cut_as_others:
         for param in layer.parameters(recurse=False):
             param.allreduce = False
+    note_marks(layer)
 
 
 @accepts_left_out

@@ -16,7 +16,8 @@ from minimegatron.core.dist_checkpointing.mapping import (
 )
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import tensor_group
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.parameter_marks import note_marks, restore_marks
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.initial_weights import draw_named_weight
 from minimegatron.core.tensor_parallel.sharding import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
@@ -54,9 +55,9 @@ class MegatronModule(torch.nn.Module):
         RuntimeError: call the wrapper's `start_param_sync(force_sync=True)` first.
         """
         self.state_dict()  # for the wrapper's hook, which raises
-        groups = getattr(self, "pg_collection", None)
-        groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+        groups = groups_of(self)
         found = {}
+        restore_marks(self)
         for name, param in self.named_parameters():
             key, group = prefix + global_parameter_name(self, name), tensor_group(param, groups)
             second_copy = int(getattr(param, "shared", False))
@@ -74,8 +75,8 @@ class MegatronModule(torch.nn.Module):
     def initialize_weights(self, pg_collection: ProcessGroupCollection) -> None:
         """Draws every weight by its name in the full model (see `initial_weights`).
 
-        A model calls this once it is built. Parameters without an `init_method` (norms, biases)
-        keep their constants.
+        A model calls this once it is built, and whoever has built it on the device "meta", after
+        `to_empty`. Parameters without an `init_method` keep what they have. Marks are noted here.
         """
         for name, param in named_global_parameters(self):
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
@@ -83,6 +84,7 @@ class MegatronModule(torch.nn.Module):
                 group = tensor_group(param, pg_collection)
                 rank, size = group.rank(), group.size()
                 draw_named_weight(param, name, self.config.init_seed, rank, size)
+        note_marks(self)
 
 
 def _boxes(
@@ -136,7 +138,8 @@ def global_parameter_name(model: torch.nn.Module, name: str) -> str:
 
 
 def named_global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """`model.named_parameters()` under their names in the full model."""
+    """`model.named_parameters()` under their names in the full model, with all their marks."""
+    restore_marks(model)
     for name, param in model.named_parameters():
         yield global_parameter_name(model, name), param
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -58,6 +59,8 @@ def WrappedTorchNorm(
     norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
     if gradient_is_partial is None:
         gradient_is_partial = config.sequence_parallel
-    for param in norm.parameters():
+    for name, param in norm.named_parameters():
         param.sequence_parallel = gradient_is_partial
+        param.init_method = torch.nn.init.ones_ if name == "weight" else torch.nn.init.zeros_
+    note_marks(norm)
     return norm

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tensor_parallel.layers import InitMethod
 from minimegatron.core.tensor_parallel.utils import get_tensor_model_parallel_group_if_none
@@ -36,6 +37,8 @@ def get_linear_layer(
     layer = torch.nn.Linear(rows, columns, device="meta")
     layer.weight = new_weight((columns, rows), dtype, init_method, -1, group)
     layer.bias = torch.nn.Parameter(torch.zeros(columns, dtype=dtype))
+    layer.bias.init_method = torch.nn.init.zeros_
     for param in layer.parameters():
         param.sequence_parallel = gradient_is_partial
+    note_marks(layer)
     return layer

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.tracing import traced
@@ -68,6 +69,7 @@ class Router(MegatronModule, ABC):
             shape, config.params_dtype, config.init_method, -1, pg_collection.tp
         )
         self.weight.sequence_parallel = config.sequence_parallel
+        note_marks(self)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[s/t/c, b, h] -> logits [s/t/c, b, E], in `moe_router_dtype`, or the input's dtype."""

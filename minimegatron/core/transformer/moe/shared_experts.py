@@ -6,6 +6,7 @@ Counterpart: `megatron.core.transformer.moe.shared_experts`.
 import torch
 import torch.nn.functional as F
 
+from minimegatron.core.parameter_marks import note_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.initial_weights import new_weight
 from minimegatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -37,6 +38,7 @@ class SharedExpertMLP(MLP):
             )
             # Each rank sees its part of the sequence: its gradient is one term of a sum.
             self.gate_weight.sequence_parallel = config.sequence_parallel
+            note_marks(self)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[s, b, h] -> [s, b, h]; [s/t, b, h] each with sequence parallelism."""

@@ -1,0 +1,414 @@
+"""What is lost, forgotten or not alike before a step: put right, or refused in a sentence.
+
+No test here has a second process: one rank's part is computed, and what others would send is given.
+"""
+
+import copy
+from contextlib import suppress
+from unittest import mock
+
+import pytest
+import torch
+
+from minimegatron.core.dist_checkpointing.mapping import make_sharded_tensors
+from minimegatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    setup_checks,
+)
+from minimegatron.core.models.gpt import GPTModel
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from minimegatron.core.parameter import KINDS, kind_of
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
+from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear
+from minimegatron.core.tensor_parallel.sharding import (
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from minimegatron.core.transformer.module import named_global_parameters
+from minimegatron.core.transformer.transformer_config import TransformerConfig
+from tests.core.distributed.common import Toy, make_config
+from tests.groups import PretendGroup
+
+ONE = PretendGroup()
+GROUPS = (
+    "tp",
+    "pp",
+    "mp",
+    "cp",
+    "tp_cp",
+    "tp_dp_cp",
+    "ep",
+    "expt_tp",
+    "tp_ep",
+    "tp_ep_pp",
+    "dp_cp",
+    "expt_dp",
+)
+
+
+def world(**groups: PretendGroup) -> ProcessGroupCollection:
+    """Groups of one rank, but for those given."""
+    return ProcessGroupCollection(**dict.fromkeys(GROUPS, ONE) | {"embd": None} | groups)
+
+
+def wrapped(module: torch.nn.Module, groups: ProcessGroupCollection, **ddp_options):
+    ddp_config = DistributedDataParallelConfig(**ddp_options)
+    return DistributedDataParallel(make_config(), ddp_config, module, pg_collection=groups)
+
+
+def optimizer_of(model, groups: ProcessGroupCollection | None, **options):
+    config = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, lr=0.5, clip_grad=0.0, **options)
+    return get_megatron_optimizer(config, [model], pg_collection=groups)
+
+
+def backward(model: torch.nn.Module, factor: float = 1.0) -> None:
+    dtype = next(model.parameters()).dtype
+    (model(torch.ones(4, 5, dtype=dtype)).float().pow(2).mean() * factor).backward()
+
+
+# -- S1: marks --
+
+
+def stage(stage: int = 0, **options) -> GPTModel:
+    """The first or last of two stages, rank 1 of 2 tensor ranks; with every mark that a layer gives."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        sequence_parallel=True,
+        qk_layernorm=True,
+        **options,
+    )
+    two = PretendGroup(1, 2)
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=True),
+        vocab_size=16,
+        max_sequence_length=8,
+        pre_process=stage == 0,
+        post_process=stage == 1,
+        share_embeddings_and_output_weights=True,
+        pg_collection=world(
+            tp=two, pp=PretendGroup(stage, 2), tp_cp=two, tp_dp_cp=two, ep=two, tp_ep=two
+        ),
+    )
+
+
+def experts() -> GPTModel:
+    kinds = {
+        "num_moe_experts": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
+    shared = {"moe_shared_expert_intermediate_size": 8}
+    return stage(add_bias_linear=False, **kinds, **shared)
+
+
+def marks(model: torch.nn.Module) -> dict[str, dict]:
+    """What the code reads of each parameter. `init_method` may be a copy."""
+    unread = ("has_its_marks", "init_method", "main_grad", "grad_added_to_main_grad")
+    return {
+        name: {key: value for key, value in vars(param).items() if key not in unread}
+        for name, param in model.named_parameters()
+    }
+
+
+def assigned(model: torch.nn.Module) -> torch.nn.Module:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    return model
+
+
+def put_anew(model: torch.nn.Module) -> torch.nn.Module:
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(param.data.clone()))
+    for param in model.parameters():  # as a program's own `get_model` does
+        set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    return model
+
+
+def from_meta(model: torch.nn.Module) -> torch.nn.Module:
+    return model.to("meta").to_empty(device="cpu")
+
+
+@pytest.mark.parametrize(
+    "build", [stage, lambda: stage(1), experts], ids=["first", "last", "experts"]
+)
+@pytest.mark.parametrize("change", [assigned, put_anew, copy.deepcopy, from_meta])
+def test_s1_marks_survive_a_parameter_that_takes_anothers_place(build, change):
+    """Was: a piece counted as a whole, an expert as dense, and norms' gradients were not summed."""
+    model = build()
+    wanted, model = marks(model), change(model)
+    assert marks(model) != wanted
+    wrapped(model, model.pg_collection)
+    assert marks(model) == wanted
+    assert any(param.sequence_parallel for n, param in model.named_parameters() if "norm" in n)
+
+
+@pytest.mark.parametrize("change", [assigned, put_anew, from_meta])
+def test_s1_a_checkpoint_and_an_optimizer_know_what_is_cut(change):
+    """Was: [8, 4] was saved as the whole, by both ranks to one place, and counted on rank 0 alone."""
+    layer = change(
+        ColumnParallelLinear(
+            4, 8, config=make_config(), init_method=torch.nn.init.ones_, tp_group=PretendGroup(1, 2)
+        )
+    )
+    two = world(tp=PretendGroup(1, 2))
+    model = torch.nn.Sequential(layer)
+    optimizer = optimizer_of(model, two)
+    assert all(optimizer._is_counted(shard) for shard in optimizer.shards)
+    change(layer)
+    ((_, weight), _) = named_global_parameters(model)
+    (box,) = make_sharded_tensors("w", weight, weight.detach(), 1, 2)
+    assert (box.global_shape, box.global_offset) == ((8, 4), (4, 0))
+
+
+def test_s1_a_model_from_meta_can_be_drawn():
+    """Was: no parameter knew how it is drawn any more, so that memory stayed as it happened to be."""
+    with torch.device("meta"):
+        model = stage()
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        param.data.fill_(7.0)
+    model.initialize_weights(model.pg_collection)
+    drawn = dict(stage().named_parameters())
+    assert all(torch.equal(param, drawn[name]) for name, param in model.named_parameters())
+
+
+def test_s1_a_weight_that_is_computed_from_others_is_refused():
+    model = stage()
+    torch.nn.utils.parametrizations.weight_norm(model.decoder.layers[0].mlp.linear_fc1)
+    with pytest.raises(
+        ValueError, match=r"linear_fc1.weight of shape \(16, 8\) is computed from other"
+    ):
+        wrapped(model, model.pg_collection)
+
+
+def test_s1_marks_that_a_program_sets_itself_stay():
+    model = stage()
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    weight.allreduce = False
+    wrapped(model, model.pg_collection)
+    assert kind_of(weight) is KINDS["expert"] and weight.tensor_model_parallel
+
+
+# -- S5: groups --
+
+
+def test_s5_wrapper_and_optimizer_take_the_models_own_groups():
+    """Was: layers exchanged over these, gradients were summed over those of `parallel_state`."""
+    model = stage()
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    assert ddp.pg_collection is model.pg_collection
+    assert optimizer_of(ddp, None).pg_collection is model.pg_collection
+    assert groups_of(ddp) is model.pg_collection
+
+
+def test_s5_groups_of_other_ranks_are_refused():
+    model = stage()
+    ddp = wrapped(model, world(tp=PretendGroup(1, 2)))
+    with pytest.raises(ValueError, match=r"the group ep is of ranks .* for the GPTModel, but of"):
+        optimizer_of(ddp, ddp.pg_collection)
+
+
+# -- S17: gradients that nobody has summed --
+
+
+@pytest.mark.parametrize(
+    ("groups", "mark"),
+    [
+        (world(dp_cp=PretendGroup(0, 2)), ""),
+        (world(tp=PretendGroup(0, 2)), "sequence_parallel"),
+        (world(), "shared_embedding"),
+    ],
+)
+def test_s17_a_step_without_finalize_model_grads_is_refused(groups, mark):
+    """Was: each copy was updated by its own gradient, and they drifted apart."""
+    module = Toy()
+    setattr(module.norm.weight, mark or "unread", True)
+    ddp = wrapped(module, groups)
+    optimizer = optimizer_of(ddp, groups)
+    before = module.head.weight.clone()
+    backward(ddp)
+    with pytest.raises(
+        RuntimeError, match=r"over [12] data-parallel ranks.*finalize_model_grads_func"
+    ):
+        optimizer.step()
+    assert torch.equal(module.head.weight, before)
+    ddp.zero_grad_buffer()
+    assert optimizer.step()[0]  # no gradient came: nothing to sum
+
+
+def test_s17_one_copy_needs_no_sum():
+    ddp = wrapped(Toy(), world())
+    optimizer = optimizer_of(ddp, world())
+    backward(ddp)
+    assert optimizer.step()[1] > 0.0
+
+
+# -- S18: copies that begin apart --
+
+
+def refusals(first: torch.nn.Module, second: torch.nn.Module, group: str = "dp_cp") -> list[str]:
+    """What two ranks of a group raise: each sees the greater of both their numbers."""
+    sent, raised = [], []
+
+    def note(numbers, group, op):
+        sent.append(numbers.clone())
+
+    def answer(numbers, group, op):
+        numbers.copy_(torch.maximum(numbers, sent.pop(0)))
+
+    for rank, (mine, other) in enumerate([(first, second), (second, first)]):
+        sent.clear()
+        groups = world(**{group: PretendGroup(rank, 2)})
+        for model, reduce in ((other, note), (mine, answer)):
+            with (
+                mock.patch.object(setup_checks, "all_reduce", reduce),
+                mock.patch("torch.distributed.ProcessGroup", PretendGroup),
+            ):
+                try:
+                    setup_checks.check_copies_alike([model], groups)
+                except ValueError as error:
+                    raised.append(str(error))
+    return raised
+
+
+def test_s18_copies_that_begin_with_other_weights_are_refused():
+    """Was: a forgotten seed gave as many models as there were ranks, of which one was reported."""
+    found = refusals(Toy(), Toy(seed=8))
+    assert len(found) == 2
+    assert all("of the 2 in group dp_cp: 9 of 11 weights, such as inner.weight" in t for t in found)
+    changed = Toy()
+    changed.head.weight.data[0, 0] = torch.nextafter(changed.head.weight[0, 0], torch.tensor(9.0))
+    (found, _) = refusals(Toy(), changed)
+    assert "1 of 11 weights, such as head.weight" in found
+    assert "names, shapes and dtypes" in refusals(Toy(), Toy(depth=2))[0]
+
+
+def test_s18_experts_are_compared_with_their_own_copies_only():
+    one, other = Toy(), Toy()
+    for model in (one, other):
+        model.head.weight.allreduce = False
+    other.head.weight.data.add_(1.0)
+    assert refusals(one, other, "dp_cp") == []
+    assert "1 of 1 weights, such as head.weight" in refusals(one, other, "expt_dp")[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_s18_copies_that_are_alike_are_not_refused(dtype):
+    assert refusals(Toy(dtype), Toy(dtype)) == []
+
+
+def test_s18_the_first_good_step_asks_and_later_ones_do_not():
+    model = Toy()
+    optimizer = optimizer_of(model, world())
+    with mock.patch.object(setup_checks, "_compare", side_effect=ValueError), suppress(ValueError):
+        optimizer.step()
+    with mock.patch.object(setup_checks, "_compare") as compare:
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+    assert compare.call_count == 2  # names, and weights of the dense kind
+
+
+# -- S19: numbers of gradients that are elsewhere, or scaled --
+
+
+@pytest.mark.parametrize(
+    "ask", ["get_grad_norm", "clip_grad_norm", "count_zeros", "step_with_ready_grads"]
+)
+@pytest.mark.parametrize("options", [{}, {"fp16": True}, {"bf16": True}])
+def test_s19_gradients_are_prepared_before_anybody_asks(ask, options):
+    """Was: norm 0.0, no zeros, no update."""
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    dtype = half[next(iter(options))] if options else torch.float32
+    ddp = wrapped(Toy(dtype), world(), grad_reduce_in_fp32=True)
+    optimizer = optimizer_of(ddp, world(), **options)
+    backward(ddp)
+    arguments = (1.0,) if ask == "clip_grad_norm" else ()
+    with pytest.raises(RuntimeError, match=r"gradients of 11 of 11 parameters are not where"):
+        getattr(optimizer, ask)(*arguments)
+    assert not optimizer.prepare_grads()
+    getattr(optimizer, ask)(*arguments)
+
+
+def test_s19_scaled_gradients_have_no_norm():
+    """Was: the norm times the loss scale, of a model without wrapper."""
+    model = Toy(torch.float32)
+    optimizer = optimizer_of(model, world(), fp16=True, loss_scale=8.0)
+    backward(model, 8.0)
+    with pytest.raises(RuntimeError, match="multiplied by the loss scale"):
+        optimizer.get_grad_norm()
+    optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    with pytest.raises(
+        RuntimeError, match="twice in one step would divide by the loss scale twice"
+    ):
+        optimizer.step()
+    assert optimizer.get_grad_norm() == norm
+    optimizer.step_with_ready_grads()
+    optimizer.zero_grad()
+    backward(model, 8.0)
+    assert optimizer.step()[0]
+
+
+def test_s19_without_wrapper_and_scale_the_gradients_are_there_already():
+    model = Toy(torch.float32)
+    optimizer = optimizer_of(model, world())
+    backward(model)
+    assert optimizer.get_grad_norm() == optimizer.step()[1] > 0.0
+
+
+# -- S21: weights that are converted, moved or replaced too late --
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (torch.nn.Module.bfloat16, "converted, moved"),
+        (torch.nn.Module.half, "converted, moved"),
+        (torch.nn.Module.double, "converted, moved"),
+        (assigned, "others took their places"),
+        (put_anew, "others took their places"),
+    ],
+)
+def test_s21_a_model_that_changes_under_its_wrapper_is_refused(shard, change, words):
+    """Was: the optimizer updated weights that no forward used, or in 8 binary digits."""
+    options = {"use_distributed_optimizer": shard}
+    ddp = wrapped(Toy(torch.float32), world(), **options)
+    optimizer = optimizer_of(ddp, world(), **options)
+    ddp.zero_grad_buffer()
+    backward(ddp)
+    assert optimizer.step()[0]
+    change(ddp.module)
+    with pytest.raises(ValueError, match=words):
+        ddp.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("change", [torch.nn.Module.bfloat16, assigned, put_anew])
+def test_s21_a_model_without_wrapper_that_changes_is_refused(change):
+    model = Toy(torch.float32)
+    optimizer = optimizer_of(model, world())
+    change(model)
+    backward(model)
+    with pytest.raises(ValueError, match="converted, moved|others took their places"):
+        optimizer.step()
+
+
+def test_s21_with_zero_1_other_memory_is_refused_too():
+    ddp = wrapped(Toy(), world(), use_distributed_optimizer=True)
+    ddp.module.head.weight.data = ddp.module.head.weight.data.clone()
+    with pytest.raises(ValueError, match="1 parameters, such as head.weight"):
+        ddp.zero_grad_buffer()
+
+
+def test_s21_moving_a_model_to_where_it_is_changes_nothing():
+    ddp = wrapped(Toy(), world(), use_distributed_optimizer=True)
+    ddp.to("cpu").double()
+    ddp.zero_grad_buffer()
