@@ -11,6 +11,7 @@ be t times larger still.
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
 from minimegatron.core.collectives import ReduceOp
@@ -70,6 +71,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         softmax, local_target, elsewhere = ctx.saved_tensors
         grad_output = grad_output.unsqueeze(-1)

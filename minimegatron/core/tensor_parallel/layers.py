@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
 from minimegatron.core.left_out import accepts_left_out
@@ -155,6 +156,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         return F.linear(total_input, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         input_, weight = ctx.saved_tensors
         group = ctx.tp_group

@@ -274,6 +274,11 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        if torch.is_grad_enabled():  # once_differentiable says nothing of what goes to `.grad`
+            raise RuntimeError(
+                "create_graph=True, but a recomputed part cannot be differentiated twice; turn "
+                "recomputation off to take gradients of gradients"
+            )
         tensors = list(ctx.saved_tensors)
         if ctx.distribute_group is not None:
             whole = gather_split_1d_tensor(tensors[0], ctx.distribute_group)
