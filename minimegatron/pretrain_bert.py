@@ -31,6 +31,7 @@ from minimegatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from minimegatron.core.models.bert.bert_model import BertModel, Outputs
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
+from minimegatron.core.utils import or_one
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
 from minimegatron.training.result_checks import check_loss
@@ -140,7 +141,7 @@ def loss_func(
     losses, sop_logits = output_tensor
     check_loss_mask(loss_mask, losses)
     losses, loss_mask = losses.view(-1).float(), loss_mask.view(-1)
-    lm_loss = torch.sum(losses * loss_mask) / loss_mask.sum().clamp(min=1)
+    lm_loss = torch.sum(losses * loss_mask) / or_one(loss_mask.sum())
     found = {"lm loss": lm_loss}
     if sop_logits is not None:
         found["sop loss"] = F.cross_entropy(

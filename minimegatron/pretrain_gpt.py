@@ -31,7 +31,7 @@ from minimegatron.core.models.gpt.gpt_layer_specs import (
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from minimegatron.core.utils import get_attr_wrapped_model
+from minimegatron.core.utils import get_attr_wrapped_model, or_one
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
 from minimegatron.training.result_checks import check_loss
@@ -143,7 +143,7 @@ def loss_func(
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * loss_mask)
     num_tokens = loss_mask.sum().detach()
-    check_loss(loss.detach() / num_tokens.clamp(min=1), model)
+    check_loss(loss.detach() / or_one(num_tokens), model)
     reporting_loss = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": reporting_loss}
 

@@ -36,6 +36,7 @@ from minimegatron.core.models.T5.t5_spec import (
     encoder_model_with_local_spec,
 )
 from minimegatron.core.tensor_parallel.data import broadcast_data
+from minimegatron.core.utils import or_one
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
 from minimegatron.training.result_checks import check_loss
@@ -175,7 +176,7 @@ def loss_func(
     loss_mask = loss_mask.view(-1)
     loss = torch.sum(losses * loss_mask)
     num_tokens = loss_mask.sum().detach()
-    check_loss(loss.detach() / num_tokens.clamp(min=1), model)
+    check_loss(loss.detach() / or_one(num_tokens), model)
     reporting_loss = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": reporting_loss}
 

@@ -197,6 +197,18 @@ def get_pg_src_rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_process_group_ranks(group)[0]
 
 
+# -- Numbers --
+
+
+def or_one(count: torch.Tensor) -> torch.Tensor:
+    """A number of tokens to divide by: where it is 0 the sum is 0 too, and 1 leaves it so.
+
+    Weights of tokens may add up to less than 1; so it is no minimum, which would change their mean. For
+    counts it is the same.
+    """
+    return count.masked_fill(count == 0, 1)
+
+
 # -- Logging --
 
 

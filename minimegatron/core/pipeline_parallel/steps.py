@@ -23,6 +23,7 @@ from minimegatron.core.utils import (
     get_attr_wrapped_model,
     get_device,
     get_model_config,
+    or_one,
     unwrap_model,
 )
 
@@ -156,7 +157,7 @@ def forward_step_calc_loss(
 
     | `loss_func` returns    | `calculate_per_token_loss` | loss for backward                     |
     |------------------------|----------------------------|---------------------------------------|
-    | (sum, n, report)       | off                        | sum / max(n, 1) / M                   |
+    | (sum, n, report)       | off                        | sum / n / M; 0 where n is 0           |
     | (sum, n, report)       | on                         | sum; finalize divides by all tokens   |
     | (mean, report)         | off                        | mean * c / M                          |
     | (mean, report)         | on                         | the same; gradients d * c times these |
@@ -196,7 +197,7 @@ def forward_step_calc_loss(
         if len(outputs) == 3:
             output_tensor, num_tokens, report = outputs
             if not config.calculate_per_token_loss:
-                output_tensor = output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches
+                output_tensor = output_tensor / or_one(num_tokens) / num_microbatches
         elif len(outputs) == 2:
             output_tensor, report = outputs
             warn_of_mean(config, model)
