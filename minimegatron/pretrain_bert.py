@@ -38,6 +38,7 @@ from minimegatron.training.result_checks import check_loss
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import (
     average_losses_across_data_parallel_group,
+    check_labels,
     check_loss_mask,
     print_rank_0,
 )
@@ -113,6 +114,7 @@ def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor, ...]:
     """
     keys = ["text", "types", "labels", "is_random", "loss_mask", "padding_mask"]
     data = None if data_iterator is None else next(data_iterator)
+    check_labels(data, get_args().padded_vocab_size)
     batch = broadcast_data(keys, data, torch.int64, sizes_vary=False)
     tokens, types, sentence_order = batch["text"], batch["types"], batch["is_random"]
     loss_mask, lm_labels = batch["loss_mask"].float(), batch["labels"]

@@ -41,7 +41,7 @@ from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
 from minimegatron.training.result_checks import check_loss
 from minimegatron.training.training import pretrain
-from minimegatron.training.utils import check_loss_mask
+from minimegatron.training.utils import check_labels, check_loss_mask
 
 
 def split_of_stages() -> StackSplit:
@@ -149,6 +149,7 @@ def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor | None, ...]
     rank = parallel_state.get_pipeline_model_parallel_rank()
     keys = batch_keys(split_of_stages(), rank)
     data = None if data_iterator is None else next(data_iterator)
+    check_labels(data, get_args().padded_vocab_size)
     batch: dict[str, Any] = broadcast_data(keys, data, torch.int64, sizes_vary=False)
     for name in ("enc_mask", "dec_mask"):
         if name in batch:

@@ -137,6 +137,17 @@ def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     unwrap_model(model).current_microbatch = microbatch_id
 
 
+@contextlib.contextmanager
+def told_whole_length(model: torch.nn.Module, seq_length: int) -> Iterator[None]:
+    """Meanwhile the chunk under its wrappers knows how long whole sequences are; on one stage no
+    message has their length, which would tell a whole one from a context-parallel rank's part."""
+    unwrap_model(model).whole_length = seq_length
+    try:
+        yield
+    finally:
+        unwrap_model(model).whole_length = None
+
+
 @traced("loss-compute", lambda a: {"chunk": a["vp_stage"] or 0})
 def forward_step_calc_loss(
     model: torch.nn.Module,
