@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
 from minimegatron.core.left_out import accepts_left_out
@@ -46,6 +45,7 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
     WeightGradStore,
     store_of,
 )
+from minimegatron.core.utils import without_graph
 
 InitMethod = Callable[[torch.Tensor], torch.Tensor]
 
@@ -156,7 +156,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         return F.linear(total_input, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @without_graph
     def backward(ctx, grad_output):
         input_, weight = ctx.saved_tensors
         group = ctx.tp_group

@@ -39,7 +39,7 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
     within_this_backward,
 )
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import get_device, without_graph
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
@@ -273,12 +273,8 @@ class CheckpointFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @without_graph
     def backward(ctx, *grads):
-        if torch.is_grad_enabled():  # once_differentiable says nothing of what goes to `.grad`
-            raise RuntimeError(
-                "create_graph=True, but a recomputed part cannot be differentiated twice; turn "
-                "recomputation off to take gradients of gradients"
-            )
         tensors = list(ctx.saved_tensors)
         if ctx.distribute_group is not None:
             whole = gather_split_1d_tensor(tensors[0], ctx.distribute_group)
