@@ -31,12 +31,14 @@ from minimegatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from minimegatron.core.models.bert.bert_model import BertModel, Outputs
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
+from minimegatron.core.utils import or_one
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
 from minimegatron.training.result_checks import check_loss
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import (
     average_losses_across_data_parallel_group,
+    check_labels,
     check_loss_mask,
     print_rank_0,
 )
@@ -112,6 +114,7 @@ def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor, ...]:
     """
     keys = ["text", "types", "labels", "is_random", "loss_mask", "padding_mask"]
     data = None if data_iterator is None else next(data_iterator)
+    check_labels(data, get_args().padded_vocab_size)
     batch = broadcast_data(keys, data, torch.int64, sizes_vary=False)
     tokens, types, sentence_order = batch["text"], batch["types"], batch["is_random"]
     loss_mask, lm_labels = batch["loss_mask"].float(), batch["labels"]
@@ -140,7 +143,7 @@ def loss_func(
     losses, sop_logits = output_tensor
     check_loss_mask(loss_mask, losses)
     losses, loss_mask = losses.view(-1).float(), loss_mask.view(-1)
-    lm_loss = torch.sum(losses * loss_mask) / loss_mask.sum().clamp(min=1)
+    lm_loss = torch.sum(losses * loss_mask) / or_one(loss_mask.sum())
     found = {"lm loss": lm_loss}
     if sop_logits is not None:
         found["sop loss"] = F.cross_entropy(

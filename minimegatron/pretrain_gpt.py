@@ -31,7 +31,7 @@ from minimegatron.core.models.gpt.gpt_layer_specs import (
 from minimegatron.core.models.gpt.gpt_model import GPTModel
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from minimegatron.core.utils import get_attr_wrapped_model
+from minimegatron.core.utils import get_attr_wrapped_model, or_one
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
 from minimegatron.training.result_checks import check_loss
@@ -118,7 +118,8 @@ def get_batch(
     data_iterator: Iterator | None, vp_stage: int | None = None
 ) -> tuple[torch.Tensor | None, ...]:
     """tokens, labels, loss_mask, attention_mask, position_ids; [b, s/c], None where not needed."""
-    batch = get_batch_on_this_tp_rank(data_iterator, vp_stage, keys_of_chunks())
+    rows = get_args().padded_vocab_size
+    batch = get_batch_on_this_tp_rank(data_iterator, vp_stage, keys_of_chunks(), vocab_size=rows)
     batch = get_batch_on_this_cp_rank(batch)
     return tuple(batch[name] for name in GPT_FIELDS)
 
@@ -143,7 +144,7 @@ def loss_func(
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(losses * loss_mask)
     num_tokens = loss_mask.sum().detach()
-    check_loss(loss.detach() / num_tokens.clamp(min=1), model)
+    check_loss(loss.detach() / or_one(num_tokens), model)
     reporting_loss = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": reporting_loss}
 

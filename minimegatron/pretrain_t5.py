@@ -36,11 +36,12 @@ from minimegatron.core.models.T5.t5_spec import (
     encoder_model_with_local_spec,
 )
 from minimegatron.core.tensor_parallel.data import broadcast_data
+from minimegatron.core.utils import or_one
 from minimegatron.training.arguments import core_transformer_config_from_args
 from minimegatron.training.global_vars import get_args, get_timers, get_tokenizer
 from minimegatron.training.result_checks import check_loss
 from minimegatron.training.training import pretrain
-from minimegatron.training.utils import check_loss_mask
+from minimegatron.training.utils import check_labels, check_loss_mask
 
 
 def split_of_stages() -> StackSplit:
@@ -148,6 +149,7 @@ def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor | None, ...]
     rank = parallel_state.get_pipeline_model_parallel_rank()
     keys = batch_keys(split_of_stages(), rank)
     data = None if data_iterator is None else next(data_iterator)
+    check_labels(data, get_args().padded_vocab_size)
     batch: dict[str, Any] = broadcast_data(keys, data, torch.int64, sizes_vary=False)
     for name in ("enc_mask", "dec_mask"):
         if name in batch:
@@ -175,7 +177,7 @@ def loss_func(
     loss_mask = loss_mask.view(-1)
     loss = torch.sum(losses * loss_mask)
     num_tokens = loss_mask.sum().detach()
-    check_loss(loss.detach() / num_tokens.clamp(min=1), model)
+    check_loss(loss.detach() / or_one(num_tokens), model)
     reporting_loss = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": reporting_loss}
 

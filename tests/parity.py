@@ -296,14 +296,16 @@ def batches(num: int) -> list[dict[str, torch.Tensor]]:
 
 
 def weighed(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """The same, where each token that counts has a weight; a token may have 0, a microbatch not."""
+    """The same, where each token that counts has a weight; a token may have 0, a microbatch not. In
+    every second microbatch all weights together are less than 1."""
     generator, found = torch.Generator().manual_seed(3), []
-    for batch in batches:
+    for number, batch in enumerate(batches):
         name = "mask" if "mask" in batch else "loss_mask"
         mask = batch[name]
         which = torch.randint(4, mask.shape, generator=generator).to(mask.device)
         weights = torch.tensor((0.0, 0.3, 0.5, 1.25), dtype=mask.dtype, device=mask.device)[which]
-        found.append(batch | {name: mask * (weights if (mask * weights).any() else 1.0)})
+        weights = weights if (mask * weights).any() else torch.ones_like(weights)
+        found.append(batch | {name: mask * weights * (1.0 if number % 2 else 2.0**-8)})
     return found
 
 
@@ -321,8 +323,7 @@ def asks_for_logits(model: torch.nn.Module) -> bool:
 
 
 def loss_func(mask, output):
-    # Tokens with a weight of 0 are no tokens.
-    total, num_tokens = (output * mask).sum(), (mask > 0).sum().int()
+    total, num_tokens = (output * mask).sum(), mask.sum()
     return total, num_tokens, {"loss": total.detach().clone(), "num_tokens": num_tokens}
 
 
@@ -338,7 +339,7 @@ def forward_step_func(
     batch = next(data_iterator)
     groups = get_attr_wrapped_model(model, "pg_collection")
     shares_mean = groups.cp.size() > 1 and not get_model_config(model).calculate_per_token_loss
-    num_tokens = (batch["mask"] > 0).sum()
+    num_tokens = batch["mask"].sum()
     positions = torch.arange(SEQ, device=get_device()).expand(MICRO_BATCH, SEQ)
     batch = get_batch_on_this_cp_rank(batch | {"positions": positions}, groups.cp)
     run = partial(model, checkpoint_activations_microbatch=checkpoint_activations_microbatch)

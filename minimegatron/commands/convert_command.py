@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=int,
         metavar="N",
-        help="to hf: rows of the embedding to keep (default: all, with their padding)",
+        help="to hf: rows of the embedding to keep (default: all, with their padding, which is in the "
+        "softmax: fewer give another loss)",
     )
     add("--dtype", choices=DTYPES, help="to hf: of the weights (default: the checkpoint's)")
 

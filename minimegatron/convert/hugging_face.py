@@ -62,7 +62,7 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
         )
     args = family.arguments(config) | {"model_family": family.model_family}
     theirs = _read_safetensors(load_dir)
-    tensors = []
+    tensors: list[ShardedTensor] = []
     for weight in family.weights(args):
         missing = [name for name in weight.theirs if name not in theirs]
         if missing:
@@ -70,17 +70,19 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
         ours = _to_ours(weight, [theirs.pop(name) for name in weight.theirs], args)
         tensors.append(ShardedTensor.from_rank_offsets(f"model.{weight.ours}", ours.contiguous()))
         progress()
+    # A run that begins with these weights keeps their softmax, whatever its layout pads to.
+    rows = tensors[0].global_shape[0]
     common = {
         "iteration": 0,
         "train_state": {},
         "opt_param_scheduler": None,
         "optimizer": None,
         "rng": None,
-        "args": _by_section(args),
+        "args": _by_section(args | {"padded_vocab_size": rows}),
     }
     dist_checkpointing.save_tensors(tensors, common, get_checkpoint_name(save_dir, 0))
     write_atomically(Path(get_checkpoint_tracker_filename(save_dir)), b"0")
-    return args | {"vocab_size": tensors[0].global_shape[0]}
+    return args | {"vocab_size": rows}
 
 
 def export_to_hf(

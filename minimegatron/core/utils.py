@@ -4,7 +4,9 @@ Counterpart: `megatron.core.utils`, a few of its many; the device is ours: Megat
 CUDA devices, and here every program also runs on a laptop.
 """
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -195,6 +197,40 @@ def get_pg_src_rank(group: dist.ProcessGroup | None = None) -> int:
     if group is None or not dist.is_initialized():
         return 0
     return dist.get_process_group_ranks(group)[0]
+
+
+# -- Gradients --
+
+
+def without_graph(backward: Callable) -> Callable:
+    """Decorator of a `backward` that computes with what forward kept, of which autograd sees nothing.
+
+    It raises RuntimeError for `create_graph=True`. Torch's `once_differentiable` only does where the
+    incoming gradient has a graph, which a loss's has not: gradients of gradients would miss a part.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True, but {backward.__qualname__} cannot be differentiated again; take "
+                "gradients of gradients of a model of torch's own layers, without recomputation"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
+# -- Numbers --
+
+
+def or_one(count: torch.Tensor) -> torch.Tensor:
+    """A number of tokens to divide by: where it is 0 the sum is 0 too, and 1 leaves it so.
+
+    Weights of tokens may add up to less than 1; so it is no minimum, which would change their mean. For
+    counts it is the same.
+    """
+    return count.masked_fill(count == 0, 1)
 
 
 # -- Logging --

@@ -39,6 +39,7 @@ from minimegatron.training.argument_utils import (
     in_flags,
     refuse_unknown,
 )
+from minimegatron.training.checkpoint_args import saved_padded_vocab_size
 from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.families import check_family
 from minimegatron.training.old_flags import add_old_flags, check_old_flags, print_old_flags
@@ -157,14 +158,20 @@ def derive(args: argparse.Namespace) -> None:
         args.end_weight_decay = args.weight_decay
     vocab_size = _vocab_size(args)
     if args.padded_vocab_size is None:
-        args.padded_vocab_size = vocab_size_with_padding(
-            vocab_size, args.make_vocab_size_divisible_by, t
-        )
+        args.padded_vocab_size = _padded_vocab_size(args, vocab_size)
     if args.padded_vocab_size < vocab_size:
         raise ValueError(
             f"--padded-vocab-size {args.padded_vocab_size} is less than the tokenizer's "
             f"{vocab_size} tokens; give at least that"
         )
+
+
+def _padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
+    """That of the checkpoint where it will do: padded rows are in the softmax, and so in the loss."""
+    saved, t = saved_padded_vocab_size(args), args.tensor_model_parallel_size
+    if saved is not None and saved >= vocab_size and saved % t == 0:
+        return saved
+    return vocab_size_with_padding(vocab_size, args.make_vocab_size_divisible_by, t)
 
 
 def _vocab_size(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from minimegatron.core.dist_checkpointing.core import (
 )
 from minimegatron.core.left_out import known_fields
 from minimegatron.training.argument_utils import flags_by_name
+from minimegatron.training.checkpoint_folder import find_checkpoint
 from minimegatron.training.config import SECTIONS
 from minimegatron.training.schedule_args import check_schedule
 
@@ -60,6 +61,8 @@ def load_common(folder: Path) -> dict[str, Any]:
             wrong += _not_as_written(common["train_state"], dict.fromkeys(SAVED_STATE, int))
         if common["optimizer"] is not None:
             wrong += _not_as_written(common["optimizer"], OPTIMIZER_KEYS)
+            steps = common["optimizer"].get("steps", {})  # older checkpoints have none
+            wrong += ["steps"] if not isinstance(steps, dict) else []
             wrong += _not_as_written(common, {"opt_param_scheduler": dict})
     if wrong:
         raise CheckpointingException(
@@ -67,6 +70,20 @@ def load_common(folder: Path) -> dict[str, Any]:
             "use another checkpoint"
         )
     return common
+
+
+def saved_padded_vocab_size(args: argparse.Namespace) -> int | None:
+    """Rows of the embedding in the checkpoint that `--load` names; None where that is not known.
+
+    What is wrong with the checkpoint, `check_against_checkpoint` says.
+    """
+    try:
+        folder = None if args.load is None else find_checkpoint(args.load)
+        common = None if folder is None else load_common(folder)
+    except (ValueError, CheckpointingException):
+        return None
+    rows = None if common is None else common["args"].get("model", {}).get("padded_vocab_size")
+    return rows if isinstance(rows, int) else None
 
 
 def _not_as_written(section: dict[str, Any], kinds: dict[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer import MegatronOptimizer
+from minimegatron.core.optimizer.optimizer import ParamShard
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter import kind_of
 from minimegatron.core.transformer.module import (
@@ -51,6 +52,7 @@ from minimegatron.training.random_state import (
     sharded_rng_state,
     take_rng_state,
 )
+from minimegatron.training.resume_notes import notes_on_resuming
 from minimegatron.training.utils import print_rank_0
 
 # -- Saving --
@@ -84,7 +86,7 @@ def save_checkpoint(
         tensors += sharded_optimizer_state(model, optimizer)
     if not args.no_save_rng:
         tensors += sharded_rng_state(args.data_parallel_random_init)
-    common = _common_state(iteration, optimizer, opt_param_scheduler)
+    common = _common_state(iteration, model, optimizer, opt_param_scheduler)
     try:
         dist_checkpointing.save_tensors(tensors, common, folder)
     except CheckpointingException as error:
@@ -123,9 +125,7 @@ def sharded_optimizer_state(
     parameters come from where the weights are most precise.
     """
     optimizer.initialize_state()
-    names = {param: name for chunk in model for name, param in named_global_parameters(chunk)}
-    for shard in optimizer.shards:
-        name = names[shard.model_param]
+    for name, shard in _named_shards(model, optimizer):
         for what, tensor in optimizer.parameter_state(shard).items():
             key = f"optimizer.state.{what}.{name}"
             if what == "param":
@@ -135,6 +135,15 @@ def sharded_optimizer_state(
                 if saved_keys is not None and key not in saved_keys:
                     key = f"model.{name}"
             yield from _sharded(key, shard.model_param, tensor.detach(), shard.start)
+
+
+def _named_shards(
+    model: list[torch.nn.Module], optimizer: MegatronOptimizer
+) -> Iterator[tuple[str, ParamShard]]:
+    """This rank's shards, by the parameters' names in the whole model."""
+    names = {param: name for chunk in model for name, param in named_global_parameters(chunk)}
+    for shard in optimizer.shards:
+        yield names[shard.model_param], shard
 
 
 def _sharded(
@@ -149,14 +158,17 @@ def _sharded(
 
 
 def _common_state(
-    iteration: int, optimizer: MegatronOptimizer, opt_param_scheduler: OptimizerParamScheduler
+    iteration: int,
+    model: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
 ) -> dict[str, Any]:
     args, state = get_args(), get_train_state()
     common = {
         "iteration": iteration,
         "train_state": {name: getattr(state, name) for name in SAVED_STATE},
         "opt_param_scheduler": opt_param_scheduler.state_dict(),
-        "optimizer": None if args.no_save_optim else _optimizer_numbers(optimizer),
+        "optimizer": None if args.no_save_optim else _optimizer_numbers(model, optimizer),
         "rng": None if args.no_save_rng else rng_layout(args.data_parallel_random_init),
         "args": args_as_json(args),
         "torch": torch.__version__,
@@ -164,14 +176,23 @@ def _common_state(
     return common
 
 
-def _optimizer_numbers(optimizer: MegatronOptimizer) -> dict[str, Any]:
+def _optimizer_numbers(
+    model: list[torch.nn.Module], optimizer: MegatronOptimizer
+) -> dict[str, Any]:
     # A rank without parameters has made no step of its own.
     step = torch.tensor(optimizer.get_step(), device=get_device())
     collectives.all_reduce(step, dist.group.WORLD, op=collectives.ReduceOp.MAX)
+    # Megatron refuses to save where parameters have made steps of their own.
+    found = optimizer.get_steps()
+    named = _named_shards(model, optimizer)
+    mine = {name: found[shard.name] for name, shard in named if shard.name in found}
+    everyones: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, {n: own for n, own in mine.items() if own != int(step)})
     scaler = optimizer.grad_scaler
     return {
         "kind": get_args().optimizer,
         "step": int(step),
+        "steps": {name: own for steps in everyones for name, own in steps.items()},
         "grad_scaler": None if scaler is None else scaler.state_dict(),
     }
 
@@ -224,6 +245,8 @@ def load_checkpoint(
         print_rank_0(f" no checkpoint in {args.load} yet: beginning at iteration 0")
         return 0, 0
     common = load_common(folder)
+    for note in notes_on_resuming(args, common["args"]):
+        print_rank_0(f" {note}")
     with_optimizer = not (args.no_load_optim or args.finetune)
     if with_optimizer:
         opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])
@@ -237,7 +260,7 @@ def load_checkpoint(
     dist_checkpointing.load_tensors(tensors + rng, folder)
 
     if with_optimizer:
-        _take_optimizer_numbers(optimizer, common["optimizer"])
+        _take_optimizer_numbers(ddp_model, optimizer, common["optimizer"])
     else:
         # Otherwise the first step would copy old main parameters over what was just loaded.
         optimizer.reload_model_params()
@@ -260,8 +283,12 @@ def load_checkpoint(
     return state.iteration, 0
 
 
-def _take_optimizer_numbers(optimizer: MegatronOptimizer, numbers: dict[str, Any]) -> None:
-    optimizer.set_step(numbers["step"])
+def _take_optimizer_numbers(
+    model: list[torch.nn.Module], optimizer: MegatronOptimizer, numbers: dict[str, Any]
+) -> None:
+    step, steps = numbers["step"], numbers.get("steps", {})
+    shards = _named_shards(model, optimizer)
+    optimizer.set_step(step, {shard.name: steps.get(name, step) for name, shard in shards})
     scaler = optimizer.grad_scaler
     # A run that had no loss scale, or a constant one, says nothing about where a dynamic one is.
     if scaler is not None and numbers["grad_scaler"]:

@@ -75,9 +75,11 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = knob(False, compared=True)
     """Give the output layer a weight of its own."""
     make_vocab_size_divisible_by: int = knob(128, minimum=1)
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size; but a checkpoint's
+    own padding stays where it can."""
     padded_vocab_size: int | None = knob(minimum=1)
-    """Rows of the embedding, padding included; by default worked out from the tokenizer."""
+    """Rows of the embedding, padding included; by default the checkpoint's, else worked out from the
+    tokenizer."""
     model_family: Literal["gpt", "bert", "t5", "mamba"] | None = derived()
     """What the program trains, if it says so: `args_defaults={"model_family": ...}`."""
 

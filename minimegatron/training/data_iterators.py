@@ -19,9 +19,9 @@ from minimegatron.training.datasets.data_samplers import build_pretraining_data_
 from minimegatron.training.global_vars import get_args, get_train_state
 
 
-def get_train_valid_test_num_samples() -> tuple[int, int, int]:
-    """Sequences that the whole run will ask of each dataset, at most."""
-    args = get_args()
+def get_train_valid_test_num_samples(args: Any = None) -> tuple[int, int, int]:
+    """Sequences that the whole run will ask of each dataset, at most; of another run by its `args`."""
+    args = get_args() if args is None else args
     num_evals = 1 + (args.train_iters // args.eval_interval if args.eval_interval else 0)
     return (
         args.train_iters * args.global_batch_size,

@@ -93,7 +93,7 @@ def evaluate(
             get_train_state().consumed_valid_samples += args.global_batch_size
     for chunk in model:
         chunk.train()
-    means = {key: float(pair[0]) / max(float(pair[1]), 1.0) for key, pair in totals.items()}
+    means = {key: float(pair[0]) / (float(pair[1]) or 1.0) for key, pair in totals.items()}
     return broadcast_from_last_stage(means), collected
 
 

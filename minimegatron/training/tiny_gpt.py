@@ -40,7 +40,7 @@ from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.transformer.module import Float16Module, named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.core.utils import get_device, unwrap_model
+from minimegatron.core.utils import get_device, or_one, unwrap_model
 from minimegatron.training.utils import get_batch_on_this_cp_rank
 
 SIZES: dict[str, Any] = {
@@ -273,7 +273,7 @@ def masked_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(summed loss, number of tokens, {"loss": their quotient}) of one microbatch."""
     total, num_tokens = (losses * mask).sum(), mask.sum()
-    return total, num_tokens, {"loss": total.detach().clone() / num_tokens.clamp(min=1)}
+    return total, num_tokens, {"loss": total.detach().clone() / or_one(num_tokens)}
 
 
 def where_it_runs() -> str:

@@ -36,7 +36,7 @@ from minimegatron.core.optimizer_param_scheduler import (
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import get_model_config
+from minimegatron.core.utils import get_model_config, or_one
 from minimegatron.training import failures
 from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.data_iterators import build_train_valid_test_data_iterators
@@ -344,5 +344,5 @@ def train_step(
 
     # -- 5. What the loss function reported, over all microbatches and copies of the model --
     summed = sum_over_microbatches(losses_reduced)
-    loss_reduced = {key: total / count.clamp(min=1) for key, (total, count) in summed.items()}
+    loss_reduced = {key: total / or_one(count) for key, (total, count) in summed.items()}
     return loss_reduced, int(not update_successful), grad_norm, num_zeros_in_grad

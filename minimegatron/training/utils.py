@@ -15,6 +15,7 @@ from tqdm import tqdm
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.models.common.language_module.language_module import label_without_logit
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.zigzag import take_part
 from minimegatron.core.utils import get_device
@@ -189,6 +190,7 @@ def get_batch_on_this_tp_rank(
     vp_stage: int | None = None,
     needed: BatchKeys = GPT_BATCH_KEYS,
     dtypes: Mapping[str, torch.dtype] = FIELD_DTYPES,
+    vocab_size: int | None = None,
 ) -> dict[str, torch.Tensor | None]:
     """The next microbatch's fields that this chunk uses, the same on all tensor-parallel ranks.
 
@@ -199,9 +201,10 @@ def get_batch_on_this_tp_rank(
 
     Args:
         dtypes: of fields that are not int64, the same on all ranks.
+        vocab_size: rows of the vocabulary, padding included, for `check_labels`; None checks nothing.
 
     Raises:
-        ValueError: a field of fractions is to arrive as integers.
+        ValueError: a field of fractions is to arrive as integers; a label that counts is no token.
     """
     keys = batch_keys(vp_stage, needed)
     names = [key for _, row in needed for key in row]
@@ -211,12 +214,25 @@ def get_batch_on_this_tp_rank(
     data = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         sample = next(data_iterator)
+        check_labels({key: sample[key] for key in keys}, vocab_size)
         # The loader's memory is pinned for a GPU, which copies it while the program goes on.
         here = {key: sample[key].to(get_device(), non_blocking=True) for key in keys}
         data = {key: _as_integers(key, tensor, dtypes) for key, tensor in here.items()}
     for key, integers in broadcast_data(keys, data, torch.int64, sizes_vary=False).items():
         batch[key] = _from_integers(integers, dtypes.get(key, torch.int64))
     return batch
+
+
+def check_labels(sample: Mapping[str, torch.Tensor] | None, vocab_size: int | None) -> None:
+    """Raises DataError for one of the "labels" that counts in "loss_mask" and is no row's number.
+
+    For what a loader has made, where it still is on the CPU.
+    """
+    if vocab_size is None or sample is None or not {"labels", "loss_mask"} <= sample.keys():
+        return
+    problem = label_without_logit(sample["labels"], sample["loss_mask"], vocab_size)
+    if problem is not None:
+        raise DataError(problem)
 
 
 def check_loss_mask(loss_mask: torch.Tensor, losses: torch.Tensor) -> None:

@@ -78,6 +78,17 @@ def test_weights_only_are_for_finetuning(capsys, tmp_path):
             parse_args(argv=[*flags, *rest, *more], environ={})
 
 
+def test_s2_a_converted_vocabulary_gets_no_rows(capsys, tmp_path):
+    """Was: padded for this run's flags, with rows of no token that the softmax counts."""
+    _, flags = imported(capsys, tmp_path, "gpt2")
+    rows = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
+    at = flags.index("--make-vocab-size-divisible-by")
+    tokens = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(rows - 1)]
+    argv = [*flags[:at], *flags[at + 2 :], *REST.split(), *tokens]
+    args = parse_args(argv=argv, environ={})
+    assert args.make_vocab_size_divisible_by == 128 and args.padded_vocab_size == rows
+
+
 def logits_of(all_flags: list[list[str]]) -> list[torch.Tensor]:
     """What each imported model computes on these ranks: [b, s, v], on every rank."""
     results = []

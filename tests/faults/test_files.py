@@ -210,7 +210,7 @@ def load_with_other_schedule(folder: str) -> list[float]:
 
 def test_other_schedules(pristine):
     longer, slower = refusal(pristine, "--train-iters 30"), refusal(pristine, "--lr 1e-3")
-    assert "--lr-decay-iters (or else --train-iters) x --global-batch-size is 120 here" in longer
+    assert "--lr-decay-iters (or else --train-iters) in samples is 120 here" in longer
     assert "but 80 in the checkpoint" in longer
     assert "--lr is 0.001 here but 0.01" in slower
     for message in (longer, slower):

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from minimegatron import training
 from minimegatron.__main__ import main
+from minimegatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
+from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.training import global_vars
 from minimegatron.training.argument_utils import (
     ArgumentGroupFactory,
@@ -26,6 +28,7 @@ from minimegatron.training.checkpoint_folder import (
 )
 from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.pipeline_schedule import pipeline_placement
+from minimegatron.training.schedule_args import _NoOptimizer, samples_in, schedule_settings
 from minimegatron.training.tokenizer.tokenizer import _vocab_size_with_padding, build_tokenizer
 from tests.training.bad_configs import GOOD, USER_ORDERS
 from tests.training.test_bad_configs import launcher_environment
@@ -265,3 +268,35 @@ def test_one_line_parser_never_exits():
         parser = OneLineParser()
         parser.add_argument("--x")
         parser.parse_args(["--x"])
+
+
+# -- A schedule of iterations beside a batch that grows --
+
+RAMPS = ("4 4 30", "2 2 8", "1 1 10", "8 8 0", "16 1 50", "4 4 1000000000", "15 1 7")
+
+
+@pytest.mark.parametrize("ramp", RAMPS)
+def test_s15_a_schedule_of_iterations_ends_at_its_iteration(ramp):
+    """Was: at the samples of a batch that did not ramp up, so the last steps had not decayed."""
+    args = parse(f"--rampup-batch-size {ramp}")
+    sizes = (args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+    calculator = _build_num_microbatches_calculator(1, args.rampup_batch_size, *sizes, False)
+    consumed, schedule = 0, OptimizerParamScheduler(_NoOptimizer(), **schedule_settings(args))
+    for iteration in range(20):
+        assert samples_in(args, iteration) == consumed
+        calculator.update(consumed, consistency_check=True)
+        size = calculator.get_current_global_batch_size()
+        consumed += size
+        if iteration < 10:  # GOOD has 10 steps, and a linear decay to 0
+            assert schedule.get_lr({"max_lr": args.lr}) > 0.0
+            schedule.step(increment=size)
+    assert schedule.get_lr({"max_lr": args.lr}) == 0.0
+
+
+def test_s15_without_a_ramp_steps_are_iterations_times_batch():
+    args = parse(
+        "--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2 --lr-decay-iters 7"
+    )
+    found = schedule_settings(args)
+    names = ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps", "wsd_decay_steps")
+    assert [found[name] for name in names] == [16 * iters for iters in (2, 7, 10, 3)]

@@ -1,15 +1,22 @@
 """A run that was stopped and goes on is the run that was never stopped."""
 
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from minimegatron.core.dist_checkpointing.core import load_common_state_dict
 from minimegatron.core.dist_checkpointing.serialization import load_plain_tensors
+from minimegatron.core.optimizer import OptimizerConfig
+from minimegatron.core.optimizer.optimizer import FP32Optimizer, NamedParamGroup
+from minimegatron.training import checkpointing
 from minimegatron.training.checkpoint_folder import find_checkpoint
 from tests.figures import figure
+from tests.groups import PretendGroup, pretend_groups
 from tests.ranks import run_ranks
 from tests.training.bad_configs import USER_ORDERS
 from tests.training.short_runs import PP2, PP4, TP2, TP4, VP2, ZERO1, run
@@ -187,3 +194,42 @@ def test_parts_of_a_checkpoint(tmp_path):
         "iter_0000003",
         "latest_checkpointed_iteration.txt",
     ]
+
+
+# -- Updates of each weight --
+
+
+class Layers(torch.nn.Module):
+    """Some of the layers "0", "1" and "2"."""
+
+    def __init__(self, numbers: list[int]):
+        super().__init__()
+        for number in numbers:
+            self.add_module(str(number), torch.nn.Linear(2, 2))
+
+
+def steps_over_a_change_of_layout() -> dict[str, int]:
+    """Rank 0 saves layers 0 and 1, rank 1 saves layer 2; then both have all, and take the steps."""
+    config, groups = OptimizerConfig(lr=1e-2), pretend_groups(mp=PretendGroup())
+
+    def build(numbers: list[int]) -> tuple[Layers, FP32Optimizer]:
+        module = Layers(numbers)
+        named = [(f"model0.{name}", param) for name, param in module.named_parameters()]
+        optimizer = FP32Optimizer([NamedParamGroup(named)], config, None, groups)
+        optimizer.initialize_state()
+        return module, optimizer
+
+    here, optimizer = build([0, 1] if torch.distributed.get_rank() == 0 else [2])
+    optimizer.set_step(7, {"model0.1.weight": 3, "model0.2.bias": 0})
+    with mock.patch.object(checkpointing, "get_args", lambda: SimpleNamespace(optimizer="adam")):
+        numbers = checkpointing._optimizer_numbers([here], optimizer)
+    whole, resumed = build([0, 1, 2])
+    checkpointing._take_optimizer_numbers([whole], resumed, json.loads(json.dumps(numbers)))
+    return resumed.get_steps()
+
+
+def test_s11_the_updates_of_each_weight_are_in_the_checkpoint():
+    for steps in run_ranks(steps_over_a_change_of_layout, 2):
+        assert len(steps) == 6
+        others = {name: step for name, step in steps.items() if step != 7}
+        assert others == {"model0.1.weight": 3, "model0.2.bias": 0}

@@ -80,7 +80,12 @@ def test_f2_masks_are_of_padding_and_not_of_an_id(monkeypatch):
         "enc_mask": torch.tensor([[1, 1, 0]]),
         "dec_mask": torch.tensor([[1, 0]]),
     }
+    args = SimpleNamespace(padded_vocab_size=64)
+    monkeypatch.setattr(pretrain_t5, "get_args", lambda: args)
     batch = pretrain_t5.get_batch(iter([sample]))
+    sample["labels"][0, 0], sample["loss_mask"][0, 0] = -100, 1
+    with pytest.raises(ValueError, match="has label -100 where loss_mask is not 0"):  # S20
+        pretrain_t5.get_batch(iter([sample]))
     text_enc, _, loss_mask, labels, enc_mask, dec_mask, enc_dec_mask = batch
     assert text_enc.tolist() == [[0, 0, 7]] and labels.tolist() == [[3, -1]]
     assert enc_mask.tolist() == enc_dec_mask.tolist() == [[[[False, False, True]]]]

@@ -1,15 +1,19 @@
 """Numbers and batches shared between ranks."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from minimegatron.core import parallel_state
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.training.utils import (
     FIELD_DTYPES,
     GPT_BATCH_KEYS,
     average_losses_across_data_parallel_group,
     batch_keys,
     broadcast_from_last_stage,
+    check_labels,
     get_batch_on_this_tp_rank,
     logical_and_across_model_parallel_group,
     reduce_max_stat_across_model_parallel_group,
@@ -160,3 +164,33 @@ def test_over_two_copies():
 
 def test_nothing_reported_where_there_is_no_loss():
     assert sum_over_microbatches([]) == {}
+
+
+# -- Labels that count are tokens --
+
+
+@pytest.mark.parametrize(
+    ("label", "weight", "counts"),
+    [(-100, 1.0, True), (-1, 0.3, True), (8, 1.0, True), (7, 1.0, False), (-100, 0.0, False)],
+)
+def test_s20_a_label_that_counts_and_is_no_token_is_refused(label, weight, counts):
+    """Was: a number, the same on all ranks: the loss of no token."""
+    labels, loss_mask = torch.arange(8).view(2, 4), torch.ones(2, 4)
+    labels[1, 2], loss_mask[1, 2] = label, weight
+    sample = {"labels": labels, "loss_mask": loss_mask}
+    with pytest.raises(DataError) if counts else nullcontext() as refused:
+        check_labels(sample, 8)
+    if counts:
+        assert f"has label {label} where" in str(refused.value)
+        assert "1 such places of 8" in str(refused.value) and "has 8 rows" in str(refused.value)
+    check_labels(sample, None)  # a program of its own that says no size
+    check_labels({"tokens": labels}, 8)  # a chunk without labels
+
+
+def test_s20_a_batch_is_looked_at_where_it_is_read(monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parallel_state, "is_pipeline_first_stage", lambda **_: True)
+    everywhere = [(lambda **_: True, ("labels", "loss_mask"))]
+    sample = {"labels": torch.tensor([[-100, 3]]), "loss_mask": torch.ones(1, 2)}
+    with pytest.raises(DataError, match="has label -100 where loss_mask is not 0"):
+        get_batch_on_this_tp_rank(iter([sample]), None, everywhere, vocab_size=8)

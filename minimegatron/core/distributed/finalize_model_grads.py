@@ -32,7 +32,7 @@ from minimegatron.core.transformer.moe.expert_bias import (  # noqa: F401  Megat
     _update_router_expert_bias,
     reset_model_temporary_tensors,
 )
-from minimegatron.core.utils import get_model_config, unwrap_model
+from minimegatron.core.utils import get_model_config, or_one, unwrap_model
 
 
 def _is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
@@ -160,7 +160,7 @@ def _divide_by_num_tokens(
     last_stage = placement_over(pp_group, get_model_config(model[0])).last_rank
     broadcast(num_tokens, last_stage, pp_group)
     all_reduce(num_tokens, dp_cp_group)
-    scaling = num_tokens.clamp(min=1).reciprocal()
+    scaling = or_one(num_tokens).reciprocal()
     for chunk in model:
         chunk.scale_gradients(scaling)
 

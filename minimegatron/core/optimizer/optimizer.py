@@ -434,14 +434,22 @@ class MegatronOptimizer(ABC):
 
     def get_step(self) -> int:
         """Updates made so far, as Adam's bias correction counts them."""
-        states = [self.optimizer.state[param] for param in self.get_parameters()]
-        return max((int(state["step"]) for state in states if "step" in state), default=0)
+        return max(self.get_steps().values(), default=0)
 
-    def set_step(self, step: int) -> None:
-        """Overwrites what `get_step` returns; after `initialize_state`."""
-        for param in self.get_parameters():
-            if "step" in self.optimizer.state[param]:
-                self.optimizer.state[param]["step"].fill_(step)
+    def get_steps(self) -> dict[str, int]:
+        """The same of each parameter, by `shard.name`: fewer for one that was without a gradient."""
+        states = {shard.name: self.optimizer.state[shard.main_param] for shard in self.shards}
+        return {name: int(state["step"]) for name, state in states.items() if "step" in state}
+
+    def set_step(self, step: int, steps: Mapping[str, int] | None = None) -> None:
+        """Overwrites what `get_step` returns; `steps` has those of single parameters, by `shard.name`.
+
+        After `initialize_state`.
+        """
+        for shard in self.shards:
+            state = self.optimizer.state[shard.main_param]
+            if "step" in state:
+                state["step"].fill_((steps or {}).get(shard.name, step))
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings and tensors only, for this rank's part at this layout.
@@ -455,6 +463,7 @@ class MegatronOptimizer(ABC):
                 for group in self.param_groups
             ],
             "step": self.get_step(),
+            "steps": self.get_steps(),
             "state": {
                 shard.name: {"start": shard.start, "end": shard.end, **self.parameter_state(shard)}
                 for shard in self.shards
@@ -479,7 +488,7 @@ class MegatronOptimizer(ABC):
             saved = state_dict["state"][shard.name]
             for key, tensor in self.parameter_state(shard).items():
                 tensor.copy_(saved[key])
-        self.set_step(state_dict["step"])
+        self.set_step(state_dict["step"], state_dict["steps"])
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 

@@ -56,6 +56,7 @@ from minimegatron.core.pipeline_parallel.steps import (
     forward_step,
     forward_step_calc_loss,
     set_current_microbatch,
+    told_whole_length,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.utils import get_model_config, unwrap_model
@@ -193,7 +194,8 @@ def forward_backward_no_pipelining(
     """Gradient accumulation on one stage: forward and backward of each microbatch in turn.
 
     All but the last microbatch run under `no_sync_func` (see `StepFrame`), so that gradients cross
-    the data-parallel ranks once per step. Sizes and shape functions are unused: nothing is sent.
+    the data-parallel ranks once per step. Nothing is sent: sizes and shape functions are unused, but
+    for `seq_length`, by which a model sees whether it has whole sequences where ranks share them.
     """
     model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
     config = get_model_config(model)
@@ -206,7 +208,7 @@ def forward_backward_no_pipelining(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
     )
-    with frame:
+    with frame, told_whole_length(model, seq_length):
         _ON_ONE_STAGE[config.overlap_moe_expert_parallel_comm and not forward_only](chunk)
     return frame.forward_data_store
 

@@ -23,6 +23,7 @@ from minimegatron.core.utils import (
     get_attr_wrapped_model,
     get_device,
     get_model_config,
+    or_one,
     unwrap_model,
 )
 
@@ -136,6 +137,17 @@ def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     unwrap_model(model).current_microbatch = microbatch_id
 
 
+@contextlib.contextmanager
+def told_whole_length(model: torch.nn.Module, seq_length: int) -> Iterator[None]:
+    """Meanwhile the chunk under its wrappers knows how long whole sequences are; on one stage no
+    message has their length, which would tell a whole one from a context-parallel rank's part."""
+    unwrap_model(model).whole_length = seq_length
+    try:
+        yield
+    finally:
+        unwrap_model(model).whole_length = None
+
+
 @traced("loss-compute", lambda a: {"chunk": a["vp_stage"] or 0})
 def forward_step_calc_loss(
     model: torch.nn.Module,
@@ -156,7 +168,7 @@ def forward_step_calc_loss(
 
     | `loss_func` returns    | `calculate_per_token_loss` | loss for backward                     |
     |------------------------|----------------------------|---------------------------------------|
-    | (sum, n, report)       | off                        | sum / max(n, 1) / M                   |
+    | (sum, n, report)       | off                        | sum / n / M; 0 where n is 0           |
     | (sum, n, report)       | on                         | sum; finalize divides by all tokens   |
     | (mean, report)         | off                        | mean * c / M                          |
     | (mean, report)         | on                         | the same; gradients d * c times these |
@@ -196,7 +208,7 @@ def forward_step_calc_loss(
         if len(outputs) == 3:
             output_tensor, num_tokens, report = outputs
             if not config.calculate_per_token_loss:
-                output_tensor = output_tensor / torch.clamp(num_tokens, min=1) / num_microbatches
+                output_tensor = output_tensor / or_one(num_tokens) / num_microbatches
         elif len(outputs) == 2:
             output_tensor, report = outputs
             warn_of_mean(config, model)

@@ -18,6 +18,7 @@ from minimegatron.core.tensor_parallel.utils import (
     VocabUtility,
     get_tensor_model_parallel_group_if_none,
 )
+from minimegatron.core.utils import without_graph
 
 
 def _find_target(
@@ -70,6 +71,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @without_graph
     def backward(ctx, grad_output):
         softmax, local_target, elsewhere = ctx.saved_tensors
         grad_output = grad_output.unsqueeze(-1)

@@ -46,6 +46,7 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
     WeightGradStore,
     store_of,
 )
+from minimegatron.core.utils import without_graph
 
 InitMethod = Callable[[torch.Tensor], torch.Tensor]
 
@@ -158,6 +159,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         return F.linear(total_input, weight, bias)
 
     @staticmethod
+    @without_graph
     def backward(ctx, grad_output):
         input_, weight = ctx.saved_tensors
         group = ctx.tp_group

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
 from minimegatron.core.left_out import accepts_left_out
@@ -146,6 +147,7 @@ class _CopyToModelParallelRegion(_Region):
         return input_.view_as(input_)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         return _reduce(grad_output, ctx.group), None
 
@@ -158,6 +160,7 @@ class _ReduceFromModelParallelRegion(_Region):
         return _reduce(input_, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         return grad_output, None
 
@@ -169,6 +172,7 @@ class _ScatterToModelParallelRegion(_Region):
         return _split_along_last_dim(input_, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         return _gather_along_last_dim(grad_output, ctx.group), None
 
@@ -180,6 +184,7 @@ class _GatherFromModelParallelRegion(_Region):
         return _gather_along_last_dim(input_, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         return _split_along_last_dim(grad_output, ctx.group), None
 
@@ -191,6 +196,7 @@ class _ScatterToSequenceParallelRegion(_Region):
         return _split_along_first_dim(input_, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         return _gather_along_first_dim(grad_output, ctx.group), None
 
@@ -209,6 +215,7 @@ class _GatherFromSequenceParallelRegion(_Region):
         return _gather_along_first_dim(input_, group, output_split_sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         split = _split_along_first_dim
         if ctx.tensor_parallel_output_grad:
@@ -223,6 +230,7 @@ class _ReduceScatterToSequenceParallelRegion(_Region):
         return _reduce_scatter_along_first_dim(input_, group, input_split_sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         return _gather_along_first_dim(grad_output, ctx.group, ctx.input_split_sizes), None, None
 
@@ -236,6 +244,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(input_, group, output_split_sizes, input_split_sizes, most_rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         return None, _exchange(grad_output, ctx.group, *ctx.splits), None, None, None
 

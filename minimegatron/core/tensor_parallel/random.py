@@ -39,7 +39,7 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
     within_this_backward,
 )
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import get_device, without_graph
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
@@ -273,6 +273,7 @@ class CheckpointFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @without_graph
     def backward(ctx, *grads):
         tensors = list(ctx.saved_tensors)
         if ctx.distribute_group is not None:

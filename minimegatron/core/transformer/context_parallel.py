@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from minimegatron.core import collectives
 from minimegatron.core.tensor_parallel.mappings import all_to_all
 from minimegatron.core.tensor_parallel.random import get_rng_state, repeats_from
 from minimegatron.core.tracing import traced
 from minimegatron.core.transformer.zigzag import positions_of_rank
+from minimegatron.core.utils import without_graph
 
 # -- Attention to some of the keys --
 
@@ -260,7 +260,7 @@ class RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @without_graph
     def backward(ctx, grad_output):
         with repeats_from(ctx.rng_state):
             grads = RingAttention._gradients(ctx.sharing, grad_output, *ctx.saved_tensors)
@@ -323,7 +323,7 @@ class GatherAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @without_graph
     def backward(ctx, grad_output):
         query, key, value, mask, output, lse = ctx.saved_tensors
         sharing = ctx.sharing

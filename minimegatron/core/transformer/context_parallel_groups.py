@@ -52,8 +52,19 @@ def options_of_core(
     return taken
 
 
-def check_part_of_sequence(length: int, num_ranks: int, max_sequence_length: int) -> None:
-    """Raises ValueError if a rank's `length` tokens cannot be two equal chunks, or are too many."""
+def check_part_of_sequence(
+    length: int, num_ranks: int, max_sequence_length: int, whole_length: int | None = None
+) -> None:
+    """Raises ValueError if a rank's `length` tokens cannot be two equal chunks, or are too many.
+
+    `whole_length` is that of the step's sequences, None where that is not known.
+    """
+    if num_ranks > 1 and length == whole_length:
+        raise ValueError(
+            f"each of {num_ranks} context-parallel ranks has {length} tokens of each sequence, and not "
+            f"{length // num_ranks}: they are all that the step's seq_length says; give the model "
+            "get_batch_on_this_cp_rank(batch), or the schedule the whole sequence's seq_length"
+        )
     if length % 2:
         raise ValueError(
             f"a rank's part of a sequence has {length} tokens, which are not two equal chunks; use "

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from minimegatron.core.collectives import all_reduce
 from minimegatron.core.left_out import accepts_left_out
@@ -41,6 +42,7 @@ class MTPLossAutoScaler(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (mtp_loss,) = ctx.saved_tensors
         scale = MTPLossAutoScaler.main_loss_backward_scale.to(mtp_loss).view(())

@@ -40,6 +40,7 @@ from minimegatron.core.transformer.torch_norm import WrappedTorchNorm
 from minimegatron.core.transformer.transformer_block import Recompute, dropout_rng
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.core.transformer.transformer_layer import pipeline_rank
+from minimegatron.core.utils import or_one
 
 __all__ = ["MTPLossAutoScaler", "MTPLossLoggingHelper", "get_mtp_ranks"]
 
@@ -394,8 +395,8 @@ def process_mtp_loss(
     Returns h0, [s, b, h]. With f = `mtp_loss_scaling_factor`, and n_k tokens that count at depth k, the
     loss l of a token that counts at depth k enters with
 
-        f/K * l / max(n_k, 1)             and MTPLossAutoScaler's scale, which has c/M
-        f/K * l * n_0 / max(n_k, 1)       with `calculate_per_token_loss`: the step divides by all n_0
+        f/K * l / n_k          and MTPLossAutoScaler's scale, which has c/M
+        f/K * l * n_0 / n_k    with `calculate_per_token_loss`: the step divides by all n_0
 
     Release 0.16.1 has no n_0 / n_k in the second row, so that depths with fewer tokens weigh less;
     later ones have it. And n_k are the tokens of all ranks that share the sequence, where Megatron
@@ -421,7 +422,7 @@ def process_mtp_loss(
         labels, mask = targets[depth + 1]
         logits, _ = model.output_layer(states, weight=output_weight, runtime_gather_output=False)
         losses = mask * model.compute_language_model_loss(labels, logits)
-        losses = losses / counts[depth + 1].clamp(min=1).to(losses.dtype)
+        losses = losses / or_one(counts[depth + 1]).to(losses.dtype)
         if model.training:
             MTPLossLoggingHelper.save_loss_to_tracker(
                 losses.sum() * config.context_parallel_size,

@@ -51,7 +51,7 @@ FAULTS_OF_BERT = (
     Fault(
         "mlm-loss-without-mask",
         "pretrain_bert.py",
-        "lm_loss = torch.sum(losses * loss_mask) / loss_mask.sum().clamp(min=1)\n",
+        "lm_loss = torch.sum(losses * loss_mask) / or_one(loss_mask.sum())\n",
         "lm_loss = losses.mean()\n",
         "Tokens that were not masked count too, with labels that are no token. The loss falls, because "
         "every logit falls.",

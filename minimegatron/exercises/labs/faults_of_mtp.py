@@ -40,7 +40,7 @@ FAULTS_OF_MTP = (
     Fault(
         "mtp-count-not-clamped",
         _MTP,
-        "losses = losses / counts[depth + 1].clamp(min=1).to(losses.dtype)",
+        "losses = losses / or_one(counts[depth + 1]).to(losses.dtype)",
         "losses = losses / counts[depth + 1].to(losses.dtype)",
         "Where no token counts at some depth, 0 is divided by 0: all gradients become NaN.",
     ),

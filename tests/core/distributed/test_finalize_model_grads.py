@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from minimegatron.core.distributed import (
 from minimegatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
     _allreduce_word_embedding_grads,
+    _divide_by_num_tokens,
 )
 from minimegatron.core.pipeline_parallel.orders import register_order, unregister
 from minimegatron.core.pipeline_parallel.placement import V
@@ -22,6 +24,7 @@ from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import observed_by
 from tests.core.distributed.common import Recorder, make_config, make_groups
 from tests.core.models.gpt_support import CASES
+from tests.fake_transport import FakeGroup
 from tests.ranks import run_ranks
 
 
@@ -259,6 +262,15 @@ def _whole_models_in_the_embedding_group():
 
 def test_f_whole_models_in_the_embedding_group():
     run_ranks(_whole_models_in_the_embedding_group, 2)
+
+
+@pytest.mark.parametrize("tokens, factor", [(0.25, 4.0), (4.0, 0.25), (0.0, 1.0)])
+def test_s16_gradients_are_divided_by_the_weights_that_there_are(tokens, factor):
+    """Was: by 1 at least, also where the tokens of the whole batch weigh less."""
+    factors, group = [], FakeGroup()
+    chunk = SimpleNamespace(scale_gradients=factors.append, config=make_config())
+    _divide_by_num_tokens([chunk], torch.tensor(tokens), group, group)
+    assert [each.item() for each in factors] == [factor]
 
 
 def _finalize_over_ranks():

@@ -346,6 +346,40 @@ def test_other_names_of_megatrons():
 # -- State --
 
 
+def two_weights() -> tuple[torch.nn.Linear, FP32Optimizer]:
+    """A module, and an optimizer of its two weights in a world of one."""
+    module = torch.nn.Linear(3, 2, dtype=torch.float64)
+    torch.nn.init.constant_(module.weight, 0.5)
+    torch.nn.init.constant_(module.bias, 0.5)
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.0)
+    groups = [NamedParamGroup([(f"model0.{n}", param)]) for n, param in module.named_parameters()]
+    return module, FP32Optimizer(groups, config, None, pretend_groups(mp=PretendGroup()))
+
+
+def train_two_weights(module, optimizer, steps):
+    """The bias has no gradient in the first three steps."""
+    for step in steps:
+        optimizer.zero_grad()
+        module.bias.requires_grad_(step >= 3)
+        module(torch.full((4, 3), 1.0 + step, dtype=torch.float64)).square().sum().backward()
+        assert optimizer.step()[0]
+
+
+def test_s11_every_weight_goes_on_with_its_own_number_of_updates():
+    """Was: one number for all, so that Adam's bias correction of the later weight was another."""
+    whole, optimizer = two_weights()
+    train_two_weights(whole, optimizer, range(4))
+    assert optimizer.get_steps() == {"model0.weight": 4, "model0.bias": 1}
+    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    train_two_weights(whole, optimizer, range(4, 7))
+    resumed, second = two_weights()
+    resumed.load_state_dict(saved[0])
+    second.load_state_dict(saved[1])
+    train_two_weights(resumed, second, range(4, 7))
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+
+
 def _resume():
     groups = make_groups()
     rank = groups.dp_cp.rank()

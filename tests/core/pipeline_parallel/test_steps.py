@@ -22,6 +22,7 @@ from minimegatron.core.pipeline_parallel.schedules import (
     set_current_microbatch,
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.utils import or_one
 from tests.fake_transport import FakeGroup
 from tests.groups import PretendGroup
 
@@ -103,6 +104,24 @@ def test_a7_tokens_with_weights_give_the_weighted_mean(per_token):
     else:
         mean = sum(total / weight for total, weight in zip(sums, weights, strict=True)) / 2
         assert model.weight.grad.item() == pytest.approx(mean)
+
+
+def test_s16_weights_that_add_up_to_less_than_1_give_their_mean():
+    """Was: divided by 1, so that a microbatch of small weights counted for less."""
+    losses, weights = torch.tensor([1.0, 3.0]), torch.tensor([0.1, 0.3])
+    for factor in (1.0, 2.0**-20):
+        mask = weights * factor
+        loss_func = lambda out: ((out * mask).sum(), mask.sum(), {})  # noqa: B023, E731
+        assert calc_loss(ModelParallelConfig(), losses, loss_func)[0].item() == pytest.approx(
+            2.5 / 4
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.int, torch.int64, torch.float32, torch.float64])
+def test_s16_a_count_is_divided_by_as_megatron_does(dtype):
+    counts = torch.tensor([0, 1, 2, 7], dtype=dtype)
+    assert torch.equal(or_one(counts), counts.clamp(min=1))
+    assert or_one(counts).dtype == dtype
 
 
 def test_two_values_are_scaled_by_context_ranks_and_microbatches():

@@ -169,6 +169,28 @@ def test_gradients_are_those_of_the_sum_of_losses(case, num_depths, per_token):
     assert found["mtp.layers.0.eh_proj.weight"].abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("per_token", [False, True], ids=("means", "per token"))
+def test_s16_small_weights_are_weights(per_token):
+    """All weights 2**-12 times as large: the means stay, the sums become as much smaller."""
+    model = build(LLAMA, 2, calculate_per_token_loss=per_token)
+    found, factor = [], 2.0**-12
+    for batches in (microbatches(), microbatches()):
+        for batch in batches:
+            batch["mask"] *= factor if found else 1.0
+        gradients = step(model, batches, forward_step=weighted_step)
+        found.append({name: grad.clone() for name, grad in gradients.items()})
+    for name, grad in found[0].items():
+        grad *= factor if per_token else 1.0
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-9, atol=1e-15, msg=name)
+
+
+def weighted_step(iterator, model):
+    batch = next(iterator)
+    mask, positions = batch["mask"], torch.arange(SEQUENCE).expand(BATCH, -1)
+    output = model(batch["ids"], positions, None, labels=batch["labels"], loss_mask=mask)
+    return output, lambda output: ((output * mask).sum(), mask.sum(), {})
+
+
 def test_a_mask_of_nothing_and_no_mask():
     model = build(LLAMA, 2)
     batches = microbatches()[:1]

@@ -80,6 +80,7 @@ class PostProcessNode(ScheduleNode):
         output = model._postprocess(
             hidden_states,
             state.labels,
+            loss_mask=state.loss_mask,
             runtime_gather_output=state.runtime_gather_output,
             output_weight=state.output_weight,
         )

@@ -226,7 +226,8 @@ class GPTModel(LanguageModule):
             labels: int64 [b, s]; read on the last chunk.
             runtime_gather_output: whether logits are returned whole; None: unless `parallel_output`.
             loss_mask: [b, s], read on the last chunk for the losses of further tokens; to the main
-                loss, the loss function applies it.
+                loss, the loss function applies it. On a CPU a label that is no token is refused where
+                it is not 0.
             checkpoint_activations_microbatch: the schedule's word on recompute for this
                 microbatch, None for the config's. A `forward_step_func` that takes it as third
                 argument passes it on here (see `transformer_block.Recompute.of`).
@@ -307,7 +308,8 @@ class GPTModel(LanguageModule):
         if self.pre_process and decoder_input is None:
             if self.cp_group is not None:
                 length, ranks = input_ids.size(1), self.cp_group.size()
-                check_part_of_sequence(length, ranks, self.max_sequence_length)
+                lengths = (self.max_sequence_length, self.whole_length)
+                check_part_of_sequence(length, ranks, *lengths)
             positions = self._position_ids(input_ids, position_ids)
             decoder_input = self.embedding(input_ids, positions)
         elif self.pre_process and input_ids is not None:
@@ -349,6 +351,7 @@ class GPTModel(LanguageModule):
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=gather)
         if labels is None:
             return make_viewless_tensor(logits.transpose(0, 1).contiguous())
+        self.check_labels(labels, loss_mask)
         return self.compute_language_model_loss(labels, logits)
 
     def backward_dw(self) -> None:

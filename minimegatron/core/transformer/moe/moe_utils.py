@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
@@ -259,6 +260,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (aux_loss,) = ctx.saved_tensors
         grad, scale = torch.ones_like(aux_loss), MoEAuxLossAutoScaler.main_loss_backward_scale

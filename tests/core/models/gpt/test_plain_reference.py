@@ -16,6 +16,7 @@ from minimegatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from minimegatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from minimegatron.core.transformer.module import (
@@ -474,3 +475,56 @@ def test_b14_layers_of_other_kinds_after_an_evaluation_in_inference_mode(name):
         gradients.append({key: param.grad for key, param in model.named_parameters()})
     for key, grad in gradients[0].items():
         assert torch.equal(grad, gradients[1][key]), key
+
+
+@pytest.mark.parametrize("label", [-100, VOCABULARY])
+def test_s20_a_model_with_a_mask_refuses_labels_of_no_token(label):
+    """Was: a loss, without a word. Where the mask is 0, any label will do."""
+    model, batch = GPT2.build(GPT2.make_config()), sample()
+    mask = torch.ones_like(batch["labels"], dtype=torch.float32)
+    batch["labels"][0, 1] = label
+    with pytest.raises(ValueError, match=f"has label {label} where loss_mask is not 0"):
+        model(**batch, loss_mask=mask)
+    mask[0, 1] = 0.0
+    assert model(**batch, loss_mask=mask).isfinite().all()
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+def test_s24_the_whole_batch_is_refused_where_ranks_share_it(positions):
+    """Was, with room for more positions: each rank took the whole sequence for its part."""
+    groups = pretend_groups(cp=PretendGroup(0, 2))
+    config = GPT2.make_config(context_parallel_size=2)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        4 * SEQUENCE,
+        position_embedding_type=positions,
+        pg_collection=groups,
+    )
+    reached = []
+
+    def step(data_iterator, model):
+        ids = next(data_iterator)
+        model._preprocess(ids, torch.arange(ids.size(1)).expand_as(ids))
+        reached.append(ids.size(1))
+        return torch.zeros((), requires_grad=True), lambda output: (output, {})
+
+    def run(ids: torch.Tensor, seq_length: int = SEQUENCE) -> None:
+        forward_backward_no_pipelining(
+            forward_step_func=step,
+            data_iterator=iter([ids]),
+            model=model,
+            num_microbatches=1,
+            seq_length=seq_length,
+            micro_batch_size=len(ids),
+            pg_collection=groups,
+        )
+
+    whole = sample()["input_ids"]
+    with pytest.raises(ValueError, match=f"each of 2 context-parallel ranks has {SEQUENCE} tokens"):
+        run(whole)
+    run(take_part(whole, 1, groups.cp))
+    run(whole, 2 * SEQUENCE)  # the rank's part of sequences twice as long
+    model._preprocess(whole, torch.arange(SEQUENCE).expand_as(whole))  # outside a step nobody knows
+    assert reached == [SEQUENCE // 2, SEQUENCE]

@@ -12,6 +12,26 @@ from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 
+def label_without_logit(
+    labels: torch.Tensor, loss_mask: torch.Tensor, vocab_size: int
+) -> str | None:
+    """What is wrong with the first of `labels` that counts and is not 0 to `vocab_size`; None for none.
+
+    Its loss would be a number, of no token: no rank holds its logit. Labels on a GPU pass, since a look
+    at them would wait for it.
+    """
+    if not labels.is_cpu or labels.shape != loss_mask.shape:
+        return None
+    strange = labels[(loss_mask != 0) & ((labels < 0) | (labels >= vocab_size))]
+    if strange.numel() == 0:
+        return None
+    return (
+        f"the batch has label {strange[0]} where loss_mask is not 0 ({strange.numel()} such places of "
+        f"{labels.numel()}), but the vocabulary has {vocab_size} rows, from 0 on; give these places 0 "
+        "in loss_mask, or a token"
+    )
+
+
 class LanguageModule(MegatronModule):
     """A model chunk with an embedding on the first stage and an output layer on the last.
 
@@ -32,6 +52,7 @@ class LanguageModule(MegatronModule):
         self.pre_process = self.post_process = True
         self.mtp_process = False  # whether this chunk predicts further tokens
         self.vocab_size: int | None = None  # global; models set it
+        self.whole_length: int | None = None  # of a step's sequences; a schedule tells it
         self.share_embeddings_and_output_weights = False
 
     def compute_language_model_loss(
@@ -52,6 +73,13 @@ class LanguageModule(MegatronModule):
         labels = labels.transpose(0, 1).contiguous()
         loss = vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
         return make_viewless_tensor(loss.transpose(0, 1).contiguous())
+
+    def check_labels(self, labels: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
+        """Raises ValueError for a label that counts and has no logit; see `label_without_logit`."""
+        if loss_mask is not None and self.vocab_size is not None:
+            problem = label_without_logit(labels, loss_mask, self.vocab_size)
+            if problem is not None:
+                raise ValueError(problem)
 
     def global_name(self, name: str) -> str:
         """The last stage's copy of a tied embedding has the embedding's name."""
