@@ -4,6 +4,7 @@ Torch-free. Megatron has no counterpart.
 """
 
 import ast
+import re
 from pathlib import Path
 
 from minimegatron.exercises.exercise import Exercise
@@ -48,6 +49,19 @@ def unwritten_names(stub: Path) -> list[str]:
     tree = ast.parse(stub.read_text(encoding="utf-8"))
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [node.name for node in tree.body if isinstance(node, kinds) and _is_unwritten(node)]
+
+
+def returning_names(stub: Path) -> list[str]:
+    """The stub's functions to write that say what they return, and never None."""
+    tree = ast.parse(stub.read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [
+        node.name
+        for node in functions
+        if node.returns is not None
+        and _is_unwritten(node)
+        and not re.match(r"None$|.*\| None$", ast.unparse(node.returns))
+    ]
 
 
 def _is_unwritten(node: ast.AST) -> bool:
