@@ -12,6 +12,10 @@ from minimegatron.exercises.catalog.ex21_expert_gradients.places import WORLD, D
 from minimegatron.exercises.check import Result, Wrong
 
 
+ROUNDED = 1e-4
+"""A sum that is as near as that has all its terms, in fp32 or less."""
+
+
 def judge_norms(places: Places, answers: Sequence[dict[str, Any]]) -> Result:
     """Every rank's norm must be that of one process."""
     squares = _Squares(places)
@@ -80,6 +84,11 @@ class _Squares:
 
     def _why(self, rank: int, norms: Sequence[float]) -> str:
         right = self.dense + self.experts
+        if math.isclose(norms[rank] ** 2, right, rel_tol=ROUNDED):
+            return (
+                "Everything is counted once, and the sum is not exact: it has the digits of a shorter "
+                "dtype. Gradients of many ranks are added up here. In which dtype are your squares?"
+            )
         for value, words in self._known(rank):
             is_right = math.isclose(value, right, rel_tol=1e-7)
             if not is_right and math.isclose(norms[rank] ** 2, value, rel_tol=1e-7):
@@ -126,6 +135,12 @@ class _Squares:
             dense + own,
             f"The experts' part is {own:.6g}: those of this rank's groups.mp alone. The others' "
             "experts belong to the same model.",
+        )
+        whole = self.over("tp_ep_pp", rank, all_experts)
+        yield (
+            dense + whole,
+            f"The experts' part is {whole:.6g}: what the ranks that share an expert each hold whole was "
+            "counted by all of them. Which column of groups says who shares an expert?",
         )
         yield (
             dense + self.of(rank, all_experts),
