@@ -185,10 +185,8 @@ def _judge_loss(case: Case, answer: dict[str, Any]) -> Result:
 def _run_scaler(student: ModuleType) -> list[dict[str, Any]]:
     found = []
     for scale in (1.0, 0.25, 3.0):
-        if found:
+        if found:  # before that, nobody has set one
             student.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
-        else:  # as long as nobody has set one
-            student.MoEAuxLossAutoScaler.main_loss_backward_scale = None
         given = torch.tensor([[1.0, -2.0], [4.0, 8.0]], dtype=torch.float64, requires_grad=True)
         loss = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
         output = student.MoEAuxLossAutoScaler.apply(given, loss)

@@ -272,8 +272,8 @@ def _known_of_dense(
     if t > 1:
         yield (
             right / losses / t,
-            f"It was divided by {losses * t} in all. If there is only one division, how many losses are "
-            f"there? If there are two, the sum over the {t} tensor-parallel ranks was made a mean.",
+            f"It was divided by {losses * t} in all. If there is only one division, how many losses "
+            f"are there? If there are two, the sum over the {t} tensor-parallel ranks was made a mean.",
         )
     yield (
         right / case_dp(places),
