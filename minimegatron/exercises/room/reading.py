@@ -4,7 +4,6 @@ Torch-free. Megatron has no counterpart.
 """
 
 import ast
-import re
 from pathlib import Path
 
 from minimegatron.exercises.exercise import Exercise
@@ -52,16 +51,19 @@ def unwritten_names(stub: Path) -> list[str]:
 
 
 def returning_names(stub: Path) -> list[str]:
-    """The stub's functions to write that say what they return, and never None."""
-    tree = ast.parse(stub.read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return [
-        node.name
-        for node in functions
-        if node.returns is not None
-        and _is_unwritten(node)
-        and not re.match(r"None$|.*\| None$", ast.unparse(node.returns))
-    ]
+    """What of the stub is to be written and must return something: `function`, `Class.method`."""
+    found = []
+    for node in ast.parse(stub.read_text(encoding="utf-8")).body:
+        is_class = isinstance(node, ast.ClassDef)
+        for one in node.body if is_class else [node]:
+            if isinstance(one, ast.FunctionDef) and _is_unwritten(one) and not _may_be_none(one):
+                found.append(f"{node.name}.{one.name}" if is_class else one.name)
+    return found
+
+
+def _may_be_none(node: ast.FunctionDef) -> bool:
+    returns = ast.unparse(node.returns) if node.returns else ""
+    return returns == "None" or returns.endswith("| None")
 
 
 def _is_unwritten(node: ast.AST) -> bool:

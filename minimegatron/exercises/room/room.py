@@ -11,6 +11,7 @@ that is not written, a changed package.
 import bdb
 import functools
 import importlib
+import inspect
 import linecache
 import os
 import sys
@@ -127,21 +128,24 @@ class Room:
         self._is_asking = False
         return given
 
-    def _watch_return(self, student: ModuleType, name: str) -> None:
+    def _watch_return(self, student: ModuleType, path: str) -> None:
         """From now on, where the function returns None, that is told: what goes wrong comes later."""
-        function = getattr(student, name, None)
+        outer, _, name = path.rpartition(".")
+        holder = getattr(student, outer, None) if outer else student
+        given = inspect.getattr_static(holder, name, None)
+        function = given.__func__ if isinstance(given, staticmethod) else given
         if not callable(function):
             return
 
         @functools.wraps(function)
-        def watched(*given: Any, **named: Any) -> Any:
-            returned = function(*given, **named)
-            if returned is None and (self._number, name) not in self._nothing:
-                self._nothing.add((self._number, name))
-                self._say(nothing=name)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            returned = function(*args, **kwargs)
+            if returned is None and (self._number, path) not in self._nothing:
+                self._nothing.add((self._number, path))
+                self._say(nothing=path)
             return returned
 
-        setattr(student, name, watched)
+        setattr(holder, name, watched if function is given else staticmethod(watched))
 
     def _student(self) -> ModuleType:
         path = Path(self.job.path)

@@ -222,8 +222,8 @@ def _judge_freeing(case: Case, kind: Kind, answer: dict[str, Any]) -> None:
         kept = "its memory" if after >= before else "a part of its memory"
         raise Wrong(
             f"{kind.name}: after free_outputs the output still has {kept}, {after} bytes of "
-            f"{before}\nIt was sent, and this stage needs the numbers no more: the layers have saved on their own what "
-            "backward needs. deallocate_output_tensor(..., True) lets it go."
+            f"{before}\nIt was sent, and this stage needs the numbers no more: the layers have saved "
+            "on their own what backward needs. deallocate_output_tensor(..., True) lets it go."
         )
 
 
