@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from minimegatron.exercises.check import engine
 from minimegatron.exercises.check.engine import check_file
 from minimegatron.exercises.check.runner import ROOT, Runner
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.verdict import Verdict, render
 from tests.exercises.sample.ex00_ring import EXERCISE
+from tests.exercises.sample.ex00_ring import check as sample_check
 
 REPOSITORY = Path(__file__).parents[2]
 HEAD = "import os, sys\nimport torch\nimport torch.distributed as dist\n\n\ndef ring_sum(value):\n"
@@ -37,6 +40,11 @@ WRONG = {
     "sys_exit": ("    sys.exit(0)\n", verdict.RAISED, "sys.exit(0): a rank may not leave"),
     "os_exit": ("    os._exit(0)\n", verdict.DIED, "ended with exit code 0 before it returned"),
     "kill": ("    os.kill(os.getpid(), 9)\n", verdict.DIED, "was killed by SIGKILL"),
+    "bad_access": (
+        "    os.kill(os.getpid(), 11)\n",
+        verdict.DIED,
+        "memory that is not there any more",
+    ),
     "parent": ("    os.kill(os.getppid(), 0)\n    os._exit(3)\n", verdict.DIED, "exit code 3"),
     "hang": (
         "    if dist.get_rank() == 0:\n        dist.all_reduce(value)\n"
@@ -107,12 +115,59 @@ def test_other_mistakes_are_told_plainly(name, tmp_path):
     if name == "hang":
         assert "rank 0 is at hang.py:8, in ring_sum:  dist.all_reduce(value)" in found.text
         assert "rank 1 is at hang.py:10, in ring_sum:  dist.recv(value, src=0)" in found.text
+    if name == "bad_access":
+        assert "it is at bad_access.py:7, in ring_sum:  os.kill(os.getpid(), 11)" in found.text
 
 
 def test_a_wrong_answer_that_changes_is_named(tmp_path):
     found = check(write(tmp_path, "chance", "    return torch.full_like(value, os.getpid())\n"))
     assert found.kind == verdict.WRONG
     assert "Asked the same thing a second time, your code gave another answer: " in found.text
+
+
+def test_exb_what_ranks_say_of_themselves_is_compared_without_their_numbers():
+    """Whoever speaks first says its own rows; that is no chance in the student's code."""
+    first, second = (
+        Verdict(verdict.WRONG, f"rank {r}: 3 rows expected, {r} come ({r}.5)", rank=r)
+        for r in (0, 2)
+    )
+    assert engine._without_ranks(first) == engine._without_ranks(second)
+    judged = [Verdict(verdict.WRONG, f"rank 1: it is {number}") for number in (3, 4)]
+    assert engine._without_ranks(judged[0]) != engine._without_ranks(judged[1])
+
+
+def fails_always(case, answers):
+    raise ValueError("min() arg is an empty sequence")
+
+
+def fails_where_it_is_wrong(case, answers):
+    if not torch.equal(answers[0], answers[1] * 3):
+        raise TypeError("unsupported format string")
+
+
+def wants_a_number(case, answers):
+    return [one + 1 for one in answers]
+
+
+@pytest.mark.parametrize(
+    ("judge", "body", "kind", "fragment"),
+    [
+        (fails_always, RIGHT, verdict.DEFECT, "min() arg is an empty sequence"),
+        (fails_where_it_is_wrong, RIGHT, verdict.DEFECT, "unsupported format string"),
+        (wants_a_number, "    return None\n", verdict.WRONG, "is not of the kind that is expected"),
+    ],
+    ids=["always", "in its words", "of another kind"],
+)
+def test_exb_a_mistake_of_the_judge_is_not_the_students(
+    judge, body, kind, fragment, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(engine, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(sample_check, "judge", judge)
+    found = check(write(tmp_path, "file", body))
+    assert found.kind == kind and fragment in found.text, found.text
+    if kind == verdict.DEFECT:
+        assert "this is not your fault" in render(found, "ex00")
+        assert f"in {judge.__name__}" in found.text
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from minimegatron.exercises.check.engine import check_file
 from minimegatron.exercises.exercise import Exercise, exercises, find
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.missing_keys import missing_key_words
-from minimegatron.exercises.room.reading import wanted_names
+from minimegatron.exercises.room.reading import returning_names, wanted_names
 from minimegatron.exercises.room.verdict import Verdict, render
 from tests.exercises.ten_seeds import HIDDEN
 from tests.exercises.wrong_solutions import ONE_OF_MANY, wrong_solutions
@@ -124,6 +124,52 @@ def test_d_wrong_reads_as_wrong_in_plain_letters(kind):
     )
     assert text.startswith("[no] ex: ") and text.isascii()
     assert "[ok] a: right" in text and "[no] b: not right" in text and "[  ] c: not judged" in text
+
+
+# -- A forgotten return --
+
+
+def without_returns(exercise: Exercise, name: str) -> str:
+    """The reference; the function does all that it does, and returns None."""
+    tree = ast.parse((exercise.folder / "solution.py").read_text())
+    function = tree
+    for part in name.split("."):
+        (function,) = [node for node in function.body if getattr(node, "name", None) == part]
+
+    class Forgetting(ast.NodeTransformer):
+        def visit_FunctionDef(self, node):
+            return self.generic_visit(node) if node is function else node
+
+        visit_Lambda = visit_ClassDef = lambda self, node: node
+
+        def visit_Return(self, node):
+            none = ast.parse("return None").body[0]
+            return [ast.Expr(node.value), none] if node.value else node
+
+    return ast.unparse(ast.fix_missing_locations(Forgetting().visit(function) and tree))
+
+
+def forgetful() -> list:
+    found = []
+    for number in NUMBERS:
+        stub, is_alone = find(number).folder / "stub.py", not find(number).num_ranks
+        for name in returning_names(stub):
+            is_for_full = [] if is_alone or name == "merge" else [pytest.mark.full]
+            found.append(pytest.param(number, name, id=f"{number}-{name}", marks=is_for_full))
+    return found
+
+
+@pytest.mark.parametrize(("number", "name"), forgetful())
+def test_exb_a_forgotten_return_is_told_in_every_exercise(number, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "AGAIN_SECONDS", 0.0)
+    if (number, name) == ("ex18", "schedule"):
+        pytest.skip("it yields, and returns nothing")
+    path = tmp_path / f"{name}.py"
+    path.write_text(without_returns(find(number), name))
+    found = check_file(find(number), path, patience=4.0)
+    assert not found.has_passed and found.kind != verdict.DEFECT
+    assert "`return` forgotten?" in found.text, found.text
+    assert name in found.text.split("forgotten?")[0] or "None" in found.text, found.text
 
 
 # -- A missing key --

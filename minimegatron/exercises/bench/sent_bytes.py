@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,7 +49,7 @@ class _Noticing(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         if function.namespace.startswith("c10d") and not self.sent.depth:
-            given = dict(zip((one.name for one in function._schema.arguments), args, strict=False))
+            given = _by_name(function, args)
             inputs = [one for name, one in given.items() if name.startswith("input")]
             tensors = [one for one in tree_leaves(inputs or args) if isinstance(one, torch.Tensor)]
             size = sum(one.nbytes for one in tensors)
@@ -57,6 +58,10 @@ class _Noticing(TorchDispatchMode):
                     CountedCollective(BY_TORCH + _spoken(function._opname), size, ())
                 )
         return function(*args, **(kwargs or {}))
+
+
+def _by_name(function: Any, args: Any) -> dict[str, Any]:
+    return dict(zip((one.name for one in function._schema.arguments), args, strict=False))
 
 
 def _spoken(operation: str) -> str:
@@ -73,3 +78,27 @@ def all_sent_counted(sent: SentTensors | None = None) -> Iterator[SentTensors]:
     sent = sent or SentTensors()
     with observed_by(sent), _Noticing(sent):
         yield sent
+
+
+class _NoticingGroups(TorchDispatchMode):
+    """Notes which ranks take part in each collective."""
+
+    def __init__(self, asked: list[list[int]]):
+        super().__init__()
+        self.asked = asked
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function.namespace.startswith("c10d"):
+            group = _by_name(function, args).get("process_group")
+            if group is not None:
+                ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+                self.asked.append(sorted(ranks))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def groups_noted() -> Iterator[list[list[int]]]:
+    """Yields the ranks of each collective that is made inside the block, in order."""
+    asked: list[list[int]] = []
+    with _NoticingGroups(asked):
+        yield asked

@@ -11,6 +11,7 @@ import importlib
 import re
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,16 +24,21 @@ from minimegatron.exercises.exercise import Exercise, find
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.collect import collect
 from minimegatron.exercises.room.collected import ALONE, CHECK, Collected, Question
-from minimegatron.exercises.room.plain_data import from_line
+from minimegatron.exercises.room.plain_data import from_line, kind_of
 from minimegatron.exercises.room.reading import check_source
 from minimegatron.exercises.room.verdict import Verdict, render
 
 AGAIN_SECONDS = 4.0
 """If a wrong answer is there by then, the question is asked again: does it get the same one?"""
+REFERENCE_PATIENCE = 4.0
+MOST_NAME = 100
 MOST_SAID = 50_000
 """Characters of a failure; a room itself cuts earlier."""
 ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError)
-"""What a judge raises on answers of another kind than it asked for."""
+"""What a judge raises on answers of another kind than it asked for, or for a mistake of its own."""
+OWN_MISTAKE = (TypeError, ValueError, AttributeError)
+"""Such an error is the judge's own if the answers are of the kind that the reference's are."""
+FORGOTTEN = "`return` forgotten"
 
 
 def check_file(
@@ -81,8 +87,12 @@ def _asked_again(
 
 
 def _without_ranks(found: Verdict) -> tuple[str, str]:
-    """What was said, whichever rank was the first to say it."""
-    return found.kind, re.sub(r"\b(rank|stage) \d+\b", r"\1", found.text)
+    """What was said, whichever rank was the first to say it.
+
+    What a rank has said of itself holds numbers of its own: rows, places, other ranks.
+    """
+    own = r"()\d+(\.\d+)?" if found.rank is not None else r"\b(rank|stage) \d+\b"
+    return found.kind, re.sub(own, r"\1", found.text)
 
 
 @dataclass
@@ -90,7 +100,7 @@ class Sheet:
     """What one file is asked, with one seed, and what has come of it so far.
 
     Asking is somebody else's: the same sheet serves a student's own machine and the grader, which
-    asks in a closed room.
+    asks in a closed room. Only the reference is asked here, where the judge fails.
     """
 
     exercise: Exercise
@@ -157,7 +167,8 @@ class Sheet:
             except Wrong as wrong:
                 self._failed = Verdict(verdict.WRONG, str(wrong), part=wrong.part)
             except ODD as error:
-                self._failed = Verdict(verdict.WRONG, _odd_words(error))
+                self._failed = self._of_odd(error, number, place, answers)
+            self._failed = _with_nothing(self._failed, said, place)
             if self._failed.kind not in (verdict.SYNTAX, verdict.MISSING):
                 part = self._failed.part or case.part
                 self._failed = replace(self._failed, case=str(case), part=part)
@@ -166,6 +177,25 @@ class Sheet:
             # All was answered, and then a rank did not come to its end.
             self._failed = Verdict(collected.ending, collected.text, rank=collected.rank)
         return not collected.ending
+
+    def _of_odd(self, error: Exception, number: int, place: int, answers: list[Any]) -> Verdict:
+        """Whose fault an odd error is: the same judge is given what the reference answers."""
+        try:
+            path = self.exercise.folder / "solution.py"
+            collected = collect(self.questions[number], path, REFERENCE_PATIENCE)
+            right = [_Said(lines).answers[place] for lines in collected.lines]
+        except (OSError, ValueError, KeyError):
+            return Verdict(verdict.WRONG, _odd_words(error))  # there is nothing to compare with
+        module, cases = self._asked[number]
+        is_own = isinstance(error, OWN_MISTAKE) and kind_of(answers) == kind_of(right)
+        if not is_own:
+            try:
+                module.judge(cases[place], right[0] if self.questions[number].is_alone else right)
+            except Exception:
+                is_own = True
+        if not is_own:
+            return Verdict(verdict.WRONG, _odd_words(error))
+        return Verdict(verdict.DEFECT, "".join(traceback.format_exception(error)))
 
     def _pass(self, case: Case, result: Result | None) -> None:
         result = result or Result()
@@ -256,6 +286,8 @@ class _Said:
     def __init__(self, lines: Sequence[str]):
         self.answers: dict[int, Any] = {}
         self.notes: dict[int, list[Any]] = {}
+        self.nothing: dict[int, str] = {}
+        """Case -> the first function that has returned None and should not."""
         self.failure: dict[str, str] | None = None
         for line in lines:
             self._read(line)
@@ -270,6 +302,8 @@ class _Said:
             return
         if "answer" in data:
             self.answers.setdefault(number, data["answer"])
+        elif type(data.get("nothing")) is str:
+            self.nothing.setdefault(number, data["nothing"][:MOST_NAME])
         elif "note" in data:
             self.notes.setdefault(number, []).append(data["note"])
         elif "failed" in data and self.failure is None:
@@ -283,6 +317,15 @@ def _odd_words(error: Exception) -> str:
         "what your code returned is not of the kind that is expected, so it cannot be compared "
         f"({type(error).__name__}: {error})\nThe docstrings of the stub say what each function returns."
     )
+
+
+def _with_nothing(found: Verdict, said: Sequence[_Said], place: int) -> Verdict:
+    """The verdict; before it, which function has returned None, unless it says so itself."""
+    names = [one.nothing[place] for one in said if place in one.nothing]
+    if not names or FORGOTTEN in found.text or found.kind in (verdict.DEFECT, verdict.FORGED):
+        return found
+    text = f"{names[0]} returned None: was {FORGOTTEN}?\n\nWhat came of it: {found.text}"
+    return replace(found, text=text)
 
 
 def _is_consequence(failure: dict[str, str]) -> bool:

@@ -20,7 +20,7 @@ from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.collected import Collected, crowding, students_lines
 from minimegatron.exercises.room.pipes import Pipes
 from minimegatron.exercises.room.plain_data import MOST_BYTES
-from minimegatron.exercises.room.rank_side import work_on_rank
+from minimegatron.exercises.room.rank_side import STACK, work_on_rank
 from minimegatron.exercises.room.room import Job
 from minimegatron.launching.launcher import HangError, RankError, RankProcesses, RankTimeout
 
@@ -67,6 +67,9 @@ def collect_on_ranks(
             job = replace(job, pipes=str(pipes.folder), lines=str(lines))
             ending = _run(function, num_ranks, job, patience)
         said = [_read_lines(lines / str(rank)) for rank in range(num_ranks)]
+        if ending.ending == verdict.DIED and ending.rank is not None:
+            stack = "\n".join(_read_lines(lines / f"{ending.rank}{STACK}"))
+            ending = replace(ending, text=ending.text + _killed_words(ending, stack, job.path))
         printed = {str(rank): text for rank, text in pipes.texts().items()}
         return replace(ending, lines=said, printed=printed)
 
@@ -119,6 +122,23 @@ def _died_words(error: RankError, rank: int) -> str:
     if code is not None and code >= 0:
         return f"{fate}. A rank may not leave a step (os._exit?): the others wait for it. Return."
     return f"{fate}."
+
+
+def _killed_words(ending: Collected, stack: str, path: str) -> str:
+    """For a rank that the system has killed for touching memory that is not there; else ""."""
+    if not re.search(r"SIG(SEGV|BUS)", ending.text):
+        return ""
+    why = (
+        "It read or wrote memory that is not there any more. Operations on tensors do that only where "
+        "a tensor's storage was made smaller, or taken away, while somebody still needed it: what "
+        "autograd has saved for backward can share it. Let go of memory only in ways that leave a "
+        "storage that others hold as it is."
+    )
+    where = students_lines({ending.rank: stack}, path) or [
+        "",
+        "It was in a call of the check then, after your functions had returned.",
+    ]
+    return "\n".join(["", "", textwrap.fill(why, WIDTH), *where])
 
 
 def _hang_words(error: HangError, path: str) -> str:

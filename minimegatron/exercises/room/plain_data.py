@@ -59,6 +59,24 @@ def from_line(line: str | bytes) -> Any:
         raise ValueError(f"not plain data: {error}") from error
 
 
+def kind_of(value: Any) -> Any:
+    """Types, keys, lengths and shapes of plain data, without the values; nan and inf are kinds.
+
+    >>> kind_of({"a": [1, 2.5], "b": (float("nan"), None)})
+    {'a': ['int', 'float'], 'b': ('nan', 'NoneType')}
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: kind_of(one) for key, one in value.items()}
+    if kind in (list, tuple):
+        return kind(kind_of(one) for one in value)
+    if kind is float:
+        return "float" if math.isfinite(value) else str(value)
+    if hasattr(value, "dtype"):
+        return str(value.dtype), list(value.shape), bool(value.isfinite().all())
+    return kind.__name__
+
+
 def _encode(value: Any, where: str, depth: int) -> Any:
     kind = type(value)
     if depth > MOST_DEPTH:

@@ -4,6 +4,7 @@ Megatron has no counterpart.
 """
 
 import contextlib
+import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from minimegatron.core import parallel_state
 from minimegatron.exercises.bench import noting
 from minimegatron.exercises.room.room import Job, Room
 
+STACK = ".stack"
+"""Behind the name of a rank's file of lines: its Python stack, if it was killed by a bad access."""
+
 
 class Failed(Exception):
     """This rank has told what went wrong."""
@@ -25,11 +29,18 @@ def work_on_rank(job: Job) -> None:
 
     Raised, and not returned: the other ranks wait for this one, and must be ended.
     """
+    path = f"{job.lines}/{dist.get_rank()}"
     with (
         printing_to(job.pipes),
-        open(f"{job.lines}/{dist.get_rank()}", "w", encoding="utf-8") as file,
+        open(path, "w", encoding="utf-8") as file,
+        open(path + STACK, "w", encoding="utf-8") as stack,
     ):
-        answer_cases(job, lambda line: print(line, file=file, flush=True))
+        # Where it is when the system kills it for reading memory that is not its own.
+        faulthandler.enable(file=stack, all_threads=False)
+        try:
+            answer_cases(job, lambda line: print(line, file=file, flush=True))
+        finally:
+            faulthandler.disable()
 
 
 def answer_cases(job: Job, tell: Callable[[str], None]) -> None:

@@ -50,6 +50,22 @@ def unwritten_names(stub: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, kinds) and _is_unwritten(node)]
 
 
+def returning_names(stub: Path) -> list[str]:
+    """What of the stub is to be written and must return something: `function`, `Class.method`."""
+    found = []
+    for node in ast.parse(stub.read_text(encoding="utf-8")).body:
+        is_class = isinstance(node, ast.ClassDef)
+        for one in node.body if is_class else [node]:
+            if isinstance(one, ast.FunctionDef) and _is_unwritten(one) and not _may_be_none(one):
+                found.append(f"{node.name}.{one.name}" if is_class else one.name)
+    return found
+
+
+def _may_be_none(node: ast.FunctionDef) -> bool:
+    returns = ast.unparse(node.returns) if node.returns else ""
+    return returns == "None" or returns.endswith("| None")
+
+
 def _is_unwritten(node: ast.AST) -> bool:
     raised = [inner.exc for inner in ast.walk(node) if isinstance(inner, ast.Raise)]
     return any(exc is not None and "NotImplementedError" in ast.unparse(exc) for exc in raised)

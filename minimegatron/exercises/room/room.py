@@ -9,7 +9,9 @@ that is not written, a changed package.
 """
 
 import bdb
+import functools
 import importlib
+import inspect
 import linecache
 import os
 import sys
@@ -26,7 +28,7 @@ from minimegatron.exercises.room import plain_text, stand_ins, verdict
 from minimegatron.exercises.room.integrity import Seal
 from minimegatron.exercises.room.missing_keys import missing_key_words
 from minimegatron.exercises.room.plain_data import NotPlain, from_line, to_line
-from minimegatron.exercises.room.reading import unwritten_names
+from minimegatron.exercises.room.reading import returning_names, unwritten_names
 from minimegatron.launching.user_file import load_user_file
 
 FRAMES_SHOWN, LATER_FRAMES = 6, 2
@@ -77,6 +79,8 @@ class Room:
         self._number = 0
         self._is_asking = False
         """Whether the student's functions are called, and what they gave is used."""
+        self._nothing: set[tuple[int, str]] = set()
+        """(case, function) for each that has returned None and should not."""
 
     def work(self) -> BaseException | None:
         """Answers every case. Returns what ended it early, which was told."""
@@ -96,13 +100,16 @@ class Room:
 
     def _answer(self) -> None:
         check = importlib.import_module(self.job.module)
-        wanted = unwritten_names(Path(check.__file__).parent / "stub.py")
+        stub = Path(check.__file__).parent / "stub.py"
+        wanted = unwritten_names(stub)
         withhold(getattr(check, "REPLACES", ()))
         sys.breakpointhook = _no_breakpoint
         seal = Seal()
         student = self._student()
         stand_ins.loaded()
         _look_at_authors(student, self.path, wanted)
+        for name in returning_names(stub):
+            self._watch_return(student, name)
         for number, (name, part, values) in enumerate(from_line(self.job.cases)):
             self._number = number
             self._say(begun=True)
@@ -120,6 +127,25 @@ class Room:
         given = check.run(student, case)
         self._is_asking = False
         return given
+
+    def _watch_return(self, student: ModuleType, path: str) -> None:
+        """From now on, where the function returns None, that is told: what goes wrong comes later."""
+        outer, _, name = path.rpartition(".")
+        holder = getattr(student, outer, None) if outer else student
+        given = inspect.getattr_static(holder, name, None)
+        function = given.__func__ if isinstance(given, staticmethod) else given
+        if not callable(function):
+            return
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            returned = function(*args, **kwargs)
+            if returned is None and (self._number, path) not in self._nothing:
+                self._nothing.add((self._number, path))
+                self._say(nothing=path)
+            return returned
+
+        setattr(holder, name, watched if function is given else staticmethod(watched))
 
     def _student(self) -> ModuleType:
         path = Path(self.job.path)

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from minimegatron.core.optimizer.grad_scaler import DynamicGradScaler
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
+from minimegatron.exercises.bench.sent_bytes import groups_noted
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 UNSCALE = (
@@ -22,6 +24,8 @@ REPLACES = (UNSCALE, UPDATE)
 PATHS, TRAINING = "the scale alone", "a training"
 OK, INF, NAN = "ok", "Inf", "NaN"
 WORLD = 4
+SCALERS = [(2, 2, 2.0, 0.5, 128.0), (3, 1, 4.0, 0.5, 256.0), (4, 3, 2.0, 0.25, 16.0)]
+"""Window, hysteresis, growth and backoff factor, least scale; it begins at 1024."""
 
 
 def cases(seed: int) -> list[Case]:
@@ -34,8 +38,11 @@ def cases(seed: int) -> list[Case]:
             path=_path(draw, window, hysteresis),
             window=window,
             hysteresis=hysteresis,
+            up=up,
+            down=down,
+            least=least,
         )
-        for window, hysteresis in [(2, 2), (3, 1), (4, 3)]
+        for window, hysteresis, up, down, least in SCALERS
     ]
     both = {"seed": data_seed(seed), "loss_scale": 1024.0, "num_microbatches": 1}
     where = {
@@ -65,12 +72,16 @@ def run(student: ModuleType, case: Case) -> Any:
     for number, (fault, rank) in enumerate(case.faults):
 
         def agreeing(optimizer: Any, number: int = number, rank: int = rank) -> bool:
-            found = student._unscale_main_grads_and_check_for_nan(optimizer)
+            grads = _Gradients(optimizer)
+            with groups_noted() as asked:
+                found = student._unscale_main_grads_and_check_for_nan(optimizer)
             _check_agreement(found, number, rank, case.faults[number][0])
+            _check_groups(optimizer, number, asked)
+            grads.check(number, is_finite=not found)
             return found
 
         with installed(agreeing, UNSCALE), installed(student.update, UPDATE):
-            steps.append(_train(step, fault, is_here=dist.get_rank() == rank))
+            steps.append(_train(step, number, fault, is_here=dist.get_rank() == rank))
     weights = {name: param.detach().clone() for name, param in step.parameters()}
     return {"steps": steps, "weights": weights}
 
@@ -81,7 +92,7 @@ def judge(case: Case, answers: Sequence[Any]) -> Result:
         return _judge_path(case, answers[0])
     reference = Reference(case.step, WORLD)
     for number, (fault, _) in enumerate(case.faults):
-        expected = _train(reference.step, fault, is_here=True)
+        expected = _train(reference.step, number, fault, is_here=True)
         for rank, answer in enumerate(answers):
             _judge_step(reference, rank, number, answer["steps"][number], expected)
     full = {name: param.detach() for name, param in reference.step.parameters()}
@@ -100,9 +111,9 @@ def judge(case: Case, answers: Sequence[Any]) -> Result:
 def _scaler(case: Case) -> DynamicGradScaler:
     return DynamicGradScaler(
         initial_scale=2.0**10,
-        min_scale=2.0**7,
-        growth_factor=2.0,
-        backoff_factor=0.5,
+        min_scale=case.least,
+        growth_factor=case.up,
+        backoff_factor=case.down,
         growth_interval=case.window,
         hysteresis=case.hysteresis,
     )
@@ -120,13 +131,15 @@ def _run_path(student: ModuleType, case: Case) -> list[tuple[float, int]]:
 def _judge_path(case: Case, found: list[tuple[float, int]]) -> Result:
     ours, path = _scaler(case), ["1024"]
     for number, (found_inf, (scale, left)) in enumerate(zip(case.path, found, strict=True)):
+        before = ours._scale
         ours.update(found_inf)
         path.append(f"{'overflow' if found_inf else 'ok'} -> {scale:g}")
         if scale != ours._scale:
             raise Wrong(
                 f"after step {number} the scale is {scale:g}, expected {ours._scale:g}\n"
-                f"  window {case.window}, hysteresis {case.hysteresis}, least scale 128\n"
-                f"  {_last_steps(path)}\n{_why_path(ours, scale, left, found_inf)}"
+                f"  window {case.window}, hysteresis {case.hysteresis}, growth_factor {case.up:g}, "
+                f"backoff_factor {case.down:g}, least scale {case.least:g}\n"
+                f"  {_last_steps(path)}\n{_why_path(ours, before, scale, left, found_inf)}"
             )
     return Result({"last scale": f"{scale:g}"})
 
@@ -139,10 +152,18 @@ def _last_steps(path: list[str], most: int = 10) -> str:
     return f"steps {last - most + 1} to {last}: {', '.join(path[-most:])}"
 
 
-def _why_path(ours: DynamicGradScaler, scale: float, left: int, found_inf: bool) -> str:
+def _why_path(
+    ours: DynamicGradScaler, before: float, scale: float, left: int, found_inf: bool
+) -> str:
     window = ours.growth_interval
     if scale < ours.min_scale:
         return "The scale may not go below min_scale."
+    if (scale - before) * (ours._scale - before) > 0:
+        if scale < before and ours._scale > ours.min_scale:
+            return f"It was multiplied by {scale / before:g}; what says how far it falls?"
+        if scale > before:
+            return f"It was multiplied by {scale / before:g}; what says how far it grows?"
+        return "It may fall to min_scale; who says where that is?"
     if found_inf and scale < ours._scale:
         return (
             "That overflow should not lower the scale yet: only when the hysteresis is used up "
@@ -170,15 +191,77 @@ def _why_path(ours: DynamicGradScaler, scale: float, left: int, found_inf: bool)
 # -- A training --
 
 
-def _train(step: GptStep, fault: str, is_here: bool) -> dict[str, Any]:
+PLACES = [(0.0, 0.0), (1.0, 1.0), (0.0, 0.5), (0.5, 1.0)]
+"""Which gradient is spoilt, and where in it, by the step's number: 0 for the first, 1 for the last."""
+
+
+def _train(step: GptStep, number: int, fault: str, is_here: bool) -> dict[str, Any]:
     """One step, with one element of a gradient spoilt before the optimizer looks."""
     step.forward_backward()
     # Without ZeRO-1 replicas would hold the same Inf; those cases have one replica.
     if fault != OK and is_here:
         bad = math.inf if fault == INF else math.nan
-        step.optimizer.shards[0].model_grad().view(-1)[0] = bad
+        shards, (which, where) = step.optimizer.shards, PLACES[number % len(PLACES)]
+        gradient = shards[int(which * (len(shards) - 1))].model_grad().view(-1)
+        gradient[int(where * (len(gradient) - 1))] = bad
     success, norm, _ = step.optimizer.step()
     return {"made": success, "norm": norm, "scale": float(step.optimizer.grad_scaler._scale)}
+
+
+class _Gradients:
+    """The gradients as they are before the student's function sees them."""
+
+    def __init__(self, optimizer: Any):
+        self.inverse = optimizer.grad_scaler.inv_scale.item()
+        self.held = [
+            (param, param.grad, param.grad.clone())
+            for param in optimizer.get_parameters()
+            if param.grad is not None
+        ]
+
+    def check(self, number: int, is_finite: bool) -> None:
+        """Raises Wrong unless all of them are divided, where they lie."""
+        who, many = f"step {number}: rank {dist.get_rank()}", len(self.held)
+        moved = [param.grad is not grad for param, grad, _ in self.held]
+        if any(moved):
+            raise Wrong(
+                f"{who}: {sum(moved)} of {many} gradients are other tensors now; divide them in place\n"
+                "Whoever holds the tensor that `.grad` was (a buffer, a view of it) still has the "
+                "scaled numbers."
+            )
+        if not is_finite:
+            return
+        same = [torch.allclose(grad, old * self.inverse) for _, grad, old in self.held]
+        if not all(same):
+            raise Wrong(
+                f"{who}: {same.count(False)} of {many} gradients were not divided by the loss scale, "
+                f"{1 / self.inverse:g}\n{self._why(same)}"
+            )
+
+    def _why(self, same: list[bool]) -> str:
+        first = same.index(False)
+        _, grad, old = self.held[first]
+        ratio = float(grad.norm() / old.norm()) if old.any() else 1.0
+        text = f"Gradient {first} of get_parameters() was multiplied by {ratio:.6g}."
+        if any(same):
+            right = [str(number) for number, is_right in enumerate(same) if is_right]
+            text += f" Right are: {', '.join(right)}. What does your loop do for each of them?"
+        return text
+
+
+def _check_groups(optimizer: Any, number: int, asked: list[list[int]]) -> None:
+    """Raises Wrong where ranks were asked together that no group of the optimizer holds together."""
+    groups = [
+        sorted(dist.get_process_group_ranks(group))
+        for group in optimizer.grad_stats_parallel_groups
+    ]
+    for ranks in asked:
+        if ranks not in groups:
+            raise Wrong(
+                f"step {number}: rank {dist.get_rank()} asks ranks {ranks} together; the groups of "
+                f"grad_stats_parallel_groups are {groups}\nOther ranks of a job may hold a copy, or "
+                "nothing of this optimizer. Which ranks hold another part of this gradient?"
+            )
 
 
 def _check_agreement(found: Any, number: int, rank: int, fault: str) -> None:

@@ -48,6 +48,9 @@ def _choices(draw: random.Random, data: int) -> list[Case]:
         "sigmoid, one expert": {"topk": 1, "score": "sigmoid"},
         "sigmoid with a bias": {"topk": 2, "score": "sigmoid", "has_bias": True},
         "scaled": {"topk": 2, "scaling": draw.choice([2.5, 1.5])},
+        "softmax of all, scaled": {"topk": 3, "pre": True, "scaling": 0.5},
+        "sigmoid, scaled": {"topk": 2, "score": "sigmoid", "pre": True, "scaling": 2.5},
+        "sigmoid, one expert, scaled": {"topk": 1, "score": "sigmoid", "scaling": 2.5},
     }
     found = []
     for number, (name, row) in enumerate(rows.items()):
@@ -82,20 +85,29 @@ def _steps(draw: random.Random, data: int) -> list[Case]:
     softmax = {"score": "softmax", "pre": True, "has_bias": False}
     of_chosen = {"score": "softmax", "pre": False, "has_bias": False}
     sigmoid = {"score": "sigmoid", "pre": False, "has_bias": True}
-    both = {"experts": 4, "topk": 2, "tokens": 6, "scaling": None}
     kinds = [
-        ("softmax", softmax, 3, 1.0),
-        ("sigmoid and bias", sigmoid, 2, 4.0),
-        ("softmax of the chosen", of_chosen, 1, 2.0),
+        ("softmax, k=2", softmax | {"experts": 4, "topk": 2, "tokens": 6}, None, 3, 1.0),
+        ("sigmoid and bias, k=1", sigmoid | {"experts": 5, "topk": 1, "tokens": 4}, 1.5, 2, 4.0),
+        (
+            "softmax of the chosen, k=3",
+            of_chosen | {"experts": 6, "topk": 3, "tokens": 5},
+            2.5,
+            1,
+            2.0,
+        ),
     ]
     return [
         Case(
-            f"{name}, M={M}, loss scale {scale:g}",
+            f"{name}, E={kind['experts']}, M={M}, loss scale {scale:g}",
             part=STEP,
-            **(both | kind | {"M": M, "loss_scale": scale, "coeff": draw.choice([0.5, 0.8])}),
+            **kind,
+            scaling=scaling,
+            M=M,
+            loss_scale=scale,
+            coeff=draw.choice([0.5, 0.8]),
             seed=data + 100 + M,
         )
-        for name, kind, M, scale in kinds
+        for name, kind, scaling, M, scale in kinds
     ]
 
 
@@ -172,15 +184,24 @@ def _judge_loss(case: Case, answer: dict[str, Any]) -> Result:
 
 def _run_scaler(student: ModuleType) -> list[dict[str, Any]]:
     found = []
-    for scale in (0.25, 3.0):
-        student.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
+    for scale in (1.0, 0.25, 3.0):
+        if found:  # before that, nobody has set one
+            student.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
         given = torch.tensor([[1.0, -2.0], [4.0, 8.0]], dtype=torch.float64, requires_grad=True)
         loss = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
         output = student.MoEAuxLossAutoScaler.apply(given, loss)
         if not isinstance(output, torch.Tensor):
             raise Wrong(f"MoEAuxLossAutoScaler.apply gives {_kind(output)}; a tensor is expected")
         seen = {"scale": scale, "output": output.detach().clone()}
-        output.backward(torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64))
+        try:
+            output.backward(torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64))
+        except TypeError as error:
+            if found:
+                raise
+            raise Wrong(
+                f"the scaler's backward fails before any set_loss_scale: {error}\nThe class attribute "
+                "is None then. What does None count as?"
+            ) from error
         found.append(seen | {"of_output": given.grad, "of_loss": loss.grad})
     return found
 
@@ -233,7 +254,9 @@ class _Layer:
     def __init__(self, student: ModuleType, case: Case):
         self.given = given_layer(case)
         self.weight = self.given.weight.clone().requires_grad_()
-        self.student, self.num_forwards = student, 0
+        self.student = student
+        self.routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What each forward's routing has returned."""
         self.router = SimpleNamespace(
             topk=case.topk,
             use_pre_softmax=case.pre,
@@ -256,7 +279,7 @@ class _Layer:
                 raise Wrong(
                     f"{name} that routing returned is {_kind(one)}; [T, E] is {list(sizes)}"
                 )
-        self.num_forwards += 1
+        self.routed.append((probs.detach().clone(), routing_map.clone()))
         return mix(probs, x, self.given.experts)
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
@@ -283,7 +306,7 @@ def _run_step(student: ModuleType, case: Case) -> dict[str, Any]:
         raise Wrong(
             "after forward_backward the router's weight has no gradient: backward never ran"
         )
-    found = {"num_forwards": layer.num_forwards, "gradient": layer.weight.grad.clone()}
+    found = {"routed": list(layer.routed), "gradient": layer.weight.grad.clone()}
     is_same = layer.router.local_tokens_per_expert is buffer
     found |= {"in_place": is_same, "training": layer.counts()}
     layer.weight.grad = None

@@ -20,17 +20,24 @@ NAME = "the gradient of the router's weight"
 def judge_step(case: Case, found: dict[str, Any]) -> Result:
     """How often the layer ran, the gradient, the counts; then where nothing may be counted."""
     right = RightStep(case, given_layer(case))
-    if found["num_forwards"] != case.M:
+    if len(found["routed"]) != case.M:
         raise Wrong(
-            f"forward_backward ran the layer {num_of(found['num_forwards'], 'time')} for "
+            f"forward_backward ran the layer {num_of(len(found['routed']), 'time')} for "
             f"{num_of(case.M, 'microbatch', 'microbatches')}"
         )
+    _check_routed(case, right, found["routed"])
     # Summed over the microbatches; a step's loss is their mean.
     scale = case.loss_scale / case.M
     expected = scale * (right.main + right.aux)
     sizes = {"num_microbatches": case.M, "loss_scale": case.loss_scale}
     check_known(
-        NAME, found["gradient"], expected, _known(case, right), layout=sizes, rtol=1e-5, atol=1e-7
+        NAME,
+        found["gradient"],
+        expected,
+        _known(case, right, found["gradient"]),
+        layout=sizes,
+        rtol=1e-5,
+        atol=1e-7,
     )
     counts = _check_counts(case, right, found)
     share = float((scale * right.aux).norm() / expected.norm())
@@ -42,7 +49,34 @@ def judge_step(case: Case, found: dict[str, Any]) -> Result:
     )
 
 
-def _known(case: Case, right: RightStep) -> Iterator[tuple[torch.Tensor, str]]:
+def _check_routed(
+    case: Case, right: RightStep, routed: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """What routing returned for each microbatch."""
+    for i, (x, (probs, routing_map)) in enumerate(
+        zip(right.given.microbatches, routed, strict=True)
+    ):
+        logits = x @ right.given.weight.t()
+        weights, chosen = right_route(case, logits, right.given.bias)
+        where = f"microbatch {i}: the routing_map that routing returned"
+        numbers = routing_map.sum(dim=1).tolist()
+        if numbers != [case.topk] * len(x):
+            raise Wrong(
+                f"{where} has {numbers} experts for the tokens; self.topk is {case.topk}\nThe router "
+                "says how your first function is to be called: which of its values did you hand on?"
+            )
+        if not torch.equal(routing_map, chosen):
+            raise Wrong(
+                f"{where} has other experts than your first function should choose for these logits\n"
+                f"self.score_function is {case.score!r}; self.expert_bias is "
+                f"{'given' if case.has_bias else 'None'}. Which of its values did you hand on?"
+            )
+        scaling = case.scaling or 1.0
+        unscaled = [(weights / scaling, f"self.scaling_factor, {scaling:g}, is not in them.")]
+        check_known(f"microbatch {i}: probs that routing returned", probs, weights, unscaled)
+
+
+def _known(case: Case, right: RightStep, found: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
     """What a mistake leaves, and its words."""
     S, M = case.loss_scale, case.M
     main, aux = S / M * right.main, S / M * right.aux
@@ -91,6 +125,14 @@ def _known(case: Case, right: RightStep) -> Iterator[tuple[torch.Tensor, str]]:
     )
     for instead, words in _other_losses(case, right):
         yield main + S / M * instead, words
+    largest = int(aux.abs().argmax())
+    ratio = float(((found - main) / aux).reshape(-1)[largest])
+    yield (
+        main + ratio * aux,
+        f"The auxiliary losses' part is {ratio:.6g} times what it should be. In its factor stand E "
+        f"({case.experts}), k ({case.topk}), N ({case.tokens}) and the coefficient ({case.coeff:g}): "
+        "which of them did you not take from the router and its logits?",
+    )
 
 
 def _other_losses(case: Case, right: RightStep) -> Iterator[tuple[torch.Tensor, str]]:
@@ -107,6 +149,12 @@ def _other_losses(case: Case, right: RightStep) -> Iterator[tuple[torch.Tensor, 
         "P was made of the layer's weights, which are 0 for an expert that a token did not choose. "
         "The loss must also say to the others that they may have more: it needs scores over all E.",
     )
+    for k in range(1, case.experts + 1):
+        yield (
+            right.counts_of(k),
+            f"The auxiliary loss is made as if each token chose {num_of(k, 'expert')}; self.topk is "
+            f"{case.topk}.",
+        )
     if case.has_bias:
         yield (
             right.counts_with_bias(),

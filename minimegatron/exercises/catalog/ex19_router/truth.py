@@ -158,3 +158,13 @@ class RightStep:
             return right_loss(self.case, scores, routing_map.sum(dim=0), self.case.coeff)
 
         return self._gradient(loss)
+
+    def counts_of(self, topk: int) -> torch.Tensor:
+        """As if each token chose another number of experts."""
+        case = Case(str(self.case), **(self.case.values | {"topk": topk}))
+
+        def loss(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            counts = counts_for_loss(case, logits)
+            return right_loss(case, scores_for_loss(case, logits), counts, case.coeff)
+
+        return self._gradient(loss)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.exercises.bench.counted_collectives import counted
+from minimegatron.exercises.bench.counted_collectives import Counter
 from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
+from minimegatron.exercises.bench.sent_bytes import all_sent_counted
 from minimegatron.exercises.catalog.ex20_all_to_all.data import (
     WORLD,
     Tokens,
@@ -22,7 +23,11 @@ from minimegatron.exercises.catalog.ex20_all_to_all.data import (
     run_expert,
 )
 from minimegatron.exercises.catalog.ex20_all_to_all.exchanges import Phase, agreed
-from minimegatron.exercises.catalog.ex20_all_to_all.layer import judge_layer, judge_order
+from minimegatron.exercises.catalog.ex20_all_to_all.layer import (
+    judge_layer,
+    judge_order,
+    judge_sent,
+)
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed
 
 _PERMUTATION = "minimegatron.core.transformer.moe.permutation."
@@ -38,13 +43,13 @@ def cases(seed: int) -> list[Case]:
     """Uneven exchanges, tokens in order, then layers in which some ranks get or send nothing."""
     draw, data = random.Random(seed), data_seed(seed)
     exchanges = {
-        "a group of 4": (4, _uneven(draw, 4)),
-        "two groups of 2": (2, _uneven(draw, 2)),
-        "a group of 4, one of each kind": (4, _of_each_kind(draw)),
+        "a group of 4": (4, "float64", _uneven(draw, 4)),
+        "two groups of 2, float32": (2, "float32", _uneven(draw, 2)),
+        "a group of 4, one of each kind": (4, "float64", _of_each_kind(draw)),
     }
     found = [
-        Case(name, part=EXCHANGE, ep=ep, matrix=matrix, seed=data + number)
-        for number, (name, (ep, matrix)) in enumerate(exchanges.items())
+        Case(name, part=EXCHANGE, ep=ep, dtype=dtype, matrix=matrix, seed=data + number)
+        for number, (name, (ep, dtype, matrix)) in enumerate(exchanges.items())
     ]
     # Nobody chooses expert 3, and one token chooses nobody.
     chosen = [_choices(draw, 6, (0, 1, 2, 4), 2) for _ in range(WORLD)]
@@ -142,6 +147,11 @@ def _is_tensor(value: Any, shape: Sequence[int], what: str) -> None:
         raise Wrong(f"rank {dist.get_rank()}: {what} {kind}; a tensor {list(shape)} is expected")
 
 
+def _sent(counter: Counter) -> list[list[Any]]:
+    """[name, bytes] of each collective and message."""
+    return [[call.name, call.num_bytes] for call in counter.calls]
+
+
 # -- The exchange --
 
 
@@ -149,10 +159,15 @@ def _run_exchange(student: ModuleType, case: Case, group: Any, phase: Phase) -> 
     rank, me = dist.get_rank(), group.rank()
     entered = rows_of(case, rank).requires_grad_()
     sent, got = list(case.matrix[me]), [row[me] for row in case.matrix]
-    output = student.all_to_all(group, entered, got, sent)
+    with all_sent_counted() as counter:
+        output = student.all_to_all(group, entered, got, sent)
     phase.end(group)
-    _is_tensor(output, (sum(got), 2), "what all_to_all returned")
-    found = {"output": output.detach().clone()}
+    _is_tensor(output, (sum(got), entered.size(1)), "what all_to_all returned")
+    if output.dtype != entered.dtype:
+        raise Wrong(
+            f"rank {rank}: all_to_all made {output.dtype} of {entered.dtype}; the dtype stays"
+        )
+    found = {"output": output.detach().clone(), "sent": _sent(counter)}
     dist.barrier()
     _backward(phase, output, grads_of(case, rank), group)
     if entered.grad is None:
@@ -175,6 +190,9 @@ def _judge_exchange(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
         ]
         wanted = torch.cat([grads[i][me] for i in range(case.ep)])
         check_known("the gradient of all_to_all's input", answer["gradient"], wanted, rank=rank)
+    for rank, answer in enumerate(answers):
+        size = rows_of(case, rank).nbytes
+        judge_sent(f"rank {rank}: all_to_all", "row", size, size, answer["sent"])
     return Result({"rows": f"from each rank to each: {matrix}"})
 
 
@@ -230,21 +248,22 @@ def _run_layer(student: ModuleType, case: Case, group: Any, phase: Phase) -> dic
     given = Tokens(case, rank)
     hidden, probs = given.hidden.clone().requires_grad_(), given.probs.clone().requires_grad_()
     phase.begin("dispatch")
-    with counted() as counter:
+    with all_sent_counted() as counter:
         returned = student.dispatch(hidden, given.map, probs, group)
     phase.end(group)
     tokens, counts, weights, state = _checked(returned, case)
-    sent = [[call.name, call.num_bytes] for call in counter.calls]
+    sent = _sent(counter)
     found = {"tokens": tokens.detach().clone(), "counts": counts, "probs": weights.detach().clone()}
     numbers = range(me * case.local, (me + 1) * case.local)
     experts = [expert_weight(case, rank, number).requires_grad_() for number in numbers]
     parts = zip(tokens.split(counts), experts, weights.split(counts), strict=True)
     outputs = torch.cat([run_expert(*part) for part in parts])
     phase.begin("combine")
-    output = student.combine(outputs, state)
+    with all_sent_counted() as counter:
+        output = student.combine(outputs, state)
     phase.end(group)
     _is_tensor(output, hidden.shape, "what combine returned")
-    found |= {"sent": sent, "output": output.detach().clone()}
+    found |= {"sent": sent, "sent_back": _sent(counter), "output": output.detach().clone()}
     dist.barrier()
     _backward(phase, output, given.grad, group)
     gradients = {"of_hidden": hidden.grad, "of_probs": probs.grad}

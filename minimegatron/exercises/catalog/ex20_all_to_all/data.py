@@ -8,7 +8,8 @@ import torch
 from minimegatron.exercises.check import Case
 
 WORLD = 4
-HIDDEN = 3
+HIDDEN = 64
+"""Large beside counts and choices, which every rank may tell every other."""
 
 
 def draw(case: Case, which: int, *shape: int) -> torch.Tensor:
@@ -28,12 +29,14 @@ def members(case: Case, rank: int) -> list[int]:
 
 def rows_of(case: Case, rank: int) -> torch.Tensor:
     """What a rank sends: `case.matrix[i][j]` rows from the i-th of its group to the j-th."""
-    return draw(case, 100 + rank, sum(case.matrix[rank % case.ep]), 2)
+    rows = draw(case, 100 + rank, sum(case.matrix[rank % case.ep]), HIDDEN)
+    return rows.to(getattr(torch, case.dtype))
 
 
 def grads_of(case: Case, rank: int) -> torch.Tensor:
     """The gradient of what a rank has got."""
-    return draw(case, 200 + rank, sum(row[rank % case.ep] for row in case.matrix), 2)
+    grads = draw(case, 200 + rank, sum(row[rank % case.ep] for row in case.matrix), HIDDEN)
+    return grads.to(getattr(torch, case.dtype))
 
 
 # -- A layer --
@@ -56,7 +59,7 @@ class Tokens:
 
 def expert_weight(case: Case, rank: int, expert: int) -> torch.Tensor:
     """[h, h], of an expert by its number in the layer; other groups have others."""
-    return draw(case, 600 + 50 * (rank // case.ep) + expert, HIDDEN, HIDDEN)
+    return draw(case, 600 + 50 * (rank // case.ep) + expert, HIDDEN, HIDDEN) / HIDDEN**0.5
 
 
 def run_expert(tokens: torch.Tensor, weight: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:

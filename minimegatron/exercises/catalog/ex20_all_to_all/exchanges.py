@@ -107,22 +107,24 @@ def _ask_all(phase: Phase, number: int, width: int, sent: list[int], group: Any)
     inspect.unwrap(collectives.all_gather)(every, mine, group)
     rows = every.view(group.size(), -1).tolist()
     for source, told in enumerate(rows):
-        _check_call(phase, source, told[:3], mine.tolist()[:3])
+        _check_call(phase, source, told[:3], rows[0][:3])
     return [told[3:] for told in rows]
 
 
-def _check_call(phase: Phase, source: int, told: list[int], mine: list[int]) -> None:
-    if told[:2] != mine[:2]:
+def _check_call(phase: Phase, source: int, told: list[int], first: list[int]) -> None:
+    """Compares with the group's first rank, so that every rank says the same."""
+    if told[:2] != first[:2]:
         raise Wrong(
-            f"rank {dist.get_rank()} {_call_words(*mine[:2])}, while rank {source} of its group "
+            f"rank 0 of a group {_call_words(*first[:2])}, while its rank {source} "
             f"{_call_words(*told[:2])}\nEvery rank of a group must make the same calls, also one that "
             "has nothing to send or to get: look at an early return, and at an `if` that depends on "
             "the rank's own tokens."
         )
-    if told[2] != mine[2]:
+    if told[2] != first[2]:
         raise Wrong(
-            f"{phase}, this rank's all-to-all has rows of {mine[2]} numbers, while rank {source} of "
-            f"its group has rows of {told[2]}\nThe ranks exchange the same things in the same order."
+            f"{phase}, the all-to-all of rank 0 of a group has rows of {first[2]} numbers, while "
+            f"that of its rank {source} has rows of {told[2]}\nThe ranks exchange the same things in "
+            "the same order."
         )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex20_all_to_all.data import (
+    HIDDEN,
     WORLD,
     Tokens,
     expert_weight,
@@ -22,6 +23,9 @@ NO_GRADIENT = {
     "of_hidden": "Each step on the way must have a backward.",
     "of_probs": "The router learns through them alone. What sends them must have a backward, too.",
 }
+
+SMALL = 1024
+"""Bytes that are no matter: numbers of tokens, however they are written."""
 
 # -- The order --
 
@@ -88,7 +92,10 @@ def judge_layer(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
         _judge_came(case, rank, given, answer)
     outputs, gradients = _one_process(case, given)
     for rank, answer in enumerate(answers):
-        _judge_sent(rank, given[rank], answer)
+        own, needed = given[rank].hidden.nbytes, int(given[rank].map.sum()) * HIDDEN * 8
+        judge_sent(f"rank {rank}: dispatch", "token", own, needed, answer["sent"])
+        came = sum(answer["counts"]) * HIDDEN * 8
+        judge_sent(f"rank {rank}: combine", "result", came, came, answer["sent_back"])
         hints = list(_wrong_outputs(case, rank, given))
         check_known("combine's output", answer["output"], outputs[rank], hints, rank)
     for rank, answer in enumerate(answers):
@@ -101,14 +108,21 @@ def _sent_words(sent: list[list[Any]]) -> str:
     return ", ".join(f"{name} of {num_bytes} bytes" for name, num_bytes in sent)
 
 
-def _judge_sent(rank: int, given: Tokens, answer: dict[str, Any]) -> None:
-    size = given.hidden.numel() * given.hidden.element_size()
-    for name, num_bytes in answer["sent"]:
-        if name == "all-gather" and num_bytes >= size > 0:
-            raise Wrong(
-                f"rank {rank}: dispatch gathers {num_bytes} bytes from each rank, as much as all its "
-                "tokens\nThen every token goes to every rank. Send it to the ranks of its experts."
-            )
+def judge_sent(who: str, one: str, own: int, needed: int, sent: list[list[Any]]) -> None:
+    """Wrong if all of the rank's own rows, `own` bytes, went everywhere, or more than `needed` did."""
+    to_one = sum(size for name, size in sent if name.endswith(("all-to-all", " send")))
+    received = sum(size for name, size in sent if name.endswith(" recv"))
+    to_all = sum(size for _, size in sent) - to_one - received
+    if to_all >= own > SMALL:
+        raise Wrong(
+            f"{who} gives every rank {to_all} bytes, as much as all its {one}s\nThen every {one} "
+            "goes to every rank. Which rank needs which of them? Send it there, and nowhere else."
+        )
+    if to_one > 1.5 * needed + SMALL:
+        raise Wrong(
+            f"{who} sends {to_one} bytes; the {one}s that somebody needs have {needed}\nEach "
+            "rank gets some that it throws away. Which of them chose an expert there?"
+        )
 
 
 def _judge_came(case: Case, rank: int, given: list[Tokens], answer: dict[str, Any]) -> None:

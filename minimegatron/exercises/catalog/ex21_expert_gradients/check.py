@@ -33,6 +33,7 @@ LAYOUTS = {
 WITH_NORM = (
     "experts over pairs",
     "experts over the tensor pair",
+    "each expert cut, dense layers whole",
     "experts over pairs, each cut like dense layers",
     "two stages, the first without experts",
 )
@@ -236,9 +237,20 @@ def _known_of_experts(
             "this place, and the gradients of both are added up. No expert's gradient is a term of a "
             "sum over tensor-parallel ranks.",
         )
+    yield from _other_divisors(right, losses)
     everywhere = sum(left[r][index] for r in range(WORLD)) if places.case.pp == 1 else None
     if everywhere is not None:
         yield everywhere / losses, "It was summed over all ranks, and they hold several experts."
+
+
+def _other_divisors(right: torch.Tensor, losses: int) -> Iterator[tuple[torch.Tensor, str]]:
+    """Sums that were divided by another number."""
+    for number in (2, 3, 4, 8, 16):
+        yield (
+            right / number,
+            f"It was summed rightly, and divided by {number}. The mean is taken of {losses} losses "
+            "here. How many there are depends on the layout: who knows it?",
+        )
 
 
 def _partner(places: Places, rank: int) -> int:
@@ -257,7 +269,12 @@ def _known_of_dense(
         "sequence.",
     )
     yield right, f"It was summed, and not divided. The mean of {losses} losses is wanted."
-    yield right / losses / t, f"The sum over the {t} tensor-parallel ranks was made a mean."
+    if t > 1:
+        yield (
+            right / losses / t,
+            f"It was divided by {losses * t} in all. If there is only one division, how many losses "
+            f"are there? If there are two, the sum over the {t} tensor-parallel ranks was made a mean.",
+        )
     yield (
         right / case_dp(places),
         f"It was divided by d = {case_dp(places)}. Context-parallel ranks have losses too: there are "
@@ -265,6 +282,7 @@ def _known_of_dense(
     )
     yield of_tensor[rank][index] / losses, "It was divided, but not summed over groups.dp_cp."
     yield of_tensor[rank][index], "It is this rank's own: neither summed over replicas nor divided."
+    yield from _other_divisors(right, losses)
     few = places.summed("expt_dp", rank, index, of_tensor.__getitem__)
     yield few / losses, "It was summed over groups.expt_dp, as if it were an expert's."
     summed = [

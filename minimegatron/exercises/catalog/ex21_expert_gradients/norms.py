@@ -11,6 +11,9 @@ from minimegatron.exercises.bench.feedback_numbers import told_apart
 from minimegatron.exercises.catalog.ex21_expert_gradients.places import WORLD, Described, Places
 from minimegatron.exercises.check import Result, Wrong
 
+EXACT, ROUNDED = 1e-6, 1e-2
+"""A norm as near as the first is right, in fp32 too; one as near as the second has all its terms."""
+
 
 def judge_norms(places: Places, answers: Sequence[dict[str, Any]]) -> Result:
     """Every rank's norm must be that of one process."""
@@ -26,7 +29,7 @@ def judge_norms(places: Places, answers: Sequence[dict[str, Any]]) -> Result:
             raise Wrong(f"rank {rank}: get_grad_norm changed gradients; it may only read them")
     expected = math.sqrt(squares.dense + squares.experts)
     for rank, answer in enumerate(answers):
-        if not math.isclose(answer["norm"], expected, rel_tol=1e-9):
+        if not math.isclose(answer["norm"], expected, rel_tol=EXACT):
             norms = [float(one["norm"]) for one in answers]
             raise Wrong(squares.words(rank, norms, expected))
     parts = f"{squares.dense:.4g} dense, {squares.experts:.4g} of experts"
@@ -80,11 +83,16 @@ class _Squares:
 
     def _why(self, rank: int, norms: Sequence[float]) -> str:
         right = self.dense + self.experts
+        if math.isclose(norms[rank] ** 2, right, rel_tol=ROUNDED):
+            return (
+                "Everything is counted once, and the sum is not exact: it has the digits of a shorter "
+                "dtype. Gradients of many ranks are added up here. In which dtype are your squares?"
+            )
         for value, words in self._known(rank):
             is_right = math.isclose(value, right, rel_tol=1e-7)
             if not is_right and math.isclose(norms[rank] ** 2, value, rel_tol=1e-7):
                 return words
-        if any(not math.isclose(norm, norms[0], rel_tol=1e-9) for norm in norms):
+        if any(not math.isclose(norm, norms[0], rel_tol=EXACT) for norm in norms):
             return (
                 f"The ranks have different norms: {', '.join(f'{norm:.6g}' for norm in norms)}. Each "
                 "would clip by a factor of its own."
@@ -109,6 +117,12 @@ class _Squares:
             return one.is_expert
 
         experts, dense = self.experts, self.dense
+        whole = self.over("tp_ep_pp", rank, all_experts)
+        yield (
+            dense + whole,
+            f"The experts' part is {whole:.6g}: what the ranks that share an expert hold whole was "
+            "counted by each of them. Which column of groups says who shares an expert?",
+        )
         filtered = self.over("tp_ep_pp", rank, by_dense_rank)
         yield (
             dense + filtered,

@@ -54,9 +54,8 @@ class Places:
             described["router"] = Described((NUM_EXPERTS, 2), False, False)
             for number in range(first, first + per_rank):
                 described[f"expert{number}.fc1"] = Described((4, 3), True, case.etp > 1)
-                # Where experts are cut, they have no biases.
-                if case.etp == 1:
-                    described[f"expert{number}.bias"] = Described((2,), True, False)
+                # Not cut, also where experts are: the ranks of expt_tp each hold all of it.
+                described[f"expert{number}.bias"] = Described((2,), True, False)
         return described
 
     def piece(self, rank: int, one: Described, whole: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,8 @@ REPLACES = (
     _CORE + "mtp_loss.MTPLossAutoScaler",
     _CORE + "moe.moe_utils.MoEAuxLossAutoScaler",
 )
+SCALE = 0.75
+"""That is set while losses are attached to given states."""
 ROLL, SCALER, LOSSES, STEP = "rolling", "the scaler", "the losses", "a step"
 
 
@@ -75,16 +77,16 @@ def _holes(length: int, place: int) -> list[int]:
 
 def _steps(draw: random.Random, data: int) -> list[Case]:
     found = []
-    for number, (M, per_token, scale) in enumerate(
-        ((3, False, 1.0), (2, False, 4.0), (3, True, 4.0))
+    for number, (M, K, per_token, scale) in enumerate(
+        ((3, 2, False, 1.0), (2, 1, False, 4.0), (3, 3, True, 4.0))
     ):
         words = "per token" if per_token else "means"
         # Another number of labels in each microbatch.
         masks = [
             [_holes(6, draw.choice([1, 2, 3])), [1] * (5 - i) + [0] * (1 + i)] for i in range(M)
         ]
-        name = f"{words}, M={M}, loss scale {scale:g}"
-        values = {"K": 2, "f": 0.5, "masks": masks, "loss_scale": scale, "seed": data + number}
+        name = f"{words}, M={M}, K={K}, loss scale {scale:g}"
+        values = {"K": K, "f": 0.5, "masks": masks, "loss_scale": scale, "seed": data + number}
         found.append(Case(name, part=STEP, per_token=per_token, **values))
     return found
 
@@ -124,10 +126,11 @@ def _pair(value: Any, function: str, words: str) -> tuple[Any, Any]:
 
 
 def to_roll(case: Case) -> list[torch.Tensor]:
-    """By hand, then labels, then a mask with a hole."""
+    """By hand, then labels, a mask with a hole, and three dimensions."""
     mask = torch.tensor([[1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
     labels = (draw(case, 0, 2, 5).abs() * 10 + 1).long()
-    return [torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), labels, mask]
+    by_hand = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    return [by_hand, labels, mask, draw(case, 1, 2, 2, 3)]
 
 
 def _run_roll(student: ModuleType, case: Case) -> list[tuple[torch.Tensor, float]]:
@@ -176,6 +179,9 @@ def _judge_roll(case: Case, answer: list[tuple[torch.Tensor, float]]) -> None:
                 "The last stands there twice: put 0 at the end.",
             ),
         ]
+        if given.dim() > 2:
+            moved = torch.cat([given[:, 1:], torch.zeros_like(given[:, :1])], dim=1)
+            known.append((moved, "It was moved in the second dimension, and not in the last."))
         if given.dim() > 1 and len(given) > 1:
             known.append((given.roll(-1, dims=0), "That is another sequence: roll within each."))
         check_known(f"roll_tensor of {given.tolist()}", found, wanted, known)
@@ -198,8 +204,9 @@ def _given_to_scaler() -> list[torch.Tensor]:
 
 def _run_scaler(student: ModuleType) -> list[dict[str, Any]]:
     found = []
-    for scale in (0.25, 3.0):
-        student.MTPLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
+    for scale in (1.0, 0.25, 3.0):
+        if found:  # before that, nobody has set one
+            student.MTPLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
         given, loss, arrives = _given_to_scaler()
         given.requires_grad_()
         loss.requires_grad_()
@@ -219,6 +226,13 @@ def _backward(output: torch.Tensor, arrives: torch.Tensor) -> None:
     """Backward; what autograd itself refuses of a scaler is told."""
     try:
         output.backward(arrives)
+    except TypeError as error:
+        if "NoneType" not in str(error):
+            raise
+        raise Wrong(
+            f"the scaler's backward fails before any set_loss_scale: {error}\nThe class attribute is "
+            "None then. What does None count as?"
+        ) from error
     except RuntimeError as error:
         if "MTPLossAutoScaler" not in str(error):
             raise
@@ -286,7 +300,7 @@ def _arrives(case: Case) -> torch.Tensor:
 def _run_losses(student: ModuleType, case: Case) -> dict[str, Any]:
     states = [state.requires_grad_() for state in given_states(case)]
     batch, token_loss = given_batch(case, 0), token_loss_of(given_weights(case)["table"])
-    student.MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0, dtype=torch.float64))
+    student.MTPLossAutoScaler.set_loss_scale(torch.tensor(SCALE, dtype=torch.float64))
     given = (batch["labels"].clone(), batch["loss_mask"].clone())
     returned = student.attach_mtp_losses(list(states), *given, token_loss, case.f, case.per_token)
     words = "(hidden states, list of means)"
@@ -363,10 +377,18 @@ def _judge_depths(
                 f"{name} has values that are nan or inf\nAt this depth no label counts any more: n_{k} "
                 "is 0, and 0 / 0 is nan. A nan times a mask of 0 stays nan. Clamp the number first."
             )
-        known = (
-            (_gradients(case, states, given, way)[k], words) for way, words in wrong_ways(case)
-        )
-        check_known(name, found, right[k], known, layout={"K": case.K})
+        known = [
+            (
+                right[k],
+                f"It is as if the scale were 1, but set_loss_scale({SCALE:g}) was called before. What "
+                "attaches this loss? MTPLossAutoScaler gives it its scale.",
+            )
+        ]
+        known += [
+            (SCALE * _gradients(case, states, given, way)[k], words)
+            for way, words in wrong_ways(case)
+        ]
+        check_known(name, found, SCALE * right[k], known, layout={"K": case.K})
 
 
 def _gradients(
@@ -385,9 +407,24 @@ def _gradients(
 def _run_step(student: ModuleType, case: Case) -> dict[str, Any]:
     model = SmallModel(given_weights(case))
     microbatches = [given_batch(case, which) for which in range(len(case.masks))]
-    student.MTPLossAutoScaler.set_loss_scale(torch.tensor(OLD_SCALE, dtype=torch.float64))
-    student.forward_backward(model, microbatches, case.f, case.per_token, case.loss_scale)
+    scaler, attach = student.MTPLossAutoScaler, student.attach_mtp_losses
+    # A loss of the model's own, deep inside: whoever makes the step does not see it.
+    own = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    model.attach = lambda hidden: scaler.apply(hidden, own)
+
+    def counting(*given: Any, **named: Any) -> Any:
+        counted.append(None)
+        return attach(*given, **named)
+
+    counted: list[None] = []
+    student.attach_mtp_losses = counting
+    scaler.set_loss_scale(torch.tensor(OLD_SCALE, dtype=torch.float64))
+    try:
+        student.forward_backward(model, microbatches, case.f, case.per_token, case.loss_scale)
+    finally:
+        student.attach_mtp_losses = attach
     gradients = {name: weight.grad for name, weight in model.weights.items()}
     if gradients["table"] is None:
         raise Wrong("after forward_backward the table has no gradient: backward never ran")
-    return {"num_forwards": model.num_forwards, "gradients": gradients}
+    calls = {"num_forwards": model.num_forwards, "num_attached": len(counted)}
+    return calls | {"gradients": gradients, "of_own": own.grad}

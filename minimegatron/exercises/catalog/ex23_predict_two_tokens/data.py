@@ -54,12 +54,14 @@ class SmallModel:
         self.weights = {name: x.clone().requires_grad_() for name, x in weights.items()}
         self.token_loss = token_loss_of(self.weights["table"])
         self.num_forwards = 0
+        self.attach: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
+        """What the model itself does with its own hidden states before it hands them out."""
 
     def __call__(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """[b, s] -> K + 1 tensors [s, b, h]; a token knows those before it."""
         self.num_forwards += 1
         embedded = self.weights["table"][tokens.t()]
-        states = [torch.tanh(embedded.cumsum(dim=0))]
+        states = [self.attach(torch.tanh(embedded.cumsum(dim=0)))]
         for weight in self.weights["depths"]:
             states.append(torch.tanh(states[-1] @ weight))
         return states

@@ -39,8 +39,30 @@ def judge_step(case: Case, answer: dict[str, Any]) -> Result:
         known = _known(case, right, name)
         what = f"the gradient of {words}"
         check_known(what, found, expected, known, layout=sizes, **TOLERANCES)
+    _check_attached(case, answer, M, scale)
     share = float(right.mtp["table"].norm() / (right.main["table"] + right.mtp["table"]).norm())
     return Result({"the depths' part of the embedding's gradient": f"{share:.0%}"})
+
+
+def _check_attached(case: Case, answer: dict[str, Any], M: int, scale: float) -> None:
+    """The gradients are right; did they come by the way that the exercise asks for?"""
+    of_own = 0.0 if answer["of_own"] is None else float(answer["of_own"])
+    if abs(of_own - M * scale) > 1e-6:
+        text = (
+            f"a loss that the model itself attaches to its hidden states got a gradient of "
+            f"{of_own / M:g} in a microbatch, expected {scale:g}\nIt stands for layers deep inside: "
+            "forward_backward does not see their losses. How do these learn of a step's scale?"
+        )
+        if abs(of_own - M * OLD_SCALE) < 1e-6:
+            text += f" {OLD_SCALE:g} is left of an earlier step."
+        raise Wrong(text)
+    if answer["num_attached"] != M:
+        raise Wrong(
+            f"forward_backward called attach_mtp_losses {num_of(answer['num_attached'], 'time')} for "
+            f"{num_of(M, 'microbatch', 'microbatches')}\nThe gradients are right here, where both "
+            "kinds of loss are made in one place. Attached, the losses of the depths need nobody who "
+            "adds them up."
+        )
 
 
 def _dropped() -> str:

@@ -96,7 +96,8 @@ def forward_backward(
         per_token True     its sum. A step's loss is the sum over the microbatches; somebody else
                            divides all gradients by the number of tokens, later.
 
-    Both kinds of loss are multiplied by `loss_scale`.
+    Both kinds of loss are multiplied by `loss_scale`. Those of the depths are attached, by the function
+    above; other layers of the model may attach losses, too, and must get the same scale.
 
     Args:
         model: `model(tokens)` gives the K + 1 hidden states.

@@ -17,6 +17,7 @@ from minimegatron.exercises.catalog.ex24_two_tensor_backward.data import (
     DECODER,
     ENCODED,
     ENCODER,
+    EVEN,
     FIRST,
     FIRST_DECODER,
     GRADIENT_OF,
@@ -44,6 +45,8 @@ REPLACES = tuple(
     _STEPS + name
     for name in ("all_outputs", "ModelChunk.free_output", "backward_step", "add_gradient")
 )
+ONE_NUMBER = 8
+"""Bytes that a freed tensor may have."""
 HAND_OVER, FREEING, BACKWARD = "the hand-over", "freeing", "backward"
 WHOLE, T5 = "a pipeline", "a T5"
 RUN_ON_RANKS, JUDGED_ON_RANKS = {WHOLE: run_whole, T5: run_t5}, {WHOLE: judge_whole, T5: judge_t5}
@@ -60,6 +63,7 @@ def cases(seed: int) -> list[Case]:
         _stages("what each kind of stage frees", FREEING, SOME, 1, data),
         _stages(f"{DECODER.name}, M={M}", BACKWARD, (DECODER,), M, data + 1),
         _stages("other kinds of stages, M=2", BACKWARD, OTHERS, 2, data + 1),
+        _stages(f"{EVEN.name}, M=2", BACKWARD, (EVEN,), 2, data + 1),
         _stages(f"{BLIND.name}, M=1", BACKWARD, (BLIND,), 1, data + 1),
     ]
     for split, num in ((1, longer), (2, 2)):
@@ -182,12 +186,15 @@ def _is(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _run_freeing(caller: Student, case: Case) -> dict[str, Any]:
     one = _Forward(caller, case, Layers(caller.kind, given_weights(case.seed)), 0)
-    num_bytes = one.output.untyped_storage().nbytes()
+    storage = one.output.untyped_storage()
+    num_bytes = storage.nbytes()
     caller.free_outputs(one.outputs)
     encoded = one.inputs[-1]
     return {
         "before": num_bytes,
         "after": one.outputs[0].untyped_storage().nbytes(),
+        # Of the same memory, as autograd sees it.
+        "saved": storage.nbytes(),
         "encoded": None if encoded is None else encoded.detach().clone(),
     }
 
@@ -204,11 +211,19 @@ def _judge_freeing(case: Case, kind: Kind, answer: dict[str, Any]) -> None:
         raise Wrong(
             f"{kind.name}: free_outputs freed the loss\nIt is never sent, and the log still shows it."
         )
-    if not kind.is_last and after >= before:
+    if answer["saved"] < before:
         raise Wrong(
-            f"{kind.name}: after free_outputs the output still has its memory, {after} bytes\nIt was "
-            "sent, and this stage needs the numbers no more: the layers have saved on their own what "
-            "backward needs. deallocate_output_tensor(..., True) lets it go."
+            f"{kind.name}: after free_outputs the storage of the output has {answer['saved']} of "
+            f"{before} bytes\nWhat the layers have saved for backward lies in that storage, too: it "
+            "would read memory that is gone, and the process would die (SIGSEGV). Leave the storage to "
+            "those who hold it; only this tensor must let go of it."
+        )
+    if not kind.is_last and after > ONE_NUMBER:
+        kept = "its memory" if after >= before else "a part of its memory"
+        raise Wrong(
+            f"{kind.name}: after free_outputs the output still has {kept}, {after} bytes of "
+            f"{before}\nIt was sent, and this stage needs the numbers no more: the layers have saved "
+            "on their own what backward needs. deallocate_output_tensor(..., True) lets it go."
         )
 
 

@@ -27,6 +27,7 @@ class Kind:
     is_last: bool = False
     looks: bool = True
     """Whether a decoder stage looks at the encoder's output."""
+    s_dec: int = S_DEC
 
     @property
     def input_words(self) -> list[str]:
@@ -50,8 +51,11 @@ DECODER = Kind("a decoder stage in the middle")
 LAST = Kind("the last decoder stage", is_last=True)
 ONLY_DECODER = Kind("the only decoder stage", begins=True, is_last=True)
 BLIND = Kind("a decoder stage that does not look at the encoder's output", looks=False)
+EVEN = Kind("a decoder stage in the middle, both lengths alike", s_dec=S_ENC)
+"""A tensor in the wrong place fits here."""
 KINDS = {
-    kind.name: kind for kind in (FIRST, ENCODER, FIRST_DECODER, DECODER, LAST, ONLY_DECODER, BLIND)
+    kind.name: kind
+    for kind in (FIRST, ENCODER, FIRST_DECODER, DECODER, LAST, ONLY_DECODER, BLIND, EVEN)
 }
 
 
@@ -63,7 +67,7 @@ def draw(seed: int, which: int, *shape: int) -> torch.Tensor:
 
 def shape_of(word: str, kind: Kind) -> list[int]:
     """Of what travels: [s, b, h] with the length of its half of the model."""
-    length = S_DEC if word == "hidden" and kind.is_decoder else S_ENC
+    length = kind.s_dec if word == "hidden" and kind.is_decoder else S_ENC
     return [length, BATCH, HIDDEN]
 
 
