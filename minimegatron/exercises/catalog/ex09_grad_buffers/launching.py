@@ -107,11 +107,11 @@ def _buckets_words(sizes: Sequence[int]) -> str:
     """How many buckets, of how many gradients.
 
     >>> _buckets_words((2, 2, 2)), _buckets_words((1, 3))
-    ('3 buckets of 2 gradients each', '2 buckets, of 1, 3 gradients')
+    ('3 buckets of 2 gradients each', '2 buckets (numbers of gradients: 1, 3)')
     """
     if len(set(sizes)) == 1:
         return f"{len(sizes)} buckets of {sizes[0]} gradients each"
-    return f"{len(sizes)} buckets, of {', '.join(map(str, sizes))} gradients"
+    return f"{len(sizes)} buckets (numbers of gradients: {', '.join(map(str, sizes))})"
 
 
 def _judge_log(
