@@ -311,6 +311,7 @@ def make_groups(case: StepCase) -> ProcessGroupCollection:
         virtual_pipeline_model_parallel_size=case.vp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
+        order=case.order,
         **copies,
     )
     model_parallel_cuda_manual_seed(1)

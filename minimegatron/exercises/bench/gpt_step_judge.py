@@ -31,7 +31,7 @@ class Reference:
         self.dp = num_ranks // (self.case.tp * self.case.cp * self.case.pp)
         case = self.case
         dense, experts = make_grids(
-            num_ranks, case.tp, case.pp, cp=case.cp, ep=case.ep, etp=case.etp
+            num_ranks, case.tp, case.pp, cp=case.cp, ep=case.ep, etp=case.etp, order=case.order
         )
         self.places = [dense.coordinates(rank) for rank in range(num_ranks)]
         self.experts = [experts.coordinates(rank) for rank in range(num_ranks)]

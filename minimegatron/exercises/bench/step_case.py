@@ -6,6 +6,8 @@ Torch-free. Megatron has no counterpart.
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from minimegatron.core.rank_generator import DEFAULT_ORDER
+
 VOCAB, SEQ, MICRO_BATCH, HIDDEN, HEADS = 16, 4, 2, 16, 2
 
 
@@ -25,6 +27,8 @@ class StepCase:
     family: str = "gpt"
     """Which model: "gpt", "bert", "t5" or "mamba"."""
     tied: bool = True
+    order: str = DEFAULT_ORDER
+    """How ranks are numbered, as `initialize_model_parallel` takes it."""
     swiglu: bool = False
     sequence_parallel: bool = False
     per_token: bool = False

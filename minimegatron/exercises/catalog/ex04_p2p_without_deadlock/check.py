@@ -22,10 +22,15 @@ from minimegatron.exercises.bench.gpt_step_judge import Reference
 from minimegatron.exercises.bench.untagged_messages import GET_TRANSPORT, RendezvousTransport
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
-OURS = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator.exchange"
-REPLACES = (OURS,)
+COMMUNICATOR = "minimegatron.core.pipeline_parallel.p2p_communication.P2PCommunicator."
+OURS, IN_ORDER = COMMUNICATOR + "exchange", COMMUNICATOR + "_in_order"
+REPLACES = (OURS, IN_ORDER)
+WITHHELD = {"_in_order": P2PCommunicator._in_order}
+"""Where `_start` looks for our order it finds this, which is empty in the room."""
 WORLD = 4
 RINGS = (4, 3, 2)
+LONG_RINGS = (6, 16)
+"""More stages than ranks: a rank says the orders of several."""
 OTHER_END = {
     "send_next": (1, "recv_prev"),
     "recv_prev": (-1, "send_next"),
@@ -63,15 +68,33 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
         parts = {NAMES[m.is_send, m.payload]: self._prepared(m) for m in messages}
         # In the stub's order on every stage: the order of `parts` must not be an answer.
         given = {name: parts[name] for name in OTHER_END if name in parts}
+        self._in_order = WITHHELD["_in_order"]
         handles: dict[str, Handle] = student._start(self, given)
+        del self._in_order
         _check_handles(handles, parts)
         may_run_on = overlap or self.config.overlap_p2p_comm
         return [self._handle(part, handles[name], may_run_on) for name, part in parts.items()]
 
-    with installed(exchange, OURS):
+    with installed(exchange, OURS), installed(_as_listed, IN_ORDER):
         if case.part == "the order":
             return _orders(dist.get_rank())
         return _run_ring(case.ring) if case.part == "rings" else _run_step(case)
+
+
+def _as_listed(self: P2PCommunicator, **given: Sequence[Any]) -> list[TensorMessage]:
+    """The messages of one call, in the stub's order on every stage."""
+    found = []
+    for is_send, payload, offset in (
+        (True, ACTIVATION, 1),
+        (False, ACTIVATION, -1),
+        (True, GRADIENT, -1),
+        (False, GRADIENT, 1),
+    ):
+        peer = self.next_rank if offset > 0 else self.prev_rank
+        for what in given.get(NAMES[is_send, payload], ()):
+            message = TensorMessage(False, None, peer, payload, 0, what)
+            found.append(self._sending(what, peer, payload) if is_send else message)
+    return found
 
 
 def judge(case: Case, answers: list[Any]) -> Result:
@@ -129,9 +152,13 @@ class _Listing:
         return Done()
 
     def start_batch(self, messages: list[TensorMessage]) -> list[Done]:
-        """A batch gives its messages no order."""
-        self.started = [*OTHER_END, "batch"]
-        return [Done() for _ in messages]
+        """A batch gives its messages no order: there is nothing to judge."""
+        raise Wrong(
+            f"rank {dist.get_rank()}: _start starts its messages as one batch\nA batch has no order, "
+            "and in a ring of two stages it cannot tell activations from gradients: both have the same "
+            "sender and the same receiver. What is asked here is the other way out: an order in which "
+            "messages are started one by one."
+        )
 
     def names(self, *given: str) -> list[str]:
         """What was started; Wrong unless it is each of `given`, once."""
@@ -148,11 +175,14 @@ class _Listing:
 def _orders(rank: int) -> dict[str, list[str]]:
     """What this rank starts as a stage of each ring, and in exchanges with one neighbour.
 
-    In a ring of two it is asked twice: as of the ranks 0, 1, and as of the ranks 0, 2.
+    In a ring of two it is asked twice: as of the ranks 0, 1, and as of the ranks 0, 2. Of a long ring
+    it is every fourth stage.
     """
     number = torch.zeros((1, 1, 1), dtype=torch.float64)
     shape, found = (1, 1, 1), {}
     rings = {f"ring {p}": (rank % p, p) for p in RINGS if rank < WORLD // p * p}
+    for p in LONG_RINGS:
+        rings |= {f"stage {stage} of {p}": (stage, p) for stage in range(rank, p, WORLD)}
     for ring, (stage, p) in {**rings, "ring apart": (rank // 2, 2)}.items():
         listing, communicator = _listing(stage, p)
         communicator.send_forward_backward_recv_forward_backward(number, number, True, True, shape)
@@ -177,9 +207,10 @@ def _listing(stage: int, p: int) -> tuple[_Listing, P2PCommunicator]:
 def _judge_orders(answers: Sequence[dict[str, list[str]]]) -> str:
     """Raises Wrong for orders that hang, that mix two messages up, or that are slow."""
     times = []
-    for p in RINGS:
+    for p in (*RINGS, *LONG_RINGS):
         where = f"a ring of {p} stages"
-        orders = {stage: answers[stage][f"ring {p}"] for stage in range(p)}
+        key = "ring {1}" if p in RINGS else "stage {0} of {1}"
+        orders = {stage: answers[stage % WORLD][key.format(stage, p)] for stage in range(p)}
         time = _time_of(orders, p, where)
         _check_time(p, time)
         times.append(f"{time} in {where}")
@@ -202,8 +233,6 @@ def _judge_orders(answers: Sequence[dict[str, list[str]]]) -> str:
 
 def _time_of(orders: Mapping[int, list[str]], p: int, where: str) -> int:
     """Runs the stages' orders against each other; how many message times they take."""
-    if any("batch" in order for order in orders.values()):
-        return 0  # whose messages do not wait for each other
     places, clocks = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
 
     def at(stage: int) -> str | None:

@@ -11,6 +11,11 @@ from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.check import Case, Result, Wrong, wrong_order
 from minimegatron.planner.plan import plan
 
+REPLACES = (
+    "minimegatron.planner.written_schedules.one_forward_one_backward",
+    "minimegatron.core.pipeline_parallel.schedule_table.get_num_warmup_microbatches",
+    "minimegatron.core.pipeline_parallel.schedule_table.count_rank_microbatches",
+)
 BY_HAND = (3, 4)
 FORWARD_TIME, BACKWARD_TIME = 1, 2
 
@@ -28,7 +33,7 @@ class Unit(NamedTuple):
 def cases(seed: int) -> list[Case]:
     """By hand, then ordinary sizes, fewer microbatches than stages, one microbatch, one stage."""
     draw = random.Random(seed)
-    sizes = [(4, 8), (4, 2), (draw.randint(2, 6), 1), (1, 3)]
+    sizes = [(4, 8), (4, 2), (draw.randint(2, 6), 1), (1, 3), (11, 13), (13, 11)]
     sizes += [(draw.randint(2, 8), draw.randint(2, 12)) for _ in range(3)]
     hand, rule = "part 1, by hand", "part 2, the rule"
     return [

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference, is_close
+from minimegatron.exercises.bench.sent_bytes import SentTensors, all_sent_counted
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 from minimegatron.exercises.room.room import student_frames
 
@@ -28,6 +29,9 @@ def cases(seed: int) -> list[Case]:
         "2 stages, 2 replicas": StepCase(pp=2, num_microbatches=3),
         "4 stages": StepCase(pp=4, num_microbatches=2),
         "2 stages of 2 chunks": StepCase(pp=2, vp=2, num_microbatches=2),
+        "2 stages of 2 chunks, ranks 0 and 2 first": StepCase(
+            pp=2, vp=2, num_microbatches=2, order="tp-cp-ep-pp-dp"
+        ),
         "2 stages, 2 tensor-parallel ranks": StepCase(tp=2, pp=2),
         "1 stage: one copy": StepCase(tp=2),
         "2 stages, nothing tied": StepCase(pp=2, tied=False),
@@ -45,17 +49,21 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
     step = on_these_ranks(case.step)
     before: dict[str, torch.Tensor] = {}
     also_changed: list[tuple[str, str]] = []
+    sent = SentTensors()
 
     def watched(model: Any, embd_group: Any, pp_group: Any) -> None:
         before.update(step.gradients())
         watch = _Watch(step)
         try:
-            student._allreduce_word_embedding_grads(model, embd_group, pp_group)
+            with all_sent_counted(sent):
+                student._allreduce_word_embedding_grads(model, embd_group, pp_group)
         except AttributeError as error:
             if "NoneType" not in str(error):
                 raise
             raise Wrong(_no_weight(error, student.__file__, case)) from error
         also_changed.extend(watch.changes())
+        # A sum that a rank does not join must not meet what the schedule sends next.
+        step.meet()
 
     with installed(watched, OURS):
         step.forward_backward()
@@ -64,6 +72,7 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
         "gradients": step.gradients(),
         "before": before.get(EMBEDDING),
         "also changed": also_changed,
+        "sent": sent.words() if sent.calls else "",
     }
 
 
@@ -75,6 +84,9 @@ def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
             raise Wrong(_misplaced(reference.who(rank), name, what))
     if reference.case.tied:
         _check_embedding(reference, answers)
+    for rank, answer in enumerate(answers):
+        if answer["sent"] and not _has_a_copy_to_sum(reference, rank):
+            raise Wrong(_needless(reference, rank, answer["sent"]))
     reference.check_gradients([answer["gradients"] for answer in answers])
     return Result(_achieved(reference, answers[0]["gradients"]))
 
@@ -141,6 +153,24 @@ def _misplaced(who: str, name: str, what: str) -> str:
     )
 
 
+def _has_a_copy_to_sum(reference: Reference, rank: int) -> bool:
+    last = reference.case.pp - 1
+    return reference.case.tied and last > 0 and reference.places[rank]["pp"] in (0, last)
+
+
+def _needless(reference: Reference, rank: int, sent: str) -> str:
+    why = "This stage holds no copy of the weight, and has nothing to add."
+    if not reference.case.tied:
+        why = "In this model embedding and output layer have a weight each."
+    elif reference.case.pp == 1:
+        why = "There is one copy of the weight, and its gradient is whole."
+    return (
+        f"rank {reference.who(rank)}: your function takes part in {sent}\n{why} The others would wait "
+        "for it in every step. Which of the groups that your function is given has only the ranks "
+        "with something to add?"
+    )
+
+
 def _check_embedding(reference: Reference, answers: Sequence[dict[str, Any]]) -> None:
     """The tied weight alone first: the parts are known, so what was done with them can be told."""
     full, last = reference.gradients, reference.case.pp - 1
@@ -155,6 +185,8 @@ def _check_embedding(reference: Reference, answers: Sequence[dict[str, Any]]) ->
             "copies of the embedding, or dp" if reference.dp == 2 else "copies of the embedding"
         )
         error = str(reference.wrong_gradient(rank, EMBEDDING, got, wanted, {copies: 2}))
+        # The parts are known, so a ratio that is none says nothing here.
+        error = "\n".join(line for line in error.splitlines() if "no common factor" not in line)
         if last == 0:
             raise Wrong(
                 f"{error}\nThere is one stage, so both uses of the weight added into one gradient "

@@ -31,6 +31,9 @@ OTHER_CALLS = [
     ((1, 0, 8, 2, 4), {}, "one stage"),
     ((4, 0, 8, 1, 4), {"is_interleaved": False}, "plain"),
     ((4, 0, 2, 1, 4), {"is_interleaved": False}, "plain"),
+    ((5, 2, 9, 1, 5), {"is_interleaved": False}, "plain"),
+    ((4, 2, 8, 1, 4), {"is_interleaved": False, "forward_only": True}, "forward_only"),
+    ((4, 1, 8, 1, 4), {}, "one chunk"),
 ]
 
 
@@ -210,6 +213,8 @@ def _judge_others(found: list[Any]) -> Result:
     whys = {
         "forward_only": "In a forward-only step every forward is a warm-up forward.",
         "one stage": "With one stage nothing must be waited for: no warm-up.",
+        "one chunk": "This step is interleaved, although a stage has one chunk: is_interleaved says "
+        "so. Which of your branches does it take?",
         "plain": "Plain 1F1B warms up with one forward per stage that follows, at most M.",
     }
     for (arguments, options, why), got in zip(OTHER_CALLS, found, strict=True):

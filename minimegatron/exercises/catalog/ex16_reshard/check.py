@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from minimegatron.core import dist_checkpointing
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
-from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
+from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, boxes_of_range
 from minimegatron.core.tensor_parallel.sharding import (
     set_tensor_model_parallel_attributes,
     shard_parameter,
@@ -29,7 +29,7 @@ from minimegatron.training.checkpointing import sharded_model_state, sharded_opt
 OURS = "minimegatron.core.dist_checkpointing.mapping.make_sharded_tensors"
 REPLACES = (OURS,)
 SINGLE, MOVE = "single tensors", "moves between layouts"
-TP, WORLD = 2, 4
+WORLD = 4
 
 
 def cases(seed: int) -> list[Case]:
@@ -39,18 +39,23 @@ def cases(seed: int) -> list[Case]:
     row, column = draw.choice([4, 8]), 2 * draw.randint(2, 4)
     stacked = 4 * draw.randint(1, 2)
     tensors = [
-        ("cut along dimension 0", (row, column), 0, 1, 1),
-        ("cut along dimension 1", (row, column), 1, 1, 1),
-        ("not cut", (row, column), -1, 1, 1),
-        ("a bias, cut", (2 * row,), 0, 1, 1),
-        ("stacked, cut along dimension 0", (stacked, column), 0, 2, 1),
-        ("cut along dimension 1, in ranges", (row, column), 1, 1, 3),
-        ("stacked, cut along dimension 0, in ranges", (stacked, column), 0, 2, 3),
-        ("not cut, in ranges", (row, column), -1, 1, 3),
+        ("cut along dimension 0", (row, column), 0, 1, 1, 2),
+        ("cut along dimension 1", (row, column), 1, 1, 1, 2),
+        ("not cut", (row, column), -1, 1, 1, 2),
+        ("a bias, cut", (2 * row,), 0, 1, 1, 2),
+        ("stacked, cut along dimension 0", (stacked, column), 0, 2, 1, 2),
+        ("cut along dimension 1, in ranges", (row, column), 1, 1, 3, 2),
+        ("stacked, cut along dimension 0, in ranges", (stacked, column), 0, 2, 3, 2),
+        ("not cut, in ranges", (row, column), -1, 1, 3, 2),
+        ("cut for 4 ranks, in ranges", (row, column), 0, 1, 3, 4),
+        ("three stacked, cut along dimension 0 for 3 ranks, in ranges", (18, column), 0, 3, 5, 3),
+        ("stacked, cut along dimension 1 for 3 ranks, in ranges", (row, 12), 1, 2, 3, 3),
+        ("three dimensions, cut along the middle one, in ranges", (3, 8, column), 1, 2, 5, 2),
+        ("cut for 1 rank: whole, in ranges", (row, column), 0, 1, 3, 1),
     ]
     single = [
-        Case(name, part=SINGLE, shape=shape, dim=dim, stride=stride, parts=parts)
-        for name, shape, dim, stride, parts in tensors
+        Case(name, part=SINGLE, shape=shape, dim=dim, stride=stride, parts=parts, tp=tp)
+        for name, shape, dim, stride, parts, tp in tensors
     ]
     both = {"seed": data, "swiglu": True}
     moves = {
@@ -92,7 +97,7 @@ def _full(case: Case) -> torch.Tensor:
 def _piece(case: Case, tp_rank: int, stride: int) -> torch.Tensor:
     like = torch.empty(0)
     set_tensor_model_parallel_attributes(like, case.dim >= 0, case.dim, stride)
-    return shard_parameter(_full(case), like, tp_rank, TP)
+    return shard_parameter(_full(case), like, tp_rank, case.tp)
 
 
 def _pieces(case: Case, tp_rank: int) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]:
@@ -110,18 +115,36 @@ def _pieces(case: Case, tp_rank: int) -> tuple[torch.Tensor, list[tuple[int, tor
 def _run_tensor(make: Callable, case: Case) -> list[dict[str, Any]]:
     """What every rank's call gives, with rank 1's piece made here too."""
     calls = []
-    for tp_rank in range(TP):
+    for tp_rank in range(case.tp):
         piece, parts = _pieces(case, tp_rank)
         for start, data in parts:
-            boxes = make("weight", piece, data, tp_rank, TP, start)
-            calls.append(_plain(boxes, data, _who(tp_rank, start, data)))
-        second = make("weight", piece, piece, tp_rank, TP, replica_id=1)
-        calls.append(_plain(second, piece, f"tp rank {tp_rank} of {TP}, replica_id=1"))
+            boxes, who = (
+                make("weight", piece, data, tp_rank, case.tp, start),
+                _who(case, tp_rank, start, data),
+            )
+            calls.append(_plain(boxes, data, who))
+            _check_number(boxes, case, tuple(piece.shape), start, data.numel(), who)
+        second = make("weight", piece, piece, tp_rank, case.tp, replica_id=1)
+        calls.append(_plain(second, piece, f"tp rank {tp_rank} of {case.tp}, replica_id=1"))
     return calls
 
 
-def _who(tp_rank: int, start: int, data: torch.Tensor) -> str:
-    who = f"tp rank {tp_rank} of {TP}, elements {start} to {start + data.numel()}"
+def _check_number(
+    boxes: list[ShardedTensor], case: Case, shape: tuple[int, ...], start: int, numel: int, who: str
+) -> None:
+    """Each box of the piece, once for each of the stacked matrices, is enough. Not a matter of time."""
+    most = len(list(boxes_of_range(shape, start, start + numel))) * case.stride
+    if len(boxes) > most:
+        raise Wrong(
+            f"{who}: it returned {num_of(len(boxes), 'box', 'boxes')}, and {most} "
+            f"{'is' if most == 1 else 'are'} enough\nEach box is an entry of the checkpoint, and is "
+            "looked up and copied by itself. How many would a matrix of 10,000 x 10,000 have in your "
+            "way? What do neighbouring elements have in common?"
+        )
+
+
+def _who(case: Case, tp_rank: int, start: int, data: torch.Tensor) -> str:
+    who = f"tp rank {tp_rank} of {case.tp}, elements {start} to {start + data.numel()}"
     return f"{who} (start={start})" if start else who
 
 
@@ -158,7 +181,7 @@ def _kind(value: Any) -> str:
 def _judge_tensor(case: Case, calls: list[list[dict[str, Any]]]) -> Result:
     said = iter(calls)
     saved, num_boxes = torch.zeros(case.shape, dtype=torch.int64), 0
-    for tp_rank in range(TP):
+    for tp_rank in range(case.tp):
         for start, data in _pieces(case, tp_rank)[1]:
             boxes = next(said)
             _judge_boxes(boxes, case, tp_rank, start, data)
@@ -168,8 +191,8 @@ def _judge_tensor(case: Case, calls: list[list[dict[str, Any]]]) -> Result:
                     saved[_slices(box)] += 1
         if any(box["replica_id"] == 0 for box in next(said)):
             raise Wrong(
-                f"tp rank {tp_rank} of {TP}: called with replica_id=1 (a second copy, as of a tied "
-                "embedding), it gives boxes with replica_id 0: two ranks would save the same"
+                f"tp rank {tp_rank} of {case.tp}: called with replica_id=1 (a second copy, as of a "
+                "tied embedding), it gives boxes with replica_id 0: two ranks would save the same"
             )
     _judge_saved_once(saved, case)
     return Result({"boxes": num_boxes})
@@ -185,7 +208,7 @@ def _slices(box: dict[str, Any]) -> tuple[slice, ...]:
 def _judge_boxes(
     boxes: list[dict[str, Any]], case: Case, tp_rank: int, start: int, data: torch.Tensor
 ) -> None:
-    full, who = _full(case), _who(tp_rank, start, data)
+    full, who = _full(case), _who(case, tp_rank, start, data)
     for box in boxes:
         offset, shape = tuple(box["global_offset"]), tuple(box["data"].shape)
         where = f"{who}: the box at {offset}, size {shape},"

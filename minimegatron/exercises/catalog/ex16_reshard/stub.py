@@ -51,7 +51,8 @@ def make_sharded_tensors(
         replica_id: 0 where these boxes are the ones to save; passed on. But of a tensor that every
             tensor-parallel rank holds whole only tp_rank 0 may save: the others use `tp_rank`.
 
-    Each box's `data` is a view into `data`, of the box's size: loading writes into it.
+    Each box's `data` is a view into `data`, of the box's size: loading writes into it. No more boxes
+    than `boxes_of_range` gives, times the stride.
     """
     raise NotImplementedError(
         "Write make_sharded_tensors: cut the range into boxes of the piece, then move each box to its "

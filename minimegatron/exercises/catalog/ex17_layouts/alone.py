@@ -31,6 +31,11 @@ def cases(seed: int) -> list[Case]:
         "one stage": (5, 1, 1, 3, 2),
         "61 layers, 16 stages": (61, 16, 2, 5, 17),
         "times that are no integers": (10, 4, 0.3, 1.1, 2.45),
+        # Equal shares, rounded, and other short ways are wrong for the next four, with any seed.
+        "seven stages": (27, 7, 3, 5, 3),
+        "a loss of five layers": (24, 3, 1, 4, 20),
+        "nearly nothing at the ends": (23, 4, 2, 5, 1),
+        "times below 1": (23, 5, 0.5, 0.3, 1.1),
     }
     for i in range(10):
         p, layers = draw.randint(2, 8), draw.randint(2, 30)
