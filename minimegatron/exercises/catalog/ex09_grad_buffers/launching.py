@@ -92,8 +92,8 @@ def _judge_log(
         raise Wrong(
             f"buckets were launched in the order {', '.join(map(str, log))}\n{where}\nCollectives "
             "are told apart only by their order. A rank on which another bucket is complete first "
-            "would add its bucket to a different one of its peers: launch bucket b only after "
-            "bucket b - 1."
+            "would add its bucket to a different one of its peers. What must bucket b know of "
+            "another one before it leaves?"
         )
     if len(log) > wanted:
         raise Wrong(
@@ -105,11 +105,11 @@ def _judge_log(
     if counted[due] < come.count(due):
         raise Wrong(
             f"bucket {due} has all its gradients, but its params_with_grad holds {counted[due]} of "
-            f"2 parameters, so it was not launched\n{where}\nFirst note the parameter: "
-            "self.params_with_grad.add(param)."
+            f"2 parameters, so it was not launched\n{where}\nThat set is how a bucket counts. When "
+            "does a parameter come into it?"
         )
     raise Wrong(
-        f"bucket {due} is complete and it is its turn, but it was not launched\n{where}\nLaunch a "
-        "bucket at its last gradient. After that look at the next one, which may have been complete "
-        "for a while, and so on."
+        f"bucket {due} is complete and it is its turn, but it was not launched\n{where}\nTwo "
+        "things can make a bucket due: a gradient of its own, and another bucket that leaves. "
+        "Which of the two does your code notice?"
     )

@@ -10,10 +10,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-PRODUCTS = (
-    "matmul __matmul__ __rmatmul__ bmm baddbmm einsum tensordot linear mul __mul__ __rmul__ "
-    "multiply scaled_dot_product_attention"
-).split()
+_MATRICES = (
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "bmm",
+    "baddbmm",
+    "einsum",
+    "tensordot",
+    "linear",
+)
+PRODUCTS = (*_MATRICES, "mul", "__mul__", "__rmul__", "multiply", "scaled_dot_product_attention")
 """Calls of torch, one of which no block of attention can do without, forward or backward."""
 EMPTY = ("empty", "zeros", "ones", "full")
 """In the names of calls that take shape and dtype of a tensor, and none of its numbers."""

@@ -81,7 +81,9 @@ def ring_backward(
         rows, columns, is_causal = block_of_step(step, ring.rank, ring.size, query.size(1))
         with torch.enable_grad():
             q = query[:, rows].detach().requires_grad_()
-            k, v = (x[:, columns].detach().requires_grad_() for x in (buffer[..., :d], buffer[..., d:]))
+            k, v = (
+                x[:, columns].detach().requires_grad_() for x in (buffer[..., :d], buffer[..., d:])
+            )
             part, part_lse = attend(q, k, v, scale, is_causal)
         # This block's share of the softmax over all keys, and what its own softmax does not know.
         share = torch.exp(part_lse - lse[:, rows]).detach()
