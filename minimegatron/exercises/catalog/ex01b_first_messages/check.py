@@ -121,7 +121,7 @@ def _wait_for_ever(student: ModuleType, value: torch.Tensor) -> None:
         elif signal.getitimer(signal.ITIMER_REAL)[0]:
             raise Wrong(
                 f"rank {dist.get_rank()}: wait_for_ever calls dist.{name} before dist.recv\n"
-                "That is another hang, or none. On both ranks the first call must be dist.recv: each "
+                "That is another hang, or none: on both ranks the first call must be dist.recv. Each "
                 "waits, and so nobody ever comes to its dist.send."
             )
 

@@ -255,8 +255,8 @@ class Trial:
         if self.rank != self.tp_rank:
             return (
                 f"{text}No tensor-parallel rank found the target in its slice. This is rank "
-                f"{self.rank} of all ranks, but {self.tp_rank} of its tensor-parallel ranks. Which of the "
-                "two says where its slice begins?"
+                f"{self.rank} of all ranks, but {self.tp_rank} of its tensor-parallel ranks. Which of "
+                "the two says where its slice begins?"
             )
         return f"{text}One of the ranks holds the target. How does its logit come to the others?"
 

@@ -95,8 +95,8 @@ def _check_started(who: str, d: int, one: dict[str, Any]) -> None:
     if d > 1 and not one["calls"]:
         raise Wrong(
             f"rank {who}: right, but {one['by']} starts nothing: what it returned sends the bucket "
-            "when it is waited for\nUntil then the others compute. When must the bucket set out, so that "
-            "the wait finds it there?"
+            "when it is waited for\nUntil then the others compute. When must the bucket set out, so "
+            "that the wait finds it there?"
         )
 
 
