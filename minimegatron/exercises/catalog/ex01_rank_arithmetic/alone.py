@@ -15,7 +15,7 @@ GENERATOR = "minimegatron.core.rank_generator.RankGenerator."
 REPLACES = (GENERATOR + "coordinates", GENERATOR + "get_ranks")
 COORDINATES, GET_RANKS = RankGenerator.coordinates, RankGenerator.get_ranks
 NAMES = ("tp", "ep", "dp", "pp", "cp")
-ALSO = ("tp", "dp", "pp", "ep", "tp-ep", "tp-pp", "pp-tp", "dp-cp", "tp-dp-cp", "tp-dp-pp")
+ALSO = ("tp", "dp", "pp", "tp-pp", "pp-tp", "dp-cp", "tp-dp-cp", "tp-dp-pp", "ep", "tp-ep")
 
 
 def cases(seed: int) -> list[Case]:
