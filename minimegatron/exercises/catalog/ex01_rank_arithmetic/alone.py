@@ -12,7 +12,7 @@ from minimegatron.exercises.check import Case, Result, Wrong, check_value, insta
 from minimegatron.exercises.room.stand_ins import stood_for, used_words
 
 GENERATOR = "minimegatron.core.rank_generator.RankGenerator."
-REPLACES = (GENERATOR + "coordinates", GENERATOR + "get_ranks")
+REPLACES = tuple(GENERATOR + name for name in ("coordinates", "get_ranks", "_walk"))
 COORDINATES, GET_RANKS = RankGenerator.coordinates, RankGenerator.get_ranks
 NAMES = ("tp", "ep", "dp", "pp", "cp")
 ALSO = ("tp", "dp", "pp", "tp-pp", "pp-tp", "dp-cp", "tp-dp-cp", "tp-dp-pp", "ep", "tp-ep")

@@ -20,9 +20,10 @@ from minimegatron.exercises.catalog.ex13_gradient_norm.differences import (
 )
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
-SELECTION = "minimegatron.core.optimizer.optimizer.MegatronOptimizer.get_main_grads_for_grad_norm"
+OPTIMIZER = "minimegatron.core.optimizer.optimizer.MegatronOptimizer."
+SELECTION = OPTIMIZER + "get_main_grads_for_grad_norm"
 NORM = "minimegatron.core.optimizer.clip_grads.get_grad_norm_fp32"
-REPLACES = (SELECTION, NORM)
+REPLACES = (SELECTION, NORM, OPTIMIZER + "_counted_params")
 BIAS = "decoder.layers.1.mlp.linear_fc2.bias"
 VECTORS, STEPS = "norms of vectors", "norms in a step"
 WORLD = 4
