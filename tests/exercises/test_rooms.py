@@ -1,5 +1,6 @@
 """A student's room: what may come out of it, what it cannot reach, and how its ends are told."""
 
+import inspect
 import math
 import re
 import subprocess
@@ -13,6 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minimegatron.core.tensor_parallel import mappings
+from minimegatron.exercises.bench.cases import Wrong
+from minimegatron.exercises.bench.replacing import withheld
 from minimegatron.exercises.check.engine import Sheet, check_file
 from minimegatron.exercises.exercise import find
 from minimegatron.exercises.room import verdict
@@ -306,3 +310,15 @@ def test_a_question_says_what_it_asks():
     (question,) = Sheet(find("ex05"), 0).questions
     assert question.is_alone and isinstance(question, Question) and not question.hangs
     assert collect(question, find("ex05").folder / "stub.py", 4.0).ending == ""
+
+
+# -- Ours, out of reach for a while --
+
+
+def test_d_what_is_withheld_for_a_block_is_there_again_as_it_was():
+    kind = mappings._CopyToModelParallelRegion
+    before = inspect.getattr_static(kind, "forward")
+    refused = pytest.raises(Wrong, match="your code calls .*_CopyToModelParallelRegion.forward")
+    with withheld([f"{kind.__module__}.{kind.__name__}.forward"]), refused:
+        kind.forward(None, torch.ones(1), None)
+    assert inspect.getattr_static(kind, "forward") is before

@@ -14,6 +14,7 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.exercises.catalog.ex22_ring_attention import blocks
 from minimegatron.exercises.catalog.ex22_ring_attention import check as ring_check
 from minimegatron.exercises.catalog.ex22_ring_attention import solution as ring_solution
+from minimegatron.exercises.catalog.ex22_ring_attention.company import Company
 from minimegatron.exercises.catalog.ex22_ring_attention.data import Tokens, positions
 from minimegatron.exercises.catalog.ex22_ring_attention.merging import given_parts
 from minimegatron.exercises.catalog.ex22_ring_attention.truth import RightRing
@@ -169,3 +170,47 @@ def test_the_figures_of_the_page_on_two_tokens():
     case = SimpleNamespace(K=2, f=0.3, per_token=False)
     added = truth.depth_losses(case, [None] * 3, labels, mask, lambda *_: next(given))
     assert float(sum(added)) == pytest.approx(1.35)
+
+
+# -- What is company for a hop --
+
+
+def whole_block(query, key):
+    return torch.exp(query @ key.mT)
+
+
+COMPANY = {
+    "a block": (lambda q, k, v: whole_block(q, k), True),
+    "a block, einsum": (lambda q, k, v: torch.einsum("aqd,akd->aqk", q, k), True),
+    "a block of scaled queries": (lambda q, k, v: whole_block(q * 0.5, k[:, 1:]), True),
+    "a block of both, stacked": (lambda q, k, v: whole_block(q, torch.stack([k, v])[0]), True),
+    "a block of a copy": (lambda q, k, v: whole_block(q, torch.empty_like(k).copy_(k)), True),
+    "anything": (lambda q, k, v: torch.exp(torch.ones(4, 4) @ torch.ones(4, 4)), False),
+    "queries alone": (lambda q, k, v: torch.exp(q @ q.mT), False),
+    "keys alone": (lambda q, k, v: torch.exp(k @ k.mT), False),
+    "zeros like keys": (lambda q, k, v: whole_block(q, torch.zeros_like(k)), False),
+}
+
+
+@pytest.mark.parametrize(("work", "is_block"), COMPANY.values(), ids=list(COMPANY))
+def test_d_only_a_block_of_queries_and_keys_hides_a_hop(work, is_block):
+    query, key, value = torch.randn(3, 2, 4, 3, dtype=torch.float64).unbind()
+    query, key, value = query.clone(), key.clone(), value.clone()
+    hop = SimpleNamespace(is_waited=False, has_company=False)
+    company = Company(query, [key, value])
+    company.under_way = [hop]
+    with company:
+        work(query, key, value)
+    assert hop.has_company == is_block and company.num_hidden == is_block
+
+
+def test_d_what_comes_at_the_place_of_keys_are_keys():
+    query, key, came = torch.ones(3, 1, 2, 3).unbind()
+    query, key, came = query.clone(), key.clone(), came.clone()
+    company = Company(query, [key])
+    assert company.arrive([key], [came]) and company.marks(came) == {1}
+    assert not company.arrive([query], [torch.ones(3)])
+    with company:
+        torch.exp(query @ came.mT)
+    # Nothing was under way.
+    assert company.num_hidden == 0

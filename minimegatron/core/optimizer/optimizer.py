@@ -242,18 +242,22 @@ class MegatronOptimizer(ABC):
         """Puts unscaled gradients where the update rule reads them; True if a rank found Inf or NaN.
 
         Once per step, which calls it. Raises RuntimeError for gradients that are unscaled already, and
-        ValueError for a parameter that was frozen after this optimizer was made.
+        ValueError for a frozen parameter that has a gradient.
         """
         if self._is_unscaled:
             raise RuntimeError(
                 "prepare_grads() twice in one step would divide by the loss scale twice; go on with "
                 "clip_grad_norm() and step_with_ready_grads(), not with step()"
             )
-        frozen = [name for name, param in self.named_params if not param.requires_grad]
+        frozen = [
+            name
+            for name, param in self.named_params
+            if not param.requires_grad and getattr(param, "main_grad", param.grad) is not None
+        ]
         if frozen:
             raise ValueError(
-                f"{len(frozen)} parameters, such as {frozen[0]}, do not require a gradient, but did "
-                "when the optimizer was made: they would move by their moments and weight decay; "
+                f"{len(frozen)} parameters, such as {frozen[0]}, do not require a gradient, but "
+                "have one, which may be zero: they would move by their moments and weight decay; "
                 "freeze them before, or make wrapper and optimizer again"
             )
         self._copy_model_grads_to_main_grads()

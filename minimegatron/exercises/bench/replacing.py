@@ -19,6 +19,7 @@ def installed(function: Callable, symbol: str) -> Iterator[None]:
     """For the length of the block, `function` stands wherever ours, at dotted path `symbol`, does."""
     holder, name = locate(symbol)
     original = getattr(holder, name)
+    as_it_lies = inspect.getattr_static(holder, name)
     replacement = _traced_like(original, function)
     places = [(holder, name)]
     for module_name, module in list(sys.modules.items()):
@@ -30,7 +31,7 @@ def installed(function: Callable, symbol: str) -> Iterator[None]:
         yield
     finally:
         for place, key in places:
-            setattr(place, key, original)
+            setattr(place, key, as_it_lies if place is holder else original)
 
 
 def locate(symbol: str) -> tuple[Any, str]:
@@ -67,6 +68,18 @@ def withhold(symbols: Sequence[str]) -> None:
             _empty(function, symbol)
 
 
+@contextlib.contextmanager
+def withheld(symbols: Sequence[str]) -> Iterator[None]:
+    """For the length of the block, who calls one of our own `symbols` hears so, as Wrong.
+
+    For what the package needs outside the block, such as a layer's own product.
+    """
+    with contextlib.ExitStack() as stack:
+        for symbol in symbols:
+            stack.enter_context(installed(_refusal(symbol), symbol))
+        yield
+
+
 def functions_of(value: Any) -> list[types.FunctionType]:
     """The Python functions behind a function, a method, a traced link or a class."""
     if isinstance(value, type):
@@ -85,11 +98,16 @@ def _empty(function: types.FunctionType, symbol: str) -> None:
     if function.__code__.co_freevars:
         raise ValueError(f"{symbol} is a closure; withhold the function that makes it")
 
+    refuse = _refusal(symbol)
+    function.__code__ = refuse.__code__
+    function.__defaults__, function.__kwdefaults__ = None, refuse.__kwdefaults__
+
+
+def _refusal(symbol: str) -> types.FunctionType:
     def refuse(*_: Any, _symbol: str = symbol, _wrong: type = Wrong, **__: Any) -> Any:
         raise _wrong(
             f"your code calls {_symbol}: that is what you are to write, and it is not there while "
             "your code is checked"
         )
 
-    function.__code__ = refuse.__code__
-    function.__defaults__, function.__kwdefaults__ = None, refuse.__kwdefaults__
+    return refuse

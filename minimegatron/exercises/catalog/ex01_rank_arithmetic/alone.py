@@ -12,10 +12,10 @@ from minimegatron.exercises.check import Case, Result, Wrong, check_value, insta
 from minimegatron.exercises.room.stand_ins import stood_for, used_words
 
 GENERATOR = "minimegatron.core.rank_generator.RankGenerator."
-REPLACES = (GENERATOR + "coordinates", GENERATOR + "get_ranks")
+REPLACES = tuple(GENERATOR + name for name in ("coordinates", "get_ranks", "_walk"))
 COORDINATES, GET_RANKS = RankGenerator.coordinates, RankGenerator.get_ranks
 NAMES = ("tp", "ep", "dp", "pp", "cp")
-ALSO = ("tp", "dp", "pp", "tp-pp", "pp-tp", "dp-cp", "tp-dp-cp", "tp-dp-pp")
+ALSO = ("tp", "dp", "pp", "tp-pp", "pp-tp", "dp-cp", "tp-dp-cp", "tp-dp-pp", "ep", "tp-ep")
 
 
 def cases(seed: int) -> list[Case]:
@@ -24,6 +24,7 @@ def cases(seed: int) -> list[Case]:
         {"tp": 2, "dp": 2, "pp": 4, "order": "tp-dp-pp"},
         {"tp": 3, "dp": 2, "pp": 2, "order": "pp-dp-tp"},
         {"dp": 4, "order": "dp"},
+        {"tp": 2, "ep": 3, "pp": 2, "order": "tp-ep-dp-pp"},
         {"tp": 2, "cp": 2, "dp": 3, "pp": 2, "order": DEFAULT_ORDER, "rank_offset": 8},
     ]
     draw = random.Random(seed)

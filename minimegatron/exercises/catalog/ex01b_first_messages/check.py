@@ -51,12 +51,14 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
             "one sends only afterwards: on both ranks, dist.recv comes before dist.send."
         )
     function = student.sum_of_all if case.part == SUM else student.hand_over
+    called: list[str] = []
 
     def look(name: str, peer: int, tensor: Any) -> None:
+        called.append(name)
         _check_message(name, peer, tensor, value, is_sender=case.part == MESSAGE and rank == 0)
 
     with _looked_at(student, look):
-        return {"returned": function(given), "given": given}
+        return {"returned": function(given), "given": given, "called": called}
 
 
 def _own_words(rank: int, times: int) -> str:
@@ -82,12 +84,28 @@ def judge(case: Case, answers: Sequence[Any]) -> Result | None:
                 "recv write into the tensor that they are given. Whose is it here, and who still "
                 "needs it?"
             )
+    if case.part == MESSAGE:
+        _check_sent([answer["called"] for answer in answers])
     return Result({"result": [round(x, 3) for x in answers[0]["returned"].tolist()]})
 
 
 def _values(case: Case) -> torch.Tensor:
     generator = torch.Generator().manual_seed(case.seed + 5)
     return torch.randn(WORLD, case.n, dtype=torch.float64, generator=generator)
+
+
+def _check_sent(called: Sequence[Sequence[str]]) -> None:
+    """Raises Wrong where the value has come, but by no message from rank 0 to rank 1."""
+    for rank, (names, wanted) in enumerate(zip(called, (SENDS, RECEIVES), strict=True)):
+        if not any(name in wanted for name in names):
+            doing = "sends" if wanted is SENDS else "receives"
+            by = ", ".join(f"dist.{name}" for name in dict.fromkeys(names))
+            raise Wrong(
+                f"rank {rank}: the value is right, but this rank {doing} no message"
+                + (f": it calls {by}" if by else "")
+                + "\nA collective is for what all ranks know or need. Here one rank has something, and "
+                "one other lacks it. Which tool is made for two?"
+            )
 
 
 # -- The hang --
@@ -103,7 +121,7 @@ def _wait_for_ever(student: ModuleType, value: torch.Tensor) -> None:
         elif signal.getitimer(signal.ITIMER_REAL)[0]:
             raise Wrong(
                 f"rank {dist.get_rank()}: wait_for_ever calls dist.{name} before dist.recv\n"
-                "That is another hang, or none. On both ranks the first call must be dist.recv: each "
+                "That is another hang, or none: on both ranks the first call must be dist.recv. Each "
                 "waits, and so nobody ever comes to its dist.send."
             )
 

@@ -14,15 +14,29 @@ from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowPa
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
 from minimegatron.core.transformer.mlp import MLP, MLPSubmodules
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.exercises.bench.counted_collectives import counted
+from minimegatron.exercises.bench.counted_collectives import CountedCollective
 from minimegatron.exercises.bench.feedback_numbers import check_numbers
 from minimegatron.exercises.bench.gpt_step import Seat, StepCase, make_groups, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
+from minimegatron.exercises.bench.replacing import withheld
+from minimegatron.exercises.bench.sent_bytes import BY_TORCH, all_sent_counted
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 FORWARD = "minimegatron.core.transformer.mlp.MLP.forward"
 REPLACES = (FORWARD,)
+_OURS = "minimegatron.core.tensor_parallel."
+WITHHELD = (
+    f"{_OURS}mappings._CopyToModelParallelRegion.forward",
+    f"{_OURS}mappings._ReduceFromModelParallelRegion.forward",
+    f"{_OURS}mappings._reduce",
+    f"{_OURS}layers.ColumnParallelLinear.forward",
+    f"{_OURS}layers.RowParallelLinear.forward",
+    f"{_OURS}layers._linear",
+)
+"""What a solution could hand all its work to. The rest of a GPT needs it."""
 SEQ, BATCH, HIDDEN = 3, 2, 4
+NUM_BYTES = 8 * SEQ * BATCH * HIDDEN
+"""Of what enters an MLP, and of what leaves it."""
 ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
 WORLD = 4
 
@@ -49,8 +63,13 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
             reports = step.forward_backward()
         return {"reports": reports, "gradients": step.gradients()}
     groups = make_groups(StepCase(tp=case.tp))
-    if case.part == "the MLP":
-        return _run_mlp(student, case, groups)
+    with withheld(WITHHELD):
+        return (_run_mlp if case.part == "the MLP" else _run_conjugates)(student, case, groups)
+
+
+def _run_conjugates(
+    student: ModuleType, case: Case, groups: ProcessGroupCollection
+) -> dict[str, Any]:
     me = Place(case, torch.distributed.get_rank())
     copy = student.copy_to_tensor_model_parallel_region
     reduce = student.reduce_from_tensor_model_parallel_region
@@ -240,13 +259,23 @@ def _run_mlp(student: ModuleType, case: Case, groups: ProcessGroupCollection) ->
     rank = torch.distributed.get_rank()
     layer = Layer(case, rank)
     mlp = layer.cut(case, groups.tp)
-    with counted() as counter:
-        passed = _through(student.forward, mlp, layer.entered, layer.grad, rank)
-    return {
-        **passed,
-        "weights": {name: param.grad for name, param in mlp.named_parameters()},
-        "collectives": counter.words(),
-    }
+    sent: dict[str, list[Any]] = {}
+
+    def forward(*arguments: Any) -> Any:
+        with all_sent_counted() as counter:
+            returned = student.forward(*arguments)
+        sent["forward"] = _plain(counter.calls)
+        return returned
+
+    with all_sent_counted() as counter:
+        passed = _through(forward, mlp, layer.entered, layer.grad, rank)
+    sent["backward"] = _plain(counter.calls[len(sent["forward"]) :])
+    weights = {name: param.grad for name, param in mlp.named_parameters()}
+    return {**passed, "weights": weights, "sent": sent}
+
+
+def _plain(calls: Sequence[CountedCollective]) -> list[Any]:
+    return [[call.name, call.num_bytes] for call in calls]
 
 
 def _through(
@@ -276,7 +305,23 @@ def _judge_mlp(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     for rank, answer in enumerate(answers):
         members = range(rank // case.tp * case.tp, (rank // case.tp + 1) * case.tp)
         _judge_mlp_on(case, rank, answer, [answers[other] for other in members])
-    return Result({"collectives": f"{answers[0]['collectives']}, forward and backward of one MLP"})
+    for rank, answer in enumerate(answers):
+        for way, calls in answer["sent"].items():
+            _judge_sent(rank, way, calls)
+    return Result({"exchanged by one MLP": f"one sum of {NUM_BYTES} bytes in each direction"})
+
+
+def _judge_sent(rank: int, way: str, calls: Sequence[Sequence[Any]]) -> None:
+    """One sum of the size of what enters and leaves."""
+    found = [(name.removeprefix(BY_TORCH), num_bytes) for name, num_bytes in calls]
+    if found != [("all-reduce", NUM_BYTES)]:
+        words = ", ".join(f"{name} of {num_bytes} bytes" for name, num_bytes in found) or "nothing"
+        raise Wrong(
+            f"rank {rank}: the numbers are right, but in {way} this MLP exchanges something "
+            f"else than one sum of {NUM_BYTES} bytes, the size of its output: {words}\n"
+            "With its own columns and rows a rank computes its own features, and one term of each "
+            "output. Which of the things that cross are neither an output nor a gradient of the input?"
+        )
 
 
 def _judge_mlp_on(case: Case, rank: int, answer: dict[str, Any], group: list[Any]) -> None:

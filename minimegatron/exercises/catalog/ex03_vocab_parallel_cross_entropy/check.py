@@ -1,6 +1,7 @@
 """Checks the loss and its gradient against torch's cross-entropy, then inside a GPT's training step."""
 
 import random
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +17,12 @@ from minimegatron.exercises.bench.sent_bytes import all_sent_counted
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
 OURS = "minimegatron.core.tensor_parallel.cross_entropy.VocabParallelCrossEntropy"
-REPLACES = (OURS,)
+REPLACES = (OURS, "minimegatron.core.tensor_parallel.cross_entropy._find_target")
 KINDS = ("small logits", "logits in the hundreds", "all targets on rank 0's slice")
 WORLD = 4
 NO_OFFSET = (
-    "the offset of the slice is not subtracted from the target\nA target is an id of the whole "
-    "vocabulary. In this rank's slice its place is target - group.rank() * n."
+    "targets were looked up as if this rank's slice began at word 0\nA target is an id of the whole "
+    "vocabulary. At which word does the slice begin, and at which entry of it lies the target?"
 )
 
 OWN_SLICE = (
@@ -72,11 +73,17 @@ def judge(case: Case, answers: list[Any]) -> Result | None:
     return Result({"collectives": words})
 
 
+OTHER_COPY = (
+    "numbers of ranks {} are in it, which hold another copy of the model and other tokens\nWhich ranks "
+    "hold the other slices of this rank's logits, and which ranks did you ask?"
+)
+
+
 class Trial:
     """One set of logits, the same on all ranks of a group, of which each rank shows its slice."""
 
     def __init__(self, case: Case, rank: int):
-        self.kind, self.n, self.tp, self.rank = case.kind, case.n, case.tp, rank
+        self.case, self.kind, self.n, self.tp, self.rank = case, case.kind, case.n, case.tp, rank
         replica, self.tp_rank = divmod(rank, case.tp)
         generator = torch.Generator().manual_seed(1000 * case.seed + 10 * replica + len(case.kind))
         vocab = case.n * case.tp
@@ -138,8 +145,8 @@ class Trial:
             raise Wrong(
                 f"{self.where}: right, but your collectives were given {answer['num_bytes']} bytes "
                 f"({answer['collectives']}); the logits themselves are {self.whole_bytes}\n"
-                "Three numbers per token are enough: the maximum, the target's logit, the sum of "
-                "exponentials."
+                "Which numbers about a token does a rank lack? How many are they, however large the "
+                "vocabulary is?"
             )
 
     # -- Losses --
@@ -179,6 +186,7 @@ class Trial:
         is_low = self.target < self.n
         unmasked = here.gather(-1, entry.unsqueeze(-1)).squeeze(-1)
         return [
+            *self._guesses_of_all_ranks(),
             (
                 log_sum - torch.where(is_low, not_shifted - (self.tp - 1) * maximum, maximum),
                 NO_OFFSET,
@@ -197,26 +205,44 @@ class Trial:
             ),
             (
                 log_sum - right - others,
-                "words of other ranks were not masked\nA target outside this rank's slice looks up "
-                "some entry of it, to have a valid index. That entry must count as zero in the sum "
-                "over the ranks.",
+                "words of other ranks count too\nA target outside this rank's slice looks up some "
+                "entry of it, to have a valid index. What has that entry to do with the target?",
             ),
             (
                 log_sum - maximum - only_here,
                 "this rank used the target's logit only where the target is in its own slice\nThe "
-                "other ranks need it too: sum it over the ranks, zero where it is not.",
+                "other ranks need it too. How do they get it, if nobody knows who has it?",
             ),
             (
                 log_sum - unmasked,
                 "this rank took an entry of its own slice for the target's logit, also where the "
-                "target is in another slice\nMask those, and sum over the ranks.",
+                "target is in another slice\nWho has that logit, and what can this rank add to it?",
             ),
             (
                 mixed - (right - own_peak),
                 "each rank subtracted the maximum of its own slice\nexp(x - m) adds up over ranks "
-                "only if all of them use the same m: the maximum needs an all-reduce (MAX).",
+                "only if all of them use the same m. How can they agree on one?",
             ),
         ]
+
+    def _guesses_of_all_ranks(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """Sums over all ranks, where each model's copy has some of them only."""
+        if self.tp == WORLD:
+            return
+        copies = [Trial(self.case, rank) for rank in range(0, WORLD, self.tp)]
+        others = [r for r in range(WORLD) if r // self.tp != self.rank // self.tp]
+        words = OTHER_COPY.format(others)
+        logits = torch.stack([one.logits for one in copies])
+        target = torch.stack([one.target for one in copies]).unsqueeze(-1)
+        own = logits.amax(-1)
+        for maximum in (own, own.amax(0).expand_as(own)):
+            shifted = logits - maximum.unsqueeze(-1)
+            sums = shifted.exp().sum(-1)
+            right = shifted.gather(-1, target).squeeze(-1)
+            mine = self.rank // self.tp
+            yield sums.sum(0).log() - right.sum(0), words
+            yield sums.sum(0).log() - right[mine], words
+            yield sums[mine].log() - right.sum(0), words
 
     def _foreign_entries(self, slices: torch.Tensor) -> torch.Tensor:
         """The sum of what the ranks that do not hold the target look up at entry 0."""
@@ -228,10 +254,11 @@ class Trial:
         text = "the target's logit, x_y - m, counts as 0 here\n"
         if self.rank != self.tp_rank:
             return (
-                f"{text}No rank of the group found the target in its slice. A slice begins at "
-                f"group.rank() * n; this is rank {self.rank} of all, but {self.tp_rank} in its group."
+                f"{text}No tensor-parallel rank found the target in its slice. This is rank "
+                f"{self.rank} of all ranks, but {self.tp_rank} of its tensor-parallel ranks. Which of "
+                "the two says where its slice begins?"
             )
-        return f"{text}The rank that holds the target has it: sum it over the ranks."
+        return f"{text}One of the ranks holds the target. How does its logit come to the others?"
 
     def _entries_of_all_ranks(self) -> torch.Tensor:
         """Each target below n as a place in every slice; 0 for the others."""
@@ -258,19 +285,23 @@ class Trial:
         guesses = [
             (
                 self._summed_gradient(),
-                "it was summed over the ranks\nEach rank has the gradient of its own logits, and "
-                "holds all that it needs for it: backward sends nothing.",
+                "it was summed over the ranks\nThe slices are logits of other words on each rank. "
+                "Which of them does a rank's gradient belong to?",
             ),
-            (softmax * weights, "the 1 at the target is not subtracted"),
+            (
+                softmax * weights,
+                "at the target it is as everywhere else\nThe loss has two terms. In which of them is "
+                "x_y alone, and what is the slope of that one?",
+            ),
             (
                 everywhere,
-                "the 1 is subtracted on ranks that do not hold the target too, at their entry 0: "
-                "mask them, as in forward",
+                "ranks that do not hold the target subtract something too, at their entry 0\nWhose "
+                "logit is x_y?",
             ),
             (
                 expected.where(weights != 0, softmax * 0) / weights.clamp(min=1e-30),
-                "grad_output is not used: tokens count differently (a masked one not at all), so "
-                "each token's gradient must be multiplied by its own grad_output",
+                "grad_output is not used\nTokens count differently, a masked one not at all. Where "
+                "does backward hear how much each of them counts?",
             ),
         ]
         if found.shape == expected.shape and not torch.allclose(found, expected):
@@ -286,11 +317,11 @@ def _infinite_words(loss: float) -> str:
     """Why the loss is infinite or NaN: what is wrong with the subtracted maximum, m."""
     if loss == float("-inf"):
         return (
-            "This is log(0): every exp(x - m) is 0, so m is far above this token's largest logit. m "
-            "must be one number per token: the maximum of that token's logits over all ranks, and not "
-            "that of all tokens. And all_reduce adds, unless it is given op=ReduceOp.MAX."
+            "This is log(0): every exp(x - m) is 0, so m is far above this token's largest "
+            "logit. Print m beside the token's logits of all ranks. Of which tokens is it made, and "
+            "what does all_reduce do with the ranks' numbers?"
         )
     return (
-        "exp(x) overflows above 709. Subtract the largest logit of all ranks first: "
-        "log(sum exp(x - m)) - (x_y - m) is the same for every m."
+        "exp(x) overflows above 709, and log(sum exp(x - m)) - (x_y - m) is the same for every m. With "
+        "which m is no exp(x - m) too large, on any rank?"
     )

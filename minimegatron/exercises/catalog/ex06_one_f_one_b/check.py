@@ -90,6 +90,7 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
         "recording": recording(),
         "reports": reports,
         "num_freed": watch.num_freed,
+        "kept": watch.kept[:1],
         "complaints": watch.complaints,
         "gradients": {} if case.forward_only else step.gradients(),
     }
@@ -303,14 +304,20 @@ def _judge_outcome(case: Case, answers: Sequence[dict[str, Any]]) -> None:
     reference = Reference(case.step, WORLD).run()
     for rank, answer in enumerate(answers):
         if not case.forward_only and not reference.is_last_stage(rank):
-            _judge_freed(reference.who(rank), answer["num_freed"], case.M)
+            _judge_freed(reference.who(rank), answer["num_freed"], case.M, answer["kept"])
     reference.check_losses([answer["reports"] for answer in answers])
     if not case.forward_only:
         reference.check_gradients([answer["gradients"] for answer in answers])
 
 
-def _judge_freed(who: str, num_freed: int, M: int) -> None:
+def _judge_freed(who: str, num_freed: int, M: int, kept: Sequence[str]) -> None:
     if num_freed == M:
+        for words in kept:
+            raise Wrong(
+                f"rank {who}: {words}, although it has been sent\n"
+                "All outputs are freed in the end, but a stage's memory is fullest while it computes. "
+                "From which line on does nobody need an output's numbers?"
+            )
         return
     raise Wrong(
         f"rank {who}: free_output was called for {num_freed} of {M} outputs\n"

@@ -75,6 +75,7 @@ class Watch:
         self._freed: list[Any] = []
         self._microbatches: list[int] = []
         self.num_freed = 0
+        self.kept: list[str] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -132,6 +133,17 @@ class Watch:
         self.complain(name, words)
         raise self.cause()
 
+    def _note_kept(self, what: str) -> None:
+        """Notes the outputs that were sent, and are not freed, when the next computation begins."""
+        if self._forward_only or self._stage == self._p - 1:
+            return
+        for number, output in zip(self._microbatches, self._outputs, strict=False):
+            is_sent = any(output is known for known in self._sent)
+            if is_sent and not any(output is known for known in self._freed):
+                self.kept.append(
+                    f"the output of microbatch {number} is kept while {what} is computed"
+                )
+
     # -- Calls of the chunk --
 
     def _forward(self, run: Callable, microbatch_id: Any = None, input_tensor: Any = None) -> Any:
@@ -162,6 +174,7 @@ class Watch:
                 "Each receive returns a new input. Keep it: input_tensor = ..., also for "
                 "send_backward_recv_forward.",
             )
+        self._note_kept(f"the forward of microbatch {microbatch}")
         self._inputs.append(tensor)
         self._microbatches.append(microbatch)
         output = run()
@@ -184,6 +197,7 @@ class Watch:
                 "backward_step got the gradient of an earlier microbatch\nEach receive returns a "
                 "new gradient. Keep it: grad = ..., also for send_forward_recv_backward.",
             )
+        self._note_kept(f"the backward of microbatch {len(self._grads)}")
         self._grads.append(grad)
         found = run()
         self._input_grads.append(_tensor(found))

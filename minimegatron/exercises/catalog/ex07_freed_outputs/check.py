@@ -21,8 +21,8 @@ REPLACES = (STEPS + "deallocate_output_tensor", STEPS + "custom_backward")
 SHAPE = (3, 2, 4)
 EMPTIED = (
     "freeing {} emptied the storage itself (resize_?)\nAn operation such as tanh saves its output "
-    "for backward, in that very storage: its numbers are lost too. Let the output point at other "
-    "memory, out.data = ...; then the old one stays exactly as long as the graph needs it."
+    "for backward, in that very storage: its numbers are lost too. How can the output alone let go "
+    "of it, so that the storage stays exactly as long as the graph needs it?"
 )
 WORLD = 2
 FREEING, BACKWARD, STEP = "freeing an output", "backward from it", "a training step"
@@ -88,14 +88,16 @@ def _judge_freed(where: str, found: dict[str, Any], seed: int) -> Result:
         if one["dtype"] != dtype:
             raise Wrong(
                 f"{where}: an output of {dtype} became one of {one['dtype']}\nThe engine compares "
-                "the dtype (and device) of output and gradient: give the small tensor those of out."
+                "the dtype (and device) of output and gradient. From where has your small tensor its "
+                "dtype?"
             )
         if not one["is_gone"]:
             raise Wrong(f"{where}: {_kept_words(one)}")
         if one["numel"] != 1:
             raise Wrong(
                 f"{where}: the freed output has {one['numel']} elements; it should have one\nSuch "
-                "an output is not the tensor that others expect. Let its .data be a single element."
+                "an output is not the tensor that others expect. Where does the number of its "
+                "elements come from?"
             )
         if not one["is_in_graph"]:
             raise Wrong(
@@ -124,7 +126,7 @@ def _kept_words(one: dict[str, Any]) -> str:
     return (
         f"the memory of an output of shape {list(SHAPE)} is still there: the caller's tensor is as "
         "it was\n`out = ...` gives only the local name another tensor, and clearing values frees "
-        "nothing. The tensor object must point at other memory: set its .data."
+        "nothing. What of a tensor object says at which memory it looks?"
     )
 
 
@@ -181,7 +183,7 @@ def _judge_view(where: str, found: dict[str, Any], seed: int) -> None:
         raise Wrong(
             f"{where}: a view was {what}\nIt looks into the memory of another "
             f"tensor ({num_bytes} bytes), which is all still there. Nothing is "
-            "gained, and nobody notices: raise ValueError if out._base is not None."
+            "gained, and nobody notices. By what can a view be told, so that it is refused?"
         )
 
 
@@ -210,15 +212,15 @@ def _judge_saved(where: str, found: dict[str, Any], seed: int) -> None:
     if found["gradient"] is None:
         raise Wrong(
             f"{where}: after custom_backward, the input of the graph has no .grad: backward did not "
-            "get there\nCall the engine as the stub shows it, with inputs=() and "
-            "accumulate_grad=True."
+            "get there\nCompare your call of the engine with the stub's, argument by argument. Which "
+            "of them decides where gradients are put?"
         )
     check_numbers(f"{where}: gradient through a freed tanh", found["gradient"], expected)
     if found["is_kept"]:
         raise Wrong(
             f"{where}: after custom_backward, the graph still has what tanh had saved\nNobody goes "
             "back a second time, and each microbatch in turn would leave its activations behind. "
-            "Call the engine with keep_graph=False."
+            "Which of your arguments keeps them?"
         )
 
 
@@ -237,7 +239,7 @@ def _backward(student: ModuleType, out: torch.Tensor, grad: torch.Tensor | None)
             f"{str(error).splitlines()[0]}\n"
             f"The output now has shape {list(out.shape)}, its gradient {shape}. "
             "torch.autograd.backward compares the two, and products with the output do not work "
-            "either: its numbers are gone. Call the engine."
+            "either: its numbers are gone. Who goes backward without a look at the output?"
         ) from None
 
 
@@ -264,7 +266,8 @@ def _judge_backward(where: str, found: dict[str, Any], seed: int) -> None:
     if found["left"] > 1:
         raise Wrong(
             f"{where}: after custom_backward, the freed output has memory for {found['left']} "
-            "elements again\nThe engine does not look at the output's shape: leave it as it is."
+            "elements again\nSomebody made the output large once more. Who looks at its shape in "
+            "backward?"
         )
     what = f"{where}: gradient of a weight after two backwards"
     check_numbers(what, found["weight"], total, None, {"num_microbatches": 2})

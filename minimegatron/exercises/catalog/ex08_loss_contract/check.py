@@ -42,9 +42,13 @@ def cases(seed: int) -> list[Case]:
     # No two of M, p and the number of replicas are equal where it can be avoided: a wrong factor
     # must be told from the others.
     some, few = draw.choice([3, 5]), draw.choice([2, 3])
-    for p, M, on in [(2, some, False), (2, some, True), (1, few, True), (1, 1, False)]:
-        step = StepCase(pp=p, num_microbatches=M, num_layers=2, per_token=on, seed=data).values
-        words = f"GPT, pp={p}, dp={4 // p}, M={M}, calculate_per_token_loss {'on' if on else 'off'}"
+    # Tensor-parallel ranks hold the same tokens: a sum over all ranks would count them twice.
+    sizes = [(2, 1, some, False), (2, 1, some, True), (1, 2, few, True), (1, 1, 1, False)]
+    for p, t, M, on in sizes:
+        cut = {"pp": p, "tp": t, "num_microbatches": M, "num_layers": 2}
+        step = StepCase(**cut, per_token=on, seed=data).values
+        of = f"pp={p}, " + f"tp={t}, " * (t > 1) + f"dp={WORLD // p // t}"
+        words = f"GPT, {of}, M={M}, calculate_per_token_loss {'on' if on else 'off'}"
         found.append(Case(words, part=STEP, step=step))
     return found
 
@@ -192,8 +196,15 @@ def _wrong_gradient(
 def _guesses(reference: Reference, mine: int, everyones: int) -> list[tuple[float, str]]:
     """A factor by which all gradients are wrong, and where it comes from."""
     M, p, dp = reference.case.num_microbatches, reference.case.pp, reference.dp
+    t = reference.case.tp
     by_stages = f"the tokens were added up over the {p} stages, but only the last stage knows them"
     by_replicas = f"it was divided by the {dp} replicas too, but their gradients are a plain sum"
+    by_tensors = (
+        f"the tokens were added up over the {t} tensor-parallel ranks, which have the same ones. Over "
+        "which ranks are you asked to sum?"
+    )
+    if t == dp:
+        by_tensors = by_replicas = f"{by_tensors} Or {by_replicas}"
     if p == dp:
         by_stages = by_replicas = f"{by_replicas}; or {by_stages}"
     return [
@@ -212,6 +223,7 @@ def _guesses(reference: Reference, mine: int, everyones: int) -> list[tuple[floa
             f"1 / M (1/{M}): with the option on, sums are divided once, by all tokens, at the end; "
             "do not divide by the number of microbatches as well.",
         ),
+        (1 / t, f"1 / {t}: {by_tensors}"),
         (1 / p, f"1 / {p}: {by_stages}."),
         (1 / dp, f"1 / {dp}: {by_replicas}."),
         (everyones**2, f"{everyones} x {everyones}: multiplied by the tokens, not divided."),

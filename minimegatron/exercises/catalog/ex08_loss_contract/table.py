@@ -49,6 +49,7 @@ def _rows(case: Case) -> list[Row]:
         Row("(sum, n, report), option off: sum / n / M", True, total / n / M, n),
         Row("(sum, n, report), option on: sum", True, total, n, per_token=True),
         Row("(mean, report), c = 1: mean / M", False, total / M, 0),
+        Row("(mean, report), option on: mean / M", False, total / M, 0, per_token=True),
         Row(f"(mean, report), c = {c}: mean * c / M", False, total * c / M, 0, cp_group_size=c),
         Row(
             "(mean, report), cp_group_size None: mean / M", False, total / M, 0, cp_group_size=None

@@ -22,7 +22,7 @@ from minimegatron.exercises.check import Case, Result, Wrong, check_value, data_
 BUFFER = "minimegatron.core.distributed.param_and_grad_buffer."
 DDP = "minimegatron.core.distributed.distributed_data_parallel.DistributedDataParallel."
 READY = BUFFER + "_ParamAndGradBucketGroup.register_grad_ready"
-REPLACES = (BUFFER + "lay_out_buffer", DDP + "_after_grad", READY)
+REPLACES = (BUFFER + "lay_out_buffer", BUFFER + "_fill_buckets", DDP + "_after_grad", READY)
 LAY_OUT = param_and_grad_buffer.lay_out_buffer
 LAYOUT, HOOK, LAUNCH, STEP = "lay_out_buffer", "_after_grad", "register_grad_ready", "two steps"
 WORLD = 2
@@ -116,7 +116,7 @@ def _judge_layout(numels: list[int], bucket_size: int | None, found: list[list[A
         raise Wrong(
             f"{what}: the first parameter of the model lies first\nBackward makes its gradient last, "
             "so the first bucket would be complete only when backward is over, and nothing could be "
-            "sent meanwhile. Begin with the last parameter."
+            "sent meanwhile. Whose gradient is there first?"
         )
     why = f"A bucket is closed as soon as it holds {bucket_size} elements or more."
     check_value(f"{what}: params (start, end, bucket)", params, list(expected.params), why)
@@ -197,11 +197,15 @@ def _judge_hook(seen: list[dict[str, Any]]) -> None:
         )
     if added["flag"]:
         raise Wrong(
-            "_after_grad must set param.grad_added_to_main_grad to False again, or the next "
-            "microbatch's gradient is taken for added"
+            "after a gradient that the layer had added, param.grad_added_to_main_grad is still True\n"
+            "The layer says that of one microbatch. What becomes of the next one's gradient?"
         )
     if alone["num_told"] != added["num_told"]:
-        raise Wrong("without overlap_grad_reduce, _after_grad must not call register_grad_ready")
+        raise Wrong(
+            "without overlap_grad_reduce, the bucket was told of a gradient\nThen it would leave "
+            "during backward, although nobody expects it before the end. What in `self` says whether "
+            "it may?"
+        )
 
 
 def _judge_gradient(number: int, one: dict[str, Any]) -> None:
@@ -236,13 +240,12 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
         raise Wrong(
             f"after {num_of(number + 1, 'gradient')} the bucket was told "
             f"{num_of(one['num_told'], 'time')}; with "
-            "overlap_grad_reduce, call register_grad_ready(param) after each"
+            "overlap_grad_reduce, it counts them, to know when it is complete"
         )
     if not one["is_told_right"]:
         raise Wrong(
-            "_after_grad told another bucket, or told it of another parameter\nCall "
-            "register_grad_ready(param) of the parameter's own bucket, "
-            "self.param_to_bucket_group[param]."
+            "_after_grad told another bucket, or told it of another parameter\nEvery bucket counts its "
+            "own parameters. Which attribute of `self` knows in which bucket a parameter lies?"
         )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from minimegatron.exercises.bench.feedback_numbers import check_numbers, told_apart
 from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference
+from minimegatron.exercises.bench.sent_bytes import SentTensors, all_sent_counted
 from minimegatron.exercises.catalog.ex13_gradient_norm.differences import (
     Squares,
     differ,
@@ -19,12 +20,15 @@ from minimegatron.exercises.catalog.ex13_gradient_norm.differences import (
 )
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
-SELECTION = "minimegatron.core.optimizer.optimizer.MegatronOptimizer.get_main_grads_for_grad_norm"
+OPTIMIZER = "minimegatron.core.optimizer.optimizer.MegatronOptimizer."
+SELECTION = OPTIMIZER + "get_main_grads_for_grad_norm"
 NORM = "minimegatron.core.optimizer.clip_grads.get_grad_norm_fp32"
-REPLACES = (SELECTION, NORM)
+REPLACES = (SELECTION, NORM, OPTIMIZER + "_counted_params")
 BIAS = "decoder.layers.1.mlp.linear_fc2.bias"
 VECTORS, STEPS = "norms of vectors", "norms in a step"
 WORLD = 4
+MOST_SENT = 64
+"""Bytes that a rank gives to the collectives of one norm: some numbers, and no gradient."""
 
 
 def cases(seed: int) -> list[Case]:
@@ -60,12 +64,13 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
     step.forward_backward()
     _take_gradient(step, case.without)
     faults: list[str] = []
-    select, take_norm = _watched(student, faults)
+    sent = SentTensors()
+    select, take_norm = _watched(student, faults, sent)
     with installed(select, SELECTION), installed(take_norm, NORM):
         _, norm, _ = step.optimizer.step()
     step.meet()
     weights = {name: param.detach().clone() for name, param in step.parameters()}
-    return {"norm": norm, "weights": weights, "faults": faults}
+    return {"norm": norm, "weights": weights, "faults": faults, "sent": _plain(sent)}
 
 
 def judge(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
@@ -97,10 +102,26 @@ def _pieces(case: Case, rank: int) -> tuple[list[torch.Tensor], list[torch.Tenso
 
 def _run_vector(student: ModuleType, case: Case) -> dict[str, Any]:
     _, mine = _pieces(case, dist.get_rank())
-    norm = student.get_grad_norm_fp32(iter(mine), case.p, dist.group.WORLD)
+    with all_sent_counted() as sent:
+        norm = student.get_grad_norm_fp32(iter(mine), case.p, dist.group.WORLD)
     dist.barrier()
     _, mine = _pieces(case, dist.get_rank())
-    return {"norm": norm, "alone": student.get_grad_norm_fp32(iter(mine), case.p, None)}
+    alone = student.get_grad_norm_fp32(iter(mine), case.p, None)
+    return {"norm": norm, "alone": alone, "sent": _plain(sent)}
+
+
+def _plain(sent: SentTensors) -> list[Any]:
+    return [sent.num_bytes, sent.words()]
+
+
+def _check_sent(who: Any, sent: list[Any]) -> None:
+    num_bytes, words = sent
+    if num_bytes > MOST_SENT:
+        raise Wrong(
+            f"rank {who}: the norm is right, but {num_bytes} bytes were sent for it: {words}\n"
+            "The gradients of a real model fill the memory of many ranks, and none has room for those "
+            "of all. How little of its own part must a rank tell the others?"
+        )
 
 
 def _judge_vector(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
@@ -119,6 +140,7 @@ def _judge_vector(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
             )
         own = torch.linalg.vector_norm(torch.cat(mine).reshape(-1), p).item() if mine else 0.0
         check_numbers(f"the {p:g}-norm without a group", answer["alone"], own, rank)
+        _check_sent(rank, answer["sent"])
     return Result({"norm": f"{answers[0]['norm']:.6g}", "ranks": WORLD})
 
 
@@ -132,10 +154,14 @@ def _why_vector(norms: list[float], p: float, pieces: list[torch.Tensor], rank: 
         return words
     if p == math.inf:
         return (
-            "For p = inf: the largest absolute value of any element, and ReduceOp.MAX over ranks."
+            "For p = inf the norm is the size of one element. Given that of one rank and that of "
+            "another, what is it for both ranks together, and does your exchange make that?"
         )
     if differ(norms) and math.isclose(norm, mine, rel_tol=1e-9, abs_tol=1e-12):
-        return "That is the norm of this rank's own part: the sum over the group is missing."
+        return (
+            "That is the norm of this rank's own part. Where does it hear of the other ranks' "
+            "elements?"
+        )
     if math.isclose(norm, sum(of_ranks), rel_tol=1e-9):
         return (
             f"That is the sum of the ranks' norms, {' + '.join(f'{x:.4g}' for x in [0, *of_ranks])}. "
@@ -159,8 +185,11 @@ def _why_vector(norms: list[float], p: float, pieces: list[torch.Tensor], rank: 
             "taken?"
         )
     if math.isclose(norm, whole**p, rel_tol=1e-9):
-        return f"That is its {p:g}-th power: the root is missing."
-    return f"Wanted: (sum of |x|^{p:g} over all elements of all ranks)^(1/{p:g})."
+        return f"That is the right number to the power of {p:g}. What is still to be done to it?"
+    return (
+        "No usual slip gives that number. Take two ranks that have (3) and (4): what has each of them "
+        "before the exchange, after it, and at the end?"
+    )
 
 
 # -- A step --
@@ -173,7 +202,9 @@ def _take_gradient(step: GptStep, name: str) -> None:
             param.main_grad = None
 
 
-def _watched(student: ModuleType, faults: list[str]) -> tuple[Callable, Callable]:
+def _watched(
+    student: ModuleType, faults: list[str], sent: SentTensors
+) -> tuple[Callable, Callable]:
     """The student's two functions; what the step could not go on with is noted, and put right."""
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -185,12 +216,14 @@ def _watched(student: ModuleType, faults: list[str]) -> tuple[Callable, Callable
     def select(optimizer: Any, *kinds: Any) -> Any:
         grads = [shard.main_param.grad for shard in optimizer.shards]
         before.extend((grad, grad.clone()) for grad in grads if grad is not None)
-        selection = _gradients(student.get_main_grads_for_grad_norm(optimizer), faults)
+        with all_sent_counted(sent):
+            selection = _gradients(student.get_main_grads_for_grad_norm(optimizer), faults)
         note_changes("get_main_grads_for_grad_norm")
         return selection
 
     def take_norm(*arguments: Any, **options: Any) -> Any:
-        norm = student.get_grad_norm_fp32(*arguments, **options)
+        with all_sent_counted(sent):
+            norm = student.get_grad_norm_fp32(*arguments, **options)
         note_changes("get_grad_norm_fp32")
         return norm
 
@@ -246,4 +279,5 @@ def _judge_step(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
         for name, wanted in reference.pieces(rank, weights).items():
             what = f"{name} after clipping and the update"
             check_numbers(what, answer["weights"].get(name), wanted, reference.who(rank))
+        _check_sent(reference.who(rank), answer["sent"])
     return Result({"norm": f"{answers[0]['norm']:.6f}", "one process": f"{expected:.6f}"})

@@ -28,7 +28,7 @@ def rounding_words(norm: float, expected: float) -> str:
         return ""
     return (
         f"The two are equal up to rounding: {norm:.12g} and {expected:.12g}. Is your total float32, or "
-        "what you add to it? Add up in float64."
+        "what you add to it?"
     )
 
 
@@ -70,7 +70,7 @@ class Squares:
         if not is_sharded and differ(norms) and math.isclose(found, own, rel_tol=1e-6):
             return (
                 "That is the norm of this rank's own gradients. Every rank would clip by a factor of "
-                "its own, and their weights would drift apart: sum over grad_stats_parallel_group."
+                "its own, and their weights would drift apart. Which argument says whom else to ask?"
             )
         if words := self._known(found - wanted):
             return words
@@ -79,7 +79,7 @@ class Squares:
         if not is_sharded and dp > 1:
             over_replicas = (
                 f"The sum also ran over the {dp} data-parallel ranks, which hold the same gradients: "
-                f"that makes {dp} times the square. Sum over grad_stats_parallel_group only."
+                f"that makes {dp} times the square. Over which ranks were you asked to sum?"
             )
             if math.isclose(found, dp * wanted, rel_tol=1e-6):
                 return over_replicas
@@ -104,8 +104,8 @@ class Squares:
     def _else(self, is_too_large: bool) -> str:
         if self.case.distributed_optimizer and not is_too_large:
             return (
-                "With ZeRO-1 grad_stats_parallel_group holds two groups: sum over the one (shards on "
-                "data-parallel ranks), then over the other (parts of the model)."
+                "With ZeRO-1 data-parallel ranks hold shards, and model-parallel ranks parts of the "
+                "model. How many groups are in grad_stats_parallel_group, and over how many do you sum?"
             )
         what = "Some are counted too often." if is_too_large else "Some are left out."
         return (
@@ -127,24 +127,29 @@ class Squares:
         yield (
             tied,
             f"{tied:.6g} is the square of the tied embedding's gradient: it lies on the first stage "
-            "and on the last, and both counted it. Leave out the copy that is marked `shared`.",
+            "and on the last, and both counted it. One vector has it once: by what can a stage tell "
+            "that it has the copy?",
         )
         often = (t - 1) * whole
         yield (
             often,
             f"{often:.6g} is {t - 1} x the squares of what the {t} tensor-parallel ranks hold whole "
-            "(layer norms, some biases, position embeddings): each of them counted it. Only tensor "
-            "rank 0 may.",
+            "(layer norms, some biases, position embeddings): each of them counted it. One of them "
+            "is to: by what does a rank know whether it is the one?",
         )
         yield (
             often + tied,
             "Both kinds of copies are counted too often: the tied embedding by two stages, and what "
             f"tensor-parallel ranks hold whole by {t} ranks.",
         )
-        yield -tied, "The tied embedding is not counted at all: the first stage's copy must be."
+        yield (
+            -tied,
+            "The tied embedding is not counted at all, on neither stage. Which of the two is no copy?",
+        )
         yield (
             -whole,
-            "What all tensor-parallel ranks hold whole is not counted at all: tensor rank 0 must.",
+            "What all tensor-parallel ranks hold whole is not counted at all. Which of them would your "
+            "rule have count it?",
         )
         yield from self._differences_of_pieces(is_tied)
         for name, square in self.of_name.items():
@@ -159,8 +164,8 @@ class Squares:
         cut = sum(x for name, x in self.of_name.items() if self.is_cut[name])
         yield (
             -cut,
-            "What is marked `tensor_model_parallel` is not counted at all: every rank must count its "
-            "piece of it.",
+            "What is marked `tensor_model_parallel` is not counted at all. Do two ranks hold the same "
+            "numbers of it?",
         )
         on_rank_0 = 0.0
         for place, pieces in zip(self.reference.places, self.of_pieces, strict=True):
@@ -169,8 +174,8 @@ class Squares:
                 yield (
                     pieces[EMBEDDING],
                     f"{pieces[EMBEDDING]:.6g} is the square of tensor rank {place['tp']}'s piece of "
-                    "the tied embedding's gradient: both stages counted it. Leave out the copy that "
-                    "is marked `shared`, on every tensor-parallel rank.",
+                    "the tied embedding's gradient: both stages counted it. On which tensor-parallel "
+                    "ranks does your rule leave the copy out?",
                 )
             if place["tp"] == 0 and place["dp"] == 0:
                 on_rank_0 += sum(
@@ -180,8 +185,8 @@ class Squares:
                 )
         yield (
             on_rank_0 - cut,
-            "Only tensor rank 0 counted its pieces of what is marked `tensor_model_parallel`: every "
-            "rank must.",
+            "Only tensor rank 0 counted its pieces of what is marked `tensor_model_parallel`. Does it "
+            "hold the numbers of the others, too?",
         )
 
 

@@ -53,7 +53,10 @@ def cases(seed: int) -> list[Case]:
     both = {"distributed_optimizer": True, "overlap_grad_reduce": True, "seed": data}
     trainings = {
         "4 replicas": StepCase(num_layers=2, num_microbatches=1, **both),
-        "2 stages, 2 replicas": StepCase(pp=2, clip_grad=0.05, **both),
+        # A loss per token is summed as it is: no factor of 1/d.
+        "2 stages, 2 replicas, a loss per token": StepCase(
+            pp=2, clip_grad=0.05, per_token=True, **both
+        ),
     }
     steps = [Case(name, part=TRAINING, step=step.values) for name, step in trainings.items()]
     return [*found, *steps]

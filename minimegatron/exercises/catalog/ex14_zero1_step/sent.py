@@ -3,11 +3,16 @@
 Megatron has no counterpart.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch.distributed as dist
+
+from minimegatron.core import collectives
+from minimegatron.core.tracing import Call, observed_by
 from minimegatron.exercises.bench.sent_bytes import BY_TORCH, all_sent_counted
-from minimegatron.exercises.check import Wrong
+from minimegatron.exercises.check import Wrong, installed
 
 WANTED = {"_reduce": "reduce-scatter", "_gather": "all-gather"}
 HALVES = "An all-reduce is a reduce-scatter and an all-gather, one after the other. "
@@ -20,18 +25,54 @@ def counting(function: Callable, name: str, sent: list[dict]) -> Callable:
 
     def counted(group: Any, bucket: Any, *others: Any) -> Any:
         data = bucket.grad_data if name == "_reduce" else bucket.param_data
-        with all_sent_counted() as counter:
+        with all_sent_counted() as counter, _waits_noted() as waits:
             handle = function(group, bucket, *others)
         calls = [[call.name, call.num_bytes] for call in counter.calls]
-        sent.append({"by": name, "bucket": data.nbytes, "calls": calls, "words": counter.words()})
+        seen = {"words": counter.words(), "waited": bool(waits)}
+        sent.append({"by": name, "bucket": data.nbytes, "calls": calls} | seen)
         return handle
 
     return counted
 
 
+class _Waits:
+    """An observer; notes who waits for one of the package's handles."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def start(self, call: Call) -> None:
+        if call.name == "collective-wait":
+            self.found.append(call.name)
+
+    def stop(self, call: Call) -> None:
+        """A wait is noted when it begins."""
+
+
+@contextmanager
+def _waits_noted() -> Iterator[list[str]]:
+    """Notes each wait for a collective inside the block, by whichever way."""
+    observer, wait, finish = _Waits(), dist.Work.wait, collectives._finish
+
+    def noted_wait(work: Any, *arguments: Any, **options: Any) -> Any:
+        observer.found.append("torch")
+        return wait(work, *arguments, **options)
+
+    def noted_finish(work: Any, async_op: bool, name: str) -> Any:
+        observer.found += [] if async_op else [name]
+        return finish(work, async_op, name)
+
+    with ExitStack() as stack:
+        stack.enter_context(observed_by(observer))
+        stack.enter_context(installed(noted_finish, "minimegatron.core.collectives._finish"))
+        stack.enter_context(installed(noted_wait, "torch.distributed.Work.wait"))
+        yield observer.found
+
+
 def check_sent(who: str, d: int, sent: Sequence[dict[str, Any]]) -> None:
-    """Raises Wrong where more crosses than in the collective that the step needs."""
+    """Raises Wrong where more crosses than the step needs, or not while others compute."""
     for one in sent:
+        _check_started(who, d, one)
         wanted = WANTED[one["by"]]
         times = _num_crossing(one["calls"], d) / one["bucket"]
         if times <= SLACK:
@@ -41,6 +82,21 @@ def check_sent(who: str, d: int, sent: Sequence[dict[str, Any]]) -> None:
             f"rank {who}: right, but {one['by']} sent {one['words']}, for a bucket of "
             f"{one['bucket']} bytes\n{HALVES if has_both else ''}This way {_times(times)} the bytes of "
             f"{'an' if wanted[0] == 'a' else 'a'} {wanted} cross."
+        )
+
+
+def _check_started(who: str, d: int, one: dict[str, Any]) -> None:
+    if one["waited"]:
+        raise Wrong(
+            f"rank {who}: right, but {one['by']} comes back only when its exchange is over\n"
+            "Whoever calls it goes on computing while the bucket travels, and waits later, with the "
+            f"handle. What in {one['by']} waits already?"
+        )
+    if d > 1 and not one["calls"]:
+        raise Wrong(
+            f"rank {who}: right, but {one['by']} starts nothing: what it returned sends the bucket "
+            "when it is waited for\nUntil then the others compute. When must the bucket set out, so "
+            "that the wait finds it there?"
         )
 
 

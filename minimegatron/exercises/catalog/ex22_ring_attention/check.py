@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import parallel_state
-from minimegatron.exercises.bench.counted_collectives import counted
 from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.catalog.ex22_ring_attention.blocks import judge_blocks, run_blocks
@@ -51,15 +50,19 @@ def cases(seed: int) -> list[Case]:
     rings = [(part, c, chunk) for part in (FORWARD, BACKWARD) for c, chunk in ((4, 2), (2, 3))]
     for number, (part, c, chunk) in enumerate(rings):
         chunk = draw.choice([chunk, chunk + 1]) if seed else chunk
-        found.append(_ring(part, c, chunk, data + 10 + number, 1.0))
-    large = _ring(FORWARD, 4, 1, data + 20, 2000.0, ", scores of some thousands")
+        scale = (0.8, 0.35)[number % 2] + draw.choice([0.0, 0.05, 0.1]) * bool(seed)
+        found.append(_ring(part, c, chunk, data + 10 + number, (1.0, scale)))
+    large = _ring(FORWARD, 4, 1, data + 20, (2000.0, 0.6), ", scores of some thousands")
     return [*found[:-2], large, *found[-2:]]
 
 
-def _ring(part: str, c: int, chunk: int, seed: int, size: float, more: str = "") -> Case:
+def _ring(
+    part: str, c: int, chunk: int, seed: int, scores: tuple[float, float], more: str = ""
+) -> Case:
+    """`scores` are the size of the queries, and the scale."""
     groups = f"{WORLD // c} rings of {c} ranks" if c < WORLD else f"a ring of {c} ranks"
     name = f"{groups}, {2 * c * chunk} tokens{more}"
-    values = {"heads": 2, "width": 3, "size_of_scores": size}
+    values = {"heads": 2, "width": 3, "size_of_scores": scores[0], "scale": scores[1]}
     return Case(name, part=part, cp=c, chunk=chunk, seed=seed, **values)
 
 
@@ -97,7 +100,7 @@ def _run_forward(student: ModuleType, case: Case, group: Any) -> dict[str, Any]:
     given, (query, key, value, _) = _own(case)
     ring = Ring(group, "ring_forward")
     arguments = (query, key, value, given.scale, ring)
-    output, lse = _called(lambda: student.ring_forward(*arguments), ring, query, 2)
+    output, lse = _called(lambda: student.ring_forward(*arguments), ring, (query, key, value), 2)
     return {"output": output, "lse": lse, "sent": ring.num_sent, "beside": ring.num_beside}
 
 
@@ -107,7 +110,7 @@ def _run_backward(student: ModuleType, case: Case, group: Any) -> dict[str, Any]
     output, lse = (tensor[:, given.own] for tensor in _whole_attention(given))
     ring = Ring(group, "ring_backward")
     arguments = (grad, query, key, value, output, lse, given.scale, ring)
-    found = _called(lambda: student.ring_backward(*arguments), ring, query, 3)
+    found = _called(lambda: student.ring_backward(*arguments), ring, (query, key, value), 3)
     found = dict(zip(GRADIENTS, found, strict=True))
     return found | {"sent": ring.num_sent, "beside": ring.num_beside}
 
@@ -120,14 +123,14 @@ def _whole_attention(given: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _called(
-    function: Callable[[], Any], ring: Ring, query: torch.Tensor, num: int
+    function: Callable[[], Any], ring: Ring, given: tuple[torch.Tensor, ...], num: int
 ) -> list[torch.Tensor]:
     """What a function of the ring returned, once all ranks are out of it."""
-    with counted() as counter, ring.watched():
+    with ring.watched(*given) as sent:
         returned = function()
-    if counter.calls:
+    if sent.calls:
         raise Wrong(
-            f"{ring}, your code calls collectives of the package: {counter.words()}\nWith the ring "
+            f"{ring}, your code sends something past the ring: {sent.words()}\nWith the ring "
             "alone no rank ever holds all keys and values. That is what it is for."
         )
     ring.end()
@@ -136,7 +139,7 @@ def _called(
         kind = "None (was `return` forgotten?)" if returned is None else type(returned).__name__
         raise Wrong(f"{ring}: {kind} was returned; {names} is expected")
     for place, one in enumerate(returned):
-        wanted = list(query.shape[:2] if num == 2 and place else query.shape)
+        wanted = list(given[0].shape[: 2 if num == 2 and place else 3])
         shape = list(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
         if shape != wanted:
             raise Wrong(f"{ring}: of {names}, number {place} is {shape}; {wanted} is expected")

@@ -20,7 +20,7 @@ class Tokens:
             4, *shape, generator=draw, dtype=torch.float64
         )
         self.query = self.query * case.size_of_scores
-        self.scale = case.width**-0.5
+        self.scale, self.usual_scale = case.scale, case.width**-0.5
 
     @property
     def own(self) -> torch.Tensor:

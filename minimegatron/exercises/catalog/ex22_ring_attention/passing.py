@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from minimegatron.core import collectives
 from minimegatron.exercises.bench.feedback import num_of
+from minimegatron.exercises.bench.sent_bytes import SentTensors, all_sent_counted
+from minimegatron.exercises.catalog.ex22_ring_attention.company import Company
 from minimegatron.exercises.check import Wrong
 
-WORK = ("exp", "exp_", "exp2", "softmax", "logsumexp", "matmul", "__matmul__", "bmm", "einsum")
-"""Calls of torch, one of which no block of attention can do without, forward or backward."""
 MOST_TENSORS, MOST_DIMS = 6, 4
 OVER = -1
 """In place of a hop's number: this rank has come out of the function."""
@@ -29,7 +28,7 @@ class Handle:
     def __init__(self, ring: "Ring", number: int, sent: tuple, came: list[torch.Tensor]):
         self._ring, self._number, self._sent, self._came = ring, number, sent, came
         self._as_sent = [tensor.clone() for tensor in sent]
-        self.is_waited = self.has_company = False
+        self.is_waited = self.has_company = self.has_keys = False
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         raise Wrong(
@@ -59,14 +58,17 @@ class Ring:
         self.num_sent = 0
         """Numbers of tensors passed on so far."""
         self._handles: list[Handle] = []
+        self._sent = SentTensors()
+        self._company: Company | None = None
 
     def __str__(self) -> str:
         return f"rank {dist.get_rank()}: in {self._words}"
 
     @property
     def num_beside(self) -> int:
-        """Hops that were under way while something was computed."""
-        return sum(handle.has_company for handle in self._handles)
+        """Hops of keys and values that were under way while a block was computed."""
+        hops = sum(handle.has_company and handle.has_keys for handle in self._handles)
+        return min(hops, self._company.num_hidden) if self._company else 0
 
     @property
     def num_hops(self) -> int:
@@ -79,8 +81,11 @@ class Ring:
         given = self._agreed(number, tensors)
         came = [self._exchange(tensor) for tensor in given]
         self.num_sent += sum(tensor.numel() for tensor in given)
-        self._handles.append(Handle(self, number, tensors, came))
-        return self._handles[-1]
+        handle = Handle(self, number, tensors, came)
+        if self._company:
+            handle.has_keys = self._company.arrive(tensors, came)
+        self._handles.append(handle)
+        return handle
 
     def end(self) -> None:
         """The function is over on this rank. Wrong if others go on, or a hop was not waited for."""
@@ -127,7 +132,8 @@ class Ring:
             mine += [tensor.dim(), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())]
         mine += [0] * (2 + MOST_TENSORS * (MOST_DIMS + 1) - len(mine))
         every = torch.empty(self.size * len(mine), dtype=torch.int64)
-        inspect.unwrap(collectives.all_gather)(every, torch.tensor(mine), self._group)
+        with self._sent.uncounted():
+            inspect.unwrap(collectives.all_gather)(every, torch.tensor(mine), self._group)
         told = every.view(self.size, -1).tolist()
         hops = [row[0] for row in told]
         if any(hop != number for hop in hops):
@@ -151,32 +157,21 @@ class Ring:
         sent[(self.rank + 1) % self.size] = came[(self.rank - 1) % self.size] = tensor.numel()
         output = torch.empty(tensor.numel(), dtype=tensor.dtype)
         flat = tensor.detach().contiguous().reshape(-1)
-        inspect.unwrap(collectives.all_to_all)(output, flat, self._group, came, sent)
+        with self._sent.uncounted():
+            inspect.unwrap(collectives.all_to_all)(output, flat, self._group, came, sent)
         return output.reshape(tensor.shape)
 
-    # -- What is computed beside a hop --
+    # -- What is done beside the hops --
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Inside the block, it is noted which hops are under way while something is computed."""
-        with _Noticed(self._handles):
-            yield
-
-
-class _Noticed(TorchFunctionMode):
-    """Looks at every call of torch."""
-
-    def __init__(self, handles: list[Handle]):
-        super().__init__()
-        self._handles = handles
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if getattr(function, "__name__", "") in WORK:
-            for handle in self._handles:
-                handle.has_company |= not handle.is_waited
-        return function(*args, **(kwargs or {}))
+    def watched(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Iterator[SentTensors]:
+        """Notes which hops have company inside the block, and yields what is sent past the ring."""
+        self._company = Company(query, [key, value])
+        self._company.under_way = self._handles
+        with all_sent_counted(self._sent), self._company:
+            yield self._sent
 
 
 def _shapes(told: list[int]) -> str:

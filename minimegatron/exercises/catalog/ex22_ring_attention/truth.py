@@ -46,11 +46,17 @@ class Way:
     """D of the whole output; "own" for that of each block, "all" for one sum of all, "none" for 0."""
     is_scaled: bool = True
     has_scaled_scores: bool = True
+    has_usual_scale: bool = False
+    """d^-0.5, which is not the one that was given."""
     is_masked: bool = True
     has_own_keys: bool = False
     """The keys that came are not looked at."""
 
 
+USUAL_SCALE = (
+    "The scale is the root of 1/d, whatever was given. Not every model takes that one: from where does "
+    "your function know which?"
+)
 WRONG_WAYS = {
     Way(
         has_own_lse=True
@@ -73,6 +79,7 @@ WRONG_WAYS = {
     Way(
         has_scaled_scores=False
     ): "The scale is not in the scores that P was made of; lse was made of scaled ones.",
+    Way(has_usual_scale=True): USUAL_SCALE,
     Way(
         is_masked=False
     ): "In the block of its own keys, queries were given keys that come later than they do.",
@@ -150,6 +157,8 @@ class RightRing:
         yield self.attention(self.visible, 1.0)[0][:, rows], "The scale is not in the scores."
         squared = self.attention(self.visible, self.given.scale**2)[0][:, rows]
         yield squared, "The scale is in the scores twice: attend multiplies by it."
+        usual = self.attention(self.visible, self.given.usual_scale)[0][:, rows]
+        yield usual, USUAL_SCALE
         yield (
             self._with_own_keys(r),
             "At every step it has looked at this rank's own keys and values. Those that wait gives "
@@ -205,7 +214,8 @@ class RightRing:
 
     def _terms(self, r: int, j: int, way: "Way") -> Terms:
         query, (_, key, value) = self._of(r)[0], self._of(r if way.has_own_keys else j)
-        grad, scale = self.given.grad[:, self.places[r]], self.given.scale
+        grad = self.given.grad[:, self.places[r]]
+        scale = self.given.usual_scale if way.has_usual_scale else self.given.scale
         part, part_lse = self.partial(r, j)
         lse = part_lse if way.has_own_lse else self.lse[:, self.places[r]]
         products = grad * (part if way.delta == "own" else self.output[:, self.places[r]])
