@@ -163,15 +163,14 @@ class _BaseDataParallel(torch.nn.Module):
         if self.grad_scaler is not None:
             self.grad_scaler.was_read = False
 
-    def _end_grads(self) -> None:
-        """Of `finish_grad_sync`: they are summed once. RuntimeError if they were already."""
+    def note_final(self) -> None:
+        """Of `finalize_model_grads`: a step's gradients are made final once, else RuntimeError."""
         if self._grads_are_final:
             raise RuntimeError(
-                "gradients were summed over data-parallel ranks and made final already, and "
-                "zero_grad_buffer() was not called since: they would be summed, and divided, once "
-                "more; call it on every chunk before each step (optimizer.zero_grad() leaves the "
-                "buffers as they are); to accumulate more, give one call of the schedule all "
-                "microbatches"
+                "finalize_model_grads() was called already, and zero_grad_buffer() was not called "
+                "since: gradients would be summed over ranks, and divided, once more; call it on every "
+                "chunk before each step (optimizer.zero_grad() leaves the buffers as they are); to "
+                "accumulate more, give one call of the schedule all microbatches"
             )
         self._grads_are_final = True
 

@@ -277,10 +277,8 @@ class DistributedDataParallel(_BaseDataParallel):
 
         With a distributed optimizer only this rank's shard of every bucket does, unless
         `force_all_reduce`. Raises RuntimeError naming the parameters if weight gradients are still
-        owed or if, with overlap, some bucket was never launched; and where it was called before since
-        `zero_grad_buffer`.
+        owed or if, with overlap, some bucket was never launched.
         """
-        self._end_grads()
         for group in self.all_bucket_groups:
             group.check_launched(force_all_reduce)
         for group in self.all_bucket_groups:

@@ -189,6 +189,7 @@ def finalize_model_grads(
     embd_group, pp_group = pg_collection.embd, pg_collection.pp
     refuse_unscaled_loss(model, pp_group)
     for chunk in model:
+        chunk.note_final()
         chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
     _allreduce_non_tensor_model_parallel_grads(model, pg_collection=pg_collection)
     _allreduce_word_embedding_grads(model, embd_group=embd_group, pp_group=pp_group)

@@ -100,8 +100,7 @@ class TorchDistributedDataParallel(_BaseDataParallel):
         return self.torch_ddp.no_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Undoes torch's mean where the sum is wanted. RuntimeError the second time in a step."""
-        self._end_grads()
+        """Undoes torch's mean where the sum is wanted."""
         if self._undo_mean != 1.0:
             self.scale_gradients(self._undo_mean)
 

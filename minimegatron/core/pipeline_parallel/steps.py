@@ -139,13 +139,18 @@ def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
 
 @contextlib.contextmanager
 def told_whole_length(model: torch.nn.Module, seq_length: int) -> Iterator[None]:
-    """Meanwhile the chunk under its wrappers knows how long whole sequences are; on one stage no
-    message has their length, which would tell a whole one from a context-parallel rank's part."""
-    unwrap_model(model).whole_length = seq_length
+    """A chunk with an attribute `whole_length` learns how long whole sequences are, for one step.
+
+    On one stage no message has their length, which would tell a whole one from a context-parallel
+    rank's part.
+    """
+    told = vars(unwrap_model(model))
+    before = {key: told[key] for key in ("whole_length",) if key in told}
+    told.update(dict.fromkeys(before, seq_length))
     try:
         yield
     finally:
-        unwrap_model(model).whole_length = None
+        told.update(before)
 
 
 @traced("loss-compute", lambda a: {"chunk": a["vp_stage"] or 0})
