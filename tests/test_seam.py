@@ -370,7 +370,11 @@ def test_an_order_that_is_another_one_on_each_rank_is_refused():
 def with_wrong_data() -> list[str]:
     gpt = TinyGPT(**LAYERS, pp=2, pipeline_schedule="fill-and-drain")
     found = []
-    for chunks, data in ((gpt.chunks, None), (gpt.chunks, [iter(()), iter([])]), (gpt.chunks[:1], None)):
+    for chunks, data in (
+        (gpt.chunks, None),
+        (gpt.chunks, [iter(()), iter([])]),
+        (gpt.chunks[:1], None),
+    ):
         try:
             get_forward_backward_func(pipeline_schedule="fill-and-drain")(
                 forward_step_func=gpt.forward_step,

@@ -35,7 +35,9 @@ def config(args: dict[str, Any]) -> dict[str, Any]:
 
 def needs(args: dict[str, Any]) -> dict[str, Any]:
     """What a Mixtral is: a Llama with experts, any number of them."""
+    balance = args.get("moe_router_load_balancing_type")
     return llama.needs(args) | {
+        "moe_router_load_balancing_type": "aux_loss" if "sinkhorn" in (balance or ()) else balance,
         "num_experts": args["num_experts"] or "not given",
         "moe_shared_expert_intermediate_size": None,
         "moe_layer_freq": 1,
@@ -43,6 +45,8 @@ def needs(args: dict[str, Any]) -> dict[str, Any]:
         "moe_router_pre_softmax": False,
         "moe_router_topk_scaling_factor": None,
         "moe_router_num_groups": None,
+        "moe_expert_capacity_factor": None,
+        "moe_apply_probs_on_input": False,
     }
 
 

@@ -195,6 +195,12 @@ class ModelParallelConfig:
             )
         if self.pipeline_model_parallel_size > 1 and self.pipeline_dtype is None:
             self.pipeline_dtype = self.params_dtype
+        halves = {torch.float16, torch.bfloat16}
+        if {self.pipeline_dtype, self.params_dtype} == halves:
+            raise ValueError(
+                f"pipeline_dtype is {self.pipeline_dtype} but params_dtype is {self.params_dtype}: a "
+                "stage would read the other's bytes as other numbers; set both alike"
+            )
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.virtual_pipeline_model_parallel_size is not None:

@@ -120,7 +120,8 @@ def training_log(
         f"{state.consumed_train_samples} samples"
     )
     if args.timing_log_level > 0:
-        get_timers().log(rank=0, normalizer=progress.steps)
+        # All steps of the interval: the clock above may have begun again, the timers have not.
+        get_timers().log(rank=0, normalizer=good + skipped)
     progress.restart()
 
 

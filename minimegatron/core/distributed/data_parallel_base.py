@@ -80,10 +80,16 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def refuse_unsummed_grads(params: Iterable[torch.nn.Parameter], pg_collection: Any) -> None:
-    """Raises RuntimeError if some of these gradients are one term of a sum over ranks."""
+def refuse_unsummed_grads(
+    params: Iterable[torch.nn.Parameter], pg_collection: Any, copies_are_summed: bool = False
+) -> None:
+    """Raises RuntimeError if some of these gradients are one term of a sum over ranks.
+
+    With `copies_are_summed`, those of data-parallel copies have been.
+    """
     params = list(params)
-    copies = max(reduce_group(param, pg_collection).size() for param in params)
+    copies = max((reduce_group(param, pg_collection).size() for param in params), default=1)
+    copies = 1 if copies_are_summed else copies
     partial = sum(getattr(param, "sequence_parallel", False) for param in params)
     partial *= vars(pg_collection).get("tp") is not None and pg_collection.tp.size() > 1
     tied = sum(getattr(param, "shared_embedding", False) for param in params)
@@ -143,6 +149,8 @@ class _BaseDataParallel(torch.nn.Module):
         self.grad_scaler: Any = None
         self._built_with = self._factors()
         self._grads_are_final = False
+        self._grads_came = self._grads_are_partial = False
+        """Whether a gradient has come since `finish_grad_sync`, and since `finalize_model_grads`."""
 
     def _factors(self) -> dict[str, Any]:
         """What the factor on every gradient was chosen by, when this wrapper was made."""
@@ -159,7 +167,7 @@ class _BaseDataParallel(torch.nn.Module):
                     "data parallelism, which decided by what gradients are divided; set it before, or "
                     "make wrapper and optimizer again"
                 )
-        self._grads_are_final = False
+        self._grads_are_final = self._grads_came = self._grads_are_partial = False
         if self.grad_scaler is not None:
             self.grad_scaler.was_read = False
 
@@ -172,7 +180,7 @@ class _BaseDataParallel(torch.nn.Module):
                 "chunk before each step (optimizer.zero_grad() leaves the buffers as they are); to "
                 "accumulate more, give one call of the schedule all microbatches"
             )
-        self._grads_are_final = True
+        self._grads_are_final, self._grads_are_partial = True, False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""

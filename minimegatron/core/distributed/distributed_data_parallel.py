@@ -134,8 +134,6 @@ class DistributedDataParallel(_BaseDataParallel):
             for buffer in self.all_buffers
             for param in buffer.params
         }
-        self._grads_came = False
-        """Whether a gradient has come since the last `finish_grad_sync`."""
         self._gathering_hooks: list[Any] = []
         self._register_hooks()
 
@@ -234,7 +232,7 @@ class DistributedDataParallel(_BaseDataParallel):
             param.main_grad.add_(param.grad)
         param.grad_added_to_main_grad = False
         param.grad = None
-        self._grads_came = True
+        self._grads_came = self._grads_are_partial = True
         # Another microbatch's weight gradient, or the output layer's for a tied embedding, may follow.
         more_follows = WeightGradStore.any_made and is_owed(param)
         if self.ddp_config.overlap_grad_reduce and not more_follows:
@@ -297,8 +295,9 @@ class DistributedDataParallel(_BaseDataParallel):
         with the gradient norm, for which the program waits anyway. On a CPU, `start_grad_sync` has
         looked already.
         """
-        if self._grads_came:
-            refuse_unsummed_grads(self.param_to_bucket_group, self.pg_collection)
+        if self._grads_are_partial:
+            summed = not self._grads_came
+            refuse_unsummed_grads(self.param_to_bucket_group, self.pg_collection, summed)
         buckets = [bucket for group in self.all_bucket_groups for bucket in group.buckets]
         noted = [bucket.noted for bucket in buckets if bucket.noted is not None]
         if noted and bool(torch.cat(noted).isfinite().logical_not().any()):
@@ -377,7 +376,6 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.reset()
         for group in self.all_bucket_groups:
             group.reset()
-        self._grads_came = False
 
     def broadcast_params(self) -> None:
         """Copies every parameter from the first rank that has it to the others.

@@ -42,7 +42,7 @@ def _is_partial_over_tp(name: str, param: torch.nn.Parameter) -> bool:
     see only this rank's heads, with or without it.
     """
     return getattr(param, "sequence_parallel", False) or any(
-        norm in name for norm in ("q_layernorm", "k_layernorm")
+        norm in name.split(".") for norm in ("q_layernorm", "k_layernorm")
     )
 
 
@@ -185,7 +185,8 @@ def finalize_model_grads(
     Raises RuntimeError the second time without `zero_grad_buffer` in between, and ValueError where the
     optimizer divides by a loss scale that no loss was multiplied by.
     """
-    pg_collection = groups_of(model[0], pg_collection)
+    if pg_collection is None:
+        pg_collection = groups_of(model[0])
     embd_group, pp_group = pg_collection.embd, pg_collection.pp
     refuse_unscaled_loss(model, pp_group)
     for chunk in model:

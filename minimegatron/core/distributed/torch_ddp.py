@@ -12,6 +12,7 @@ from minimegatron.core.collectives import broadcast
 from minimegatron.core.distributed.data_parallel_base import (
     _BaseDataParallel,
     refuse_changed_parameters,
+    refuse_unsummed_grads,
 )
 from minimegatron.core.distributed.distributed_data_parallel import gradient_scaling_factor
 from minimegatron.core.distributed.distributed_data_parallel_config import (
@@ -103,6 +104,11 @@ class TorchDistributedDataParallel(_BaseDataParallel):
         """Undoes torch's mean where the sum is wanted."""
         if self._undo_mean != 1.0:
             self.scale_gradients(self._undo_mean)
+
+    def check_grads(self) -> None:
+        """RuntimeError where gradients need `finalize_model_grads` and have not seen it."""
+        if not self._grads_are_final:
+            refuse_unsummed_grads(self._places, self.pg_collection, copies_are_summed=True)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies every gradient by `scaling_factor`, in place."""

@@ -11,6 +11,7 @@ import torch
 from minimegatron.core.distributed.data_parallel_base import (
     named_parameters_inside,
     refuse_changed_parameters,
+    refuse_unsummed_grads,
 )
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.setup_checks import check_copies_alike, check_same_groups
@@ -157,4 +158,9 @@ def get_megatron_optimizer(
         else:
             places = {param: (param.dtype, param.device, None) for param in optimizer.model_params}
             optimizer.grad_checks.append(partial(refuse_changed_parameters, chunk, places))
+            if hasattr(chunk, "check_grads"):
+                optimizer.grad_checks.append(chunk.check_grads)
+            else:
+                unsummed = partial(refuse_unsummed_grads, optimizer.model_params, pg_collection)
+                optimizer.grad_checks.append(unsummed)
     return optimizer

@@ -25,10 +25,11 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     StepFrame,
     framed_schedule,
     get_tensor_shapes,
+    groups_of_step,
     refuse_shared_iterators,
 )
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
-from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config
 
 
@@ -62,7 +63,7 @@ def forward_backward_pipelining_with_interleaving(
     """
     config = get_model_config(model[0])
     _check_arguments(model, data_iterator, config, adjust_tensor_shapes_fn)
-    pg_collection = groups_of(model[0], pg_collection)
+    pg_collection = groups_of_step(model[0], pg_collection)
     p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
     if isinstance(p2p, P2PCommunicator):  # somebody else's has Megatron's nine methods, and no more
         p2p.refuse_a_ring_of_two()

@@ -47,6 +47,7 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     StepFrame,
     framed_schedule,
     get_tensor_shapes,
+    groups_of_step,
 )
 from minimegatron.core.pipeline_parallel.steps import ModelChunk
 from minimegatron.core.pipeline_parallel.work import (
@@ -61,7 +62,7 @@ from minimegatron.core.pipeline_parallel.work import (
     Message,
     parts_of,
 )
-from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import get_model_config
 
@@ -136,7 +137,7 @@ def _describe_wire(arguments: dict[str, Any]) -> dict[str, Any]:
     if p2p is not None:
         is_tagged = p2p.transport.matches_by_tag
     else:
-        group = groups_of(model, arguments.get("pg_collection")).pp
+        group = groups_of_step(model, arguments.get("pg_collection")).pp
         is_tagged = dist.get_backend(group) == "gloo"
     return {"wire": _wire_of(is_tagged, get_model_config(model))}
 
@@ -177,7 +178,7 @@ def planned_forward_backward_func(
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(models[0])
-        pg_collection = groups_of(models[0], pg_collection)
+        pg_collection = groups_of_step(models[0], pg_collection)
         p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
         step = make_step(p2p, num_microbatches, forward_only)
         rank = p2p.pp_group.rank()

@@ -46,6 +46,7 @@ from minimegatron.core.pipeline_parallel.step_frame import (
     finish_embedding_wgrad_compute,
     framed_schedule,
     get_tensor_shapes,
+    groups_of_step,
 )
 from minimegatron.core.pipeline_parallel.steps import (
     ModelChunk,
@@ -56,9 +57,9 @@ from minimegatron.core.pipeline_parallel.steps import (
     forward_step,
     forward_step_calc_loss,
     set_current_microbatch,
-    told_whole_length,
+    tell_whole_length,
 )
-from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.utils import get_model_config, unwrap_model
 
 __all__ = [
@@ -199,7 +200,7 @@ def forward_backward_no_pipelining(
     """
     model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
     config = get_model_config(model)
-    frame = StepFrame(config, groups_of(model, pg_collection), None, forward_only)
+    frame = StepFrame(config, groups_of_step(model, pg_collection), None, forward_only)
     chunk = frame.add_chunk(
         forward_step_func,
         data_iterator,
@@ -208,7 +209,8 @@ def forward_backward_no_pipelining(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
     )
-    with frame, told_whole_length(model, seq_length):
+    tell_whole_length(model, seq_length)
+    with frame:
         _ON_ONE_STAGE[config.overlap_moe_expert_parallel_comm and not forward_only](chunk)
     return frame.forward_data_store
 
@@ -251,7 +253,7 @@ def forward_backward_pipelining_without_interleaving(
     """
     model, data_iterator = _only(model, "model"), _only(data_iterator, "data_iterator")
     config = get_model_config(model)
-    pg_collection = groups_of(model, pg_collection)
+    pg_collection = groups_of_step(model, pg_collection)
     p2p, pg_collection = _groups_for_1f1b(config, p2p_communicator, pg_collection)
     stage, num_stages = p2p.pp_group.rank(), p2p.pp_group.size()
     is_first_stage, is_last_stage = stage == 0, stage == num_stages - 1

@@ -51,11 +51,11 @@ from minimegatron.core.pipeline_parallel.send_limits import (
     SendPlan,
 )
 from minimegatron.core.pipeline_parallel.steps import ModelChunk, NoFrame
-from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from minimegatron.core.tensor_parallel.weight_grad_store import forget_owed
 from minimegatron.core.tracing import observed_by, traced
-from minimegatron.core.utils import get_attr_wrapped_model, get_model_config
+from minimegatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 
 GROUPS_OF_A_STEP = ("tp", "cp", "pp", "dp_cp", "embd", "pos_embd")
 """What collectives inside a step run over; one order on all ranks."""
@@ -355,7 +355,17 @@ def of_chunk(hook: Callable | list[Callable], chunk_id: int) -> Callable:
     return hook[chunk_id] if isinstance(hook, list) else hook
 
 
-# -- Sizes, where the caller gives none --
+# -- Groups and sizes, where the caller gives none --
+
+
+def groups_of_step(
+    model: torch.nn.Module, pg_collection: ProcessGroupCollection | None
+) -> ProcessGroupCollection:
+    """`pg_collection`; or else the model's own, if it has all of a step; or else see `groups_of`."""
+    own = getattr(unwrap_model(model), "pg_collection", None) if pg_collection is None else None
+    if own is not None and set(GROUPS_OF_A_STEP) <= vars(own).keys():
+        return own
+    return pg_collection or groups_of(model)
 
 
 def get_tensor_shapes(

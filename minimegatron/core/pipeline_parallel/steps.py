@@ -137,20 +137,15 @@ def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     unwrap_model(model).current_microbatch = microbatch_id
 
 
-@contextlib.contextmanager
-def told_whole_length(model: torch.nn.Module, seq_length: int) -> Iterator[None]:
-    """A chunk with an attribute `whole_length` learns how long whole sequences are, for one step.
+def tell_whole_length(model: torch.nn.Module, seq_length: int) -> None:
+    """A chunk with an attribute `whole_length` learns how long whole sequences are.
 
     On one stage no message has their length, which would tell a whole one from a context-parallel
     rank's part.
     """
-    told = vars(unwrap_model(model))
-    before = {key: told[key] for key in ("whole_length",) if key in told}
-    told.update(dict.fromkeys(before, seq_length))
-    try:
-        yield
-    finally:
-        told.update(before)
+    chunk = unwrap_model(model)
+    if "whole_length" in vars(chunk):
+        chunk.whole_length = seq_length
 
 
 @traced("loss-compute", lambda a: {"chunk": a["vp_stage"] or 0})

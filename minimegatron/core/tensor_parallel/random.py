@@ -259,10 +259,17 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.run_function = run_function
         ctx.rng_states = _all_rng_states()
         ctx.autocast = _autocast_state(get_device().type)
+        # Tensors are saved, so that autograd can tell if one is changed between here and backward.
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        before = [tensor._version for tensor in tensors]
         with torch.no_grad():
             outputs = run_function(*args)
-        # Tensors are saved, so that autograd can tell if one is changed before backward.
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        changed = [i for i, tensor in enumerate(tensors) if tensor._version != before[i]]
+        if changed:
+            raise RuntimeError(
+                f"tensor argument {changed[0]} of {len(tensors)} was changed in place by the function "
+                "that is recomputed: backward would run it on what it has left there; change a copy"
+            )
         ctx.other_args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         ctx.is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
         ctx.distribute_group = distribute_group

@@ -10,6 +10,7 @@ import torch
 from minimegatron.core.transformer.dot_product_attention import (
     DotProductAttention,
     check_attention_mask,
+    check_is_bool,
 )
 from minimegatron.core.transformer.enums import AttnMaskType
 
@@ -19,10 +20,11 @@ def bias_with_mask(bias: torch.Tensor, attention_mask: torch.Tensor | None) -> t
 
     `attention_mask` is bool, [b or 1, a/t or 1, s or 1, s'], True where attention must not look: there
     the bias is the least number of its dtype. A row without anything to look at then gets a mean of all
-    values, not NaN. Raises ValueError for a mask of another shape.
+    values, not NaN. Raises ValueError for a mask of another shape or dtype.
     """
     if attention_mask is None:
         return bias
+    check_is_bool(attention_mask)
     check_attention_mask(attention_mask, (None, *bias.shape[1:]))
     return bias.masked_fill(attention_mask, torch.finfo(bias.dtype).min)
 

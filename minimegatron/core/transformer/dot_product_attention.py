@@ -48,6 +48,15 @@ def check_attention_mask(mask: torch.Tensor, sizes: tuple[int | None, ...]) -> N
     )
 
 
+def check_is_bool(mask: torch.Tensor) -> None:
+    """Raises ValueError for a mask of numbers: torch would read any but 0 as True."""
+    if mask.dtype != torch.bool:
+        raise ValueError(
+            f"attention_mask is {mask.dtype}; give torch.bool, True for what is not attended to (a "
+            "mask with 1 for what is kept as mask == 0); numbers to be added to scores are not taken"
+        )
+
+
 @accepts_left_out
 class DotProductAttention(MegatronModule):
     """Attention proper, without projections; it has no parameters.
@@ -96,6 +105,7 @@ class DotProductAttention(MegatronModule):
         causal = self.attn_mask_type in _CAUSAL
         if self.attn_mask_type == AttnMaskType.no_mask or attention_mask is None:
             return None, causal
+        check_is_bool(attention_mask)
         visible = attention_mask.logical_not()
         if causal:
             visible = visible & torch.ones(s_q, s_k, dtype=torch.bool, device=device).tril()
@@ -185,6 +195,8 @@ def _attend_over_ranks(
     )
     if core.attn_mask_type == AttnMaskType.no_mask:
         attention_mask = None
+    if attention_mask is not None:
+        check_is_bool(attention_mask)
     attend = partial(_attend, core, dropout)
     return attention_over_ranks(
         core.cp_comm_type, query, key, value, attention_mask, sharing, attend
