@@ -84,7 +84,8 @@ def refuse_unsummed_grads(params: Iterable[torch.nn.Parameter], pg_collection: A
     """Raises RuntimeError if some of these gradients are one term of a sum over ranks."""
     params = list(params)
     copies = max(reduce_group(param, pg_collection).size() for param in params)
-    partial = sum(getattr(param, "sequence_parallel", False) for param in params)
+    summed = ("sequence_parallel", "average_gradients_across_tp_domain")
+    partial = sum(any(getattr(param, mark, False) for mark in summed) for param in params)
     partial *= vars(pg_collection).get("tp") is not None and pg_collection.tp.size() > 1
     tied = sum(getattr(param, "shared_embedding", False) for param in params)
     if copies > 1 or partial or tied:

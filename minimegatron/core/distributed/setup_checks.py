@@ -16,6 +16,15 @@ from minimegatron.core.distributed.frozen_alike import number_of
 from minimegatron.core.parameter import KINDS, kind_of
 from minimegatron.core.utils import get_device, unwrap_model
 
+BY_COPY = (
+    "set one seed, load one checkpoint, or call the data-parallel wrapper's broadcast_params(), then "
+    "the optimizer's reload_model_params()"
+)
+BY_TENSOR = (
+    "draw what is not cut alike on all tensor ranks, with one seed and in one order, or load one "
+    "checkpoint; mark what is cut by set_tensor_model_parallel_attributes"
+)
+
 
 def check_same_groups(model: Sequence[torch.nn.Module], pg_collection: Any) -> None:
     """Raises ValueError where model, wrapper and optimizer have groups of other ranks, by one name.
@@ -45,26 +54,29 @@ def _ranks(group: Any) -> Any:
 def check_copies_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> None:
     """Raises ValueError on ranks whose copy of the model has other weights than their peers'.
 
-    All ranks must call it. It reads each weight once, and sends one number for each; the same bits give
-    the same number in whatever order they are added.
+    Data-parallel ranks have copies of all weights, tensor ranks of those that are not cut. All ranks
+    must call it. It reads each weight once, and sends one number for each and group; the same bits
+    give the same number in whatever order they are added.
 
     Args:
         model: this rank's chunks, wrapped or not.
         pg_collection: a group that it lacks, or has a stand-in for, is not asked.
     """
     named = [pair for chunk in model for pair in named_parameters_inside(chunk)]
-    shapes = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named]
-    _compare(
-        [f"{len(named)} names, shapes and dtypes of parameters"],
-        [number_of(shapes)],
-        pg_collection,
-        "dp_cp",
-    )
+    _compare_shapes(named, pg_collection, "dp_cp", BY_COPY)
     for kind in KINDS.values():
         ours = [(name, param) for name, param in named if kind_of(param) is kind]
-        if ours:
-            names, params = zip(*ours, strict=True)
-            _compare(names, [_sum_of_bits(param) for param in params], pg_collection, kind.reduce)
+        whole = [pair for pair in ours if not getattr(pair[1], "tensor_model_parallel", False)]
+        _compare_shapes(whole, pg_collection, kind.tensor, BY_TENSOR)
+        sums = {name: _sum_of_bits(param) for name, param in ours}
+        _compare(sums, pg_collection, kind.reduce, BY_COPY)
+        _compare({name: sums[name] for name, _ in whole}, pg_collection, kind.tensor, BY_TENSOR)
+
+
+def _compare_shapes(named: Sequence[Any], pg_collection: Any, group: str, remedy: str) -> None:
+    shapes = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named]
+    what = f"{len(named)} names, shapes and dtypes of parameters"
+    _compare({what: number_of(shapes)}, pg_collection, group, remedy)
 
 
 def _sum_of_bits(param: torch.Tensor) -> torch.Tensor:
@@ -73,12 +85,13 @@ def _sum_of_bits(param: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64).to(get_device())
 
 
-def _compare(names: Sequence[str], numbers: Sequence[Any], pg_collection: Any, name: str) -> None:
+def _compare(numbers: dict[str, Any], pg_collection: Any, name: str, remedy: str) -> None:
     group = getattr(pg_collection, name, None)
     # What stands in for a group connects nobody.
-    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+    if not numbers or not isinstance(group, dist.ProcessGroup) or group.size() == 1:
         return
-    numbers = torch.stack([torch.as_tensor(number, device=get_device()) for number in numbers])
+    names = list(numbers)
+    numbers = torch.stack([torch.as_tensor(n, device=get_device()) for n in numbers.values()])
     highest = torch.cat([numbers, -numbers])
     all_reduce(highest, group, ReduceOp.MAX)
     highest, lowest = highest.chunk(2)
@@ -87,6 +100,5 @@ def _compare(names: Sequence[str], numbers: Sequence[Any], pg_collection: Any, n
         raise ValueError(
             f"rank {group.rank()} of the {group.size()} in group {name}: {len(differ)} of {len(names)} "
             f"weights, such as {differ[0]}, are not the same on all of them, and the copies of the "
-            "model would stay apart; set one seed, load one checkpoint, or call the "
-            "data-parallel wrapper's broadcast_params(), then the optimizer's reload_model_params()"
+            f"model would stay apart; {remedy}"
         )
