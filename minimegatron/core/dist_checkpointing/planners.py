@@ -92,8 +92,8 @@ def _refuse_other_content(plans: Sequence[SavePlan]) -> None:
                 raise CheckpointingException(
                     f"{item.index.fqn} at {tuple(ours.chunk.offsets)}: rank {first} would save "
                     f"{_words(theirs, other_crc32)} there, rank {rank} {_words(ours, crc32)}, both "
-                    "with replica_id 0; give all ranks but one another replica_id, or each its own key or "
-                    "offset, or make the copies alike before they are saved"
+                    "with replica_id 0; give all ranks but one another replica_id, or each its own key "
+                    "or offset, or make the copies alike before they are saved"
                 )
 
 
