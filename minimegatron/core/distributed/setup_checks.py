@@ -55,28 +55,24 @@ def check_copies_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> 
     """Raises ValueError on ranks whose copy of the model has other weights than their peers'.
 
     Data-parallel ranks have copies of all weights, tensor ranks of those that are not cut. All ranks
-    must call it. It reads each weight once, and sends one number for each and group; the same bits
-    give the same number in whatever order they are added.
+    must call it. It reads a weight once for each group with copies of it, and sends one number; the
+    same bits give the same number in whatever order they are added.
 
     Args:
         model: this rank's chunks, wrapped or not.
         pg_collection: a group that it lacks, or has a stand-in for, is not asked.
     """
     named = [pair for chunk in model for pair in named_parameters_inside(chunk)]
-    _compare_shapes(named, pg_collection, "dp_cp", BY_COPY)
+    problems = []  # raised last: another group's ranks may wait for this one's numbers
     for kind in KINDS.values():
         ours = [(name, param) for name, param in named if kind_of(param) is kind]
         whole = [pair for pair in ours if not getattr(pair[1], "tensor_model_parallel", False)]
-        _compare_shapes(whole, pg_collection, kind.tensor, BY_TENSOR)
-        sums = {name: _sum_of_bits(param) for name, param in ours}
-        _compare(sums, pg_collection, kind.reduce, BY_COPY)
-        _compare({name: sums[name] for name, _ in whole}, pg_collection, kind.tensor, BY_TENSOR)
-
-
-def _compare_shapes(named: Sequence[Any], pg_collection: Any, group: str, remedy: str) -> None:
-    shapes = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named]
-    what = f"{len(named)} names, shapes and dtypes of parameters"
-    _compare({what: number_of(shapes)}, pg_collection, group, remedy)
+        for group, pairs, remedy in ((kind.reduce, ours, BY_COPY), (kind.tensor, whole, BY_TENSOR)):
+            problem = _difference(pairs, getattr(pg_collection, group, None), group)
+            if problem:
+                problems.append(f"{problem}; {remedy}")
+    if problems:
+        raise ValueError(problems[0])
 
 
 def _sum_of_bits(param: torch.Tensor) -> torch.Tensor:
@@ -85,20 +81,29 @@ def _sum_of_bits(param: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64).to(get_device())
 
 
-def _compare(numbers: dict[str, Any], pg_collection: Any, name: str, remedy: str) -> None:
-    group = getattr(pg_collection, name, None)
+def _difference(named: Sequence[Any], group: Any, group_name: str) -> str:
+    """Tells how `named`, pairs of name and parameter, differ between the ranks of the group."""
     # What stands in for a group connects nobody.
-    if not numbers or not isinstance(group, dist.ProcessGroup) or group.size() == 1:
-        return
-    names = list(numbers)
-    numbers = torch.stack([torch.as_tensor(n, device=get_device()) for n in numbers.values()])
+    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+        return ""
+    shapes = number_of(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
+    names = [f"{len(named)} names, shapes and dtypes of parameters"]
+    differ = _differ(names, [torch.tensor(shapes, device=get_device())], group)
+    if named and not differ:  # as many numbers on each rank
+        names = [name for name, _ in named]
+        differ = _differ(names, [_sum_of_bits(param) for _, param in named], group)
+    if not differ:
+        return ""
+    return (
+        f"rank {group.rank()} of the {group.size()} in group {group_name}: {len(differ)} of "
+        f"{len(names)} weights, such as {differ[0]}, are not the same on all of them, and the "
+        "copies of the model would stay apart"
+    )
+
+
+def _differ(names: Sequence[str], numbers: Sequence[torch.Tensor], group: Any) -> list[str]:
+    numbers = torch.stack(list(numbers))
     highest = torch.cat([numbers, -numbers])
     all_reduce(highest, group, ReduceOp.MAX)
     highest, lowest = highest.chunk(2)
-    differ = [names[i] for i in (highest != -lowest).nonzero().flatten().tolist()]
-    if differ:
-        raise ValueError(
-            f"rank {group.rank()} of the {group.size()} in group {name}: {len(differ)} of {len(names)} "
-            f"weights, such as {differ[0]}, are not the same on all of them, and the copies of the "
-            f"model would stay apart; {remedy}"
-        )
+    return [names[i] for i in (highest != -lowest).nonzero().flatten().tolist()]

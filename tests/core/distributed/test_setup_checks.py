@@ -312,6 +312,20 @@ def test_t9_whole_parameters_are_compared_over_tensor_ranks():
     assert all("4 names, shapes and dtypes" in text for text in refusals(one, other, "tp"))
 
 
+def test_t9_chunks_whose_parameters_have_one_name_are_both_compared():
+    chunks, others = [Toy(), Toy()], [Toy(), Toy()]
+    others[0].head.weight.data.add_(1.0)
+    sent = []
+    with (
+        mock.patch("torch.distributed.ProcessGroup", PretendGroup),
+        mock.patch.object(setup_checks, "all_reduce", lambda n, *_: sent.append(n.clone())),
+    ):
+        for model in (chunks, others):
+            setup_checks.check_copies_alike(model, world(tp=PretendGroup(0, 2)))
+    _, ours, _, theirs = sent  # names, and a number for each weight and its negative
+    assert ours.numel() == 2 * 22 and (ours != theirs).sum() == 2
+
+
 def test_t9_what_is_cut_is_left_out_and_experts_have_their_own_tensor_group():
     one, other = Toy(), Toy()
     other.head.weight.data.add_(1.0)
@@ -333,13 +347,16 @@ def test_s18_copies_that_are_alike_are_not_refused(dtype):
 def test_s18_the_first_good_step_asks_and_later_ones_do_not():
     model = Toy()
     optimizer = optimizer_of(model, world())
-    with mock.patch.object(setup_checks, "_compare", side_effect=ValueError), suppress(ValueError):
+    with (
+        mock.patch.object(setup_checks, "_difference", side_effect=ValueError),
+        suppress(ValueError),
+    ):
         optimizer.step()
-    with mock.patch.object(setup_checks, "_compare") as compare:
+    with mock.patch.object(setup_checks, "_difference", return_value="") as compare:
         for _ in range(2):
             backward(model)
             optimizer.step()
-    assert compare.call_count == 7  # names over dp_cp, and three for each of the two kinds
+    assert compare.call_count == 4  # copies and tensor ranks of two kinds
 
 
 # -- S19: numbers of gradients that are elsewhere, or scaled --
