@@ -8,6 +8,9 @@ A layer sets attributes of its parameters, under Megatron's names:
     tensor_model_parallel, partition_dim,    how it is cut over its tensor group;
     partition_stride, partition_sizes        see `core.tensor_parallel.sharding`
     allreduce                                False for an expert's parameter
+    sequence_parallel                        whole, and each tensor rank has a term of its gradient
+    average_gradients_across_tp_domain       whole, and each tensor rank has all of its gradient, but
+                                             perhaps in other bits: the mean is taken
     shared_embedding                         a copy of the word embedding
     shared                                   a weight with copies; True on all but the first stage's
 

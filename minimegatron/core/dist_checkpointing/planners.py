@@ -6,10 +6,12 @@ tensors without overlap, and find which saved boxes overlap which wanted ones. C
 """
 
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,7 +27,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from minimegatron.core.dist_checkpointing.storage import as_bytes
 
 Boxes = Mapping[str, list[ShardedTensor]]
 """This rank's boxes of each tensor, by key."""
@@ -36,7 +40,10 @@ def _chunk(tensor: ShardedTensor) -> ChunkStorageMetadata:
 
 
 class MCoreSavePlanner(DefaultSavePlanner):
-    """Plans to write every box that is the one to save; torch drops what another rank writes too."""
+    """Plans to write every box that is the one to save; torch drops what another rank writes too.
+
+    Raises CheckpointingException, from `create_global_plan`, where that would drop other content.
+    """
 
     def __init__(self, tensors: Boxes):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -59,12 +66,40 @@ class MCoreSavePlanner(DefaultSavePlanner):
                     size=torch.Size(tensor.global_shape),
                 )
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        sums = [] if is_alone else [zlib.crc32(as_bytes(self.boxes[i.index])) for i in items]
+        self.plan = SavePlan(items, planner_data=sums)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the first rank: which rank writes which box."""
+        _refuse_other_content(all_plans)
+        return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """The memory of one box."""
         return self.boxes[write_item.index]
+
+
+def _refuse_other_content(plans: Sequence[SavePlan]) -> None:
+    """Raises CheckpointingException where two ranks would save one box with other content."""
+    found: dict[MetadataIndex, tuple[int, WriteItem, int]] = {}
+    for rank, plan in enumerate(plans):
+        for item, crc32 in zip(plan.items, plan.planner_data or (), strict=False):
+            first, other, other_crc32 = found.setdefault(item.index, (rank, item, crc32))
+            if (item.tensor_data, crc32) != (other.tensor_data, other_crc32):
+                ours, theirs = item.tensor_data, other.tensor_data
+                raise CheckpointingException(
+                    f"{item.index.fqn} at {tuple(ours.chunk.offsets)}: rank {first} would save "
+                    f"{_words(theirs, other_crc32)} there, rank {rank} {_words(ours, crc32)}, both "
+                    "with replica_id 0; give all ranks but one another replica_id, or each its own key "
+                    "or offset, or make the copies alike before they are saved"
+                )
+
+
+def _words(data: TensorWriteData, crc32: int) -> str:
+    sizes = f"{tuple(data.chunk.sizes)} of {tuple(data.size)}"
+    return f"{sizes} {data.properties.dtype} with crc32 {crc32:08x}"
 
 
 class MCoreLoadPlanner(LoadPlanner):

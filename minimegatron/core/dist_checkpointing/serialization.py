@@ -69,7 +69,7 @@ def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> No
         checkpoint_dir: the checkpoint's folder. What bears the name is replaced.
 
     Raises ValueError for a plain object that JSON cannot hold, CheckpointingException if any rank
-    cannot write: on all ranks, and nothing is left behind.
+    cannot write, or two would write other content to one box: on all ranks, and nothing is left behind.
     Source: `megatron.core.dist_checkpointing.serialization.save`, which also saves in the background.
     """
     tree = built(sharded_state_dict)
@@ -150,7 +150,8 @@ def save_tensors(
         sharded_tensors: this rank's boxes.
         common: everything but the tensors, as JSON; the first rank's is written.
 
-    Raises CheckpointingException, on all ranks, if any rank cannot write; nothing is left behind.
+    Raises CheckpointingException, on all ranks, if any rank cannot write, if two ranks would save
+    other content as one box, or for a dtype that `storage` does not name; nothing is left behind.
     """
     target = Path(checkpoint_dir)
     aside = target.with_name(f"{target.name}{ASIDE}{_agreed(secrets.token_hex(4))}")

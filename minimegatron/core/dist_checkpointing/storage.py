@@ -48,9 +48,18 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 """As the safetensors format names them."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -64,7 +73,7 @@ def _done(value: Any) -> Future:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The elements in row-major order, as this machine stores them."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 
 
@@ -99,7 +108,14 @@ class SafetensorsWriter(StorageWriter):
         self.aside.mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """As it is. Raises CheckpointingException for a dtype that the files have no name for."""
+        for item in plan.items:
+            dtype = item.tensor_data.properties.dtype
+            if dtype not in NAMES:
+                raise CheckpointingException(
+                    f"{item.index.fqn} is {dtype}, and the files hold {', '.join(NAMES.values())} "
+                    "only; convert it, or save a view of it (torch.view_as_real, .view(dtype))"
+                )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

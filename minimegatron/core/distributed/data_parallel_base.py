@@ -90,7 +90,8 @@ def refuse_unsummed_grads(
     params = list(params)
     copies = max((reduce_group(param, pg_collection).size() for param in params), default=1)
     copies = 1 if copies_are_summed else copies
-    partial = sum(getattr(param, "sequence_parallel", False) for param in params)
+    summed = ("sequence_parallel", "average_gradients_across_tp_domain")
+    partial = sum(any(getattr(param, mark, False) for mark in summed) for param in params)
     partial *= vars(pg_collection).get("tp") is not None and pg_collection.tp.size() > 1
     tied = sum(getattr(param, "shared_embedding", False) for param in params)
     if copies > 1 or partial or tied:

@@ -8,7 +8,8 @@ Sum 1 may have begun during backward, so the others wait for it. They are sums o
 ranks 1 has summed over. The division follows, one factor for all.
 
     1. data parallel       sum over dp_cp        (experts: expt_dp; waits for what backward launched)
-    2. tensor parallel     sum over tp, expt_tp  gradients of replicated parameters that are partial
+    2. tensor parallel     sum over tp, expt_tp  gradients of replicated parameters that are partial;
+                                                 the mean for average_gradients_across_tp_domain
     3. word embedding      sum over embd         copies of it: first stage's, tied output layer's, ...
     4. position embedding  sum over pos_embd     copies of it, where two stacks have one each
     5. tokens              divide by their number, which only the last stage knows
@@ -56,23 +57,28 @@ def _allreduce_non_tensor_model_parallel_grads(
 ) -> None:
     """Sums partial gradients of replicated parameters, in one message per tensor group and dtype.
 
-    A sum, not a mean: each rank's part is a term of the gradient, not an estimate of it. Give
-    `pg_collection` where there are experts; `tp_group` is enough for dense parameters.
+    A sum, not a mean: each rank's part is a term of the gradient, not an estimate of it. A parameter
+    with `average_gradients_across_tp_domain` gets the mean: each rank has computed all of its gradient,
+    in other roundings. Give `pg_collection` where there are experts; `tp_group` is enough for dense
+    parameters.
     """
     if pg_collection is None:
         pg_collection = ProcessGroupCollection(tp=tp_group)
-    messages: dict[tuple[dist.ProcessGroup, torch.dtype], list[torch.Tensor]] = {}
+    messages: dict[tuple[dist.ProcessGroup, torch.dtype, bool], list[torch.Tensor]] = {}
     for chunk in model:
         for name, param in chunk.named_parameters():
             grad = get_main_grad(param)
-            if grad is not None and _is_partial_over_tp(name, param):
-                key = (tensor_group(param, pg_collection), grad.dtype)
+            is_mean = getattr(param, "average_gradients_across_tp_domain", False)
+            if grad is not None and (is_mean or _is_partial_over_tp(name, param)):
+                key = (tensor_group(param, pg_collection), grad.dtype, is_mean)
                 messages.setdefault(key, []).append(grad)
-    for (group, _), grads in messages.items():
+    for (group, _, is_mean), grads in messages.items():
         if group.size() == 1:
             continue
         together = torch.cat([grad.reshape(-1) for grad in grads])
         all_reduce(together, group)
+        if is_mean:
+            together /= group.size()
         for grad, summed in zip(grads, together.split([g.numel() for g in grads]), strict=True):
             grad.copy_(summed.view(grad.shape))
 

@@ -16,6 +16,15 @@ from minimegatron.core.distributed.frozen_alike import number_of
 from minimegatron.core.parameter import KINDS, kind_of
 from minimegatron.core.utils import get_device, unwrap_model
 
+BY_COPY = (
+    "set one seed, load one checkpoint, or call the data-parallel wrapper's broadcast_params(), then "
+    "the optimizer's reload_model_params()"
+)
+BY_TENSOR = (
+    "draw what is not cut alike on all tensor ranks, with one seed and in one order, or load one "
+    "checkpoint; mark what is cut by set_tensor_model_parallel_attributes"
+)
+
 
 def check_same_groups(model: Sequence[torch.nn.Module], pg_collection: Any) -> None:
     """Raises ValueError where model, wrapper and optimizer have groups of other ranks, by one name.
@@ -45,26 +54,25 @@ def _ranks(group: Any) -> Any:
 def check_copies_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> None:
     """Raises ValueError on ranks whose copy of the model has other weights than their peers'.
 
-    All ranks must call it. It reads each weight once, and sends one number for each; the same bits give
-    the same number in whatever order they are added.
+    Data-parallel ranks have copies of all weights, tensor ranks of those that are not cut. All ranks
+    must call it. It reads a weight once for each group with copies of it, and sends one number; the
+    same bits give the same number in whatever order they are added.
 
     Args:
         model: this rank's chunks, wrapped or not.
         pg_collection: a group that it lacks, or has a stand-in for, is not asked.
     """
     named = [pair for chunk in model for pair in named_parameters_inside(chunk)]
-    shapes = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named]
-    _compare(
-        [f"{len(named)} names, shapes and dtypes of parameters"],
-        [number_of(shapes)],
-        pg_collection,
-        "dp_cp",
-    )
+    problems = []  # raised last: another group's ranks may wait for this one's numbers
     for kind in KINDS.values():
         ours = [(name, param) for name, param in named if kind_of(param) is kind]
-        if ours:
-            names, params = zip(*ours, strict=True)
-            _compare(names, [_sum_of_bits(param) for param in params], pg_collection, kind.reduce)
+        whole = [pair for pair in ours if not getattr(pair[1], "tensor_model_parallel", False)]
+        for group, pairs, remedy in ((kind.reduce, ours, BY_COPY), (kind.tensor, whole, BY_TENSOR)):
+            problem = _difference(pairs, getattr(pg_collection, group, None), group)
+            if problem:
+                problems.append(f"{problem}; {remedy}")
+    if problems:
+        raise ValueError(problems[0])
 
 
 def _sum_of_bits(param: torch.Tensor) -> torch.Tensor:
@@ -73,20 +81,29 @@ def _sum_of_bits(param: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64).to(get_device())
 
 
-def _compare(names: Sequence[str], numbers: Sequence[Any], pg_collection: Any, name: str) -> None:
-    group = getattr(pg_collection, name, None)
+def _difference(named: Sequence[Any], group: Any, group_name: str) -> str:
+    """Tells how `named`, pairs of name and parameter, differ between the ranks of the group."""
     # What stands in for a group connects nobody.
     if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
-        return
-    numbers = torch.stack([torch.as_tensor(number, device=get_device()) for number in numbers])
+        return ""
+    shapes = number_of(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
+    names = [f"{len(named)} names, shapes and dtypes of parameters"]
+    differ = _differ(names, [torch.tensor(shapes, device=get_device())], group)
+    if named and not differ:  # as many numbers on each rank
+        names = [name for name, _ in named]
+        differ = _differ(names, [_sum_of_bits(param) for _, param in named], group)
+    if not differ:
+        return ""
+    return (
+        f"rank {group.rank()} of the {group.size()} in group {group_name}: {len(differ)} of "
+        f"{len(names)} weights, such as {differ[0]}, are not the same on all of them, and the "
+        "copies of the model would stay apart"
+    )
+
+
+def _differ(names: Sequence[str], numbers: Sequence[torch.Tensor], group: Any) -> list[str]:
+    numbers = torch.stack(list(numbers))
     highest = torch.cat([numbers, -numbers])
     all_reduce(highest, group, ReduceOp.MAX)
     highest, lowest = highest.chunk(2)
-    differ = [names[i] for i in (highest != -lowest).nonzero().flatten().tolist()]
-    if differ:
-        raise ValueError(
-            f"rank {group.rank()} of the {group.size()} in group {name}: {len(differ)} of {len(names)} "
-            f"weights, such as {differ[0]}, are not the same on all of them, and the copies of the "
-            "model would stay apart; set one seed, load one checkpoint, or call the "
-            "data-parallel wrapper's broadcast_params(), then the optimizer's reload_model_params()"
-        )
+    return [names[i] for i in (highest != -lowest).nonzero().flatten().tolist()]

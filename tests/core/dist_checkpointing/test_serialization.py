@@ -99,6 +99,28 @@ def test_parts_that_cannot_be(tmp_path):
         dist_checkpointing.save({"a": wrong}, tmp_path / "it")
 
 
+NAMED = "bool int8 int16 uint16 uint32 uint64 complex64 float8_e4m3fn float8_e5m2"
+
+
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in NAMED.split()])
+def test_t_words_every_dtype_that_the_format_names_is_saved(dtype, tmp_path):
+    """Was: "rank 0: torch.bool"."""
+    data = torch.tensor([0.0, 1.0, 2.0]).to(dtype)
+    if dtype.is_complex:
+        data = (data * 1j).conj()
+    dist_checkpointing.save({"a": ShardedTensor.from_rank_offsets("a", data)}, tmp_path / "it")
+    ((key, meta),) = dist_checkpointing.load_tensors_metadata(tmp_path / "it").items()
+    found = dist_checkpointing.load({key: meta}, tmp_path / "it")["a"]
+    assert found.dtype == dtype and found.tolist() == data.tolist()
+
+
+def test_t_words_another_dtype_is_refused_in_a_sentence(tmp_path):
+    wide = ShardedTensor.from_rank_offsets("a", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointingException, match="a is torch.complex128, and the files hold"):
+        dist_checkpointing.save({"a": wide}, tmp_path / "it")
+    assert not any(tmp_path.iterdir())
+
+
 # -- On two ranks --
 
 
@@ -137,6 +159,20 @@ def save_and_load(folder: str) -> tuple:
     # -- Another layout: each rank takes all of it --
     metadata = dist_checkpointing.load_tensors_metadata(f"{folder}/it")
     all_of_it = dist_checkpointing.load(metadata, f"{folder}/it")
+    # -- Both ranks would save one box --
+    for name, part in (
+        ("content", torch.full((2,), 1.0 + rank)),
+        ("order", torch.arange(2.0).roll(rank)),
+        ("dtype", torch.zeros(2, dtype=(torch.int32, torch.float32)[rank])),
+        ("shape", torch.zeros(2 + rank)),
+    ):
+        mine = ShardedTensor(name, part, (4,), (1,))
+        refused = rf"{name} at \(1,\): rank 0 would save .*, rank 1 .*, both with replica_id 0"
+        with pytest.raises(CheckpointingException, match=refused):
+            dist_checkpointing.save({"a": mine}, f"{folder}/both")
+    alike = ShardedTensor.from_rank_offsets("a", torch.ones(2))
+    dist_checkpointing.save({"a": alike, "here": LocalNonpersistentObject(rank)}, f"{folder}/it2")
+    assert dist_checkpointing.load({"a": alike}, f"{folder}/it2")["a"].tolist() == [1.0, 1.0]
     # -- One rank's plain objects are wrong --
     with pytest.raises(ValueError, match="has the key 0"):
         dist_checkpointing.save({"a": {0: 1}} if rank == 0 else {}, f"{folder}/wrong")
@@ -144,7 +180,7 @@ def save_and_load(folder: str) -> tuple:
 
 
 @pytest.mark.processes
-def test_two_ranks_save_and_load(tmp_path):
+def test_t11_two_ranks_save_and_load_but_do_not_save_other_content_as_one_box(tmp_path):
     results = run_ranks(save_and_load, 2, str(tmp_path))
     for rank, (found, in_place, _) in enumerate(results):
         data = 1.0 + 10 * rank + torch.arange(4.0)
@@ -161,7 +197,7 @@ def test_two_ranks_save_and_load(tmp_path):
     assert full["mlp.up"].tolist() == [5.0, 6.0, 15.0, 16.0]
     common = json.loads((tmp_path / "it" / COMMON).read_text())
     assert list(common) == ["optimizer"]
-    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["it", "it2"]
 
 
 def test_a_shorter_tensor_ends_with_zeros(tmp_path):

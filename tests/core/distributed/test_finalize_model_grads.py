@@ -1,6 +1,7 @@
 """What happens to gradients after the last backward, with values one can add up by hand."""
 
 import dataclasses
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -81,6 +82,29 @@ def _partial_gradients_are_summed_over_tp():
     bare.norm.grad = torch.full_like(bare.norm, 1.0 + tp)
     _allreduce_non_tensor_model_parallel_grads([bare], make_config(), groups.tp)
     assert bare.norm.grad.eq(1.0 + 2.0).all()
+
+
+def test_t12_a_marked_parameters_gradient_is_the_mean_over_tp(monkeypatch):
+    """Was: the mark was not read. It comes before the others, as in Megatron."""
+    layer = _Layer()
+    layer.replicated.average_gradients_across_tp_domain = True
+    layer.norm_bias.average_gradients_across_tp_domain = True
+    for name in ("split", "replicated", "norm", "norm_bias"):
+        param = layer.get_parameter(name)
+        param.grad = torch.full_like(param, 1.0)
+
+    def other_rank_has_3(tensor, group):
+        tensor += 3.0
+
+    module = sys.modules[_allreduce_word_embedding_grads.__module__]
+    monkeypatch.setattr(module, "all_reduce", other_rank_has_3)
+    _allreduce_non_tensor_model_parallel_grads([layer], tp_group=FakeGroup(0, 2))
+    found = {
+        name: param.grad.unique().tolist()
+        for name, param in layer.named_parameters()
+        if param.grad is not None
+    }
+    assert found == {"split": [1.0], "replicated": [2.0], "norm": [4.0], "norm_bias": [2.0]}
 
 
 class _Experts(torch.nn.Module):

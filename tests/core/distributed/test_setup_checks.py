@@ -223,6 +223,7 @@ def test_s5_groups_of_other_ranks_are_refused():
     [
         (world(dp_cp=PretendGroup(0, 2)), ""),
         (world(tp=PretendGroup(0, 2)), "sequence_parallel"),
+        (world(tp=PretendGroup(0, 2)), "average_gradients_across_tp_domain"),
         (world(), "shared_embedding"),
     ],
 )
@@ -299,6 +300,45 @@ def test_s18_experts_are_compared_with_their_own_copies_only():
     assert "1 of 1 weights, such as head.weight" in refusals(one, other, "expt_dp")[0]
 
 
+def test_t9_whole_parameters_are_compared_over_tensor_ranks():
+    """Was: a layer that each tensor rank had drawn by its own seed gave other outputs on each."""
+    found = refusals(Toy(), Toy(seed=8), "tp")
+    assert len(found) == 2
+    assert all("of the 2 in group tp: 9 of 11 weights, such as inner.weight" in t for t in found)
+    assert all("mark what is cut by set_tensor_model_parallel_attributes" in t for t in found)
+    one, other = torch.nn.ModuleDict(), torch.nn.ModuleDict()
+    for model, names in ((one, "ab"), (other, "ba")):  # adapters added in another order
+        model.update({name: torch.nn.Linear(2, 2) for name in names})
+    assert all("4 names, shapes and dtypes" in text for text in refusals(one, other, "tp"))
+
+
+def test_t9_chunks_whose_parameters_have_one_name_are_both_compared():
+    chunks, others = [Toy(), Toy()], [Toy(), Toy()]
+    others[0].head.weight.data.add_(1.0)
+    sent = []
+    with (
+        mock.patch("torch.distributed.ProcessGroup", PretendGroup),
+        mock.patch.object(setup_checks, "all_reduce", lambda n, *_: sent.append(n.clone())),
+    ):
+        for model in (chunks, others):
+            setup_checks.check_copies_alike(model, world(tp=PretendGroup(0, 2)))
+    _, ours, _, theirs = sent  # names, and a number for each weight and its negative
+    assert ours.numel() == 2 * 22 and (ours != theirs).sum() == 2
+
+
+def test_t9_what_is_cut_is_left_out_and_experts_have_their_own_tensor_group():
+    one, other = Toy(), Toy()
+    other.head.weight.data.add_(1.0)
+    for model in (one, other):
+        model.head.weight.allreduce = False
+    assert refusals(one, other, "tp") == []
+    assert "1 of 1 weights, such as head.weight" in refusals(one, other, "expt_tp")[0]
+    for model in (one, other):
+        model.head.weight.tensor_model_parallel = True
+    assert refusals(one, other, "expt_tp") == []
+    assert len(refusals(one, other, "expt_dp")) == 2  # copies of a piece
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_s18_copies_that_are_alike_are_not_refused(dtype):
     assert refusals(Toy(dtype), Toy(dtype)) == []
@@ -307,13 +347,16 @@ def test_s18_copies_that_are_alike_are_not_refused(dtype):
 def test_s18_the_first_good_step_asks_and_later_ones_do_not():
     model = Toy()
     optimizer = optimizer_of(model, world())
-    with mock.patch.object(setup_checks, "_compare", side_effect=ValueError), suppress(ValueError):
+    with (
+        mock.patch.object(setup_checks, "_difference", side_effect=ValueError),
+        suppress(ValueError),
+    ):
         optimizer.step()
-    with mock.patch.object(setup_checks, "_compare") as compare:
+    with mock.patch.object(setup_checks, "_difference", return_value="") as compare:
         for _ in range(2):
             backward(model)
             optimizer.step()
-    assert compare.call_count == 2  # names, and weights of the dense kind
+    assert compare.call_count == 4  # copies and tensor ranks of two kinds
 
 
 # -- S19: numbers of gradients that are elsewhere, or scaled --
