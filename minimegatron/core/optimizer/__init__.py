@@ -37,6 +37,7 @@ from minimegatron.core.optimizer.optimizer_config import (
 )
 from minimegatron.core.parameter_marks import restore_marks
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
+from minimegatron.core.tensor_parallel.random import check_same_dropout
 from minimegatron.exports import lazily
 
 __all__ = [
@@ -150,6 +151,8 @@ def get_megatron_optimizer(
     else:
         optimizer = FP32Optimizer(groups, config, None, pg_collection)
     optimizer.first_checks.append(partial(check_copies_alike, model_chunks, pg_collection))
+    # Before checks that one rank alone may fail.
+    optimizer.grad_checks.append(partial(check_same_dropout, model_chunks, pg_collection.tp))
     for chunk in model_chunks:
         chunk.grad_scaler = optimizer.grad_scaler
         if isinstance(chunk, DistributedDataParallel):

@@ -84,6 +84,14 @@ def forward_backward_pipelining_with_interleaving(
         order.table,
         get_interleaved_send_plan(order, config.overlap_p2p_comm),
     )
+    (tensor_shape,) = get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=None,
+        config=config,
+        tp_group=pg_collection.tp,
+        cp_group=pg_collection.cp,
+    )
     for chunk_id in range(len(model)):
         frame.add_chunk(
             forward_step_func,
@@ -95,15 +103,8 @@ def forward_backward_pipelining_with_interleaving(
             num_in_flight=order.counts.num_warmup + 1,
             vp_stage=chunk_id,
             is_last_stage=order.is_last_virtual_stage(chunk_id),
+            sends=tensor_shape,
         )
-    (tensor_shape,) = get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=None,
-        config=config,
-        tp_group=pg_collection.tp,
-        cp_group=pg_collection.cp,
-    )
     run_class = _RUNS[order.is_combined]
     run = run_class(frame.chunks, order, p2p, tensor_shape, config.overlap_p2p_comm)
     with frame:

@@ -184,6 +184,14 @@ def planned_forward_backward_func(
         rank = p2p.pp_group.rank()
         check_step(step, config, models, iterators)
         frame = _make_frame(config, pg_collection, p2p, step)
+        (shape,) = get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=pg_collection.tp,
+            cp_group=pg_collection.cp,
+        )
         for chunk_id, (chunk, iterator) in enumerate(zip(models, iterators, strict=True)):
             frame.add_chunk(
                 forward_step_func,
@@ -195,15 +203,8 @@ def planned_forward_backward_func(
                 num_in_flight=count_in_flight(step.ranks[rank]),
                 vp_stage=None if p2p.virtual_pipeline_model_parallel_size is None else chunk_id,
                 is_last_stage=step.config.placement.is_last(rank, chunk_id),
+                sends=shape,
             )
-        (shape,) = get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=pg_collection.tp,
-            cp_group=pg_collection.cp,
-        )
         with frame:
             require_agreement(step, p2p.pp_group)
             PlannedRun(step, rank, frame.chunks, p2p, shape).run()

@@ -274,6 +274,7 @@ def forward_backward_pipelining_without_interleaving(
         first_val_step=first_val_step,
         num_in_flight=num_warmup_microbatches + 1,
         is_last_stage=is_last_stage,
+        sends=send_shapes,
     )
     with frame:
         # -- Warm-up: forwards only, until the last stage has its first microbatch --

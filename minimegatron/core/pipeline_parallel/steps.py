@@ -163,8 +163,8 @@ def forward_step_calc_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Applies the loss function on the last stage, and scales the loss for this microbatch.
 
-    The contract, with M microbatches, c context-parallel ranks and n tokens, of int or float dtype (if
-    tokens have weights, n is their sum):
+    The contract, with M microbatches, c context-parallel ranks and n tokens, a number or a tensor of
+    one, of int or float dtype (if tokens have weights, n is their sum):
 
     | `loss_func` returns    | `calculate_per_token_loss` | loss for backward                     |
     |------------------------|----------------------------|---------------------------------------|
@@ -187,11 +187,13 @@ def forward_step_calc_loss(
     The division makes a new tensor. Megatron divides in place, which also changes a report that
     shares storage with the loss (`loss.detach()`).
 
-    Returns (output or scaled loss, number of tokens as it was returned; int 0 where three were not).
-    Raises ValueError for another number of values. Warns, while it trains, of a mean with the option
-    on: as in Megatron, gradients are then summed over d * c ranks, and nothing divides auxiliary losses
-    by tokens. A loss with a factor 1 / (d * c) of its own is right, and
-    `config.mean_loss_has_factor` says so.
+    Returns (output or scaled loss, number of tokens, a tensor [] of the dtype that was returned;
+    int 0 where three values were not). Raises ValueError for another number of values, for tokens that
+    are not one number, and, with the option on, for tokens that require a gradient.
+
+    Warns, while it trains, of a mean with the option on: as in Megatron, gradients are then summed over
+    d * c ranks, and nothing divides auxiliary losses by tokens. A loss with a factor 1 / (d * c)
+    of its own is right, and `config.mean_loss_has_factor` says so.
     """
     if cp_group_size is None:
         cp_group_size = parallel_state.get_context_parallel_world_size()
@@ -207,6 +209,7 @@ def forward_step_calc_loss(
         outputs = call_traced("loss-func", loss_func, output_tensor)
         if len(outputs) == 3:
             output_tensor, num_tokens, report = outputs
+            num_tokens = _count_of_tokens(num_tokens, config)
             if not config.calculate_per_token_loss:
                 output_tensor = output_tensor / or_one(num_tokens) / num_microbatches
         elif len(outputs) == 2:
@@ -220,7 +223,24 @@ def forward_step_calc_loss(
             )
         forward_data_store.append(report)
     _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
-    return output_tensor, num_tokens
+    return output_tensor, num_tokens.detach()
+
+
+def _count_of_tokens(num_tokens: Any, config: ModelParallelConfig) -> torch.Tensor:
+    """A loss function's number of tokens, a number or a tensor of one, as a tensor []."""
+    num_tokens = torch.as_tensor(num_tokens)
+    if num_tokens.numel() != 1:
+        raise ValueError(
+            f"the loss function returned a number of tokens of shape {tuple(num_tokens.shape)}; return "
+            "one number, for example loss_mask.sum()"
+        )
+    if num_tokens.requires_grad and config.calculate_per_token_loss:
+        raise ValueError(
+            "the loss function returned a number of tokens that requires a gradient, but with "
+            "calculate_per_token_loss all gradients are divided by all tokens after backward, and this "
+            "one would be lost; return num_tokens.detach(), or turn calculate_per_token_loss off"
+        )
+    return num_tokens.reshape(())
 
 
 def _scale_auxiliary_losses(
@@ -377,6 +397,8 @@ class ModelChunk:
         num_in_flight: forwards a stage is ahead of its backwards, at most; for recompute.
         vp_stage: this chunk's number; None where a stage has one chunk.
         is_last_stage: whether this chunk ends in the loss.
+        sends: shapes in which the next stage receives its output, as the schedule announces them;
+            None, or an empty one, where no shape is announced.
         config: the step's; None for the model's own. A stage's chunks share the first one's, because
             the hooks are filled in there.
         frame: the `StepFrame` around the step, called before and after each forward and backward;
@@ -398,12 +420,13 @@ class ModelChunk:
         num_in_flight: int = 1,
         vp_stage: int | None = None,
         is_last_stage: bool = True,
+        sends: Any = None,
         config: ModelParallelConfig | None = None,
         frame: "NoFrame | None" = None,
     ):
         self.model, self.config = model, config or get_model_config(model)
         self.num_microbatches = num_microbatches
-        self.vp_stage, self.is_last_stage = vp_stage, is_last_stage
+        self.vp_stage, self.is_last_stage, self.sends = vp_stage, is_last_stage, sends
         self.num_tokens = torch.zeros([], dtype=torch.float64, device=get_device())
         self.forward_step_func, self.data_iterator = forward_step_func, data_iterator
         self.forward_data_store, self.cp_group_size = forward_data_store, cp_group_size
@@ -447,6 +470,8 @@ class ModelChunk:
         """After a forward: its tokens count, and the microbatch is in flight."""
         if self.is_last_stage:  # elsewhere there is no loss, and no tokens
             self.num_tokens += num_tokens
+        elif self.sends is not None:
+            check_output(output_tensor, self.sends)
         if not self.forward_only:
             self._in_flight[microbatch_id] = (input_tensor, output_tensor)
 
@@ -499,6 +524,26 @@ class ModelChunk:
     def num_backwards_left(self) -> int:
         """Microbatches of the step whose backward is not done."""
         return self.num_microbatches - self._num_backwards
+
+
+def check_output(output_tensor: Any, shapes: Any) -> None:
+    """Raises ValueError for an output that the next stage would read in another shape.
+
+    Args:
+        output_tensor: a tensor, or a list of some.
+        shapes: one, or a list of some; one that is empty is sent ahead of its message.
+    """
+    outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
+    is_one = all(isinstance(size, int) for size in shapes)
+    announced = [tuple(shape) for shape in ([shapes] if is_one else shapes)]
+    made = [tuple(output.shape) for output in outputs]
+    if () not in announced and made != announced:
+        raise ValueError(
+            f"this stage's output has shape {', '.join(map(str, made))}, but the next stage receives "
+            f"{', '.join(map(str, announced))}, [sequence, batch, hidden]; give the schedule the "
+            "data's seq_length and micro_batch_size, or make the output so; where it is to be another, "
+            "adjust_tensor_shapes_fn announces it, or set variable_seq_lengths"
+        )
 
 
 class NoFrame:

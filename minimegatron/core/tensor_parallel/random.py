@@ -17,16 +17,21 @@ Ranks that share a sequence draw alike, as in Megatron, though their tokens diff
 context-parallel rank.
 
 The default generator is the one of the device that this process computes on. On a CPU that is torch's
-default generator, which also draws the weights of a layer that is built by itself.
+default generator, which also draws the weights of a layer that is built by itself, and a number for
+each iterator of a `DataLoader` that has no generator of its own. Where only some ranks draw,
+`check_same_dropout` refuses the update.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.tensor_parallel.utils import (
     gather_split_1d_tensor,
@@ -39,7 +44,7 @@ from minimegatron.core.tensor_parallel.weight_grad_store import (
     within_this_backward,
 )
 from minimegatron.core.tracing import traced
-from minimegatron.core.utils import get_device, without_graph
+from minimegatron.core.utils import get_device, unwrap_model, without_graph
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
@@ -195,6 +200,38 @@ def model_parallel_cuda_manual_seed(seed: int, *, tp_rank: int | None = None) ->
     tracker.add(_DATA_PARALLEL_RNG_TRACKER_NAME, seed)
     # 2718 apart, so that no rank's seed is another use's seed plus a small number.
     tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tp_rank)
+
+
+@torch.no_grad()
+def check_same_dropout(model: Iterable[torch.nn.Module], tp_group: Any) -> None:
+    """Raises ValueError if ranks of a tensor-parallel group drop other activations between layers.
+
+    It compares CPUs' default generators, by one number of 56 bits. All ranks of the group must call it.
+    On a GPU, with sequence parallelism or without `hidden_dropout` it asks nobody.
+    """
+    chunks = unwrap_model(list(model))
+    configs = [chunk.config for chunk in chunks if hasattr(chunk, "config")]
+    drops = any(
+        hasattr(config, "hidden_dropout")
+        and config.hidden_dropout > 0.0
+        and not config.sequence_parallel
+        for config in configs
+    )
+    is_group = isinstance(tp_group, dist.ProcessGroup) and tp_group.size() > 1
+    if not (drops and is_group) or get_device().type == "cuda":
+        return
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=7).digest()
+    # In evaluation mode nothing drops; and ranks do not differ in it, but if so, all hear of it.
+    number = int.from_bytes(digest, "little") if any(chunk.training for chunk in chunks) else 0
+    bounds = torch.tensor([number, -number])
+    all_reduce(bounds, tp_group, ReduceOp.MAX)
+    if bounds.sum() != 0:
+        raise ValueError(
+            f"rank {tp_group.rank()} of the {tp_group.size()} in group tp: torch's default generator "
+            "is not at the same place on all of them, so dropout between layers (hidden_dropout) drops "
+            "other activations on each; seed them alike, torch.manual_seed(seed), and draw alike: a "
+            "DataLoader that some ranks alone have needs its own, generator=torch.Generator()"
+        )
 
 
 # -- Activation recompute --

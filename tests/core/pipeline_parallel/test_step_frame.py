@@ -445,3 +445,41 @@ def run_ahead(M: int, is_planned: bool) -> int:
 def test_a_forward_only_step_does_not_run_far_ahead(is_planned):
     """Four messages may lie unreceived; one more forward is under way or waits for its turn."""
     assert run_ranks(run_ahead, 2, 40, is_planned)[1] <= 4 + 2
+
+
+def wrong_shapes() -> list[str]:
+    """What stage 0 of two says of data [b, s, h], by schedule; stage 1 would read it as [s, b, h]."""
+    parallel_state.initialize_model_parallel(1, 2)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    said = []
+    for name, v in ((None, None), (None, 2), ("gpipe", None)):
+        config = make_config(2, v, pipeline_schedule=name)
+        chunks = [Stage(chunk * 2 + rank, config) for chunk in range(v or 1)]
+        for wrong in (False, True):
+            data = [torch.ones(SEQ, BATCH, HIDDEN).double() for _ in range(2)]
+            data = [batch.transpose(0, 1).contiguous() for batch in data] if wrong else data
+            try:
+                with torch.no_grad():
+                    get_forward_backward_func(2, v, name)(
+                        forward_step_func=forward_step_func,
+                        data_iterator=[iter(data) for _ in chunks],
+                        model=chunks,
+                        num_microbatches=2,
+                        seq_length=SEQ,
+                        micro_batch_size=BATCH,
+                        forward_only=True,
+                    )
+            except (ValueError, RuntimeError, OSError) as error:
+                said.append(str(error))
+            else:
+                said.append("nothing")
+    return said
+
+
+@pytest.mark.processes
+def test_t5_an_evaluation_does_not_read_an_output_in_another_shape():
+    first, second = run_ranks(wrong_shapes, 2)
+    own = f"has shape {(BATCH, SEQ, HIDDEN)}, but the next stage receives {(SEQ, BATCH, HIDDEN)}"
+    assert first[::2] == second[::2] == ["nothing"] * 3
+    assert all(own in text for text in first[1::2]), first
+    assert all(own in text for text in second[1::2]), "the reason is told to the stage that waits"

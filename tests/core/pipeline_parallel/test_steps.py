@@ -453,3 +453,70 @@ def test_a_list_of_chunks_needs_interleaving():
             micro_batch_size=1,
             pg_collection=ProcessGroupCollection(cp=FakeGroup(), tp=FakeGroup()),
         )
+
+
+# -- T14: what a loss function may call a number of tokens --
+
+
+@pytest.mark.parametrize("count", [4, 4.0, torch.tensor([4]), torch.tensor([[4.0]])])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_t14_a_number_of_tokens_may_be_a_number_or_a_tensor_of_one(count, per_token):
+    config = ModelParallelConfig(calculate_per_token_loss=per_token)
+    chunk = steps.ModelChunk(
+        lambda data, model: (model(next(data)), lambda out: (out.sum(), count, {})),
+        iter([torch.tensor([1.0, 3.0])]),
+        Doubler(config),
+        1,
+        forward_data_store=[],
+        cp_group_size=1,
+    )
+    loss = chunk.forward_step(0, None)
+    assert loss.shape == () and loss.item() == (8.0 if per_token else 2.0)
+    assert chunk.num_tokens.shape == () and chunk.num_tokens.item() == 4
+
+
+def test_t14_tokens_that_require_a_gradient_lose_it_only_where_the_division_comes_later():
+    """d (sum / n) of sum = 6 w, n = 2 w is 0: n's gradient is a part of it."""
+    weight = torch.tensor(1.0, requires_grad=True)
+    loss_func = lambda out: (6 * weight, 2 * weight, {})  # noqa: E731
+    loss, num_tokens, _ = calc_loss(ModelParallelConfig(), None, loss_func, num_microbatches=1)
+    loss.backward()
+    assert weight.grad.item() == 0 and not num_tokens.requires_grad
+    with pytest.raises(ValueError, match="requires a gradient.*return num_tokens.detach"):
+        calc_loss(ModelParallelConfig(calculate_per_token_loss=True), None, loss_func)
+
+
+def test_t14_more_than_one_number_of_tokens_is_refused():
+    loss_func = lambda out: (out.sum(), torch.tensor([2, 3]), {})  # noqa: E731
+    with pytest.raises(ValueError, match=r"shape \(2,\); return one number"):
+        calc_loss(ModelParallelConfig(), torch.ones(5), loss_func)
+
+
+# -- T5: an output of another shape than the next stage receives --
+
+
+@pytest.mark.parametrize(
+    "output, announced",
+    [
+        (torch.ones(4, 4, 8), (8, 2, 8)),
+        ([torch.ones(4, 4, 8)], [(8, 2, 8)]),
+        ([torch.ones(2, 8, 8)], [torch.Size((8, 2, 8))]),
+        ([torch.ones(8, 2, 8)], [(8, 2, 8), (8, 2, 8)]),
+    ],
+)
+def test_t5_an_output_of_another_shape_is_refused(output, announced):
+    with pytest.raises(ValueError, match=r"has shape .* receives \(8, 2, 8\).*micro_batch_size"):
+        steps.check_output(output, announced)
+
+
+@pytest.mark.parametrize(
+    "output, announced",
+    [
+        (torch.ones(8, 2, 8), (8, 2, 8)),
+        ([torch.ones(8, 2, 8)], [[8, 2, 8]]),
+        ([torch.ones(3, 2, 8)], [()]),
+        (torch.ones(3, 2, 8), ()),
+    ],
+)
+def test_t5_an_announced_shape_and_one_that_goes_ahead_are_taken(output, announced):
+    steps.check_output(output, announced)

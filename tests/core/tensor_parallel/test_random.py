@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
+from minimegatron.core import parallel_state
+from minimegatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
+from minimegatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.tensor_parallel.random import (
     CudaRNGStatesTracker,
     checkpoint,
@@ -14,6 +21,7 @@ from minimegatron.core.tensor_parallel.random import (
     get_data_parallel_rng_tracker_name,
     model_parallel_cuda_manual_seed,
 )
+from minimegatron.core.transformer.transformer_config import TransformerConfig
 from tests.groups import PretendGroup
 from tests.ranks import run_ranks
 
@@ -233,3 +241,55 @@ def test_a2_what_is_all_frozen_is_not_run_again():
     y = checkpoint(lambda x: frozen(x), False, x)
     (y * 2).sum().backward()
     assert frozen.weight.grad is None
+
+
+# -- T3: a generator that not all tensor-parallel ranks draw from --
+
+
+def dropout_of_two_ranks(sequence_parallel: bool, training: bool, own_generator: bool) -> list:
+    """Of two updates: what was said; between them rank 0 alone makes a second iterator over data."""
+    seed_everything(7, dist.get_rank())
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        tensor_model_parallel_size=2,
+        hidden_dropout=0.3,
+        sequence_parallel=sequence_parallel,
+        use_cpu_initialization=True,
+    )
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=16, max_sequence_length=8)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    model.train(training)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+    data, said = torch.arange(8).repeat(2, 1), []
+    seed_everything(8, dist.get_rank())
+    for step in range(2):
+        if dist.get_rank() == 0 and step == 1:
+            iter(DataLoader(data, generator=torch.Generator() if own_generator else None))
+        model.zero_grad_buffer()
+        model(data, data, None, labels=data).sum().backward()
+        finalize_model_grads([model])
+        try:
+            optimizer.step()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    norm = model.module.decoder.final_layernorm.weight.main_grad
+    return [said, norm.tolist()]
+
+
+def dropout_with_data_on_one_rank() -> list:
+    parallel_state.initialize_model_parallel(2, 1)
+    cases = ((False, True, False), (False, True, True), (True, True, False), (False, False, False))
+    return [dropout_of_two_ranks(*case) for case in cases]
+
+
+@pytest.mark.processes
+def test_t3_a_loader_on_one_tensor_rank_does_not_part_dropout():
+    first, second = run_ranks(dropout_with_data_on_one_rank, 2)
+    assert first[0][1] != second[0][1], "they dropped other activations"
+    for said, _ in (first[0], second[0]):
+        assert said[0] == "nothing" and "generator=torch.Generator()" in said[1]
+    for ours, theirs in zip(first[1:], second[1:], strict=True):
+        assert ours == theirs and ours[0] == ["nothing"] * 2
