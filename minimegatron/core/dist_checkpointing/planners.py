@@ -42,7 +42,8 @@ def _chunk(tensor: ShardedTensor) -> ChunkStorageMetadata:
 class MCoreSavePlanner(DefaultSavePlanner):
     """Plans to write every box that is the one to save; torch drops what another rank writes too.
 
-    Raises CheckpointingException, from `create_global_plan`, where that would drop other content.
+    Raises CheckpointingException, from `create_global_plan`, where that would drop other content, and
+    for a tensor that is no rank's to save.
     """
 
     def __init__(self, tensors: Boxes):
@@ -68,12 +69,13 @@ class MCoreSavePlanner(DefaultSavePlanner):
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         sums = [] if is_alone else [zlib.crc32(as_bytes(self.boxes[i.index])) for i in items]
-        self.plan = SavePlan(items, planner_data=sums)
+        self.plan = SavePlan(items, planner_data=(sums, list(self.tensors)))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the first rank: which rank writes which box."""
         _refuse_other_content(all_plans)
+        _refuse_unsaved(all_plans)
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
@@ -85,7 +87,7 @@ def _refuse_other_content(plans: Sequence[SavePlan]) -> None:
     """Raises CheckpointingException where two ranks would save one box with other content."""
     found: dict[MetadataIndex, tuple[int, WriteItem, int]] = {}
     for rank, plan in enumerate(plans):
-        for item, crc32 in zip(plan.items, plan.planner_data or (), strict=False):
+        for item, crc32 in zip(plan.items, plan.planner_data[0], strict=False):
             first, other, other_crc32 = found.setdefault(item.index, (rank, item, crc32))
             if (item.tensor_data, crc32) != (other.tensor_data, other_crc32):
                 ours, theirs = item.tensor_data, other.tensor_data
@@ -95,6 +97,20 @@ def _refuse_other_content(plans: Sequence[SavePlan]) -> None:
                     "with replica_id 0; give all ranks but one another replica_id, or each its own key "
                     "or offset, or make the copies alike before they are saved"
                 )
+
+
+def _refuse_unsaved(plans: Sequence[SavePlan]) -> None:
+    """Raises CheckpointingException for a key of which every rank has other copies only."""
+    given = {
+        key: rank for rank, plan in reversed(list(enumerate(plans))) for key in plan.planner_data[1]
+    }
+    unsaved = sorted(given.keys() - {item.index.fqn for plan in plans for item in plan.items})
+    if unsaved:
+        raise CheckpointingException(
+            f"{len(unsaved)} of {len(given)} tensors, such as rank {given[unsaved[0]]}'s {unsaved[0]}, "
+            f"have replica_id 0 on none of the {len(plans)} ranks, so nobody would save them; give one "
+            "rank's copy replica_id 0"
+        )
 
 
 def _words(data: TensorWriteData, crc32: int) -> str:

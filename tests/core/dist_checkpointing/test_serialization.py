@@ -114,6 +114,14 @@ def test_t_words_every_dtype_that_the_format_names_is_saved(dtype, tmp_path):
     assert found.dtype == dtype and found.tolist() == data.tolist()
 
 
+def test_t11_what_no_rank_would_save_is_refused(tmp_path):
+    """Was: it was not in the checkpoint, and nobody said so."""
+    copy = ShardedTensor.from_rank_offsets("b", torch.ones(2), replica_id=(0, 1))
+    with pytest.raises(CheckpointingException, match="1 of 2 tensors, such as rank 0's b, have"):
+        dist_checkpointing.save({"a": whole("a", 1.0), "b": copy}, tmp_path / "it")
+    assert not any(tmp_path.iterdir())
+
+
 def test_t_words_another_dtype_is_refused_in_a_sentence(tmp_path):
     wide = ShardedTensor.from_rank_offsets("a", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(CheckpointingException, match="a is torch.complex128, and the files hold"):
