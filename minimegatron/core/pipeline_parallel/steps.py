@@ -471,7 +471,7 @@ class ModelChunk:
         if self.is_last_stage:  # elsewhere there is no loss, and no tokens
             self.num_tokens += num_tokens
         elif self.sends is not None:
-            check_output(output_tensor, self.sends)
+            check_output(output_tensor, self.sends, self.config.pipeline_dtype)
         if not self.forward_only:
             self._in_flight[microbatch_id] = (input_tensor, output_tensor)
 
@@ -526,12 +526,13 @@ class ModelChunk:
         return self.num_microbatches - self._num_backwards
 
 
-def check_output(output_tensor: Any, shapes: Any) -> None:
-    """Raises ValueError for an output that the next stage would read in another shape.
+def check_output(output_tensor: Any, shapes: Any, dtype: torch.dtype | None) -> None:
+    """Raises ValueError for an output that the next stage would read in another shape or dtype.
 
     Args:
         output_tensor: a tensor, or a list of some.
         shapes: one, or a list of some; one that is empty is sent ahead of its message.
+        dtype: of what the next stage receives; None for torch's default.
     """
     outputs = output_tensor if isinstance(output_tensor, list) else [output_tensor]
     is_one = all(isinstance(size, int) for size in shapes)
@@ -543,6 +544,13 @@ def check_output(output_tensor: Any, shapes: Any) -> None:
             f"{', '.join(map(str, announced))}, [sequence, batch, hidden]; give the schedule the "
             "data's seq_length and micro_batch_size, or make the output so; where it is to be another, "
             "adjust_tensor_shapes_fn announces it, or set variable_seq_lengths"
+        )
+    received = dtype or torch.get_default_dtype()
+    others = [output.dtype for output in outputs if output.dtype != received]
+    if others:
+        raise ValueError(
+            f"this stage's output is of {others[0]}, but the next stage receives {received}; set "
+            "pipeline_dtype to the dtype of what the stages send"
         )
 
 

@@ -506,7 +506,7 @@ def test_t14_more_than_one_number_of_tokens_is_refused():
 )
 def test_t5_an_output_of_another_shape_is_refused(output, announced):
     with pytest.raises(ValueError, match=r"has shape .* receives \(8, 2, 8\).*micro_batch_size"):
-        steps.check_output(output, announced)
+        steps.check_output(output, announced, None)
 
 
 @pytest.mark.parametrize(
@@ -519,4 +519,12 @@ def test_t5_an_output_of_another_shape_is_refused(output, announced):
     ],
 )
 def test_t5_an_announced_shape_and_one_that_goes_ahead_are_taken(output, announced):
-    steps.check_output(output, announced)
+    steps.check_output(output, announced, torch.float32)
+
+
+def test_t5_an_output_of_another_dtype_is_refused():
+    """Of as many bytes: a message alone would not tell."""
+    output = torch.ones(8, 2, 8, dtype=torch.float16)
+    steps.check_output(output, (8, 2, 8), torch.float16)
+    with pytest.raises(ValueError, match="of torch.float16, .* receives torch.bfloat16; set pipe"):
+        steps.check_output(output, (8, 2, 8), torch.bfloat16)
