@@ -30,7 +30,9 @@ from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer.optimizer import ParamShard
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter import kind_of
+from minimegatron.core.process_groups_config import groups_of
 from minimegatron.core.transformer.module import (
+    copy_of_buffer,
     global_parameter_name,
     named_global_parameters,
     named_saved_buffers,
@@ -111,7 +113,8 @@ def sharded_model_state(model: list[torch.nn.Module]) -> Iterator[ShardedTensor]
             yield from _sharded(f"model.{name}", param, param.detach())
         for name, buffer in named_saved_buffers(chunk):
             key = f"model.{global_parameter_name(chunk, name)}"
-            yield ShardedTensor.from_rank_offsets(key, buffer)
+            replica_id = copy_of_buffer(name, groups_of(chunk))
+            yield ShardedTensor.from_rank_offsets(key, buffer, replica_id=replica_id)
 
 
 def sharded_optimizer_state(

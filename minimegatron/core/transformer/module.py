@@ -69,7 +69,10 @@ class MegatronModule(torch.nn.Module):
             found[prefix + name] = parts[0]
         for name, buffer in named_saved_buffers(self):
             key = prefix + global_parameter_name(self, name)
-            found[prefix + name] = ShardedTensor.from_rank_offsets(key, buffer)
+            replica_id = copy_of_buffer(name, groups)
+            found[prefix + name] = ShardedTensor.from_rank_offsets(
+                key, buffer, replica_id=replica_id
+            )
         return found
 
     def initialize_weights(self, pg_collection: ProcessGroupCollection) -> None:
@@ -145,11 +148,20 @@ def named_global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch
 
 
 def named_saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that belong to the model's state, by their names here; all ranks have the same."""
+    """The buffers that belong to the model's state, by their names here."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".removeprefix("."), buffer
+
+
+def copy_of_buffer(name: str, groups: ProcessGroupCollection) -> int:
+    """Its `replica_id`: copies of the model may differ, as in a running mean, and the first is saved.
+
+    Experts' copies are other ranks, and must have the same.
+    """
+    copies = None if ".experts." in name else vars(groups).get("dp_cp")
+    return 0 if copies is None else copies.rank()
 
 
 # -- 16-bit models --
