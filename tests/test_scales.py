@@ -399,3 +399,14 @@ def test_s9_s10_reports_are_added_up_by_their_keys(seen):
 
 def test_s22_an_evaluation_says_the_same_on_all_copies(seen):
     assert [found["evaluated"] for found in seen] == [{"loss": 2.0}] * 2
+
+
+@pytest.mark.parametrize(("params", "messages"), [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_t6_messages_of_the_other_sixteen_bits_are_refused(params, messages):
+    """Was: a stage read the other's bytes as other numbers."""
+    with pytest.raises(ValueError, match=f"pipeline_dtype is torch.{messages} but params_dtype"):
+        make_config(
+            pipeline_model_parallel_size=2,
+            params_dtype=getattr(torch, params),
+            pipeline_dtype=getattr(torch, messages),
+        )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minimegatron import __main__, pretrain_gpt
+from minimegatron.convert import mixtral
 from minimegatron.core import parallel_state
 from minimegatron.training import training
 from minimegatron.training.arguments import parse_args
@@ -221,3 +222,16 @@ def test_what_transformers_saves_comes_back_to_it(capsys, tmp_path, kind):
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
         assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moe_router_load_balancing_type", ["sinkhorn"]),
+        ("moe_expert_capacity_factor", 0.5),
+        ("moe_apply_probs_on_input", True),
+    ],
+)
+def test_f3_experts_chosen_otherwise_are_no_mixtral(name, value):
+    """Was: written as one, whose logits were others."""
+    assert mixtral.needs({"num_experts": 2, name: value})[name] != value

@@ -218,12 +218,15 @@ def train_with_and_without_hooks() -> list[dict]:
 
 
 def test_a_line_counts_skipped_steps_whatever_lies_between(monkeypatch):
-    args = SimpleNamespace(seq_length=8, log_interval=3, train_iters=6, timing_log_level=0)
+    args = SimpleNamespace(seq_length=8, log_interval=3, train_iters=6, timing_log_level=1)
+    divided_by = []
+    timers = SimpleNamespace(log=lambda rank, normalizer: divided_by.append(normalizer))
     state = SimpleNamespace(consumed_train_samples=0)
     printed, totals = [], {}
     for name, value in {
         "get_args": lambda: args,
         "get_train_state": lambda: state,
+        "get_timers": lambda: timers,
         "get_current_global_batch_size": lambda: 4,
         "write_curves": lambda *unused: None,
         "broadcast_from_last_stage": dict,
@@ -241,6 +244,7 @@ def test_a_line_counts_skipped_steps_whatever_lies_between(monkeypatch):
         (False, False),
     ]
     assert all("lm loss 2.0000" in line for line in printed) and totals == {}
+    assert divided_by == [3, 3]  # f2: the timers ran on
 
 
 def test_hooks_of_the_loop_change_no_number():

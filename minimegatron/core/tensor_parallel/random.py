@@ -304,7 +304,7 @@ class CheckpointFunction(torch.autograd.Function):
         changed = [i for i, tensor in enumerate(tensors) if tensor._version != before[i]]
         if changed:
             raise RuntimeError(
-                f"tensor argument {changed[0]} of {len(tensors)} was changed in place by the function "
+                f"tensor argument {changed[0]}, counted from 0, was changed in place by the function "
                 "that is recomputed: backward would run it on what it has left there; change a copy"
             )
         ctx.other_args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]

@@ -18,6 +18,7 @@ from minimegatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
     _allreduce_word_embedding_grads,
     _divide_by_num_tokens,
+    _is_partial_over_tp,
 )
 from minimegatron.core.pipeline_parallel.orders import register_order, unregister
 from minimegatron.core.pipeline_parallel.placement import V
@@ -307,3 +308,18 @@ def _finalize_over_ranks():
 
 def test_finalize_over_real_ranks():
     run_ranks(_finalize_over_ranks, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_partial"),
+    [
+        ("layers.0.self_attention.q_layernorm.weight", True),
+        ("k_layernorm.bias", True),
+        ("block_layernorm.weight", False),
+        ("mask_layernorm.bias", False),
+        ("seq_layernorm.weight", False),
+    ],
+)
+def test_t1_a_norm_of_ones_own_is_not_that_of_queries_and_keys(name, is_partial):
+    """Was: its gradient was added up over tensor ranks that each had all of it."""
+    assert _is_partial_over_tp(name, torch.nn.Parameter(torch.ones(2))) == is_partial

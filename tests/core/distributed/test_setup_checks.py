@@ -251,6 +251,35 @@ def test_s17_one_copy_needs_no_sum():
     assert optimizer.step()[1] > 0.0
 
 
+@pytest.mark.parametrize("mark", ["sequence_parallel", "shared_embedding"])
+def test_t2_a_sum_over_copies_is_not_all_that_gradients_need(mark):
+    """Was: after `finish_grad_sync` alone, partial gradients were taken for whole ones."""
+    module, groups = Toy(), world(tp=PretendGroup(0, 2))
+    setattr(module.norm.weight, mark, True)
+    ddp = wrapped(module, groups)
+    optimizer = optimizer_of(ddp, groups)
+    backward(ddp)
+    ddp.finish_grad_sync()
+    with pytest.raises(RuntimeError, match="over 1 data-parallel ranks"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("group", ["dp_cp", "none"])
+def test_t2_a_model_without_a_wrapper_is_one_copy(group):
+    """Was: each copy was updated by its own gradient."""
+    groups = world(**{group: PretendGroup(0, 2)} if group != "none" else {})
+    module = Toy()
+    module.config = make_config()
+    optimizer = optimizer_of(module, groups)
+    optimizer.first_checks.clear()  # they ask other ranks
+    backward(module)
+    if group == "none":
+        assert optimizer.step()[0]
+        return
+    with pytest.raises(RuntimeError, match="not summed over 2 data-parallel ranks"):
+        optimizer.step()
+
+
 # -- S18: copies that begin apart --
 
 

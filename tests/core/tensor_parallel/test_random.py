@@ -293,3 +293,19 @@ def test_t3_a_loader_on_one_tensor_rank_does_not_part_dropout():
         assert said[0] == "nothing" and "generator=torch.Generator()" in said[1]
     for ours, theirs in zip(first[1:], second[1:], strict=True):
         assert ours == theirs and ours[0] == ["nothing"] * 2
+
+
+def test_t8_an_argument_that_the_function_changes_is_refused():
+    """Was: backward ran it on what the first run had left there, and gradients were others."""
+    layer = torch.nn.Linear(4, 4)
+
+    def shifts(x, shift):
+        x += shift
+        return layer(x)
+
+    with pytest.raises(
+        RuntimeError, match="tensor argument 0, counted from 0, was changed in place"
+    ):
+        checkpoint(shifts, False, torch.ones(3, 4), torch.ones(4))
+    whole = torch.ones(2, 3, 4)
+    checkpoint(layer, False, whole[0]).sum().backward()  # a view that nobody changes

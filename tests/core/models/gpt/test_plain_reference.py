@@ -320,6 +320,13 @@ def test_a6_masks_with_other_dimensions_are_refused(name):
             model(**batch | {"attention_mask": mask})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_t4_a_mask_of_numbers_is_refused(dtype):
+    """Was: every number but 0 hid its token, so that 1 for what is kept meant the contrary."""
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=dtype)
+    refused({"attention_mask": mask}, f"attention_mask is {dtype}; give torch.bool", batch=1)
+
+
 def refused(change: dict, words: str, model=None, **sizes) -> None:
     with pytest.raises(ValueError, match=words):
         (model or GPT2.build(GPT2.make_config()))(**sample(**sizes) | change)
