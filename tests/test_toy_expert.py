@@ -280,7 +280,9 @@ BREAKS = {
 def broken(name: str) -> dict[str, float]:
     place, _, breaking = BREAKS[name]
     with layout(LAYOUTS[place]) as groups, breaking():
-        return differences(Training(groups), train(Training(one_process(), mark={}), range(1)))
+        training = Training(groups)
+        training.optimizer.first_checks.clear()  # they would refuse what this test wants to see
+        return differences(training, train(Training(one_process(), mark={}), range(1)))
 
 
 def all_broken() -> dict[str, dict[str, float]]:

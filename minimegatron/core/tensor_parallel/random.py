@@ -298,10 +298,15 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.autocast = _autocast_state(get_device().type)
         # Tensors are saved, so that autograd can tell if one is changed between here and backward.
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        before = [tensor._version for tensor in tensors]
+        # What was made in inference mode cannot be part of a backward, and counts no changes.
+        before = [None if tensor.is_inference() else tensor._version for tensor in tensors]
         with torch.no_grad():
             outputs = run_function(*args)
-        changed = [i for i, tensor in enumerate(tensors) if tensor._version != before[i]]
+        changed = [
+            i
+            for i, version in enumerate(before)
+            if version is not None and tensors[i]._version != version
+        ]
         if changed:
             raise RuntimeError(
                 f"tensor argument {changed[0]}, counted from 0, was changed in place by the function "
