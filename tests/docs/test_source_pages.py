@@ -80,7 +80,7 @@ def test_the_target_is_in_the_middle(opened, screen):
         expect(page.locator("#L210")).to_be_in_viewport()
         assert MIDDLE[0] < place_of(page, "L210") < MIDDLE[1]
         # A symbol, a line that stands as prose, a line in a fold.
-        for anchor in ("GradSync.enable", "L297", "L30"):
+        for anchor in ("GradSync.enable", "L297", "L34"):
             page.evaluate("anchor => { location.hash = anchor }", anchor)
             expect(page.locator(f'[id="{anchor}"]')).to_be_in_viewport()
             page.wait_for_function(
