@@ -362,10 +362,12 @@ def groups_of_step(
     model: torch.nn.Module, pg_collection: ProcessGroupCollection | None
 ) -> ProcessGroupCollection:
     """`pg_collection`; or else the model's own, if it has all of a step; or else see `groups_of`."""
-    own = getattr(unwrap_model(model), "pg_collection", None) if pg_collection is None else None
+    if pg_collection is not None:
+        return pg_collection
+    own = getattr(unwrap_model(model), "pg_collection", None)
     if own is not None and set(GROUPS_OF_A_STEP) <= vars(own).keys():
         return own
-    return pg_collection or groups_of(model)
+    return groups_of(model)
 
 
 def get_tensor_shapes(

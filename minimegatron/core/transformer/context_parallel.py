@@ -473,7 +473,7 @@ def attention_over_ranks(
         [s/c, b, (a/t) d].
     """
     if attention_mask is not None:
-        # All rows, as bool: a loader may send 0 and 1 as integers.
+        # All rows.
         attention_mask = attention_mask.bool().expand(-1, -1, len(query), -1)
     arguments = (query, key, value, attention_mask, sharing)
     if kind == "a2a":
