@@ -100,7 +100,7 @@ def _refuse_other_content(plans: Sequence[SavePlan]) -> None:
 
 
 def _refuse_unsaved(plans: Sequence[SavePlan]) -> None:
-    """Raises CheckpointingException for a key of which every rank has other copies only."""
+    """Raises CheckpointingException for a key whose first copy (`replica_id` 0) no rank has."""
     given = {
         key: rank for rank, plan in reversed(list(enumerate(plans))) for key in plan.planner_data[1]
     }

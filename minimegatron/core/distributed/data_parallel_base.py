@@ -44,7 +44,7 @@ Place = tuple[torch.dtype, torch.device, torch.Tensor | None]
 def refuse_changed_parameters(
     module: torch.nn.Module, trained: Mapping[torch.nn.Parameter, Place]
 ) -> None:
-    """Raises ValueError where `trained` are no longer the parameters that require a gradient, in place.
+    """Raises ValueError if the parameters that require a gradient are not `trained`, or have moved.
 
     One that was frozen late would move all the same, by its moments and its weight decay; one that was
     thawed late, or that took another's place, would not move. One that was converted or moved would no
