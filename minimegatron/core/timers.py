@@ -4,7 +4,8 @@ Counterpart: `megatron.core.timers`, with the same surface; there the schedules 
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,6 +130,19 @@ class Timers:
         if name not in self._timers:
             self._timers[name] = Timer(name) if known <= self._log_level else DummyTimer(name)
         return self._timers[name]
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Around what is not to be in the next report, such as an evaluation between two steps.
+
+        Timers run within as always; after it, `elapsed` is what it was before, `active_time` is not.
+        """
+        before = {name: timer._elapsed for name, timer in self._timers.items()}
+        try:
+            yield
+        finally:
+            for name, timer in self._timers.items():
+                timer._elapsed = before.get(name, 0.0)
 
     # -- As an observer --
 

@@ -8,6 +8,7 @@ that does not use the result.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,11 +59,10 @@ def evaluate(
     for chunk in model:
         chunk.eval()
     totals: dict[str, torch.Tensor] = {}
-    config.timers = None  # they time training
     # On a terminal only: a file has the result, a line later.
     hide = None if dist.get_rank() == 0 else True
     batches = tqdm(range(args.eval_iters), "evaluating", unit="batch", leave=False, disable=hide)
-    with torch.no_grad():
+    with torch.no_grad(), _untimed(config):
         for iteration in batches:
             reports = forward_backward_func(
                 forward_step_func=forward_step_func,
@@ -95,6 +95,18 @@ def evaluate(
         chunk.train()
     means = {key: float(pair[0]) / (float(pair[1]) or 1.0) for key, pair in totals.items()}
     return broadcast_from_last_stage(means), collected
+
+
+@contextmanager
+def _untimed(config: ModelParallelConfig) -> Iterator[None]:
+    """Timers are of training: none watches the schedule, and what the program itself times is not
+    in the next line of the log."""
+    timers, config.timers = config.timers, None
+    try:
+        with timers.set_aside() if timers is not None else nullcontext():
+            yield
+    finally:
+        config.timers = timers
 
 
 def evaluate_and_print_results(

@@ -4,6 +4,7 @@ One launch per world size; within it, configuration after configuration.
 """
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +22,9 @@ from minimegatron.core.rerun_state_machine import (
     destroy_rerun_state_machine,
     set_rerun_state_machine,
 )
+from minimegatron.core.timers import Timers
 from minimegatron.core.utils import get_model_config
-from minimegatron.training import progress, training
+from minimegatron.training import evaluation, progress, training
 from minimegatron.training.arguments import parse_args
 from minimegatron.training.evaluation import evaluate
 from minimegatron.training.global_vars import destroy_global_vars, get_train_state
@@ -245,6 +247,41 @@ def test_a_line_counts_skipped_steps_whatever_lies_between(monkeypatch):
     ]
     assert all("lm loss 2.0000" in line for line in printed) and totals == {}
     assert divided_by == [3, 3]  # f2: the timers ran on
+
+
+def test_v1_an_evaluation_is_not_in_the_times_of_steps(monkeypatch):
+    timers = Timers(2)
+    config = SimpleNamespace(timers=timers)
+    watched = []
+
+    def schedule(**unused) -> list:
+        watched.append(config.timers)
+        with_time(timers("batch-generator", log_level=2), 0.02)
+        with_time(timers("of evaluation alone"), 0.02)
+        return []
+
+    def with_time(timer, seconds: float) -> None:
+        timer.start()
+        time.sleep(seconds)
+        timer.stop()
+
+    sizes = "global_batch_size micro_batch_size data_parallel_size eval_iters seq_length"
+    args = SimpleNamespace(**dict.fromkeys(sizes.split(), 1), decoder_seq_length=None)
+    for name, value in {
+        "get_args": lambda: args,
+        "get_train_state": lambda: SimpleNamespace(consumed_valid_samples=0),
+        "schedule_of_run": lambda: schedule,
+        "broadcast_from_last_stage": dict,
+        "dist": SimpleNamespace(get_rank=lambda: 1),
+    }.items():
+        monkeypatch.setattr(evaluation, name, value)
+    with_time(timers("batch-generator", log_level=2), 0.01)
+    of_training = timers("batch-generator").elapsed(reset=False)
+    evaluate(pretrain_gpt.forward_step, None, [torch.nn.Identity()], None, config)
+    assert watched == [None] and config.timers is timers
+    assert timers("batch-generator").elapsed(reset=False) == of_training
+    assert timers("batch-generator").active_time() >= of_training + 0.02
+    assert "of evaluation alone" not in timers.get_all_timers_string()
 
 
 def test_hooks_of_the_loop_change_no_number():
