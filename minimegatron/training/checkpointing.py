@@ -25,6 +25,7 @@ from minimegatron.core import collectives, dist_checkpointing, parallel_state
 from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
+from minimegatron.core.dist_checkpointing.meeting import await_all_ranks
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer.optimizer import ParamShard
@@ -32,10 +33,10 @@ from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter import kind_of
 from minimegatron.core.process_groups_config import groups_of
 from minimegatron.core.transformer.module import (
-    copy_of_buffer,
     global_parameter_name,
     named_global_parameters,
     named_saved_buffers,
+    sharded_buffer,
 )
 from minimegatron.core.utils import barrier, get_device
 from minimegatron.training.checkpoint_args import SAVED_STATE, load_common
@@ -77,6 +78,7 @@ def save_checkpoint(
     if state.saved_iteration == iteration:
         print_rank_0(f" the checkpoint of iteration {iteration} is in {folder} already")
         return
+    await_all_ranks(f"save {folder}", "save_checkpoint")
     # -- 1. What a killed run left half written, to have the room --
     _on_first_rank(lambda: remove_leftovers(args.save))
     # -- 2. With overlap_param_gather, parts of the weights may still be on other ranks --
@@ -113,8 +115,7 @@ def sharded_model_state(model: list[torch.nn.Module]) -> Iterator[ShardedTensor]
             yield from _sharded(f"model.{name}", param, param.detach())
         for name, buffer in named_saved_buffers(chunk):
             key = f"model.{global_parameter_name(chunk, name)}"
-            replica_id = copy_of_buffer(name, groups_of(chunk))
-            yield ShardedTensor.from_rank_offsets(key, buffer, replica_id=replica_id)
+            yield sharded_buffer(key, buffer, groups_of(chunk))
 
 
 def sharded_optimizer_state(

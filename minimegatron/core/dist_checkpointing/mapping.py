@@ -51,6 +51,9 @@ class ShardedTensor:
             vocabulary is padded according to tp).
     """
 
+    is_buffer = False
+    """Whether a save tells where copies differ from the one that is saved."""
+
     def __init__(
         self,
         key: str,

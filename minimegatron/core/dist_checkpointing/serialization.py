@@ -31,6 +31,7 @@ from minimegatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
+from minimegatron.core.dist_checkpointing.meeting import await_all_ranks
 from minimegatron.core.dist_checkpointing.planners import (
     Boxes,
     MCoreLoadPlanner,
@@ -66,19 +67,22 @@ def save(sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> No
         sharded_state_dict: a ShardedTensor (or a ShardedTensorFactory) for each tensor of this rank;
             everything else is plain, and the first rank's is written, as JSON: a tuple becomes a list.
             A LocalNonpersistentObject is not saved. It stays as it is.
-        checkpoint_dir: the checkpoint's folder. What bears the name is replaced.
+        checkpoint_dir: the checkpoint's folder, on every rank. What bears the name is replaced.
 
     Raises ValueError for a plain object that JSON cannot hold, CheckpointingException if any rank
     cannot write, or two would write other content to one box: on all ranks, and nothing is left behind.
+    Where some ranks do not call it, the others say so after half a minute, and end before the group's
+    time-out (see `meeting`).
     Source: `megatron.core.dist_checkpointing.serialization.save`, which also saves in the background.
     """
+    await_all_ranks(f"save {checkpoint_dir}", "save")
     tree = built(sharded_state_dict)
     plain = plain_part(tree)
     common = {} if plain is NOTHING else plain
     problem = _agreed(why_not_json(common))
     if problem is not None:
         raise ValueError(f"cannot save {checkpoint_dir}: {problem}")
-    save_tensors(tensors_in(tree), common, checkpoint_dir)
+    _write(tensors_in(tree), common, Path(checkpoint_dir))
 
 
 @accepts_left_out
@@ -151,39 +155,48 @@ def save_tensors(
         common: everything but the tensors, as JSON; the first rank's is written.
 
     Raises CheckpointingException, on all ranks, if any rank cannot write, if two ranks would save
-    other content as one box, or for a dtype that `storage` does not name; nothing is left behind.
+    other content as one box or to other folders, or for a dtype that `storage` does not name; nothing
+    is left behind. Warns where copies of a buffer differ: the first copy's is saved.
     """
-    target = Path(checkpoint_dir)
+    await_all_ranks(f"save {checkpoint_dir}", "save")
+    _write(sharded_tensors, common, Path(checkpoint_dir))
+
+
+def _write(sharded_tensors: Iterable[ShardedTensor], common: dict[str, Any], target: Path) -> None:
     aside = target.with_name(f"{target.name}{ASIDE}{_agreed(secrets.token_hex(4))}")
+    planner = MCoreSavePlanner(_by_key(sharded_tensors), str(target))
     try:
         with _quiet():
             dcp.save(
                 {},  # our planner knows the tensors
                 storage_writer=SafetensorsWriter(aside, target, common),
-                planner=MCoreSavePlanner(_by_key(sharded_tensors)),
+                planner=planner,
                 no_dist=not dist.is_initialized(),
             )
     except CheckpointException as error:
-        if _is_first():
-            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # on every rank: it may have had another folder
         raise CheckpointingException(f"cannot save {target}: {_reason(error)}") from None
+    if planner.note:
+        warnings.warn(f"{target}: {planner.note}", stacklevel=3)
 
 
 def load_tensors(sharded_tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -> None:
     """Fills every box, in place, from a checkpoint of any layout. dtypes are converted.
 
     Raises CheckpointingException, on all ranks: before anything is changed for a checkpoint that is
-    incomplete or of another model; while reading for one whose bytes have changed.
+    incomplete or of another model, or where ranks read other checkpoints; while reading for one whose
+    bytes have changed. Where some ranks do not call it, as `save` does.
     """
     folder = Path(checkpoint_dir)
     check_files(folder)
     reader = SafetensorsReader(folder)
+    await_all_ranks(f"load {folder}", "load")
     try:
         with _quiet():
             dcp.load(
                 {},
                 storage_reader=reader,
-                planner=MCoreLoadPlanner(_by_key(sharded_tensors)),
+                planner=MCoreLoadPlanner(_by_key(sharded_tensors), folder),
                 no_dist=not dist.is_initialized(),
             )
     except CheckpointException as error:
@@ -220,10 +233,6 @@ def _by_key(sharded_tensors: Iterable[ShardedTensor]) -> Boxes:
     for tensor in sharded_tensors:
         result.setdefault(tensor.key, []).append(tensor)
     return result
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _agreed(value: Any) -> Any:

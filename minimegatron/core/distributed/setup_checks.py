@@ -14,6 +14,7 @@ from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
 from minimegatron.core.distributed.frozen_alike import number_of
 from minimegatron.core.parameter import KINDS, kind_of
+from minimegatron.core.transformer.module import named_saved_buffers
 from minimegatron.core.utils import get_device, unwrap_model
 
 BY_COPY = (
@@ -75,19 +76,49 @@ def check_copies_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> 
         raise ValueError(problems[0])
 
 
+@torch.no_grad()
+def note_saved_buffers(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    """Name and sum of bits of every buffer that a checkpoint keeps, for `check_buffers_alike`.
+
+    As they are when the model is set up: a running mean differs between copies from the first step on.
+    Those of experts are left out: within `dp_cp`, ranks have others.
+    """
+    return [
+        (f"{name} {tuple(buffer.shape)} {buffer.dtype}", _sum_of_bits(buffer))
+        for chunk in model
+        for name, buffer in named_saved_buffers(unwrap_model(chunk))
+        if ".experts." not in name and not buffer.is_meta
+    ]
+
+
+def check_buffers_alike(noted: Sequence[tuple[str, torch.Tensor]], pg_collection: Any) -> None:
+    """Raises ValueError on ranks whose copy of the model began with other saved buffers.
+
+    Of a buffer a checkpoint keeps the first copy's alone. All ranks must call it.
+    """
+    group = getattr(pg_collection, KINDS["dense"].reduce, None)
+    problem = _difference(noted, group, KINDS["dense"].reduce, "buffers")
+    if problem:
+        raise ValueError(
+            f"{problem}, and a checkpoint would keep one of them; fill them alike before the optimizer "
+            "is made, or register with persistent=False what each rank is to have for itself"
+        )
+
+
 def _sum_of_bits(param: torch.Tensor) -> torch.Tensor:
-    as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = param.detach().contiguous().view(as_integers[param.element_size()])
+    as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    flat = param.detach().contiguous().view(-1)
+    bits = flat.view(as_integers.get(param.element_size(), torch.int64))
     return bits.sum(dtype=torch.int64).to(get_device())
 
 
-def _difference(named: Sequence[Any], group: Any, group_name: str) -> str:
-    """Tells how `named`, pairs of name and parameter, differ between the ranks of the group."""
+def _difference(named: Sequence[Any], group: Any, group_name: str, what: str = "weights") -> str:
+    """Tells how `named`, pairs of name and tensor, differ between the ranks of the group."""
     # What stands in for a group connects nobody.
     if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
         return ""
     shapes = number_of(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
-    names = [f"{len(named)} names, shapes and dtypes of parameters"]
+    names = [f"{len(named)} names, shapes and dtypes of {what}"]
     differ = _differ(names, [torch.tensor(shapes, device=get_device())], group)
     if named and not differ:  # as many numbers on each rank
         names = [name for name, _ in named]
@@ -96,7 +127,7 @@ def _difference(named: Sequence[Any], group: Any, group_name: str) -> str:
         return ""
     return (
         f"rank {group.rank()} of the {group.size()} in group {group_name}: {len(differ)} of "
-        f"{len(names)} weights, such as {differ[0]}, are not the same on all of them, and the "
+        f"{len(names)} {what}, such as {differ[0]}, are not the same on all of them, and the "
         "copies of the model would stay apart"
     )
 

@@ -14,7 +14,12 @@ from minimegatron.core.distributed.data_parallel_base import (
     refuse_unsummed_grads,
 )
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from minimegatron.core.distributed.setup_checks import check_copies_alike, check_same_groups
+from minimegatron.core.distributed.setup_checks import (
+    check_buffers_alike,
+    check_copies_alike,
+    check_same_groups,
+    note_saved_buffers,
+)
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
@@ -150,7 +155,10 @@ def get_megatron_optimizer(
         optimizer = Float16OptimizerWithFloat16Params(groups, config, scaler, pg_collection)
     else:
         optimizer = FP32Optimizer(groups, config, None, pg_collection)
-    optimizer.first_checks.append(partial(check_copies_alike, model_chunks, pg_collection))
+    optimizer.first_checks += [
+        partial(check_copies_alike, model_chunks, pg_collection),
+        partial(check_buffers_alike, note_saved_buffers(model_chunks), pg_collection),
+    ]
     # Before checks that one rank alone may fail.
     optimizer.grad_checks.append(partial(check_same_dropout, model_chunks, pg_collection.tp))
     for chunk in model_chunks:

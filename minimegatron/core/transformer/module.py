@@ -69,10 +69,7 @@ class MegatronModule(torch.nn.Module):
             found[prefix + name] = parts[0]
         for name, buffer in named_saved_buffers(self):
             key = prefix + global_parameter_name(self, name)
-            replica_id = copy_of_buffer(name, groups)
-            found[prefix + name] = ShardedTensor.from_rank_offsets(
-                key, buffer, replica_id=replica_id
-            )
+            found[prefix + name] = sharded_buffer(key, buffer, groups)
         return found
 
     def initialize_weights(self, pg_collection: ProcessGroupCollection) -> None:
@@ -155,13 +152,17 @@ def named_saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
                 yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
-def copy_of_buffer(name: str, groups: ProcessGroupCollection) -> int:
-    """Its `replica_id`: copies of the model may differ, as in a running mean, and the first is saved.
+def sharded_buffer(key: str, buffer: torch.Tensor, groups: ProcessGroupCollection) -> ShardedTensor:
+    """As a checkpoint takes it, as `key`.
 
-    Experts' copies are other ranks, and must have the same.
+    Copies of the model may differ, as in a running mean: the first is saved, as in Megatron, and a save
+    warns. Experts' copies are other ranks, and must have the same.
     """
-    copies = None if ".experts." in name else vars(groups).get("dp_cp")
-    return 0 if copies is None else copies.rank()
+    copies = None if ".experts." in key else vars(groups).get("dp_cp")
+    replica_id = 0 if copies is None else copies.rank()
+    tensor = ShardedTensor.from_rank_offsets(key, buffer, replica_id=replica_id)
+    tensor.is_buffer = True
+    return tensor
 
 
 # -- 16-bit models --

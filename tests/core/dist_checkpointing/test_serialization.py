@@ -1,6 +1,8 @@
 """Nested dicts of tensors and plain objects, saved and loaded as a program of Megatron's does it."""
 
 import json
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.core import dist_checkpointing
+from minimegatron.core.dist_checkpointing import meeting
 from minimegatron.core.dist_checkpointing.core import COMMON, CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -24,6 +27,10 @@ from minimegatron.core.dist_checkpointing.state_dict_utils import (
     merged,
     plain_part,
 )
+from minimegatron.core.process_groups_config import ProcessGroupCollection
+from minimegatron.core.transformer.module import MegatronModule
+from tests.core.distributed.common import make_config
+from tests.groups import PretendGroup
 from tests.ranks import run_ranks
 
 # -- Without ranks --
@@ -206,6 +213,87 @@ def test_t11_two_ranks_save_and_load_but_do_not_save_other_content_as_one_box(tm
     common = json.loads((tmp_path / "it" / COMMON).read_text())
     assert list(common) == ["optimizer"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it", "it2"]
+
+
+def hurry() -> None:
+    """A word after 0.05 s, the end after 0.5 s."""
+    meeting.SECONDS_TO_A_WORD = 0.05
+    meeting._time_limit = lambda group: 0.5 / meeting.SHARE_OF_TIME_LIMIT
+
+
+def call_alone(folder: str) -> list[str]:
+    """Rank 0 saves and loads what rank 1 does not, and then both do."""
+    rank = dist.get_rank()
+    hurry()
+    calls = [
+        lambda: dist_checkpointing.save({"a": whole("a", 1.0)}, f"{folder}/it"),
+        lambda: dist_checkpointing.load({"a": whole("a", 0.0)}, f"{folder}/it"),
+    ]
+    said = []
+    for call in calls:
+        if rank == 0:
+            with pytest.warns(UserWarning) as warned, pytest.raises(CheckpointingException) as end:
+                call()
+            said += [str(warned[0].message), str(end.value)]
+        dist.barrier()
+        call()
+    # -- Each rank to, or from, its own folder --
+    dist_checkpointing.save({"a": whole("a", 2.0)}, f"{folder}/it2")
+    for call in (
+        lambda: dist_checkpointing.save({"a": whole("a", 1.0)}, f"{folder}/rank{rank}"),
+        lambda: dist_checkpointing.load({"a": whole("a", 0.0)}, f"{folder}/{('it', 'it2')[rank]}"),
+    ):
+        with pytest.raises(CheckpointingException) as refused:
+            call()
+        said.append(str(refused.value))
+    return said
+
+
+@pytest.mark.processes
+def test_v4_a_rank_that_saves_or_loads_alone_says_for_whom_it_waits(tmp_path):
+    """Was: silent until the group's time-out of half an hour."""
+    (saving, saved, loading, loaded, *rest), (*same,) = run_ranks(call_alone, 2, str(tmp_path))
+    alone = r"rank 0 has waited \d\.\d s to (save|load) .*it: 1 of 2 ranks have not come: 1; every"
+    assert all(re.match(alone, text) for text in (saving, saved, loading, loaded))
+    elsewhere, other = rest
+    assert rest[0].partition(":")[2] == same[0].partition(":")[2]
+    assert re.search("rank 0 would save to .*/rank0, rank 1 to .*/rank1, and a check", elsewhere)
+    assert re.search("rank 1 would load .*/it2, which is another .* than rank 0's .*/it;", other)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["it", "it2"]
+
+
+class Averaging(MegatronModule):
+    """A weight, and a running mean of what its rank has seen."""
+
+    def __init__(self, seen: float):
+        super().__init__(make_config())
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.full((2,), seen))
+        self.register_buffer("same", torch.zeros(2))
+        self.register_buffer("unsaved", torch.full((2,), seen), persistent=False)
+        self.pg_collection = ProcessGroupCollection(tp=PretendGroup(), dp_cp=dist.group.WORLD)
+
+
+def save_buffers_apart(folder: str) -> tuple[list[str], list[float]]:
+    model = Averaging(1.0 + dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        dist_checkpointing.save(model.sharded_state_dict(), f"{folder}/it")
+    found = dist_checkpointing.load(model.sharded_state_dict(), f"{folder}/it")
+    model.load_state_dict(found)
+    return [str(one.message) for one in caught], model.mean.tolist()
+
+
+@pytest.mark.processes
+def test_v2_a_buffer_that_copies_have_apart_is_told_and_rank_0s_is_read_back(tmp_path):
+    """Was: saved without a word, as in Megatron."""
+    (told, mean), (silent, read) = run_ranks(save_buffers_apart, 2, str(tmp_path))
+    assert mean == read == [1.0, 1.0] and silent == []
+    (text,) = told
+    assert text.endswith(
+        "it: 1 of 2 buffers, such as mean, differ between copies of the model: rank 0's, with mean 1, "
+        "is saved, rank 1's, with mean 2, is not, and after a load all have the first; average them "
+        "over the copies before they are saved, if all are to count"
+    )
 
 
 def test_a_shorter_tensor_ends_with_zeros(tmp_path):

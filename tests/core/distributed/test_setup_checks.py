@@ -283,7 +283,12 @@ def test_t2_a_model_without_a_wrapper_is_one_copy(group):
 # -- S18: copies that begin apart --
 
 
-def refusals(first: torch.nn.Module, second: torch.nn.Module, group: str = "dp_cp") -> list[str]:
+def refusals(
+    first: torch.nn.Module,
+    second: torch.nn.Module,
+    group: str = "dp_cp",
+    check=lambda model, groups: setup_checks.check_copies_alike([model], groups),
+) -> list[str]:
     """What two ranks of a group raise: each sees the greater of both their numbers."""
     sent, raised = [], []
 
@@ -302,7 +307,7 @@ def refusals(first: torch.nn.Module, second: torch.nn.Module, group: str = "dp_c
                 mock.patch("torch.distributed.ProcessGroup", PretendGroup),
             ):
                 try:
-                    setup_checks.check_copies_alike([model], groups)
+                    check(model, groups)
                 except ValueError as error:
                     raised.append(str(error))
     return raised
@@ -327,6 +332,39 @@ def test_s18_experts_are_compared_with_their_own_copies_only():
     other.head.weight.data.add_(1.0)
     assert refusals(one, other, "dp_cp") == []
     assert "1 of 1 weights, such as head.weight" in refusals(one, other, "expt_dp")[0]
+
+
+def with_buffers(saved: float, unsaved: float = 0.0, shape: tuple[int, ...] = ()) -> Toy:
+    model = Toy()
+    model.inner.register_buffer("scale", torch.full(shape, saved))
+    model.inner.register_buffer("place", torch.full((2,), unsaved), persistent=False)
+    return model
+
+
+def test_v2_copies_that_begin_with_other_saved_buffers_are_refused():
+    """Was: each rank computed with its own, and a checkpoint had rank 0's."""
+
+    def check(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
+        noted = setup_checks.note_saved_buffers([wrapped(model, world())])
+        setup_checks.check_buffers_alike(noted, groups)
+
+    found = refusals(with_buffers(1.0), with_buffers(2.0), check=check)
+    assert len(found) == 2
+    assert "1 of 1 buffers, such as inner.scale () torch.float32, are not the same" in found[0]
+    assert "register with persistent=False" in found[0]
+    longer = refusals(with_buffers(1.0), with_buffers(1.0, shape=(2,)), check=check)
+    assert all("1 names, shapes and dtypes of buffers" in text for text in longer)
+    assert refusals(with_buffers(1.0, 3.0), with_buffers(1.0, 4.0), check=check) == []
+
+
+def test_v2_the_first_step_asks_for_the_buffers_of_the_set_up():
+    model = with_buffers(1.0)
+    optimizer = optimizer_of(model, world())
+    model.inner.scale.add_(1.0)
+    with mock.patch.object(setup_checks, "_difference", return_value="") as asked:
+        optimizer.check_first()
+    (named, _, _, what) = asked.call_args.args
+    assert what == "buffers" and named[0][1] == torch.tensor(1.0).view(torch.int32)
 
 
 def test_t9_whole_parameters_are_compared_over_tensor_ranks():
