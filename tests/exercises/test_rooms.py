@@ -119,6 +119,40 @@ def test_a_cheat_does_not_pass(name, tmp_path):
     assert found.kind != verdict.DEFECT, found.text
 
 
+EX12 = "minimegatron.exercises.catalog.ex12_interleaved_table"
+FROM_THE_CATALOGUE = {
+    "from": f"from {EX12} import solution as ours",
+    "by its name": f"import {EX12}.solution as ours",
+    "importlib": f"import importlib\nours = importlib.import_module({EX12 + '.solution'!r})",
+    "late": "class ours:\n    def __getattr__(self, name):\n"
+    f"        return getattr(__import__({EX12 + '.solution'!r}, fromlist=['x']), name)\nours = ours()",
+}
+
+
+@pytest.mark.parametrize("way", FROM_THE_CATALOGUE)
+def test_v8_a_file_that_imports_the_solution_is_told_so(way, tmp_path):
+    """Was: it passed, if it called the solution's functions within its own."""
+    path = tmp_path / "ex12_interleaved_table.py"
+    path.write_text(
+        f"{FROM_THE_CATALOGUE[way]}\n"
+        "def get_schedule_table(*sizes):\n    return ours.get_schedule_table(*sizes)\n"
+        "def count_rank_microbatches(*sizes, **options):\n"
+        "    return ours.count_rank_microbatches(*sizes, **options)\n"
+    )
+    found = check_file(find("ex12"), path, 1, patience=4.0)
+    assert found.kind == verdict.FORGED
+    assert f"ex12_interleaved_table.py imports {EX12}.solution, and in the catalogue" in found.text
+
+
+@pytest.mark.parametrize("name", ["alone.OURS", "tables", "check"])
+def test_v8_nor_is_what_checks_it_imported(name, tmp_path):
+    outer, _, inner = f"{EX12}.{name}".rpartition(".")
+    path = tmp_path / "ex12_interleaved_table.py"
+    path.write_text(f"def get_schedule_table():\n    from {outer} import {inner}\n")
+    found = check_file(find("ex12"), path, 1)
+    assert found.kind == verdict.FORGED and f"imports {outer}.{inner}, and" in found.text
+
+
 def test_what_a_room_forges_is_not_believed():
     """Whatever lines come, only right answers to all cases pass."""
     sheet = Sheet(find("ex05"), 0)

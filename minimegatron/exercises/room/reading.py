@@ -4,6 +4,7 @@ Torch-free. Megatron has no counterpart.
 """
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 from minimegatron.exercises.exercise import Exercise
@@ -11,6 +12,7 @@ from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.verdict import Verdict
 
 MOST_BYTES = 1 << 20
+CATALOG = "minimegatron.exercises.catalog"
 MOST_SHOWN = 200
 """Characters of the line that Python cannot read."""
 
@@ -28,6 +30,8 @@ def check_source(exercise: Exercise, path: Path) -> Verdict | None:
         return _missing(f"{path} cannot be read: {error}")
     except SyntaxError as error:
         return Verdict(verdict.SYNTAX, _syntax_words(error, path))
+    if (taken := next(_from_catalog(tree), None)) is not None:
+        return Verdict(verdict.FORGED, catalog_words(taken, path.name))
     lost = [name for name in wanted_names(exercise) if name not in _defined(tree)]
     if lost:
         names = " and ".join(f"`{name}`" for name in lost)
@@ -82,6 +86,25 @@ def _defined(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name)
     return names
+
+
+def _from_catalog(tree: ast.Module) -> Iterator[str]:
+    """What it imports from the catalogue, by dotted path."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name for name in names if f"{name}.".startswith(f"{CATALOG}."))
+
+
+def catalog_words(name: str, file: str) -> str:
+    """What is said of a file that takes an answer out of the catalogue."""
+    return (
+        f"{file} imports {name}, and in the catalogue are the solutions and what checks them. Write "
+        f"it yourself, in {file}; `minimegatron exercises hint` helps."
+    )
 
 
 def _missing(text: str) -> Verdict:

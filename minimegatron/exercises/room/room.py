@@ -11,6 +11,7 @@ that is not written, a changed package.
 import bdb
 import functools
 import importlib
+import importlib.abc
 import inspect
 import linecache
 import os
@@ -28,7 +29,12 @@ from minimegatron.exercises.room import plain_text, stand_ins, verdict
 from minimegatron.exercises.room.integrity import Seal
 from minimegatron.exercises.room.missing_keys import missing_key_words
 from minimegatron.exercises.room.plain_data import NotPlain, from_line, to_line
-from minimegatron.exercises.room.reading import returning_names, unwritten_names
+from minimegatron.exercises.room.reading import (
+    CATALOG,
+    catalog_words,
+    returning_names,
+    unwritten_names,
+)
 from minimegatron.launching.user_file import load_user_file
 
 FRAMES_SHOWN, LATER_FRAMES = 6, 2
@@ -104,6 +110,7 @@ class Room:
         wanted = unwritten_names(stub)
         withhold(getattr(check, "REPLACES", ()))
         sys.breakpointhook = _no_breakpoint
+        sys.meta_path.insert(0, _NoSolutions(os.path.basename(self.path)))
         seal = Seal()
         student = self._student()
         stand_ins.loaded()
@@ -231,6 +238,18 @@ class Refused(Exception):
     def __init__(self, kind: str, text: str):
         super().__init__(text)
         self.kind = kind
+
+
+class _NoSolutions(importlib.abc.MetaPathFinder):
+    """Refuses to import a solution, whichever exercise's and by whatever way of importing."""
+
+    def __init__(self, file: str):
+        self._file = file
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        """None: others find it. Raises Refused for a solution."""
+        if name.startswith(f"{CATALOG}.") and name.endswith(".solution"):
+            raise Refused(verdict.FORGED, catalog_words(name, self._file))
 
 
 def _look_at_authors(student: ModuleType, path: str, names: Sequence[str]) -> None:

@@ -29,6 +29,8 @@ FIELDS = f"RankMicrobatches({', '.join(RankMicrobatches._fields)})"
 OTHER_CALLS = [
     ((4, 1, 8, 2, 4), {"forward_only": True}, "forward_only"),
     ((1, 0, 8, 2, 4), {}, "one stage"),
+    ((1, 0, 8, 2, 4), {"forward_only": True}, "forward_only"),
+    ((1, 0, 8, 1, 4), {"is_interleaved": False, "forward_only": True}, "forward_only"),
     ((4, 0, 8, 1, 4), {"is_interleaved": False}, "plain"),
     ((4, 0, 2, 1, 4), {"is_interleaved": False}, "plain"),
     ((5, 2, 9, 1, 5), {"is_interleaved": False}, "plain"),
