@@ -13,7 +13,7 @@ unpickling can execute what it reads.
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, BERT,
 MODEL_SECTIONS = ("model", "moe", "bert", "t5", "mamba")
 """Of `training.config`: those that say what a model computes."""
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights, by safetensors' names: a number is there what it is in the model."""
+
 Progress = Callable[[], Any]
 
 
@@ -51,7 +54,7 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
     """Writes a checkpoint of the weights at iteration 0. Returns the model's arguments.
 
     `progress` is called once per weight. Raises ValueError for a folder that is none of Hugging
-    Face's, or holds another model than is supported.
+    Face's, or holds another model than is supported, or one whose weights count only with scales.
     """
     config = _read_config(load_dir)
     family = FAMILIES.get(config.get("model_type", ""))
@@ -61,7 +64,9 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
             f"are {', '.join(FAMILIES)}"
         )
     args = family.arguments(config) | {"model_family": family.model_family}
-    theirs = _read_safetensors(load_dir)
+    files = _weight_files(load_dir)
+    _refuse_quantized(load_dir, config, files)
+    theirs = _read_safetensors(files)
     tensors: list[ShardedTensor] = []
     for weight in family.weights(args):
         missing = [name for name in weight.theirs if name not in theirs]
@@ -202,16 +207,41 @@ def _read_config(load_dir: Path) -> dict[str, Any]:
     return config
 
 
-def _read_safetensors(load_dir: Path) -> dict[str, torch.Tensor]:
-    """All weights, under names with their model's prefix."""
+def _weight_files(load_dir: Path) -> list[Path]:
     index = load_dir / "model.safetensors.index.json"
-    files = [load_dir / "model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(read_json(index)["weight_map"].values()))
-            files = [load_dir / name for name in names]
-        except (KeyError, TypeError, AttributeError):
-            raise ValueError(f"{index} is damaged: it has no weight_map of names") from None
+    if not index.is_file():
+        return [load_dir / "model.safetensors"]
+    try:
+        return [load_dir / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} is damaged: it has no weight_map of names") from None
+
+
+def _refuse_quantized(load_dir: Path, config: dict[str, Any], files: list[Path]) -> None:
+    """Raises ValueError, before weights are read, for some that count only with scales beside them."""
+    said = config.get("quantization_config") or config.get("compression_config")
+    name, dtype = next(_not_floats(files), ("", ""))
+    if said or name:
+        weights = f"{name} is {dtype}" if name else f"config.json says {said}"
+        raise ValueError(
+            f"{load_dir} holds quantized weights ({weights}), which count only with the scales beside "
+            "them; take the model in bfloat16, or let transformers dequantize and save it"
+        )
+
+
+def _not_floats(files: list[Path]) -> Iterator[tuple[str, str]]:
+    """Name and dtype of each weight that is not in one of FLOATS. Buffers, such as masks, may be."""
+    for path in files:
+        if path.is_file():
+            with _safetensors().safe_open(path, "pt") as file:
+                for name in sorted(file.keys()):
+                    dtype = file.get_slice(name).get_dtype()
+                    if name.endswith("weight") and dtype not in FLOATS:
+                        yield name, dtype
+
+
+def _read_safetensors(files: list[Path]) -> dict[str, torch.Tensor]:
+    """All weights, under names with their model's prefix."""
     weights: dict[str, torch.Tensor] = {}
     for path in files:
         if not path.is_file():

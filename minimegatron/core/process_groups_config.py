@@ -3,6 +3,7 @@
 Counterpart: `megatron.core.process_groups_config`.
 """
 
+import copyreg
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,6 +12,9 @@ import torch.distributed as dist
 
 from minimegatron.core import parallel_state
 from minimegatron.core.utils import get_attr_wrapped_model
+
+# To `copy`, a text means that the object stands for itself: the copy of a model shares its groups.
+copyreg.pickle(dist.ProcessGroup, lambda group: "a process group, which cannot be pickled")
 
 
 @dataclass(init=False, repr=False, eq=False)

@@ -90,6 +90,32 @@ def test_s2_a_converted_vocabulary_gets_no_rows(capsys, tmp_path):
     assert args.make_vocab_size_divisible_by == 128 and args.padded_vocab_size == rows
 
 
+@pytest.mark.parametrize(
+    ("dtype", "said", "words"),
+    [
+        (torch.float8_e4m3fn, {"quant_method": "fp8"}, "0.mlp.down_proj.weight is F8_E4M3)"),
+        (torch.float8_e5m2, None, "0.mlp.down_proj.weight is F8_E5M2)"),
+        (torch.int8, {"load_in_8bit": True}, "0.mlp.down_proj.weight is I8)"),
+        (torch.float32, {"quant_method": "gptq"}, "(config.json says {'quant_method': 'gptq'})"),
+    ],
+)
+def test_v6_quantized_weights_are_refused(capsys, tmp_path, dtype, said, words):
+    """Was: the scales were left out, and nobody said so."""
+    weights = {}
+    for name, weight in llama_weights().items():
+        weights[name] = weight.to(dtype) if "proj" in name else weight
+        if "proj" in name and said is not None:
+            weights[f"{name}_scale_inv"] = torch.ones(1, 1)
+    (tmp_path / "config.json").write_text(
+        json.dumps(LLAMA_CONFIG | ({} if said is None else {"quantization_config": said}))
+    )
+    safetensors.save_file(weights, tmp_path / "model.safetensors")
+    flags = ("--from", "hf", "--to", "minimegatron", "--load-dir", tmp_path)
+    code, out = convert(capsys, *flags, "--save-dir", tmp_path / "ours")
+    assert code != 0 and "holds quantized weights" in out and words in out
+    assert "take the model in bfloat16" in out and not (tmp_path / "ours").exists()
+
+
 def logits_of(all_flags: list[list[str]]) -> list[torch.Tensor]:
     """What each imported model computes on these ranks: [b, s, v], on every rank."""
     results = []

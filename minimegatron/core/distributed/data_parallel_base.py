@@ -153,6 +153,15 @@ class _BaseDataParallel(torch.nn.Module):
         self._grads_came = self._grads_are_partial = False
         """Whether a gradient has come since `finish_grad_sync`, and since `finalize_model_grads`."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_BaseDataParallel":
+        """Raises TypeError: a copy's gradients would have no buffers, and its hooks would be ours."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied: copy the model inside, "
+            "copy.deepcopy(unwrap_model(model)), and wrap the copy if it is trained; with "
+            "overlap_param_gather, which has hooks in the model, build another one and give it "
+            "load_state_dict(model.state_dict())"
+        )
+
     def _factors(self) -> dict[str, Any]:
         """What the factor on every gradient was chosen by, when this wrapper was made."""
         of_wrapper = {} if self.ddp_config is None else vars(self.ddp_config)

@@ -31,6 +31,7 @@ from minimegatron.core.local_host import new_lane
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import device_is_asynchronous
+from minimegatron.core.words import first_few
 
 PARAM_ALIGNMENT = 64
 """With a distributed optimizer, parameters start at multiples of this (256 bytes of fp32)."""
@@ -298,7 +299,7 @@ class _ParamAndGradBucketGroup:
         """
         if self._owed():
             raise RuntimeError(
-                f"rank {dist.get_rank()}: weight gradients of {', '.join(self._owed())} are still "
+                f"rank {dist.get_rank()}: weight gradients of {first_few(self._owed())} are still "
                 "owed, and the sum would lack them; call backward_dw() of the model once for each "
                 "microbatch (delay_wgrad_compute), or finish_embedding_wgrad_compute "
                 "(defer_embedding_wgrad_compute) first"
@@ -309,7 +310,7 @@ class _ParamAndGradBucketGroup:
         if self.grad_reduce_handles is None and missing:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: no gradient came in the last microbatch for "
-                f"{', '.join(missing)}, so {len(self.params)} gradients were never summed over "
+                f"{first_few(missing)}, so {len(self.params)} gradients were never summed over "
                 f"{self.data_parallel_group.size()} data-parallel ranks; use each of them in every "
                 "forward, set requires_grad=False on it, or turn overlap_grad_reduce off"
             )
@@ -345,7 +346,7 @@ class _ParamAndGradBucketGroup:
         if culprits:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: gradients are not finite in bucket "
-                f"{bucket.bucket_id}, before data-parallel summation: {', '.join(culprits)}; "
+                f"{bucket.bucket_id}, before data-parallel summation: {first_few(culprits)}; "
                 "look at this rank's batch, lower the learning rate, or clip harder"
             )
 

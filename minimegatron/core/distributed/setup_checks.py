@@ -16,6 +16,7 @@ from minimegatron.core.distributed.frozen_alike import number_of
 from minimegatron.core.parameter import KINDS, kind_of
 from minimegatron.core.transformer.module import named_saved_buffers
 from minimegatron.core.utils import get_device, unwrap_model
+from minimegatron.core.words import first_few
 
 BY_COPY = (
     "set one seed, load one checkpoint, or call the data-parallel wrapper's broadcast_params(), then "
@@ -44,6 +45,26 @@ def check_same_groups(model: Sequence[torch.nn.Module], pg_collection: Any) -> N
                         f"{ours} for its optimizer; give model, data-parallel wrapper and optimizer "
                         "one pg_collection"
                     )
+
+
+def refuse_shared_weights(model: Sequence[torch.nn.Module]) -> None:
+    """Raises ValueError for a weight that is trained in two chunks of this rank.
+
+    Each chunk would sum it over the copies of the model, and the optimizer would update it twice.
+    """
+    first: dict[torch.nn.Parameter, int] = {}
+    shared = [
+        f"{name} of chunk {number}, which is in chunk {first[param]} too"
+        for number, chunk in enumerate(model)
+        for name, param in named_parameters_inside(chunk)
+        if first.setdefault(param, number) != number and param.requires_grad
+    ]
+    if shared:
+        raise ValueError(
+            f"{len(shared)} weights are in several chunks: {first_few(shared)}; give each chunk its "
+            "own, or put all that use a weight into one chunk; LanguageModule shows how copies of an "
+            "embedding on two stages stay alike"
+        )
 
 
 def _ranks(group: Any) -> Any:

@@ -19,6 +19,7 @@ from minimegatron.core.distributed.setup_checks import (
     check_copies_alike,
     check_same_groups,
     note_saved_buffers,
+    refuse_shared_weights,
 )
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -145,6 +146,7 @@ def get_megatron_optimizer(
     pg_collection = groups_of(model_chunks[0], pg_collection)
     _check_wrappers(config, model_chunks)
     check_same_groups(model_chunks, pg_collection)
+    refuse_shared_weights(model_chunks)
     for chunk in model_chunks:
         restore_marks(chunk)
     groups = _get_param_groups(model_chunks, no_weight_decay_cond or _is_bias_or_norm)

@@ -3,6 +3,7 @@
 Counterpart: `megatron.core.transformer.module`.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -33,6 +34,18 @@ class MegatronModule(torch.nn.Module):
         super().__init__()
         self.config = config
         note_built(config)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MegatronModule":
+        """A module with weights of its own. It shares process groups, and what its config calls.
+
+        Its configs are copies, so other functions may be put into them.
+        """
+        for module in self.modules():
+            if (config := vars(module).get("config")) is not None and id(config) not in memo:
+                memo[id(config)] = copy.copy(config)
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def global_name(self, name: str) -> str:
         """The name in the full model, from this module on, of what this chunk calls `name`.

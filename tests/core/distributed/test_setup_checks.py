@@ -367,6 +367,67 @@ def test_v2_the_first_step_asks_for_the_buffers_of_the_set_up():
     assert what == "buffers" and named[0][1] == torch.tensor(1.0).view(torch.int32)
 
 
+class Twice(torch.nn.Module):
+    """One weight under two names, used twice; and a long chain behind it."""
+
+    def __init__(self, depth: int = 0):
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.rest = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(depth)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.second(self.first(inputs)))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_v7_a_weight_of_two_names_is_summed_and_updated_once(overlap):
+    model = wrapped(Twice(1), world(), overlap_grad_reduce=overlap, bucket_size=1)
+    alone, optimizer = Twice(1), optimizer_of(model, world())
+    model.zero_grad_buffer()
+    for one in (model, alone):
+        backward(one)
+    model.finish_grad_sync()
+    (found, expected) = model.module.first.weight, alone.first.weight
+    assert torch.equal(found.main_grad, expected.grad)
+    assert sum(len(bucket.params) for buffer in model.buffers for bucket in buffer.buckets) == 5
+    norm = torch.stack([param.grad.norm() for param in alone.parameters()]).norm()
+    assert optimizer.step()[1] == pytest.approx(float(norm), rel=1e-6)
+    decay = optimizer.config.weight_decay
+    torch.optim.SGD(alone.parameters(), lr=0.5, weight_decay=decay).step()
+    assert torch.equal(found, expected)
+
+
+def test_v7_a_weight_in_two_chunks_is_refused_in_few_words():
+    """Was: updated twice in each step."""
+    chunks = [Twice(9), Twice(9)]
+    chunks[1].rest = chunks[0].rest
+    frozen = chunks[1].first.weight = chunks[0].first.weight
+    frozen.requires_grad = False  # nobody updates it
+    config = OptimizerConfig(optimizer="sgd", lr=0.5)
+    with pytest.raises(
+        ValueError, match=r"18 weights are in several chunks: rest\.0\.weight of"
+    ) as e:
+        get_megatron_optimizer(
+            config, [wrapped(one, world()) for one in chunks], pg_collection=world()
+        )
+    assert "chunk 1, which is in chunk 0 too, rest.0.bias of" in str(e.value)
+    assert "too and 15 more; give each chunk its own" in str(e.value) and len(str(e.value)) < 450
+
+
+@mock.patch("torch.distributed.get_rank", lambda: 0)
+def test_v7_a_refusal_names_three_of_many_weights():
+    """Was: all of them, thousands for a large model."""
+    model = wrapped(Twice(20), world(), overlap_grad_reduce=True)
+    model.zero_grad_buffer()
+    with pytest.raises(RuntimeError, match="for .* and 40 more, so 43 gradients were never summed"):
+        model.finish_grad_sync()
+    (group,) = model.all_bucket_groups
+    with pytest.raises(RuntimeError, match="not finite in bucket 0, .* and 40 more; look at"):
+        group._raise_for(group.buckets[0], ["Inf"] * 43)
+
+
 def test_t9_whole_parameters_are_compared_over_tensor_ranks():
     """Was: a layer that each tensor rank had drawn by its own seed gave other outputs on each."""
     found = refusals(Toy(), Toy(seed=8), "tp")
@@ -423,7 +484,7 @@ def test_s18_the_first_good_step_asks_and_later_ones_do_not():
         for _ in range(2):
             backward(model)
             optimizer.step()
-    assert compare.call_count == 4  # copies and tensor ranks of two kinds
+    assert compare.call_count == 5  # copies and tensor ranks of two kinds, and buffers
 
 
 # -- S19: numbers of gradients that are elsewhere, or scaled --
