@@ -5,7 +5,8 @@ Counterpart: `megatron.core.distributed.distributed_data_parallel.DistributedDat
 One step, seen from here: `zero_grad_buffer`; for each microbatch forward and backward, whose hooks
 add `param.grad` into `param.main_grad` and free it, all but the last within `no_sync` (a weight
 gradient that backward leaves for later comes the same way, from `backward_dw`);
-`finish_grad_sync` (by `finalize_model_grads`); the optimizer reads `main_grad`.
+`finish_grad_sync` (by `finalize_model_grads`); the optimizer reads `main_grad`. One of torch's own
+reads `param.grad`: set that to `main_grad` before its step, or it is refused (`torch_optimizers`).
 """
 
 import weakref
@@ -30,6 +31,7 @@ from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
 )
+from minimegatron.core.distributed.torch_optimizers import watch_torch_optimizers
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
@@ -171,6 +173,7 @@ class DistributedDataParallel(_BaseDataParallel):
         return dense, [part for part, here in zip(parts, is_dense, strict=True) if not here]
 
     def _register_hooks(self) -> None:
+        watch_torch_optimizers()
         # Torch never frees what such a hook holds, and this wrapper holds the groups.
         wrapper = weakref.ref(self)
 

@@ -428,6 +428,36 @@ def test_v7_a_refusal_names_three_of_many_weights():
         group._raise_for(group.buckets[0], ["Inf"] * 43)
 
 
+def test_v3_an_optimizer_of_torchs_own_that_would_do_nothing_is_refused():
+    """Was: the weights stayed as they were, and nobody said so."""
+    model = wrapped(Toy(), world())
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    backward(model)
+    words = "AdamW would update none of its 11 parameters: it reads param.grad, which is None, and"
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    for param in model.parameters():
+        param.grad = param.main_grad
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_v3_who_reads_main_grad_himself_hears_nothing():
+    model, alone = wrapped(Toy(), world()), Toy()
+    model.zero_grad_buffer()
+    for one in (model, alone):
+        backward(one)
+    for param in model.parameters():
+        param.data -= 0.1 * param.main_grad
+    for optimizer in (torch.optim.SGD(alone.parameters(), lr=0.1), optimizer_of(model, world())):
+        optimizer.step()
+    model.zero_grad_buffer()
+    assert not torch.equal(model.module.head.weight, Toy().head.weight)
+
+
 def test_t9_whole_parameters_are_compared_over_tensor_ranks():
     """Was: a layer that each tensor rank had drawn by its own seed gave other outputs on each."""
     found = refusals(Toy(), Toy(seed=8), "tp")
