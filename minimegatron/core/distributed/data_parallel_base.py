@@ -3,12 +3,14 @@
 Counterpart: `megatron.core.distributed.data_parallel_base`.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.parameter_marks import restore_marks
@@ -129,6 +131,38 @@ def refuse_unscaled_loss(model: Sequence[torch.nn.Module], pp_group: dist.Proces
             "multiplied the loss by it; set config.grad_scale_func = optimizer.scale_loss, and give "
             "each model that is trained a configuration of its own"
         )
+
+
+_looked_at: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def refuse_idle_optimizer(optimizer: Optimizer, *unused: Any) -> None:
+    """Hook before each step of every `torch.optim.Optimizer`, which skips what has no `grad`.
+
+    Raises RuntimeError, at its first step, where all gradients are in `main_grad`: the weights would
+    stay as they are.
+    """
+    if optimizer in _looked_at:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    elsewhere = sum(hasattr(param, "main_grad") for param in params)
+    if elsewhere and all(param.grad is None for param in params):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} would update none of its {len(params)} parameters: it reads "
+            f"param.grad, which is None, and the gradients of {elsewhere} are in param.main_grad; use "
+            "get_megatron_optimizer, or set param.grad = param.main_grad before each step, after "
+            "finalize_model_grads, and call zero_grad_buffer() in place of zero_grad()"
+        )
+    _looked_at.add(optimizer)
+
+
+_hooks: list[Any] = []
+
+
+def watch_torch_optimizers() -> None:
+    """From now on `refuse_idle_optimizer` is called, in this process. May be repeated."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(refuse_idle_optimizer))
 
 
 WRITTEN_INTO_BUFFERS = ("average_in_collective", "use_distributed_optimizer")

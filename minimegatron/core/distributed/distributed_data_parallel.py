@@ -6,7 +6,7 @@ One step, seen from here: `zero_grad_buffer`; for each microbatch forward and ba
 add `param.grad` into `param.main_grad` and free it, all but the last within `no_sync` (a weight
 gradient that backward leaves for later comes the same way, from `backward_dw`);
 `finish_grad_sync` (by `finalize_model_grads`); the optimizer reads `main_grad`. One of torch's own
-reads `param.grad`: set that to `main_grad` before its step, or it is refused (`torch_optimizers`).
+reads `param.grad`: set that to `main_grad` before its step, or it is refused (`refuse_idle_optimizer`).
 """
 
 import weakref
@@ -23,6 +23,7 @@ from minimegatron.core.distributed.data_parallel_base import (
     placement_over,
     refuse_changed_parameters,
     refuse_unsummed_grads,
+    watch_torch_optimizers,
 )
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -31,7 +32,6 @@ from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
 )
-from minimegatron.core.distributed.torch_optimizers import watch_torch_optimizers
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
