@@ -13,6 +13,8 @@ Megatron has no counterpart. There, ranks that differ wait for each other in bac
 
 Backward ends at the first parameter that is trained. If that is an expert on one rank only, the others
 send no gradients of tokens back, and that rank waits for them.
+
+A data-parallel wrapper asks its copies alone, when it is made; the optimizer asks all of these groups.
 """
 
 import hashlib
@@ -24,6 +26,7 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
+from minimegatron.core.parameter import KINDS, kind_of
 from minimegatron.core.utils import get_device, unwrap_model
 
 EXPERTS = ".experts."
@@ -32,6 +35,8 @@ EXPERTS = ".experts."
 
 def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> None:
     """Raises ValueError on ranks that freeze other parameters than their peers. All must call it.
+
+    `get_megatron_optimizer` does.
 
     Args:
         model: this rank's chunks, wrapped or not.
@@ -53,6 +58,44 @@ def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> 
     if any(EXPERTS in name for name, _ in named):
         place, name = _where_backward_ends(model)
         _check({place}, pg_collection, "tp_ep", f"backward ends at {name}")
+
+
+WAYS = ("use_distributed_optimizer", "average_in_collective", "overlap_grad_reduce")
+"""Of a wrapper's configuration: which messages carry its gradients."""
+
+
+def check_summed_alike(
+    module: torch.nn.Module, pg_collection: Any, ddp_config: Any, buffers: Sequence[Any] = ()
+) -> None:
+    """Raises ValueError on ranks whose copy of the module would sum other gradients than their peers.
+
+    Buffers have no names in them: a layer's gradients would be added to another layer's. Each wrapper
+    of a copy calls it, when it is made.
+
+    Args:
+        module: before it is wrapped.
+        buffers: where the gradients will be, if that is known; for each group buckets of one size.
+    """
+    named, problems = named_parameters_inside(module), []
+    for kind in KINDS.values():
+        ours = [(name, param) for name, param in named if kind_of(param) is kind]
+        group = vars(pg_collection).get(kind.reduce)
+        trained = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in ours if p.requires_grad]
+        here = [buffer for buffer in buffers if buffer.data_parallel_group is group]
+        buckets = [[*b.grad_data.shape, b.grad_data.dtype] for buf in here for b in buf.buckets]
+        way = {name: getattr(ddp_config, name) for name in WAYS} | {"buckets": len(buckets)}
+        way = ", ".join(f"{name} {value}" for name, value in way.items())
+        frozen = [name for name, param in ours if not param.requires_grad] or ["none"]
+        # Raised last: another group's ranks may wait for this one's number.
+        if ours and _is_other({number_of([*trained, way, str(buckets)])}, group):
+            problems.append(
+                f"rank {group.rank()} of the {group.size()} in group {kind.reduce}: another copy of "
+                f"the model would sum other gradients; here {len(trained)} of {len(ours)} parameters "
+                f"require a gradient (frozen: {', '.join(frozen[:3])}), with {way}; set requires_grad, "
+                "DistributedDataParallelConfig and disable_bucketing alike on all of them"
+            )
+    if problems:
+        raise ValueError(problems[0])
 
 
 def number_of(names: Iterable[str]) -> int:
@@ -81,15 +124,19 @@ def _where_backward_ends(model: Sequence[torch.nn.Module]) -> tuple[int, str]:
 def _check(numbers: set[int], pg_collection: Any, name: str, text: str) -> None:
     """That all numbers of all ranks of a group are one; a rank may have none."""
     group = getattr(pg_collection, name, None)
-    # What stands in for a group connects nobody.
-    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
-        return
-    bounds = [max(numbers, default=-1), max((-n for n in numbers), default=-(1 << 62))]
-    bounds = torch.tensor(bounds, device=get_device())
-    all_reduce(bounds, group, ReduceOp.MAX)
-    highest, lowest = bounds[0].item(), -bounds[1].item()
-    if highest > lowest:
+    if _is_other(numbers, group):
         raise ValueError(
             f"rank {group.rank()} of the {group.size()} in group {name}: another rank of it has frozen "
             f"other parameters; here {text}; set requires_grad alike on all of them"
         )
+
+
+def _is_other(numbers: set[int], group: Any) -> bool:
+    # What stands in for a group connects nobody.
+    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+        return False
+    bounds = [max(numbers, default=-1), max((-n for n in numbers), default=-(1 << 62))]
+    bounds = torch.tensor(bounds, device=get_device())
+    all_reduce(bounds, group, ReduceOp.MAX)
+    highest, lowest = bounds[0].item(), -bounds[1].item()
+    return highest > lowest

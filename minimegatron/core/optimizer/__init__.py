@@ -14,6 +14,7 @@ from minimegatron.core.distributed.data_parallel_base import (
     refuse_unsummed_grads,
 )
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from minimegatron.core.distributed.frozen_alike import check_frozen_alike
 from minimegatron.core.distributed.setup_checks import check_copies_alike, check_same_groups
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -133,7 +134,8 @@ def get_megatron_optimizer(
             for biases and one-dimensional parameters, as Megatron does.
         pg_collection: see `MegatronOptimizer`; None for the model's, or `parallel_state`'s.
 
-    Raises ValueError for no learning rate, or where model and configuration contradict each other.
+    All ranks must call it. Raises ValueError for no learning rate, where model and configuration
+    contradict each other, or where ranks freeze other parameters than their peers.
     """
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None; give a learning rate")
@@ -142,6 +144,7 @@ def get_megatron_optimizer(
     check_same_groups(model_chunks, pg_collection)
     for chunk in model_chunks:
         restore_marks(chunk)
+    check_frozen_alike(model_chunks, pg_collection)
     groups = _get_param_groups(model_chunks, no_weight_decay_cond or _is_bias_or_norm)
     scaler = _get_grad_scaler(config)
     if config.use_distributed_optimizer:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from minimegatron.core import parallel_state
 from minimegatron.core.dist_checkpointing.mapping import make_sharded_tensors
 from minimegatron.core.distributed import (
     DistributedDataParallel,
@@ -27,6 +28,7 @@ from minimegatron.core.tensor_parallel.sharding import (
 )
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.training.checkpointing import sharded_model_state
 from tests.core.distributed.common import Toy, make_config
 from tests.groups import PretendGroup
 
@@ -484,3 +486,40 @@ def test_s21_moving_a_model_to_where_it_is_changes_nothing():
     ddp = wrapped(Toy(), world(), use_distributed_optimizer=True)
     ddp.to("cpu").double()
     ddp.zero_grad_buffer()
+
+
+# -- T7: weights of which other ranks have updated parts --
+
+
+def half_updated() -> DistributedDataParallel:
+    options = dict.fromkeys(
+        ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
+    )
+    ddp = wrapped(Toy(), world(dp_cp=PretendGroup(0, 2)), **options)
+    for group in ddp.all_bucket_groups:
+        group.params_are_stale = True
+    return ddp
+
+
+@pytest.mark.parametrize("which", ["wrapper", "module", "layer"])
+def test_t7_weights_that_are_half_updated_are_neither_given_away_nor_replaced(which):
+    """Was: what was loaded was replaced by the update that arrived later. `state_dict` was refused."""
+    ddp = half_updated()
+    part = {"wrapper": ddp, "module": ddp.module, "layer": ddp.module.head}[which]
+    state = {name: param.detach().clone() for name, param in part.named_parameters()}
+    for use in (part.state_dict, lambda: part.load_state_dict(state)):
+        with pytest.raises(
+            RuntimeError, match=r"call start_param_sync\(force_sync=True\) on every"
+        ):
+            use()
+    for group in ddp.all_bucket_groups:
+        group.params_are_stale = False
+    part.load_state_dict(part.state_dict())
+
+
+def test_t7_a_checkpoint_gathers_weights_first(monkeypatch):
+    """Was: `save_checkpoint` did, and `load_checkpoint` in the middle of a run did not."""
+    ddp, seen = half_updated(), []
+    monkeypatch.setattr(ddp, "start_param_sync", lambda force_sync: seen.append(force_sync))
+    monkeypatch.setattr(parallel_state, "get_group", lambda name: ONE)
+    assert len(list(sharded_model_state([ddp]))) == 11 and seen == [True]
