@@ -163,6 +163,7 @@ MAY_DIFFER = {
     "pipeline_model_parallel_split_rank",
     # Read before the first step, or told by another note
     *("init_method_std", "make_vocab_size_divisible_by", "padded_vocab_size", "model_family"),
+    "unpadded_vocab_size",
     # How a step is divided, and when a run ends
     *("micro_batch_size", "exit_interval", "exit_duration_in_mins", "sample_tokens"),
     # Where the data are kept, and who reads them
