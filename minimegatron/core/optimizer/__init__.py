@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from minimegatron.core.distributed.data_parallel_base import (
+    forget_reads_of_scale,
     named_parameters_inside,
     refuse_changed_parameters,
     refuse_unsummed_grads,
@@ -17,6 +18,7 @@ from minimegatron.core.distributed.distributed_data_parallel import DistributedD
 from minimegatron.core.distributed.frozen_alike import check_frozen_alike
 from minimegatron.core.distributed.setup_checks import check_copies_alike, check_same_groups
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
@@ -158,6 +160,8 @@ def get_megatron_optimizer(
     optimizer.grad_checks.append(partial(check_same_dropout, model_chunks, pg_collection.tp))
     for chunk in model_chunks:
         chunk.grad_scaler = optimizer.grad_scaler
+        if scaler is not None and hasattr(chunk, "config"):
+            enter_hooks(chunk.config, True, {"before_step_funcs": (forget_reads_of_scale,)})
         if isinstance(chunk, DistributedDataParallel):
             chunk.optimizer_checks_grads = True
             optimizer.grad_checks.append(chunk.check_grads)
