@@ -31,6 +31,8 @@ from minimegatron.core.utils import get_device, unwrap_model
 
 EXPERTS = ".experts."
 """In the name of a parameter of one of a layer's experts, but not of its shared expert's."""
+EXPERTS_OF_A_RANK = ".local_experts."
+"""In the name of a parameter that is inside one of this rank's experts."""
 
 
 def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> None:
@@ -69,14 +71,16 @@ def check_summed_alike(
 ) -> None:
     """Raises ValueError on ranks whose copy of the module would sum other gradients than their peers.
 
-    Buffers have no names in them: a layer's gradients would be added to another layer's. Each wrapper
-    of a copy calls it, when it is made.
+    Also where a parameter inside an expert does not say whose copies it has. Buffers have no names in
+    them: a layer's gradients would be added to another layer's. Each wrapper of a copy calls it, when
+    it is made.
 
     Args:
         module: before it is wrapped.
         buffers: where the gradients will be, if that is known; for each group buckets of one size.
     """
-    named, problems = named_parameters_inside(module), []
+    named = named_parameters_inside(module)
+    problems = _unmarked_in_experts(named, pg_collection)
     for kind in KINDS.values():
         ours = [(name, param) for name, param in named if kind_of(param) is kind]
         group = vars(pg_collection).get(kind.reduce)
@@ -96,6 +100,41 @@ def check_summed_alike(
             )
     if problems:
         raise ValueError(problems[0])
+
+
+def _unmarked_in_experts(named: Sequence[tuple[str, Any]], pg_collection: Any) -> list[str]:
+    """What is wrong with parameters that a program has added to experts, in a sentence.
+
+    Experts of one name on two ranks are two experts. Taken for a dense one, what was added to one of
+    them would get the sum of both gradients.
+    """
+    unmarked = [
+        name
+        for name, param in named
+        if EXPERTS_OF_A_RANK in name
+        and param.requires_grad
+        and not (hasattr(param, "allreduce") or hasattr(param, "kind"))
+    ]
+    if not unmarked:
+        return []
+    dense, expert = (
+        [ranks_of(vars(pg_collection).get(name)) for name in (kind.reduce, kind.tensor)]
+        for kind in (KINDS["dense"], KINDS["expert"])
+    )
+    if None in expert or dense == expert:
+        return []
+    return [
+        f"{len(unmarked)} parameters inside experts, such as {unmarked[0]}, do not say whether each "
+        f"expert has its own (set param.allreduce = False: summed over ranks {expert[0]}) or all "
+        f"experts of all ranks have the same (param.allreduce = True: over {dense[0]}); set it before "
+        "the model is wrapped, or build the layer with is_expert=True"
+    ]
+
+
+def ranks_of(group: Any) -> Any:
+    """The group's ranks; what stands in for a group is itself."""
+    is_real = isinstance(group, dist.ProcessGroup)
+    return dist.get_process_group_ranks(group) if is_real else group
 
 
 def number_of(names: Iterable[str]) -> int:

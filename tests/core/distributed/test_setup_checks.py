@@ -523,3 +523,40 @@ def test_t7_a_checkpoint_gathers_weights_first(monkeypatch):
     monkeypatch.setattr(ddp, "start_param_sync", lambda force_sync: seen.append(force_sync))
     monkeypatch.setattr(parallel_state, "get_group", lambda name: ONE)
     assert len(list(sharded_model_state([ddp]))) == 11 and seen == [True]
+
+
+# -- U2: parameters that a program adds to experts --
+
+
+def with_low_rank(**mark: bool) -> GPTModel:
+    """A part added inside each expert, and one beside the router."""
+    model = experts()
+    for layer in model.decoder.layers:
+        layer.mlp.low = torch.nn.Linear(8, 8)
+        for expert in layer.mlp.experts.local_experts:
+            expert.low = torch.nn.Linear(8, 8, bias=False)
+            vars(expert.low.weight).update(mark)
+    return model
+
+
+@pytest.mark.parametrize(("mark", "kind"), [({}, None), (False, "expert"), (True, "dense")])
+def test_u2_what_is_added_to_an_expert_says_whose_it_is(mark, kind):
+    """Was: taken for a dense one. Two experts of one name got the sum of both gradients."""
+    model = with_low_rank(**({} if mark == {} else {"allreduce": mark}))
+    groups = model.pg_collection
+    groups.dp_cp, groups.expt_dp = PretendGroup(1, 2), PretendGroup()
+    if kind is None:
+        with pytest.raises(
+            ValueError, match=r"1 parameters inside experts, .*experts.0.low.weight,"
+        ):
+            wrapped(model, groups)
+        # What is frozen is summed nowhere.
+        model.decoder.layers[0].mlp.experts.local_experts[0].low.requires_grad_(False)
+        wrapped(model, groups)
+        return
+    ddp = wrapped(model, groups)
+    weight = model.decoder.layers[0].mlp.experts.local_experts[0].low.weight
+    group = ddp.param_to_bucket_group[weight].data_parallel_group
+    assert group is getattr(groups, KINDS[kind].reduce)
+    low = model.decoder.layers[0].mlp.low.weight
+    assert ddp.param_to_bucket_group[low].data_parallel_group is groups.dp_cp
