@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
-from minimegatron.core.parameter import KINDS, kind_of
+from minimegatron.core.parameter import KINDS, ParameterKind, kind_of
 from minimegatron.core.utils import get_device, unwrap_model
 
 EXPERTS = ".experts."
@@ -109,7 +109,7 @@ def _unmarked_in_experts(named: Sequence[tuple[str, Any]], pg_collection: Any) -
     them would get the sum of both gradients.
     """
     unmarked = [
-        name
+        (name, param)
         for name, param in named
         if EXPERTS_OF_A_RANK in name
         and param.requires_grad
@@ -117,18 +117,22 @@ def _unmarked_in_experts(named: Sequence[tuple[str, Any]], pg_collection: Any) -
     ]
     if not unmarked:
         return []
-    dense, expert = (
-        [ranks_of(vars(pg_collection).get(name)) for name in (kind.reduce, kind.tensor)]
-        for kind in (KINDS["dense"], KINDS["expert"])
-    )
-    if None in expert or dense == expert:
+    name, param = unmarked[0]
+    taken = _groups_of_kind(kind_of(param), pg_collection)
+    known = [_groups_of_kind(kind, pg_collection) for kind in KINDS.values()]
+    others = [groups for groups in known if None not in groups and groups != taken]
+    if not others:
         return []
     return [
-        f"{len(unmarked)} parameters inside experts, such as {unmarked[0]}, do not say whether each "
-        f"expert has its own (set param.allreduce = False: summed over ranks {expert[0]}) or all "
-        f"experts of all ranks have the same (param.allreduce = True: over {dense[0]}); set it before "
-        "the model is wrapped, or build the layer with is_expert=True"
+        f"{len(unmarked)} parameters inside experts, such as {name}, do not say whether each expert "
+        f"has its own (set param.allreduce = False: summed over ranks {others[0][0]}) or all experts "
+        f"of all ranks have the same (param.allreduce = True: over {taken[0]}); set it before the model "
+        "is wrapped, or build the layer with is_expert=True"
     ]
+
+
+def _groups_of_kind(kind: ParameterKind, pg_collection: Any) -> list[Any]:
+    return [ranks_of(vars(pg_collection).get(name)) for name in (kind.reduce, kind.tensor)]
 
 
 def ranks_of(group: Any) -> Any:
