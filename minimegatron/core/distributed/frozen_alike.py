@@ -126,8 +126,8 @@ def _unmarked_in_experts(named: Sequence[tuple[str, Any]], pg_collection: Any) -
     return [
         f"{len(unmarked)} parameters inside experts, such as {name}, do not say whether each expert "
         f"has its own (set param.allreduce = False: summed over ranks {others[0][0]}) or all experts "
-        f"of all ranks have the same (param.allreduce = True: over {taken[0]}); set it before the model "
-        "is wrapped, or build the layer with is_expert=True"
+        f"of all ranks have the same (param.allreduce = True: over {taken[0]}); set it before the "
+        "model is wrapped, or build the layer with is_expert=True"
     ]
 
 
