@@ -114,7 +114,7 @@ def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor, ...]:
     """
     keys = ["text", "types", "labels", "is_random", "loss_mask", "padding_mask"]
     data = None if data_iterator is None else next(data_iterator)
-    check_labels(data, get_args().padded_vocab_size)
+    check_labels(data, get_args().unpadded_vocab_size)
     batch = broadcast_data(keys, data, torch.int64, sizes_vary=False)
     tokens, types, sentence_order = batch["text"], batch["types"], batch["is_random"]
     loss_mask, lm_labels = batch["loss_mask"].float(), batch["labels"]

@@ -118,8 +118,8 @@ def get_batch(
     data_iterator: Iterator | None, vp_stage: int | None = None
 ) -> tuple[torch.Tensor | None, ...]:
     """tokens, labels, loss_mask, attention_mask, position_ids; [b, s/c], None where not needed."""
-    rows = get_args().padded_vocab_size
-    batch = get_batch_on_this_tp_rank(data_iterator, vp_stage, keys_of_chunks(), vocab_size=rows)
+    size = get_args().unpadded_vocab_size
+    batch = get_batch_on_this_tp_rank(data_iterator, vp_stage, keys_of_chunks(), vocab_size=size)
     batch = get_batch_on_this_cp_rank(batch)
     return tuple(batch[name] for name in GPT_FIELDS)
 

@@ -149,7 +149,7 @@ def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor | None, ...]
     rank = parallel_state.get_pipeline_model_parallel_rank()
     keys = batch_keys(split_of_stages(), rank)
     data = None if data_iterator is None else next(data_iterator)
-    check_labels(data, get_args().padded_vocab_size)
+    check_labels(data, get_args().unpadded_vocab_size)
     batch: dict[str, Any] = broadcast_data(keys, data, torch.int64, sizes_vary=False)
     for name in ("enc_mask", "dec_mask"):
         if name in batch:

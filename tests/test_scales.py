@@ -79,10 +79,12 @@ def step_func(iterator: Any, model: torch.nn.Module) -> tuple:
     return model(next(iterator)), loss
 
 
-def step(model: torch.nn.Module, groups: Any = GROUPS, **options: Any) -> list:
+def step(
+    model: torch.nn.Module, groups: Any = GROUPS, forward_step: Any = step_func, **options: Any
+) -> list:
     """M microbatches of three ones each."""
     return forward_backward_no_pipelining(
-        forward_step_func=step_func,
+        forward_step_func=forward_step,
         data_iterator=iter([torch.ones(TOKENS)] * M),
         model=model,
         num_microbatches=M,
@@ -297,6 +299,31 @@ def scaled_by_its_own(groups: Any) -> None:
             step(models[0], groups)
 
 
+def scale_only_logged(groups: Any) -> None:
+    """T13: the loss scale is asked for, and the loss is not multiplied by it; then it is, by hand."""
+    config = make_config()
+    config.finalize_model_grads_func = finalize_model_grads
+    model = wrapped(config, groups)
+    scaled = OptimizerConfig(lr=0.1, loss_scale=2.0**10, bf16=True)
+    optimizer = get_megatron_optimizer(scaled, [model], pg_collection=groups)
+
+    def by_hand(iterator: Any, model: torch.nn.Module) -> tuple:
+        output, loss = step_func(iterator, model)
+        return output * float(optimizer.get_loss_scale()), loss
+
+    for func in (step_func, by_hand):
+        model.zero_grad_buffer()
+        assert float(optimizer.get_loss_scale()) == 1024.0  # for a log
+        if func is by_hand:
+            step(model, groups, by_hand)
+            assert model.module.w.main_grad.item() == pytest.approx(1024.0)
+            continue
+        with pytest.raises(
+            ValueError, match="loss scale, 1024, but nothing has multiplied the loss"
+        ):
+            step(model, groups)
+
+
 def frozen_late(groups: Any) -> None:
     """S22: between `zero_grad_buffer` and the update."""
     config = make_config()
@@ -357,7 +384,7 @@ def evaluated(monkeypatch: Any) -> dict[str, float]:
     return means
 
 
-CHECKS = (made_final_once, scaled_by_its_own, frozen_late, reports_of_copies)
+CHECKS = (made_final_once, scaled_by_its_own, scale_only_logged, frozen_late, reports_of_copies)
 
 
 def on_two_ranks() -> dict[str, Any]:
@@ -387,6 +414,11 @@ def test_s4_gradients_are_made_final_once(seen):
 
 def test_s13_s22_a_loss_that_its_own_optimizer_did_not_scale_is_refused(seen):
     assert [found["scaled_by_its_own"] for found in seen] == ["", ""]
+
+
+def test_t13_a_loss_scale_that_is_only_logged_scales_nothing(seen):
+    """Was: who asked for it was taken for one who multiplies, and gradients were divided by it."""
+    assert [found["scale_only_logged"] for found in seen] == ["", ""]
 
 
 def test_s22_a_weight_that_was_frozen_late_does_not_move(seen):

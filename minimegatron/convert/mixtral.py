@@ -10,6 +10,21 @@ from typing import Any
 from minimegatron.convert import llama
 from minimegatron.convert.family import ConvertedFamily, Same, Stacked, Weight, refuse
 
+CHOICE = {
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_layer_freq": 1,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_expert_capacity_factor": None,
+    "moe_apply_probs_on_input": False,
+}
+"""How tokens choose in every Mixtral, in our arguments."""
+
 
 def arguments(config: dict[str, Any]) -> dict[str, Any]:
     """Their config.json to our arguments."""
@@ -19,6 +34,8 @@ def arguments(config: dict[str, Any]) -> dict[str, Any]:
         "num_experts": config["num_local_experts"],
         "moe_ffn_hidden_size": config["intermediate_size"],
         "moe_router_topk": config["num_experts_per_tok"],
+        "moe_router_load_balancing_type": "aux_loss",
+        **CHOICE,
     }
 
 
@@ -39,14 +56,7 @@ def needs(args: dict[str, Any]) -> dict[str, Any]:
     return llama.needs(args) | {
         "moe_router_load_balancing_type": "aux_loss" if "sinkhorn" in (balance or ()) else balance,
         "num_experts": args["num_experts"] or "not given",
-        "moe_shared_expert_intermediate_size": None,
-        "moe_layer_freq": 1,
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": False,
-        "moe_router_topk_scaling_factor": None,
-        "moe_router_num_groups": None,
-        "moe_expert_capacity_factor": None,
-        "moe_apply_probs_on_input": False,
+        **CHOICE,
     }
 
 

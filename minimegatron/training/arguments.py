@@ -157,6 +157,7 @@ def derive(args: argparse.Namespace) -> None:
     if args.end_weight_decay is None:
         args.end_weight_decay = args.weight_decay
     vocab_size = _vocab_size(args)
+    args.unpadded_vocab_size = args.padded_vocab_size or vocab_size
     if args.padded_vocab_size is None:
         args.padded_vocab_size = _padded_vocab_size(args, vocab_size)
     if args.padded_vocab_size < vocab_size:

@@ -26,6 +26,7 @@ from minimegatron.core.datasets.atomic_file import write_atomically
 from minimegatron.core.dist_checkpointing.core import CheckpointingException
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor, make_sharded_tensors
 from minimegatron.core.dist_checkpointing.meeting import await_all_ranks
+from minimegatron.core.distributed.data_parallel_base import _BaseDataParallel
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer.optimizer import ParamShard
@@ -81,10 +82,7 @@ def save_checkpoint(
     await_all_ranks(f"save {folder}", "save_checkpoint")
     # -- 1. What a killed run left half written, to have the room --
     _on_first_rank(lambda: remove_leftovers(args.save))
-    # -- 2. With overlap_param_gather, parts of the weights may still be on other ranks --
-    for chunk in model:
-        chunk.start_param_sync(force_sync=True)
-    # -- 3. The checkpoint itself, which gets its name last --
+    # -- 2. The checkpoint itself, which gets its name last --
     tensors = list(sharded_model_state(model))
     if not args.no_save_optim:
         tensors += sharded_optimizer_state(model, optimizer)
@@ -99,7 +97,7 @@ def save_checkpoint(
         raise CheckpointingException(
             f"{error}; {left}; make room, or give another folder as --save"
         ) from None
-    # -- 4. The marker, and only then older checkpoints may go --
+    # -- 3. The marker, and only then older checkpoints may go --
     tracker = Path(get_checkpoint_tracker_filename(args.save))
     _on_first_rank(lambda: write_atomically(tracker, str(iteration).encode()))
     if args.keep_last is not None:
@@ -109,8 +107,14 @@ def save_checkpoint(
 
 
 def sharded_model_state(model: list[torch.nn.Module]) -> Iterator[ShardedTensor]:
-    """This rank's part of the weights, and of buffers that are saved."""
+    """This rank's part of the weights, and of buffers that are saved. Every rank must call it.
+
+    With `overlap_param_gather`, parts of the weights may still be on other ranks: they are gathered
+    first, also where other weights will be loaded into their place.
+    """
     for chunk in model:
+        if isinstance(chunk, _BaseDataParallel):
+            chunk.start_param_sync(force_sync=True)
         for name, param in named_global_parameters(chunk):
             yield from _sharded(f"model.{name}", param, param.detach())
         for name, buffer in named_saved_buffers(chunk):

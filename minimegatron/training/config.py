@@ -80,6 +80,8 @@ class ModelConfig:
     padded_vocab_size: int | None = knob(minimum=1)
     """Rows of the embedding, padding included; by default the checkpoint's, else worked out from the
     tokenizer."""
+    unpadded_vocab_size: int = derived(0)
+    """Tokens: those of the tokenizer; all rows where --padded-vocab-size says how many there are."""
     model_family: Literal["gpt", "bert", "t5", "mamba"] | None = derived()
     """What the program trains, if it says so: `args_defaults={"model_family": ...}`."""
 

@@ -12,13 +12,11 @@ from minimegatron.core.distributed import (
     DistributedDataParallel,
     TorchDistributedDataParallel,
 )
-from minimegatron.core.distributed.frozen_alike import check_frozen_alike
 from minimegatron.core.enums import ModelType
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from minimegatron.core.parameter_marks import restore_marks
-from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.utils import get_device, get_model_config
 from minimegatron.training.arguments import ddp_config_from_args, optimizer_config_from_args
@@ -35,7 +33,6 @@ def setup_model_and_optimizer(
     """Model chunks, optimizer and scheduler; taken from a checkpoint with `--load`."""
     args = get_args()
     model = get_model(model_provider_func, model_type)
-    check_frozen_alike(model, ProcessGroupCollection.use_mpu_process_groups())
     optimizer = get_megatron_optimizer(get_megatron_optimizer_config(), model)
     opt_param_scheduler = get_optimizer_param_scheduler(optimizer)
     if args.load is not None:

@@ -205,7 +205,7 @@ def get_batch_on_this_tp_rank(
 
     Args:
         dtypes: of fields that are not int64, the same on all ranks.
-        vocab_size: rows of the vocabulary, padding included, for `check_labels`; None checks nothing.
+        vocab_size: tokens of the vocabulary, without padding, for `check_labels`; None checks nothing.
 
     Raises:
         ValueError: a field of fractions is to arrive as integers; a label that counts is no token.
@@ -228,9 +228,11 @@ def get_batch_on_this_tp_rank(
 
 
 def check_labels(sample: Mapping[str, torch.Tensor] | None, vocab_size: int | None) -> None:
-    """Raises DataError for one of the "labels" that counts in "loss_mask" and is no row's number.
+    """Raises DataError for one of the "labels" that counts in "loss_mask" and is no token.
 
-    For what a loader has made, where it still is on the CPU.
+    Give `args.unpadded_vocab_size`. The rows behind it have logits too, and would learn to be
+    predicted; Megatron takes such a label without a word. This is for what a loader has made, where it
+    still is on the CPU.
     """
     if vocab_size is None or sample is None or not {"labels", "loss_mask"} <= sample.keys():
         return

@@ -1,5 +1,6 @@
 """GPT-2, Llama and Mixtral from Hugging Face and back: the same logits, the same bytes."""
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -11,8 +12,9 @@ import torch
 from minimegatron import __main__, pretrain_gpt
 from minimegatron.convert import mixtral
 from minimegatron.core import parallel_state
-from minimegatron.training import training
+from minimegatron.training import checkpoint_args, resume_notes, training
 from minimegatron.training.arguments import parse_args
+from minimegatron.training.config import SECTIONS
 from minimegatron.training.global_vars import destroy_global_vars
 from minimegatron.training.initialize import initialize_megatron
 from tests.convert.plain_models import (
@@ -261,3 +263,10 @@ def test_what_transformers_saves_comes_back_to_it(capsys, tmp_path, kind):
 def test_f3_experts_chosen_otherwise_are_no_mixtral(name, value):
     """Was: written as one, whose logits were others."""
     assert mixtral.needs({"num_experts": 2, name: value})[name] != value
+
+
+def test_f4_what_a_mixtral_computes_is_in_its_checkpoint():
+    """Was: a run with another score function took the weights without a word."""
+    told = {*checkpoint_args.COMPARED, *resume_notes.WHICH_EXPERTS} - {"moe_token_drop_policy"}
+    names = {field.name for field in dataclasses.fields(SECTIONS["moe"])} & told
+    assert names and names <= mixtral.arguments(MIXTRAL_CONFIG).keys()

@@ -64,7 +64,7 @@ def test_every_stage_reads_all_of_a_batch(monkeypatch):
     monkeypatch.setattr(data, "get_tensor_model_parallel_group_if_none", lambda _: group)
     monkeypatch.setattr(data.collectives, "broadcast", lambda *_: None)
     sample = {key: torch.full((2, 3), number) for number, key in enumerate(KEYS)}
-    args = SimpleNamespace(padded_vocab_size=64)
+    args = SimpleNamespace(unpadded_vocab_size=64)
     monkeypatch.setattr(pretrain_bert, "get_args", lambda: args)
     batch = pretrain_bert.get_batch(iter([sample]))
     sample["labels"][0, 0], sample["loss_mask"][0, 0] = -100, 1

@@ -80,7 +80,7 @@ def test_f2_masks_are_of_padding_and_not_of_an_id(monkeypatch):
         "enc_mask": torch.tensor([[1, 1, 0]]),
         "dec_mask": torch.tensor([[1, 0]]),
     }
-    args = SimpleNamespace(padded_vocab_size=64)
+    args = SimpleNamespace(unpadded_vocab_size=64)
     monkeypatch.setattr(pretrain_t5, "get_args", lambda: args)
     batch = pretrain_t5.get_batch(iter([sample]))
     sample["labels"][0, 0], sample["loss_mask"][0, 0] = -100, 1

@@ -1,5 +1,6 @@
 """What a resumed run may do otherwise is told, and what need not change does not."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 import pytest
 
 from minimegatron.core.dist_checkpointing import core
-from minimegatron.training import checkpoint_args
+from minimegatron.training import checkpoint_args, resume_notes
 from minimegatron.training.checkpoint_folder import TRACKER, get_checkpoint_name
 from minimegatron.training.checkpointing import args_as_json
-from minimegatron.training.config import Arguments
+from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.resume_notes import notes_on_resuming
 from tests.training.test_arguments import parse
 
@@ -101,3 +102,81 @@ def test_s6_other_data_are_told(tmp_path, after, words):
     _, notes = resumed(tmp_path, before, f"{before} {after}")
     assert len(notes) == (words is not None)
     assert words is None or words in notes[0]
+
+
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+ONE = f"{EXPERTS} --moe-router-topk 1 --moe-router-pre-softmax"
+SINKHORN, CAPACITY = "--moe-router-load-balancing-type sinkhorn", "--moe-expert-capacity-factor"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (f"{EXPERTS} {SINKHORN}", EXPERTS, "-type is aux_loss here, sinkhorn there"),
+        (EXPERTS, f"{EXPERTS} {SINKHORN} --finetune", "-type is sinkhorn here, aux_loss there"),
+        (f"{EXPERTS} {CAPACITY} 1", EXPERTS, f"{CAPACITY} is not given here, 1.0 there"),
+        (
+            f"{EXPERTS} {CAPACITY} 1",
+            f"{EXPERTS} {CAPACITY} 2",
+            f"{CAPACITY} is 2.0 here, 1.0 there",
+        ),
+        (
+            f"{EXPERTS} {CAPACITY} 1",
+            f"{EXPERTS} {CAPACITY} 1 --moe-token-drop-policy position",
+            "--moe-token-drop-policy is position here, probs there",
+        ),
+        (f"{ONE} --moe-apply-probs-on-input", ONE, "on-input is False here, True there"),
+        (EXPERTS, f"{EXPERTS} --moe-router-load-balancing-type aux_loss", None),
+        (EXPERTS, f"{EXPERTS} --moe-token-drop-policy position", None),
+        (EXPERTS, f"{EXPERTS} --moe-token-dispatcher-type alltoall", None),
+    ],
+)
+def test_f4_experts_that_get_other_tokens_are_told(tmp_path, before, after, words):
+    """Was: nothing said, and the weights were evaluated, or trained on, with other tokens."""
+    _, notes = resumed(tmp_path, before, after)
+    notes = [note for note in notes if "tokens go to experts otherwise" in note]
+    assert len(notes) == (words is not None)
+    assert words is None or words in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        ("--clip-grad 7", "--clip-grad is 7.0 here, 1.0 there"),
+        ("--adam-beta2 0.9", "--adam-beta2 is 0.9 here, 0.999 there"),
+        ("--attention-dropout 0.5", "--attention-dropout is 0.5 here, 0.1 there"),
+        ("--calculate-per-token-loss", "--calculate-per-token-loss is True here, False there"),
+        ("--clip-grad 7 --finetune", None),
+        ("--recompute-granularity selective --bf16", None),
+    ],
+)
+def test_f4_another_way_to_train_is_told(tmp_path, after, words):
+    _, notes = resumed(tmp_path, "", after)
+    assert len(notes) == (words is not None)
+    assert words is None or words in notes[0] and "trains otherwise" in notes[0]
+
+
+MAY_DIFFER = {
+    # How a layer is computed, or rounded
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *("moe_router_dtype", "moe_token_dispatcher_type", "moe_pad_expert_input_to_capacity"),
+    "pipeline_model_parallel_split_rank",
+    # Read before the first step, or told by another note
+    *("init_method_std", "make_vocab_size_divisible_by", "padded_vocab_size", "model_family"),
+    "unpadded_vocab_size",
+    # How a step is divided, and when a run ends
+    *("micro_batch_size", "exit_interval", "exit_duration_in_mins", "sample_tokens"),
+    # Where the data are kept, and who reads them
+    *("data_cache_path", "num_workers"),
+    # Compared with the optimizer's state and schedule (`check_against_checkpoint`)
+    *("optimizer", "lr", "weight_decay"),
+}
+
+
+def test_f4_every_argument_that_may_change_numbers_is_refused_or_told():
+    """A new field of these sections belongs into one of the tables."""
+    sections = ("model", "bert", "t5", "mamba", "moe", "training", "optimization", "data")
+    fields = {field.name for name in sections for field in dataclasses.fields(SECTIONS[name])}
+    told = {*resume_notes.WHICH_DATA, *resume_notes.WHICH_EXPERTS, *resume_notes.WHICH_TRAINING}
+    seen = {*checkpoint_args.COMPARED, *told, *resume_notes._COUNTS}
+    assert fields - seen - {"seed"} == MAY_DIFFER

@@ -1,5 +1,6 @@
 """Numbers and batches shared between ranks."""
 
+import importlib
 from contextlib import nullcontext
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from minimegatron.core import parallel_state
 from minimegatron.core.datasets.utils import DataError
+from minimegatron.core.models.T5.stack_split import StackSplit
 from minimegatron.training.utils import (
     FIELD_DTYPES,
     GPT_BATCH_KEYS,
@@ -20,6 +22,7 @@ from minimegatron.training.utils import (
     sum_over_microbatches,
 )
 from tests.ranks import run_ranks
+from tests.training.test_arguments import parse
 
 
 def numbers_over_model(rank: int) -> dict:
@@ -182,7 +185,7 @@ def test_s20_a_label_that_counts_and_is_no_token_is_refused(label, weight, count
         check_labels(sample, 8)
     if counts:
         assert f"has label {label} where" in str(refused.value)
-        assert "1 such places of 8" in str(refused.value) and "has 8 rows" in str(refused.value)
+        assert "1 such places of 8" in str(refused.value) and "is 0 to 7" in str(refused.value)
     check_labels(sample, None)  # a program of its own that says no size
     check_labels({"tokens": labels}, 8)  # a chunk without labels
 
@@ -194,3 +197,24 @@ def test_s20_a_batch_is_looked_at_where_it_is_read(monkeypatch):
     sample = {"labels": torch.tensor([[-100, 3]]), "loss_mask": torch.ones(1, 2)}
     with pytest.raises(DataError, match="has label -100 where loss_mask is not 0"):
         get_batch_on_this_tp_rank(iter([sample]), None, everywhere, vocab_size=8)
+
+
+def test_u1_a_row_that_fills_the_vocabulary_up_is_no_label(monkeypatch):
+    """Was: compared with the rows of the embedding, so that padding was learnt without a word."""
+    flags = "--tokenizer-type NullTokenizer --vocab-size 50256"  # and one that ends a document
+    args = parse(flags)
+    assert (args.unpadded_vocab_size, args.padded_vocab_size) == (50257, 50304)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    everywhere = [(lambda **_: True, ("labels", "loss_mask"))]
+    for name in ("gpt", "bert", "t5"):
+        program = importlib.import_module(f"minimegatron.pretrain_{name}")
+        monkeypatch.setattr(program, "get_args", lambda: args)
+        monkeypatch.setattr(program, "keys_of_chunks", lambda: everywhere, raising=False)
+        monkeypatch.setattr(program, "split_of_stages", lambda: StackSplit(1, None), raising=False)
+        sample = dict.fromkeys(("labels", "text", "tokens"), torch.tensor([[50300, 3]]))
+        sample["loss_mask"] = torch.ones(1, 2)
+        with pytest.raises(DataError, match="has label 50300 .* is 0 to 50256 "):
+            program.get_batch(iter([sample]))
+    # Who says how many rows there are says how many tokens: a program's own.
+    assert parse(f"{flags} --padded-vocab-size 60000").unpadded_vocab_size == 60000

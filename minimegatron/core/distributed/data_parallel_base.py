@@ -119,7 +119,9 @@ def refuse_unscaled_loss(model: Sequence[torch.nn.Module], pp_group: dist.Proces
     """After backward: that the loss was scaled by what the optimizer divides by.
 
     Raises ValueError, on the stage with the loss, where nobody has asked for the loss scale since
-    `zero_grad_buffer`.
+    `zero_grad_buffer`, or, in a schedule without `config.grad_scale_func`, since the step began. A
+    forward step or loss function that asks for it in a log, and does not multiply, passes all the same:
+    `float(scale)` is one call for both.
     """
     scalers = [getattr(chunk, "grad_scaler", None) for chunk in model]
     unread = {1 / float(s.inv_scale) for s in scalers if s is not None and not s.was_read} - {1.0}
@@ -129,8 +131,20 @@ def refuse_unscaled_loss(model: Sequence[torch.nn.Module], pp_group: dist.Proces
         raise ValueError(
             f"the optimizer divides gradients by its loss scale, {unread.pop():g}, but nothing has "
             "multiplied the loss by it; set config.grad_scale_func = optimizer.scale_loss, and give "
-            "each model that is trained a configuration of its own"
+            "each model that is trained a configuration of its own (who multiplies in a loss function "
+            "calls optimizer.get_loss_scale() there, not before the step)"
         )
+
+
+def forget_reads_of_scale(model: Sequence[torch.nn.Module]) -> None:
+    """One of `before_step_funcs`: who asked for the loss scale before the step wanted it for a log.
+
+    Not where a schedule will scale the loss, by `config.grad_scale_func`.
+    """
+    if get_model_config(model[0]).grad_scale_func is None:
+        for chunk in model:
+            if getattr(chunk, "grad_scaler", None) is not None:
+                chunk.grad_scaler.was_read = False
 
 
 _looked_at: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()

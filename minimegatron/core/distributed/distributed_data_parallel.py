@@ -28,6 +28,7 @@ from minimegatron.core.distributed.data_parallel_base import (
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
+from minimegatron.core.distributed.frozen_alike import check_summed_alike
 from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
@@ -87,6 +88,8 @@ class DistributedDataParallel(_BaseDataParallel):
         pg_collection: needs `dp_cp`, `pp` and what the parameters are reduced over; None for the
             module's own, or `parallel_state`'s (see `groups_of`).
 
+    All ranks with a copy of the chunk must make it; ValueError where they freeze other parameters.
+
     `all_bucket_groups` are in the order of backward, so the next forward meets them in reverse.
     Megatron's names have them apart: `buffers` and `bucket_groups` are of dense parameters,
     `expert_parallel_buffers` and `expert_parallel_bucket_groups` of those that are summed over other
@@ -115,6 +118,7 @@ class DistributedDataParallel(_BaseDataParallel):
             default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
             self.bucket_size = ddp_config.bucket_size or default
         self.all_buffers = self._allocate_buffers()
+        check_summed_alike(module, pg_collection, ddp_config, self.all_buffers)
         self.all_bucket_groups = partition_buckets(
             self.all_buffers,
             backward_order=[*module.parameters()][::-1],
@@ -186,6 +190,7 @@ class DistributedDataParallel(_BaseDataParallel):
         if self.ddp_config.overlap_param_gather:
             for submodule in self.module.modules():
                 submodule.register_state_dict_pre_hook(self._before_state_dict)
+                submodule.register_load_state_dict_pre_hook(self._before_state_dict)
             self.enable_forward_pre_hook()
 
     def enable_forward_pre_hook(self) -> None:
@@ -311,8 +316,11 @@ class DistributedDataParallel(_BaseDataParallel):
     def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
         """Launches the gathering of parameters, where the optimizer has updated shards of them.
 
-        `force_sync` also waits: to be used before parameters are read other than by a forward, for
-        instance to save them.
+        `force_sync` also waits. With `overlap_param_gather` call it on every rank before parameters are
+        read other than by a forward. `state_dict` and `load_state_dict` raise without it. Who reads
+        `parameters()` themselves, for their norm or their running mean, gets old values of what other
+        ranks have updated, and no word, as in Megatron: nothing tells such a reader from one that
+        counts them.
         """
         for group in reversed(self.all_bucket_groups):
             group.start_param_sync()
@@ -323,7 +331,8 @@ class DistributedDataParallel(_BaseDataParallel):
     def _before_state_dict(self, *unused: Any) -> None:
         """Hook of what is wrapped: RuntimeError while parts of it are still to be gathered.
 
-        Gathering them here would hang whoever asks on one rank only.
+        Gathering them here would hang whoever asks on one rank only. What is loaded would be replaced
+        by what arrives later.
         """
         self._require_complete_params("the next forward")
 

@@ -13,6 +13,8 @@ Megatron has no counterpart. There, ranks that differ wait for each other in bac
 
 Backward ends at the first parameter that is trained. If that is an expert on one rank only, the others
 send no gradients of tokens back, and that rank waits for them.
+
+A data-parallel wrapper asks its copies alone, when it is made; the optimizer asks all of these groups.
 """
 
 import hashlib
@@ -24,14 +26,19 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
+from minimegatron.core.parameter import KINDS, ParameterKind, kind_of
 from minimegatron.core.utils import get_device, unwrap_model
 
 EXPERTS = ".experts."
 """In the name of a parameter of one of a layer's experts, but not of its shared expert's."""
+EXPERTS_OF_A_RANK = ".local_experts."
+"""In the name of a parameter that is inside one of this rank's experts."""
 
 
 def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> None:
     """Raises ValueError on ranks that freeze other parameters than their peers. All must call it.
+
+    `get_megatron_optimizer` does.
 
     Args:
         model: this rank's chunks, wrapped or not.
@@ -53,6 +60,85 @@ def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> 
     if any(EXPERTS in name for name, _ in named):
         place, name = _where_backward_ends(model)
         _check({place}, pg_collection, "tp_ep", f"backward ends at {name}")
+
+
+WAYS = ("use_distributed_optimizer", "average_in_collective", "overlap_grad_reduce")
+"""Of a wrapper's configuration: which messages carry its gradients."""
+
+
+def check_summed_alike(
+    module: torch.nn.Module, pg_collection: Any, ddp_config: Any, buffers: Sequence[Any] = ()
+) -> None:
+    """Raises ValueError on ranks whose copy of the module would sum other gradients than their peers.
+
+    Also where a parameter inside an expert does not say whose copies it has. Buffers have no names in
+    them: a layer's gradients would be added to another layer's. Each wrapper of a copy calls it, when
+    it is made.
+
+    Args:
+        module: before it is wrapped.
+        buffers: where the gradients will be, if that is known; for each group buckets of one size.
+    """
+    named = named_parameters_inside(module)
+    problems = _unmarked_in_experts(named, pg_collection)
+    for kind in KINDS.values():
+        ours = [(name, param) for name, param in named if kind_of(param) is kind]
+        group = vars(pg_collection).get(kind.reduce)
+        trained = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in ours if p.requires_grad]
+        here = [buffer for buffer in buffers if buffer.data_parallel_group is group]
+        buckets = [[*b.grad_data.shape, b.grad_data.dtype] for buf in here for b in buf.buckets]
+        way = {name: getattr(ddp_config, name) for name in WAYS} | {"buckets": len(buckets)}
+        way = ", ".join(f"{name} {value}" for name, value in way.items())
+        frozen = [name for name, param in ours if not param.requires_grad] or ["none"]
+        # Raised last: another group's ranks may wait for this one's number.
+        if ours and _is_other({number_of([*trained, way, str(buckets)])}, group):
+            problems.append(
+                f"rank {group.rank()} of the {group.size()} in group {kind.reduce}: another copy of "
+                f"the model would sum other gradients; here {len(trained)} of {len(ours)} parameters "
+                f"require a gradient (frozen: {', '.join(frozen[:3])}), with {way}; set requires_grad, "
+                "DistributedDataParallelConfig and disable_bucketing alike on all of them"
+            )
+    if problems:
+        raise ValueError(problems[0])
+
+
+def _unmarked_in_experts(named: Sequence[tuple[str, Any]], pg_collection: Any) -> list[str]:
+    """What is wrong with parameters that a program has added to experts, in a sentence.
+
+    Experts of one name on two ranks are two experts. Taken for a dense one, what was added to one of
+    them would get the sum of both gradients.
+    """
+    unmarked = [
+        (name, param)
+        for name, param in named
+        if EXPERTS_OF_A_RANK in name
+        and param.requires_grad
+        and not (hasattr(param, "allreduce") or hasattr(param, "kind"))
+    ]
+    if not unmarked:
+        return []
+    name, param = unmarked[0]
+    taken = _groups_of_kind(kind_of(param), pg_collection)
+    known = [_groups_of_kind(kind, pg_collection) for kind in KINDS.values()]
+    others = [groups for groups in known if None not in groups and groups != taken]
+    if not others:
+        return []
+    return [
+        f"{len(unmarked)} parameters inside experts, such as {name}, do not say whether each expert "
+        f"has its own (set param.allreduce = False: summed over ranks {others[0][0]}) or all experts "
+        f"of all ranks have the same (param.allreduce = True: over {taken[0]}); set it before the "
+        "model is wrapped, or build the layer with is_expert=True"
+    ]
+
+
+def _groups_of_kind(kind: ParameterKind, pg_collection: Any) -> list[Any]:
+    return [ranks_of(vars(pg_collection).get(name)) for name in (kind.reduce, kind.tensor)]
+
+
+def ranks_of(group: Any) -> Any:
+    """The group's ranks; what stands in for a group is itself."""
+    is_real = isinstance(group, dist.ProcessGroup)
+    return dist.get_process_group_ranks(group) if is_real else group
 
 
 def number_of(names: Iterable[str]) -> int:
@@ -81,15 +167,19 @@ def _where_backward_ends(model: Sequence[torch.nn.Module]) -> tuple[int, str]:
 def _check(numbers: set[int], pg_collection: Any, name: str, text: str) -> None:
     """That all numbers of all ranks of a group are one; a rank may have none."""
     group = getattr(pg_collection, name, None)
-    # What stands in for a group connects nobody.
-    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
-        return
-    bounds = [max(numbers, default=-1), max((-n for n in numbers), default=-(1 << 62))]
-    bounds = torch.tensor(bounds, device=get_device())
-    all_reduce(bounds, group, ReduceOp.MAX)
-    highest, lowest = bounds[0].item(), -bounds[1].item()
-    if highest > lowest:
+    if _is_other(numbers, group):
         raise ValueError(
             f"rank {group.rank()} of the {group.size()} in group {name}: another rank of it has frozen "
             f"other parameters; here {text}; set requires_grad alike on all of them"
         )
+
+
+def _is_other(numbers: set[int], group: Any) -> bool:
+    # What stands in for a group connects nobody.
+    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+        return False
+    bounds = [max(numbers, default=-1), max((-n for n in numbers), default=-(1 << 62))]
+    bounds = torch.tensor(bounds, device=get_device())
+    all_reduce(bounds, group, ReduceOp.MAX)
+    highest, lowest = bounds[0].item(), -bounds[1].item()
+    return highest > lowest

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from minimegatron.core.collectives import ReduceOp, all_reduce
 from minimegatron.core.distributed.data_parallel_base import named_parameters_inside
-from minimegatron.core.distributed.frozen_alike import number_of
+from minimegatron.core.distributed.frozen_alike import number_of, ranks_of
 from minimegatron.core.parameter import KINDS, kind_of
 from minimegatron.core.transformer.module import named_saved_buffers
 from minimegatron.core.utils import get_device, unwrap_model
@@ -38,7 +38,7 @@ def check_same_groups(model: Sequence[torch.nn.Module], pg_collection: Any) -> N
         for part in (chunk, unwrap_model(chunk)):
             own = vars(part).get("pg_collection")
             for name in sorted(vars(own).keys() & vars(pg_collection).keys()) if own else ():
-                ours, theirs = _ranks(getattr(pg_collection, name)), _ranks(getattr(own, name))
+                ours, theirs = ranks_of(getattr(pg_collection, name)), ranks_of(getattr(own, name))
                 if ours != theirs and name not in ("embd", "pos_embd"):
                     raise ValueError(
                         f"the group {name} is of ranks {theirs} for the {type(part).__name__}, but of "
@@ -65,11 +65,6 @@ def refuse_shared_weights(model: Sequence[torch.nn.Module]) -> None:
             "own, or put all that use a weight into one chunk; LanguageModule shows how copies of an "
             "embedding on two stages stay alike"
         )
-
-
-def _ranks(group: Any) -> Any:
-    is_real = isinstance(group, dist.ProcessGroup)
-    return dist.get_process_group_ranks(group) if is_real else group
 
 
 @torch.no_grad()

@@ -9,11 +9,13 @@ from functools import partial
 import torch
 
 from minimegatron.core.distributed.data_parallel_base import (
+    forget_reads_of_scale,
     named_parameters_inside,
     refuse_changed_parameters,
     refuse_unsummed_grads,
 )
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from minimegatron.core.distributed.frozen_alike import check_frozen_alike
 from minimegatron.core.distributed.setup_checks import (
     check_buffers_alike,
     check_copies_alike,
@@ -22,6 +24,7 @@ from minimegatron.core.distributed.setup_checks import (
     refuse_shared_weights,
 )
 from minimegatron.core.left_out import accepts_left_out
+from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from minimegatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
@@ -139,7 +142,8 @@ def get_megatron_optimizer(
             for biases and one-dimensional parameters, as Megatron does.
         pg_collection: see `MegatronOptimizer`; None for the model's, or `parallel_state`'s.
 
-    Raises ValueError for no learning rate, or where model and configuration contradict each other.
+    All ranks must call it. Raises ValueError for no learning rate, where model and configuration
+    contradict each other, or where ranks freeze other parameters than their peers.
     """
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None; give a learning rate")
@@ -149,6 +153,7 @@ def get_megatron_optimizer(
     refuse_shared_weights(model_chunks)
     for chunk in model_chunks:
         restore_marks(chunk)
+    check_frozen_alike(model_chunks, pg_collection)
     groups = _get_param_groups(model_chunks, no_weight_decay_cond or _is_bias_or_norm)
     scaler = _get_grad_scaler(config)
     if config.use_distributed_optimizer:
@@ -165,6 +170,8 @@ def get_megatron_optimizer(
     optimizer.grad_checks.append(partial(check_same_dropout, model_chunks, pg_collection.tp))
     for chunk in model_chunks:
         chunk.grad_scaler = optimizer.grad_scaler
+        if scaler is not None and hasattr(chunk, "config"):
+            enter_hooks(chunk.config, True, {"before_step_funcs": (forget_reads_of_scale,)})
         if isinstance(chunk, DistributedDataParallel):
             chunk.optimizer_checks_grads = True
             optimizer.grad_checks.append(chunk.check_grads)

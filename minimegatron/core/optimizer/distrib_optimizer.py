@@ -60,7 +60,8 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     configuration has `use_distributed_optimizer`.
 
     Between a step and the next forward, with `overlap_param_gather`, the model's parameters are a
-    mixture of old and new: `DDP.start_param_sync(force_sync=True)` before reading them otherwise.
+    mixture of old and new: `DDP.start_param_sync(force_sync=True)` before reading them otherwise. It
+    says which readers are refused, and which are not.
     """
 
     def __init__(

@@ -1,16 +1,24 @@
 """Ranks that would freeze different parameters are told so, and a wrapped model freezes no more."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from minimegatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from minimegatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchDistributedDataParallel,
+)
 from minimegatron.core.distributed.frozen_alike import check_frozen_alike
+from minimegatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from tests.core.distributed.common import Toy, make_config
 from tests.fake_transport import FakeGroup
 from tests.groups import PretendGroup
+
+GROUPS = dict.fromkeys(("tp", "pp", "cp", "dp_cp", "expt_dp", "mp"), PretendGroup())
 
 
 class Layers(torch.nn.Module):
@@ -31,8 +39,9 @@ class Layers(torch.nn.Module):
             param.requires_grad_(any(part in name for part in trained.split()))
 
 
-def refusals(name: str, first: Layers, second: Layers) -> list[str]:
+def refusals(name: str, first: Any, second: Any, check: Any = None) -> list[str]:
     """What two ranks of the group `name` raise: each sees the greater of both their numbers."""
+    check = check or (lambda model, groups: check_frozen_alike([model], groups))
     sent, raised = [], []
 
     def note(bounds, group, op):
@@ -42,14 +51,14 @@ def refusals(name: str, first: Layers, second: Layers) -> list[str]:
         bounds.copy_(torch.maximum(bounds, sent.pop(0)))
 
     for rank, (mine, other) in enumerate([(first, second), (second, first)]):
-        groups = ProcessGroupCollection(**{name: PretendGroup(rank, 2)})
+        groups = ProcessGroupCollection(**dict(GROUPS) | {name: PretendGroup(rank, 2)})
         for model, reduce in ((other, note), (mine, answer)):
             with (
                 mock.patch("minimegatron.core.distributed.frozen_alike.all_reduce", reduce),
                 mock.patch("torch.distributed.ProcessGroup", PretendGroup),
             ):
                 try:
-                    check_frozen_alike([model], groups)
+                    check(model, groups)
                 except ValueError as error:
                     raised.append(str(error))
     return raised
@@ -104,3 +113,76 @@ def test_a2_what_is_frozen_or_thawed_after_wrapping_is_refused(frozen_first):
     module.head.requires_grad_(frozen_first)
     with pytest.raises(ValueError, match=r"of 1 parameters, such as head.weight, was changed"):
         ddp.zero_grad_buffer()
+
+
+# -- T10: in a loop of one's own --
+
+
+def wrap(model: Any, groups: Any, kind: Any = DistributedDataParallel) -> Any:
+    """`model` is the module, and what its wrapper is told."""
+    module, options = model
+    return kind(make_config(), DistributedDataParallelConfig(**options), module, False, groups)
+
+
+def toy(frozen: str = "", **options: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    module = Toy()
+    for name, param in module.named_parameters():
+        param.requires_grad_(not (frozen and frozen in name))
+    for param in module.head.parameters():
+        param.allreduce = False
+    return module, options
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, TorchDistributedDataParallel])
+def test_t10_a_wrapper_refuses_copies_that_freeze_other_parameters(kind, monkeypatch):
+    """Was: layers of one shape were added to each other; others of another met in one message."""
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda *_, **__: None)
+
+    def dense(frozen: str) -> Any:
+        module, options = toy(frozen)
+        del module.head.weight.allreduce
+        return module, options
+
+    found = refusals("dp_cp", dense("layers.0"), dense("layers.1"), lambda *m: wrap(*m, kind))
+    assert len(found) == 2 and all("9 of 11 parameters require a gradient" in t for t in found)
+    assert "(frozen: layers.0.weight, layers.0.bias)" in found[0]
+    assert refusals("dp_cp", dense("layers.0"), dense("layers.0"), lambda *m: wrap(*m, kind)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "words"),
+    [
+        ("dp_cp", toy(), toy(use_distributed_optimizer=True), "use_distributed_optimizer False"),
+        ("dp_cp", toy(), toy(grad_reduce_in_fp32=True), None),  # they are in 64 bits anyway
+        ("dp_cp", toy("head"), toy(), None),
+        (
+            "expt_dp",
+            toy("head"),
+            toy(),
+            "0 of 1 parameters require a gradient (frozen: head.weight)",
+        ),
+        ("expt_dp", toy("norm"), toy(), None),
+    ],
+)
+def test_t10_dense_weights_and_experts_have_copies_on_other_ranks(name, first, second, words):
+    found = refusals(name, first, second, wrap)
+    assert len(found) == (0 if words is None else 2)
+    assert words is None or words in found[0]
+
+
+def test_t10_buckets_of_another_size_are_refused():
+    """Was: a message of one length met one of another."""
+    first, second = (toy(overlap_grad_reduce=True, bucket_size=size) for size in (300, 1000))
+    found = refusals("dp_cp", first, second, wrap)
+    assert len(found) == 2 and "buckets 4" in found[0] and "buckets 2" in found[1]
+
+
+def test_t10_an_optimizer_asks_the_other_groups_of_its_model():
+    def build(model: torch.nn.Module, groups: Any) -> None:
+        get_megatron_optimizer(OptimizerConfig(lr=0.1), [model], pg_collection=groups)
+
+    for model in (models := [Layers("norm embedding"), Layers("norm")]):
+        model.config = make_config()
+    found = refusals("tp", *models, build)
+    assert len(found) == 2 and "4 parameters require a gradient" in found[1]
+    assert refusals("tp", models[0], models[0], build) == []

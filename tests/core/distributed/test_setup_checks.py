@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from minimegatron.core import parallel_state
 from minimegatron.core.dist_checkpointing.mapping import make_sharded_tensors
 from minimegatron.core.distributed import (
     DistributedDataParallel,
@@ -27,6 +28,7 @@ from minimegatron.core.tensor_parallel.sharding import (
 )
 from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.training.checkpointing import sharded_model_state
 from tests.core.distributed.common import Toy, make_config
 from tests.groups import PretendGroup
 
@@ -613,3 +615,77 @@ def test_s21_moving_a_model_to_where_it_is_changes_nothing():
     ddp = wrapped(Toy(), world(), use_distributed_optimizer=True)
     ddp.to("cpu").double()
     ddp.zero_grad_buffer()
+
+
+# -- T7: weights of which other ranks have updated parts --
+
+
+def half_updated() -> DistributedDataParallel:
+    options = dict.fromkeys(
+        ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
+    )
+    ddp = wrapped(Toy(), world(dp_cp=PretendGroup(0, 2)), **options)
+    for group in ddp.all_bucket_groups:
+        group.params_are_stale = True
+    return ddp
+
+
+@pytest.mark.parametrize("which", ["wrapper", "module", "layer"])
+def test_t7_weights_that_are_half_updated_are_neither_given_away_nor_replaced(which):
+    """Was: what was loaded was replaced by the update that arrived later. `state_dict` was refused."""
+    ddp = half_updated()
+    part = {"wrapper": ddp, "module": ddp.module, "layer": ddp.module.head}[which]
+    state = {name: param.detach().clone() for name, param in part.named_parameters()}
+    for use in (part.state_dict, lambda: part.load_state_dict(state)):
+        with pytest.raises(
+            RuntimeError, match=r"call start_param_sync\(force_sync=True\) on every"
+        ):
+            use()
+    for group in ddp.all_bucket_groups:
+        group.params_are_stale = False
+    part.load_state_dict(part.state_dict())
+
+
+def test_t7_a_checkpoint_gathers_weights_first(monkeypatch):
+    """Was: `save_checkpoint` did, and `load_checkpoint` in the middle of a run did not."""
+    ddp, seen = half_updated(), []
+    monkeypatch.setattr(ddp, "start_param_sync", lambda force_sync: seen.append(force_sync))
+    monkeypatch.setattr(parallel_state, "get_group", lambda name: ONE)
+    assert len(list(sharded_model_state([ddp]))) == 11 and seen == [True]
+
+
+# -- U2: parameters that a program adds to experts --
+
+
+def with_low_rank(**mark: bool) -> GPTModel:
+    """A part added inside each expert, and one beside the router."""
+    model = experts()
+    for layer in model.decoder.layers:
+        layer.mlp.low = torch.nn.Linear(8, 8)
+        for expert in layer.mlp.experts.local_experts:
+            expert.low = torch.nn.Linear(8, 8, bias=False)
+            vars(expert.low.weight).update(mark)
+    return model
+
+
+@pytest.mark.parametrize(("mark", "kind"), [({}, None), (False, "expert"), (True, "dense")])
+def test_u2_what_is_added_to_an_expert_says_whose_it_is(mark, kind):
+    """Was: taken for a dense one. Two experts of one name got the sum of both gradients."""
+    model = with_low_rank(**({} if mark == {} else {"allreduce": mark}))
+    groups = model.pg_collection
+    groups.dp_cp, groups.expt_dp = PretendGroup(1, 2), PretendGroup()
+    if kind is None:
+        with pytest.raises(
+            ValueError, match=r"1 parameters inside experts, .*experts.0.low.weight,"
+        ):
+            wrapped(model, groups)
+        # What is frozen is summed nowhere.
+        model.decoder.layers[0].mlp.experts.local_experts[0].low.requires_grad_(False)
+        wrapped(model, groups)
+        return
+    ddp = wrapped(model, groups)
+    weight = model.decoder.layers[0].mlp.experts.local_experts[0].low.weight
+    group = ddp.param_to_bucket_group[weight].data_parallel_group
+    assert group is getattr(groups, KINDS[kind].reduce)
+    low = model.decoder.layers[0].mlp.low.weight
+    assert ddp.param_to_bucket_group[low].data_parallel_group is groups.dp_cp

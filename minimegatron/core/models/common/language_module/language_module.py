@@ -27,8 +27,8 @@ def label_without_logit(
         return None
     return (
         f"the batch has label {strange[0]} where loss_mask is not 0 ({strange.numel()} such places of "
-        f"{labels.numel()}), but the vocabulary has {vocab_size} rows, from 0 on; give these places 0 "
-        "in loss_mask, or a token"
+        f"{labels.numel()}), but the vocabulary is 0 to {vocab_size - 1} (rows that fill it up are "
+        "no tokens); give these places 0 in loss_mask, or a token, or take the tokenizer of the data"
     )
 
 
