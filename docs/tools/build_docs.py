@@ -10,12 +10,15 @@ import gc
 import importlib
 import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+# Imported by nbformat's checker, it would compile a grammar of addresses; notebooks have none to check.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 from benchmarks_page import write_benchmarks_page  # noqa: E402
 from browser_python import write_browser_python  # noqa: E402
@@ -47,15 +50,10 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
     written.mkdir(parents=True)
     pieces = out.with_name("pieces")
     shutil.rmtree(pieces, ignore_errors=True)
-    package = Package.read()
-    write_source_pages(package, written / "source", pieces / "source")
-    write_practice(written, run_notebooks)
-    write_pages(package, written, pieces)
-    write_strings(written)
-    write_player(package, written)
-    write_benchmarks_page(written)
-    write_gpu_page(written)
-    write_browser_python(package, written)
+    with started_orders(written / "javascripts") as orders:
+        write_generated(written, pieces, run_notebooks)
+    if orders.returncode:
+        raise SystemExit("docs/tools/emit_orders.py has failed; what it said is above")
     for path in sorted((ROOT / "docs").rglob("*")):
         relative = path.relative_to(ROOT / "docs")
         target = written / relative
@@ -68,6 +66,24 @@ def build(out: Path = OUT, run_notebooks: bool = False) -> None:
     write_redirects(written, read_redirects())
     shutil.rmtree(out, ignore_errors=True)
     written.rename(out)
+
+
+def started_orders(folder: Path) -> subprocess.Popen:
+    """All plans of the schedule player, written by a second process: they need nothing of the rest."""
+    return subprocess.Popen([sys.executable, HERE / "emit_orders.py", folder])
+
+
+def write_generated(written: Path, pieces: Path, run_notebooks: bool) -> None:
+    """Everything that is no copy of a file in docs/, without the orders."""
+    package = Package.read()
+    write_source_pages(package, written / "source", pieces / "source")
+    write_practice(written, run_notebooks)
+    write_pages(package, written, pieces)
+    write_strings(written)
+    write_player(package, written)
+    write_benchmarks_page(written)
+    write_gpu_page(written)
+    write_browser_python(package, written)
 
 
 def write_practice(out: Path, run_notebooks: bool) -> None:

@@ -128,11 +128,17 @@ def order(schedule: str, pp: int, m: int, rank: int, vpp: int | None = None) -> 
 
 def bubble(pp: int, m: int, v: int = 1) -> Fraction:
     """Idle over total time: the formula, held against a simulation first."""
-    config = PlanConfig("interleaved" if v > 1 else "1f1b", pp, m, v, pp if v > 1 else None)
-    value = formulas.bubble_formulas(config)[1].value
-    counted = step(config.schedule, pp, m, vpp=v if v > 1 else None).bubble_over_total
+    value = bubble_by_formula(pp, m, v)
+    schedule = "interleaved" if v > 1 else "1f1b"
+    counted = step(schedule, pp, m, vpp=v if v > 1 else None).bubble_over_total
     assert value == counted, (value, counted)
     return value
+
+
+def bubble_by_formula(pp: int, m: int, v: int = 1) -> Fraction:
+    """The same without the simulation, for a search through many sizes."""
+    config = PlanConfig("interleaved" if v > 1 else "1f1b", pp, m, v, pp if v > 1 else None)
+    return formulas.bubble_formulas(config)[1].value
 
 
 def overhead(pp: int, m: int, v: int = 1) -> Fraction:

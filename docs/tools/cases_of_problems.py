@@ -12,6 +12,7 @@ from case_words import size_words, table
 from cases import (
     BUFFER_PARAMS,
     bubble,
+    bubble_by_formula,
     messages,
     number_words,
     percent,
@@ -217,7 +218,10 @@ def forwards(schedule: str, p: int, m: int, rank: int = 0, v: int | None = None)
 
 def smallest_m(p: int, share: Fraction) -> int:
     """The fewest microbatches with which stages idle at most this share of the step."""
-    return next(m for m in range(1, 10_000) if bubble(p, m) <= share)
+    found = next(m for m in range(1, 10_000) if bubble_by_formula(p, m) <= share)
+    # The two on either side of the answer are simulated too.
+    assert bubble(p, found) <= share and (found == 1 or bubble(p, found - 1) > share), found
+    return found
 
 
 def twice_as_many(p: int, m: int) -> str:

@@ -7,11 +7,13 @@ import ast
 from collections.abc import Sequence
 from functools import lru_cache
 from html import escape
+from typing import ClassVar
 
 from annotate import AnnotatedPage
 from package import Package, Place
+from pygments.lexer import inherit
 from pygments.lexers import PythonLexer
-from pygments.token import STANDARD_TYPES
+from pygments.token import STANDARD_TYPES, Name, Operator, Punctuation, Text
 from receivers import receivers_of
 
 Link = tuple[int, str]
@@ -20,11 +22,31 @@ FOLDED_LINES = 4
 """Fewer lines of imports are not folded away."""
 
 
-@lru_cache(maxsize=4)
+class Lexer(PythonLexer):
+    """The same pieces in half the time: what most code is made of comes before forty other rules.
+
+    Names are taken here only where they cannot be a word of the language or a string's prefix.
+    """
+
+    tokens: ClassVar = {
+        "root": [
+            (r"(?<=\S)[^\S\n]+", Text),
+            # Strings, `match` and `case` at the beginning of a line have rules that read its spaces.
+            (r"^ +(?=[^\s\"'rRuUbBmc])", Text),
+            (r"[](){},;[]", Punctuation),
+            (r"=(?!=)|\.(?!\d)", Operator),
+            (r"(?<=\.)[A-Za-z]\w*(?![\w\"'])", Name),
+            (r"[A-Za-z]+[_\d]\w*(?![\w\"'])", Name),
+            inherit,
+        ]
+    }
+
+
+@lru_cache(maxsize=64)
 def _tokens_by_line(source: str) -> list[list[tuple[str, str]]]:
     """For each line, its (CSS class, text) pieces."""
     lines: list[list[tuple[str, str]]] = [[]]
-    for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
+    for kind, text in Lexer(stripnl=False, ensurenl=False).get_tokens(source):
         css = STANDARD_TYPES.get(kind, "")
         for index, part in enumerate(text.split("\n")):
             if index:

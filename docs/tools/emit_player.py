@@ -17,6 +17,7 @@ import ast
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,7 @@ Frame = tuple[str, str, str]
 
 
 def write_player(package: Package, out: Path) -> None:
-    """Writes all of it."""
-    write_orders(out / "javascripts")
+    """Writes all of it but the orders, which the site's build has a second process write."""
     recordings = read_recordings()
     chains = {"gpipe": planned_chains(package), "planned": planned_chains(package, "")}
     chains["combined"] = combined_chains(package)
@@ -110,11 +110,12 @@ def resolve(
     return kept | found
 
 
+@cache
 def decorators_of(package: Package) -> frozenset[str]:
     """The functions inside decorators that only hand a call on: no step of anything, and not shown."""
     found = set()
     for module, page in package.pages.items():
-        for outer in ast.walk(ast.parse(page.source)) if "functools.wraps(" in page.source else ():
+        for outer in ast.walk(page.tree) if "functools.wraps(" in page.source else ():
             if isinstance(outer, ast.FunctionDef):
                 inner = [node for node in outer.body if isinstance(node, ast.FunctionDef)]
                 wraps = (node.name for node in inner if any(map(_wraps, node.decorator_list)))
@@ -215,4 +216,5 @@ def _named(package: Package, module: str, symbol: str, text: str = "") -> Frame:
 
 
 if __name__ == "__main__":
+    write_orders(Path(sys.argv[1]) / "javascripts")
     write_player(Package.read(), Path(sys.argv[1]))

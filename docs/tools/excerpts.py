@@ -14,14 +14,14 @@ class ExcerptError(ValueError):
     """The page asks for something that is not there, or is there more than once."""
 
 
-def num_definitions(lines: Sequence[str], symbol: str) -> int:
+def num_definitions(tree: ast.Module, symbol: str) -> int:
     """How often a qualified name is defined in a module.
 
-    >>> source = ["def f(): ...", "class A:", "    def f(self): ...", "    def f(self): ..."]
-    >>> num_definitions(source, "f"), num_definitions(source, "A.f")
+    >>> tree = ast.parse("def f(): ...\nclass A:\n  def f(self): ...\n  def f(self): ...")
+    >>> num_definitions(tree, "f"), num_definitions(tree, "A.f")
     (1, 2)
     """
-    found = [ast.parse("\n".join(lines))]
+    found: list[ast.AST] = [tree]
     for part in symbol.split("."):
         found = [
             node

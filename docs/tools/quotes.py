@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 
 from annotate import NOTE, AnnotatedPage
@@ -37,6 +38,7 @@ class Quote:
         return sum(bool(lines[n - 1].strip()) for n in shown)
 
 
+@cache
 def read_quote(package: Package, argument: str) -> Quote:
     """What `x.y.z from="..." to="..." shows="a, b" fold=no` asks for.
 
@@ -77,7 +79,7 @@ def _check_name(place: Place, dotted: str) -> None:
     qualified = ".".join(filter(None, (place.page.module, place.symbol)))
     if qualified != dotted:
         raise ExcerptError(f"{dotted}: is defined as {qualified}; call it so")
-    if place.symbol and num_definitions(place.page.lines, place.symbol) > 1:
+    if place.symbol and num_definitions(place.page.tree, place.symbol) > 1:
         raise ExcerptError(f"{dotted}: is defined more than once")
 
 

@@ -1,9 +1,11 @@
 """A page of annotated source as a reader has it: its head, its folds, and where a link leads to."""
 
+import importlib
 import re
 
 import pytest
 from playwright.sync_api import expect
+from pygments.lexers import PythonLexer
 
 from tests.docs.conftest import Watched
 
@@ -36,6 +38,27 @@ def place_of(page, anchor: str) -> float:
     """Where the element's top is, as a part of the screen's height."""
     top = page.locator(f'[id="{anchor}"]').evaluate("e => e.getBoundingClientRect().top")
     return top / page.viewport_size["height"]
+
+
+TRICKY = r"""
+match = re.match(pattern, x.type); case_1 = case.list
+match match:
+    case _: return not x_1 if is_last else  None
+    case [r"raw", *rb'bytes', f"{a_b.c!r:>{width}}", b'x', U'\n']:
+        r'''docstring with x_1 = y.z'''
+x = -.5e3j+0x1F.real==[...][1:2] ; a_b:= r2
+@d.e_f
+async def __init__(self, *, of): pass
+"""
+"""Words that are a keyword or a builtin in one place and a name in another; prefixes of strings."""
+
+
+def test_pieces_of_code_are_those_of_pygments(package):
+    """The site's rules come before Pygments' own, and find the same sooner."""
+    ours, theirs = importlib.import_module("code_html").Lexer, PythonLexer
+    for source in [TRICKY, *[page.source for page in package.pages.values()][::40]]:
+        pieces = [list(lexer(ensurenl=False).get_tokens(source)) for lexer in (ours, theirs)]
+        assert pieces[0] == pieces[1]
 
 
 def test_a_row_says_who_calls_it(site):
