@@ -380,7 +380,8 @@ def evaluated(monkeypatch: Any) -> dict[str, float]:
     rank = torch.distributed.get_rank()
     reports = lambda **_: [{"loss": torch.tensor(1.0 + 2 * rank)}]  # noqa: E731
     monkeypatch.setattr(evaluation, "schedule_of_run", lambda: reports)
-    means, _ = evaluation.evaluate(None, None, [Weighted(make_config())], None, SimpleNamespace())
+    model = Weighted(make_config())
+    means, _ = evaluation.evaluate(None, None, [model], None, model.config)
     return means
 
 
