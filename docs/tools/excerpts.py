@@ -17,7 +17,7 @@ class ExcerptError(ValueError):
 def num_definitions(tree: ast.Module, symbol: str) -> int:
     """How often a qualified name is defined in a module.
 
-    >>> tree = ast.parse("def f(): ...\nclass A:\n  def f(self): ...\n  def f(self): ...")
+    >>> tree = ast.parse("def f(): ...\\nclass A:\\n  def f(self): ...\\n  def f(self): ...")
     >>> num_definitions(tree, "f"), num_definitions(tree, "A.f")
     (1, 2)
     """
