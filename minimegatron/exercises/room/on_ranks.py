@@ -185,7 +185,8 @@ def _finished_words(found: Diagnosis, done: list[int], inside: list[int]) -> str
         *(f"  rank {rank} {found.situations[rank].text}" for rank in inside),
         "",
         f"{rule} Those that are still in there make one too many, or those that came out have left "
-        "one out: look at an early return, and at an `if` or a loop that depends on the rank or on its data.",
+        "one out: look at an early return, and at an `if` or a loop that depends on the rank or on its "
+        "data.",
     ]
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=_indent(line)) for line in lines)
 
