@@ -77,6 +77,12 @@ class Sneaky(dict):
         (torch.nn.Parameter(torch.zeros(1)), "is a torch.nn.parameter.Parameter"),
         (print, "builtin_function_or_method"),
         ({"rank": 10**5000}, "the answer['rank'] is an int of 16610 bits; 4096 are allowed"),
+        (
+            [torch.zeros(2).to_sparse()],
+            "the answer[0] is a tensor of layout sparse_coo; an ordinary",
+        ),
+        ({"loss": torch.zeros(2, device="meta")}, "the answer['loss'] is a meta tensor"),
+        (torch.zeros(1, dtype=torch.complex64), "the answer is a tensor of complex64"),
     ],
 )
 def test_other_values_do_not_leave(value, words):

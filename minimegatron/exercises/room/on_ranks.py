@@ -16,6 +16,7 @@ from minimegatron.doctor.advice import WIDTH
 from minimegatron.doctor.findings import NOBODY, STUCK, Diagnosis
 from minimegatron.doctor.folders import shared_folder
 from minimegatron.doctor.records import ranks_in_words
+from minimegatron.doctor.situation import MESSAGE
 from minimegatron.exercises.room import verdict
 from minimegatron.exercises.room.collected import Collected, crowding, students_lines
 from minimegatron.exercises.room.pipes import Pipes
@@ -175,14 +176,17 @@ def _is_in_the_check(files: Sequence[str], path: str) -> bool:
 def _finished_words(found: Diagnosis, done: list[int], inside: list[int]) -> str:
     """Some ranks have come out of the student's code, and others have not."""
     have, wait = ("has", "waits") if len(done) == 1 else ("have", "wait")
+    rule = "Every rank of a group must make the same calls."
+    if all(found.situations[rank].kind == MESSAGE for rank in inside):
+        rule = "A message is one send on one rank and one receive on the other."
     lines = [
         f"R{ranks_in_words(done)[1:]} {have} come out of your code, and {wait} for the others in the "
         "check. Still in there:",
         *(f"  rank {rank} {found.situations[rank].text}" for rank in inside),
         "",
-        "Every rank of a group must make the same calls. Those that are still in there make one too "
-        "many, or those that came out have left one out: look at an early return, and at an `if` or a "
-        "loop that depends on the rank or on its data.",
+        f"{rule} Those that are still in there make one too many, or those that came out have left "
+        "one out: look at an early return, and at an `if` or a loop that depends on the rank or on its "
+        "data.",
     ]
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=_indent(line)) for line in lines)
 

@@ -104,7 +104,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
         return {"dict": pairs}
     torch = sys.modules.get("torch")
     if torch is not None and kind is getattr(torch, "Tensor", None):
-        return {"tensor": _tensor_data(value)}
+        return {"tensor": _tensor_data(value, where)}
     if name := stood_for(value):
         raise NotPlain(f"{where} comes from {name}\n{used_words(name)}")
     raise NotPlain(f"{where} is {_a(kind)}; plain Python values and tensors are expected")
@@ -119,10 +119,19 @@ def _a(kind: type) -> str:
     return f"{'an' if name[:1] in 'aeiou' else 'a'} {name}"
 
 
-def _tensor_data(tensor: Any) -> list:
+def _tensor_data(tensor: Any, where: str) -> list:
     torch = sys.modules["torch"]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_meta:
+        raise NotPlain(f"{where} is a meta tensor, which has a shape and no numbers")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise NotPlain(
+            f"{where} is a tensor of layout {layout}; an ordinary, dense one is expected"
+        )
+    if dtype not in DTYPES:
+        raise NotPlain(f"{where} is a tensor of {dtype}, which no exercise asks for")
     plain = tensor.detach().cpu().contiguous()
-    dtype = str(plain.dtype).removeprefix("torch.")
     # An empty tensor keeps its strides, whatever is asked of it, and cannot be seen as bytes then.
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return [dtype, list(plain.shape), base64.b64encode(data).decode()]

@@ -1,7 +1,10 @@
 """Checks `coordinates` and `get_ranks`: alone, then inside `all_groups` of whole jobs."""
 
+import contextlib
+import copy
 import random
 from collections import Counter
+from collections.abc import Iterator
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -15,6 +18,8 @@ GENERATOR = "minimegatron.core.rank_generator.RankGenerator."
 REPLACES = tuple(GENERATOR + name for name in ("coordinates", "get_ranks", "_walk"))
 COORDINATES, GET_RANKS = RankGenerator.coordinates, RankGenerator.get_ranks
 NAMES = ("tp", "ep", "dp", "pp", "cp")
+ATTRIBUTES = ("order", "name_to_size", "world_size", "rank_offset")
+"""Of a grid: what the stub names."""
 ALSO = ("tp", "dp", "pp", "tp-pp", "pp-tp", "dp-cp", "tp-dp-cp", "tp-dp-pp", "ep", "tp-ep")
 
 
@@ -46,18 +51,34 @@ def run(student: ModuleType, case: Case) -> dict[str, Any]:
 
 def _asked(student: ModuleType, grid: RankGenerator) -> dict[str, Any]:
     ranks = range(grid.rank_offset, grid.rank_offset + grid.world_size)
-    found = {
-        "positions": [
-            _plain("coordinates(...)", student.coordinates(grid, rank)) for rank in ranks
-        ],
-        "groups": {t: _plain(f'get_ranks("{t}")', student.get_ranks(grid, t)) for t in ALSO},
-    }
+    found: dict[str, Any] = {"positions": [], "groups": {}}
+    with _unchanged(grid, "coordinates"):
+        for rank in ranks:
+            answer = student.coordinates(grid, rank)
+            found["positions"].append(_plain("coordinates(...)", answer))
+    with _unchanged(grid, "get_ranks"):
+        for token in ALSO:
+            answer = student.get_ranks(grid, token)
+            found["groups"][token] = _plain(f'get_ranks("{token}")', answer)
     # With a value of another kind all_groups would fail; `judge` says what is wrong with it.
     is_groups = all(map(_is_lists, found["groups"].values()))
     is_positions = all(isinstance(position, dict) for position in found["positions"])
     if is_groups and is_positions and (sizes := _sizes_of_job(grid)) is not None:
         found["all groups"] = all_groups(grid.world_size, **sizes)
     return found
+
+
+@contextlib.contextmanager
+def _unchanged(grid: RankGenerator, name: str) -> Iterator[None]:
+    """Raises Wrong at the end if the grid is another one than before."""
+    before = copy.deepcopy({of: getattr(grid, of) for of in ATTRIBUTES})
+    yield
+    for of, value in before.items():
+        if (now := getattr(grid, of)) != value:
+            raise Wrong(
+                f"{name} changed self.{of} from {value!r} to {now!r}\nThe grid is the caller's, and is "
+                "asked again. Where else can your function keep what it works with?"
+            )
 
 
 def _plain(call: str, value: Any) -> Any:

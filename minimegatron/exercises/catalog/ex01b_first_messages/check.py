@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimegatron.core.collectives import Done
 from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed
@@ -36,7 +37,8 @@ def cases(seed: int) -> list[Case]:
         Case(f"{part} of {n} numbers", part=part, n=n, seed=data)
         for part, n in zip((SUM, MESSAGE), sizes, strict=True)
     ]
-    return [*found, Case("both receive first", part=HANG, hangs=True, n=2, seed=data)]
+    table = Case(f"{MESSAGE} of 2 x 3 numbers, float32", part=MESSAGE, n=3, rows=2, seed=data)
+    return [*found, table, Case("both receive first", part=HANG, hangs=True, n=2, seed=data)]
 
 
 def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
@@ -45,10 +47,11 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
     value = _values(case)[rank]
     given = value.clone()
     if case.part == HANG:
+        _rehearse(student, given)
         _wait_for_ever(student, given)
         raise Wrong(
             f"rank {rank}: wait_for_ever returned\nEach rank must wait for a message that the other "
-            "one sends only afterwards: on both ranks, dist.recv comes before dist.send."
+            "one sends only afterwards. Which of its calls does each of yours wait in?"
         )
     function = student.sum_of_all if case.part == SUM else student.hand_over
     called: list[str] = []
@@ -86,11 +89,13 @@ def judge(case: Case, answers: Sequence[Any]) -> Result | None:
             )
     if case.part == MESSAGE:
         _check_sent([answer["called"] for answer in answers])
-    return Result({"result": [round(x, 3) for x in answers[0]["returned"].tolist()]})
+    return Result({"result": [round(x, 3) for x in answers[0]["returned"].flatten().tolist()]})
 
 
 def _values(case: Case) -> torch.Tensor:
     generator = torch.Generator().manual_seed(case.seed + 5)
+    if rows := case.values.get("rows"):
+        return torch.randn(WORLD, rows, case.n, generator=generator)
     return torch.randn(WORLD, case.n, dtype=torch.float64, generator=generator)
 
 
@@ -121,16 +126,36 @@ def _wait_for_ever(student: ModuleType, value: torch.Tensor) -> None:
         elif signal.getitimer(signal.ITIMER_REAL)[0]:
             raise Wrong(
                 f"rank {dist.get_rank()}: wait_for_ever calls dist.{name} before dist.recv\n"
-                "That is another hang, or none: on both ranks the first call must be dist.recv. Each "
-                "waits, and so nobody ever comes to its dist.send."
+                "That is another hang, or none. Which call must both ranks be in, if nobody ever comes "
+                "to the other one?"
             )
 
+    with _looked_at(student, look), _ticking():
+        student.wait_for_ever(value)
+
+
+def _rehearse(student: ModuleType, value: torch.Tensor) -> None:
+    """What the student's ranks would call if each receive were over at once."""
+    called: list[str] = []
+    with _looked_at(student, lambda name, *_: called.append(name), is_real=False), _ticking():
+        student.wait_for_ever(value.clone())
+    names = [name for name in called if name in RECEIVES or name in SENDS]
+    if names and names[0] in RECEIVES and not any(name in SENDS for name in names):
+        raise Wrong(
+            f"rank {dist.get_rank()}: wait_for_ever receives, and would never send: if a message "
+            "came, none would go out\nThe hang that you meet most often has all its calls, in the "
+            "wrong order. What stands behind the receive?"
+        )
+
+
+@contextlib.contextmanager
+def _ticking() -> Iterator[None]:
+    """Raises Wrong inside the block if it takes long and does not stop the ticks."""
     ticks = itertools.count(1)
     before = signal.signal(signal.SIGALRM, lambda *_: _tick(next(ticks)))
     signal.setitimer(signal.ITIMER_REAL, TICK_SECONDS, TICK_SECONDS)
     try:
-        with _looked_at(student, look):
-            student.wait_for_ever(value)
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -140,8 +165,7 @@ def _tick(number: int) -> None:
     if number >= MOST_TICKS:
         raise Wrong(
             f"rank {dist.get_rank()}: wait_for_ever does not wait for a message: it is busy with "
-            "something else\nCall dist.recv first on both ranks, and dist.send after it. No loop is "
-            "needed."
+            "something else\nThe stub names the two calls that it makes. No loop is needed."
         )
 
 
@@ -149,15 +173,18 @@ def _tick(number: int) -> None:
 
 
 @contextlib.contextmanager
-def _looked_at(student: ModuleType, look: Callable[[str, int, Any], None]) -> Iterator[None]:
+def _looked_at(
+    student: ModuleType, look: Callable[[str, int, Any], None], is_real: bool = True
+) -> Iterator[None]:
     """Calls `look(name, peer, tensor)` before each call of torch.distributed by the student.
 
-    Raises Wrong at the end if a message was begun that nobody has waited for.
+    Without `is_real` the call itself is left out. Raises Wrong at the end if a message was begun that
+    nobody has waited for.
     """
     places, begun = [], []
     for name in (*RECEIVES, *SENDS, *OTHERS):
         original = getattr(dist, name)
-        wrapper = _looking(name, original, look, begun)
+        wrapper = _looking(name, original if is_real else _nothing_of(original), look, begun)
         holders = [(dist, name)]
         holders += [(student, key) for key, value in vars(student).items() if value is original]
         for holder, key in holders:
@@ -171,10 +198,20 @@ def _looked_at(student: ModuleType, look: Callable[[str, int, Any], None]) -> It
             setattr(holder, key, original)
 
 
+def _nothing_of(function: Callable) -> Callable:
+    """A function with the same arguments that does nothing; what it returns can be waited for."""
+
+    @functools.wraps(function)
+    def nothing(*_: Any, **__: Any) -> Done:
+        return Done()
+
+    return nothing
+
+
 def _check_waited_for(begun: Sequence[tuple[str, Any]]) -> None:
     """Raises Wrong for a handle whose wait() was not called: gloo counts no other as completed."""
     for name, handle in begun:
-        if handle.is_completed():
+        if isinstance(handle, Done) or handle.is_completed():
             continue
         when = (
             "Until it has come, the tensor holds what was in its memory before: wait for it before you "
@@ -224,7 +261,7 @@ def _check_message(
         doing, what = ("waits for", "src") if name in RECEIVES else ("sends", "dst")
         raise Wrong(
             f"rank {rank}: dist.{name} {doing} a message of this rank to itself\n"
-            f"`{what}` is the other rank's number: 1 - dist.get_rank()."
+            f"`{what}` is a rank's number. Whose, and what is it on this rank?"
         )
     if name not in RECEIVES or not isinstance(tensor, torch.Tensor):
         return

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from minimegatron.core import collectives
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minimegatron.core.tensor_parallel.sharding import shard_parameter
@@ -24,6 +25,9 @@ from minimegatron.exercises.check import Case, Result, Wrong, data_seed, install
 
 FORWARD = "minimegatron.core.transformer.mlp.MLP.forward"
 REPLACES = (FORWARD,)
+ALL_REDUCE = "minimegatron.core.collectives.all_reduce"
+_KEPT = {"all_reduce": collectives.all_reduce}
+"""Ours, where `installed` does not find it."""
 _OURS = "minimegatron.core.tensor_parallel."
 WITHHELD = (
     f"{_OURS}mappings._CopyToModelParallelRegion.forward",
@@ -73,10 +77,50 @@ def _run_conjugates(
     me = Place(case, torch.distributed.get_rank())
     copy = student.copy_to_tensor_model_parallel_region
     reduce = student.reduce_from_tensor_model_parallel_region
-    return {
-        "copy": _pass_through(copy, me.value, me.grads[me.rank], groups.tp, me.rank),
-        "reduce": _pass_through(reduce, me.terms[me.rank], me.grad, groups.tp, me.rank),
-    }
+    mine, term = me.grads[me.rank], me.terms[me.rank]
+    found: dict[str, list] = {"copy": [], "reduce": []}
+    with installed(_all_reduce_in_a_row, ALL_REDUCE):
+        # The rarer mistakes come with the second case: others are named before them.
+        for kind in (torch.Tensor.contiguous, _strided)[: 1 + (case.tp < WORLD)]:
+            passed = _pass_through(copy, kind(me.value), kind(mine), groups.tp, me.rank)
+            found["copy"].append(passed)
+            passed = _pass_through(reduce, kind(term), kind(me.grad), groups.tp, me.rank)
+            found["reduce"].append(passed)
+    if case.tp < WORLD:
+        found["two groups"] = _two_at_once(copy, me, [groups.tp, groups.dp])
+    return found
+
+
+def _strided(value: torch.Tensor) -> torch.Tensor:
+    """The same numbers, not contiguous."""
+    return value.t().contiguous().t()
+
+
+def _all_reduce_in_a_row(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any = collectives.ReduceOp.SUM,
+    async_op: bool = False,
+) -> Any:
+    """Ours, which on some transports takes any tensor; NCCL takes a contiguous one only."""
+    if not tensor.is_contiguous():
+        raise Wrong(
+            f"rank {dist.get_rank()}: all_reduce was given a tensor of shape {list(tensor.shape)} with "
+            f"strides {list(tensor.stride())}: it is not contiguous\nOn a GPU it is refused, or what "
+            "lies at the same place in memory is added up, whatever number that is. Autograd hands on "
+            "such tensors, after a transpose. From where has yours its strides?"
+        )
+    return _KEPT["all_reduce"](tensor, group, op, async_op)
+
+
+def _two_at_once(copy: Any, me: "Place", groups: list) -> list[torch.Tensor | None]:
+    """Gradients of two inputs, each with a group of its own: both forwards, then both backwards."""
+    inputs = [me.value.clone().requires_grad_() for _ in groups]
+    outputs = [copy(entered, group) for entered, group in zip(inputs, groups, strict=True)]
+    for output in outputs:
+        dist.barrier()
+        output.backward(me.grads[me.rank].clone())
+    return [entered.grad for entered in inputs]
 
 
 def judge(case: Case, answers: list[Any]) -> Result | None:
@@ -90,10 +134,14 @@ def judge(case: Case, answers: list[Any]) -> Result | None:
         return _judge_mlp(case, answers)
     for rank, answer in enumerate(answers):
         me = Place(case, rank)
-        _judge_copy(case, me, *answer["copy"])
+        for found in answer["copy"]:
+            _judge_copy(case, me, *found)
+        if "two groups" in answer:
+            _judge_two_at_once(me, answer["two groups"])
     for rank, answer in enumerate(answers):
         me = Place(case, rank)
-        _judge_reduce(case, me, *answer["reduce"])
+        for found in answer["reduce"]:
+            _judge_reduce(case, me, *found)
     return None
 
 
@@ -104,6 +152,7 @@ class Place:
         self.rank = rank
         self.replica, self.tp_rank = divmod(self.rank, case.tp)
         self.members = list(range(self.replica * case.tp, (self.replica + 1) * case.tp))
+        self.copies = list(range(self.tp_rank, WORLD, case.tp))
         self.value = _draw(case, (SEQ, HIDDEN), 100 + self.replica)
         self.grads = [_draw(case, (SEQ, HIDDEN), 200 + r) for r in range(WORLD)]
         self.terms = [_draw(case, (SEQ, HIDDEN), 300 + r) for r in range(WORLD)]
@@ -179,6 +228,20 @@ def _judge_copy(case: Case, me: Place, output: torch.Tensor, found: torch.Tensor
     check_numbers("copy's gradient of the input", found, wanted, me.rank, sizes)
 
 
+def _judge_two_at_once(me: Place, found: list[torch.Tensor | None]) -> None:
+    """Each input's gradient is a sum over its own group."""
+    for place, (got, group) in enumerate(zip(found, (me.members, me.copies), strict=True)):
+        wanted = sum(me.grads[r] for r in group)
+        if got is None or not _is(got, wanted):
+            raise Wrong(
+                f"rank {me.rank}: two inputs went through copy, the first with the group "
+                f"{me.members}, the second with {me.copies}; then both went backward, and the gradient "
+                f"of the {('first', 'second')[place]} is not the sum over {group}\nBetween a forward "
+                "and its backward there may be other forwards, with other groups. Where does each keep "
+                "its own?"
+            )
+
+
 def _judge_reduce(case: Case, me: Place, output: torch.Tensor, found: torch.Tensor) -> None:
     """A different term entered on each rank; the same gradient came back on all."""
     sizes = {"tp": case.tp}
@@ -211,7 +274,8 @@ def _check_sum_over_group(
         raise Wrong(
             f"rank {me.rank}: {what} is the sum over all {WORLD} ranks, "
             f"but this rank's tensor-parallel group is {me.members}\n"
-            "The other ranks hold another copy of the model and other data. Pass the group on."
+            "The other ranks hold another copy of the model and other data. Which ranks do "
+            "your forwards and backwards mean, and who told them?"
         )
 
 
@@ -415,5 +479,5 @@ def _judge_no_guess(
         if _is(found, F.linear(function(inner), second)):
             raise Wrong(
                 f"{what}its activation is {name}, but this model's is {case.act}\n"
-                "Call self.config.activation_func; models differ in it."
+                "Models differ in it. Where does this layer say which is its own?"
             )

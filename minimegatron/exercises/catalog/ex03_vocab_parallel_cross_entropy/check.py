@@ -106,8 +106,10 @@ class Trial:
     def run(self, group: Any) -> dict[str, Any]:
         """In the room: one forward and backward."""
         given = self.mine(self.logits).requires_grad_()
+        target, weights = self.target.clone(), self.weights.clone()
         with all_sent_counted() as counter:
-            found = vocab_parallel_cross_entropy(given, self.target, tp_group=group)
+            found = vocab_parallel_cross_entropy(given, target, tp_group=group)
+        self._check_kept("forward", "target", target, self.target)
         if not torch.equal(given.detach(), self.mine(self.logits)):
             raise Wrong(
                 f"{self.where}: forward changed the logits it was given; they are the model's"
@@ -115,14 +117,29 @@ class Trial:
         result = found.detach().clone() if isinstance(found, torch.Tensor) else found
         if isinstance(found, torch.Tensor):
             self._check_shape(found)
+            # Another microbatch comes before this one's backward, as in a pipeline.
+            apart = self.mine(self.other_logits()).requires_grad_()
+            vocab_parallel_cross_entropy(apart, target.clone(), tp_group=group)
             with all_sent_counted(counter):
-                found.backward(self.weights)
+                found.backward(weights)
+            self._check_kept("backward", "grad_output", weights, self.weights)
         return {
             "loss": result,
             "gradient": given.grad,
             "num_bytes": counter.num_bytes,
             "collectives": counter.words(),
         }
+
+    def other_logits(self) -> torch.Tensor:
+        """Those of another microbatch: the same in another order."""
+        return self.logits.roll(1, 0)
+
+    def _check_kept(self, what: str, name: str, now: torch.Tensor, before: torch.Tensor) -> None:
+        if not torch.equal(now, before):
+            raise Wrong(
+                f"{self.where}: {what} changed {name}\nIt is the caller's, who may use it again. Which "
+                "of your operations work in place?"
+            )
 
     def _check_shape(self, found: torch.Tensor) -> None:
         """Raises Wrong for losses that backward could not begin from."""
@@ -277,6 +294,7 @@ class Trial:
         if found is None:
             raise Wrong(f"{where}: backward gave the logits no gradient (None)")
         softmax = self.mine(self.logits.softmax(-1))
+        other_softmax = self.mine(self.other_logits().softmax(-1))
         weights = self.weights.unsqueeze(-1)
         entry = (self.target - self.first).unsqueeze(-1)
         is_here = (entry >= 0) & (entry < self.n)
@@ -297,6 +315,11 @@ class Trial:
                 everywhere,
                 "ranks that do not hold the target subtract something too, at their entry 0\nWhose "
                 "logit is x_y?",
+            ),
+            (
+                expected + (other_softmax - softmax) * weights,
+                "it belongs to another microbatch, whose forward came between this one's forward and "
+                "its backward\nWhere does each forward keep what its own backward needs?",
             ),
             (
                 expected.where(weights != 0, softmax * 0) / weights.clamp(min=1e-30),

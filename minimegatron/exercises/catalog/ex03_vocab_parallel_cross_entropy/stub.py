@@ -20,8 +20,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """[..., n] logits of this rank, [...] token ids of the whole vocabulary -> [...] losses.
 
         The losses are the same on every rank. `label_smoothing` is 0.0 in this exercise. Keep what
-        backward needs with `ctx.save_for_backward(...)`. Do not change the logits: they are the
-        model's.
+        backward needs with `ctx.save_for_backward(...)`. Do not change the logits or the targets:
+        they are the model's. Nor is `grad_output` backward's own.
         """
         raise NotImplementedError("Write forward: log(sum of exp(x - m)) - (x_target - m)")
 

@@ -71,6 +71,8 @@ def run(student: ModuleType, case: Case) -> dict[str, Any] | None:
         self._in_order = WITHHELD["_in_order"]
         handles: dict[str, Handle] = student._start(self, given)
         del self._in_order
+        if isinstance(self.transport, _Listing):
+            self.transport.check_not_waited()
         _check_handles(handles, parts)
         may_run_on = overlap or self.config.overlap_p2p_comm
         return [self._handle(part, handles[name], may_run_on) for name, part in parts.items()]
@@ -136,6 +138,17 @@ def _check_handles(handles: Any, parts: dict[str, TensorMessage]) -> None:
 # -- The order alone --
 
 
+class _Noting(Done):
+    """The handle of a message that is through; it notes that somebody waits for it."""
+
+    def __init__(self, name: str, waited: list[str]):
+        self._name, self._waited = name, waited
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+        self._waited.append(self._name)
+
+
 class _Listing:
     """A transport that sends nothing: it lists what is started."""
 
@@ -143,13 +156,23 @@ class _Listing:
 
     def __init__(self) -> None:
         self.started: list[str] = []
+        self.waited: list[str] = []
 
     def start(self, message: TensorMessage) -> Done:
-        """Each message is through at once."""
+        """Each message is through at once. Who waits for it is noted."""
         onwards = (message.payload == ACTIVATION) == message.is_send
         direction = "next" if onwards else "prev"
         self.started.append(f"{'send' if message.is_send else 'recv'}_{direction}")
-        return Done()
+        return _Noting(self.started[-1], self.waited)
+
+    def check_not_waited(self) -> None:
+        """Wrong if somebody has waited for a message already."""
+        if self.waited:
+            raise Wrong(
+                f"rank {dist.get_rank()}: _start waits for {self.waited[0]} before it returns\nUntil "
+                "the message is needed, its caller may compute (overlap_p2p_comm). Who gets the "
+                "handles, and what for?"
+            )
 
     def start_batch(self, messages: list[TensorMessage]) -> list[Done]:
         """A batch gives its messages no order: there is nothing to judge."""

@@ -21,6 +21,7 @@ from minimegatron.core.pipeline_parallel.transport import Handle, TensorMessage
 
 def _start(self: P2PCommunicator, parts: dict[str, TensorMessage]) -> dict[str, Handle]:
     """Starts every message of `parts` once. Returns the handles, by the same names.
+    The caller waits for them, when it needs what comes; `_start` does not.
 
     `parts` has its names in the order above, on every stage. An exchange of all four, over any even
     number of stages, takes no longer than four messages one after the other.

@@ -266,8 +266,9 @@ def _calls_words(wanted: list[str], found: list[str]) -> str:
         return f"{planned} was never called. The neighbour waits for it."
     if planned.startswith(f"{called}_recv"):
         return (
-            "Here both neighbours want to send to each other. A send waits until the neighbour "
-            "receives, so one fused call must do both, or they wait for each other for ever."
+            "Here both neighbours want to send to each other, and a send waits until the neighbour "
+            "receives. Separate calls hang; or, if every second stage receives first, one message "
+            "waits for the other. The stub asks for messages that cross: one fused call must do both."
         )
     if called.startswith(f"{planned}_recv"):
         return _nothing_left_words(planned, called)

@@ -17,7 +17,8 @@ that is otherwise the real one. Your tools:
     p2p.send_backward_recv_forward(input_grad, recv_shapes, is_first_stage)       both in one exchange
 
 A send waits until the other stage takes it. (On NCCL the GPU's stream waits.) That is why the last two
-exist: two neighbours that both send first would wait for each other.
+exist: two neighbours that both send first would wait for each other. Where two messages cross,
+use them, and not two separate calls in a clever order: those take turns.
 """
 
 from collections.abc import Callable, Iterator

@@ -24,6 +24,12 @@ EMPTIED = (
     "for backward, in that very storage: its numbers are lost too. How can the output alone let go "
     "of it, so that the storage stays exactly as long as the graph needs it?"
 )
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "x.transpose(0, 1)": lambda x: x.transpose(0, 1),
+    "x[0]": lambda x: x[0],
+    "x.view(-1)": lambda x: x.view(-1),
+}
+"""Outputs that look into the memory of x. The last two are contiguous, the last one has all of it."""
 WORLD = 2
 FREEING, BACKWARD, STEP = "freeing an output", "backward from it", "a training step"
 
@@ -139,7 +145,15 @@ def _run_left_alone(student: ModuleType, seed: int) -> dict[str, Any]:
         student.deallocate_output_tensor(None, True)
     except (AttributeError, TypeError) as error:
         refusal = str(error)
-    return {"out": out.detach(), "refusal": refusal}
+    base = _draw(seed, 2).requires_grad_() * 2
+    return {
+        "out": out.detach(),
+        "refusal": refusal,
+        "refused": {
+            name: _refusal(student.deallocate_output_tensor, make(base), False)
+            for name, make in VIEWS.items()
+        },
+    }
 
 
 def _judge_left_alone(where: str, found: dict[str, Any], seed: int) -> None:
@@ -148,14 +162,25 @@ def _judge_left_alone(where: str, found: dict[str, Any], seed: int) -> None:
         raise Wrong(f"{where}: the output was freed although deallocate_pipeline_outputs is False")
     if found["refusal"]:
         raise Wrong(f"{where}: None (a stage without an output) is refused: {found['refusal']}")
+    for name, kind in found["refused"].items():
+        if kind:
+            raise Wrong(
+                f"{where}: {name}, a view, is refused with {kind} although "
+                "deallocate_pipeline_outputs is False\nNobody wants it freed. In what order are your "
+                "questions asked?"
+            )
 
 
 def _run_view(student: ModuleType, seed: int) -> dict[str, Any]:
-    """A view is refused: its base would keep the memory."""
-    base = _draw(seed, 3).requires_grad_() * 2
-    view = base.transpose(0, 1)
-    kind = _refusal(student.deallocate_output_tensor, view, True)
-    return {"refusal": kind, "is_as_it_was": view.shape == base.transpose(0, 1).shape}
+    """Each view is refused: its base would keep the memory. What looks like one is freed."""
+    found: dict[str, Any] = {}
+    for name, make in VIEWS.items():
+        base = _draw(seed, 3).requires_grad_() * 2
+        view = make(base)
+        kind = _refusal(student.deallocate_output_tensor, view, True)
+        found[name] = {"refusal": kind, "is_as_it_was": view.shape == make(base).shape}
+    own = _draw(seed, 3).requires_grad_().transpose(0, 1) * 2
+    return {"views": found, "own": _refusal(student.deallocate_output_tensor, own, True)}
 
 
 def _refusal(function: Callable, *args: Any) -> str:
@@ -176,14 +201,22 @@ def _judge_refusal(where: str, what: str, kind: str) -> None:
 
 
 def _judge_view(where: str, found: dict[str, Any], seed: int) -> None:
-    _judge_refusal(where, "a view", found["refusal"])
-    if not found["refusal"]:
-        num_bytes = _draw(seed, 3).untyped_storage().nbytes()
-        what = "accepted and left as it was" if found["is_as_it_was"] else "freed without complaint"
+    num_bytes = _draw(seed, 3).untyped_storage().nbytes()
+    for name, one in found["views"].items():
+        _judge_refusal(where, f"{name}, a view,", one["refusal"])
+        if not one["refusal"]:
+            what = (
+                "accepted and left as it was" if one["is_as_it_was"] else "freed without complaint"
+            )
+            raise Wrong(
+                f"{where}: {name}, a view, was {what}\nIt looks into the memory of another "
+                f"tensor ({num_bytes} bytes), which is all still there. Nothing is "
+                "gained, and nobody notices. By what can a view be told, so that it is refused?"
+            )
+    if found["own"]:
         raise Wrong(
-            f"{where}: a view was {what}\nIt looks into the memory of another "
-            f"tensor ({num_bytes} bytes), which is all still there. Nothing is "
-            "gained, and nobody notices. By what can a view be told, so that it is refused?"
+            f"{where}: the output of x.transpose(0, 1) * 2 is refused with {found['own']}\nIt is not "
+            "contiguous, but its memory is its own: it is no view. By what can the two be told apart?"
         )
 
 
@@ -278,20 +311,36 @@ def _run_loss(student: ModuleType, seed: int) -> dict[str, Any]:
     entered = _draw(seed, 12).requires_grad_()
     _backward(student, (3 * entered).sum(), None)
     gradient = entered.grad
+    entered = _draw(seed, 12).requires_grad_()
+    refusal = _refusal(student.custom_backward, (3 * entered).sum().reshape(1), None)
     many = 3 * _draw(seed, 13).requires_grad_()
-    return {"gradient": gradient, "refusal": _refusal(student.custom_backward, many, None)}
+    return {
+        "gradient": gradient,
+        "one": {"refusal": refusal, "gradient": entered.grad},
+        "refusals": {
+            str(list(one.shape)): _refusal(student.custom_backward, one, None)
+            for one in (many, 3 * many.detach()[0, 0].requires_grad_())
+        },
+    }
 
 
 def _judge_loss(where: str, found: dict[str, Any], seed: int) -> None:
-    _judge_refusal(where, "backward without a gradient from many elements", found["refusal"])
-    if not found["refusal"]:
+    for shape, kind in found["refusals"].items():
+        _judge_refusal(where, f"backward without a gradient from a tensor of shape {shape}", kind)
+        if not kind:
+            raise Wrong(
+                f"{where}: backward without a gradient began from a tensor of shape {shape}\nOnly "
+                "a loss, one number, needs no gradient. Here the next stage's gradient is missing: "
+                "that is a mistake which must not pass. By what can a loss be told from other tensors?"
+            )
+    if found["one"]["refusal"]:
         raise Wrong(
-            f"{where}: backward without a gradient began from a tensor of shape {list(SHAPE)}\nOnly "
-            "a loss, one number, needs no gradient. Here the next stage's gradient is missing: that "
-            "is a mistake which must not pass. By what can a loss be told from other tensors?"
+            f"{where}: a loss of shape [1] is refused with {found['one']['refusal']}\nIt is one number "
+            "too. What makes a tensor a single number?"
         )
     expected = torch.full(SHAPE, 3.0, dtype=torch.float64)
     check_numbers(f"{where}: gradient of a loss", found["gradient"], expected)
+    check_numbers(f"{where}: gradient of a loss of shape [1]", found["one"]["gradient"], expected)
 
 
 ALONE: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {

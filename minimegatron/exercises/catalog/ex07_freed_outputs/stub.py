@@ -31,8 +31,8 @@ def deallocate_output_tensor(
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
     """Backward from `output`, which may have been freed. Gradients add up in `.grad` as usual.
 
-    Without a gradient (None), `output` is a loss: a single number, whose gradient is 1. Raises
-    ValueError if it is not a single number.
+    Without a gradient (None), `output` is a loss: a single number, of shape [] or [1], whose
+    gradient is 1. Raises ValueError if it is not a single number.
     """
     raise NotImplementedError("Write custom_backward: call the engine; without a gradient, from 1")
 

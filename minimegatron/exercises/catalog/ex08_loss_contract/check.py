@@ -1,5 +1,6 @@
 """Checks every row of the contract, then a GPT's gradients with uneven numbers of tokens."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -10,6 +11,7 @@ import torch
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.exercises.bench.gpt_step import GptStep, StepCase, on_these_ranks
 from minimegatron.exercises.bench.gpt_step_judge import Reference, is_close
+from minimegatron.exercises.bench.noting import note
 from minimegatron.exercises.catalog.ex08_loss_contract.table import judge_table, run_table
 from minimegatron.exercises.check import Case, Result, Wrong, data_seed, installed
 
@@ -21,8 +23,13 @@ SCALE = (
     "minimegatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
     ".scale_gradients"
 )
-COUNTS = (5, 0)
-"""Tokens of each replica, where `_divide_by_num_tokens` is asked alone."""
+DIVISIONS = {
+    "5 tokens on each replica": (5, 5),
+    "no tokens at all": (0, 0),
+    "70001 tokens on each replica": (70_001, 70_001),
+    "no tokens on the first replica": (0, 5),
+}
+"""Tokens of the first replica and of each other, where `_divide_by_num_tokens` is asked alone."""
 TOLERANCE = 1e-6
 """A factor that was computed with int or float32 tensors is rounded."""
 MASKED = 1
@@ -75,7 +82,7 @@ def run(student: ModuleType, case: Case) -> Any:
         step.forward_backward()
     found = {"gradients": step.gradients(), "num_scalings": len(factors)}
     if step.case.per_token:
-        found |= {f"{n} tokens": _run_division(student, step, n) for n in COUNTS}
+        found |= {words: _run_division(student, step, words) for words in DIVISIONS}
     return found
 
 
@@ -90,16 +97,33 @@ class _Chunk(torch.nn.Module):
         self.factor *= float(scaling_factor)
 
 
-def _run_division(student: ModuleType, step: GptStep, num: int) -> list[float] | None:
-    """What two chunks are scaled by if each replica has `num` tokens; None for a division by 0."""
+def _run_division(student: ModuleType, step: GptStep, words: str) -> list[float] | None:
+    """What two chunks are scaled by, with `DIVISIONS[words]` tokens; None for a division by 0."""
     chunks, groups = [_Chunk(), _Chunk()], step.groups
+    num = DIVISIONS[words][groups.dp.rank() > 0]
     is_last = groups.pp.rank() == groups.pp.size() - 1
     mine = torch.tensor(num if is_last else 0, dtype=torch.int)
     try:
         student._divide_by_num_tokens(chunks, mine, groups.pp, groups.dp_cp)
     except ZeroDivisionError:
         return None
+    finally:
+        note(words)
     return [chunk.factor for chunk in chunks]
+
+
+def judge_hang(case: Case, notes: Sequence[list[Any]]) -> None:
+    """Ranks that have left `_divide_by_num_tokens`, and ranks that wait in it."""
+    for words, (first, others) in DIVISIONS.items():
+        inside = [rank for rank, said in enumerate(notes) if words not in said]
+        if inside and len(inside) < len(notes):
+            outside = [rank for rank in range(len(notes)) if rank not in inside]
+            raise Wrong(
+                f"ranks {outside} have left _divide_by_num_tokens, and ranks {inside} wait in it "
+                f"({words}: {first} on the first, {others} on each other one)\nA collective needs "
+                "every rank of its group. Which of your lines lets a rank leave before, and what does "
+                "that rank know of the other replicas?"
+            )
 
 
 def _watched(divide: Callable) -> Callable:
@@ -147,29 +171,39 @@ def _judge_step(case: Case, answers: Sequence[Any]) -> Result:
                 raise Wrong(f"{str(wrong).splitlines()[0]}\n{NOT_SCALED}")
             raise wrong
     if reference.case.per_token:
-        for num in COUNTS:
+        for words in DIVISIONS:
             for rank, found in enumerate(answers):
-                _judge_division(reference.who(rank), found[f"{num} tokens"], num, reference.dp)
+                _judge_division(reference.who(rank), found[words], words, reference.dp)
     how = f"the mean over {sum(counts)} tokens" if case.step["per_token"] else "a mean of means"
     return Result({"tokens": f"{counts} in the global batch's microbatches; gradients of {how}"})
 
 
-def _judge_division(who: str, factors: list[float] | None, num: int, dp: int) -> None:
-    """Two chunks, on each of `dp` replicas with `num` tokens."""
-    right = 1.0 / max(num * dp, 1)
-    if factors and is_close(torch.tensor(factors), torch.tensor([right, right]), TOLERANCE):
+def _judge_division(who: str, factors: list[float] | None, words: str, dp: int) -> None:
+    """Two chunks, on each of `dp` replicas with `DIVISIONS[words]` tokens."""
+    first, others = DIVISIONS[words]
+    total = first + others * (dp - 1)
+    right = 1.0 / max(total, 1)
+    if factors and all(math.isclose(factor, right, rel_tol=TOLERANCE) for factor in factors):
         return
-    if num == 0:
+    if total == 0:
         what = "a division by 0" if factors is None else f"scale_gradients got {factors[0]:g}"
         raise Wrong(
             f"rank {who}: there are no tokens in the whole global batch: {what}\nThe gradients are "
-            "0 then. Divide by 1, so that they stay 0."
+            "0 then, and stay 0 if they are divided by a number. Which does the stub name?"
         )
-    raise Wrong(
-        f"rank {who}: of two model chunks, the gradients were scaled by {factors}; expected "
-        f"1 / {num * dp} for both\n`model` is a list. With interleaving a stage has several chunks: "
-        "call scale_gradients of each, once."
+    off = f"{words}: of two model chunks, the gradients were scaled by {factors}; expected 1 / {total}"
+    why = (
+        "`model` is a list. With interleaving a stage has several chunks: call scale_gradients of "
+        "each, once."
     )
+    if factors == [1.0, 1.0]:
+        why = "Nothing was divided here. What does this rank know of the other replicas' tokens?"
+    elif factors and factors[0] == factors[1]:
+        why = (
+            "Both got the same factor. Which numbers were added up for it, and can the dtype in which "
+            "they were hold a number of this size?"
+        )
+    raise Wrong(f"rank {who}: {off} for both\n{why}")
 
 
 def _wrong_gradient(

@@ -43,7 +43,8 @@ def forward_step_calc_loss(
     | (mean, report)                     | off or on                  | mean * c / M           |
 
     n is an int tensor, and 0 for a microbatch whose tokens are all masked: its loss is 0. The report
-    goes into `forward_data_store`, as it is: it may share memory with the loss.
+    goes into `forward_data_store`, as it is, of a masked microbatch too: it may share memory with the
+    loss. Call `loss_func` once.
 
     With `collect_non_loss_data`, what `loss_func(output_tensor, non_loss_data=True)` returns goes
     into `forward_data_store`, and the output stays as it is. On other stages (`is_last_stage` is False
