@@ -212,6 +212,12 @@ def _why_vector(norms: list[float], case: Case, pieces: list[torch.Tensor], rank
         return (
             "That is the largest of the ranks' norms. Each rank has other elements of one vector."
         )
+    for k in range(2, 17):
+        if math.isclose(norm, whole * k ** (1 / p), rel_tol=1e-9):
+            return (
+                f"The sum of |x|^{p:g} is {k} times the right one. Over which ranks did each of your "
+                "sums run, and over which were they to?"
+            )
     of_tensors = [torch.linalg.vector_norm(piece, p).item() for piece in pieces]
     if math.isclose(norm, sum(of_tensors), rel_tol=1e-9):
         return (
