@@ -212,33 +212,41 @@ def _why_vector(norms: list[float], case: Case, pieces: list[torch.Tensor], rank
         return (
             "That is the largest of the ranks' norms. Each rank has other elements of one vector."
         )
-    for k in range(2, 17):
-        if math.isclose(norm, whole * k ** (1 / p), rel_tol=1e-9):
-            return (
-                f"The sum of |x|^{p:g} is {k} times the right one. Over which ranks did each of your "
-                "sums run, and over which were they to?"
-            )
     of_tensors = [torch.linalg.vector_norm(piece, p).item() for piece in pieces]
     if math.isclose(norm, sum(of_tensors), rel_tol=1e-9):
         return (
             "That is the sum of the tensors' norms. Norms do not add up: when is the root to be "
             "taken?"
         )
+    if words := _why_sum(norm, p, torch.cat(pieces), whole):
+        return words
+    return (
+        "No usual slip gives that number. Take two ranks that have (3) and (4): what has each of them "
+        "before the exchange, after it, and at the end?"
+    )
+
+
+def _why_sum(norm: float, p: float, elements: torch.Tensor, whole: float) -> str:
+    """Words for another sum of powers than the right one, or another root of it; else ""."""
+    for k in range(2, 17):
+        if math.isclose(norm, whole * k ** (1 / p), rel_tol=1e-9):
+            return (
+                f"The sum of |x|^{p:g} is {k} times the right one. Over which ranks did each of your "
+                "sums run, and over which were they to?"
+            )
     if math.isclose(norm, whole**p, rel_tol=1e-9):
         return f"That is the right number to the power of {p:g}. What is still to be done to it?"
     if math.isclose(norm, whole ** (p / 2), rel_tol=1e-9):
         return (
             f"That is the square root of the sum of |x|^{p:g}. Which root does norm_type ask for?"
         )
-    if math.isclose(norm, torch.cat(pieces).pow(p).sum().item() ** (1 / p), rel_tol=1e-9):
+    # The power, and not the root: that sum may be negative.
+    if abs(norm) < 1e99 and math.isclose(norm**p, elements.pow(p).sum().item(), rel_tol=1e-9):
         return (
             "In that sum negative elements were taken away from the others. What of an element does "
             f"the formula raise to the power of {p:g}?"
         )
-    return (
-        "No usual slip gives that number. Take two ranks that have (3) and (4): what has each of them "
-        "before the exchange, after it, and at the end?"
-    )
+    return ""
 
 
 def _of_one_pair(norm: float, p: float, ranks: list[torch.Tensor]) -> str:
