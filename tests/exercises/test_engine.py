@@ -149,14 +149,20 @@ def wants_a_number(case, answers):
     return [one + 1 for one in answers]
 
 
+def wants_a_float(case, answers):
+    if isinstance(answers[0], int):
+        float(answers[0])
+
+
 @pytest.mark.parametrize(
     ("judge", "body", "kind", "fragment"),
     [
         (fails_always, RIGHT, verdict.DEFECT, "min() arg is an empty sequence"),
         (fails_where_it_is_wrong, RIGHT, verdict.DEFECT, "unsupported format string"),
         (wants_a_number, "    return None\n", verdict.WRONG, "is not of the kind that is expected"),
+        (wants_a_float, "    return 10**400\n", verdict.WRONG, "OverflowError: int too large"),
     ],
-    ids=["always", "in its words", "of another kind"],
+    ids=["always", "in its words", "of another kind", "no float"],
 )
 def test_exb_a_mistake_of_the_judge_is_not_the_students(
     judge, body, kind, fragment, tmp_path, monkeypatch

@@ -47,6 +47,9 @@ MEANINGS = {
 }
 """Name of a size in `layout` -> what "that many times too large" means, and "too small"."""
 
+ROUNDING = 1e-5
+"""Relative to the largest element; a float32 sum is off by less."""
+
 
 def check_numbers(
     name: str,
@@ -138,11 +141,26 @@ ranks and not averaged
         return _uneven(found, wanted, float(ratios.min()), float(ratios.max()))
     ratio = float(ratios.mean())
     if abs(ratio - 1) < 1e-4:
-        return "ratio got / expected = 1 nearly everywhere: a small part is missing or was added"
+        return _nearly_equal(float((found - wanted).abs().max() / wanted.abs().max()))
     everywhere = " everywhere" if len(ratios) > 1 else ""
     text = f"ratio got / expected = {ratio:.6g}{everywhere}"
     meaning = _meaning(ratio, layout)
     return f"{text} = {meaning}" if meaning else f"{text}; none of the layout's sizes explains it"
+
+
+def _nearly_equal(error: float) -> str:
+    """What a small difference comes from, by the largest one of all elements, relative.
+
+    >>> _nearly_equal(3e-8)
+    'equal up to rounding (3e-08 of the largest): is something on the way float32 or of fewer digits?'
+    """
+    if error < ROUNDING:
+        words = f"equal up to rounding ({error:.1g} of the largest)"
+        return f"{words}: is something on the way float32 or of fewer digits?"
+    return (
+        "ratio got / expected = 1 nearly everywhere: a small part is missing, was added, or comes from "
+        "another place"
+    )
 
 
 def _uneven(found: torch.Tensor, wanted: torch.Tensor, low: float, high: float) -> str:

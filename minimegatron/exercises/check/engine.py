@@ -34,7 +34,15 @@ REFERENCE_PATIENCE = 4.0
 MOST_NAME = 100
 MOST_SAID = 50_000
 """Characters of a failure; a room itself cuts earlier."""
-ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError)
+ODD = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    ArithmeticError,
+)
 """What a judge raises on answers of another kind than it asked for, or for a mistake of its own."""
 OWN_MISTAKE = (TypeError, ValueError, AttributeError)
 """Such an error is the judge's own if the answers are of the kind that the reference's are."""

@@ -144,8 +144,12 @@ def _judge_places(what: str, numels: list[int], params: list[tuple]) -> None:
 # -- The hook --
 
 
+HOOK_CALLS = [(False, True)] * 3 + [(True, True), (False, False), (True, False)]
+"""Of each backward: whether the layer has added the gradient itself, and overlap_grad_reduce."""
+
+
 def _run_hook(student: ModuleType) -> list[dict[str, Any]]:
-    """Three backwards of one parameter, one of a layer that adds by itself, one without overlap."""
+    """Backwards of one parameter: also of a layer that adds by itself, and without overlap."""
     told: list = []
     group, other = (_Told(told, name) for name in ("mine", "another"))
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
@@ -157,8 +161,7 @@ def _run_hook(student: ModuleType) -> list[dict[str, Any]]:
     groups = {first: other, param: group, last: other}
     ddp = SimpleNamespace(ddp_config=config, param_to_bucket_group=groups)
     seen = []
-    for number, is_added in enumerate((False, False, False, True, False)):
-        config.overlap_grad_reduce = number < 4
+    for number, (is_added, config.overlap_grad_reduce) in enumerate(HOOK_CALLS):
         param.grad = torch.full((4,), 10.0**number, dtype=torch.float64)
         param.grad_added_to_main_grad = is_added
         student._after_grad(ddp, param)
@@ -187,28 +190,36 @@ class _Told:
 
 
 def _judge_hook(seen: list[dict[str, Any]]) -> None:
-    for number, one in enumerate(seen[:3]):
-        _judge_gradient(number, one)
-    before, added, alone = seen[2:]
-    if not torch.equal(added["main_grad"], before["main_grad"]):
+    """One call after the other; the first thing that is wrong."""
+    expected, num_told = torch.zeros(4, dtype=torch.float64), 0
+    before = expected
+    for number, (one, (is_added, is_overlap)) in enumerate(zip(seen, HOOK_CALLS, strict=True)):
+        expected = expected if is_added else expected + 10.0**number
+        if is_added:
+            _judge_added(one, before)
+        else:
+            _judge_gradient(number, one, expected, is_overlap)
+        _judge_freed(one, is_added, is_overlap)
+        _judge_told(one, num_told, is_added, is_overlap)
+        before, num_told = one["main_grad"], one["num_told"]
+
+
+def _judge_added(one: dict[str, Any], before: torch.Tensor) -> None:
+    if not torch.equal(one["main_grad"], before):
         raise Wrong(
             "a gradient that the layer had added to main_grad itself (grad_added_to_main_grad) was "
             "added once more"
         )
-    if added["flag"]:
+    if one["flag"]:
         raise Wrong(
             "after a gradient that the layer had added, param.grad_added_to_main_grad is still True\n"
             "The layer says that of one microbatch. What becomes of the next one's gradient?"
         )
-    if alone["num_told"] != added["num_told"]:
-        raise Wrong(
-            "without overlap_grad_reduce, the bucket was told of a gradient\nThen it would leave "
-            "during backward, although nobody expects it before the end. What in `self` says whether "
-            "it may?"
-        )
 
 
-def _judge_gradient(number: int, one: dict[str, Any]) -> None:
+def _judge_gradient(
+    number: int, one: dict[str, Any], expected: torch.Tensor, is_overlap: bool
+) -> None:
     if not one["is_a_view"]:
         raise Wrong(
             "after _after_grad, param.main_grad is another tensor: it must stay a view into the "
@@ -222,8 +233,11 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
             "what did yours do "
             "with what was there?"
         )
-    expected = torch.full((4,), sum(10.0**i for i in range(number + 1)), dtype=torch.float64)
-    check_numbers(f"main_grad after microbatch {number}", one["main_grad"], expected)
+    where = _case(False, is_overlap)
+    check_numbers(f"main_grad after microbatch {number}{where}", one["main_grad"], expected)
+
+
+def _judge_freed(one: dict[str, Any], is_added: bool, is_overlap: bool) -> None:
     if one["grad_is_zero"]:
         raise Wrong(
             "_after_grad fills param.grad with zeros, and keeps it\nThe next gradient is right with "
@@ -232,21 +246,44 @@ def _judge_gradient(number: int, one: dict[str, Any]) -> None:
         )
     if not one["grad_is_none"]:
         raise Wrong(
-            "_after_grad leaves param.grad as it is\nThe next backward adds its gradient to it, "
-            "so this microbatch would count again each time; and its memory is held twice. Who "
-            "still needs it?"
+            f"_after_grad leaves param.grad as it is{_case(is_added, is_overlap)}\nThe next backward "
+            "adds its gradient to it, so this microbatch would count again each time; and its memory "
+            "is held twice. Who still needs it?"
         )
-    if one["num_told"] != number + 1:
+
+
+def _judge_told(one: dict[str, Any], before: int, is_added: bool, is_overlap: bool) -> None:
+    often = one["num_told"] - before
+    if not is_overlap and not often:
+        return
+    if not is_overlap:
         raise Wrong(
-            f"after {num_of(number + 1, 'gradient')} the bucket was told "
-            f"{num_of(one['num_told'], 'time')}; with "
-            "overlap_grad_reduce, it counts them, to know when it is complete"
+            "without overlap_grad_reduce, the bucket was told of a gradient\nThen it would leave "
+            "during backward, although nobody expects it before the end. What in `self` says "
+            "whether it may?"
+        )
+    if often != 1:
+        raise Wrong(
+            f"the bucket was told {num_of(often, 'time')} of a gradient"
+            f"{_case(is_added, is_overlap)}\nWith overlap_grad_reduce it counts them, to know when it "
+            "is complete. Which gradients is it to count?"
         )
     if not one["is_told_right"]:
         raise Wrong(
             "_after_grad told another bucket, or told it of another parameter\nEvery bucket counts its "
             "own parameters. Which attribute of `self` knows in which bucket a parameter lies?"
         )
+
+
+def _case(is_added: bool, is_overlap: bool) -> str:
+    """Which kind of call it was, for the end of a sentence; "" for the usual one.
+
+    >>> _case(True, False)
+    ' (the layer had added the gradient itself; overlap_grad_reduce is False)'
+    """
+    words = ["the layer had added the gradient itself"] * is_added
+    words += ["overlap_grad_reduce is False"] * (not is_overlap)
+    return f" ({'; '.join(words)})" if words else ""
 
 
 # -- Two steps --

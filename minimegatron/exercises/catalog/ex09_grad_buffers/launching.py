@@ -39,8 +39,23 @@ class _Group(_ParamAndGradBucketGroup):
     def start_grad_sync(self, force_all_reduce: bool = False) -> None:
         if self.grad_reduce_handles is not None:
             raise Wrong(f"bucket {self.number} was launched twice in one step")
-        self.grad_reduce_handles = []
+        self.grad_reduce_handles = [_Handle(self.number)]
         self.log.append(self.number)
+
+
+class _Handle:
+    """What is under way while backward goes on. Nobody may wait for it yet."""
+
+    def __init__(self, number: int):
+        self._number = number
+
+    def wait(self, timeout: Any = None) -> bool:
+        raise Wrong(
+            f"bucket {self._number} was launched, and then your code waited until it had arrived\n"
+            "What does backward do meanwhile? Who needs the sum, and when?"
+        )
+
+    is_completed = wait
 
 
 def _buckets(sizes: Sequence[int]) -> tuple[list[_Group], list[int]]:

@@ -128,10 +128,9 @@ def _no_weight(error: AttributeError, path: str, case: Case) -> str:
     if case.step["vp"] is None:
         return f"{begin}This chunk holds no copy. Which stages hold one?"
     return (
-        f"{begin}This stage has two chunks. The embedding is in the first chunk of the first "
-        f"stage, the "
-        "output layer in the last chunk of the last; for any other chunk "
-        "shared_embedding_or_output_weight() is None."
+        f"{begin}This stage has two chunks, and the one that your function took holds no copy: there "
+        "shared_embedding_or_output_weight() is None. Which of all chunks of the pipeline does a "
+        "microbatch pass first, and which last?"
     )
 
 

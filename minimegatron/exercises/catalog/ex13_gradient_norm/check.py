@@ -1,5 +1,6 @@
 """Checks the gradient norm: on vectors of known norm, then inside the real optimizer's step."""
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,18 @@ NORM = "minimegatron.core.optimizer.clip_grads.get_grad_norm_fp32"
 REPLACES = (SELECTION, NORM, OPTIMIZER + "_counted_params")
 BIAS = "decoder.layers.1.mlp.linear_fc2.bias"
 VECTORS, STEPS = "norms of vectors", "norms in a step"
+VECTOR_CASES = [
+    *((p, "a vector", "float64", 1) for p in (2.0, 1.0, 3.0, math.inf)),
+    (math.inf, "a vector, over a list of two groups", "float64", 2),
+    (3.0, "a vector, over a list of two groups", "float64", 2),
+    (2.0, "large float32 gradients", "float32", 1),
+]
+"""p, in words, the gradients' dtype, and over how many groups in turn."""
+LARGE = 1e25
+"""Its square is no float32."""
 WORLD = 4
+PAIRS = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+"""Two ways to divide the ranks: pairs of the first, then of the second, reach all."""
 MOST_SENT = 64
 """Bytes that a rank gives to the collectives of one norm: some numbers, and no gradient."""
 
@@ -49,8 +61,10 @@ def cases(seed: int) -> list[Case]:
         "2 stages, ZeRO-1 over 2 replicas": step(pp=2, distributed_optimizer=True),
         "nothing tied, SwiGLU": step(tp=2, pp=2, tied=False, swiglu=True),
     }
-    powers = (2.0, 1.0, 3.0, math.inf)
-    vectors = [Case(f"{p:g}-norm of a vector", part=VECTORS, p=p, seed=data) for p in powers]
+    vectors = [
+        Case(f"{p:g}-norm of {what}", part=VECTORS, p=p, seed=data, dtype=dtype, groups=groups)
+        for p, what, dtype, groups in VECTOR_CASES
+    ]
     steps = [Case(name, part=STEPS, step=cut, without="") for name, cut in cuts.items()]
     name = "2 stages, a parameter without a gradient"
     return [*vectors, *steps, Case(name, part=STEPS, step=step(pp=2), without=BIAS)]
@@ -87,6 +101,10 @@ def _require_number(norm: Any, what: str, rank: int) -> None:
         raise Wrong(
             f"rank {rank}: the {what} is {norm!r}, a {type(norm).__name__}; return a Python number"
         )
+    if isinstance(norm, int) and norm.bit_length() > 1000:
+        raise Wrong(
+            f"rank {rank}: the {what} is an int of {norm.bit_length()} bits; return a float"
+        )
 
 
 # -- A vector --
@@ -96,18 +114,27 @@ def _pieces(case: Case, rank: int) -> tuple[list[torch.Tensor], list[torch.Tenso
     """All pieces, and the rank's own: rank r holds r of them, so rank 0 holds none."""
     generator = torch.Generator().manual_seed(case.seed + 3)
     pieces = [torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(6)]
+    if case.dtype == "float32":
+        pieces = [(piece * LARGE).float() for piece in pieces]
     first = rank * (rank - 1) // 2
     return pieces, pieces[first : first + rank] if rank else []
 
 
 def _run_vector(student: ModuleType, case: Case) -> dict[str, Any]:
     _, mine = _pieces(case, dist.get_rank())
+    groups = dist.group.WORLD if case.groups == 1 else list(_pairs())
     with all_sent_counted() as sent:
-        norm = student.get_grad_norm_fp32(iter(mine), case.p, dist.group.WORLD)
+        norm = student.get_grad_norm_fp32(iter(mine), case.p, groups)
     dist.barrier()
     _, mine = _pieces(case, dist.get_rank())
     alone = student.get_grad_norm_fp32(iter(mine), case.p, None)
     return {"norm": norm, "alone": alone, "sent": _plain(sent)}
+
+
+@functools.cache
+def _pairs() -> list[dist.ProcessGroup]:
+    """This rank's pair of each of the two ways; made by all ranks together."""
+    return [dist.new_subgroups_by_enumeration(pairs)[0] for pairs in PAIRS]
 
 
 def _plain(sent: SentTensors) -> list[Any]:
@@ -130,13 +157,13 @@ def _judge_vector(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     for rank, norm in enumerate(norms):
         _require_number(norm, f"{p:g}-norm", rank)
     for rank, answer in enumerate(answers):
-        pieces, mine = _pieces(case, rank)
+        pieces, mine = ([one.double() for one in some] for some in _pieces(case, rank))
         expected = torch.linalg.vector_norm(torch.cat(pieces).reshape(-1), p).item()
         if not math.isclose(norms[rank], expected, rel_tol=1e-9):
             found, wanted = told_apart(norms[rank], expected)
             raise Wrong(
                 f"rank {rank}: the {p:g}-norm is {found}, expected {wanted}, the norm of "
-                f"all ranks' gradients\n{_why_vector(norms, p, pieces, rank)}"
+                f"all ranks' gradients\n{_why_vector(norms, case, pieces, rank)}"
             )
         own = torch.linalg.vector_norm(torch.cat(mine).reshape(-1), p).item() if mine else 0.0
         check_numbers(f"the {p:g}-norm without a group", answer["alone"], own, rank)
@@ -144,13 +171,20 @@ def _judge_vector(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
     return Result({"norm": f"{answers[0]['norm']:.6g}", "ranks": WORLD})
 
 
-def _why_vector(norms: list[float], p: float, pieces: list[torch.Tensor], rank: int) -> str:
-    norm = norms[rank]
+def _why_vector(norms: list[float], case: Case, pieces: list[torch.Tensor], rank: int) -> str:
+    norm, p = norms[rank], case.p
+    if not math.isfinite(norm) and case.dtype == "float32":
+        return (
+            f"These gradients are float32, and about {LARGE:g}. What is the largest number that "
+            "float32 has, and in which dtype are your powers?"
+        )
     ranks = [torch.cat(pieces[r * (r - 1) // 2 :][:r]).reshape(-1) for r in (1, 2, 3)]
     of_ranks = [torch.linalg.vector_norm(vector, p).item() for vector in ranks]
     whole = torch.linalg.vector_norm(torch.cat(pieces).reshape(-1), p).item()
     mine = of_ranks[rank - 1] if rank else 0.0
     if words := rounding_words(norm, whole):
+        return words
+    if case.groups == 2 and (words := _of_one_pair(norm, p, ranks)):
         return words
     if p == math.inf:
         return (
@@ -184,12 +218,49 @@ def _why_vector(norms: list[float], p: float, pieces: list[torch.Tensor], rank: 
             "That is the sum of the tensors' norms. Norms do not add up: when is the root to be "
             "taken?"
         )
-    if math.isclose(norm, whole**p, rel_tol=1e-9):
-        return f"That is the right number to the power of {p:g}. What is still to be done to it?"
+    if words := _why_sum(norm, p, torch.cat(pieces), whole):
+        return words
     return (
         "No usual slip gives that number. Take two ranks that have (3) and (4): what has each of them "
         "before the exchange, after it, and at the end?"
     )
+
+
+def _why_sum(norm: float, p: float, elements: torch.Tensor, whole: float) -> str:
+    """Words for another sum of powers than the right one, or another root of it; else ""."""
+    for k in range(2, 17):
+        if math.isclose(norm, whole * k ** (1 / p), rel_tol=1e-9):
+            return (
+                f"The sum of |x|^{p:g} is {k} times the right one. Over which ranks did each of your "
+                "sums run, and over which were they to?"
+            )
+    if math.isclose(norm, whole**p, rel_tol=1e-9):
+        return f"That is the right number to the power of {p:g}. What is still to be done to it?"
+    if math.isclose(norm, whole ** (p / 2), rel_tol=1e-9):
+        return (
+            f"That is the square root of the sum of |x|^{p:g}. Which root does norm_type ask for?"
+        )
+    # The power, and not the root: that sum may be negative.
+    if abs(norm) < 1e99 and math.isclose(norm**p, elements.pow(p).sum().item(), rel_tol=1e-9):
+        return (
+            "In that sum negative elements were taken away from the others. What of an element does "
+            f"the formula raise to the power of {p:g}?"
+        )
+    return ""
+
+
+def _of_one_pair(norm: float, p: float, ranks: list[torch.Tensor]) -> str:
+    """Words for a norm that only one of the two groups has made; else ""."""
+    held = [ranks[0][:0], *ranks]
+    for pairs, which in zip(PAIRS, ("first", "second"), strict=True):
+        for pair in pairs:
+            theirs = torch.cat([held[rank] for rank in pair])
+            if math.isclose(norm, torch.linalg.vector_norm(theirs, p).item(), rel_tol=1e-9):
+                return (
+                    f"That is the norm of ranks {pair[0]} and {pair[1]}, a group of the {which} of the "
+                    "two in grad_stats_parallel_group. Which elements does the other one bring?"
+                )
+    return ""
 
 
 # -- A step --

@@ -250,8 +250,8 @@ def _unchanged_words(reference: Reference, rank: int, number: int) -> str:
     return (
         f"rank {reference.who(rank)}: after _reduce in step {number}, this rank's shard of "
         "bucket.grad_data still holds the gradients of this rank alone\n"
-        "Look at _reduce: the sum went elsewhere. The output of reduce_scatter must be a slice of "
-        "bucket.grad_data, a view, and not a new tensor or a copy."
+        "Look at _reduce: the sum went elsewhere. Which tensor did you give reduce_scatter as its "
+        "output, and whose memory is that?"
     )
 
 

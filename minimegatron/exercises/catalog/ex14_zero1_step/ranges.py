@@ -82,14 +82,14 @@ def _judge_shard(rank: int, d: int, bucket: torch.Tensor, found: dict[str, Any])
         if is_run and len(places) == size and places[0] % size == 0:
             lines.append(f"That is the slice of rank {places[0] // size}.")
         elif is_run and places[0] != first:
-            lines.append(f"Rank r's slice begins at r * (length // {d}).")
+            lines.append(f"All {d} slices are of one length. Where does this rank's begin?")
         elif len(places) != size:
             lines.append(f"A slice has length // {d} = {size} elements, yours has {len(places)}.")
         raise Wrong("\n".join(lines))
     if found["at"] != first:
         raise Wrong(
-            f"{who} returns a copy; the reduce-scatter must write into the buffer itself: return a "
-            "slice"
+            f"{who} returns a copy of the right elements\nThe reduce-scatter writes into what you "
+            "return. In whose memory does the optimizer look for it afterwards?"
         )
 
 
@@ -112,13 +112,13 @@ def _range_words(
         f"  this rank's shard of bucket {bucket_id} is [{first}, {first + size}) of the buffer",
     ]
     if right is None:
-        lines.append("The two do not overlap: leave the parameter out.")
+        lines.append("The two do not overlap. What has this rank to update of it?")
         return "\n".join(lines)
     in_buffer = (right[0] + start, right[1] + start)
     if yours == in_buffer:
         lines.append(
-            f"[{in_buffer[0]}, {in_buffer[1]}) is the overlap, counted from the buffer's beginning; "
-            f"count from the parameter's: subtract {start}."
+            f"[{in_buffer[0]}, {in_buffer[1]}) is the overlap, counted from the buffer's beginning. "
+            f"The optimizer has {name} alone: from where does it count?"
         )
     elif bucket.offset and yours != right:
         lines.append(
@@ -127,7 +127,7 @@ def _range_words(
         )
     else:
         lines.append(
-            f"Their overlap is [{in_buffer[0]}, {in_buffer[1]}); minus {start}, where {name} begins."
+            f"Their overlap is [{in_buffer[0]}, {in_buffer[1]}). Which numbers has it within {name}?"
         )
     return "\n".join(lines)
 

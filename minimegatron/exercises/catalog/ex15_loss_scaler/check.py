@@ -22,7 +22,10 @@ UNSCALE = (
 UPDATE = "minimegatron.core.optimizer.grad_scaler.DynamicGradScaler.update"
 REPLACES = (UNSCALE, UPDATE)
 PATHS, TRAINING = "the scale alone", "a training"
-OK, INF, NAN = "ok", "Inf", "NaN"
+OK, INF, MINUS_INF, NAN = "ok", "Inf", "-Inf", "NaN"
+FAULTS = {INF: (math.inf, "an Inf"), MINUS_INF: (-math.inf, "a -Inf"), NAN: (math.nan, "a NaN")}
+"""The number, and how it is called."""
+BIAS = "decoder.layers.1.mlp.linear_fc2.bias"
 WORLD = 4
 SCALERS = [(2, 2, 2.0, 0.5, 128.0), (3, 1, 4.0, 0.5, 256.0), (4, 3, 2.0, 0.25, 16.0)]
 """Window, hysteresis, growth and backoff factor, least scale; it begins at 1024."""
@@ -45,14 +48,19 @@ def cases(seed: int) -> list[Case]:
         for window, hysteresis, up, down, least in SCALERS
     ]
     both = {"seed": data_seed(seed), "loss_scale": 1024.0, "num_microbatches": 1}
+    # In the last step of the first one a parameter has no gradient.
     where = {
-        "2 stages, 2 tensor-parallel ranks": StepCase(tp=2, pp=2, **both),
-        "2 stages, ZeRO-1 over 2 replicas": StepCase(pp=2, distributed_optimizer=True, **both),
+        "2 stages, 2 tensor-parallel ranks": (StepCase(tp=2, pp=2, **both), BIAS),
+        "2 stages, ZeRO-1 over 2 replicas": (
+            StepCase(pp=2, distributed_optimizer=True, **both),
+            "",
+        ),
     }
     # Every rank but the first is once the only one that sees it.
-    faults = [(OK, 0), (INF, 3), (NAN, 1), (INF, 2), (OK, 0)]
+    faults = [(OK, 0), (INF, 3), (NAN, 1), (MINUS_INF, 2), (OK, 0)]
     return paths + [
-        Case(name, part=TRAINING, step=step.values, faults=faults) for name, step in where.items()
+        Case(name, part=TRAINING, step=step.values, faults=faults, without=without)
+        for name, (step, without) in where.items()
     ]
 
 
@@ -69,7 +77,7 @@ def run(student: ModuleType, case: Case) -> Any:
     if case.part == PATHS:
         return _run_path(student, case)
     step, steps = on_these_ranks(case.step), []
-    for number, (fault, rank) in enumerate(case.faults):
+    for number, (_, rank) in enumerate(case.faults):
 
         def agreeing(optimizer: Any, number: int = number, rank: int = rank) -> bool:
             grads = _Gradients(optimizer)
@@ -77,11 +85,11 @@ def run(student: ModuleType, case: Case) -> Any:
                 found = student._unscale_main_grads_and_check_for_nan(optimizer)
             _check_agreement(found, number, rank, case.faults[number][0])
             _check_groups(optimizer, number, asked)
-            grads.check(number, is_finite=not found)
+            grads.check(number, found)
             return found
 
         with installed(agreeing, UNSCALE), installed(student.update, UPDATE):
-            steps.append(_train(step, number, fault, is_here=dist.get_rank() == rank))
+            steps.append(_train(step, case, number, is_here=dist.get_rank() == rank))
     weights = {name: param.detach().clone() for name, param in step.parameters()}
     return {"steps": steps, "weights": weights}
 
@@ -91,8 +99,8 @@ def judge(case: Case, answers: Sequence[Any]) -> Result:
     if case.part == PATHS:
         return _judge_path(case, answers[0])
     reference = Reference(case.step, WORLD)
-    for number, (fault, _) in enumerate(case.faults):
-        expected = _train(reference.step, number, fault, is_here=True)
+    for number in range(len(case.faults)):
+        expected = _train(reference.step, case, number, is_here=True)
         for rank, answer in enumerate(answers):
             _judge_step(reference, rank, number, answer["steps"][number], expected)
     full = {name: param.detach() for name, param in reference.step.parameters()}
@@ -195,15 +203,19 @@ PLACES = [(0.0, 0.0), (1.0, 1.0), (0.0, 0.5), (0.5, 1.0)]
 """Which gradient is spoilt, and where in it, by the step's number: 0 for the first, 1 for the last."""
 
 
-def _train(step: GptStep, number: int, fault: str, is_here: bool) -> dict[str, Any]:
+def _train(step: GptStep, case: Case, number: int, is_here: bool) -> dict[str, Any]:
     """One step, with one element of a gradient spoilt before the optimizer looks."""
     step.forward_backward()
+    fault, _ = case.faults[number]
+    if number == len(case.faults) - 1:
+        for name, param in step.parameters():
+            if name == case.without:
+                param.main_grad = None
     # Without ZeRO-1 replicas would hold the same Inf; those cases have one replica.
     if fault != OK and is_here:
-        bad = math.inf if fault == INF else math.nan
         shards, (which, where) = step.optimizer.shards, PLACES[number % len(PLACES)]
         gradient = shards[int(which * (len(shards) - 1))].model_grad().view(-1)
-        gradient[int(where * (len(gradient) - 1))] = bad
+        gradient[int(where * (len(gradient) - 1))] = FAULTS[fault][0]
     success, norm, _ = step.optimizer.step()
     return {"made": success, "norm": norm, "scale": float(step.optimizer.grad_scaler._scale)}
 
@@ -219,8 +231,8 @@ class _Gradients:
             if param.grad is not None
         ]
 
-    def check(self, number: int, is_finite: bool) -> None:
-        """Raises Wrong unless all of them are divided, where they lie."""
+    def check(self, number: int, found: bool) -> None:
+        """Raises Wrong unless all of them are divided, where they lie; after an overflow, too."""
         who, many = f"step {number}: rank {dist.get_rank()}", len(self.held)
         moved = [param.grad is not grad for param, grad, _ in self.held]
         if any(moved):
@@ -229,18 +241,23 @@ class _Gradients:
                 "Whoever holds the tensor that `.grad` was (a buffer, a view of it) still has the "
                 "scaled numbers."
             )
-        if not is_finite:
-            return
-        same = [torch.allclose(grad, old * self.inverse) for _, grad, old in self.held]
+        same = [
+            torch.allclose(grad, old * self.inverse, equal_nan=True) for _, grad, old in self.held
+        ]
         if not all(same):
+            why = self._why(same)
+            if found:
+                why += " There was an overflow; does the docstring leave such a step out?"
             raise Wrong(
                 f"{who}: {same.count(False)} of {many} gradients were not divided by the loss scale, "
-                f"{1 / self.inverse:g}\n{self._why(same)}"
+                f"{1 / self.inverse:g}\n{why}"
             )
 
     def _why(self, same: list[bool]) -> str:
         first = same.index(False)
         _, grad, old = self.held[first]
+        is_finite = old.isfinite() & grad.isfinite()
+        grad, old = grad[is_finite], old[is_finite]
         ratio = float(grad.norm() / old.norm()) if old.any() else 1.0
         text = f"Gradient {first} of get_parameters() was multiplied by {ratio:.6g}."
         if any(same):
@@ -264,6 +281,12 @@ def _check_groups(optimizer: Any, number: int, asked: list[list[int]]) -> None:
             )
 
 
+UNSEEN = {
+    NAN: ": isinf() is False for NaN. What do Inf and NaN have in common?",
+    MINUS_INF: ", although an Inf was seen. Which of the elements answer your question?",
+}
+
+
 def _check_agreement(found: Any, number: int, rank: int, fault: str) -> None:
     """Raises Wrong, on all ranks alike, unless all ranks answer alike and right."""
     answers: list[Any] = [None] * dist.get_world_size()
@@ -274,18 +297,12 @@ def _check_agreement(found: Any, number: int, rank: int, fault: str) -> None:
     said = ", ".join(f"rank {r} says {answer!r}" for r, answer in enumerate(answers))
     if not all(isinstance(answer, bool) for answer in answers):
         raise Wrong(f"step {number}: {said}; return a bool")
-    what = f"rank {rank} has {'an Inf' if fault == INF else 'a NaN'}" if is_fault else "no overflow"
+    what = f"rank {rank} has {FAULTS[fault][1]}" if is_fault else "no overflow"
     lines = [f"step {number} ({what}): {said}"]
     if not is_fault:
         lines.append("Every gradient is finite, so all should say False.")
     elif not answers[rank]:
-        lines.append(
-            f"Rank {rank} itself did not see it"
-            + (
-                ": isinf() is False for NaN. What do Inf and NaN have in common?" * (fault == NAN)
-                or "."
-            )
-        )
+        lines.append(f"Rank {rank} itself did not see it{UNSEEN.get(fault, '.')}")
     else:
         lines.append(
             "Ranks that say True skip the step, the others update: from now on their weights are "

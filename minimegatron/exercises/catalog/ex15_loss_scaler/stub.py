@@ -26,10 +26,10 @@ from minimegatron.core.optimizer.optimizer import MegatronOptimizer
 
 @torch.no_grad()
 def _unscale_main_grads_and_check_for_nan(self: MegatronOptimizer) -> bool:
-    """Divides every gradient of this rank by the loss scale, in place.
+    """Divides every gradient of this rank by the loss scale, in place, whatever it finds in them.
 
-    Returns True on all ranks if any rank has a gradient that is Inf or NaN, else False on all. Asks the
-    ranks of `self.grad_stats_parallel_groups`, and no others.
+    Returns True on all ranks if any rank has a gradient that is Inf, -Inf or NaN, else False on all.
+    Asks the ranks of `self.grad_stats_parallel_groups`, and no others.
     """
     raise NotImplementedError(
         "Write _unscale_main_grads_and_check_for_nan: multiply each .grad by inv_scale, look for "

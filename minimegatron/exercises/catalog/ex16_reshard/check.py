@@ -51,6 +51,7 @@ def cases(seed: int) -> list[Case]:
         ("three stacked, cut along dimension 0 for 3 ranks, in ranges", (18, column), 0, 3, 5, 3),
         ("stacked, cut along dimension 1 for 3 ranks, in ranges", (row, 12), 1, 2, 3, 3),
         ("three dimensions, cut along the middle one, in ranges", (3, 8, column), 1, 2, 5, 2),
+        ("four stacked, cut along dimension 0", (16, column), 0, 4, 1, 2),
         ("cut for 1 rank: whole, in ranges", (row, column), 0, 1, 3, 1),
     ]
     single = [
@@ -226,7 +227,10 @@ def _judge_boxes(
             cause = _cause(case, tp_rank, start, data, boxes)
             raise Wrong(_misplaced(where, box, full, cause or _advice(start)))
         if not box["is_view"]:
-            raise Wrong(f"{where} holds a copy: what is loaded into it is lost. Make it a view.")
+            raise Wrong(
+                f"{where} holds a copy: what is loaded into it is lost\n"
+                "A box is filled where its data lies. Which of your operations makes new memory?"
+            )
     held = sum(box["data"].numel() for box in boxes)
     if held != data.numel():
         raise Wrong(

@@ -36,6 +36,12 @@ def cases(seed: int) -> list[Case]:
         "a loss of five layers": (24, 3, 1, 4, 20),
         "nearly nothing at the ends": (23, 4, 2, 5, 1),
         "times below 1": (23, 5, 0.5, 0.3, 1.1),
+        # Filling stages up to about their share, from either end, and mending that is wrong for these.
+        "eight stages, a loss of two layers": (20, 8, 1, 4, 8),
+        "five stages, light ends": (20, 5, 3, 4, 2),
+        "six stages, a loss of three layers": (30, 6, 0.308, 0.306, 0.934),
+        "seven stages, heavy ends": (23, 7, 0.604, 0.218, 0.87),
+        "seven stages, a loss of four layers": (25, 7, 0.41, 0.415, 1.567),
     }
     for i in range(10):
         p, layers = draw.randint(2, 8), draw.randint(2, 30)
