@@ -14,7 +14,8 @@ would have left there, and compares with one process that has all tokens.
 
 Of a parameter you may ask:
 
-    param.main_grad              its gradient on this rank, a piece of a larger buffer: change it in place
+    param.main_grad              its gradient on this rank, a piece of a larger buffer; change it in
+                                 place
     param.tensor_model_parallel  True if the ranks that share it hold different pieces of it; else each
                                  of them holds all of it
     param.allreduce              what your first function has set
