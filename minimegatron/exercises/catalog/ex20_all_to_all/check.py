@@ -227,8 +227,9 @@ def _run_order(student: ModuleType, case: Case) -> dict[str, Any]:
     num_weighed = int((given.probs > 0).sum())
     if isinstance(tokens, torch.Tensor) and len(tokens) == num_weighed != n:
         raise Wrong(
-            f"rank {dist.get_rank()}: permute made {num_of(num_weighed, 'row')} of {n} choices: one has "
-            "a weight of 0\nA weight may be too small for its dtype. Which argument says who chose whom?"
+            f"rank {dist.get_rank()}: permute made {num_of(num_weighed, 'row')} of {n} choices: "
+            "one has a weight of 0\nA weight may be too small for its dtype. Which argument says who "
+            "chose whom?"
         )
     for what, value, shape in (
         ("tokens", tokens, (n, hidden.size(1))),
