@@ -240,7 +240,8 @@ def _judge_scaler(answer: list[dict[str, Any]]) -> None:
             (
                 torch.tensor(EARLIER, dtype=torch.float64),
                 f"It is {EARLIER:g}, the scale that was set when forward ran. "
-                f"set_loss_scale({scale:g}) came after that, and before backward. When is the scale read?",
+                f"set_loss_scale({scale:g}) came after that, and before backward. "
+                "When is the scale read?",
             ),
             (
                 torch.tensor(0.25, dtype=torch.float64),

@@ -283,7 +283,8 @@ def _judge_scaler(answer: list[dict[str, Any]]) -> None:
             (
                 torch.full_like(wanted, EARLIER),
                 f"It is {EARLIER:g}, the scale that was set when forward ran. "
-                f"set_loss_scale({scale:g}) came after that, and before backward. When is the scale read?",
+                f"set_loss_scale({scale:g}) came after that, and before backward. "
+                "When is the scale read?",
             ),
             (
                 torch.full_like(wanted, 0.25),
