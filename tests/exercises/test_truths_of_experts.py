@@ -3,6 +3,7 @@
 A check works out its own truth, so that it and the package can be wrong apart; here they meet.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from minimegatron.exercises.catalog.ex19_router import truth
 from minimegatron.exercises.catalog.ex19_router.data import given_logits
 from minimegatron.exercises.catalog.ex20_all_to_all.data import Tokens
 from minimegatron.exercises.catalog.ex21_expert_gradients import check as gradient_check
+from minimegatron.exercises.catalog.ex21_expert_gradients import solution as gradient_solution
 from minimegatron.exercises.catalog.ex21_expert_gradients.places import WORLD, Places
 from minimegatron.exercises.check import Case
 
@@ -30,6 +32,8 @@ def test_routing_and_its_loss(case):
     )
     for found, right in zip(ours, truth.right_route(case, logits, bias), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+    if case.is_far:  # scores that are 0 are all alike: nobody says which of them a loss counts
+        return
     chosen, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, case.topk, case.score)
     right = truth.scores_for_loss(case, logits)
     torch.testing.assert_close(scores, right, rtol=1e-12, atol=1e-12)
@@ -77,3 +81,26 @@ def test_contributions_of_all_tokens_meet():
                     holders = [r for h in holders for r in places.group("tp", h)]
                 seen = [source for holder in holders for source in places.seen_by(holder, one)]
                 assert sorted(seen) == places.stage(rank)
+
+
+def test_the_mark_is_enough_in_every_layout():
+    """What the solution sums by the mark alone is every token once, in whatever layout of 4 ranks.
+
+    Where e = 1 and t = etp > 1 an expert has the mark of dense parameters; it must not have biases.
+    """
+    num_layouts = 0
+    for tp, pp, cp, ep, etp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4)):
+        if WORLD % (tp * pp * cp) or WORLD % (ep * etp * pp):
+            continue
+        num_layouts += 1
+        places = Places(Case("", tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, seed=0))
+        for rank in range(WORLD):
+            for name, one in places.held(rank).items():
+                param = SimpleNamespace()
+                gradient_solution.set_allreduce(param, one.is_expert, tp, ep, etp)
+                holders = places.group("dp_cp" if param.allreduce else "expt_dp", rank)
+                if param.allreduce and not one.is_cut:
+                    holders = [r for h in holders for r in places.group("tp", h)]
+                seen = [source for holder in holders for source in places.seen_by(holder, one)]
+                assert sorted(seen) == places.stage(rank), (name, tp, pp, cp, ep, etp)
+    assert num_layouts == 39

@@ -24,6 +24,8 @@ REPLACES = (
     "minimegatron.core.transformer.moe.router.TopKRouter.routing",
 )
 CHOICE, LOSS, SCALER, STEP = "the choice", "the loss", "the scaler", "a step"
+EARLIER = 50.0
+"""The scale while the scaler's forward runs; that of the case is set between forward and backward."""
 BY_HAND = {
     "scores": [[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6]],
     "counts": [3, 1],
@@ -51,13 +53,14 @@ def _choices(draw: random.Random, data: int) -> list[Case]:
         "softmax of all, scaled": {"topk": 3, "pre": True, "scaling": 0.5},
         "sigmoid, scaled": {"topk": 2, "score": "sigmoid", "pre": True, "scaling": 2.5},
         "sigmoid, one expert, scaled": {"topk": 1, "score": "sigmoid", "scaling": 2.5},
+        "softmax of all, float32": {"topk": 2, "pre": True, "dtype": "float32"},
+        "softmax of the chosen, one of them far behind": {"topk": 2, "is_far": True},
     }
     found = []
     for number, (name, row) in enumerate(rows.items()):
         sizes = {"tokens": draw.randint(4, 6), "experts": draw.randint(4, 6), "seed": data + number}
-        values = (
-            {"score": "softmax", "pre": False, "scaling": None, "has_bias": False} | sizes | row
-        )
+        values = {"score": "softmax", "pre": False, "scaling": None, "has_bias": False} | sizes
+        values |= {"dtype": "float64", "is_far": False} | row
         found.append(Case(f"{name}, k={row['topk']}", part=CHOICE, **values))
     return found
 
@@ -95,6 +98,7 @@ def _steps(draw: random.Random, data: int) -> list[Case]:
             1,
             2.0,
         ),
+        ("sigmoid and bias, k=2", sigmoid | {"experts": 5, "topk": 2, "tokens": 4}, None, 1, 1.0),
     ]
     return [
         Case(
@@ -186,10 +190,12 @@ def _run_scaler(student: ModuleType) -> list[dict[str, Any]]:
     found = []
     for scale in (1.0, 0.25, 3.0):
         if found:  # before that, nobody has set one
-            student.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
+            student.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(EARLIER, dtype=torch.float64))
         given = torch.tensor([[1.0, -2.0], [4.0, 8.0]], dtype=torch.float64, requires_grad=True)
         loss = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
         output = student.MoEAuxLossAutoScaler.apply(given, loss)
+        if found:
+            student.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
         if not isinstance(output, torch.Tensor):
             raise Wrong(f"MoEAuxLossAutoScaler.apply gives {_kind(output)}; a tensor is expected")
         seen = {"scale": scale, "output": output.detach().clone()}
@@ -230,6 +236,12 @@ def _judge_scaler(answer: list[dict[str, Any]]) -> None:
                 torch.ones_like(wanted),
                 f"It is 1, but set_loss_scale({scale:g}) was called before. The auxiliary loss "
                 "must be scaled as the main loss is: set_loss_scale says how.",
+            ),
+            (
+                torch.tensor(EARLIER, dtype=torch.float64),
+                f"It is {EARLIER:g}, the scale that was set when forward ran. "
+                f"set_loss_scale({scale:g}) came after that, and before backward. "
+                "When is the scale read?",
             ),
             (
                 torch.tensor(0.25, dtype=torch.float64),

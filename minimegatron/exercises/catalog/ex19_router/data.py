@@ -21,8 +21,16 @@ def given_logits(case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = 1.5 * torch.randn(case.tokens, case.experts, generator=draw, dtype=torch.float64)
         bias = given_bias(case, draw)
         if is_clear(logits, bias, case.topk):
-            return logits, bias
+            return _set_apart(logits) if case.is_far else logits, bias
     raise ValueError(f"no clear logits for {case}")
+
+
+def _set_apart(logits: torch.Tensor) -> torch.Tensor:
+    """The same order; but the first token's best is so far before all others that they weigh 0."""
+    apart, best = logits.clone(), int(logits[0].argmax())
+    apart[0] -= 1000.0
+    apart[0, best] = logits[0, best]
+    return apart
 
 
 def given_bias(case: Case, draw: torch.Generator) -> torch.Tensor | None:

@@ -77,7 +77,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
     @staticmethod
     def set_loss_scale(scale: torch.Tensor) -> None:
-        """From now on, this is the auxiliary losses' gradient."""
+        """From now on, this is the auxiliary losses' gradient, also of those attached before."""
         raise NotImplementedError("Write MoEAuxLossAutoScaler.set_loss_scale: keep it on the class")
 
 

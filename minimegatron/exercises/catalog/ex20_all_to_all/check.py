@@ -14,6 +14,7 @@ from minimegatron.exercises.bench.feedback import num_of
 from minimegatron.exercises.bench.known_mistakes import check_known
 from minimegatron.exercises.bench.sent_bytes import all_sent_counted
 from minimegatron.exercises.catalog.ex20_all_to_all.data import (
+    HIDDEN,
     WORLD,
     Tokens,
     expert_weight,
@@ -42,14 +43,15 @@ EXCHANGE, ORDER, LAYER = "the exchange", "the order", "a layer"
 def cases(seed: int) -> list[Case]:
     """Uneven exchanges, tokens in order, then layers in which some ranks get or send nothing."""
     draw, data = random.Random(seed), data_seed(seed)
+    wide, deep = [HIDDEN], [8, HIDDEN // 8]
     exchanges = {
-        "a group of 4": (4, "float64", _uneven(draw, 4)),
-        "two groups of 2, float32": (2, "float32", _uneven(draw, 2)),
-        "a group of 4, one of each kind": (4, "float64", _of_each_kind(draw)),
+        "a group of 4": (4, "float64", wide, _uneven(draw, 4)),
+        "two groups of 2, float32": (2, "float32", deep, _uneven(draw, 2)),
+        "a group of 4, one of each kind": (4, "float64", wide, _of_each_kind(draw)),
     }
     found = [
-        Case(name, part=EXCHANGE, ep=ep, dtype=dtype, matrix=matrix, seed=data + number)
-        for number, (name, (ep, dtype, matrix)) in enumerate(exchanges.items())
+        Case(name, part=EXCHANGE, ep=ep, dtype=dtype, row=row, matrix=matrix, seed=data + number)
+        for number, (name, (ep, dtype, row, matrix)) in enumerate(exchanges.items())
     ]
     # Nobody chooses expert 3, and one token chooses nobody.
     chosen = [_choices(draw, 6, (0, 1, 2, 4), 2) for _ in range(WORLD)]
@@ -63,8 +65,10 @@ def cases(seed: int) -> list[Case]:
 def _layers(draw: random.Random, data: int) -> list[Case]:
     nobody: list[list[int]] = [[] for _ in range(4)]
     drawn = [_choices(draw, 4, range(2, 8), 2) for _ in range(4)]
+    # A rank's last token chooses nobody: how many there are is not told by those that were sent.
+    first = [[*_choices(draw, 5, range(8), 2)[: 4 + (i != 1)], *[[]] * (i == 1)] for i in range(4)]
     kinds = {
-        "2 experts on each of 4 ranks": (2, 4, [_choices(draw, 5, range(8), 2) for _ in range(4)]),
+        "2 experts on each of 4 ranks": (2, 4, first),
         "two groups of 2 ranks, 3 experts on each": (
             3,
             2,
@@ -162,13 +166,15 @@ def _run_exchange(student: ModuleType, case: Case, group: Any, phase: Phase) -> 
     with all_sent_counted() as counter:
         output = student.all_to_all(group, entered, got, sent)
     phase.end(group)
-    _is_tensor(output, (sum(got), entered.size(1)), "what all_to_all returned")
+    _is_tensor(output, (sum(got), *entered.shape[1:]), "what all_to_all returned")
     if output.dtype != entered.dtype:
         raise Wrong(
             f"rank {rank}: all_to_all made {output.dtype} of {entered.dtype}; the dtype stays"
         )
     found = {"output": output.detach().clone(), "sent": _sent(counter)}
     dist.barrier()
+    # Another exchange, over another group maybe, before the backward of this one.
+    student.all_to_all(dist.group.WORLD, torch.ones(WORLD, 1), [1] * WORLD, [1] * WORLD)
     _backward(phase, output, grads_of(case, rank), group)
     if entered.grad is None:
         raise Wrong(f"rank {rank}: the backward of all_to_all returned no gradient for its input")
@@ -218,6 +224,13 @@ def _run_order(student: ModuleType, case: Case) -> dict[str, Any]:
         raise Wrong("permute must return (tokens, probs, numbers of the tokens)")
     n = int(given.map.sum())
     tokens, weights, indices = returned
+    num_weighed = int((given.probs > 0).sum())
+    if isinstance(tokens, torch.Tensor) and len(tokens) == num_weighed != n:
+        raise Wrong(
+            f"rank {dist.get_rank()}: permute made {num_of(num_weighed, 'row')} of {n} choices: "
+            "one has a weight of 0\nA weight may be too small for its dtype. Which argument says who "
+            "chose whom?"
+        )
     for what, value, shape in (
         ("tokens", tokens, (n, hidden.size(1))),
         ("probs", weights, (n,)),
@@ -258,16 +271,32 @@ def _run_layer(student: ModuleType, case: Case, group: Any, phase: Phase) -> dic
     experts = [expert_weight(case, rank, number).requires_grad_() for number in numbers]
     parts = zip(tokens.split(counts), experts, weights.split(counts), strict=True)
     outputs = torch.cat([run_expert(*part) for part in parts])
+    before = _combined_before_another(student, given, outputs, state, group, phase)
     phase.begin("combine")
     with all_sent_counted() as counter:
         output = student.combine(outputs, state)
     phase.end(group)
     _is_tensor(output, hidden.shape, "what combine returned")
     found |= {"sent": sent, "sent_back": _sent(counter), "output": output.detach().clone()}
+    found |= {"before": before}
     dist.barrier()
     _backward(phase, output, given.grad, group)
     gradients = {"of_hidden": hidden.grad, "of_probs": probs.grad}
     return found | gradients | {"of_experts": [expert.grad for expert in experts]}
+
+
+def _combined_before_another(
+    student: ModuleType, given: Tokens, outputs: torch.Tensor, state: Any, group: Any, phase: Phase
+) -> torch.Tensor:
+    """What combine gives before other tokens are dispatched; then they are."""
+    phase.begin("combine")
+    before = student.combine(outputs.detach(), state)
+    phase.end(group)
+    phase.begin("dispatch")
+    student.dispatch(given.hidden.flip(0), given.map.flip(0), given.probs.flip(0), group)
+    phase.end(group)
+    _is_tensor(before, given.hidden.shape, "what combine returned")
+    return before.detach().clone()
 
 
 def _checked(returned: Any, case: Case) -> tuple[torch.Tensor, list[int], torch.Tensor, Any]:

@@ -29,14 +29,17 @@ def members(case: Case, rank: int) -> list[int]:
 
 def rows_of(case: Case, rank: int) -> torch.Tensor:
     """What a rank sends: `case.matrix[i][j]` rows from the i-th of its group to the j-th."""
-    rows = draw(case, 100 + rank, sum(case.matrix[rank % case.ep]), HIDDEN)
-    return rows.to(getattr(torch, case.dtype))
+    return _rows(case, 100 + rank, sum(case.matrix[rank % case.ep]))
 
 
 def grads_of(case: Case, rank: int) -> torch.Tensor:
     """The gradient of what a rank has got."""
-    grads = draw(case, 200 + rank, sum(row[rank % case.ep] for row in case.matrix), HIDDEN)
-    return grads.to(getattr(torch, case.dtype))
+    return _rows(case, 200 + rank, sum(row[rank % case.ep] for row in case.matrix))
+
+
+def _rows(case: Case, which: int, num: int) -> torch.Tensor:
+    """[num, *case.row]."""
+    return draw(case, which, num, *case.row).to(getattr(torch, case.dtype))
 
 
 # -- A layer --
@@ -54,6 +57,10 @@ class Tokens:
             self.map[token, experts] = True
         weights = draw(case, 400 + rank, num_tokens, num_experts).abs() + 0.1
         self.probs = weights * self.map
+        # A softmax may give 0 to one that was chosen all the same.
+        several = [token for token, experts in enumerate(self.chosen) if len(experts) > 1]
+        for token in several[:1]:
+            self.probs[token, self.chosen[token][-1]] = 0.0
         self.grad = draw(case, 500 + rank, num_tokens, HIDDEN)
 
 

@@ -96,6 +96,12 @@ def judge_layer(case: Case, answers: Sequence[dict[str, Any]]) -> Result:
         judge_sent(f"rank {rank}: dispatch", "token", own, needed, answer["sent"])
         came = sum(answer["counts"]) * HIDDEN * 8
         judge_sent(f"rank {rank}: combine", "result", came, came, answer["sent_back"])
+        if not torch.allclose(answer["before"], answer["output"]):
+            raise Wrong(
+                f"rank {rank}: combine gives other numbers after another dispatch than before it, of "
+                "the same outputs and the same state\nSeveral microbatches may be under way. What does "
+                "combine read beside its two arguments?"
+            )
         hints = list(_wrong_outputs(case, rank, given))
         check_known("combine's output", answer["output"], outputs[rank], hints, rank)
     for rank, answer in enumerate(answers):

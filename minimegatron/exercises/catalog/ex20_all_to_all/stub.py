@@ -48,7 +48,7 @@ def permute(
     Args:
         tokens: [T, h].
         routing_map: [T, E], bool; True where a token chose an expert. A token may have chosen none.
-        probs: [T, E], how much an expert counts for a token.
+        probs: [T, E], how much an expert counts for a token; may be 0 for one that it chose, too.
 
     Returns (tokens [n, h], probs [n], numbers of the tokens [n]), n being the number of choices.
     Gradients go through the first two.
@@ -78,7 +78,7 @@ def dispatch(
             second, ...; within an expert in any order.
         tokens_per_expert: `local` ints, how many that are of each.
         probs: [n'], in the same order, each of them the one of its token and expert.
-        state: whatever your `combine` needs.
+        state: whatever your `combine` needs. Other tokens may be dispatched before it is called.
 
     Every rank of the group calls it, also one that sends nothing or gets nothing.
     """

@@ -75,9 +75,18 @@ def run(student: ModuleType, case: Case) -> Any:
     if final:
         norm = student.get_grad_norm(list(params.values()), groups)
         return {"norm": norm, "unchanged": _unchanged(params, gradients)}
-    student.sum_over_tensor_ranks(list(params.values()), groups)
-    student.reduce_gradients(list(params.values()), groups)
-    return {name: param.main_grad for name, param in params.items()}
+    left, replaced = {name: param.main_grad for name, param in params.items()}, []
+    for function in (student.sum_over_tensor_ranks, student.reduce_gradients):
+        function(list(params.values()), groups)
+        others = [name for name, param in params.items() if not _is_in(left[name], param.main_grad)]
+        replaced = replaced or [(function.__name__, name) for name in others]
+    found = {name: param.main_grad for name, param in params.items()}
+    return {"gradients": found, "replaced": replaced[:1]}
+
+
+def _is_in(buffer: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a gradient is still where backward has left it."""
+    return gradient is buffer or gradient.data_ptr() == buffer.data_ptr()
 
 
 def _params(
@@ -110,7 +119,14 @@ def judge(case: Case, answers: Sequence[Any]) -> Result | None:
         for index, (name, one) in enumerate(places.held(rank).items()):
             known = _known(places, rank, index, one.is_expert)
             sizes = {"dp": case_dp(places), "cp": case.cp, "e": case.ep, "etp": case.etp}
-            check_known(f"the gradient of {name}", answer[name], wanted[name], known, rank, sizes)
+            found = answer["gradients"][name]
+            check_known(f"the gradient of {name}", found, wanted[name], known, rank, sizes)
+        for function, name in answer["replaced"]:
+            raise Wrong(
+                f"rank {rank}: after {function} the main_grad of {name} is another tensor than before\n"
+                "Its numbers are right. But it was a piece of a buffer with all gradients, and the "
+                "optimizer looks there. What stands in that piece now?"
+            )
     d, c = case_dp(places), case.cp
     copies = f"{places.num_copies} rank{'s' * (places.num_copies > 1)}"
     words = f"over d x c = {d} x {c} losses; the same expert on {copies}"

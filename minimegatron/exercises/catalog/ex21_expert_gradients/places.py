@@ -36,6 +36,8 @@ class Places:
         self.expert = [expert.coordinates(rank) for rank in range(WORLD)]
         self.num_losses = dense.dp * dense.cp
         self.num_copies = expert.dp
+        # Experts that are cut as dense layers are have the same mark, and so cut parameters only.
+        self.has_biases = case.ep > 1 or case.etp != case.tp or case.tp == 1
 
     def group(self, kind: str, rank: int) -> list[int]:
         """The rank's group of a kind, as global ranks."""
@@ -55,7 +57,8 @@ class Places:
             for number in range(first, first + per_rank):
                 described[f"expert{number}.fc1"] = Described((4, 3), True, case.etp > 1)
                 # Not cut, also where experts are: the ranks of expt_tp each hold all of it.
-                described[f"expert{number}.bias"] = Described((2,), True, False)
+                if self.has_biases:
+                    described[f"expert{number}.bias"] = Described((2,), True, False)
         return described
 
     def piece(self, rank: int, one: Described, whole: torch.Tensor) -> torch.Tensor:

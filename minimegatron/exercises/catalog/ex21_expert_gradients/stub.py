@@ -14,7 +14,8 @@ would have left there, and compares with one process that has all tokens.
 
 Of a parameter you may ask:
 
-    param.main_grad              its gradient on this rank; change it in place
+    param.main_grad              its gradient on this rank, a piece of a larger buffer; change it in
+                                 place
     param.tensor_model_parallel  True if the ranks that share it hold different pieces of it; else each
                                  of them holds all of it
     param.allreduce              what your first function has set
@@ -56,7 +57,8 @@ def sum_over_tensor_ranks(
     Each of the t ranks of `groups.tp` has a part of the sequence (sequence parallelism). A dense
     parameter that is cut has seen all of it, because the layer gathers its input. One that is not cut
     (a norm, the router, a bias) has seen this rank's part only. An expert's parameter has seen every
-    token that came to the expert, from whichever rank.
+    token that came to the expert, from whichever rank. An expert that is cut as dense layers are, and
+    needs no groups of its own, has cut parameters only (such an expert has no biases).
     """
     raise NotImplementedError("Write sum_over_tensor_ranks: which gradients are terms of a sum?")
 

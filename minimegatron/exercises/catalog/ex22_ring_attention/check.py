@@ -100,8 +100,11 @@ def _run_forward(student: ModuleType, case: Case, group: Any) -> dict[str, Any]:
     given, (query, key, value, _) = _own(case)
     ring = Ring(group, "ring_forward")
     arguments = (query, key, value, given.scale, ring)
-    output, lse = _called(lambda: student.ring_forward(*arguments), ring, (query, key, value), 2)
-    return {"output": output, "lse": lse, "sent": ring.num_sent, "beside": ring.num_beside}
+    names = ("query", "key", "value")
+    found = _called(
+        student.ring_forward, ring, dict(zip(names, arguments, strict=False)), arguments
+    )
+    return dict(zip(("output", "lse"), found, strict=True)) | _noticed(ring)
 
 
 def _run_backward(student: ModuleType, case: Case, group: Any) -> dict[str, Any]:
@@ -110,9 +113,16 @@ def _run_backward(student: ModuleType, case: Case, group: Any) -> dict[str, Any]
     output, lse = (tensor[:, given.own] for tensor in _whole_attention(given))
     ring = Ring(group, "ring_backward")
     arguments = (grad, query, key, value, output, lse, given.scale, ring)
-    found = _called(lambda: student.ring_backward(*arguments), ring, (query, key, value), 3)
-    found = dict(zip(GRADIENTS, found, strict=True))
-    return found | {"sent": ring.num_sent, "beside": ring.num_beside}
+    names = ("grad_output", "query", "key", "value", "output", "lse")
+    found = _called(
+        student.ring_backward, ring, dict(zip(names, arguments, strict=False)), arguments
+    )
+    return dict(zip(GRADIENTS, found, strict=True)) | _noticed(ring)
+
+
+def _noticed(ring: Ring) -> dict[str, Any]:
+    """What a function sent, computed beside the hops, and multiplied."""
+    return {"sent": ring.num_sent, "beside": ring.num_beside, "pairs": ring.pairs}
 
 
 def _whole_attention(given: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,23 +133,31 @@ def _whole_attention(given: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _called(
-    function: Callable[[], Any], ring: Ring, given: tuple[torch.Tensor, ...], num: int
+    function: Callable[..., Any], ring: Ring, given: dict[str, torch.Tensor], arguments: tuple
 ) -> list[torch.Tensor]:
-    """What a function of the ring returned, once all ranks are out of it."""
-    with ring.watched(*given) as sent:
-        returned = function()
+    """What a function of the ring returned, once all ranks are out of it. `given` are its tensors."""
+    query, kept = given["query"], {name: tensor.clone() for name, tensor in given.items()}
+    with ring.watched(query, given["key"], given["value"]) as sent:
+        returned = function(*arguments)
     if sent.calls:
         raise Wrong(
             f"{ring}, your code sends something past the ring: {sent.words()}\nWith the ring "
             "alone no rank ever holds all keys and values. That is what it is for."
         )
     ring.end()
+    for name, tensor in given.items():
+        if not torch.equal(tensor, kept[name]):
+            raise Wrong(
+                f"{ring}: {name} was changed in place\nIt is the caller's, and other numbers stand in "
+                "it now. Who else reads it, later?"
+            )
+    num = 3 if "lse" in given else 2
     names = {2: "(output, lse)", 3: "(of query, of key, of value)"}[num]
     if not isinstance(returned, tuple) or len(returned) != num:
         kind = "None (was `return` forgotten?)" if returned is None else type(returned).__name__
         raise Wrong(f"{ring}: {kind} was returned; {names} is expected")
     for place, one in enumerate(returned):
-        wanted = list(given[0].shape[: 2 if num == 2 and place else 3])
+        wanted = list(query.shape[: 2 if num == 2 and place else 3])
         shape = list(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
         if shape != wanted:
             raise Wrong(f"{ring}: of {names}, number {place} is {shape}; {wanted} is expected")
@@ -179,6 +197,15 @@ def _judge_overlap(case: Case, answers: Sequence[dict[str, Any]], name: str) -> 
                 f"rank {rank}: the numbers are right, but {name} computes beside {answer['beside']} of "
                 f"{num_of(wanted, 'hop')} of keys and values: while the others travel, the rank waits\n"
                 "Which keys does the rank have in the meantime, and what could it do with them?"
+            )
+    for rank, answer in enumerate(answers):
+        own, *others = answer["pairs"]
+        if own and sum(others) > 0.75 * own * wanted:
+            of_others = "; of those that came: " + ", ".join(map(str, others))
+            raise Wrong(
+                f"rank {rank}: the numbers are right, but {name} makes about as many scores with keys "
+                f"of other ranks as with its own: {own}{of_others}\nOf its own some pairs are masked. "
+                "Of the others' it needs every second one. Which slices does block_of_step give?"
             )
 
 

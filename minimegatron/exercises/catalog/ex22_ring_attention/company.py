@@ -3,6 +3,7 @@
 Megatron has no counterpart.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,8 @@ class Company(TorchFunctionMode):
         self._marks: dict[int, Marks] = {}
         self._scored: set[int] = set()
         self._scored_alone: set[int] = set()
+        self.num_scores: Counter[int] = Counter()
+        """By the hops that keys had made: numbers in the products of these keys and the query."""
         self._mark(query, frozenset([QUERY]))
         for key in keys:
             self._mark(key, frozenset([0]))
@@ -82,6 +85,7 @@ class Company(TorchFunctionMode):
         returned = function(*args, **kwargs)
         if name in PRODUCTS:
             self._notice(found)
+            self._count(name, found, returned)
         if not any(word in name for word in EMPTY):
             made = args[:1] if name == "__setitem__" else tree_leaves(returned)
             replaced = name == "copy_" or name == "__setitem__" and args[1] in (..., slice(None))
@@ -102,3 +106,9 @@ class Company(TorchFunctionMode):
             self._scored.update(*keys)
             if not travelling:
                 self._scored_alone.update(*keys)
+
+    def _count(self, name: str, found: list[Marks], returned: Any) -> None:
+        keys = {marks for marks in found if self._are_keys(marks) and len(marks) == 1}
+        if name in _MATRICES and len(keys) == 1 and frozenset([QUERY]) in found:
+            (hop,) = keys.pop()
+            self.num_scores[hop] += returned.numel()

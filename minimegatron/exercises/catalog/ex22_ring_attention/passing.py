@@ -71,6 +71,11 @@ class Ring:
         return min(hops, self._company.num_hidden) if self._company else 0
 
     @property
+    def pairs(self) -> list[int]:
+        """Scores made of keys that had made 0, 1, ... hops; 0 where nobody could tell."""
+        return [self._company.num_scores[hop] for hop in range(self.size)] if self._company else []
+
+    @property
     def num_hops(self) -> int:
         """Calls of `pass_on`."""
         return len(self._handles)

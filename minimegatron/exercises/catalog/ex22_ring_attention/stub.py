@@ -87,7 +87,8 @@ def ring_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries to all tokens before them, wherever these are.
 
-    While keys and values are on their way, a block is computed: each hop hides behind one.
+    While keys and values are on their way, a block is computed: each hop hides behind one. Blocks have
+    the pairs of `block_of_step`, and no others. What was given stays as it is.
     Returns (output [a, n, d], lse [a, n]).
     """
     raise NotImplementedError("Write ring_forward: pass on, attend, merge")
@@ -105,7 +106,8 @@ def ring_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's query, key and value; other ranks' queries have seen its keys, too.
 
-    Hops of keys and values hide behind blocks here, too; those of gradients need not.
+    Hops of keys and values hide behind blocks here, too; those of gradients need not. What was given
+    stays as it is.
 
     `output` and `lse` are what `ring_forward` returned on this rank. For a block of pairs, with S its
     scaled scores (-inf where a query may not look), dO the gradient of the output O, and i a query:

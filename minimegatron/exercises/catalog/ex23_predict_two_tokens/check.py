@@ -36,6 +36,8 @@ REPLACES = (
 )
 SCALE = 0.75
 """That is set while losses are attached to given states."""
+EARLIER = 50.0
+"""The scale while the scaler's forward runs; that of the case is set between forward and backward."""
 ROLL, SCALER, LOSSES, STEP = "rolling", "the scaler", "the losses", "a step"
 
 
@@ -183,6 +185,10 @@ def _judge_roll(case: Case, answer: list[tuple[torch.Tensor, float]]) -> None:
             moved = torch.cat([given[:, 1:], torch.zeros_like(given[:, :1])], dim=1)
             known.append((moved, "It was moved in the second dimension, and not in the last."))
         if given.dim() > 1 and len(given) > 1:
+            flat = given.reshape(-1)
+            of_next = torch.cat([flat[1:], flat.new_zeros(1)]).view_as(given)
+            words = "The last of a row got the first of the next. Is that one the token after it?"
+            known.append((of_next, words))
             known.append((given.roll(-1, dims=0), "That is another sequence: roll within each."))
         check_known(f"roll_tensor of {given.tolist()}", found, wanted, known)
         what = f"the sum that roll_tensor gives of {given.tolist()}"
@@ -206,11 +212,13 @@ def _run_scaler(student: ModuleType) -> list[dict[str, Any]]:
     found = []
     for scale in (1.0, 0.25, 3.0):
         if found:  # before that, nobody has set one
-            student.MTPLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
+            student.MTPLossAutoScaler.set_loss_scale(torch.tensor(EARLIER, dtype=torch.float64))
         given, loss, arrives = _given_to_scaler()
         given.requires_grad_()
         loss.requires_grad_()
         output = student.MTPLossAutoScaler.apply(given, loss)
+        if found:
+            student.MTPLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
         if not isinstance(output, torch.Tensor) or output.shape != given.shape:
             raise Wrong(
                 f"MTPLossAutoScaler.apply gives {_kind(output)}; the output as it is, "
@@ -273,6 +281,12 @@ def _judge_scaler(answer: list[dict[str, Any]]) -> None:
                 "must be scaled as the main loss is: set_loss_scale says how.",
             ),
             (
+                torch.full_like(wanted, EARLIER),
+                f"It is {EARLIER:g}, the scale that was set when forward ran. "
+                f"set_loss_scale({scale:g}) came after that, and before backward. "
+                "When is the scale read?",
+            ),
+            (
                 torch.full_like(wanted, 0.25),
                 "That is the scale that was set first. A later set_loss_scale replaces it.",
             ),
@@ -321,6 +335,11 @@ def _run_losses(student: ModuleType, case: Case) -> dict[str, Any]:
     if not torch.equal(given[0], batch["labels"]) or not torch.equal(given[1], batch["loss_mask"]):
         raise Wrong("attach_mtp_losses changed the labels or the mask; the main loss needs both")
     for k, one in enumerate(logged):
+        if isinstance(one, torch.Tensor) and one.requires_grad:
+            raise Wrong(
+                f"the mean of depth {k + 1} that attach_mtp_losses returned has a graph (requires_grad "
+                "is True)\nWho writes the log may keep it for many steps. What is kept with it?"
+            )
         if isinstance(one, torch.Tensor) and one.numel() != 1:
             raise Wrong(
                 f"attach_mtp_losses returned {_kind(one)} as the mean of depth {k + 1}; one number is "

@@ -21,6 +21,8 @@ def given_batch(case: Case, which: int) -> dict[str, torch.Tensor]:
     mask = torch.tensor(case.masks[which], dtype=torch.float64)
     generator = torch.Generator().manual_seed(1000 * case.seed + 500 + which)
     text = torch.randint(1, VOCAB, (len(mask), mask.size(1) + 1), generator=generator)
+    # 0 is a token, too, and here a label that counts.
+    text[-1, 3] = 0
     return {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": mask}
 
 

@@ -6,7 +6,7 @@ Write what is made of their outputs. The check works out losses and gradients on
 
     hidden_states   K + 1 tensors [s, b, h]: the model's own, then those of depth 1 to K
     labels          [b, s], int64: at t stands the token after token t
-    loss_mask       [b, s]: 1.0 where a label counts, 0.0 where it does not
+    loss_mask       [b, s]: 1.0 where a label counts, 0.0 where it does not; 0 is a token like others
     f               how much all depths together count (0.1 is usual)
 
 Depth k predicts at t the token that stands k places further on than the label at t. Near the end of a
@@ -49,7 +49,7 @@ class MTPLossAutoScaler(torch.autograd.Function):
 
     @staticmethod
     def set_loss_scale(scale: torch.Tensor) -> None:
-        """From now on, this is the gradient of losses that are attached."""
+        """From now on, this is the gradient of losses that are attached, before or after this call."""
         raise NotImplementedError("Write MTPLossAutoScaler.set_loss_scale: keep it on the class")
 
 

@@ -25,6 +25,8 @@ class Way:
     """The same of the mask; "ones" for a mask that was not looked at."""
     is_masked: bool = True
     """Whether losses are multiplied by the mask."""
+    counts_0: bool = True
+    """Whether token 0 counts as a label."""
     factor: str = "f/K"
     """Or "f", "f/(K+1)" or "1"."""
     divisor: str = "n_k"
@@ -73,6 +75,7 @@ def _depth_loss(
     own_mask = rolled(source, times.get(way.mask, k))
     losses = token_loss(state, rolled(labels, times[way.labels]))
     losses = losses * own_mask if way.is_masked else losses
+    losses = losses if way.counts_0 else losses * (rolled(labels, k) != 0)
     num_0, num_k = float(source.sum()), float(own_mask.sum())
     divisor = max({"n_k": num_k, "n_0": num_0, "1": 1.0}[way.divisor], 1.0)
     f, K = case.f, case.K
@@ -123,6 +126,10 @@ def wrong_ways(case: Case) -> Iterator[tuple[Way, str]]:
     yield (
         replace(right, is_masked=False),
         "It is not multiplied by the mask. Where that is 0, no label counts; at the end there is none.",
+    )
+    yield (
+        replace(right, counts_0=False),
+        "A label 0 does not count in it, but 0 is a token like others. What says which labels count?",
     )
     yield (
         replace(right, state="0"),

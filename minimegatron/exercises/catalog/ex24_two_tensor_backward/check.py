@@ -1,6 +1,8 @@
 """Checks the hand-over, what is freed, the backward of each kind of stage, then whole pipelines."""
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -223,7 +225,8 @@ def _judge_freeing(case: Case, kind: Kind, answer: dict[str, Any]) -> None:
         raise Wrong(
             f"{kind.name}: after free_outputs the output still has {kept}, {after} bytes of "
             f"{before}\nIt was sent, and this stage needs the numbers no more: the layers have saved "
-            "on their own what backward needs. deallocate_output_tensor(..., True) lets it go."
+            "on their own what backward needs. Which function of the imports lets a tensor's memory "
+            "go, and with which option?"
         )
 
 
@@ -251,11 +254,30 @@ def _run_backward(caller: Student, case: Case) -> dict[str, Any]:
             continue
         one = in_flight.pop(i)
         grads = given_grads(case.seed, kind, i)
+        tensors = [*one.inputs, *one.outputs, *(grads or [])]
+        seen = [weakref.ref(tensor) for tensor in tensors if tensor is not None]
         sent.append(caller.backward_step(one.inputs, one.outputs, grads))
+        del one, grads, tensors
+        _judge_kept(kind, i, seen, sent[-1])
         _judge_under_way(kind, sent, as_sent)
         as_sent.append([None if x is None else x.detach().clone() for x in sent[-1]])
     weights = {name: x.grad for name, x in layers.weights.items()}
     return {"inputs": as_sent, "weights": weights}
+
+
+def _judge_kept(kind: Kind, i: int, seen: list[weakref.ref], sent: list) -> None:
+    """Nobody may hold a microbatch's tensors after its backward, but those that are sent."""
+
+    def held() -> int:
+        alive = [tensor for one in seen if (tensor := one()) is not None]
+        return sum(all(tensor is not other for other in sent) for tensor in alive)
+
+    if held() and gc.collect() >= 0 and held():
+        raise Wrong(
+            f"{kind.name}: after the backward of microbatch {i} somebody still holds "
+            f"{num_of(held(), 'tensor')} of its forward and of what came from behind\nA step has many "
+            "microbatches, and their memory must not add up. What in your file outlives a call?"
+        )
 
 
 def _judge_under_way(kind: Kind, sent: list[list], as_sent: list[list]) -> None:

@@ -65,7 +65,8 @@ def backward_step(
     """Backward of one microbatch. Returns one gradient for each input, None for None.
 
     Gradients of the stage's weights add up in their `.grad`, over all microbatches. `inputs` require a
-    gradient. Some stage may have no layer that looks at the encoder's output.
+    gradient. Some stage may have no layer that looks at the encoder's output. Nothing of a microbatch
+    is kept after its backward.
 
     Args:
         inputs, outputs: those of this microbatch's forward; outputs were freed.
