@@ -64,9 +64,8 @@ def import_from_hf(load_dir: Path, save_dir: Path, progress: Progress) -> dict[s
             f"are {', '.join(FAMILIES)}"
         )
     args = family.arguments(config) | {"model_family": family.model_family}
-    files = _weight_files(load_dir)
-    _refuse_quantized(load_dir, config, files)
-    theirs = _read_safetensors(files)
+    _refuse_quantized(load_dir, config)
+    theirs = _read_safetensors(load_dir)
     tensors: list[ShardedTensor] = []
     for weight in family.weights(args):
         missing = [name for name in weight.theirs if name not in theirs]
@@ -217,10 +216,10 @@ def _weight_files(load_dir: Path) -> list[Path]:
         raise ValueError(f"{index} is damaged: it has no weight_map of names") from None
 
 
-def _refuse_quantized(load_dir: Path, config: dict[str, Any], files: list[Path]) -> None:
+def _refuse_quantized(load_dir: Path, config: dict[str, Any]) -> None:
     """Raises ValueError, before weights are read, for some that count only with scales beside them."""
     said = config.get("quantization_config") or config.get("compression_config")
-    name, dtype = next(_not_floats(files), ("", ""))
+    name, dtype = next(_not_floats(_weight_files(load_dir)), ("", ""))
     if said or name:
         weights = f"{name} is {dtype}" if name else f"config.json says {said}"
         raise ValueError(
@@ -240,10 +239,10 @@ def _not_floats(files: list[Path]) -> Iterator[tuple[str, str]]:
                         yield name, dtype
 
 
-def _read_safetensors(files: list[Path]) -> dict[str, torch.Tensor]:
+def _read_safetensors(load_dir: Path) -> dict[str, torch.Tensor]:
     """All weights, under names with their model's prefix."""
     weights: dict[str, torch.Tensor] = {}
-    for path in files:
+    for path in _weight_files(load_dir):
         if not path.is_file():
             raise ValueError(
                 f"{path} is missing; pickled weights (*.bin) are not read, since they can execute "

@@ -12,6 +12,7 @@ reads `param.grad`: set that to `main_grad` before its step, or it is refused (`
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ from minimegatron.core.distributed.data_parallel_base import (
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.distributed.frozen_alike import check_summed_alike
+from minimegatron.core.distributed.frozen_alike import (
+    check_summed_alike,
+    refuse_unmarked_in_experts,
+)
 from minimegatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBuffer,
     partition_buckets,
@@ -88,8 +92,6 @@ class DistributedDataParallel(_BaseDataParallel):
         pg_collection: needs `dp_cp`, `pp` and what the parameters are reduced over; None for the
             module's own, or `parallel_state`'s (see `groups_of`).
 
-    All ranks with a copy of the chunk must make it; ValueError where they freeze other parameters.
-
     `all_bucket_groups` are in the order of backward, so the next forward meets them in reverse.
     Megatron's names have them apart: `buffers` and `bucket_groups` are of dense parameters,
     `expert_parallel_buffers` and `expert_parallel_bucket_groups` of those that are summed over other
@@ -118,7 +120,10 @@ class DistributedDataParallel(_BaseDataParallel):
             default = max(40_000_000, 1_000_000 * self.dp_cp_group.size())
             self.bucket_size = ddp_config.bucket_size or default
         self.all_buffers = self._allocate_buffers()
-        check_summed_alike(module, pg_collection, ddp_config, self.all_buffers)
+        refuse_unmarked_in_experts(module, pg_collection)
+        self._first_checks = [
+            partial(check_summed_alike, module, pg_collection, ddp_config, self.all_buffers)
+        ]
         self.all_bucket_groups = partition_buckets(
             self.all_buffers,
             backward_order=[*module.parameters()][::-1],
@@ -374,9 +379,14 @@ class DistributedDataParallel(_BaseDataParallel):
     def zero_grad_buffer(self) -> None:
         """Sets all gradients to zero, and forgets those that are owed; before each step.
 
-        Raises ValueError if a parameter's `requires_grad`, dtype or memory, or what gradients are
-        divided by, is not what it was when the module was wrapped.
+        The first call compares the copies of the chunk, so all ranks that have one must make it; no
+        observer sees that. Raises ValueError where the copies would sum other gradients, and if a
+        parameter's `requires_grad`, dtype or memory, or what gradients are divided by, is not what it
+        was when the module was wrapped.
         """
+        for check in self._first_checks:
+            check()
+        self._first_checks.clear()
         self._begin_grads()
         refuse_changed_parameters(self.module, self._places)
         if WeightGradStore.any_made:

@@ -14,11 +14,12 @@ Megatron has no counterpart. There, ranks that differ wait for each other in bac
 Backward ends at the first parameter that is trained. If that is an expert on one rank only, the others
 send no gradients of tokens back, and that rank waits for them.
 
-A data-parallel wrapper asks its copies alone, when it is made; the optimizer asks all of these groups.
+A data-parallel wrapper asks its copies; the optimizer asks the other groups.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,20 +36,30 @@ EXPERTS_OF_A_RANK = ".local_experts."
 """In the name of a parameter that is inside one of this rank's experts."""
 
 
-def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> None:
+OF_ONE_COPY = ("tp", "embd", "pos_embd", "tp_ep")
+"""Groups within a copy of the model, or within the copies that have one set of experts together."""
+
+
+def check_frozen_alike(
+    model: Sequence[torch.nn.Module],
+    pg_collection: Any,
+    among: Collection[str] = ("dp_cp", *OF_ONE_COPY),
+) -> None:
     """Raises ValueError on ranks that freeze other parameters than their peers. All must call it.
 
-    `get_megatron_optimizer` does.
+    `get_megatron_optimizer` does, `among` the groups of one copy.
 
     Args:
         model: this rank's chunks, wrapped or not.
         pg_collection: a group that it lacks, or has a stand-in for, is not asked.
+        among: the groups that are asked.
     """
     named = [pair for chunk in model for pair in named_parameters_inside(chunk)]
     trained = [name for name, param in named if param.requires_grad and EXPERTS not in name]
     text = f"{len(trained)} parameters require a gradient, not counting experts"
     for group in ("dp_cp", "tp"):
-        _check({number_of(trained)}, pg_collection, group, text)
+        if group in among:
+            _check({number_of(trained)}, pg_collection, group, text)
     for group, what, copies in (
         ("embd", "word embedding", [p for _, p in named if getattr(p, "shared_embedding", False)]),
         ("pos_embd", "position embedding", [p for n, p in named if "position_embeddings." in n]),
@@ -56,10 +67,40 @@ def check_frozen_alike(model: Sequence[torch.nn.Module], pg_collection: Any) -> 
         is_trained = {int(copy.requires_grad) for copy in copies}
         text = f"copies of the {what}, a tied output layer's among them: {len(copies)} here, "
         text += f"and {sum(copy.requires_grad for copy in copies)} of them require a gradient"
-        _check(is_trained, pg_collection, group, text)
-    if any(EXPERTS in name for name, _ in named):
+        if group in among:
+            _check(is_trained, pg_collection, group, text)
+    if "tp_ep" in among and any(EXPERTS in name for name, _ in named):
         place, name = _where_backward_ends(model)
         _check({place}, pg_collection, "tp_ep", f"backward ends at {name}")
+
+
+def refuse_unmarked_in_experts(module: torch.nn.Module, pg_collection: Any) -> None:
+    """Raises ValueError where a parameter that a program has added to an expert has no mark.
+
+    Experts of one name on two ranks are two experts. Taken for a dense one, what was added to one of
+    them would get the sum of both gradients.
+    """
+    unmarked = [
+        (name, param)
+        for name, param in named_parameters_inside(module)
+        if EXPERTS_OF_A_RANK in name
+        and param.requires_grad
+        and not (hasattr(param, "allreduce") or hasattr(param, "kind"))
+    ]
+    if not unmarked:
+        return
+    name, param = unmarked[0]
+    taken = _groups_of_kind(kind_of(param), pg_collection)
+    known = [_groups_of_kind(kind, pg_collection) for kind in KINDS.values()]
+    others = [groups for groups in known if None not in groups and groups != taken]
+    if not others:
+        return
+    raise ValueError(
+        f"{len(unmarked)} parameters inside experts, such as {name}, do not say whether each expert "
+        f"has its own (set param.allreduce = False: summed over ranks {others[0][0]}) or all experts "
+        f"of all ranks have the same (param.allreduce = True: over {taken[0]}); set it before the "
+        "model is wrapped, or build the layer with is_expert=True"
+    )
 
 
 WAYS = ("use_distributed_optimizer", "average_in_collective", "overlap_grad_reduce")
@@ -71,16 +112,14 @@ def check_summed_alike(
 ) -> None:
     """Raises ValueError on ranks whose copy of the module would sum other gradients than their peers.
 
-    Also where a parameter inside an expert does not say whose copies it has. Buffers have no names in
-    them: a layer's gradients would be added to another layer's. Each wrapper of a copy calls it, when
-    it is made.
+    Buffers have no names in them: a layer's gradients would be added to another layer's. All ranks with
+    a copy must call it: `DistributedDataParallel` does before its first step, torch's when it is made.
 
     Args:
-        module: before it is wrapped.
+        module: what the wrapper wraps.
         buffers: where the gradients will be, if that is known; for each group buckets of one size.
     """
-    named = named_parameters_inside(module)
-    problems = _unmarked_in_experts(named, pg_collection)
+    named, problems = named_parameters_inside(module), []
     for kind in KINDS.values():
         ours = [(name, param) for name, param in named if kind_of(param) is kind]
         group = vars(pg_collection).get(kind.reduce)
@@ -100,35 +139,6 @@ def check_summed_alike(
             )
     if problems:
         raise ValueError(problems[0])
-
-
-def _unmarked_in_experts(named: Sequence[tuple[str, Any]], pg_collection: Any) -> list[str]:
-    """What is wrong with parameters that a program has added to experts, in a sentence.
-
-    Experts of one name on two ranks are two experts. Taken for a dense one, what was added to one of
-    them would get the sum of both gradients.
-    """
-    unmarked = [
-        (name, param)
-        for name, param in named
-        if EXPERTS_OF_A_RANK in name
-        and param.requires_grad
-        and not (hasattr(param, "allreduce") or hasattr(param, "kind"))
-    ]
-    if not unmarked:
-        return []
-    name, param = unmarked[0]
-    taken = _groups_of_kind(kind_of(param), pg_collection)
-    known = [_groups_of_kind(kind, pg_collection) for kind in KINDS.values()]
-    others = [groups for groups in known if None not in groups and groups != taken]
-    if not others:
-        return []
-    return [
-        f"{len(unmarked)} parameters inside experts, such as {name}, do not say whether each expert "
-        f"has its own (set param.allreduce = False: summed over ranks {others[0][0]}) or all experts "
-        f"of all ranks have the same (param.allreduce = True: over {taken[0]}); set it before the "
-        "model is wrapped, or build the layer with is_expert=True"
-    ]
 
 
 def _groups_of_kind(kind: ParameterKind, pg_collection: Any) -> list[Any]:
@@ -180,6 +190,6 @@ def _is_other(numbers: set[int], group: Any) -> bool:
         return False
     bounds = [max(numbers, default=-1), max((-n for n in numbers), default=-(1 << 62))]
     bounds = torch.tensor(bounds, device=get_device())
-    all_reduce(bounds, group, ReduceOp.MAX)
+    inspect.unwrap(all_reduce)(bounds, group, ReduceOp.MAX)  # of no step, so no observer is told
     highest, lowest = bounds[0].item(), -bounds[1].item()
     return highest > lowest

@@ -18,7 +18,10 @@ from minimegatron.core.distributed.distributed_data_parallel import gradient_sca
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.distributed.frozen_alike import check_summed_alike
+from minimegatron.core.distributed.frozen_alike import (
+    check_summed_alike,
+    refuse_unmarked_in_experts,
+)
 from minimegatron.core.parameter import reduce_group
 from minimegatron.core.process_groups_config import ProcessGroupCollection, groups_of
 from minimegatron.core.transformer.transformer_config import TransformerConfig
@@ -73,6 +76,7 @@ class TorchDistributedDataParallel(_BaseDataParallel):
                 f"{len(others)} parameters, such as {others[0]}, need another; use our own"
             )
         super().__init__(config, module, ddp_config)
+        refuse_unmarked_in_experts(module, pg_collection)
         check_summed_alike(module, pg_collection, ddp_config)
         self._places = {
             param: (param.dtype, param.device, None)

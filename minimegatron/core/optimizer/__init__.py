@@ -15,7 +15,7 @@ from minimegatron.core.distributed.data_parallel_base import (
     refuse_unsummed_grads,
 )
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from minimegatron.core.distributed.frozen_alike import check_frozen_alike
+from minimegatron.core.distributed.frozen_alike import OF_ONE_COPY, check_frozen_alike
 from minimegatron.core.distributed.setup_checks import (
     check_buffers_alike,
     check_copies_alike,
@@ -153,7 +153,7 @@ def get_megatron_optimizer(
     refuse_shared_weights(model_chunks)
     for chunk in model_chunks:
         restore_marks(chunk)
-    check_frozen_alike(model_chunks, pg_collection)
+    check_frozen_alike(model_chunks, pg_collection, OF_ONE_COPY)
     groups = _get_param_groups(model_chunks, no_weight_decay_cond or _is_bias_or_norm)
     scaler = _get_grad_scaler(config)
     if config.use_distributed_optimizer:

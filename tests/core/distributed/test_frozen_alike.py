@@ -121,7 +121,9 @@ def test_a2_what_is_frozen_or_thawed_after_wrapping_is_refused(frozen_first):
 def wrap(model: Any, groups: Any, kind: Any = DistributedDataParallel) -> Any:
     """`model` is the module, and what its wrapper is told."""
     module, options = model
-    return kind(make_config(), DistributedDataParallelConfig(**options), module, False, groups)
+    wrapped = kind(make_config(), DistributedDataParallelConfig(**options), module, False, groups)
+    wrapped.zero_grad_buffer()
+    return wrapped
 
 
 def toy(frozen: str = "", **options: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
