@@ -101,7 +101,7 @@ def evaluate(
 def _untimed(config: ModelParallelConfig) -> Iterator[None]:
     """Timers are of training: none watches the schedule, and what the program itself times is not
     in the next line of the log."""
-    timers, config.timers = getattr(config, "timers", None), None
+    timers, config.timers = vars(config).get("timers"), None
     try:
         with timers.set_aside() if timers is not None else nullcontext():
             yield
