@@ -74,7 +74,7 @@ def started_orders(folder: Path) -> subprocess.Popen:
 
 
 def write_generated(written: Path, pieces: Path, run_notebooks: bool) -> None:
-    """Everything that is no copy of a file in docs/, without the orders."""
+    """All pages and scripts that are computed, but the orders."""
     package = Package.read()
     write_source_pages(package, written / "source", pieces / "source")
     write_practice(written, run_notebooks)

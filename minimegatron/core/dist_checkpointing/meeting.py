@@ -15,7 +15,7 @@ from minimegatron.core.utils import get_device
 from minimegatron.core.words import first_few
 
 SECONDS_TO_A_WORD = 30.0
-"""After these a rank that waits says for whom, and waits on."""
+"""After these, a rank names those that it waits for, and goes on waiting."""
 SHARE_OF_TIME_LIMIT = 0.9
 """Of the group's time-out: the others may wait in another collective, which ends with less to say."""
 
