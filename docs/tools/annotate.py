@@ -124,13 +124,14 @@ def annotate(path: str, source: str) -> AnnotatedPage:
     Raises SyntaxError for what Python cannot parse.
     """
     tree = ast.parse(source, filename=path)
+    nodes = list(ast.walk(tree))
     definitions = _Definitions(source).of(tree)
-    names = _Names(module_name(path), tree, definitions, source.split("\n"))
+    names = _Names(module_name(path), tree, nodes, definitions, source.split("\n"))
     return AnnotatedPage(
         path,
         module_name(path),
         source,
-        tuple(_rows(path, source, tree, definitions)),
+        tuple(_rows(path, source, nodes, definitions)),
         definitions,
         tuple(names.references()),
         frozenset(names.imports),
@@ -196,9 +197,9 @@ class _Definitions:
 # -- Rows --
 
 
-def _rows(path: str, source: str, tree: ast.Module, definitions: dict) -> list[Row]:
+def _rows(path: str, source: str, nodes: list[ast.AST], definitions: dict) -> list[Row]:
     lines = source.split("\n")
-    docstrings = _docstrings(tree, lines)
+    docstrings = _docstrings(nodes, lines)
     starts = {1: (module_name(path), module_name(path), "module", "")}
     for name, definition in definitions.items():
         if definition.kind != "variable":
@@ -241,10 +242,10 @@ def _trim(numbers: list[int], lines: list[str]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _docstrings(tree: ast.Module, lines: list[str]) -> dict[int, tuple[str, tuple[int, ...]]]:
+def _docstrings(nodes: list[ast.AST], lines: list[str]) -> dict[int, tuple[str, tuple[int, ...]]]:
     """Line of the definition (0 for the module) -> its docstring, and the lines that it takes up."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         text = ast.get_docstring(node)
@@ -262,6 +263,9 @@ def _docstrings(tree: ast.Module, lines: list[str]) -> dict[int, tuple[str, tupl
 
 def _notes(source: str, definitions: dict) -> dict[int, tuple[str, str, tuple[int, ...]]]:
     """First line of each note -> title, symbol it stands in, its lines."""
+    # Most modules have none, and taking a module apart takes as long as parsing it.
+    if not any(NOTE.match(line.strip()) for line in source.split("\n")):
+        return {}
     comments = {
         token.start[0]: token.string
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -306,16 +310,23 @@ def looked_up(tree: ast.Module) -> dict[str, str]:
 class _Names:
     """Resolves the names that one module uses, by reading its imports and definitions."""
 
-    def __init__(self, module: str, tree: ast.Module, definitions: dict, lines: list[str]):
+    def __init__(
+        self,
+        module: str,
+        tree: ast.Module,
+        nodes: list[ast.AST],
+        definitions: dict,
+        lines: list[str],
+    ):
         self.module, self.tree, self.definitions, self.lines = module, tree, definitions, lines
         self.package = module.partition(".")[0]
         self.imports: set[str] = set()
-        self.called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        self.aliases = self._aliases()
+        self.called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        self.aliases = self._aliases(nodes)
 
-    def _aliases(self) -> dict[str, str]:
+    def _aliases(self, nodes: list[ast.AST]) -> dict[str, str]:
         aliases = {}
-        for node in ast.walk(self.tree):
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and self._is_ours(node.module):
                 self.imports.add(node.module)
                 for alias in node.names:

@@ -20,6 +20,8 @@ Link = tuple[int, str]
 """Length of the name in characters, and its URL."""
 FOLDED_LINES = 4
 """Fewer lines of imports are not folded away."""
+PLAIN = ("w", "n")
+"""Classes of Pygments that the theme gives no colour: spaces and names."""
 
 
 class Lexer(PythonLexer):
@@ -181,8 +183,12 @@ def _line(pieces: list[tuple[str, str]], links: dict[int, Link]) -> str:
 
 def _piece(css: str, text: str, column: int, links: dict[int, Link]) -> str:
     # A piece may hold several names (`a.b.c` in an import is one token), or none.
+    inside = [start for start in links if column <= start < column + len(text)] if links else ()
+    if not inside:
+        inner = _html(text)
+        return f'<span class="{css}">{inner}</span>' if css and css not in PLAIN else inner
     out, at = [], 0
-    for start in sorted(c for c in links if column <= c < column + len(text)):
+    for start in sorted(inside):
         length, url = links[start]
         first = start - column
         if first < at or first + length > len(text):
@@ -193,7 +199,7 @@ def _piece(css: str, text: str, column: int, links: dict[int, Link]) -> str:
         at = first + length
     out.append(_html(text[at:]))
     inner = "".join(out)
-    return f'<span class="{css}">{inner}</span>' if css and css not in ("w", "n") else inner
+    return f'<span class="{css}">{inner}</span>' if css and css not in PLAIN else inner
 
 
 def _html(text: str) -> str:

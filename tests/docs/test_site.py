@@ -1,10 +1,13 @@
 """The built site: it builds without a warning, every link leads somewhere, and nothing is remote."""
 
+import os
 import re
 from functools import cache
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
+
+from tests.docs.conftest import MAX_BUILD_SECONDS
 
 RESOURCES = {
     ("link", "href"),
@@ -57,6 +60,13 @@ class Page:
 @cache
 def read(path: Path) -> Page:
     return Page(path.read_text())
+
+
+def test_the_build_takes_its_time_and_no_more(site):
+    seconds = site.parent / "seconds"
+    if os.environ.get("MINIMEGATRON_SITE"):  # what `make docs` left
+        return
+    assert float(seconds.read_text()) < 2 * MAX_BUILD_SECONDS
 
 
 def pages(site: Path) -> list[Path]:
