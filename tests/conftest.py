@@ -94,6 +94,15 @@ def forget_users_schedules() -> Iterator[None]:
             orders.unregister(name)
 
 
+@pytest.fixture(autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """A test that turns the collector off, or imports what does, turns it on again."""
+    yield
+    was_enabled = gc.isenabled()
+    gc.enable()  # only the test whose fault it is fails
+    assert was_enabled, "garbage collection is off after this test"
+
+
 def pytest_collection_finish() -> None:
     """Half a million objects of torch and of the tests, which will never be garbage."""
     gc.collect()

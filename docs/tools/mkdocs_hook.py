@@ -23,11 +23,13 @@ from trim_css import trim_site
 
 from minimegatron.exercises.exercise import exercises
 
-gc.disable()
-"""It would look again and again through what MkDocs keeps until the end: a tenth of the time."""
-
 ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 """As in the list that the command prints: what is quick comes first."""
+
+
+def on_startup(command, dirty):
+    # It would look again and again through what MkDocs keeps until the end: a tenth of the time.
+    gc.disable()
 
 
 def on_config(config):
