@@ -27,8 +27,8 @@ ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 """As in the list that the command prints: what is quick comes first."""
 
 
-def on_startup(command, dirty):
-    # It would look again and again through what MkDocs keeps until the end: a tenth of the time.
+def on_pre_build(config):
+    # Until the end of the build. It would look again and again through what MkDocs keeps until the end: a tenth of the time.
     gc.disable()
 
 
@@ -71,3 +71,4 @@ def on_post_build(config):
     site = Path(config["site_dir"])
     trim_site(site)
     write_search(site)
+    gc.enable()
