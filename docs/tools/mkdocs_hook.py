@@ -28,7 +28,7 @@ ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 
 
 def on_pre_build(config):
-    # Until the end of the build. It would look again and again through what MkDocs keeps until the end: a tenth of the time.
+    # It would look again and again through what MkDocs keeps until the end: a tenth of the time.
     gc.disable()
 
 
