@@ -27,11 +27,6 @@ ORDER = ["index.md", *(f"{exercise.name}.md" for exercise in exercises())]
 """As in the list that the command prints: what is quick comes first."""
 
 
-def on_pre_build(config):
-    # It would look again and again through what MkDocs keeps until the end: a tenth of the time.
-    gc.disable()
-
-
 def on_config(config):
     for place, folder in ((3, "notebooks"), (4, "exercises")):
         names = sorted(path.name for path in Path(config["docs_dir"], folder).glob("*.md"))
@@ -55,6 +50,11 @@ def version_list(environ):
     if "MIKE_DOCS_VERSION" not in environ:
         return {}
     return {"version": {"provider": "mike", "alias": True}}
+
+
+def on_pre_build(config):
+    # It would look again and again through what MkDocs keeps until the end: a tenth of the time.
+    gc.disable()
 
 
 def on_page_content(html, page, config, files):
