@@ -184,9 +184,6 @@ def _line(pieces: list[tuple[str, str]], links: dict[int, Link]) -> str:
 def _piece(css: str, text: str, column: int, links: dict[int, Link]) -> str:
     # A piece may hold several names (`a.b.c` in an import is one token), or none.
     inside = [start for start in links if column <= start < column + len(text)] if links else ()
-    if not inside:
-        inner = _html(text)
-        return f'<span class="{css}">{inner}</span>' if css and css not in PLAIN else inner
     out, at = [], 0
     for start in sorted(inside):
         length, url = links[start]
@@ -197,8 +194,7 @@ def _piece(css: str, text: str, column: int, links: dict[int, Link]) -> str:
         name = _html(text[first : first + length])
         out.append(f'<a class="mm-name" href="{escape(url)}">{name}</a>')
         at = first + length
-    out.append(_html(text[at:]))
-    inner = "".join(out)
+    inner = "".join(out) + _html(text[at:])
     return f'<span class="{css}">{inner}</span>' if css and css not in PLAIN else inner
 
 

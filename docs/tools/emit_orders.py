@@ -22,6 +22,7 @@ both bubbles, messages, peak per stage; a schedule may have none.
 """
 
 import base64
+import gc
 import json
 import sys
 import zlib
@@ -233,4 +234,6 @@ def write_orders(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    # It would look again and again through millions of actions, none in a cycle.
+    gc.disable()
     write_orders(Path(sys.argv[1]))
