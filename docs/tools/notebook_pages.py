@@ -17,7 +17,7 @@ from gpu_page import statement
 from jinja2 import DictLoader
 from jupytext import read
 from nbconvert import MarkdownExporter
-from notebook_runs import ROOT, executing, remembered, sources, table
+from notebook_runs import ANSI, ROOT, executing, remembered, sources, table
 from PIL import Image
 from traitlets.config import Config
 
@@ -107,7 +107,6 @@ def to_markdown(notebook: nbformat.NotebookNode, stem: str) -> tuple[str, dict[s
 
 PRIORITY = ["image/svg+xml", "image/png", "text/markdown", "text/plain", "text/html"]
 """HTML comes last: a notebook folds errors with it and keeps lines whole, which a page does anyway."""
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _fenced(text: str) -> str:

@@ -9,6 +9,7 @@ notebook, and the package's source. Tests always run; pages take what a run of t
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -30,6 +31,8 @@ CACHE = ROOT / "build" / "notebooks"
 NUM_AT_ONCE = 2
 CELL_SECONDS = 400
 """After which a cell counts as stuck. Live ranks may take 300 s to start."""
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+"""The colours in what a cell printed."""
 
 
 @dataclass(frozen=True)

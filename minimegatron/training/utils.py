@@ -118,7 +118,9 @@ def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, t
     keys, digest = sorted(kinds[0]), _digest(kinds[0])
     # One message, whose size depends little on the keys: what it holds of them comes first.
     table = torch.zeros(_rounded_up(1 + len(keys)), 2, dtype=torch.float64, device=get_device())
-    table[0, 0], table[0, 1] = digest, digest**2
+    # Assigning a number to an element would wait for the GPU, filling it does not.
+    table[0, 0].fill_(digest)
+    table[0, 1].fill_(digest**2)
     for row, key in enumerate(keys, 1):
         table[row] = torch.stack([_as_pair(report[key]) for report in reports]).sum(dim=0)
     collectives.all_reduce(table, group)
