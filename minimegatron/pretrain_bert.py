@@ -124,17 +124,17 @@ def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor, ...]:
 def loss_func(
     loss_mask: torch.Tensor,
     sentence_order: torch.Tensor,
-    model: torch.nn.Module,
     output_tensor: Outputs,
+    model: torch.nn.Module | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one microbatch, on the last stage.
 
     Args:
         loss_mask: float32 [b, s], 1 at the tokens that are to be predicted.
         sentence_order: int64 [b], 1 where the two texts are swapped; -1 does not count.
-        model: the chunk that computed them; a bad loss is reported with its microbatch.
         output_tensor: what the model returned: the loss of each token [b, s], and the binary head's
             logits [b, 2] or None.
+        model: the chunk that computed them; a bad loss is reported with its microbatch.
 
     Returns a mean, of this rank's microbatch, and what is logged: the means of all copies of the model.
     So each microbatch weighs the same, however many tokens are masked in it; with the three values of
@@ -169,7 +169,7 @@ def forward_step(data_iterator: Iterator | None, model: torch.nn.Module) -> tupl
     if not get_args().bert_binary_head:
         types = None
     output_tensor = model(tokens, padding_mask, tokentype_ids=types, lm_labels=lm_labels)
-    return output_tensor, partial(loss_func, loss_mask, sentence_order, model)
+    return output_tensor, partial(loss_func, loss_mask, sentence_order, model=model)
 
 
 def no_sample(model: list[torch.nn.Module]) -> None:

@@ -125,14 +125,14 @@ def get_batch(
 
 
 def loss_func(
-    loss_mask: torch.Tensor, model: torch.nn.Module, output_tensor: torch.Tensor
+    loss_mask: torch.Tensor, output_tensor: torch.Tensor, model: torch.nn.Module | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one microbatch, on the last stage.
 
     Args:
         loss_mask: float32 [b, s/c], 0 for tokens that do not count, 1 or another weight for others.
-        model: the chunk that computed them; a bad loss is reported with its microbatch.
         output_tensor: what the model returned: the loss of each token, float32 [b, s/c].
+        model: the chunk that computed them; a bad loss is reported with its microbatch.
 
     Returns the summed loss, the number of tokens (float32; of weights it is their sum, where Megatron
     cuts their fractions off), and what is logged: both, as a pair. The schedule
@@ -171,9 +171,9 @@ def forward_step(
         plan = model.build_schedule_plan(
             tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
         )
-        return plan, partial(loss_func, loss_mask, model)
+        return plan, partial(loss_func, loss_mask, model=model)
     output_tensor = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
-    return output_tensor, partial(loss_func, loss_mask, model)
+    return output_tensor, partial(loss_func, loss_mask, model=model)
 
 
 def write_sample(model: list[torch.nn.Module]) -> str:

@@ -161,14 +161,14 @@ def get_batch(data_iterator: Iterator | None) -> tuple[torch.Tensor | None, ...]
 
 
 def loss_func(
-    loss_mask: torch.Tensor, model: torch.nn.Module, output_tensor: torch.Tensor
+    loss_mask: torch.Tensor, output_tensor: torch.Tensor, model: torch.nn.Module | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one microbatch, on the last stage, as a GPT's: over the tokens of the decoder.
 
     Args:
         loss_mask: float32 [b, s_dec], 0 at padding.
-        model: the chunk that computed them; a bad loss is reported with its microbatch.
         output_tensor: the loss of each token, float32 [b, s_dec].
+        model: the chunk that computed them; a bad loss is reported with its microbatch.
 
     Returns the summed loss, the number of tokens, and what is logged: both, as a pair.
     """
@@ -193,7 +193,7 @@ def forward_step(data_iterator: Iterator | None, model: torch.nn.Module) -> tupl
     timers("batch-generator").stop()
 
     output_tensor = model(text_enc, text_dec, *masks, lm_labels=labels)
-    return output_tensor, partial(loss_func, loss_mask, model)
+    return output_tensor, partial(loss_func, loss_mask, model=model)
 
 
 def main() -> None:

@@ -873,7 +873,9 @@ for c, number in held.items():
     print(f"c = {c}: at most {number / 1024:6.1f} KiB, {number / held[1]:.3f} of c = 1")
 shares = {"all": 1, "1/4": 1 / 4, "1/16": 1 / 16}
 compare(share_of_activations=min(shares, key=lambda name: abs(shares[name] - held[4] / held[1])))
-assert all(abs(number * c / held[1] - 1) < 0.1 for c, number in held.items())
+# On a GPU, PyTorch's own attention keeps the scores of float64 too: c = 1 holds more there.
+assert all(number * c / held[1] < 1.1 for c, number in held.items())
+assert abs(held[2] / held[4] / 2 - 1) < 0.1
 
 # %% [markdown]
 # 1/c. Each activation has a row per token, and a rank has 1/c of the tokens. The keys and values of

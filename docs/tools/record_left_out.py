@@ -4,7 +4,8 @@ Called by: `record_megatron`, `rosetta`; tests/conformance holds the file to the
 Calls: `rosetta`, `signatures`. Writes minimegatron/core/left_out.json.
 
 Recorded is what stands under the decorator `accepts_left_out`. rosetta.json says for which arguments
-other values than Megatron's default are taken too, and why ("taken").
+other values than Megatron's default are taken too, and why ("taken"), and what else the refusal of
+another value says ("said").
 """
 
 import ast
@@ -81,6 +82,8 @@ def record_left_out(source: Source, old: dict[str, dict] | None = None) -> dict[
             "order": [x.name for x in theirs if x.by_position],
             "left out": {x.name: _values(x, taken) for x in theirs if x.name not in own},
         }
+        if said := notes.get(name, {}).get("said"):
+            found[name]["said"] = said
     return found
 
 

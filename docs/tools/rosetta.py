@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import older_names
 import rosetta_names
 from package import ROOT, Package
 from signatures import Signature, Source
@@ -178,7 +179,8 @@ def rosetta_page(package: Package, stash: Stash | None = None) -> str:
         "[the walk-throughs, section by section](walkthroughs.md). Further down: "
         "[modules that are only here]"
         "(#only-here), [names that a package offers](#names-that-a-package-offers), [arguments that "
-        "are left out](#arguments-that-are-left-out), [what is refused](#what-is-refused).\n",
+        "are left out](#arguments-that-are-left-out), [what is refused](#what-is-refused), "
+        "[names in older texts](#names-in-older-texts).\n",
         FILTER,
         '<div id="mm-rosetta" class="mm-rosetta" markdown="1">\n',
     ]
@@ -194,6 +196,7 @@ def rosetta_page(package: Package, stash: Stash | None = None) -> str:
         parts.append("\n</div>\n")
     parts.append("\n</div>\n")
     parts += rosetta_names.sections(json.loads(DATA.read_text()), package)
+    parts += older_names.section(package)
     parts.append('<link rel="stylesheet" href="stylesheets/rosetta.css">\n')
     parts.append('<script defer src="javascripts/rosetta.js"></script>\n')
     return "\n".join(parts)

@@ -28,10 +28,12 @@ class LeftOut:
         values: Megatron's default, and what means the same; for an argument that Megatron requires,
             what means the same as our body.
         any_value: every value means the same here, such as who logs.
+        said: more to say where a value is refused.
     """
 
     values: tuple[Any, ...] = ()
     any_value: bool = False
+    said: str = ""
 
     def takes(self, value: Any) -> bool:
         """Whether `value` is one of `values`. Enumerations and dtypes are recorded as text."""
@@ -65,16 +67,19 @@ def record() -> dict[str, Recorded]:
     return {
         name: Recorded(
             tuple(about["order"]),
-            {argument: _left_out(words) for argument, words in about["left out"].items()},
+            {
+                argument: _left_out(words, about.get("said", {}).get(argument, ""))
+                for argument, words in about["left out"].items()
+            },
         )
         for name, about in symbols.items()
     }
 
 
-def _left_out(words: Any) -> LeftOut:
+def _left_out(words: Any, said: str) -> LeftOut:
     if isinstance(words, dict):
         return LeftOut(tuple(words["any"]), any_value=True)
-    return LeftOut(tuple(words))
+    return LeftOut(tuple(words), said=said)
 
 
 def name_of(target: Any) -> str:
@@ -151,6 +156,7 @@ def check_left_out(owner: str, name: str, value: Any, left_out: LeftOut) -> None
         raise ValueError(
             f"{owner}: {name} is {value!r:.80}, but it is Megatron's and not implemented here; "
             + (f"leave it at {advice}" if advice else "leave it out")
+            + (f". {left_out.said}" if left_out.said else "")
         )
 
 

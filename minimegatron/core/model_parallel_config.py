@@ -96,6 +96,15 @@ class ModelParallelConfig:
     # -- Hooks, filled in by `training.train` or by hand --
     timers: Any = None
     """A `Timers`; it watches every `@traced` call made during a schedule."""
+    barrier_with_L1_time: bool = knob(
+        True,
+        section="logger",
+        name="--no-barrier-with-level-1-timing",
+        given=False,
+        help="Parts of a step are timed from where this rank begins, not from where all ranks are.",
+    )
+    """Before it times a part of a step (level 1), `timers` waits for all ranks of the job. So what one
+    rank waits for another does not count; each rank of the job must run the schedule."""
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Multiplies the loss by the loss scale, just before backward."""
     no_sync_func: Callable[[], Any] | list[Callable[[], Any]] | None = None

@@ -118,6 +118,7 @@ class Timers:
         self._timers: dict[str, Timer] = {}
         self._log_levels: dict[str, int] = {}
         self._timed_calls: dict[int, Timer] = {}
+        self.barrier_with_L1_time = False
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """The timer of that name; one that measures nothing if its level is above ours.
@@ -146,6 +147,11 @@ class Timers:
 
     # -- As an observer --
 
+    def told(self, config: Any) -> "Timers":
+        """These timers, which do from now on as `config` says: `barrier_with_L1_time`."""
+        self.barrier_with_L1_time = config.barrier_with_L1_time
+        return self
+
     def start(self, call: Call) -> None:
         """A traced call begins. Inside one of the same name, or where the caller runs that timer
         already, it is not timed again."""
@@ -155,7 +161,7 @@ class Timers:
         self._log_levels.setdefault(call.name, level)
         timer = self(call.name)
         if not timer.is_running():
-            timer.start()
+            timer.start(barrier=level == 1 and self.barrier_with_L1_time)
             self._timed_calls[id(call)] = timer
 
     def stop(self, call: Call) -> None:

@@ -16,6 +16,7 @@ import types
 import typing
 
 from minimegatron.training.config import SECTIONS
+from minimegatron.training.older_arguments import advice_for
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -132,6 +133,9 @@ def refuse_unknown(words: list[str], parser: argparse.ArgumentParser) -> None:
     """Raises ValueError for arguments the parser did not take, with the nearest flag if one is near."""
     if not words:
         return
+    older = advice_for(words[0])
+    if older is not None:
+        raise ValueError(f"{words[0].split('=')[0]}: {older}")
     known = [flag for action in parser._actions for flag in action.option_strings]
     near = difflib.get_close_matches(words[0].split("=")[0], known, n=1, cutoff=0.6)
     advice = f"did you mean {near[0]}?" if near else "--help lists all flags"

@@ -5,10 +5,12 @@ It runs before anything else. Counterpart: `megatron.training.arguments`. After 
 """
 
 import argparse
+import bisect
 import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
 )
 from minimegatron.core.knobs import Knob
 from minimegatron.core.left_out import accepts_left_out, known_fields
+from minimegatron.core.model_parallel_config import enter_hooks
 from minimegatron.core.optimizer import OptimizerConfig
 from minimegatron.core.pipeline_parallel.orders import get_schedule
 from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -29,6 +32,7 @@ from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.argument_checks import (
     CHECKS,
+    batch_sizes,
     check_backend,
     check_fields,
     check_world,
@@ -41,9 +45,12 @@ from minimegatron.training.argument_utils import (
 )
 from minimegatron.training.checkpoint_args import saved_padded_vocab_size
 from minimegatron.training.config import SECTIONS, Arguments
+from minimegatron.training.devices import give_memory_back
 from minimegatron.training.families import check_family
 from minimegatron.training.old_flags import add_old_flags, check_old_flags, print_old_flags
+from minimegatron.training.params_norm import describe_params_norm
 from minimegatron.training.pipeline_schedule import registered_name
+from minimegatron.training.schedule_args import samples_in
 from minimegatron.training.tokenizer.tokenizer import build_tokenizer, vocab_size_with_padding
 
 
@@ -134,6 +141,7 @@ def derive(args: argparse.Namespace) -> None:
     args.data_parallel_size = args.world_size // (t * p * args.context_parallel_size)
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    args.train_iters = _train_iters(args)
     if args.ffn_hidden_size is None:
         # SwiGLU has three matrices where GELU has two: two thirds of the width keep the size.
         wide = 4 * args.hidden_size
@@ -165,6 +173,31 @@ def derive(args: argparse.Namespace) -> None:
             f"--padded-vocab-size {args.padded_vocab_size} is less than the tokenizer's "
             f"{vocab_size} tokens; give at least that"
         )
+
+
+def _train_iters(args: argparse.Namespace) -> int:
+    """Steps of the run: given as such, or as samples."""
+    if args.train_samples is None:
+        if args.train_iters is None:
+            raise ValueError(
+                "--train-iters is missing; give --train-iters and a number, or --train-samples"
+            )
+        return args.train_iters
+    if args.train_iters is not None:
+        raise ValueError(
+            f"--train-iters {args.train_iters} and --train-samples {args.train_samples} both say how "
+            "long to train; give one of them"
+        )
+    batch_sizes(args)  # raises where the ramp-up cannot be
+    fits = bisect.bisect_right(
+        range(args.train_samples + 1), args.train_samples, key=partial(samples_in, args)
+    )
+    if fits == 1:
+        raise ValueError(
+            f"--train-samples {args.train_samples} is less than one step: its global batch has "
+            f"{samples_in(args, 1)} samples; give more, or lower --global-batch-size"
+        )
+    return fits - 1
 
 
 def _padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
@@ -257,7 +290,13 @@ def core_transformer_config_from_args(
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         "activation_func": _activation_func(args),
     }
-    return config_class(**(_values_from_args(args, config_class) | spelled_out))
+    config = config_class(**(_values_from_args(args, config_class) | spelled_out))
+    enter_hooks(config, args.log_params_norm, {"log_funcs": (describe_params_norm,)})
+    level = args.empty_unused_memory_level
+    enter_hooks(config, level >= 1, {"after_grads_funcs": (give_memory_back,)})
+    # After an update is before the next step.
+    enter_hooks(config, level >= 2, {"before_step_funcs": (give_memory_back,)})
+    return config
 
 
 def _values_from_args(args: Arguments | argparse.Namespace, config_class: type) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
 from minimegatron.core.knobs import THE_SAME, derived, knob
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.training.older_arguments import OLDER_ARGUMENTS
+from minimegatron.training.train_state import TrainState
 
 SECTIONS: dict[str, type] = {}
 """Every concern, in the order `--help` shows them."""
@@ -165,12 +167,16 @@ class TrainingConfig:
     """Sequences per step, over all copies; by default one microbatch per copy."""
     rampup_batch_size: list[int] | None = knob(nargs=3)
     """Start the global batch size here, raise it by this much, until this many samples are used."""
-    train_iters: int = knob(required=True, minimum=0)
-    """Steps."""
+    train_iters: int | None = knob(minimum=0)
+    """Steps; needed, unless --train-samples is given."""
+    train_samples: int | None = knob(minimum=1)
+    """In place of the steps: as many whole steps as there are in so many samples."""
     exit_interval: int | None = knob(minimum=1)
     """Save and end when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = knob(above=0.0)
     """Save and end after this many minutes."""
+    empty_unused_memory_level: Literal[0, 1, 2] = knob(0)
+    """GPU: give memory that no tensor uses back, 1 before each update, 2 also after it; slow."""
     sample_tokens: int = knob(0, minimum=0)
     """Tokens of text to generate at each evaluation (no Megatron flag)."""
 
@@ -283,6 +289,8 @@ class LoggerConfig:
     """Steps between log lines."""
     tensorboard_dir: str | None = knob()
     """Folder for TensorBoard to read: what the log lines say, as curves."""
+    log_params_norm: bool = knob(False)
+    """Show the 2-norm of all weights in each log line."""
     timing_log_level: Literal[0, 1, 2] = knob(0)
     """0 times steps, 1 the parts of a step, 2 every forward, backward and message."""
 
@@ -402,4 +410,11 @@ class Arguments:
                 return getattr(self.__dict__[section], name)
         if name in self.__dict__["extra"]:
             return self.__dict__["extra"][name]
-        raise AttributeError(f"no argument is called {name!r}")
+        raise AttributeError(f"no argument is called {name!r}{_advice(name)}")
+
+
+def _advice(name: str) -> str:
+    """Where to find what Megatron keeps among its arguments, or what an older text calls so."""
+    if name in TrainState.__dataclass_fields__:
+        return f"; it changes during a run: get_train_state().{name}"
+    return f"; {OLDER_ARGUMENTS[name]}" if name in OLDER_ARGUMENTS else ""

@@ -14,14 +14,14 @@ import contextlib
 import json
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minimegatron.core.utils import get_device
+from minimegatron.core.utils import device_is_asynchronous, get_device
 
 FUSED = [
     SDPBackend.FLASH_ATTENTION,
@@ -176,3 +176,10 @@ def has_fused_attention(head_size: int, dtype: torch.dtype) -> bool:
     except RuntimeError:  # "No available kernel"
         return False
     return True
+
+
+def give_memory_back(*_: Any) -> None:
+    """Gives the GPU memory that torch keeps for later tensors back to the GPU; see
+    `--empty-unused-memory-level`."""
+    if device_is_asynchronous():
+        torch.cuda.empty_cache()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.tracing import traced
 from minimegatron.training.global_vars import (
@@ -31,6 +32,7 @@ from minimegatron.training.utils import (
 )
 
 
+@accepts_left_out
 @traced("evaluate")
 def evaluate(
     forward_step_func: Callable,
@@ -38,6 +40,7 @@ def evaluate(
     model: list[torch.nn.Module],
     process_non_loss_data_func: Callable | None,
     config: ModelParallelConfig,
+    *,
     non_loss_data_func: Callable | None = None,
 ) -> tuple[dict[str, float], Any]:
     """Mean losses over `--eval-iters` global batches, the same on every rank, and non-loss data.
@@ -109,6 +112,7 @@ def _untimed(config: ModelParallelConfig) -> Iterator[None]:
         config.timers = timers
 
 
+@accepts_left_out
 def evaluate_and_print_results(
     prefix: str,
     forward_step_func: Callable,
@@ -117,8 +121,9 @@ def evaluate_and_print_results(
     iteration: int,
     process_non_loss_data_func: Callable | None,
     config: ModelParallelConfig,
-    non_loss_data_func: Callable | None = None,
+    *,
     write_to_tensorboard: bool = True,
+    non_loss_data_func: Callable | None = None,
 ) -> dict[str, float]:
     """`evaluate`, then its losses and perplexities on rank 0. Returns the losses, on every rank.
 
@@ -132,7 +137,7 @@ def evaluate_and_print_results(
         model,
         process_non_loss_data_func,
         config,
-        non_loss_data_func,
+        non_loss_data_func=non_loss_data_func,
     )
     text = f" validation loss at {prefix}"
     for key, loss in losses.items():

@@ -50,15 +50,19 @@ def initialize_megatron(
     *,
     get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    check_args: Callable[[Arguments], None] | None = None,
 ) -> None:
     """Everything that must be there before a model is built.
 
     Arguments that cannot work end every rank with exit code 2, before any process group exists;
-    rank 0 prints why, in one line (a caret below, for a pipeline layout). The last two arguments
-    are those of `initialize_model_parallel`.
+    rank 0 prints why, in one line (a caret below, for a pipeline layout). `check_args(args)` raises
+    ValueError for what the caller's program cannot do. The two arguments before it are those of
+    `initialize_model_parallel`.
     """
     try:
         args = parse_args(extra_args_provider, args_defaults=args_defaults)
+        if check_args is not None:
+            check_args(args)
     except ValueError as reason:
         _refuse(reason)
     set_global_variables(args)

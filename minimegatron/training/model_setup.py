@@ -49,20 +49,22 @@ def get_model(
 ) -> list[torch.nn.Module]:
     """This stage's chunks, one without interleaving: built, moved to the device, wrapped.
 
-    `model_provider_func(pre_process, post_process, vp_stage)` builds one chunk; the flags say
-    whether it begins with the embedding and ends with the loss.
+    `model_provider_func(pre_process, post_process)` builds one chunk; the flags say whether it begins
+    with the embedding and ends with the loss. With interleaving it is given `vp_stage` too.
     """
     args = get_args()
     num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     model = []
     for vp_stage in [None] if num_chunks is None else range(num_chunks):
+        which = {}
         if vp_stage is not None:
             parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+            which = {"vp_stage": vp_stage}
         where = {"ignore_virtual": False, "vp_stage": vp_stage}
         chunk = model_provider_func(
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
-            vp_stage=vp_stage,
+            **which,
         )
         chunk.model_type = model_type
         model.append(chunk)

@@ -1,10 +1,11 @@
-"""Two flags of older launch scripts, which change nothing here.
+"""Flags that are taken and change nothing here, because what they ask for is always so.
 
-Counterpart: `--local-rank` and `--data-impl` of earlier `megatron.training.arguments`; today's has
-neither.
+Counterpart: `--local-rank` and `--data-impl` of earlier `megatron.training.arguments`, and
+`--exit-signal-handler` of today's.
 
-    --local-rank N     added by `python -m torch.distributed.launch`; the environment says the same
-    --data-impl mmap   indexed datasets were once read in several ways; this one is left
+    --local-rank N          added by `python -m torch.distributed.launch`; the environment says the same
+    --data-impl mmap        indexed datasets were once read in several ways; this one is left
+    --exit-signal-handler   SIGTERM saves and ends a run, with or without it
 """
 
 import argparse
@@ -13,8 +14,8 @@ from minimegatron.training.config import Arguments
 
 
 def add_old_flags(parser: argparse.ArgumentParser) -> None:
-    """Both. The arguments hold them where a script gives them, and only there."""
-    group = parser.add_argument_group("Older launch scripts (no flags of today's Megatron)")
+    """All three. The arguments hold them where a script gives them, and only there."""
+    group = parser.add_argument_group("Flags that change nothing here")
     group.add_argument(
         "--local-rank",
         "--local_rank",
@@ -25,6 +26,12 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--data-impl", default=argparse.SUPPRESS, help="How to read indexed datasets: mmap."
+    )
+    group.add_argument(
+        "--exit-signal-handler",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="Save and end on SIGTERM, which is always done.",
     )
 
 
@@ -49,3 +56,5 @@ def print_old_flags(args: Arguments) -> None:
         print("--local-rank: taken from LOCAL_RANK in the environment, which says the same")
     if "data_impl" in args.extra:
         print("--data-impl mmap: the only way to read indexed datasets, with or without this flag")
+    if "exit_signal_handler" in args.extra:
+        print("--exit-signal-handler: SIGTERM saves and ends a run, with or without this flag")

@@ -128,6 +128,7 @@ def training_log(
 FORMATS = {
     "lr": ".2e",
     "grad norm": ".3f",
+    "params norm": ".3f",
     "zeros in grad": ".0f",
     "loss scale": "g",
     "skipped": "d",

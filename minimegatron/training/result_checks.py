@@ -17,16 +17,18 @@ SPIKY_LOSS_FACTOR = 10
 """A loss is spiky if it is this many times the largest of the first hundred."""
 
 
-def check_loss(loss: torch.Tensor, model: torch.nn.Module) -> None:
+def check_loss(loss: torch.Tensor, model: torch.nn.Module | None) -> None:
     """As far as the arguments say so: RuntimeError for a NaN or Inf, a line for a sudden jump.
 
-    `loss` is one microbatch's mean loss, a scalar; `model` the chunk that computed it.
+    `loss` is one microbatch's mean loss, a scalar; `model` the chunk that computed it, or None: then
+    the words name no microbatch, and a step is one of training where gradients are recorded.
     """
     args, machine = get_args(), get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         # One check of both: on a GPU each is a wait for the microbatch.
         machine.validate_result(loss, _is_not_finite, partial(_not_finite, loss, model))
-    if args.check_for_spiky_loss and model.training:
+    is_training = torch.is_grad_enabled() if model is None else model.training
+    if args.check_for_spiky_loss and is_training:
         is_spiky = partial(
             machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
         )
@@ -37,7 +39,7 @@ def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:
     return ~torch.isfinite(loss)
 
 
-def _not_finite(loss: torch.Tensor, model: torch.nn.Module) -> str:
+def _not_finite(loss: torch.Tensor, model: torch.nn.Module | None) -> str:
     what = "NaN" if loss.isnan() else "Inf"
     return (
         f"the loss is {what} in {_where(model)}; look at its samples, lower --lr or --clip-grad, "
@@ -46,7 +48,7 @@ def _not_finite(loss: torch.Tensor, model: torch.nn.Module) -> str:
     )
 
 
-def _spiky(model: torch.nn.Module) -> str:
+def _spiky(model: torch.nn.Module | None) -> str:
     usual = get_rerun_state_machine().largest("loss")
     return (
         f"spiky loss on {failures.identify()} in {_where(model)}, where the first hundred were at "
@@ -54,9 +56,11 @@ def _spiky(model: torch.nn.Module) -> str:
     )
 
 
-def _where(model: torch.nn.Module) -> str:
+def _where(model: torch.nn.Module | None) -> str:
     """Microbatch, iteration and samples, in the words of a sentence."""
     args, state = get_args(), get_train_state()
+    if model is None:
+        return f"a microbatch of iteration {state.iteration + 1}"
     microbatch = unwrap_model(model).current_microbatch
     if not model.training:
         return f"microbatch {microbatch} of the evaluation after iteration {state.iteration}"

@@ -22,6 +22,7 @@ import torch
 from minimegatron.core import parallel_state
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
 from minimegatron.core.enums import ModelType
+from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -35,7 +36,7 @@ from minimegatron.core.optimizer_param_scheduler import (
 )
 from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
-from minimegatron.core.tracing import traced
+from minimegatron.core.tracing import observed_by, traced
 from minimegatron.core.utils import get_model_config, or_one
 from minimegatron.training import failures
 from minimegatron.training.checkpointing import save_checkpoint
@@ -43,6 +44,7 @@ from minimegatron.training.data_iterators import build_train_valid_test_data_ite
 from minimegatron.training.dist_signal_handler import signals_remembered
 from minimegatron.training.evaluation import evaluate, evaluate_and_print_results
 from minimegatron.training.exit_conditions import checkpoint_and_decide_exit
+from minimegatron.training.function_checks import check_functions, takes
 from minimegatron.training.global_vars import get_args, get_timers, get_train_state
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.model_setup import (
@@ -77,6 +79,7 @@ __all__ = [
 ]
 
 
+@accepts_left_out
 def pretrain(
     train_valid_test_dataset_provider: Callable[..., tuple],
     model_provider: Callable[..., torch.nn.Module],
@@ -95,9 +98,11 @@ def pretrain(
     """A whole training run: initialise, build model and data, train, evaluate, save.
 
     Args:
-        train_valid_test_dataset_provider: `(numbers of samples, vp_stage) -> (train, valid, test)`,
-            each a dataset or None; called on the first rank of each tensor-parallel group.
-        model_provider: `(pre_process, post_process, vp_stage) -> model chunk`, without wrappers.
+        train_valid_test_dataset_provider: `(numbers of samples) -> (train, valid, test)`, each a
+            dataset or None; called on the first rank of each tensor-parallel group. With several chunks
+            on a rank it is called for each, with `vp_stage=` if it takes that.
+        model_provider: `(pre_process, post_process) -> model chunk`, without wrappers; with several
+            chunks on a rank it is also given `vp_stage=`, the number of the chunk.
         forward_step_func: `(data_iterator, model) -> (output, loss_func)`; see `forward_step` in
             `core.pipeline_parallel.steps` for what `loss_func(output)` may return.
         process_non_loss_data_func: `(data, iteration, writer)`, called after each evaluation with
@@ -116,6 +121,12 @@ def pretrain(
         initialize_megatron(
             extra_args_provider,
             args_defaults,
+            check_args=partial(
+                check_functions,
+                model_provider,
+                train_valid_test_dataset_provider,
+                forward_step_func,
+            ),
             get_embedding_ranks=get_embedding_ranks,
             get_position_embedding_ranks=get_position_embedding_ranks,
         )
@@ -163,7 +174,7 @@ def pretrain(
                         state.iteration,
                         process_func,
                         config,
-                        non_loss_func,
+                        non_loss_data_func=non_loss_func,
                         write_to_tensorboard=name == "validation",
                     )
         failures.leave_together()
@@ -175,14 +186,17 @@ def _iterators_of_all_chunks(provider: Callable[..., tuple], num_chunks: int) ->
     Every chunk has its own: each must see every microbatch, and the chunks take turns.
     """
     if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
-        return build_train_valid_test_data_iterators(partial(provider, vp_stage=None))
+        return build_train_valid_test_data_iterators(provider)
     per_chunk = [
-        build_train_valid_test_data_iterators(partial(provider, vp_stage=vp_stage))
+        build_train_valid_test_data_iterators(
+            partial(provider, vp_stage=vp_stage) if takes(provider, "vp_stage") else provider
+        )
         for vp_stage in range(num_chunks)
     ]
     return tuple(list(of_split) for of_split in zip(*per_chunk, strict=True))
 
 
+@accepts_left_out
 def train(
     forward_step_func: Callable[..., tuple],
     model: list[torch.nn.Module],
@@ -192,8 +206,8 @@ def train(
     valid_data_iterator: Iterator | list[Iterator] | None,
     process_non_loss_data_func: Callable | None,
     config: ModelParallelConfig,
-    non_loss_data_func: Callable | None = None,
     *,
+    non_loss_data_func: Callable | None = None,
     wrap_forward_backward_func: Callable[[Callable], Callable] | None = None,
     data_iterator_func: Callable[..., Any] | None = None,
 ) -> int:
@@ -225,15 +239,16 @@ def train(
             if data_iterator_func is not None:
                 train_data_iterator = data_iterator_func(model, optimizer, state.iteration)
             learning_rate = get_canonical_lr_for_logging(optimizer.param_groups)
-            loss_dict, skipped_iter, grad_norm, num_zeros_in_grad = train_step(
-                forward_step_func,
-                train_data_iterator,
-                model,
-                optimizer,
-                opt_param_scheduler,
-                config,
-                forward_backward_func,
-            )
+            with observed_by(config.timers):
+                loss_dict, skipped_iter, grad_norm, num_zeros_in_grad = train_step(
+                    forward_step_func,
+                    train_data_iterator,
+                    model,
+                    optimizer,
+                    opt_param_scheduler,
+                    config,
+                    forward_backward_func,
+                )
             state.iteration += 1
             state.consumed_train_samples += get_current_global_batch_size()
             state.skipped_train_samples += skipped_iter * get_current_global_batch_size()
@@ -257,7 +272,7 @@ def train(
                     state.iteration,
                     process_non_loss_data_func,
                     config,
-                    non_loss_data_func,
+                    non_loss_data_func=non_loss_data_func,
                 )
                 progress.restart()
             if checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, state.iteration):
@@ -294,6 +309,7 @@ def _connect_schedule(
         config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
 
 
+@accepts_left_out
 @traced("train-step")
 def train_step(
     forward_step_func: Callable[..., tuple],

@@ -36,7 +36,7 @@ def loss_of(losses, mask, logits=None, order=(0, 1)):
         ),
     ):
         mask, order = torch.tensor(mask), torch.tensor(order)
-        return pretrain_bert.loss_func(mask, order, None, (torch.tensor(losses), logits))
+        return pretrain_bert.loss_func(mask, order, (torch.tensor(losses), logits))
 
 
 def test_the_loss_is_of_masked_tokens():

@@ -36,7 +36,7 @@ def test_the_loss_is_of_the_decoders_tokens():
     losses, mask = torch.tensor([[1.0, 5.0, 100.0], [3.0, 100.0, 100.0]]), torch.zeros(2, 3)
     mask[0, :2] = mask[1, 0] = 1.0
     with mock.patch.object(pretrain_t5, "check_loss"):
-        total, num_tokens, report = pretrain_t5.loss_func(mask, None, losses)
+        total, num_tokens, report = pretrain_t5.loss_func(mask, losses)
     assert total.item() == 9.0 and num_tokens.item() == 3
     assert report["lm loss"].tolist() == [9.0, 3.0]
 

@@ -46,12 +46,14 @@ Shape = list[int] | tuple[int, ...] | torch.Size
 
 
 def is_single_shape(x: Any) -> bool:
-    """True for one shape ([s, b, h]), False for a list of shapes.
+    """True for one shape ([s, b, h]), False for a list of shapes and for what is no shape.
 
-    >>> is_single_shape([4, 2, 8]), is_single_shape([[4, 2, 8]]), is_single_shape(())
-    (True, False, True)
+    >>> [is_single_shape(x) for x in ([4, 2, 8], [[4, 2, 8]], (), 5)]
+    [True, False, False, False]
     """
-    return isinstance(x, torch.Size) or all(isinstance(size, int) for size in x)
+    if isinstance(x, torch.Size):
+        return True
+    return isinstance(x, (list, tuple)) and len(x) > 0 and all(isinstance(n, int) for n in x)
 
 
 class Receive:

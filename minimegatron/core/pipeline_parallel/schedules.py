@@ -115,7 +115,8 @@ def get_forward_backward_func(
     * forward_only: no backward, for evaluation and log-probabilities.
     * collect_non_loss_data: the loss function returns anything; it is collected as it is.
     * first_val_step: with `forward_only`, whether this is the first validation step.
-    * adjust_tensor_shapes_fn: plain 1F1B only; maps (receive shapes, send shapes) to other ones.
+    * adjust_tensor_shapes_fn: plain 1F1B only; maps (receive shapes, send shapes) to other ones. With
+      one stage it is not called: nothing is sent.
     * p2p_communicator, pg_collection: the groups; default to those of `parallel_state`. With one stage
       the function takes no p2p_communicator but None: it sends no messages.
 

@@ -386,7 +386,7 @@ def get_tensor_shapes(
     A two-stack model's stages exchange decoder states, of `decoder_seq_length`.
     """
     if sends_shapes(config):
-        return [()]
+        return [torch.Size()]  # one shape, where () would be a list of none
     length = (decoder_seq_length or seq_length) // cp_group.size()
     if config.sequence_parallel:
         length //= tp_group.size()
@@ -512,7 +512,7 @@ def schedule(
         model = arguments["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
         require_gradients(arguments.get("forward_only", False))
-        with _around_step(config), observed_by(config.timers):
+        with _around_step(config), observed_by(config.timers and config.timers.told(config)):
             return link(**arguments)
 
     return run

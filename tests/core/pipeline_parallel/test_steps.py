@@ -82,7 +82,7 @@ def test_a7_tokens_with_weights_give_the_weighted_mean(per_token):
 
     def step(data_iterator, model):
         x, loss_mask = next(data_iterator)
-        return model(x), partial(pretrain_gpt.loss_func, loss_mask, model)
+        return model(x), partial(pretrain_gpt.loss_func, loss_mask, model=model)
 
     with mock.patch.object(pretrain_gpt, "check_loss"):
         reports = forward_backward_no_pipelining(

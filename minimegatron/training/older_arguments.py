@@ -1,0 +1,76 @@
+"""Arguments that texts about Megatron name and that this package does not have: what to do instead.
+
+Megatron has no counterpart. Who types a flag of an older text, or reads such an argument, learns what
+it did and what does that today; the nearest flag by spelling would be a wrong guess. Torch-free.
+
+What is only accepted, because nothing depends on it here, is in `old_flags`.
+"""
+
+OLDER_ARGUMENTS = {
+    # -- Recompute, as it was called before 2022 --
+    "activations_checkpoint_method": (
+        "it chose the layers whose activations are computed again; today --recompute-granularity full "
+        "with --recompute-method and --recompute-num-layers"
+    ),
+    "activations_checkpoint_num_layers": (
+        "it was the number of layers that are computed again as one; today --recompute-num-layers"
+    ),
+    "checkpoint_activations": "it computed activations again; today --recompute-granularity full",
+    "distribute_checkpointed_activations": (
+        "it divided kept activations over tensor ranks; today --sequence-parallel does, for all of them"
+    ),
+    # -- Gradients --
+    "use_contiguous_buffers_in_local_ddp": (
+        "gradients lie in contiguous buffers always, so drop it"
+    ),
+    "no_contiguous_buffers_in_local_ddp": (
+        "gradients lie in contiguous buffers always, so drop it"
+    ),
+    "reuse_grad_buf_for_mxfp8_param_ag": "it is for weights in FP8, which are not here; drop it",
+    # -- Precision and kernels --
+    "fp16_lm_cross_entropy": "the loss is computed in float32 always, so drop it",
+    "fp32_residual_connection": "the residual sum has the type of the activations; drop it",
+    "no_persist_layer_norm": (
+        "it chose a kernel of the layer norm; here torch chooses, so drop it"
+    ),
+    "layernorm_epsilon": "today --norm-epsilon",
+    # -- Starting --
+    "use_cpu_initialization": (
+        "initial weights are the same numbers on every device and for every cut, so drop it"
+    ),
+    "lazy_mpu_init": (
+        "it left the process groups to the caller; today initialize torch.distributed before "
+        "initialize_megatron, which then uses it"
+    ),
+    "adlr_autoresume": (
+        "it asked NVIDIA's scheduler when to end; today --exit-duration-in-mins, or SIGTERM: both save"
+    ),
+    "adlr_autoresume_interval": (
+        "it asked NVIDIA's scheduler when to end; today --exit-duration-in-mins, or SIGTERM: both save"
+    ),
+    "rerun_mode": "a step runs once here; drop it",
+    "use_legacy_models": "the models before core are not here; drop it",
+    "model_type": "give it to pretrain, as its third argument",
+    # -- Data --
+    "mmap_warmup": "it read data files once, to have them in memory; the system does that, so drop it",
+    # -- Pipelines --
+    "pipeline_model_parallel_split_rank": (
+        "it was T5's first decoder stage; today --decoder-first-pipeline-rank"
+    ),
+    "enable_cuda_graph": "steps are not captured as CUDA graphs here; drop it",
+    "cuda_graph_scope": "steps are not captured as CUDA graphs here; drop it",
+    "cuda_graph_warmup_steps": "steps are not captured as CUDA graphs here; drop it",
+    # -- Other programs --
+    "vision_pretraining": "models of pictures are not here; drop it",
+    "vision_pretraining_type": "models of pictures are not here; drop it",
+}
+"""Name -> what it did, and what to do. Flags have dashes in place of the underscores."""
+
+
+def advice_for(flag: str) -> str | None:
+    """What `OLDER_ARGUMENTS` says of a flag.
+
+    >>> advice_for("--layernorm-epsilon"), advice_for("--no-such-flag")
+    ('today --norm-epsilon', None)
+    """
+    return OLDER_ARGUMENTS.get(flag.split("=")[0].removeprefix("--").replace("-", "_"))
