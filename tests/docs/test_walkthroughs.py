@@ -1,47 +1,120 @@
-"""Each section of the two walk-throughs has a row, and each row leads to what is there."""
+"""Each section of the four texts has a row, in both languages, and each row leads to what is there."""
 
 import importlib
 import re
 from pathlib import Path
 
-import pytest
-
 macros_module = importlib.import_module("macros")
 
-PAGE = Path(__file__).parents[2] / "docs/walkthroughs.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/walkthroughs.md"
+TRANSLATED = ROOT / "docs/zh/walkthroughs.md"
 FROM_A_LAUNCH_SCRIPT = [
-    *("1.1", "1.2", "1.2.1", "1.2.2", "1.2.3", "1.2.3.1", "2", "3.1", "3.2", "3.3"),
+    *("0", "1.1", "1.2", "1.2.1", "1.2.2", "1.2.3", "1.2.3.1", "2", "2", "3.1", "3.2", "3.3"),
     *("4.1", "4.2.1", "4.2.2", "4.2.3", "4.2.3.1", "4.2.3.2", "4.3"),
     *("5.1", "5.2", "5.2.1", "5.2.2", "5.2.3", "5.2.4", "5.2.5", "6.1", "6.2", "6.3"),
 ]
 THROUGH_A_SCHEDULE = [
-    *("1", "2", "3.1", "3.2", "3.3", "4.1", "4.2", "4.3", "5.1", "5.2", "6.1", "6.2"),
-    *("Why 1:", "Why 2:", "Why 3:", "Why 4:", "Before 1:"),
+    *("First question", "Overview", "1", "2", "3.1", "3.2", "3.3", "4.1", "4.2", "4.3"),
+    *("5.1", "5.2", "6.1", "6.2", "Picture", "Notes"),
+    *("Second question, 1 to 3", "4, 5", "Where", "What", "Other programs: `pretrain_mamba`"),
+    *("Other programs: `train_rl`", "Other programs: tests", "Why 1", "Why 2", "Why 3", "Why 4"),
+    "Examples",
 ]
+PIPELINE_PARALLEL = [
+    *("The package", "Layout", "`P2PCommunicator`", "`is_single_shape`", "`backward_step`"),
+    *("`custom_backward`", "`check_first_val_step`", "`clear_embedding_activation_buffer`"),
+    *("The three schedules", "`get_forward_backward_func`", "`get_pp_rank_microbatches`"),
+    *("`convert_schedule_table_to_order`", "`get_tensor_shapes`"),
+]
+COMBINED = [
+    *("Functions", "`Shape`", "`combined_1f1b_schedule_for_no_pipelining`"),
+    *("`combined_1f1b_schedule_for_interleaved_pipelining`", "`combined_forward_backward_step`"),
+]
+WHERE_TEXTS_ERR = {
+    *("1.1", "1.2.3", "3.3", "5.2.4", "4.2", "4.3", "First question", "Other programs: `train_rl`"),
+    *("Why 3", "The three schedules", "`combined_forward_backward_step`"),
+}
 
 
 def rows(part: str) -> list[list[str]]:
-    lines = re.findall(r"^\| (?!section|---)(.*) \|$", part, re.M)
+    lines = re.findall(r"^\| (?!section|章节|---)(.*) \|$", part, re.M)
     return [re.split(r" \| (?![^{]*\}\})", line) for line in lines]
 
 
-@pytest.fixture(scope="module")
-def parts() -> list[str]:
-    _, *parts = PAGE.read_text().split("\n## ")
+def parts_of(page: Path) -> list[str]:
+    _, *parts = page.read_text().split("\n## ")
     return parts
 
 
-def test_every_section_has_a_row(parts):
-    for part, sections in zip(parts, (FROM_A_LAUNCH_SCRIPT, THROUGH_A_SCHEDULE), strict=True):
-        found = [re.match(r"(?:Why |Before )?[\d.]+:?", row[0])[0] for row in rows(part)]
-        assert found == sections
+def begins_with(section: str, name: str) -> bool:
+    return re.match(rf"{re.escape(name)}(?![\w.])", section) is not None
 
 
-def test_every_row_leads_to_a_symbol_and_says_what_has_changed(parts, package):
+def test_every_section_has_a_row():
+    wanted = (FROM_A_LAUNCH_SCRIPT, THROUGH_A_SCHEDULE, PIPELINE_PARALLEL, COMBINED)
+    for part, sections in zip(parts_of(PAGE), wanted, strict=True):
+        for (section, *_), name in zip(rows(part), sections, strict=True):
+            assert begins_with(section, name), (section, name)
+
+
+def test_every_row_leads_somewhere_and_says_what_has_changed(package):
     macros = macros_module.Macros(package, "walkthroughs.md", set())
-    for section, here, changed in (row for part in parts for row in rows(part)):
+    for section, here, changed in (row for part in parts_of(PAGE) for row in rows(part)):
         links = re.findall(r"\{\{ link ([\w.]+)", here)
-        assert links and all(package.find(name).symbol for name in links), section
+        files = re.findall(r"\]\(([\w./-]+)\)", here)
+        tests = re.findall(r"`(tests/[\w/.]+)`", here)
+        assert links or files or tests, section
+        assert all(package.find(name).symbol for name in links), section
+        assert all((ROOT / name).exists() for name in tests), section
+        for name in files:
+            source = (
+                f"{name.removesuffix('.ipynb')}.py" if name.endswith(".ipynb") else f"docs/{name}"
+            )
+            assert (ROOT / source).is_file(), name
         assert changed.endswith("."), section
     assert "source/minimegatron.pretrain_bert" in macros.expand(PAGE.read_text())
     assert macros.faults == []
+
+
+def test_the_page_says_where_the_texts_err():
+    said = [
+        section
+        for part in parts_of(PAGE)
+        for section, _, changed in rows(part)
+        if re.search(r"\*\*The (text|quoted code) errs", changed)
+    ]
+    for name in WHERE_TEXTS_ERR:
+        assert any(begins_with(section, name) for section in said), name
+    assert len(said) == len(WHERE_TEXTS_ERR)
+
+
+def test_the_translation_has_the_same_rows():
+    """The same links and the same names in the same cells, and the same rows where the text errs."""
+    for ours, theirs in zip(parts_of(PAGE), parts_of(TRANSLATED), strict=True):
+        for english, translated in zip(rows(ours), rows(theirs), strict=True):
+            assert _links(english[1]) == _links(translated[1]), english[0]
+            assert sorted(_links(english[2])) == sorted(_links(translated[2])), english[0]
+            assert _names(english[2]) == _names(translated[2]), english[0]
+            assert ("errs" in english[2]) == ("有误" in translated[2]), english[0]
+        assert not re.search("[\u4e00-\u9fff]", ours) and re.search("[\u4e00-\u9fff]", theirs)
+
+
+def _links(cell: str) -> list[str]:
+    pages = re.findall(r"\]\((?:\.\./)?([\w./-]+)\)", cell)
+    return re.findall(r"\{\{ link ([\w.]+)", cell) + pages
+
+
+def _names(cell: str) -> set[str]:
+    return set(re.findall(r"`([^`]+)`", cell))
+
+
+def test_the_six_parameters_of_the_launch_scripts_text():
+    """Two buffers in each case, where its code would make one of fp32 sums."""
+    import cases_of_buffers as buffers
+
+    assert [buffers.count(wide) for wide in (False, True)] == [2, 2]
+    assert [buffers.count_by_gradient(wide) for wide in (False, True)] == [2, 1]
+    picture = buffers.figure()
+    assert "gradients: f 0 to 100, c 100 to 400, a 400 to 800, e 800 to 1050" in picture
+    assert "summed in fp32: fp32 0 to 800, fp32 800 to 1600" in picture

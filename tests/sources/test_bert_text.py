@@ -119,6 +119,28 @@ def test_it_trains_alike_in_each_layout():
             assert here == pytest.approx(there, rel=2e-5), layout
 
 
+# -- Hooks on the nodes of parameters --
+
+
+@pytest.mark.parametrize("nodes_are_kept", [True, False])
+def test_a_hook_on_the_node_of_a_parameter_lives_as_long_as_the_node(nodes_are_kept):
+    """What the text's `expand_as` and `grad_accs` are for."""
+    param, grad_accs, seen = torch.nn.Parameter(torch.ones(2)), [], []
+    assert param.grad_fn is None
+    node = param.expand_as(param).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *unused: seen.append(param.grad.clone()))
+    if nodes_are_kept:
+        grad_accs.append(node)
+    del node
+    for _ in range(2):
+        (3 * param).sum().backward()
+    assert [grad.tolist() for grad in seen] == ([[3, 3], [6, 6]] if nodes_are_kept else [])
+    after = []
+    param.register_post_accumulate_grad_hook(lambda param: after.append(param.grad.clone()))
+    param.sum().backward()
+    assert [grad.tolist() for grad in after] == [[7, 7]]
+
+
 # -- What cannot be: one sentence, before any process group --
 
 

@@ -10,6 +10,15 @@ import pytest
 
 from minimegatron.core.left_out import record
 from minimegatron.core.pipeline_parallel import combined_1f1b, p2p_communication, schedules
+from minimegatron.core.transformer.enums import LayerType
+from minimegatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+LETTERS = {
+    LayerType.embedding: "E",
+    LayerType.decoder: "t",
+    LayerType.mtp: "m",
+    LayerType.loss: "L",
+}
 
 SCHEDULE = (
     "*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
@@ -141,3 +150,21 @@ def test_arguments_have_the_references_names_places_and_defaults(module, name, t
         assert accepted[argument].takes(wanted[argument].default), argument
     if left_out is not None and left_out.order:
         assert list(left_out.order)[: len(wanted)] == list(wanted)
+
+
+def test_the_layout_of_the_reference_is_the_table_of_the_reference():
+    """62 layers on 16 stages of two chunks, and a chunk without a layer."""
+    layout = PipelineParallelLayerLayout.from_str("Et*3|(tt|)*29,m|L", 16).layout
+    assert len(layout) == 16 and {len(chunks) for chunks in layout} == {2}
+    words = [["".join(LETTERS[kind] for kind in chunk) for chunk in chunks] for chunks in layout]
+    assert words == [["Ettt", "tt"], *([["tt", "tt"]] * 13), ["tt", "m"], ["tt", "L"]]
+    assert PipelineParallelLayerLayout.from_str("E||t|L", 4).layout[1] == [[]]
+
+
+def test_the_order_of_the_reference():
+    """p = 2, v = 2, three microbatches of a chunk in a row, five in all, five forwards first."""
+    table = schedules.get_schedule_table(5, 2, 3)
+    assert [microbatch for microbatch, _ in table] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+    assert [chunk for _, chunk in table] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+    order = schedules.convert_schedule_table_to_order(5, 2, table)
+    assert order == [1, 1, 1, 2, 2, 2, -2, 1, -2, 1, -2, 2, -1, 2, -1, -1, -2, -2, -1, -1]
