@@ -183,11 +183,6 @@ def _train_iters(args: argparse.Namespace) -> int:
                 "--train-iters is missing; give --train-iters and a number, or --train-samples"
             )
         return args.train_iters
-    if args.train_iters is not None:
-        raise ValueError(
-            f"--train-iters {args.train_iters} and --train-samples {args.train_samples} both say how "
-            "long to train; give one of them"
-        )
     batch_sizes(args)  # raises where the ramp-up cannot be
     fits = bisect.bisect_right(
         range(args.train_samples + 1), args.train_samples, key=partial(samples_in, args)
@@ -197,7 +192,13 @@ def _train_iters(args: argparse.Namespace) -> int:
             f"--train-samples {args.train_samples} is less than one step: its global batch has "
             f"{samples_in(args, 1)} samples; give more, or lower --global-batch-size"
         )
-    return fits - 1
+    iterations = fits - 1
+    if args.train_iters not in (None, iterations):
+        raise ValueError(
+            f"--train-iters {args.train_iters} and --train-samples {args.train_samples}, which are "
+            f"{iterations} iterations, both say how long to train; give one of them"
+        )
+    return iterations
 
 
 def _padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:

@@ -53,10 +53,7 @@ OLDER_ARGUMENTS = {
     "model_type": "give it to pretrain, as its third argument",
     # -- Data --
     "mmap_warmup": "it read data files once, to have them in memory; the system does that, so drop it",
-    # -- Pipelines --
-    "pipeline_model_parallel_split_rank": (
-        "it was T5's first decoder stage; today --decoder-first-pipeline-rank"
-    ),
+    # -- CUDA graphs --
     "enable_cuda_graph": "steps are not captured as CUDA graphs here; drop it",
     "cuda_graph_scope": "steps are not captured as CUDA graphs here; drop it",
     "cuda_graph_warmup_steps": "steps are not captured as CUDA graphs here; drop it",

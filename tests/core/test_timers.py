@@ -1,11 +1,13 @@
 """Timers on their own, as an observer of traced calls, and compared over ranks."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from minimegatron.core import timers as timers_module
+from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.timers import Timers
 from minimegatron.core.tracing import observed_by, traced
 from tests.ranks import run_ranks
@@ -165,3 +167,59 @@ def test_ranks_are_compared_though_they_ran_different_timers():
     assert list(first["written"]) == ["both-time"]
     assert seconds >= 0.1
     assert iteration == 7
+
+
+# -- Level 1 begins together --
+
+
+@pytest.mark.parametrize(("with_barrier", "level"), [(True, 1), (False, 1), (True, 2)])
+def test_parts_of_a_step_begin_with_a_barrier(with_barrier, level, monkeypatch):
+    """As the configuration says; never the small parts, of which ranks have other numbers."""
+    waited = []
+    monkeypatch.setattr(timers_module.utils, "barrier", waited.append)
+    monkeypatch.setattr(timers_module.dist, "is_initialized", lambda: True)
+    timers = Timers(level).told(ModelParallelConfig(barrier_with_L1_time=with_barrier))
+
+    @traced("forward-compute")
+    def small():
+        pass
+
+    @traced("forward-backward")
+    def big():
+        small()
+        small()
+
+    with observed_by(timers):
+        big()
+        big()
+    assert len(waited) == 2 * with_barrier
+    assert timers("forward-backward").elapsed() > 0
+
+
+def begin_together():
+    """In a rank: whether the other one had come when this one's clock started."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    config = ModelParallelConfig(timers=Timers(1))
+    timers = config.timers.told(config)
+    seen, perf_counter = [], time.perf_counter
+
+    def clock():
+        seen.append(store.check(["rank 1 is here"]))
+        return perf_counter()
+
+    @traced("forward-backward")
+    def part():
+        pass
+
+    if rank == 1:  # comes when rank 0 is about to enter
+        store.wait(["rank 0 is here"])
+        time.sleep(0.05)
+        store.set("rank 1 is here", "")
+    store.set("rank 0 is here", "")
+    with mock.patch.object(timers_module.time, "perf_counter", clock), observed_by(timers):
+        part()
+    return seen[0]
+
+
+def test_the_first_rank_waits_for_the_last():
+    assert run_ranks(begin_together, 2) == [True, True]

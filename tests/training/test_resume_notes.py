@@ -166,6 +166,7 @@ MAY_DIFFER = {
     "unpadded_vocab_size",
     # How a step is divided, and when a run ends
     *("micro_batch_size", "exit_interval", "exit_duration_in_mins", "sample_tokens"),
+    *("train_samples", "empty_unused_memory_level"),
     # Where the data are kept, and who reads them
     *("data_cache_path", "num_workers"),
     # Compared with the optimizer's state and schedule (`check_against_checkpoint`)
