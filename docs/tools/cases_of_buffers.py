@@ -12,7 +12,8 @@ from minimegatron.core.transformer.transformer_config import TransformerConfig
 
 SIZES = {"a": 400, "b": 300, "c": 300, "d": 250, "e": 250, "f": 100}
 IN_FP16 = "bde"
-WORDS = {torch.float32: "fp32", torch.float16: "fp16"}
+WORDS = {torch.float32: ("fp32", 6), torch.float16: ("fp16", 7)}
+"""And the hue that stands for it."""
 
 
 class _Alone:
@@ -49,13 +50,13 @@ def figure() -> str:
     named, buffers = _buffers(grad_reduce_in_fp32=False)
     _, in_fp32 = _buffers(grad_reduce_in_fp32=True)
     gradients, kinds, wide_kinds, begin = [], [], [], 0
-    for number, (buffer, wide) in enumerate(zip(buffers, in_fp32, strict=True)):
+    for buffer, wide in zip(buffers, in_fp32, strict=True):
         for param, (start, end, _) in buffer.param_index_map.items():
             name = next(name for name, found in named.items() if found is param)
             gradients.append((begin + start, begin + end, name, list(SIZES).index(name)))
         place = (begin, begin + buffer.numel)
-        kinds.append((*place, WORDS[buffer.grad_dtype], number + 6))
-        wide_kinds.append((*place, WORDS[wide.grad_dtype], number + 6))
+        kinds.append((*place, *WORDS[buffer.grad_dtype]))
+        wide_kinds.append((*place, *WORDS[wide.grad_dtype]))
         begin += buffer.numel
     rows = [
         ("gradients", sorted(gradients)),

@@ -18,7 +18,7 @@ from page_heads import set_description
 from search_index import write_search
 from stash import fill
 from tour_frame import tour_nav
-from translations import made_from
+from translations import language_of, links_to_others, made_from
 from trim_css import trim_site
 
 from minimegatron.exercises.exercise import exercises
@@ -61,9 +61,11 @@ def on_page_content(html, page, config, files):
     of_site = config["site_description"] if page.is_homepage else ""
     page.meta["made_from"] = made_from(page.file.src_uri)
     set_description(page.meta, html, page.file.src_uri.replace(".md", ".html"), of_site)
+    return links_to_others(page.file.src_uri) + html
 
 
 def on_post_page(output, page, config):
+    output = output.replace('<html lang="en"', f'<html lang="{language_of(page.file.src_uri)}"', 1)
     return fill(output, Path(config["docs_dir"]).with_name("pieces") / f"{page.file.src_uri}.json")
 
 

@@ -1,6 +1,7 @@
-"""Which text a page was made from, and which translated pages are of an older one.
+"""Pages in several languages: which text a page was made from, and which are of an older one.
 
-Called by: `mkdocs_hook`, which writes each page's digest into its head; tests/docs.
+Called by: `mkdocs_hook`, which writes each page's digest into its head, its language, and where it
+is in others; tests/docs.
 
     python docs/tools/translations.py zh       what is missing or older in docs/zh, by page
 
@@ -20,6 +21,7 @@ DOCS = ROOT / "docs"
 MADE_FROM = re.compile(r"\A---\n.*?^made_from: *(\w+)$.*?^---$", re.MULTILINE | re.DOTALL)
 LANGUAGES = ("zh",)
 """Folders of docs/ that hold translations."""
+OWN_NAMES = {"en": "English", "zh": "中文"}
 
 
 def digest(text: str) -> str:
@@ -35,6 +37,32 @@ def made_from(page: str, docs: Path = DOCS) -> str:
     """The digest of the file in docs/ that a page of the site is made from; "" for generated pages."""
     path = docs / page
     return digest(path.read_text()) if path.is_file() else ""
+
+
+def language_of(page: str) -> str:
+    """
+    >>> language_of("glossary.md"), language_of("zh/glossary.md")
+    ('en', 'zh')
+    """
+    folder = page.partition("/")[0]
+    return folder if folder in LANGUAGES else "en"
+
+
+def links_to_others(page: str, docs: Path = DOCS) -> str:
+    """A line of HTML: the same page in other languages. Empty where there is none."""
+    own = language_of(page)
+    bare = page.removeprefix(f"{own}/")
+    links = [
+        f'<a href="{_way(page, other)}" hreflang="{language}" lang="{language}">{name}</a>'
+        for language, name in OWN_NAMES.items()
+        for other in [bare if language == "en" else f"{language}/{bare}"]
+        if language != own and (docs / other).is_file()
+    ]
+    return f'<p class="mm-languages">{" ".join(links)}</p>\n' if links else ""
+
+
+def _way(page: str, other: str) -> str:
+    return "../" * page.count("/") + other.removesuffix(".md") + ".html"
 
 
 def pages(docs: Path = DOCS) -> list[str]:

@@ -33,3 +33,18 @@ def test_pages_written_by_hand():
     found = translations.pages()
     assert {"index.md", "tour/index.md", "problems/p2p.md", "glossary.md"} <= {*found}
     assert not any(page.startswith(("tools/", "zh/")) for page in found)
+
+
+def test_a_page_says_its_language_and_leads_to_the_others(site: Path):
+    english = (site / "walkthroughs.html").read_text()
+    chinese = (site / "zh" / "walkthroughs.html").read_text()
+    assert '<html lang="en"' in english and '<html lang="zh"' in chinese
+    assert 'href="zh/walkthroughs.html" hreflang="zh" lang="zh">中文</a>' in english
+    assert 'href="../walkthroughs.html" hreflang="en" lang="en">English</a>' in chinese
+    assert 'class="mm-languages"' not in (site / "glossary.html").read_text()
+
+
+def test_no_page_is_of_an_older_text():
+    for language in translations.LANGUAGES:
+        found = set(translations.to_do(language).values())
+        assert found <= {"missing"}, translations.to_do(language)
