@@ -14,7 +14,7 @@
 
   const WEIGHT = {
     tour: 2, exercises: 1.5, notebooks: 1.5, glossary: 1.5, formulas: 1.4, source: 1, recipes: 1.2, symptoms: 1, exam: 1, problems: 1,
-    home: 0.8, teachers: 0.6, gpu: 0.8, rosetta: 0.7, walkthroughs: 0.7, benchmarks: 0.5, held_against: 0.5, contributing: 0.5, reference: 0.4,
+    home: 0.8, teachers: 0.6, gpu: 0.8, rosetta: 0.7, walkthroughs: 0.7, zh: 0.7, benchmarks: 0.5, held_against: 0.5, contributing: 0.5, reference: 0.4,
   };
   // The kinds that lead, in this order: by a page that has all that was typed, or fits this much as well as the best.
   const LEADERS = [["tour"], ["exercises", "notebooks"], ["glossary"], ["source"]], SYMPTOM = ["symptoms"], LEAST = 0.05;

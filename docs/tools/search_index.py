@@ -27,9 +27,11 @@ BEHIND_AN_EXERCISE = re.compile(r"\.exercises\.catalog\.\w+\.(?!stub\.)\w+\.html
 """What students are asked to write, and what checks it: not found before they look for it."""
 SAME = 0
 """In place of an anchor that is the title."""
-MAX_TEXT = {"source": 225, "reference": 0, "rosetta": 400, "notebooks": 900, "exercises": 900}
-MAX_TEXT |= {"walkthroughs": 1500}
+MAX_TEXT = {"source": 185, "reference": 0, "rosetta": 400, "notebooks": 900, "exercises": 900}
+MAX_TEXT |= {"walkthroughs": 1500, "zh": 1000}
 """Characters of a section's text that are kept; of other kinds, all."""
+WHOLE = {"names-in-older-texts"}
+"""Sections that are kept whole: no other page has these names."""
 LESSONS = ("tour", "symptoms")
 """Of these pages, the names in quoted code are found too."""
 
@@ -121,7 +123,8 @@ def _sections(kind: str, page_title: str, sections: list[dict]) -> Iterator[list
             continue
         if (title.startswith("__") and not text) or (kind == "reference" and METHOD.search(anchor)):
             continue
-        yield [SAME if anchor == title else anchor, title, shortened(text, most)]
+        kept = text if anchor in WHOLE else shortened(text, most)
+        yield [SAME if anchor == title else anchor, title, kept]
 
 
 def bare(kind: str, title: str) -> str:
