@@ -26,6 +26,7 @@ def section(package: Package) -> list[str]:
         "Names of older releases, local names of functions that texts quote, and arguments: what each "
         "was, what does that here, and since when or until when Megatron has it. Also read "
         "[the walk-throughs, section by section](walkthroughs.md).\n",
+        '<div class="mm-stacked" markdown="1">\n',
         "| name | what it is or was in Megatron | here | in Megatron |\n|---|---|---|---|",
     ]
     for row in rows():
@@ -35,7 +36,7 @@ def section(package: Package) -> list[str]:
         names = ", ".join(f"`{name}`" for name in row["names"])
         here = LINK.sub(lambda found: _link(found[1], package), row["here"])
         parts.append(f"| {names} | {row['was']} | {here} | {row['megatron']} |")
-    parts.append("")
+    parts.append("\n</div>\n")
     return parts
 
 
