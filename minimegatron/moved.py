@@ -29,6 +29,7 @@ MOVED = {
     "core.local_handshake": "core.local_host.handshake",
     "core.local_memory": "core.local_host.shared_memory",
     "core.local_slots": "core.local_host.slots",
+    "core.pipeline_parallel.mean_loss": "core.pipeline_parallel.user_results",
     "core.pipeline_parallel.model_chunk": "core.pipeline_parallel.steps",
     "doctor.case": "doctor.wait_graph",
     "doctor.verdict": "doctor.findings",
@@ -94,6 +95,31 @@ ELSEWHERE = {
 """Megatron's module -> ours, where ours stands in another room."""
 
 
+BEFORE_CORE = {
+    "mpu": (
+        "groups are in minimegatron.core.parallel_state, broadcast_data and the parallel layers in "
+        "minimegatron.core.tensor_parallel"
+    ),
+    "model": "models are in minimegatron.core.models, their layers in minimegatron.core.transformer",
+    "data": "data sets are in minimegatron.core.datasets",
+    "optimizer": "import minimegatron.core.optimizer",
+    "schedules": "import minimegatron.core.pipeline_parallel.schedules",
+    "p2p_communication": "import minimegatron.core.pipeline_parallel.p2p_communication",
+    "tokenizer": "import minimegatron.training.tokenizer",
+    "learning_rates": "import minimegatron.core.optimizer_param_scheduler",
+    "microbatches": "import minimegatron.core.num_microbatches_calculator",
+    **{
+        name: f"import minimegatron.training.{name}"
+        for name in ("arguments", "checkpointing", "global_vars", "initialize", "utils")
+    },
+    **{
+        name: f"from minimegatron.training import {name}"
+        for name in ("get_args", "get_timers", "get_tokenizer", "print_rank_0", "print_rank_last")
+    },
+}
+"""What texts import from `megatron` that were written before Megatron Core -> where it is today."""
+
+
 def new_file(file: str) -> str:
     """Where the code of a file of the package is now; other paths stay as they are.
 
@@ -114,6 +140,10 @@ class OldPaths:
     ) -> ModuleSpec | None:
         """Python asks this for every module that it finds nowhere else."""
         package, _, old = fullname.partition(".")
+        if package == "minimegatron" and old in BEFORE_CORE:
+            raise ModuleNotFoundError(
+                f"{fullname} is a name of before Megatron Core; today: {BEFORE_CORE[old]}"
+            )
         is_known = package == "minimegatron" and (old in MOVED or old in ELSEWHERE)
         return ModuleSpec(fullname, _NewModule()) if is_known else None
 

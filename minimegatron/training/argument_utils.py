@@ -133,10 +133,20 @@ def refuse_unknown(words: list[str], parser: argparse.ArgumentParser) -> None:
     """Raises ValueError for arguments the parser did not take, with the nearest flag if one is near."""
     if not words:
         return
-    older = advice_for(words[0])
+    flag = words[0].split("=")[0]
+    older = advice_for(flag)
     if older is not None:
-        raise ValueError(f"{words[0].split('=')[0]}: {older}")
+        raise ValueError(f"{flag}: {older}")
+    for action in parser._actions:
+        if action.nargs == 0 and action.const is False and flag == f"--{_in_dashes(action.dest)}":
+            raise ValueError(
+                f"{flag}: it is on, unless {action.option_strings[0]} is given; drop it"
+            )
     known = [flag for action in parser._actions for flag in action.option_strings]
-    near = difflib.get_close_matches(words[0].split("=")[0], known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
     advice = f"did you mean {near[0]}?" if near else "--help lists all flags"
     raise ValueError(f"unknown argument {words[0]}; {advice}")
+
+
+def _in_dashes(dest: str) -> str:
+    return dest.replace("_", "-")

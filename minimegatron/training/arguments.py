@@ -47,6 +47,7 @@ from minimegatron.training.checkpoint_args import saved_padded_vocab_size
 from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.devices import give_memory_back
 from minimegatron.training.families import check_family
+from minimegatron.training.function_checks import check_args_provider
 from minimegatron.training.old_flags import add_old_flags, check_old_flags, print_old_flags
 from minimegatron.training.params_norm import describe_params_norm
 from minimegatron.training.pipeline_schedule import registered_name
@@ -113,6 +114,7 @@ def _build_parser(
     for config in SECTIONS.values():
         ArgumentGroupFactory(config).build_group(parser)
     add_old_flags(parser)
+    check_args_provider(extra_args_provider)
     if extra_args_provider is not None:
         extra_args_provider(parser)
     known = {action.dest for action in parser._actions} | {"model_family"}

@@ -75,6 +75,8 @@ def save_checkpoint(
     CheckpointingException, on all ranks, if it cannot write (a full disk); the same holds then.
     """
     args, state = get_args(), get_train_state()
+    if args.save is None:
+        raise ValueError("save_checkpoint saves to --save, which is not given; give a folder")
     folder = Path(get_checkpoint_name(args.save, iteration))
     if state.saved_iteration == iteration:
         print_rank_0(f" the checkpoint of iteration {iteration} is in {folder} already")

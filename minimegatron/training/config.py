@@ -21,7 +21,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
 from minimegatron.core.knobs import THE_SAME, derived, knob
 from minimegatron.core.optimizer.optimizer_config import OptimizerConfig
 from minimegatron.core.transformer.transformer_config import TransformerConfig
-from minimegatron.training.older_arguments import OLDER_ARGUMENTS
+from minimegatron.training.older_arguments import OLDER_ARGUMENTS, VALUES
 from minimegatron.training.train_state import TrainState
 
 SECTIONS: dict[str, type] = {}
@@ -410,6 +410,8 @@ class Arguments:
                 return getattr(self.__dict__[section], name)
         if name in self.__dict__["extra"]:
             return self.__dict__["extra"][name]
+        if name in VALUES:
+            return VALUES[name]
         raise AttributeError(f"no argument is called {name!r}{_advice(name)}")
 
 

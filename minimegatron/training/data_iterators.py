@@ -16,6 +16,7 @@ from minimegatron.core import collectives, parallel_state
 from minimegatron.core.datasets.utils import DataError
 from minimegatron.core.utils import get_device
 from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
+from minimegatron.training.function_checks import check_datasets
 from minimegatron.training.global_vars import get_args, get_train_state
 
 
@@ -40,7 +41,9 @@ def build_train_valid_test_data_loaders(
     args, state = get_args(), get_train_state()
     loaders = [None, None, None]
     if parallel_state.get_tensor_model_parallel_rank() == 0:
-        datasets = build_train_valid_test_datasets_provider(get_train_valid_test_num_samples())
+        datasets = check_datasets(
+            build_train_valid_test_datasets_provider(get_train_valid_test_num_samples())
+        )
         consumed = (state.consumed_train_samples, state.consumed_valid_samples, 0)
         needed = (args.train_iters > state.iteration, args.eval_iters > 0, args.eval_iters > 0)
         for split, (dataset, skip) in enumerate(zip(datasets, consumed, strict=True)):

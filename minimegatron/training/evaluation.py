@@ -50,6 +50,11 @@ def evaluate(
     rank or, if only `process_non_loss_data_func` is given, what the loss function collected of one
     batch with `collect_non_loss_data`.
     """
+    if not (process_non_loss_data_func is None or callable(process_non_loss_data_func)):
+        raise ValueError(
+            f"process_non_loss_data_func is {process_non_loss_data_func!r:.60}, which cannot be "
+            "called; give a function or None (older programs had verbose in its place)"
+        )
     args = get_args()
     num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     forward_backward_func = schedule_of_run()

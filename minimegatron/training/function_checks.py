@@ -6,6 +6,9 @@ on every rank, with a traceback.
 
 import inspect
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from minimegatron.training.config import Arguments
 
@@ -14,23 +17,78 @@ def check_functions(
     model_provider: Callable,
     train_valid_test_dataset_provider: Callable,
     forward_step_func: Callable,
+    process_non_loss_data_func: Callable | None,
+    non_loss_data_func: Callable | None,
+    get_embedding_ranks: Callable | None,
+    get_position_embedding_ranks: Callable | None,
     args: Arguments,
 ) -> None:
     """Raises ValueError, with the remedy, for the first function that cannot be called.
 
     A function whose arguments Python does not know, such as one of C, is not looked at.
     """
-    given = ["pre_process", "post_process"]
+    given, note = ["pre_process", "post_process"], "these two by name"
     num_chunks = args.virtual_pipeline_model_parallel_size
     if num_chunks is not None:
         given.append("vp_stage")
-        note = f"; each rank has {num_chunks} chunks of the model, and vp_stage says which is built"
-    else:
-        note = ""
+        note = f"these by name: a rank has {num_chunks} chunks, and the model is told which by vp_stage"
     _check("the model provider", model_provider, 0, given, note)
-    numbers = ": three numbers of samples"
+    numbers = "one argument, the three numbers of samples"
     _check("the provider of data sets", train_valid_test_dataset_provider, 1, [], numbers)
-    _check("the forward step", forward_step_func, 2, [], ": data_iterator and model")
+    _check("the forward step", forward_step_func, 2, [], "two arguments, data_iterator and model")
+    for who, function, num_positional, note in (
+        ("non_loss_data_func", non_loss_data_func, 1, "one argument, the chunks of the model"),
+        (
+            "process_non_loss_data_func",
+            process_non_loss_data_func,
+            3,
+            "three arguments, data, iteration and writer",
+        ),
+        ("get_embedding_ranks", get_embedding_ranks, 1, RANKS),
+        ("get_position_embedding_ranks", get_position_embedding_ranks, 1, RANKS),
+    ):
+        if function is not None:
+            _check(who, function, num_positional, [], note)
+
+
+RANKS = "one argument, the ranks of a pipeline"
+
+
+def check_args_provider(extra_args_provider: Callable | None) -> None:
+    """Raises ValueError where it cannot be called with a parser."""
+    if isinstance(extra_args_provider, dict):
+        raise ValueError(
+            f"extra_args_provider is {extra_args_provider!r:.60}, not a function; if these are "
+            "defaults of arguments, give them by name, args_defaults=: their place in pretrain has changed"
+        )
+    if extra_args_provider is not None:
+        _check("extra_args_provider", extra_args_provider, 1, [], "one argument, the parser")
+
+
+def check_chunk(chunk: Any) -> None:
+    """Raises ValueError where a model provider has returned no model."""
+    if not isinstance(chunk, torch.nn.Module):
+        raise ValueError(
+            f"the model provider returned a {type(chunk).__name__}; return one module, the chunk of "
+            "the model that was asked for"
+        )
+
+
+def check_datasets(datasets: Any) -> tuple:
+    """The three data sets of a provider. Raises ValueError for anything else."""
+    if isinstance(datasets, (tuple, list)) and len(datasets) == 3:
+        odd = [x for x in datasets if not (x is None or hasattr(x, "__getitem__"))]
+        if not odd:
+            return tuple(datasets)
+        what = f"a {type(odd[0]).__name__} among them"
+    elif isinstance(datasets, (tuple, list)):
+        what = f"{len(datasets)} values"
+    else:
+        what = "None" if datasets is None else f"a {type(datasets).__name__}"
+    raise ValueError(
+        f"the provider of data sets returned {what}; return three: for training, validation and test, "
+        "each a data set or None"
+    )
 
 
 def takes(function: Callable, name: str) -> bool:
@@ -62,8 +120,8 @@ def _check(who: str, function: Callable, num_positional: int, names: list[str], 
     try:
         signature.bind(*range(num_positional), **dict.fromkeys(names))
     except TypeError as reason:
-        given = " and ".join([f"{num_positional} by position"] * (num_positional > 0) + names)
         called = getattr(function, "__name__", type(function).__name__)
+        given = f"{' and '.join(names)} by name" if names else f"{num_positional} by position"
         raise ValueError(
-            f"{who}, {called}{signature}, cannot be called with {given}: {reason}{note}"
+            f"{who}, {called}{signature}, is called with {given}: {reason}; let it take {note}"
         ) from None

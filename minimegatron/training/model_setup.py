@@ -21,6 +21,7 @@ from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.utils import get_device, get_model_config
 from minimegatron.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from minimegatron.training.checkpointing import load_checkpoint
+from minimegatron.training.function_checks import check_chunk
 from minimegatron.training.global_vars import get_args
 from minimegatron.training.schedule_args import schedule_settings
 
@@ -66,6 +67,7 @@ def get_model(
             post_process=parallel_state.is_pipeline_last_stage(**where),
             **which,
         )
+        check_chunk(chunk)
         chunk.model_type = model_type
         model.append(chunk)
 

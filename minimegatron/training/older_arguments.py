@@ -64,10 +64,37 @@ OLDER_ARGUMENTS = {
 """Name -> what it did, and what to do. Flags have dashes in place of the underscores."""
 
 
+VALUES = {
+    "adlr_autoresume": False,
+    "activations_checkpoint_method": None,
+    "activations_checkpoint_num_layers": None,
+    "data_impl": "mmap",
+    "distribute_checkpointed_activations": False,
+    "enable_cuda_graph": False,
+    "exit_signal_handler": True,
+    "fp16_lm_cross_entropy": False,
+    "fp32_residual_connection": False,
+    "lazy_mpu_init": False,
+    "mmap_warmup": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "use_contiguous_buffers_in_local_ddp": True,
+    "use_cpu_initialization": False,
+    "use_legacy_models": False,
+    "vision_pretraining": False,
+}
+"""What `get_args()` says of some that programs ask, where no flag was given: how it is here."""
+
+RENAMED = {
+    "--virtual-pipeline-model-parallel-size": "today --num-virtual-stages-per-pipeline-rank",
+}
+"""Flags that are the names of other flags' arguments."""
+
+
 def advice_for(flag: str) -> str | None:
     """What `OLDER_ARGUMENTS` says of a flag.
 
     >>> advice_for("--layernorm-epsilon"), advice_for("--no-such-flag")
     ('today --norm-epsilon', None)
     """
-    return OLDER_ARGUMENTS.get(flag.split("=")[0].removeprefix("--").replace("-", "_"))
+    flag = flag.split("=")[0]
+    return RENAMED.get(flag) or OLDER_ARGUMENTS.get(flag.removeprefix("--").replace("-", "_"))

@@ -126,6 +126,10 @@ def pretrain(
                 model_provider,
                 train_valid_test_dataset_provider,
                 forward_step_func,
+                process_non_loss_data_func,
+                non_loss_data_func,
+                get_embedding_ranks,
+                get_position_embedding_ranks,
             ),
             get_embedding_ranks=get_embedding_ranks,
             get_position_embedding_ranks=get_position_embedding_ranks,
@@ -141,6 +145,8 @@ def pretrain(
 
         state.do_train |= data_iterator_func is not None
         with signals_remembered(), watched():
+            if not state.do_train and args.train_iters > state.iteration:
+                print_rank_0("nothing is trained: the provider of data sets gave no training data")
             if state.do_train:
                 print_rank_0("training ...")
                 train(

@@ -19,6 +19,7 @@ from minimegatron.core.models.common.language_module.language_module import labe
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.zigzag import take_part
 from minimegatron.core.utils import get_device
+from minimegatron.training.params_norm import calc_params_l2_norm as calc_params_l2_norm
 from minimegatron.training.terminal_lines import fitted
 
 # -- Printing --
@@ -104,7 +105,7 @@ def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, t
 
     Raises ValueError where microbatches or copies have reported other keys, or other sizes under one.
     """
-    kinds = [{key: torch.as_tensor(value).numel() for key, value in r.items()} for r in reports]
+    kinds = [_sizes(report) for report in reports]
     for number, kind in enumerate(kinds):
         if kind != kinds[0] or set(kind.values()) - {1, 2}:
             raise ValueError(
@@ -132,6 +133,22 @@ def sum_over_microbatches(reports: list[dict[str, torch.Tensor]]) -> dict[str, t
         )
     found = dict(zip(keys, table[1:].float(), strict=False))
     return {key: found[key] for key in kinds[0]}
+
+
+def _sizes(report: Any) -> dict[str, int]:
+    """How many numbers stand under each key of a report."""
+    if not isinstance(report, Mapping):
+        raise ValueError(
+            f"the loss function reported a {type(report).__name__}; its last value is a dictionary of "
+            'what the log is to show, such as {"lm loss": loss.detach()}'
+        )
+    for key, value in report.items():
+        if not isinstance(value, (torch.Tensor, int, float, list, tuple)):
+            raise ValueError(
+                f"the loss function reported a {type(value).__name__} under {key!r}; report one number, "
+                "or a pair [loss sum, number of tokens]"
+            )
+    return {key: torch.as_tensor(value).numel() for key, value in report.items()}
 
 
 def _as_pair(value: Any) -> torch.Tensor:

@@ -5,6 +5,8 @@ starts, written for this test: a model provider of two arguments, a provider of 
 forward step that sends each batch to all tensor ranks, and a loss function bound to two tensors.
 """
 
+import importlib
+import re
 from functools import partial
 
 import pytest
@@ -15,8 +17,10 @@ from minimegatron.core.enums import ModelType
 from minimegatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from minimegatron.core.models.bert.bert_model import BertModel
 from minimegatron.core.tensor_parallel import broadcast_data
+from minimegatron.moved import BEFORE_CORE
 from minimegatron.training import get_args, get_timers, print_rank_0
 from minimegatron.training.arguments import core_transformer_config_from_args
+from minimegatron.training.function_checks import check_chunk, check_datasets
 from minimegatron.training.utils import average_losses_across_data_parallel_group
 from tests.ranks import run_ranks
 from tests.sources.programs import LAYOUTS, run
@@ -156,49 +160,109 @@ def step_of_one(data_iterator):
     """A forward step that is given no model."""
 
 
+GOOD = (data_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
 BAD = {
     "a model provider of stacks": (
-        (data_provider, provider_of_stacks, ModelType.encoder_or_decoder, forward_step),
+        (data_provider, provider_of_stacks, *GOOD[2:]),
         "",
-        (
-            "the model provider, provider_of_stacks(",
-            "cannot be called with pre_process and post_process",
-            "'add_encoder'",
-        ),
+        "the model provider, provider_of_stacks(pre_process, post_process, add_encoder, add_decoder), "
+        "is called with pre_process and post_process by name: missing a required argument: 'add_encoder'; "
+        "let it take these two by name",
     ),
     "no place for the number of the chunk": (
-        (data_provider, model_provider, ModelType.encoder_or_decoder, forward_step),
+        GOOD,
         LAYOUTS["two chunks"],
-        ("model_provider(pre_process=True, post_process=True)", "'vp_stage'", "2 chunks"),
+        "the model provider, model_provider(pre_process=True, post_process=True), is called with "
+        "pre_process and post_process and vp_stage by name: got an unexpected keyword argument "
+        "'vp_stage'; let it take these by name: a rank has 2 chunks, and the model is told which by "
+        "vp_stage",
     ),
     "data without numbers of samples": (
-        (provider_without_numbers, model_provider, ModelType.encoder_or_decoder, forward_step),
+        (provider_without_numbers, *GOOD[1:]),
         "",
-        ("the provider of data sets, provider_without_numbers()", "three numbers of samples"),
+        "the provider of data sets, provider_without_numbers(), is called with 1 by position: too many "
+        "positional arguments; let it take one argument, the three numbers of samples",
     ),
     "a step without a model": (
-        (data_provider, model_provider, ModelType.encoder_or_decoder, step_of_one),
+        (*GOOD[:3], step_of_one),
         "",
-        ("the forward step, step_of_one(data_iterator)", "data_iterator and model"),
+        "the forward step, step_of_one(data_iterator), is called with 2 by position: too many "
+        "positional arguments; let it take two arguments, data_iterator and model",
     ),
     "providers in the wrong order": (
-        (None, data_provider, ModelType.encoder_or_decoder, forward_step),
+        (model_provider, data_provider, *GOOD[2:]),
         "",
-        ("the model provider, data_provider(train_val_test_num_samples)", "pre_process"),
+        "the model provider, data_provider(train_val_test_num_samples), is called with pre_process and "
+        "post_process by name: missing a required argument: 'train_val_test_num_samples'; let it take "
+        "these two by name",
+    ),
+    "no function": (
+        (data_provider, None, *GOOD[2:]),
+        "",
+        "the model provider is None, which cannot be called; give a function",
+    ),
+    "places of an older pretrain": (
+        (*GOOD, None, {"num_layers": 2}),
+        "",
+        "extra_args_provider is {'num_layers': 2}, not a function; if these are defaults of arguments, "
+        "give them by name, args_defaults=: their place in pretrain has changed",
+    ),
+    "an extra provider without the parser": (
+        (*GOOD, None, provider_without_numbers),
+        "",
+        "extra_args_provider, provider_without_numbers(), is called with 1 by position: too many "
+        "positional arguments; let it take one argument, the parser",
+    ),
+    "a function for evaluations": (
+        (*GOOD, step_of_one),
+        "",
+        "process_non_loss_data_func, step_of_one(data_iterator), is called with 3 by position: too "
+        "many positional arguments; let it take three arguments, data, iteration and writer",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_functions_that_cannot_be_called_are_named_first(name, monkeypatch, capsys):
-    functions, flags, words = BAD[name]
+    functions, flags, sentence = BAD[name]
     num_ranks = 2 if flags else 1
     for key, value in launcher_environment(0, num_ranks).items():
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit) as left:
         run(flags, *functions, **DEFAULTS)
     out, err = capsys.readouterr()
-    assert left.value.code == 2 and out == "" and err.count("\n") == 1
-    for word in words:
-        assert word in err
+    assert left.value.code == 2 and out == ""
+    assert err.startswith(f"minimegatron: {sentence}") and err.count("\n") == 1
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("datasets", "words"),
+    [
+        (None, "returned None; return three"),
+        (([], []), "returned 2 values; return three"),
+        ((1, None, None), "returned a int among them; return three"),
+    ],
+)
+def test_a_provider_gives_three_data_sets(datasets, words):
+    with pytest.raises(ValueError, match=words):
+        check_datasets(datasets)
+    assert check_datasets([[1], None, None]) == ([1], None, None)
+
+
+def test_a_provider_gives_a_model():
+    with pytest.raises(
+        ValueError, match="the model provider returned a NoneType; return one module"
+    ):
+        check_chunk(None)
+
+
+@pytest.mark.parametrize("name", ["mpu", "get_args", "model", "initialize"])
+def test_imports_of_the_text_say_where_it_is_today(name):
+    words = re.escape(f"minimegatron.{name} is a name of before Megatron Core; today: ")
+    with pytest.raises(ModuleNotFoundError, match=words):
+        exec(f"from minimegatron import {name}")
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module(f"minimegatron.{name}")
+    advised = re.findall(r"minimegatron[\w.]+", BEFORE_CORE[name])
+    assert advised and all(importlib.import_module(module) for module in advised)

@@ -8,8 +8,10 @@
 Written for this test.
 """
 
+import re
 import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +22,16 @@ from minimegatron.core import parallel_state
 from minimegatron.core.enums import ModelType
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel import get_forward_backward_func
+from minimegatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from minimegatron.core.process_groups_config import ProcessGroupCollection
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
 from minimegatron.core.utils import get_attr_wrapped_model
 from minimegatron.training import get_args, get_timers
 from minimegatron.training.global_vars import destroy_global_vars
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.model_setup import get_model
+from minimegatron.training.utils import sum_over_microbatches
+from tests.fake_transport import FakeGroup
 from tests.ranks import run_ranks
 from tests.sources import programs
 from tests.sources.programs import LAYOUTS
@@ -266,3 +272,104 @@ def numbers_of_ranks():
 def test_a_loss_may_be_a_plain_number():
     for rank, reports in enumerate(run_ranks(numbers_of_ranks, 2)):
         assert reports == [{"loss_reduced": rank}] * 4
+
+
+# -- What the two functions return --
+
+
+def output_alone(returned, data_iterator, model):
+    return returned
+
+
+def loss_of(returned, output_tensor):
+    return returned(output_tensor) if callable(returned) else returned
+
+
+class OneWeight(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.config = ModelParallelConfig()
+
+    def set_input_tensor(self, tensor):
+        pass
+
+    def forward(self):
+        return 3 * self.weight
+
+
+def one_step(forward_step, num_microbatches=1):
+    groups = ProcessGroupCollection(tp=FakeGroup(), cp=FakeGroup(), pp=FakeGroup())
+    model = OneWeight()
+    with mock.patch.object(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1):
+        reports = forward_backward_no_pipelining(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            pg_collection=groups,
+        )
+    return model, reports
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "the forward step returned None; return two values"),
+        (torch.ones(2, 3), "the forward step returned a Tensor of shape (2, 3); return two values"),
+        ((1, 2, 3), "the forward step returned a tuple; return two values"),
+        (
+            (loss_func, torch.ones(2)),
+            "second value is a Tensor of shape (2,), which cannot be called",
+        ),
+    ],
+)
+def test_a_forward_step_returns_two_values(returned, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        one_step(partial(output_alone, returned))
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "the loss function returned None; return (loss, report)"),
+        (torch.sum, "the loss function returned a Tensor of shape (); return (loss, report)"),
+        (lambda x: {"loss": x.sum(), "n": 2}, "the loss function returned a dict; return"),
+        (
+            lambda x: (x.sum(), {"lm loss": x.sum()}, 2),
+            "a dictionary as number of tokens; return (sum",
+        ),
+        (lambda x: (x, {}), "the loss, which has shape (2,); return one number"),
+    ],
+)
+def test_a_loss_function_returns_two_or_three_values(returned, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        one_step(lambda _, model: (model(), partial(loss_of, returned)))
+
+
+def test_a_loss_without_a_gradient_is_told_once_a_process():
+    with pytest.warns(UserWarning, match="the loss has no gradient: all weights are frozen, or"):
+        model, reports = one_step(
+            lambda _, model: (model(), lambda x: (x.sum().detach(), {"a": 1}))
+        )
+    assert model.weight.grad is None and reports == [{"a": 1}]
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_step_has_a_microbatch(number):
+    with pytest.raises(ValueError, match=f"num_microbatches is {number}; a step has at least 1"):
+        one_step(lambda _, model: (model(), lambda x: (x.sum(), {})), number)
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        (torch.ones(2), "the loss function reported a Tensor; its last value is a dictionary"),
+        ({"a": "b"}, "the loss function reported a str under 'a'; report one number, or a pair"),
+    ],
+)
+def test_a_report_is_numbers_by_name(report, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        sum_over_microbatches([report])

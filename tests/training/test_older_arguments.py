@@ -21,7 +21,7 @@ from minimegatron.training.global_vars import destroy_global_vars
 from minimegatron.training.initialize import initialize_megatron
 from minimegatron.training.model_setup import get_model
 from minimegatron.training.old_flags import print_old_flags
-from minimegatron.training.older_arguments import OLDER_ARGUMENTS
+from minimegatron.training.older_arguments import OLDER_ARGUMENTS, VALUES
 from minimegatron.training.params_norm import calc_params_l2_norm
 from minimegatron.training.schedule_args import samples_in
 from tests.ranks import run_ranks
@@ -72,6 +72,30 @@ def test_a_signal_handler_is_always_there(capsys):
     assert capsys.readouterr().out.startswith("--exit-signal-handler: SIGTERM saves and ends a run")
     print_old_flags(parse())
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--bert-binary-head", "it is on, unless --bert-no-binary-head is given; drop it"),
+        (
+            "--check-for-nan-in-loss-and-grad",
+            "it is on, unless --no-check-for-nan-in-loss-and-grad is given; drop it",
+        ),
+        ("--virtual-pipeline-model-parallel-size", "today --num-virtual-stages-per-pipeline-rank"),
+    ],
+)
+def test_a_flag_of_an_arguments_name(flag, words):
+    with pytest.raises(ValueError) as refused:
+        parse(f"{flag} 2")
+    assert str(refused.value) == f"{flag}: {words}"
+
+
+def test_what_a_script_gives_is_read():
+    assert (parse().exit_signal_handler, parse().data_impl) == (True, "mmap")
+    args = parse("--exit-signal-handler --data-impl mmap")
+    assert (args.exit_signal_handler, args.data_impl) == (True, "mmap")
+    assert not hasattr(args, "local_rank")
 
 
 # -- A run's length in samples --

@@ -228,7 +228,10 @@ def build_tokenizer(
     if tokenizer_type in ("byte", "ByteLevelTokenizer"):
         return ByteLevelTokenizer()
     if tokenizer_type not in ("bpe", "BPETokenizer"):
-        raise ValueError(f"tokenizer type {tokenizer_type!r} is unknown; use 'byte' or 'bpe'")
+        raise ValueError(
+            f"tokenizer type {tokenizer_type!r} is unknown; use 'byte' or 'bpe', which the flag calls "
+            "ByteLevelTokenizer and BPETokenizer"
+        )
     if tokenizer_file is None:
         raise ValueError("BPE needs its tokenizer.json: give --tokenizer-file")
     return BPETokenizer(tokenizer_file, eod_token)

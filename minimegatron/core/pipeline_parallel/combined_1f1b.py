@@ -26,6 +26,7 @@ import torch
 
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.model_parallel_config import ModelParallelConfig
+from minimegatron.core.pipeline_parallel.p2p_communication import Shape  # noqa: F401  Megatron's
 from minimegatron.core.pipeline_parallel.schedule_node import AbstractSchedulePlan, detached
 from minimegatron.core.pipeline_parallel.schedule_table import InterleavedOrder
 from minimegatron.core.pipeline_parallel.steps import (

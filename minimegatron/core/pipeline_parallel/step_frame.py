@@ -466,6 +466,12 @@ def require_gradients(forward_only: bool) -> None:
         )
 
 
+def require_microbatches(num_microbatches: int) -> None:
+    """Raises ValueError for a step of nothing."""
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches}; a step has at least 1")
+
+
 def refuse_shared_iterators(data_iterators: list) -> None:
     """Raises ValueError where two chunks would take microbatches from each other.
 
@@ -512,6 +518,7 @@ def schedule(
         model = arguments["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
         require_gradients(arguments.get("forward_only", False))
+        require_microbatches(arguments["num_microbatches"])
         with _around_step(config), observed_by(config.timers and config.timers.told(config)):
             return link(**arguments)
 

@@ -16,7 +16,13 @@ from torch.autograd.variable import Variable
 
 from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
-from minimegatron.core.pipeline_parallel.mean_loss import warn_of_mean
+from minimegatron.core.pipeline_parallel.user_results import (
+    check_loss_tensor,
+    count_of_tokens,
+    output_and_function,
+    values_of,
+    warn_of_mean,
+)
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
 from minimegatron.core.tracing import call_traced, traced
 from minimegatron.core.utils import (
@@ -80,8 +86,8 @@ def forward_step(
         () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
     )
     with autocast(config):
-        output_tensor, loss_func = call_traced(
-            "forward-step-func", forward_step_func, data_iterator, model, *extra
+        output_tensor, loss_func = output_and_function(
+            call_traced("forward-step-func", forward_step_func, data_iterator, model, *extra)
         )
         output_tensor, num_tokens = forward_step_calc_loss(
             model,
@@ -206,41 +212,19 @@ def forward_step_calc_loss(
     elif is_last_stage and collect_non_loss_data:
         forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
     elif is_last_stage:
-        outputs = call_traced("loss-func", loss_func, output_tensor)
+        outputs = values_of(call_traced("loss-func", loss_func, output_tensor))
         if len(outputs) == 3:
             output_tensor, num_tokens, report = outputs
-            num_tokens = _count_of_tokens(num_tokens, config)
+            num_tokens = count_of_tokens(num_tokens, config)
             if not config.calculate_per_token_loss:
                 output_tensor = output_tensor / or_one(num_tokens) / num_microbatches
-        elif len(outputs) == 2:
+        else:
             output_tensor, report = outputs
             warn_of_mean(config, model)
             output_tensor = output_tensor * cp_group_size / num_microbatches
-        else:
-            raise ValueError(
-                f"the loss function returned {len(outputs)} values; return (loss, report) or "
-                "(summed loss, number of tokens, report)"
-            )
         forward_data_store.append(report)
     _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
     return output_tensor, num_tokens.detach()
-
-
-def _count_of_tokens(num_tokens: Any, config: ModelParallelConfig) -> torch.Tensor:
-    """A loss function's number of tokens, a number or a tensor of one, as a tensor []."""
-    num_tokens = torch.as_tensor(num_tokens)
-    if num_tokens.numel() != 1:
-        raise ValueError(
-            f"the loss function returned a number of tokens of shape {tuple(num_tokens.shape)}; return "
-            "one number, for example loss_mask.sum()"
-        )
-    if num_tokens.requires_grad and config.calculate_per_token_loss:
-        raise ValueError(
-            "the loss function returned a number of tokens that requires a gradient, but with "
-            "calculate_per_token_loss all gradients are divided by all tokens after backward, and this "
-            "one would be lost; return num_tokens.detach(), or turn calculate_per_token_loss off"
-        )
-    return num_tokens.reshape(())
 
 
 def _scale_auxiliary_losses(
@@ -291,6 +275,7 @@ def backward_step(
             tensor.retain_grad()
 
     output, grad = outputs[0], grads[0]
+    check_loss_tensor(output, grad)
     if grad is None and config.grad_scale_func is not None:
         output = config.grad_scale_func(output)
     # A stage may have had nothing to do for this microbatch (no image for the vision encoder).
