@@ -59,7 +59,8 @@ def check_args_provider(extra_args_provider: Callable | None) -> None:
     if isinstance(extra_args_provider, dict):
         raise ValueError(
             f"extra_args_provider is {extra_args_provider!r:.60}, not a function; if these are "
-            "defaults of arguments, give them by name, args_defaults=: their place in pretrain has changed"
+            "defaults of arguments, give them by name, args_defaults=: their place in pretrain is "
+            "another today"
         )
     if extra_args_provider is not None:
         _check("extra_args_provider", extra_args_provider, 1, [], "one argument, the parser")

@@ -145,8 +145,8 @@ def _sizes(report: Any) -> dict[str, int]:
     for key, value in report.items():
         if not isinstance(value, (torch.Tensor, int, float, list, tuple)):
             raise ValueError(
-                f"the loss function reported a {type(value).__name__} under {key!r}; report one number, "
-                "or a pair [loss sum, number of tokens]"
+                f"the loss function reported a {type(value).__name__} under {key!r}; report one "
+                "number, or a pair [loss sum, number of tokens]"
             )
     return {key: torch.as_tensor(value).numel() for key, value in report.items()}
 

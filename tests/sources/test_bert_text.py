@@ -166,8 +166,8 @@ BAD = {
         (data_provider, provider_of_stacks, *GOOD[2:]),
         "",
         "the model provider, provider_of_stacks(pre_process, post_process, add_encoder, add_decoder), "
-        "is called with pre_process and post_process by name: missing a required argument: 'add_encoder'; "
-        "let it take these two by name",
+        "is called with pre_process and post_process by name: missing a required argument: "
+        "'add_encoder'; let it take these two by name",
     ),
     "no place for the number of the chunk": (
         GOOD,
@@ -205,7 +205,7 @@ BAD = {
         (*GOOD, None, {"num_layers": 2}),
         "",
         "extra_args_provider is {'num_layers': 2}, not a function; if these are defaults of arguments, "
-        "give them by name, args_defaults=: their place in pretrain has changed",
+        "give them by name, args_defaults=: their place in pretrain is another today",
     ),
     "an extra provider without the parser": (
         (*GOOD, None, provider_without_numbers),
