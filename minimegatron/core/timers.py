@@ -147,10 +147,9 @@ class Timers:
 
     # -- As an observer --
 
-    def told(self, config: Any) -> "Timers":
-        """These timers, which do from now on as `config` says: `barrier_with_L1_time`."""
+    def told(self, config: Any) -> None:
+        """From now on they do as `config` says: `barrier_with_L1_time`."""
         self.barrier_with_L1_time = config.barrier_with_L1_time
-        return self
 
     def start(self, call: Call) -> None:
         """A traced call begins. Inside one of the same name, or where the caller runs that timer

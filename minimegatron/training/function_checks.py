@@ -14,19 +14,19 @@ from minimegatron.training.config import Arguments
 
 
 def check_functions(
-    model_provider: Callable,
-    train_valid_test_dataset_provider: Callable,
-    forward_step_func: Callable,
-    process_non_loss_data_func: Callable | None,
-    non_loss_data_func: Callable | None,
-    get_embedding_ranks: Callable | None,
-    get_position_embedding_ranks: Callable | None,
+    needed: tuple[Callable, Callable, Callable],
+    others: tuple[Callable | None, ...],
     args: Arguments,
 ) -> None:
     """Raises ValueError, with the remedy, for the first function that cannot be called.
 
+    Args:
+        needed: the model provider, the provider of data sets, the forward step.
+        others: in the order of `OTHERS`; None where one is not given.
+
     A function whose arguments Python does not know, such as one of C, is not looked at.
     """
+    model_provider, train_valid_test_dataset_provider, forward_step_func = needed
     given, note = ["pre_process", "post_process"], "these two by name"
     num_chunks = args.virtual_pipeline_model_parallel_size
     if num_chunks is not None:
@@ -36,22 +36,18 @@ def check_functions(
     numbers = "one argument, the three numbers of samples"
     _check("the provider of data sets", train_valid_test_dataset_provider, 1, [], numbers)
     _check("the forward step", forward_step_func, 2, [], "two arguments, data_iterator and model")
-    for who, function, num_positional, note in (
-        ("non_loss_data_func", non_loss_data_func, 1, "one argument, the chunks of the model"),
-        (
-            "process_non_loss_data_func",
-            process_non_loss_data_func,
-            3,
-            "three arguments, data, iteration and writer",
-        ),
-        ("get_embedding_ranks", get_embedding_ranks, 1, RANKS),
-        ("get_position_embedding_ranks", get_position_embedding_ranks, 1, RANKS),
-    ):
+    for (name, called), function in zip(OTHERS.items(), others, strict=True):
         if function is not None:
-            _check(who, function, num_positional, [], note)
+            _check(name, function, *called)
 
 
-RANKS = "one argument, the ranks of a pipeline"
+OTHERS: dict[str, tuple[int, list[str], str]] = {
+    "process_non_loss_data_func": (3, [], "three arguments, data, iteration and writer"),
+    "non_loss_data_func": (1, [], "one argument, the chunks of the model"),
+    "get_embedding_ranks": (1, [], "one argument, the ranks of a pipeline"),
+    "get_position_embedding_ranks": (1, [], "one argument, the ranks of a pipeline"),
+}
+"""How many arguments by position, which by name, and these in words."""
 
 
 def check_args_provider(extra_args_provider: Callable | None) -> None:

@@ -79,6 +79,9 @@ __all__ = [
 ]
 
 
+NOTHING_TO_DO = "nothing is trained: no iterations are left, or the provider gave no training data"
+
+
 @accepts_left_out
 def pretrain(
     train_valid_test_dataset_provider: Callable[..., tuple],
@@ -117,20 +120,14 @@ def pretrain(
     SIGTERM and SIGUSR1 end it after the step under way, with a checkpoint and exit code 0. Ends the
     process if a rank fails (see `failures`) or if the arguments cannot work (exit code 2).
     """
+    needed = (model_provider, train_valid_test_dataset_provider, forward_step_func)
+    others = (process_non_loss_data_func, non_loss_data_func)
+    ranks = (get_embedding_ranks, get_position_embedding_ranks)
     with failures.reported():
         initialize_megatron(
             extra_args_provider,
             args_defaults,
-            check_args=partial(
-                check_functions,
-                model_provider,
-                train_valid_test_dataset_provider,
-                forward_step_func,
-                process_non_loss_data_func,
-                non_loss_data_func,
-                get_embedding_ranks,
-                get_position_embedding_ranks,
-            ),
+            check_args=partial(check_functions, needed, (*others, *ranks)),
             get_embedding_ranks=get_embedding_ranks,
             get_position_embedding_ranks=get_position_embedding_ranks,
         )
@@ -145,10 +142,8 @@ def pretrain(
 
         state.do_train |= data_iterator_func is not None
         with signals_remembered(), watched():
-            if not state.do_train and args.train_iters > state.iteration:
-                print_rank_0("nothing is trained: the provider of data sets gave no training data")
+            print_rank_0("training ..." if state.do_train else NOTHING_TO_DO)
             if state.do_train:
-                print_rank_0("training ...")
                 train(
                     forward_step_func,
                     model,

@@ -495,6 +495,14 @@ def _around_step(config: ModelParallelConfig) -> Iterator[None]:
         yield
 
 
+def _timers_of(config: ModelParallelConfig) -> Any:
+    """`config.timers`, which may be any observer; a `Timers` is told how to begin."""
+    tell = getattr(config.timers, "told", None)
+    if tell is not None:
+        tell(config)
+    return config.timers
+
+
 def schedule(
     function: Callable,
     name: str | None = None,
@@ -519,7 +527,7 @@ def schedule(
         config = get_model_config(model[0] if isinstance(model, list) else model)
         require_gradients(arguments.get("forward_only", False))
         require_microbatches(arguments["num_microbatches"])
-        with _around_step(config), observed_by(config.timers and config.timers.told(config)):
+        with _around_step(config), observed_by(_timers_of(config)):
             return link(**arguments)
 
     return run

@@ -8,7 +8,7 @@ each call, and keeps `input_tensors` and `output_tensors` lists of its own.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ from torch.autograd.variable import Variable
 from minimegatron.core import parallel_state
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.user_results import (
-    check_loss_tensor,
-    count_of_tokens,
-    output_and_function,
-    values_of,
+    look_at_loss,
+    refuse_loss_results,
+    refuse_step_results,
     warn_of_mean,
 )
 from minimegatron.core.tensor_parallel.weight_grad_store import weight_gradients_at_once
@@ -86,9 +85,10 @@ def forward_step(
         () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
     )
     with autocast(config):
-        output_tensor, loss_func = output_and_function(
-            call_traced("forward-step-func", forward_step_func, data_iterator, model, *extra)
-        )
+        returned = call_traced("forward-step-func", forward_step_func, data_iterator, model, *extra)
+        if not _is_output_and_function(returned):
+            refuse_step_results(returned)
+        output_tensor, loss_func = returned
         output_tensor, num_tokens = forward_step_calc_loss(
             model,
             output_tensor,
@@ -102,6 +102,12 @@ def forward_step(
             is_last_stage,
         )
     return all_outputs(model, input_tensor, output_tensor), num_tokens
+
+
+def _is_output_and_function(returned: Any) -> bool:
+    if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+        return False
+    return returned[1] is None or callable(returned[1])
 
 
 def all_outputs(model: torch.nn.Module, input_tensor: Any, output_tensor: torch.Tensor) -> Any:
@@ -212,10 +218,12 @@ def forward_step_calc_loss(
     elif is_last_stage and collect_non_loss_data:
         forward_data_store.append(loss_func(output_tensor, non_loss_data=True))
     elif is_last_stage:
-        outputs = values_of(call_traced("loss-func", loss_func, output_tensor))
+        outputs = call_traced("loss-func", loss_func, output_tensor)
+        if not (isinstance(outputs, (tuple, list)) and len(outputs) in (2, 3)):
+            refuse_loss_results(outputs)
         if len(outputs) == 3:
             output_tensor, num_tokens, report = outputs
-            num_tokens = count_of_tokens(num_tokens, config)
+            num_tokens = _count_of_tokens(num_tokens, config)
             if not config.calculate_per_token_loss:
                 output_tensor = output_tensor / or_one(num_tokens) / num_microbatches
         else:
@@ -225,6 +233,28 @@ def forward_step_calc_loss(
         forward_data_store.append(report)
     _scale_auxiliary_losses(config, output_tensor, num_microbatches, cp_group_size)
     return output_tensor, num_tokens.detach()
+
+
+def _count_of_tokens(num_tokens: Any, config: ModelParallelConfig) -> torch.Tensor:
+    """A loss function's number of tokens, a number or a tensor of one, as a tensor []."""
+    if isinstance(num_tokens, Mapping):
+        raise ValueError(
+            "the loss function returned a dictionary as number of tokens; return (summed loss, number "
+            "of tokens, report), in this order"
+        )
+    num_tokens = torch.as_tensor(num_tokens)
+    if num_tokens.numel() != 1:
+        raise ValueError(
+            f"the loss function returned a number of tokens of shape {tuple(num_tokens.shape)}; return "
+            "one number, for example loss_mask.sum()"
+        )
+    if num_tokens.requires_grad and config.calculate_per_token_loss:
+        raise ValueError(
+            "the loss function returned a number of tokens that requires a gradient, but with "
+            "calculate_per_token_loss all gradients are divided by all tokens after backward, and this "
+            "one would be lost; return num_tokens.detach(), or turn calculate_per_token_loss off"
+        )
+    return num_tokens.reshape(())
 
 
 def _scale_auxiliary_losses(
@@ -275,7 +305,8 @@ def backward_step(
             tensor.retain_grad()
 
     output, grad = outputs[0], grads[0]
-    check_loss_tensor(output, grad)
+    if grad is None and not (output.requires_grad and output.numel() == 1):
+        look_at_loss(output)
     if grad is None and config.grad_scale_func is not None:
         output = config.grad_scale_func(output)
     # A stage may have had nothing to do for this microbatch (no image for the vision encoder).

@@ -1,11 +1,10 @@
 """What a user's two functions returned, the forward step and the loss function: read, or refused.
 
-Called by: `steps`. Megatron has no counterpart: it has the same arithmetic, and says nothing, or fails
-with Python's own words.
+Megatron has no counterpart: it has the same arithmetic, and says nothing, or fails with Python's own
+words.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,28 +15,24 @@ FORMS = "return (loss, report) or (summed loss, number of tokens, report)"
 REMEDY = "return (summed loss, number of tokens, report), or turn calculate_per_token_loss off"
 
 
-def output_and_function(returned: Any) -> tuple[Any, Callable | None]:
-    """The two values of a forward step. Raises ValueError for anything else."""
+def refuse_step_results(returned: Any) -> None:
+    """Raises ValueError: a forward step returned this, and not its two values."""
     if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
         raise ValueError(
             f"the forward step returned {_in_words(returned)}; return two values, the model's output "
             "and the loss function, for example partial(loss_func, loss_mask)"
         )
-    if not (returned[1] is None or callable(returned[1])):
-        raise ValueError(
-            f"the forward step's second value is {_in_words(returned[1])}, which cannot be called; "
-            "return the model's output first, the loss function second"
-        )
-    return returned[0], returned[1]
+    raise ValueError(
+        f"the forward step's second value is {_in_words(returned[1])}, which cannot be called; "
+        "return the model's output first, the loss function second"
+    )
 
 
-def values_of(returned: Any) -> tuple | list:
-    """The two or three values of a loss function. Raises ValueError for anything else."""
-    if not isinstance(returned, (tuple, list)):
-        raise ValueError(f"the loss function returned {_in_words(returned)}; {FORMS}")
-    if len(returned) not in (2, 3):
-        raise ValueError(f"the loss function returned {len(returned)} values; {FORMS}")
-    return returned
+def refuse_loss_results(returned: Any) -> None:
+    """Raises ValueError: a loss function returned this, and not its two or three values."""
+    is_row = isinstance(returned, (tuple, list))
+    what = f"{len(returned)} values" if is_row else _in_words(returned)
+    raise ValueError(f"the loss function returned {what}; {FORMS}")
 
 
 def _in_words(value: Any) -> str:
@@ -47,47 +42,22 @@ def _in_words(value: Any) -> str:
     return f"a {type(value).__name__}{size}"
 
 
-def count_of_tokens(num_tokens: Any, config: ModelParallelConfig) -> torch.Tensor:
-    """A loss function's number of tokens, a number or a tensor of one, as a tensor []."""
-    if isinstance(num_tokens, Mapping):
-        raise ValueError(
-            "the loss function returned a dictionary as number of tokens; return (summed loss, number "
-            "of tokens, report), in this order"
-        )
-    num_tokens = torch.as_tensor(num_tokens)
-    if num_tokens.numel() != 1:
-        raise ValueError(
-            f"the loss function returned a number of tokens of shape {tuple(num_tokens.shape)}; return "
-            "one number, for example loss_mask.sum()"
-        )
-    if num_tokens.requires_grad and config.calculate_per_token_loss:
-        raise ValueError(
-            "the loss function returned a number of tokens that requires a gradient, but with "
-            "calculate_per_token_loss all gradients are divided by all tokens after backward, and this "
-            "one would be lost; return num_tokens.detach(), or turn calculate_per_token_loss off"
-        )
-    return num_tokens.reshape(())
+def look_at_loss(loss: torch.Tensor) -> None:
+    """Called before the backward of a loss that is not one number with a gradient.
 
-
-def check_loss_tensor(output: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Called before each backward; `grad` is None where `output` is the loss.
-
-    Raises ValueError for a loss of several numbers. Warns of one that no weight has a part in: the
-    step has no gradients then, and goes on, as in Megatron.
+    Raises ValueError for several numbers. Warns of a loss that no weight has a part in: the step has no
+    gradients then, and goes on, as in Megatron.
     """
-    if grad is not None:
-        return
-    if output.requires_grad and output.numel() != 1:
+    if loss.requires_grad:
         raise ValueError(
-            f"backward begins at the loss, which has shape {tuple(output.shape)}; return one number "
+            f"backward begins at the loss, which has shape {tuple(loss.shape)}; return one number "
             "from the loss function, a sum or a mean"
         )
-    if not output.requires_grad:
-        warnings.warn(
-            "the loss has no gradient: all weights are frozen, or the loss function detached it, or "
-            "took another tensor for the model's output; this step gives no gradients",
-            stacklevel=1,
-        )
+    warnings.warn(
+        "the loss has no gradient: all weights are frozen, or the loss function detached it, or "
+        "took another tensor for the model's output; this step gives no gradients",
+        stacklevel=1,
+    )
 
 
 def warn_of_mean(config: ModelParallelConfig, model: torch.nn.Module | None) -> None:
