@@ -77,7 +77,7 @@ def check_datasets(datasets: Any) -> tuple:
         odd = [x for x in datasets if not (x is None or hasattr(x, "__getitem__"))]
         if not odd:
             return tuple(datasets)
-        what = f"a {type(odd[0]).__name__} among them"
+        what = f"an entry of type {type(odd[0]).__name__}"
     elif isinstance(datasets, (tuple, list)):
         what = f"{len(datasets)} values"
     else:

@@ -142,13 +142,17 @@ def _sizes(report: Any) -> dict[str, int]:
             f"the loss function reported a {type(report).__name__}; its last value is a dictionary of "
             'what the log is to show, such as {"lm loss": loss.detach()}'
         )
-    for key, value in report.items():
-        if not isinstance(value, (torch.Tensor, int, float, list, tuple)):
-            raise ValueError(
-                f"the loss function reported a {type(value).__name__} under {key!r}; report one "
-                "number, or a pair [loss sum, number of tokens]"
-            )
-    return {key: torch.as_tensor(value).numel() for key, value in report.items()}
+    return {key: _size(key, value) for key, value in report.items()}
+
+
+def _size(key: str, value: Any) -> int:
+    try:
+        return torch.as_tensor(value).numel()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"the loss function reported a {type(value).__name__} under {key!r}; report one "
+            "number, or a pair [loss sum, number of tokens]"
+        ) from None
 
 
 def _as_pair(value: Any) -> torch.Tensor:

@@ -241,7 +241,7 @@ def test_functions_that_cannot_be_called_are_named_first(name, monkeypatch, caps
     [
         (None, "returned None; return three"),
         (([], []), "returned 2 values; return three"),
-        ((1, None, None), "returned a int among them; return three"),
+        ((1, None, None), "returned an entry of type int; return three"),
     ],
 )
 def test_a_provider_gives_three_data_sets(datasets, words):
