@@ -29,12 +29,14 @@ def check_functions(
     model_provider, train_valid_test_dataset_provider, forward_step_func = needed
     given, note = ["pre_process", "post_process"], "these two by name"
     num_chunks = args.virtual_pipeline_model_parallel_size
-    if num_chunks is not None:
+    if num_chunks is not None or takes(model_provider, "vp_stage"):
         given.append("vp_stage")
+    if num_chunks is not None:
         note = f"these by name: a rank has {num_chunks} chunks, and the model is told which by vp_stage"
     _check("the model provider", model_provider, 0, given, note)
     numbers = "one argument, the three numbers of samples"
-    _check("the provider of data sets", train_valid_test_dataset_provider, 1, [], numbers)
+    stage = ["vp_stage"] if takes(train_valid_test_dataset_provider, "vp_stage") else []
+    _check("the provider of data sets", train_valid_test_dataset_provider, 1, stage, numbers)
     _check("the forward step", forward_step_func, 2, [], "two arguments, data_iterator and model")
     for (name, called), function in zip(OTHERS.items(), others, strict=True):
         if function is not None:
@@ -89,14 +91,15 @@ def check_datasets(datasets: Any) -> tuple:
 
 
 def takes(function: Callable, name: str) -> bool:
-    """Whether `name` may be given by name; True where Python does not know."""
-    known = _parameters(function)
-    if known is None:
-        return True
+    """Whether `function` takes an argument of that name; False where Python does not know.
+
+    >>> takes(lambda a, b=None: a, "b"), takes(lambda **a: a, "b"), takes(lambda a: a, "b")
+    (True, True, False)
+    """
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return any(
         x.kind is inspect.Parameter.VAR_KEYWORD or (x.name == name and x.kind in by_name)
-        for x in known
+        for x in _parameters(function) or ()
     )
 
 

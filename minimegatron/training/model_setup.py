@@ -21,7 +21,7 @@ from minimegatron.core.transformer.module import Float16Module
 from minimegatron.core.utils import get_device, get_model_config
 from minimegatron.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from minimegatron.training.checkpointing import load_checkpoint
-from minimegatron.training.function_checks import check_chunk
+from minimegatron.training.function_checks import check_chunk, takes
 from minimegatron.training.global_vars import get_args
 from minimegatron.training.schedule_args import schedule_settings
 
@@ -51,21 +51,21 @@ def get_model(
     """This stage's chunks, one without interleaving: built, moved to the device, wrapped.
 
     `model_provider_func(pre_process, post_process)` builds one chunk; the flags say whether it begins
-    with the embedding and ends with the loss. With interleaving it is given `vp_stage` too.
+    with the embedding and ends with the loss. With interleaving it is given `vp_stage` too, and without
+    None, if it takes an argument of that name.
     """
     args = get_args()
     num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     model = []
     for vp_stage in [None] if num_chunks is None else range(num_chunks):
-        which = {}
         if vp_stage is not None:
             parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
-            which = {"vp_stage": vp_stage}
+        is_told = vp_stage is not None or takes(model_provider_func, "vp_stage")
         where = {"ignore_virtual": False, "vp_stage": vp_stage}
         chunk = model_provider_func(
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
-            **which,
+            **({"vp_stage": vp_stage} if is_told else {}),
         )
         check_chunk(chunk)
         chunk.model_type = model_type

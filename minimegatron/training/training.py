@@ -103,9 +103,10 @@ def pretrain(
     Args:
         train_valid_test_dataset_provider: `(numbers of samples) -> (train, valid, test)`, each a
             dataset or None; called on the first rank of each tensor-parallel group. With several chunks
-            on a rank it is called for each, with `vp_stage=` if it takes that.
+            on a rank it is called for each.
         model_provider: `(pre_process, post_process) -> model chunk`, without wrappers; with several
-            chunks on a rank it is also given `vp_stage=`, the number of the chunk.
+            chunks on a rank it is also given `vp_stage=`, the number of the chunk. Either provider may
+            take an argument `vp_stage`: it is None where a rank has one chunk.
         forward_step_func: `(data_iterator, model) -> (output, loss_func)`; see `forward_step` in
             `core.pipeline_parallel.steps` for what `loss_func(output)` may return.
         process_non_loss_data_func: `(data, iteration, writer)`, called after each evaluation with
@@ -186,11 +187,13 @@ def _iterators_of_all_chunks(provider: Callable[..., tuple], num_chunks: int) ->
 
     Every chunk has its own: each must see every microbatch, and the chunks take turns.
     """
+    is_told = takes(provider, "vp_stage")
     if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
-        return build_train_valid_test_data_iterators(provider)
+        alone = partial(provider, vp_stage=None) if is_told else provider
+        return build_train_valid_test_data_iterators(alone)
     per_chunk = [
         build_train_valid_test_data_iterators(
-            partial(provider, vp_stage=vp_stage) if takes(provider, "vp_stage") else provider
+            partial(provider, vp_stage=vp_stage) if is_told else provider
         )
         for vp_stage in range(num_chunks)
     ]

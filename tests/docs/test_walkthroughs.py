@@ -88,9 +88,8 @@ def test_every_row_leads_somewhere_and_says_what_has_changed(package):
         assert all(package.find(name).symbol for name in links), section
         assert all((ROOT / name).exists() for name in tests), section
         for name in files:
-            source = (
-                f"{name.removesuffix('.ipynb')}.py" if name.endswith(".ipynb") else f"docs/{name}"
-            )
+            is_notebook = name.startswith("notebooks/")
+            source = name.replace(".md", ".py") if is_notebook else f"docs/{name}"
             assert (ROOT / source).is_file(), name
         assert changed.endswith("."), section
     assert "source/minimegatron.pretrain_bert" in macros.expand(PAGE.read_text())
