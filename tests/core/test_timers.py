@@ -174,7 +174,7 @@ def test_ranks_are_compared_though_they_ran_different_timers():
 
 @pytest.mark.parametrize(("with_barrier", "level"), [(True, 1), (False, 1), (True, 2)])
 def test_parts_of_a_step_begin_with_a_barrier(with_barrier, level, monkeypatch):
-    """As the configuration says; never the small parts, of which ranks have other numbers."""
+    """If the configuration says so. Small parts never do: ranks have different numbers of them."""
     waited = []
     monkeypatch.setattr(timers_module.utils, "barrier", waited.append)
     monkeypatch.setattr(timers_module.dist, "is_initialized", lambda: True)

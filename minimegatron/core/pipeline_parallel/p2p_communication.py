@@ -46,7 +46,7 @@ Shape = list[int] | tuple[int, ...] | torch.Size
 
 
 def is_single_shape(x: Any) -> bool:
-    """True for one shape ([s, b, h]), False for a list of shapes and for what is no shape.
+    """True for one shape ([s, b, h]), False for a list of shapes and for everything else.
 
     >>> [is_single_shape(x) for x in ([4, 2, 8], [[4, 2, 8]], (), 5)]
     [True, False, False, False]
