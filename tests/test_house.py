@@ -54,7 +54,7 @@ LAYERS = [
     {"core.local_host"},
     {"core.collectives"},
     {"core.parallel_state", "core.rerun_state_machine", "core.timers"},
-    {"core.parameter", "core.parameter_marks", "core.process_groups_config"},
+    {"core.parameter", "core.parameter_marks", "core.process_groups_config", "core.inference"},
     {"core.tensor_parallel"},
     {"core.dist_checkpointing.core"},
     {"core.dist_checkpointing.mapping"},
@@ -68,8 +68,8 @@ LAYERS = [
     {"launching"},
     {"notebook", "training"},
     {"convert"},
-    {"pretrain_bert", "pretrain_gpt", "pretrain_t5"},
-    {"pretrain_mamba"},
+    {"pretrain_bert", "pretrain_gpt", "pretrain_t5", "rl"},
+    {"pretrain_mamba", "train_rl"},
     {"exercises.bench", "exercises.catalog", "exercises.exercise"},
     {"exercises.room"},
     {"exercises.check"},
@@ -126,8 +126,8 @@ TORCH_FREE = [
 """Modules, and all modules of packages, that must load where torch does not exist."""
 
 MAY_ASK_PARALLEL_STATE = re.compile(
-    r"minimegatron\.(training\..*|pretrain_\w+|tracing\..*|doctor\..*|exercises\..*"
-    r"|core\.parallel_state|core\.process_groups_config"
+    r"minimegatron\.(training\..*|rl\..*|pretrain_\w+|train_rl|tracing\..*|doctor\..*|exercises\..*"
+    r"|core\.parallel_state|core\.process_groups_config|core\.inference\.communication_utils"
     r"|core\.pipeline_parallel\.(schedules|steps|p2p_communication)"
     r"|core\.tensor_parallel\.utils)"
 )

@@ -14,13 +14,22 @@ import inspect
 import re
 import types
 import typing
+from collections.abc import Callable
 
 from minimegatron.training.config import SECTIONS
 from minimegatron.training.older_arguments import advice_for
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse, except that an error is a ValueError of one line instead of a page of usage."""
+    """argparse, except that an error is a ValueError of one line instead of a page of usage.
+
+    `checks`: who adds flags may append functions `(args)`, which raise ValueError for values that
+    cannot work; they are called when all else is right.
+    """
+
+    def __init__(self, *args: typing.Any, **kwargs: typing.Any):
+        super().__init__(*args, **kwargs)
+        self.checks: list[Callable[[typing.Any], None]] = []
 
     def error(self, message: str) -> typing.NoReturn:
         """Raises ValueError(message)."""

@@ -65,7 +65,8 @@ def parse_args(
 ) -> Arguments:
     """Everything the run is told, checked.
 
-    `extra_args_provider(parser)` adds the user's own flags; `args_defaults` replaces defaults, and
+    `extra_args_provider(parser)` adds the user's own flags, and may append to `parser.checks` functions
+    `(args)` that raise ValueError for values that cannot work; `args_defaults` replaces defaults, and
     flags replace both. `argv` and `environ` stand in for the process's own. Raises ValueError, with
     one line that names the flags, the numbers and the remedy, for what cannot work. In Megatron,
     checking is a second call, and the defaults are its.
@@ -76,6 +77,8 @@ def parse_args(
     _read_launcher(args, os.environ if environ is None else environ)
     check_old_flags(args)
     complete = validate_args(args)
+    for check in parser.checks:
+        check(complete)
     if complete.rank == 0:
         print_old_flags(complete)
     return complete

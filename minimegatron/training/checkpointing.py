@@ -8,6 +8,7 @@ A checkpoint knows the full model only, under names that no layout changes:
     optimizer.state.fp32_param.NAME   its main copy, where the optimizer has one (bf16, fp16)
     optimizer.state.exp_avg.NAME ...  the moments
     rng.pp0.tp0.dp0.STREAM            random numbers, per place; see `random_state`
+    ...                               what the program keeps itself; see `sharded_program_state`
     common.json                       steps, schedule, loss scale, position in the data, arguments
 
 Plain and distributed optimizer save the same, so either can load what the other saved.
@@ -39,7 +40,7 @@ from minimegatron.core.transformer.module import (
     named_saved_buffers,
     sharded_buffer,
 )
-from minimegatron.core.utils import barrier, get_device
+from minimegatron.core.utils import barrier, get_device, unwrap_model
 from minimegatron.training.checkpoint_args import SAVED_STATE, load_common
 from minimegatron.training.checkpoint_folder import (
     complete_iterations,
@@ -90,6 +91,7 @@ def save_checkpoint(
         tensors += sharded_optimizer_state(model, optimizer)
     if not args.no_save_rng:
         tensors += sharded_rng_state(args.data_parallel_random_init)
+    tensors += sharded_program_state(model)
     common = _common_state(iteration, model, optimizer, opt_param_scheduler)
     try:
         dist_checkpointing.save_tensors(tensors, common, folder)
@@ -122,6 +124,18 @@ def sharded_model_state(model: list[torch.nn.Module]) -> Iterator[ShardedTensor]
         for name, buffer in named_saved_buffers(chunk):
             key = f"model.{global_parameter_name(chunk, name)}"
             yield sharded_buffer(key, buffer, groups_of(chunk))
+
+
+def sharded_program_state(
+    model: list[torch.nn.Module], is_loading: bool = False
+) -> list[ShardedTensor]:
+    """What the program keeps beside the model, if its first chunk has a method `also_saved`.
+
+    That is `also_saved(model, is_loading)`, which returns this rank's part, or the memory to load into.
+    Every rank must call it.
+    """
+    also_saved = getattr(unwrap_model(model[0]), "also_saved", None)
+    return [] if also_saved is None else also_saved(model, is_loading)
 
 
 def sharded_optimizer_state(
@@ -267,6 +281,7 @@ def load_checkpoint(
     same_place = common["rng"] == rng_layout(args.data_parallel_random_init)
     with_rng = same_place and not (args.no_load_rng or args.finetune)
     rng = sharded_rng_state(args.data_parallel_random_init) if with_rng else []
+    tensors += [] if args.finetune else _program_state_in(folder, ddp_model)
     dist_checkpointing.load_tensors(tensors + rng, folder)
 
     if with_optimizer:
@@ -291,6 +306,19 @@ def load_checkpoint(
     barrier()
     print_rank_0(f" loaded checkpoint of iteration {state.iteration} from {folder}")
     return state.iteration, 0
+
+
+def _program_state_in(folder: Path, model: list[torch.nn.Module]) -> list[ShardedTensor]:
+    """Memory for what the program keeps beside the model. Raises ValueError if it is not there."""
+    tensors = sharded_program_state(model, is_loading=True)
+    saved_keys = set(dist_checkpointing.load_tensors_metadata(folder)) if tensors else set()
+    missing = [tensor.key for tensor in tensors if tensor.key not in saved_keys]
+    if missing:
+        raise ValueError(
+            f"{folder} has no {missing[0]}: another program saved it; add --finetune to begin at "
+            "iteration 0 with its weights"
+        )
+    return tensors
 
 
 def _take_optimizer_numbers(

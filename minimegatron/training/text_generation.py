@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from minimegatron.core import collectives, parallel_state, tensor_parallel
+from minimegatron.core import parallel_state, tensor_parallel
+from minimegatron.core.inference.communication_utils import broadcast_from_last_pipeline_stage
 from minimegatron.core.utils import get_device
 from minimegatron.training.global_vars import get_args, get_tokenizer
 from minimegatron.training.pipeline_schedule import schedule_of_run, smallest_num_microbatches
@@ -29,14 +30,11 @@ def generate(
     with torch.no_grad():
         for _ in range(num_tokens):
             logits = _next_token_logits(model, text[-args.seq_length :])
-            token = torch.zeros(1, dtype=torch.int64)
+            token = None
             if logits is not None:
                 chances = torch.softmax(logits[: tokenizer.vocab_size] / temperature, dim=-1)
-                token = torch.multinomial(chances, 1, generator=generator)
-            token = token.to(get_device())
-            group = parallel_state.get_pipeline_model_parallel_group()
-            collectives.broadcast(token, parallel_state.get_pipeline_placement().last_rank, group)
-            text.append(int(token))
+                token = torch.multinomial(chances, 1, generator=generator).to(get_device())
+            text.append(int(broadcast_from_last_pipeline_stage((1,), torch.int64, token)))
     return tokenizer.detokenize(text)
 
 
