@@ -9,6 +9,8 @@ import math
 from typing import Any
 
 from minimegatron.rl.tasks import Task, load_task
+from minimegatron.training.checkpoint_args import load_common
+from minimegatron.training.checkpoint_folder import find_checkpoint
 
 FLAGS: dict[str, tuple[Any, Any, str]] = {
     "--grpo-prompts-per-step": (int, 32, "prompts of one rollout"),
@@ -73,6 +75,7 @@ def check_rl_arguments(args: Any) -> None:
     if args.data_path is not None:
         raise ValueError("--data-path is given, but the model writes its own data here; drop it")
     _check_task(args, load_task(args.rl_task))
+    _check_checkpoint(args)
 
 
 def _check_numbers(args: Any) -> None:
@@ -150,3 +153,23 @@ def _check_task(args: Any, task: Task) -> None:
             f"{args.unpadded_vocab_size}; with --tokenizer-type NullTokenizer, give --vocab-size "
             f"{max(largest + 1, task.vocab_size) - 1} or more (it adds one)"
         )
+
+
+SHAPES = ("grpo_prompts_per_step", "grpo_group_size", "global_batch_size", "seq_length", "rl_task")
+"""A rollout that a checkpoint holds was made with these."""
+
+
+def _check_checkpoint(args: Any) -> None:
+    """Whoever goes on within a rollout learns from the one that the checkpoint holds."""
+    folder = None if args.load is None or args.finetune else find_checkpoint(args.load)
+    if folder is None:
+        return
+    sections = load_common(folder)["args"].values()
+    saved = {name: value for section in sections for name, value in section.items()}
+    for name in SHAPES:
+        if name in saved and saved[name] != getattr(args, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}, but {saved[name]} in {folder}, "
+                f"which holds rows of a rollout; use {saved[name]}, or --finetune to begin at iteration "
+                "0 with its weights"
+            )

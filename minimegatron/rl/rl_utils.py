@@ -6,6 +6,7 @@ Rows are [b, s] tokens; what belongs to a token that was predicted is [b, s - 1]
 i + 1, which the model predicts after reading tokens 0 to i.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -187,7 +188,8 @@ def calculate_grpo_loss(
     entropy_term = -current_logprobs.exp() * current_logprobs
     weights = 1.0
     if inference_logprobs is not None:
-        weights = (old_logprobs - inference_logprobs).exp().clamp(max=is_truncation_coef)
+        largest = math.inf if is_truncation_coef is None else is_truncation_coef
+        weights = (old_logprobs - inference_logprobs).exp().clamp(max=largest)
     loss = (
         -weights * torch.minimum(ratios * advantages, clipped * advantages)
         + kl_beta * kl_term
