@@ -9,12 +9,13 @@ import torch
 
 from minimegatron import train_rl
 from minimegatron.core import parallel_state
+from minimegatron.core.transformer.module import named_global_parameters
 from minimegatron.core.utils import unwrap_model
 from minimegatron.rl.rl_utils import get_logprobs
-from minimegatron.training.checkpointing import _sharded, named_global_parameters
 from minimegatron.training.global_vars import get_args
 from minimegatron.training.pipeline_schedule import schedule_of_run
 from tests.ranks import run_ranks
+from tests.rl.boxes import boxes, whole
 from tests.rl.short_rl_runs import LAYOUTS, Run, leave
 
 LENGTHS = (1, 5, 2, 6, 4, 3, 6, 0)
@@ -79,26 +80,6 @@ def gradients(flags, micro_batch_size, order, length, without):
         return boxes(this.model)
     finally:
         leave()
-
-
-def boxes(model):
-    return [
-        (box.key, box.global_offset, box.global_shape, box.data.clone())
-        for chunk in model
-        for name, param in named_global_parameters(chunk)
-        for box in _sharded(name, param, param.main_grad)
-    ]
-
-
-def whole(per_rank):
-    """By name, whole gradients, out of all ranks' boxes; copies must agree."""
-    found = {}
-    for name, offset, shape, data in (box for rank in per_rank for box in rank):
-        here = found.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
-        place = tuple(slice(a, a + b) for a, b in zip(offset, data.shape, strict=True))
-        assert here[place].isnan().all() or torch.allclose(here[place], data, atol=1e-12)
-        here[place] = data
-    return found
 
 
 def truth():

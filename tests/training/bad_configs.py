@@ -12,6 +12,7 @@ from tests.training import (
     bad_context_configs,
     bad_mamba_configs,
     bad_masked_data_configs,
+    bad_rl_configs,
     bad_t5_configs,
 )
 
@@ -502,6 +503,11 @@ BAD_CONFIGS = [
         for flags, words, world_size in bad_mamba_configs.ROWS
     ),
     BadConfig("--mamba-state-dim 16", ("--mamba-state-dim", "pretrain_gpt", "run pretrain_mamba")),
+    # -- Reinforcement learning --
+    *(
+        BadConfig(bad_rl_configs.GOOD + flags, words, world_size, program="train_rl")
+        for flags, words, world_size in bad_rl_configs.ROWS
+    ),
     # -- Samples with hidden words, and flags of older launch scripts --
     *(
         BadConfig(flags, words, program=program)

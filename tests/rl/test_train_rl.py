@@ -1,0 +1,267 @@
+"""Runs of `train_rl`: rollouts that no layout changes, inner steps, checkpoints, repeated steps."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minimegatron.core import parallel_state
+from minimegatron.core.inference.communication_utils import broadcast_from_last_pipeline_stage
+from minimegatron.core.rerun_state_machine import (
+    RerunStateMachine,
+    destroy_rerun_state_machine,
+    set_rerun_state_machine,
+)
+from minimegatron.rl import grpo_data
+from minimegatron.rl.rl_arguments import add_rl_arguments
+from minimegatron.rl.rollout import draw
+from minimegatron.rl.tasks import sort_digits
+from minimegatron.train_rl import DEFAULTS
+from minimegatron.training.arguments import parse_args
+from tests.ranks import run_ranks
+from tests.rl.short_rl_runs import LAYOUTS, MODEL, run
+
+STEPS, PER_ROLLOUT = 6, 4
+ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+ONE_ORDER = "--untie-embeddings-and-output-weights --clip-grad 0"
+"""Sums that stages make of parts are the embedding's gradient and the norm; without them every number
+is computed by one rank, in one order."""
+
+
+def runs(jobs, double=False):
+    """In a rank: what each of several runs found out, by name."""
+    return {name: run(flags, steps, double) for name, (flags, steps) in jobs.items()}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    jobs = {"alone": ("", STEPS), "one order": (ONE_ORDER, STEPS)}
+    (single,) = run_ranks(runs, 1, jobs)
+    (double,) = run_ranks(runs, 1, {"alone": ("", STEPS)}, True)
+    return {"float32": single["alone"], "float64": double["alone"], "order": single["one order"]}
+
+
+def largest_difference(rows, wanted, name):
+    return float((rows[name] - wanted[name]).abs().max())
+
+
+def test_the_first_inner_step_has_ratio_one_and_clips_nothing(alone):
+    for kind in ("float32", "float64"):
+        for number, found in enumerate(alone[kind]["figures"]):
+            outside = found["rl/truncated_from_above"] + found["rl/truncated_from_below"]
+            if number % PER_ROLLOUT == 0:
+                assert found["rl/pi_over_pi_old"] == 1.0 and outside == 0.0
+            else:
+                assert found["rl/pi_over_pi_old"] != 1.0 and outside > 0.0
+        # Before the first update the model is its own reference; later it is not.
+        assert alone[kind]["figures"][0]["rl/kl_term"] == 0.0
+        assert alone[kind]["figures"][PER_ROLLOUT]["rl/kl_term"] > 0.0
+
+
+def test_scores_are_what_tokens_were_drawn_with(alone):
+    for kind, bound in (("float32", 5e-6), ("float64", 1e-12)):
+        rows = alone[kind]["rows"]
+        is_answer = rows["loss_mask"][:, 1:] > 0
+        difference = (rows["old_logprobs"] - rows["inference_logprobs"]).abs()[is_answer]
+        assert is_answer.any(dim=1).all() and difference.max() < bound
+        assert not rows["inference_logprobs"][~is_answer].any()
+
+
+def test_two_stages_repeat_one_process_to_the_bit(alone):
+    found, _ = run_ranks(runs, 2, {"p=2": (f"{LAYOUTS['p=2']} {ONE_ORDER}", STEPS)})
+    for name, rows in found["p=2"]["rows"].items():
+        assert torch.equal(rows, alone["order"]["rows"][name]), name
+    for here, there in zip(found["p=2"]["figures"], alone["order"]["figures"], strict=True):
+        # The norm is a sum of the stages' parts; it changes nothing here.
+        assert here | {"norm": 0} == there | {"norm": 0}
+
+
+def test_no_layout_changes_a_rollout_or_what_is_learned(alone, tmp_path):
+    layouts = {name: (flags, STEPS) for name, flags in LAYOUTS.items() if name != "alone"}
+    layouts["ZeRO-1"] = (ZERO1, STEPS)
+    found, _ = run_ranks(runs, 2, layouts, True, timeout=120)
+    for layout, result in found.items():
+        agree(result, alone["float64"], layout)
+
+
+def agree(result, wanted, name):
+    """The last rollout comes after four updates: tokens are equal, scores to 1e-10."""
+    for field, rows in result["rows"].items():
+        difference = largest_difference({field: rows}, wanted["rows"], field)
+        assert difference <= (0 if field in ("tokens", "loss_mask") else 1e-10), (name, field)
+    for here, there in zip(result["figures"][::-1], wanted["figures"][::-1], strict=False):
+        assert here == pytest.approx(there, rel=1e-5, abs=1e-6), name  # reported in float32
+
+
+def test_a_run_goes_on_within_a_rollout(alone, tmp_path):
+    """It ends after 3 of a rollout's 4 steps; the next rollout shows what weights came of it."""
+    folders = {"float32": tmp_path / "32", "float64": tmp_path / "64"}
+    for kind, folder in folders.items():
+        jobs = {
+            "first": (f"--save {folder}", 3),
+            "rest": (f"--load {folder}", STEPS),
+        }
+        (found,) = run_ranks(runs, 1, jobs, kind == "float64")
+        assert found["rest"]["began"] == 3
+        figures = found["first"]["figures"] + found["rest"]["figures"]
+        assert figures == alone[kind]["figures"]  # bit for bit
+        for name, rows in found["rest"]["rows"].items():
+            assert torch.equal(rows, alone[kind]["rows"][name]), name
+    with pytest.raises(
+        ValueError, match=r"--grpo-group-size is 8, but 4 in .*; use 4, or --finetune"
+    ):
+        argv = [*MODEL.split(), "--load", str(folders["float32"]), "--grpo-group-size", "8"]
+        parse_args(add_rl_arguments, args_defaults=DEFAULTS, argv=argv, environ={})
+    jobs = {
+        name: (f"{LAYOUTS[name]} --load {folders['float64']}", STEPS)
+        for name in ("d=2", "p=2, v=2", "t=2", "c=2")
+    }
+    found, _ = run_ranks(runs, 2, jobs, True, timeout=120)
+    for layout, result in found.items():
+        assert result["began"] == 3
+        agree(result, alone["float64"], layout)
+
+
+# -- Repeated steps --
+
+
+class Twice(RerunStateMachine):
+    """Runs each step's forward and backward two times, as one that looks for faults does."""
+
+    def should_run_forward_backward(self, data_iterator):
+        again = super().should_run_forward_backward(data_iterator)
+        if self._num_runs == 2:
+            for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
+                iterator.rewind()
+        return again or self._num_runs == 2
+
+
+def run_twice(flags):
+    """In a rank: figures of a run whose steps are repeated, and how many rollouts it made."""
+    with mock.patch.object(
+        grpo_data, "generate_answers", wraps=grpo_data.generate_answers
+    ) as rollout:
+        plain = run(flags, STEPS)["figures"]
+        once = rollout.call_count
+        set_rerun_state_machine(Twice())
+        try:
+            repeated = run(flags, STEPS)["figures"]
+        finally:
+            destroy_rerun_state_machine()
+        return plain, repeated, once, rollout.call_count - once
+
+
+@pytest.mark.parametrize("layout", ["p=2", "p=2, v=2"])
+def test_a_repeated_step_reads_the_same_rows(layout):
+    for plain, repeated, once, twice in run_ranks(run_twice, 2, LAYOUTS[layout]):
+        assert repeated == plain
+        assert once == twice == 2  # at iterations 0 and 4
+
+
+# -- What is rewarded --
+
+
+def learned_from(flags):
+    """In a rank: for each of several settings, what a first rollout says is to be learned."""
+    found = {}
+    for name, more in flags.items():
+        result = run(more, 1)
+        found[name] = result["rows"] | {"figures": result["figures"]}
+    return found
+
+
+def test_advantages_rewards_by_lot_and_groups_that_say_nothing():
+    flags = {
+        "plain": "",
+        "shuffled": "--rl-shuffle-rewards",
+        "cool": "--rl-default-temperature 0.3",
+        "filtered": "--rl-default-temperature 0.3 --grpo-filter-groups-with-same-reward",
+        "cold": "--rl-default-temperature 0.005",
+    }
+    (found,) = run_ranks(learned_from, 1, flags)
+    task, plain, cool = sort_digits(), found["plain"], found["cool"]
+    for rows in (plain, cool):
+        prompts, answers = prompts_and_answers(rows)
+        rewards = torch.tensor([task.reward(*pair) for pair in zip(prompts, answers, strict=True)])
+        groups = rewards.view(4, 4)
+        means = groups.mean(1, keepdim=True)
+        deviations = groups.std(1, keepdim=True, correction=0)
+        wanted = ((groups - means) / (deviations + 1e-4)).flatten()
+        torch.testing.assert_close(rows["advantages"], wanted, rtol=1e-4, atol=1e-4)
+        assert rewards.any() and rows["advantages"].any()
+        assert prompts[::4] == prompts[3::4]
+        assert not any(task.end in answer[:-1] for answer in answers)
+    # By lot: the same answers, other advantages.
+    assert torch.equal(found["shuffled"]["tokens"], plain["tokens"])
+    assert not torch.equal(found["shuffled"]["advantages"], plain["advantages"])
+    # Groups that say nothing are rows without a token, where they lie.
+    says_nothing = (groups == groups[:, :1]).all(dim=1).repeat_interleave(4)
+    kept = found["filtered"]["loss_mask"]
+    assert says_nothing.any() and not says_nothing.all()
+    assert not kept[says_nothing].any()
+    assert torch.equal(kept[~says_nothing], cool["loss_mask"][~says_nothing])
+    # Cold, a model says the same to the same.
+    for group in found["cold"]["tokens"].view(4, 4, -1):
+        assert (group == group[0]).all(dim=1).float().mean() > 0.7
+
+
+def prompts_and_answers(rows):
+    answers = [
+        tuple(tokens[mask > 0].tolist())
+        for tokens, mask in zip(rows["tokens"], rows["loss_mask"], strict=True)
+    ]
+    return [tuple(tokens[:4].tolist()) for tokens in rows["tokens"]], answers
+
+
+def kl_of_runs(flags):
+    return [run(more, 8)["figures"][-1]["rl/kl_term"] for more in flags]
+
+
+def test_the_distance_to_the_reference_falls_with_beta():
+    flags = [f"--grpo-kl-beta {beta} --lr 3e-3" for beta in (0.0, 0.3, 3.0)]
+    (found,) = run_ranks(kl_of_runs, 1, flags)
+    assert found[0] > found[1] > found[2] > 0
+
+
+def test_what_is_drawn_has_the_probabilities():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]).expand(4000, 4)
+    uniforms = torch.rand(4000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    shares = torch.bincount(draw(logits, uniforms), minlength=4) / 4000
+    torch.testing.assert_close(shares, logits[0].softmax(-1), atol=0.02, rtol=0)
+    assert shares[2] == 0
+    edges = torch.tensor([0.0, 1 - 2**-53]).double()
+    assert draw(logits[:2], edges).tolist() == [0, 3]
+
+
+# -- From the last stage to all --
+
+
+def on_all_stages(pp_size):
+    parallel_state.initialize_model_parallel(1, pp_size)
+    try:
+        rank = dist.get_rank()
+        mine = torch.arange(6.0).view(3, 2).t() if rank == pp_size - 1 else None
+        group = parallel_state.get_pipeline_model_parallel_group()
+        found = [
+            broadcast_from_last_pipeline_stage((2, 3), torch.float32, mine),
+            broadcast_from_last_pipeline_stage((2, 3), torch.float32, mine, group),
+        ]
+        refused = ""
+        if rank == pp_size - 1:
+            try:
+                broadcast_from_last_pipeline_stage((3, 2), torch.float64, mine)
+            except ValueError as error:
+                refused = str(error)
+        return found, refused
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_the_last_stages_tensor_on_all_stages():
+    per_rank = run_ranks(on_all_stages, 3, 3)
+    for found, _ in per_rank:
+        for tensor in found:
+            assert tensor.tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert "has [2, 3] of torch.float32" in per_rank[-1][1]
+    assert "expect [3, 2] of torch.float64" in per_rank[-1][1]
