@@ -1,5 +1,5 @@
 # make demo    train a small GPT over four processes on this machine, about two minutes; with MODEL=bert,
-#                 MODEL=t5 or MODEL=mamba another model
+#                 MODEL=t5 or MODEL=mamba another model, with MODEL=rl a GPT that learns from rewards
 # make test    run the tests
 # make test-full  the same, and slower tests of the same things; its log is
 #                 tests/full_log.jsonl
@@ -27,8 +27,8 @@ PYTHON ?= python3
 # The version the tests run with. Give another requirement, or one with a CPU-only build in pip's
 # own configuration (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS), to download less.
 TORCH  ?= torch==2.13.0
-NPROC  ?= 4
-# What to train: gpt, bert, t5 or mamba; see make demo MODEL=bert.
+NPROC  ?= $(or $(NPROC_$(MODEL)),4)
+# What to train: gpt, bert, t5, mamba or rl; see make demo MODEL=bert.
 MODEL  ?= gpt
 LAYOUT ?= $(LAYOUT_$(MODEL))
 
@@ -41,6 +41,8 @@ LAYOUT_gpt   := $(TP2_PP2)
 LAYOUT_bert  := $(TP2_PP2)
 LAYOUT_t5    := $(TP2_PP2) --pipeline-model-parallel-split-rank 1
 LAYOUT_mamba := $(TP2_PP2)
+LAYOUT_rl    := --pipeline-model-parallel-size 2
+NPROC_rl     := 2
 
 # T5 has as many layers twice, its encoder and its decoder. Weights that begin larger than usual let BERT
 # and T5 find out sooner where to look.
@@ -57,12 +59,25 @@ STEPS      := --seq-length 64 --max-position-embeddings 64 --micro-batch-size 8 
 STEPS_bert := --seq-length 32 --max-position-embeddings 32 --micro-batch-size 16 --global-batch-size 128 \
   --train-iters 400
 
-DEMO = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
-  -m minimegatron.pretrain_$(MODEL) \
+LAUNCH = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC)
+
+DEMO = $(or $(DEMO_$(MODEL)),$(DEMO_of_text))
+
+DEMO_of_text = $(LAUNCH) -m minimegatron.pretrain_$(MODEL) \
   --hidden-size 96 --num-attention-heads 4 $(SIZE_$(MODEL)) \
   $(or $(STEPS_$(MODEL)),$(STEPS)) --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 30 \
   --adam-beta2 0.95 --weight-decay 0.1 --hidden-dropout 0 --attention-dropout 0 \
   --log-interval 25 --eval-iters 10 $(LAYOUT)
+
+# 32 prompts x 8 answers are one batch of 4 microbatches, learned from twice: 100 rollouts. `rl.demo` runs
+# it, then once more with rewards dealt out by lot, and fails if the one has learned less than 8 of 10
+# answers, or the other anything.
+SIZE_rl := --num-layers 2 --hidden-size 64 --num-attention-heads 4
+DEMO_rl = $(LAUNCH) -m minimegatron.train_rl \
+  $(SIZE_rl) --seq-length 8 --max-position-embeddings 8 --micro-batch-size 64 --global-batch-size 256 \
+  --grpo-prompts-per-step 32 --grpo-group-size 8 --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.2 \
+  --lr 1e-3 --lr-decay-style constant --train-iters 200 --log-interval 40 $(LAYOUT)
+JUDGED_rl = $(BIN)/python -m minimegatron.rl.demo
 
 .PHONY: bench gpu-check torch-check demo test test-full test-gloo test-stress lint timeline traces docs \
   docs-serve docs-version release-check chromium notebooks
@@ -83,6 +98,7 @@ Experts in place of the MLPs, on as many ranks; about the same work per token:
   make demo LAYOUT="--num-experts 8 --expert-model-parallel-size 2 --moe-ffn-hidden-size 192 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
 
 Other models through the same step: make demo MODEL=bert, MODEL=t5 or MODEL=mamba
+The same model, learning from rewards: make demo MODEL=rl
 endef
 
 define OTHERS_bert
@@ -108,16 +124,23 @@ Other layouts of the same model, one line each:
   make demo MODEL=mamba LAYOUT= NPROC=1                                 one process
 endef
 
+define OTHERS_rl
+Other layouts of the same model, one line each:
+  make demo MODEL=rl LAYOUT="--tensor-model-parallel-size 2"            two ranks share each layer
+  make demo MODEL=rl LAYOUT="--context-parallel-size 2"                 two ranks share each row
+  make demo MODEL=rl LAYOUT= NPROC=1                                    one process
+endef
+
 # BERT and T5 read WordPiece, which is in the extra `data`.
 demo: $(VENV)/.installed$(if $(filter bert t5,$(MODEL)),-data)
-	$(if $(SIZE_$(MODEL)),,$(error MODEL is $(MODEL); give gpt, bert, t5 or mamba))
+	$(if $(SIZE_$(MODEL)),,$(error MODEL is $(MODEL); give gpt, bert, t5, mamba or rl))
 	$(info The command that runs now:)
 	$(info )
 	$(info $() $() $(DEMO))
 	$(info )
 	$(info $(OTHERS_$(MODEL)))
 	$(info )
-	@$(DEMO)
+	@$(JUDGED_$(MODEL)) $(DEMO)
 
 # Three workers on two processors: many tests wait. What takes longest comes first, see tests/conftest.py.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder

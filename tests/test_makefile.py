@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from minimegatron import train_rl
+from minimegatron.rl.rl_arguments import add_rl_arguments
 from minimegatron.training.arguments import parse_args
 from minimegatron.training.config import Arguments
 from tests.training.test_bad_configs import launcher_environment
@@ -23,6 +25,7 @@ DEFAULTS = {
     "bert": {"model_family": "bert", **WORD_PIECE},
     "t5": {"model_family": "t5", "vocab_extra_ids": 100, **WORD_PIECE},
     "mamba": {"model_family": "mamba"},
+    "rl": train_rl.DEFAULTS,
 }
 """What each program says in `args_defaults`."""
 
@@ -36,11 +39,13 @@ def dry_run(*settings: str) -> str:
 
 def arguments_of_demo(*settings: str) -> Arguments:
     *_, last = [line for line in dry_run(*settings).splitlines() if "torchrun" in line]
-    words = shlex.split(last)
+    words = shlex.split(last.partition("minimegatron.rl.demo ")[2] or last)
     world_size = int(words[words.index("--nproc-per-node") + 1])
     program = words.index("-m") + 1
     family = words[program].removeprefix("minimegatron.pretrain_")
+    family = "rl" if family == "minimegatron.train_rl" else family
     return parse_args(
+        add_rl_arguments if family == "rl" else None,
         argv=words[program + 1 :],
         args_defaults=DEFAULTS[family],
         environ=launcher_environment(0, world_size),
@@ -108,8 +113,25 @@ def test_other_models(model):
         assert args.model_family == model
 
 
+def test_rewards():
+    """Two stages, as it is; in three more layouts; what judges the run is not in the shown command."""
+    args = arguments_of_demo("MODEL=rl")
+    assert (args.world_size, args.pipeline_model_parallel_size, num_microbatches(args)) == (2, 2, 4)
+    assert args.grpo_prompts_per_step * args.grpo_group_size == args.global_batch_size
+    shown, ran = [line for line in dry_run("MODEL=rl").splitlines() if "torchrun" in line]
+    judge, _, judged = ran.partition("minimegatron.rl.demo ")
+    assert judge.endswith("python -m ") and shlex.split(judged) == shlex.split(shown)
+    offered = re.findall(OFFER.replace("demo", "demo MODEL=rl"), dry_run("MODEL=rl"))
+    sizes = []
+    for layout, rest in offered:
+        settings = ["MODEL=rl", layout.replace('"', ""), *re.findall(r"NPROC=\d+", rest)]
+        args = arguments_of_demo(*settings)
+        sizes.append((args.tensor_model_parallel_size, args.context_parallel_size, args.world_size))
+    assert sizes == [(2, 1, 2), (1, 2, 2), (1, 1, 1)]
+
+
 def test_what_reads_word_pieces_installs_them():
-    for model in ("gpt", "bert", "t5", "mamba"):
+    for model in ("gpt", "bert", "t5", "mamba", "rl"):
         command = ["make", "--dry-run", "--always-make", "demo", f"MODEL={model}"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
         assert (".[data]" in done.stdout) == (model in ("bert", "t5"))
@@ -118,4 +140,4 @@ def test_what_reads_word_pieces_installs_them():
 def test_no_such_model():
     command = ["make", "--dry-run", "demo", "MODEL=gtp"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode != 0 and "MODEL is gtp; give gpt, bert, t5 or mamba" in done.stderr
+    assert done.returncode != 0 and "MODEL is gtp; give gpt, bert, t5, mamba or rl" in done.stderr

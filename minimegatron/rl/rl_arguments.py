@@ -170,6 +170,6 @@ def _check_checkpoint(args: Any) -> None:
         if name in saved and saved[name] != getattr(args, name):
             raise ValueError(
                 f"--{name.replace('_', '-')} is {getattr(args, name)}, but {saved[name]} in {folder}, "
-                f"which holds rows of a rollout; use {saved[name]}, or --finetune to begin at iteration "
-                "0 with its weights"
+                f"which holds rows of a rollout; use {saved[name]}, or --finetune to begin at "
+                "iteration 0 with its weights"
             )

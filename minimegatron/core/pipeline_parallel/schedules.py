@@ -112,7 +112,7 @@ def get_forward_backward_func(
       the division by t only with sequence parallelism. Ignored with `variable_seq_lengths`.
     * decoder_seq_length: of a two-stack model; plain 1F1B sends the decoder's length, or what the model
       says of each stage (`message_shapes`); interleaving sends `seq_length`.
-    * forward_only: no backward, for evaluation and log-probabilities.
+    * forward_only: no backward, for evaluation and log-probabilities; `torch.no_grad` is the caller's.
     * collect_non_loss_data: the loss function returns anything; it is collected as it is.
     * first_val_step: with `forward_only`, whether this is the first validation step.
     * adjust_tensor_shapes_fn: plain 1F1B only; maps (receive shapes, send shapes) to other ones. With
