@@ -6,7 +6,6 @@ The control is the same command with `--rl-shuffle-rewards`: each answer gets th
 A program that learns there too does not learn from rewards. Megatron has no counterpart.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -19,13 +18,10 @@ SUMMARY = re.compile(r"exact answers ([\d.]+) .*held-out ([\d.]+|none)")
 
 def main(words: list[str]) -> int:
     """0 if the run has learned and its control has not, 1 if not, or what `torchrun` said."""
-    settings = [word for word in words if re.fullmatch(r"[A-Z_]+=\S*", word)]
-    command = words[len(settings) :]
-    environment = os.environ | dict(setting.split("=", 1) for setting in settings)
     found = {}
     for name, more in (("rewards", []), ("rewards by lot", ["--rl-shuffle-rewards"])):
         print(f"\n-- {name} --\n", flush=True)
-        code, text = run([*command, *more], environment)
+        code, text = run([*words, *more])
         summary = SUMMARY.search(text)
         if code or summary is None:
             return code or 1
@@ -33,10 +29,10 @@ def main(words: list[str]) -> int:
     return judge(found)
 
 
-def run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output of the command, which is also shown as it comes."""
+def run(words: list[str]) -> tuple[int, str]:
+    """Exit code and output of a command line, settings first as in a shell; it is shown as it comes."""
     lines = []
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(["env", *words], stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             lines.append(line)

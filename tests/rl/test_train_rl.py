@@ -1,11 +1,16 @@
 """Runs of `train_rl`: rollouts that no layout changes, inner steps, checkpoints, repeated steps."""
 
+import contextlib
+import io
+import re
+import sys
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from minimegatron import train_rl
 from minimegatron.core import parallel_state
 from minimegatron.core.inference.communication_utils import broadcast_from_last_pipeline_stage
 from minimegatron.core.rerun_state_machine import (
@@ -17,10 +22,9 @@ from minimegatron.rl import grpo_data
 from minimegatron.rl.rl_arguments import add_rl_arguments
 from minimegatron.rl.rollout import draw
 from minimegatron.rl.tasks import sort_digits
-from minimegatron.train_rl import DEFAULTS
 from minimegatron.training.arguments import parse_args
 from tests.ranks import run_ranks
-from tests.rl.short_rl_runs import LAYOUTS, MODEL, run
+from tests.rl.short_rl_runs import LAYOUTS, MODEL, leave, run
 
 STEPS, PER_ROLLOUT = 6, 4
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -112,7 +116,7 @@ def test_a_run_goes_on_within_a_rollout(alone, tmp_path):
         ValueError, match=r"--grpo-group-size is 8, but 4 in .*; use 4, or --finetune"
     ):
         argv = [*MODEL.split(), "--load", str(folders["float32"]), "--grpo-group-size", "8"]
-        parse_args(add_rl_arguments, args_defaults=DEFAULTS, argv=argv, environ={})
+        parse_args(add_rl_arguments, args_defaults=train_rl.DEFAULTS, argv=argv, environ={})
     jobs = {
         name: (f"{LAYOUTS[name]} --load {folders['float64']}", STEPS)
         for name in ("d=2", "p=2, v=2", "t=2", "c=2")
@@ -121,6 +125,49 @@ def test_a_run_goes_on_within_a_rollout(alone, tmp_path):
     for layout, result in found.items():
         assert result["began"] == 3
         agree(result, alone["float64"], layout)
+
+
+# -- The program itself --
+
+
+def programs(folder):
+    """In a rank: `main` in one go, and with an end after 3 steps; what it printed here."""
+    said = []
+    for name, more in (("whole", ""), ("parts", "--exit-interval 3"), ("parts", "")):
+        sys.argv = ["train_rl", *MODEL.split(), *LAYOUTS["p=2, v=2"].split(), *more.split()]
+        sys.argv += ["--train-iters", "6", "--log-interval", "1", "--tensorboard-dir"]
+        sys.argv += [f"{folder}/{name}", "--save", f"{folder}/{name}", "--load", f"{folder}/{name}"]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            train_rl.main()
+        said.append(printed.getvalue())
+        leave()
+    return said
+
+
+def test_the_program_ends_and_goes_on_with_its_curves(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is missing")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (whole, first, rest), _ = run_ranks(programs, 2, str(tmp_path), timeout=120)
+    assert "exiting after iteration 3" in first and "loaded checkpoint of iteration 3" in rest
+    line = r"iteration 6/6 \| lm loss .*rl/kl_term .* reward \d.* \| exact .* \| held-out \d"
+    assert re.search(line, whole) and re.search(line, rest)
+    for text in (whole, rest):
+        assert re.search(
+            r"exact answers \d\.\d+ \(mean of the last [12] rollouts\), held-out", text
+        )
+    found = {}
+    for name in ("whole", "parts"):
+        curves = EventAccumulator(str(tmp_path / name))
+        curves.Reload()
+        found[name] = {
+            tag: [(event.step, event.value) for event in curves.Scalars(tag)]
+            for tag in curves.Tags()["scalars"]
+            if tag != "tokens/s"
+        }
+    assert {"lm loss", "rl/kl_term", "reward", "exact", "held-out"} <= found["whole"].keys()
+    assert [step for step, _ in found["whole"]["reward"]] == [1, 2, 3, 4, 5, 6]
+    assert found["parts"] == found["whole"]
 
 
 # -- Repeated steps --
