@@ -2,15 +2,21 @@
 
 import math
 import statistics
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
+from minimegatron import train_rl
+from minimegatron.core import parallel_state
+from minimegatron.rl import rl_utils
 from minimegatron.rl.rl_utils import (
     calculate_grpo_advantages,
     calculate_grpo_loss,
     selective_log_softmax,
 )
+from tests.fake_transport import FakeGroup
 
 ROWS, TOKENS, LOWER, UPPER, BETA, ENTROPY, CAP = 4, 6, 0.2, 0.28, 0.1, 0.03, 1.1
 
@@ -104,6 +110,52 @@ def test_advantages_are_within_a_group_in_order():
     deviation = statistics.pstdev(rewards[0])
     a, b, c = ((reward - 4 / 3) / (1e-4 + deviation) for reward in rewards[0])
     assert found == pytest.approx([a, b, b, c, 0, 0, 0, 0, 0], abs=1e-12)
+
+
+class Copier(torch.nn.Module):
+    """A model whose logits are the row of a table of the token it reads; two of them are padding."""
+
+    post_process = True
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(5, 7).double())
+
+    def forward(self, tokens, position_ids, attention_mask, runtime_gather_output=None):
+        assert runtime_gather_output and attention_mask is None
+        return self.table[tokens]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_log_probabilities_are_of_the_token_that_follows(temperature):
+    model, tokens = Copier(), torch.randint(5, (3, 6), generator=torch.Generator().manual_seed(2))
+    args = SimpleNamespace(unpadded_vocab_size=5, rl_default_temperature=temperature)
+    with (
+        mock.patch.object(rl_utils, "get_args", lambda: args),
+        mock.patch.object(parallel_state, "get_context_parallel_group", FakeGroup),
+    ):
+        found = rl_utils.get_logprobs(model, tokens, torch.arange(6).expand(3, 6))
+        scores = rl_utils.get_logprobs(model, tokens, torch.arange(6).expand(3, 6), no_grad=True)
+    wanted = torch.empty(3, 5).double()
+    for row in range(3):
+        for place in range(5):
+            logits = model.table[tokens[row, place], :5] / temperature
+            wanted[row, place] = logits.log_softmax(-1)[tokens[row, place + 1]]
+    torch.testing.assert_close(found.detach(), wanted.detach(), rtol=1e-12, atol=1e-12)
+    assert found.requires_grad and not scores.requires_grad and torch.equal(scores, found.detach())
+
+
+def test_a_microbatch_without_a_token_counts_none():
+    losses = torch.tensor([[1.0, 2.0, 4.0]], requires_grad=True)
+    for mask, total, count in (([1.0, 0.0, 1.0], 5.0, 2.0), ([0.0, 0.0, 0.0], 0.0, 0.0)):
+        mask = torch.tensor([mask])
+        with mock.patch.object(train_rl, "check_loss"):
+            loss, num_tokens, report = train_rl.loss_func(mask, {"rl/kl_term": losses * 2}, losses)
+        assert (float(loss), float(num_tokens)) == (total, count)
+        assert report["lm loss"].tolist() == [total, count]
+        assert report["rl/kl_term"].tolist() == [2 * total, count]
+        assert loss.requires_grad and not num_tokens.requires_grad
+        assert not any(pair.requires_grad for pair in report.values())
 
 
 def test_what_cannot_be_is_one_sentence():

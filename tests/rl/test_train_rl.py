@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -33,17 +34,19 @@ ONE_ORDER = "--untie-embeddings-and-output-weights --clip-grad 0"
 is computed by one rank, in one order."""
 
 
-def runs(jobs, double=False):
+def runs(jobs):
     """In a rank: what each of several runs found out, by name."""
-    return {name: run(flags, steps, double) for name, (flags, steps) in jobs.items()}
+    return {name: run(*how) for name, how in jobs.items()}
 
 
 @pytest.fixture(scope="module")
 def alone():
-    jobs = {"alone": ("", STEPS), "one order": (ONE_ORDER, STEPS)}
-    (single,) = run_ranks(runs, 1, jobs)
-    (double,) = run_ranks(runs, 1, {"alone": ("", STEPS)}, True)
-    return {"float32": single["alone"], "float64": double["alone"], "order": single["one order"]}
+    jobs = {
+        "float32": ("", STEPS),
+        "float64": ("", STEPS, True),
+        "one order": (ONE_ORDER, STEPS),
+    }
+    return run_ranks(runs, 1, jobs)[0]
 
 
 def largest_difference(rows, wanted, name):
@@ -75,16 +78,19 @@ def test_scores_are_what_tokens_were_drawn_with(alone):
 def test_two_stages_repeat_one_process_to_the_bit(alone):
     found, _ = run_ranks(runs, 2, {"p=2": (f"{LAYOUTS['p=2']} {ONE_ORDER}", STEPS)})
     for name, rows in found["p=2"]["rows"].items():
-        assert torch.equal(rows, alone["order"]["rows"][name]), name
-    for here, there in zip(found["p=2"]["figures"], alone["order"]["figures"], strict=True):
+        assert torch.equal(rows, alone["one order"]["rows"][name]), name
+    for here, there in zip(found["p=2"]["figures"], alone["one order"]["figures"], strict=True):
         # The norm is a sum of the stages' parts; it changes nothing here.
         assert here | {"norm": 0} == there | {"norm": 0}
 
 
-def test_no_layout_changes_a_rollout_or_what_is_learned(alone, tmp_path):
-    layouts = {name: (flags, STEPS) for name, flags in LAYOUTS.items() if name != "alone"}
-    layouts["ZeRO-1"] = (ZERO1, STEPS)
-    found, _ = run_ranks(runs, 2, layouts, True, timeout=120)
+def test_no_layout_changes_a_rollout_or_what_is_learned(alone):
+    layouts = {
+        name: (flags, STEPS, True)
+        for name, flags in (LAYOUTS | {"ZeRO-1": ZERO1}).items()
+        if name != "alone"
+    }
+    found, _ = run_ranks(runs, 2, layouts, timeout=120)
     for layout, result in found.items():
         agree(result, alone["float64"], layout)
 
@@ -101,16 +107,16 @@ def agree(result, wanted, name):
 def test_a_run_goes_on_within_a_rollout(alone, tmp_path):
     """It ends after 3 of a rollout's 4 steps; the next rollout shows what weights came of it."""
     folders = {"float32": tmp_path / "32", "float64": tmp_path / "64"}
+    jobs = {}
     for kind, folder in folders.items():
-        jobs = {
-            "first": (f"--save {folder}", 3),
-            "rest": (f"--load {folder}", STEPS),
-        }
-        (found,) = run_ranks(runs, 1, jobs, kind == "float64")
-        assert found["rest"]["began"] == 3
-        figures = found["first"]["figures"] + found["rest"]["figures"]
-        assert figures == alone[kind]["figures"]  # bit for bit
-        for name, rows in found["rest"]["rows"].items():
+        jobs[f"{kind}, first"] = (f"--save {folder}", 3, kind == "float64")
+        jobs[f"{kind}, rest"] = (f"--load {folder}", STEPS, kind == "float64")
+    (found,) = run_ranks(runs, 1, jobs)
+    for kind in folders:
+        first, rest = found[f"{kind}, first"], found[f"{kind}, rest"]
+        assert rest["began"] == 3
+        assert first["figures"] + rest["figures"] == alone[kind]["figures"]  # bit for bit
+        for name, rows in rest["rows"].items():
             assert torch.equal(rows, alone[kind]["rows"][name]), name
     with pytest.raises(
         ValueError, match=r"--grpo-group-size is 8, but 4 in .*; use 4, or --finetune"
@@ -118,10 +124,10 @@ def test_a_run_goes_on_within_a_rollout(alone, tmp_path):
         argv = [*MODEL.split(), "--load", str(folders["float32"]), "--grpo-group-size", "8"]
         parse_args(add_rl_arguments, args_defaults=train_rl.DEFAULTS, argv=argv, environ={})
     jobs = {
-        name: (f"{LAYOUTS[name]} --load {folders['float64']}", STEPS)
+        name: (f"{LAYOUTS[name]} --load {folders['float64']}", STEPS, True)
         for name in ("d=2", "p=2, v=2", "t=2", "c=2")
     }
-    found, _ = run_ranks(runs, 2, jobs, True, timeout=120)
+    found, _ = run_ranks(runs, 2, jobs, timeout=120)
     for layout, result in found.items():
         assert result["began"] == 3
         agree(result, alone["float64"], layout)
@@ -261,6 +267,22 @@ def prompts_and_answers(rows):
     return [tuple(tokens[:4].tolist()) for tokens in rows["tokens"]], answers
 
 
+def tokens_of(flags):
+    return [run(more, 1)["rows"]["tokens"] for more in flags]
+
+
+def test_two_copies_draw_what_one_does():
+    """With answers to several prompts on each copy, and with a group that lies on both."""
+    flags = [
+        "--grpo-prompts-per-step 2 --grpo-group-size 4",
+        "--grpo-prompts-per-step 1 --grpo-group-size 8",
+    ]
+    (alone,), (one, other) = (run_ranks(tokens_of, num_ranks, flags) for num_ranks in (1, 2))
+    for wanted, *found in zip(alone, one, other, strict=True):
+        assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted)
+        assert len({tuple(row) for row in wanted.tolist()}) > 4
+
+
 def kl_of_runs(flags):
     return [run(more, 8)["figures"][-1]["rl/kl_term"] for more in flags]
 
@@ -279,6 +301,59 @@ def test_what_is_drawn_has_the_probabilities():
     assert shares[2] == 0
     edges = torch.tensor([0.0, 1 - 2**-53]).double()
     assert draw(logits[:2], edges).tolist() == [0, 3]
+
+
+def test_each_chunk_has_an_iterator_that_begins_again():
+    data = grpo_data.GrpoData()
+    names = ("advantages", "old_logprobs", "loss_mask", "ref_logprobs", "inference_logprobs")
+    data.rows = {name: torch.zeros(2, 6, 1) for name in names}
+    data.rows["tokens"] = torch.arange(12).view(2, 6, 1)
+    args = SimpleNamespace(
+        grpo_prompts_per_step=3,
+        grpo_group_size=4,
+        global_batch_size=6,
+        grpo_iterations=2,
+        micro_batch_size=2,
+    )
+    size = "get_virtual_pipeline_model_parallel_world_size"
+    with (
+        mock.patch.object(grpo_data, "get_args", lambda: args),
+        mock.patch.object(parallel_state, size, lambda: 2),
+    ):
+        first, second = data([None, None], None, 3)  # the second batch, for the second time
+    for iterator in (first, second):
+        read = [[next(iterator)[0].flatten().tolist() for _ in range(3)]]
+        with pytest.raises(StopIteration):
+            next(iterator)
+        iterator.rewind()
+        read.append([batch[0].flatten().tolist() for batch in iterator])
+        assert read == [[[6, 7], [8, 9], [10, 11]]] * 2
+
+
+@pytest.mark.parametrize(("smallest", "copies"), [(1, 1), (2, 2), (3, 1)])
+def test_held_out_prompts_are_asked_in_whole_microbatches(smallest, copies):
+    """43 of them, which nothing divides; each copy has equally many, and the last ones do not count."""
+    args = SimpleNamespace(rl_task="sort_digits", micro_batch_size=4, data_parallel_size=copies)
+    asked = []
+
+    def answers(model, prompts, task, uniforms):
+        assert uniforms is None
+        asked.append(prompts)
+
+    def verdict(task, answers, mine, num_rows):
+        return None, (torch.arange(num_rows) < len(task.held_out)).double()
+
+    with (
+        mock.patch.object(grpo_data, "get_args", lambda: args),
+        mock.patch.object(grpo_data, "smallest_num_microbatches", lambda: smallest),
+        mock.patch.object(grpo_data, "generate_answers", answers),
+        mock.patch.object(grpo_data, "judge", verdict),
+        mock.patch.object(parallel_state, "get_data_parallel_rank", lambda: copies - 1),
+    ):
+        assert grpo_data.GrpoData()._ask_held_out([]) == 1.0
+    (prompts,) = asked
+    assert len(prompts) % (4 * smallest) == 0 and len(prompts) * copies >= 43
+    assert set(prompts) <= set(sort_digits().held_out)
 
 
 # -- From the last stage to all --
