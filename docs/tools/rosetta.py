@@ -27,7 +27,7 @@ from stash import Stash
 DATA = Path(__file__).with_name("rosetta.json")
 RECORD = Path(__file__).with_name("megatron_core.json")
 REPOSITORY = "https://github.com/NVIDIA/Megatron-LM/blob"
-COUNTERPART = re.compile(r"megatron\.(?:core|training)(?:\.\w+)*")
+COUNTERPART = re.compile(r"megatron\.(?:core|training|rl)(?:\.\w+)*")
 NOT_COMPARED = "–"
 SHOWN = 6
 """Names that a cell lists; more are folded away."""
@@ -57,7 +57,7 @@ def entries(package: Package) -> list[Entry]:
     data = json.loads(DATA.read_text())
     found = []
     for name, page in package.pages.items():
-        if not name.startswith(("minimegatron.core.", "minimegatron.training.")):
+        if not name.startswith(("minimegatron.core.", "minimegatron.training.", "minimegatron.rl.")):
             continue
         mirrored = counterpart_module(name, page.rows[0].prose, data["modules"])
         for symbol, definition in page.definitions.items():
@@ -100,7 +100,7 @@ class Record:
         self.version: str = data["version"]
         self.symbols = {name: _signature(found) for name, found in data["symbols"].items()}
         self.repository: dict[str, list] = data["repository"]
-        """Of `megatron.training`: name -> file and line."""
+        """Of `megatron.training` and `megatron.rl`: name -> file and line."""
 
     @property
     def tag(self) -> str:
