@@ -20,6 +20,7 @@ TITLES = {
     "bucket_overlap": "Buckets",
     "context_speed": "A shared sequence",
     "scan_speed": "A state-space scan",
+    "policy_speed": "Reinforcement learning",
     "gpu_mfu": "One GPU",
     "planner_speed": "The planner",
     "start_time": "Starting",

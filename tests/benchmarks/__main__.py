@@ -22,6 +22,7 @@ NAMES = (
     "bucket_overlap",
     "context_speed",
     "scan_speed",
+    "policy_speed",
     "planner_speed",
     "start_time",
     "tracing_cost",
