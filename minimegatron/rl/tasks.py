@@ -9,7 +9,9 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
+from minimegatron.core.datasets.utils import DataError
 from minimegatron.launching.user_file import load_user_function
 
 Tokens = tuple[int, ...]
@@ -35,10 +37,10 @@ class Task:
     is_right: Callable[[Tokens, Tokens], bool]
 
     def rewarded(self, prompt: Tokens, answer: Tokens) -> float:
-        """The reward. Raises ValueError if it is no finite number."""
+        """The reward. Raises DataError if it is no finite number."""
         found = self.reward(prompt, answer)
-        if not (isinstance(found, int | float) and math.isfinite(found)):
-            raise ValueError(
+        if not (isinstance(found, Real) and math.isfinite(found)):
+            raise DataError(
                 f"the task's reward of {list(answer)} for the prompt {list(prompt)} is {found!r}; "
                 "return a finite number"
             )
@@ -91,6 +93,6 @@ def load_task(name: str) -> Task:
     task = load_user_function(name, "--rl-task", "user_task")()
     if not isinstance(task, Task):
         raise ValueError(
-            f"--rl-task {name} returned a {type(task).__name__}; return a minimegatron.rl.tasks.Task"
+            f"--rl-task {name} returned {task!r:.40}; return a minimegatron.rl.tasks.Task"
         )
     return task
