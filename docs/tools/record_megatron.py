@@ -5,8 +5,8 @@ or of the version of megatron-core. Calls: `record_left_out`, `rosetta`, `signat
 megatron_core.json beside this file, so that the site is built without megatron-core, and
 minimegatron/core/left_out.json; tests/conformance compares both with the package.
 
-`megatron.training` and `megatron.rl` are not in that package but in Megatron's repository alone. `--repository FOLDER`
-records where its names are, from a checkout of the same release:
+`megatron.training` and `megatron.rl` are not in that package but in Megatron's repository alone.
+`--repository FOLDER` records where their names are, from a checkout of the same release:
 
     git clone --depth 1 -b core_v0.16.1 https://github.com/NVIDIA/Megatron-LM FOLDER
 
@@ -47,7 +47,9 @@ def record_repository(names: Iterable[str], folder: Path) -> dict[str, list]:
     source = Source(folder)
     if source.path("megatron.training.training") is None:
         raise SystemExit(f"{folder} has no megatron/training/training.py; give a checkout")
-    wanted = sorted({name for name in names if name.startswith(("megatron.training.", "megatron.rl."))})
+    wanted = sorted(
+        {name for name in names if name.startswith(("megatron.training.", "megatron.rl."))}
+    )
     found = {name: source.find(name) for name in wanted}
     return {name: [x.file, x.line] for name, x in found.items() if x is not None}
 

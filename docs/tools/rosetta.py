@@ -57,7 +57,9 @@ def entries(package: Package) -> list[Entry]:
     data = json.loads(DATA.read_text())
     found = []
     for name, page in package.pages.items():
-        if not name.startswith(("minimegatron.core.", "minimegatron.training.", "minimegatron.rl.")):
+        if not name.startswith(
+            ("minimegatron.core.", "minimegatron.training.", "minimegatron.rl.")
+        ):
             continue
         mirrored = counterpart_module(name, page.rows[0].prose, data["modules"])
         for symbol, definition in page.definitions.items():

@@ -150,7 +150,7 @@ def tokens_or_one(one: Microbatch, counts: Counts) -> float:
 
 MEGATRON = Row(
     "Megatron, pretrain_gpt, flag on",
-    "megatron: pretrain_gpt.py#L60",
+    "megatron: pretrain_gpt.py#L222",
     *(sum_of_tokens, lambda counts: 1.0, "Σt"),
     *(tokens_here, "tokens here"),
     *(True, "", "Σt / N"),
