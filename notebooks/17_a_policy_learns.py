@@ -92,6 +92,8 @@ def build(**changed):
     return rollouts, config, *built
 
 
+# %%
+# %%px
 rollouts, config, model, optimizer, scheduler = build()
 schedule, task = schedule_of_run(), tasks.load_task("two_digits")
 
@@ -176,6 +178,8 @@ def score():
     )
 
 
+# %%
+# %%px
 found = score()
 print(f"{len(found)} tensors", *(list(each.shape) for each in found[:1]))
 
