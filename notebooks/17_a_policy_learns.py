@@ -341,6 +341,8 @@ def gradient_norm(way, size):
     return float(optimizer.get_grad_norm())
 
 
+# %%
+# %%px
 norms = {(way, ROWS // size): gradient_norm(way, size) for way in WAYS for size in (ROWS, 32, 8)}
 
 # %%
