@@ -15,7 +15,6 @@ import cases_of_buffers as buffers  # noqa: F401  for pages
 import cases_of_experts as experts  # noqa: F401  for pages
 import cases_of_families as families  # noqa: F401  for pages
 import cases_of_mtp as mtp  # noqa: F401  for pages
-import cases_of_policy as policy  # noqa: F401  for pages
 import cases_of_rings as rings  # noqa: F401  for pages
 import cases_of_states as states  # noqa: F401  for pages
 import cases_of_symptoms as symptoms  # noqa: F401  for pages

@@ -1,6 +1,6 @@
 """What the page on reinforcement learning shows: answers and advantages, calls, ratios and the loss.
 
-Called by: `cases`, where pages find it as `policy`. Calls: the package's own task, advantages and loss;
+Called by: `cases_of_problems`; pages find it as `policy`. Calls: the package's own task, advantages and loss;
 the planner for the calls; `policy_pictures`.
 """
 
