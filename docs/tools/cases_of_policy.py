@@ -1,7 +1,7 @@
 """What the page on reinforcement learning shows: answers and advantages, calls, ratios and the loss.
 
-Called by: `cases_of_problems`; pages find it as `policy`. Calls: the package's own task, advantages and loss;
-the planner for the calls; `policy_pictures`.
+Called by: `cases_of_problems`; pages find it as `policy`. Calls: the package's own task, advantages and
+loss; the planner for the calls; `policy_pictures`.
 """
 
 from collections.abc import Sequence
