@@ -47,6 +47,7 @@ FIRST = {
     "process group": "tour/process-groups",
     "checkpoint": "tour/checkpoints",
     "mamba": "tour/a-stage-that-is-no-transformer",
+    "grpo": "tour/reinforcement-learning",
     "torchrun": "tour/launching",
     "rank died": "tour/a-rank-died",
     "why times 2": "tour/why-times-two",
