@@ -74,6 +74,12 @@ def break_table() -> str:
     return table(["one part exchanged", "times", *cuts], lines)
 
 
+def times(words: str, M: int, d: int, c: int) -> str:
+    """Of one mistake, by its words in the table, at one cut."""
+    (row,) = (broken.row for broken in BREAKS if broken.words == words)
+    return ratios(row, M, d, c)
+
+
 def num_tokens() -> int:
     """N of the small case."""
     mask, real = batch()
