@@ -12,7 +12,6 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import cases_of_buffers as buffers  # noqa: F401  for pages
-import cases_of_contracts as contracts  # noqa: F401  for pages
 import cases_of_experts as experts  # noqa: F401  for pages
 import cases_of_families as families  # noqa: F401  for pages
 import cases_of_mtp as mtp  # noqa: F401  for pages

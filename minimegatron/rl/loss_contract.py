@@ -36,6 +36,8 @@ class Counts:
     """The global batch size."""
     real_tokens: float
     """R, prompts too, without padding."""
+    tokens_of_copy: float = 0.0
+    """Under the mask, of this copy alone. No framework divides by it."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,14 @@ BREAKS = (
         *(None, "changes with M and d"),
     ),
     Break(
+        "N of the copy in place of the batch's",
+        replace(
+            ROLL,
+            factor=lambda counts: counts.num_microbatches / counts.tokens_of_copy,
+        ),
+        *(None, "changes with d"),
+    ),
+    Break(
         "an empty microbatch counts one token",
         replace(TRAIN_RL, gradient_of="Σt / N"),
         *(None, "N / (N + number of empty microbatches)"),
@@ -370,13 +380,15 @@ def coefficients(
     sum over microbatches, the sum or mean over copies and context ranks, and the division at the end.
 
     Args:
-        mask: float64 [GBS, s], of tokens that count.
+        mask: float64 [GBS, s], of tokens that count; rows of the first copy come first.
         real: float64 [GBS, s], of tokens that are no padding, prompts too.
     """
     counts = counts_of(mask, real, M, d, c)
     losses = torch.ones_like(mask).requires_grad_()
     gradient, num_tokens = torch.zeros_like(mask), 0.0
-    for rows in torch.arange(len(mask)).chunk(M * d):
+    for number, rows in enumerate(torch.arange(len(mask)).chunk(M * d)):
+        of_copy = mask.chunk(d)[number // M].sum()
+        counts = replace(counts, tokens_of_copy=float(of_copy))
         for rank in range(c):
             part = positions_of_rank(mask.size(1), rank, c) if c > 1 else slice(None)
             here = part if not row.gather else slice(None)

@@ -3,6 +3,7 @@
 Lengths of answers are uneven, and one row has no token: with one row a microbatch, one is empty.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -72,6 +73,7 @@ def test_what_depends_on_the_cut_does():
     for words, apart in (
         ("train_rl without the flag, which is off by default", (0.5, 3.5)),
         ("N of the microbatch in place of the batch's", (0.5, 3.5)),
+        ("N of the copy in place of the batch's", (1.0, 1.0)),
         ("an empty microbatch counts one token", (28 / 29, 28 / 29)),
     ):
         row = by_words[words]
@@ -115,6 +117,16 @@ def forward_step(row, counts, group, data_iterator, model):
     return losses, partial(loss_of, row, counts, (mask, real, group))
 
 
+BROKEN = [replace(broken.row, name=broken.words) for broken in BREAKS]
+SHOWS_BREAKS = [({}, 4), ({"context_parallel_size": 2}, 1)]
+"""On two ranks."""
+
+
+def rows_at(layout, num_microbatches, num_ranks):
+    shows_breaks = num_ranks == 2 and (layout, num_microbatches) in SHOWS_BREAKS
+    return [*ROWS, *BROKEN] if shows_breaks else ROWS
+
+
 def all_rows(layouts):
     """In a rank: by layout and row, what one step leaves."""
     found = []
@@ -122,7 +134,7 @@ def all_rows(layouts):
         found.append({})
         for is_per_token in (False, True):
             gpt = make(layout, is_per_token)
-            for row in ROWS:
+            for row in rows_at(layout, num_microbatches, torch.distributed.get_world_size()):
                 if row.is_per_token == is_per_token:
                     found[-1][row.name] = one_step(gpt, row, num_microbatches)
     return found
@@ -130,8 +142,9 @@ def all_rows(layouts):
 
 def one_step(gpt, row, num_microbatches):
     d, c = gpt.groups.dp.size(), gpt.groups.cp.size()
-    counts = counts_of(MASK, REAL, num_microbatches, d, c)
     mine = [field.chunk(d)[gpt.groups.dp.rank()] for field in data()]
+    of_copy = float(mine[2].sum())
+    counts = replace(counts_of(MASK, REAL, num_microbatches, d, c), tokens_of_copy=of_copy)
     size = len(mine[0]) // num_microbatches
     gpt.micro_batch_size = size
     gpt.step(
@@ -161,7 +174,10 @@ def data():
 
 
 def truths(cuts):
-    """In a rank: by cut (M, d, c) and row, gradients of the formulas by autograd in one process."""
+    """In a rank: by cut (M, d, c) and row, gradients of the formulas by autograd in one process.
+
+    Of a row with a part exchanged, those that `coefficients` foretells.
+    """
     model = make({}, False).chunks[0].module
     tokens, labels, _, _ = data()
     losses = model(tokens, torch.arange(LENGTH).expand_as(tokens), None, labels=labels)
@@ -169,8 +185,11 @@ def truths(cuts):
     found = {}
     for cut in cuts:
         found[cut] = {}
-        for row in ROWS:
-            total = (formula(row, MASK, *cut) * losses).sum()
+        for row in [*ROWS, *BROKEN]:
+            weights = formula(row, MASK, *cut)
+            if row in BROKEN:
+                weights = coefficients(row, MASK, REAL, *cut)
+            total = (weights * losses).sum()
             gradients = torch.autograd.grad(total, list(named.values()), retain_graph=True)
             found[cut][row.name] = dict(zip(named, gradients, strict=True))
     return found
@@ -186,7 +205,7 @@ def test_every_rows_gradient_is_that_of_its_formula(num_ranks):
     (wanted,) = run_ranks(truths, 1, cuts)
     per_rank = run_ranks(all_rows, num_ranks, LAYOUTS[num_ranks], timeout=120)
     for number, cut in enumerate(cuts):
-        for row in ROWS:
+        for row in rows_at(*LAYOUTS[num_ranks][number], num_ranks):
             found = whole([of_rank[number][row.name] for of_rank in per_rank])
             assert found.keys() == wanted[cut][row.name].keys()
             for name, gradient in found.items():
