@@ -11,7 +11,7 @@ from case_words import table
 from minimegatron.rl.loss_contract import BREAKS, ROWS, Row, coefficients, counts_of, formula
 
 LENGTHS = (1, 5, 2, 7, 4, 3, 6, 0)
-"""Tokens that count, by row; one more is real, the end of a prompt."""
+"""Tokens that count, by row; one or two more are real, those of a prompt."""
 REPOSITORIES = {
     "megatron": "https://github.com/NVIDIA/Megatron-LM/blob/d98e8a6",
     "ROLL": "https://github.com/alibaba/ROLL/blob/8eb27cc",
@@ -26,7 +26,7 @@ CUTS = ((4, 1, 1), (8, 1, 1), (1, 2, 1), (2, 1, 2))
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens count, and which are real; float64 [8, 8]."""
     place, ends = torch.arange(8), torch.tensor(LENGTHS).unsqueeze(-1)
-    return (place < ends).double(), (place < ends + 1).double()
+    return (place < ends).double(), (place < (ends + 2) // 2 * 2).double()
 
 
 def link(row: Row) -> str:

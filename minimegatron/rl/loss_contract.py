@@ -194,8 +194,8 @@ VERL_PER_TOKEN = Row(
     sum_of_tokens,
     lambda counts: counts.copies / counts.tokens * counts.real_tokens / counts.copies,
     "(Σt / N · d) · R / d",
-    lambda one, counts: one.real_tokens / counts.context_ranks,
-    "real tokens of the microbatch / c",
+    lambda one, counts: one.real_tokens // counts.context_ranks,
+    "real tokens of the microbatch // c",
     *(True, "part", "Σt / N"),
 )
 SLIME = Row(

@@ -129,12 +129,12 @@ def sharded_model_state(model: list[torch.nn.Module]) -> Iterator[ShardedTensor]
 def sharded_program_state(
     model: list[torch.nn.Module], is_loading: bool = False
 ) -> list[ShardedTensor]:
-    """What the program keeps beside the model, if its first chunk has a method `also_saved`.
+    """What the program keeps beside the model, if its first chunk was given a function `also_saved`.
 
     That is `also_saved(model, is_loading)`, which returns this rank's part, or the memory to load into.
     Every rank must call it.
     """
-    also_saved = getattr(unwrap_model(model[0]), "also_saved", None)
+    also_saved = vars(unwrap_model(model[0])).get("also_saved")
     return [] if also_saved is None else also_saved(model, is_loading)
 
 

@@ -69,7 +69,7 @@ def demo_arguments(layout: str) -> list[str]:
         re.search(rf"^{name} +:= (.*)$", text, re.MULTILINE)[1] for name in ("SIZE_gpt", "STEPS")
     )
     program = re.escape("minimegatron.pretrain_$(MODEL)")
-    flags = re.search(rf"^DEMO = .* -m {program} (.*)$", text, re.MULTILINE)[1]
+    flags = re.search(rf"^DEMO_of_text = .* -m {program} (.*)$", text, re.MULTILINE)[1]
     flags = flags.replace("$(or $(STEPS_$(MODEL)),$(STEPS))", steps)
     return shlex.split(flags.replace("$(SIZE_$(MODEL))", size).replace("$(LAYOUT)", layout))
 

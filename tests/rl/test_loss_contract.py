@@ -27,7 +27,7 @@ from tests.rl.boxes import boxes, whole
 LENGTHS = (1, 5, 2, 7, 4, 3, 6, 0)
 NUM_ROWS = LENGTH = 8
 PLACE, ENDS = torch.arange(LENGTH), torch.tensor(LENGTHS).unsqueeze(-1)
-MASK, REAL = (PLACE < ENDS).double(), (PLACE < ENDS + 1).double()
+MASK, REAL = (PLACE < ENDS).double(), (PLACE < (ENDS + 2) // 2 * 2).double()
 CUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (4, 2, 1), (1, 1, 2), (4, 2, 2)]
 """(M, d, c)"""
 BARS = {"NeMo-RL": 1e-9, "ROLL, seq-mean-token-mean": 1e-9}
@@ -80,6 +80,13 @@ def test_what_depends_on_the_cut_does():
         whole_batch = coefficients(row, MASK, REAL, 1)
         ratios = (coefficients(row, MASK, REAL, 8) / whole_batch)[MASK > 0]
         assert (float(ratios.min()), float(ratios.max())) == pytest.approx(apart)
+
+
+def test_verl_loses_a_token_where_context_ranks_do_not_divide_them():
+    (row,) = (row for row in ROWS if row.name.startswith("verl, flag on"))
+    odd = (PLACE < ENDS + 1).double()  # 36 tokens in all; in each half of the batch an odd number
+    right, off = (coefficients(row, MASK, odd, M, 1, 2) * 28 for M in (1, 2))
+    assert float(right.max()) == pytest.approx(1) and float(off.max()) == pytest.approx(36 / 34)
 
 
 # -- On real ranks --
