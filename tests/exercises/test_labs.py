@@ -31,7 +31,8 @@ SHOWN = {
     "chunks-laid-out-by-rank unsorted-local-experts expert-key-local expert-mark-by-ep-only "
     "final-norm-outside-plan rope-restarts-on-each-rank ring-takes-the-wrong-half "
     "padding-masks-queries-only mask-only-on-first-stage conv-not-causal chunk-state-dropped "
-    "in-proj-cut-across-sections letters-of-the-first-stage",
+    "in-proj-cut-across-sections letters-of-the-first-stage clipped-from-above-only "
+    "best-of-both-ratios distance-the-other-way weights-without-a-cap",
     "memory": "one-warm-up-too-many",
     "update": "clipped-by-the-local-norm shared-weight-counted-twice replicas-counted-often "
     "expert-norm-by-tp-rank",

@@ -48,6 +48,7 @@ from minimegatron.exercises.bench.family_steps import (
     sum_of_losses,
     tokens_with_mask,
 )
+from minimegatron.exercises.bench.policy_step import policy_batches, policy_step
 from minimegatron.exercises.bench.step_case import (
     HEADS,
     HIDDEN,
@@ -203,6 +204,7 @@ def _build_gpt(
 
 
 GPT = ModelOfStep(_build_gpt, batches, forward_step_func)
+GPTS = {"gpt": GPT, "policy": ModelOfStep(_build_gpt, policy_batches, policy_step)}
 
 
 class GptStep:
@@ -294,7 +296,7 @@ class GptStep:
 
 def family_of(case: StepCase) -> ModelOfStep:
     """What its step needs to know."""
-    return FAMILIES[case.family] if case.family != "gpt" else GPT
+    return (GPTS | FAMILIES)[case.family]
 
 
 def make_groups(case: StepCase) -> ProcessGroupCollection:

@@ -25,7 +25,7 @@ class StepCase:
     seed: int = 0
     """Of weights and data."""
     family: str = "gpt"
-    """Which model: "gpt", "bert", "t5" or "mamba"."""
+    """Which model: "gpt", "bert", "t5" or "mamba"; "policy" is a GPT that learns from rewards."""
     tied: bool = True
     order: str = DEFAULT_ORDER
     """How ranks are numbered, as `initialize_model_parallel` takes it."""

@@ -50,7 +50,8 @@ FAULTS_OF_POLICY = (
         _FORMULAS,
         "ratios.clamp(1 - clamp_eps_lower, 1 + clamp_eps_upper)",
         "ratios.clamp(max=1 + clamp_eps_upper)",
-        "Answers that were worse than their group are pushed down without a bound.",
+        "Answers that were worse than their group are pushed down without a bound; the loss is wrong as "
+        "soon as a ratio has left its bounds.",
     ),
     Fault(
         "best-of-both-ratios",
@@ -58,21 +59,22 @@ FAULTS_OF_POLICY = (
         "torch.minimum(ratios * advantages, clipped * advantages)",
         "clipped * advantages",
         "The clipped ratio is used also where the plain one is the worse: a token that has moved too "
-        "far the wrong way gets no gradient back.",
+        "far the wrong way gets no gradient back, and the loss is wrong.",
     ),
     Fault(
         "distance-the-other-way",
         _FORMULAS,
         "difference = ref_logprobs - current_logprobs",
         "difference = current_logprobs - ref_logprobs",
-        "The estimate is of another distance. It is still not negative and 0 at the beginning.",
+        "The estimate is of another distance. It is still not negative and 0 at the beginning; later the "
+        "loss is wrong.",
     ),
     Fault(
         "weights-without-a-cap",
         _FORMULAS,
         ".exp().clamp(max=largest)",
         ".exp()",
-        "One token whose sampling log-probability was far off outweighs all others.",
+        "One token whose sampling log-probability was far off outweighs all others; the loss is wrong.",
     ),
     Fault(
         "deviation-of-a-sample",

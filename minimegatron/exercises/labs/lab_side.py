@@ -28,7 +28,14 @@ KEPT = ("minimegatron.core.tracing", "minimegatron.doctor", "minimegatron.launch
 """Watching goes on as before, so who watches must be who is told."""
 REPLACED = tuple(
     f"minimegatron.exercises.bench.{name}"
-    for name in ("gpt_step", "family_steps", "step_case", "untagged_messages", "replacing")
+    for name in (
+        "gpt_step",
+        "family_steps",
+        "policy_step",
+        "step_case",
+        "untagged_messages",
+        "replacing",
+    )
 )
 
 

@@ -183,6 +183,7 @@ _MTP = {"mtp": 1, "num_microbatches": 3}
 _BERT = {"family": "bert", "num_microbatches": 2}
 _T5 = {"family": "t5", "num_layers": 2, "num_microbatches": 2}
 _MAMBA = {"family": "mamba", "num_microbatches": 2}
+_POLICY = {"family": "policy", "num_microbatches": 3}
 
 LABS = (
     # -- One rank --
@@ -275,5 +276,10 @@ LABS = (
     Lab("chunk-state-dropped", _MAMBA | {"pattern": "M"}, 1),
     Lab("in-proj-cut-across-sections", _MAMBA | {"pattern": "M", "tp": 2}, 2),
     Lab("letters-of-the-first-stage", _MAMBA | {"pattern": "M*", "pp": 2}, 2),
+    # -- Rewards --
+    Lab("clipped-from-above-only", _POLICY, 1),
+    Lab("best-of-both-ratios", _POLICY, 1),
+    Lab("distance-the-other-way", _POLICY, 1),
+    Lab("weights-without-a-cap", _POLICY | {"pp": 2}, 2),
 )
 """Those faults that one step of a small model can show, the simplest layouts first."""
