@@ -13,7 +13,7 @@ from minimegatron.rl.loss_contract import BREAKS, ROWS, Row, coefficients, count
 LENGTHS = (1, 5, 2, 7, 4, 3, 6, 0)
 """Tokens that count, by row; one or two more are real, those of a prompt."""
 REPOSITORIES = {
-    "megatron": "https://github.com/NVIDIA/Megatron-LM/blob/d98e8a6",
+    "megatron": "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1",
     "ROLL": "https://github.com/alibaba/ROLL/blob/8eb27cc",
     "verl": "https://github.com/verl-project/verl/blob/1dda039",
     "slime": "https://github.com/THUDM/slime/blob/624b824",

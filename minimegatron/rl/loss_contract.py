@@ -6,7 +6,7 @@ says what becomes of it: how much each token's loss counts in the gradient. `BRE
 one part was exchanged, as it happens when code moves from one framework to another.
 
 Megatron has no counterpart. The lines are those of ROLL 8eb27cc, verl 1dda039, slime 624b824, NeMo-RL
-7ea279a and Megatron-LM d98e8a6.
+7ea279a and Megatron core_v0.16.1.
 """
 
 from collections.abc import Callable
@@ -53,6 +53,7 @@ class Microbatch:
 
 
 def sum_of_tokens(one: Microbatch) -> torch.Tensor:
+    """Σt, a tensor []."""
     return (one.losses * one.mask).sum()
 
 
@@ -102,29 +103,35 @@ Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def token_mean(losses: torch.Tensor, mask: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Over all tokens that count."""
     return (losses * mask).sum() / mask.sum()
 
 
 def mean_of_rows(losses: torch.Tensor, mask: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Of each row's mean, over rows that have a token."""
     means = (losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
     return means.sum() / (mask.sum(dim=1) > 0).sum()
 
 
 def mean_of_all_rows(losses: torch.Tensor, mask: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Of each row's mean, over all rows; one without a token counts as 0."""
     means = (losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
     return means.sum() / len(mask)
 
 
 def at_least_one_a_row(losses: torch.Tensor, mask: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Over tokens, where a row without any counts as one."""
     return (losses * mask).sum() / mask.sum(dim=1).clamp(min=1).sum()
 
 
 def at_least_one_each(losses: torch.Tensor, mask: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Over tokens, where a microbatch without any counts as one."""
     counts = [part.sum().clamp(min=1) for _, part in pieces]
     return (losses * mask).sum() / torch.stack(counts).sum()
 
 
 def mean_of_means(losses: torch.Tensor, mask: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Of each piece's mean over its own tokens."""
     means = [(part * counts).sum() / counts.sum().clamp(min=1) for part, counts in pieces]
     return torch.stack(means).mean()
 
@@ -143,23 +150,25 @@ FORMULAS: dict[str, Callable[[torch.Tensor, torch.Tensor, Pieces], torch.Tensor]
 
 
 def tokens_here(one: Microbatch, counts: Counts) -> float:
+    """n of a microbatch, or of this rank's part of it."""
     return float(one.mask.sum())
 
 
 def tokens_or_one(one: Microbatch, counts: Counts) -> float:
+    """The same, but never 0."""
     return max(float(one.mask.sum()), 1.0)
 
 
 MEGATRON = Row(
     "Megatron, pretrain_gpt, flag on",
-    "megatron: pretrain_gpt.py#L222",
+    "megatron: pretrain_gpt.py",
     *(sum_of_tokens, lambda counts: 1.0, "Σt"),
     *(tokens_here, "tokens here"),
     *(True, "", "Σt / N"),
 )
 TRAIN_RL = Row(
     "Megatron, train_rl, flag on",
-    "megatron: train_rl.py#L122",
+    "megatron: train_rl.py",
     *(sum_of_tokens, lambda counts: 1.0, "Σt"),
     *(tokens_or_one, "max(tokens, 1)"),
     *(True, "sum", "Σt / Σ max(tokens of a microbatch, 1)"),

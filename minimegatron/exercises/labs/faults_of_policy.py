@@ -50,8 +50,8 @@ FAULTS_OF_POLICY = (
         _FORMULAS,
         "ratios.clamp(1 - clamp_eps_lower, 1 + clamp_eps_upper)",
         "ratios.clamp(max=1 + clamp_eps_upper)",
-        "Answers that were worse than their group are pushed down without a bound; the loss is wrong as "
-        "soon as a ratio has left its bounds.",
+        "Answers that were worse than their group are pushed down without a bound; the loss is wrong "
+        "as soon as a ratio has left its bounds.",
     ),
     Fault(
         "best-of-both-ratios",
@@ -66,8 +66,8 @@ FAULTS_OF_POLICY = (
         _FORMULAS,
         "difference = ref_logprobs - current_logprobs",
         "difference = current_logprobs - ref_logprobs",
-        "The estimate is of another distance. It is still not negative and 0 at the beginning; later the "
-        "loss is wrong.",
+        "The estimate is of another distance. It is still not negative and 0 at the beginning; later "
+        "the loss is wrong.",
     ),
     Fault(
         "weights-without-a-cap",
