@@ -10,6 +10,7 @@ gone through `--grpo-iterations` times; then comes the next rollout, by the mode
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,6 +74,11 @@ class GrpoData:
         self._window: deque[float] = deque(maxlen=WINDOW)
         self._held_out: float | None = None
 
+    @cached_property
+    def task(self) -> Task:
+        """What this run rewards, from its first rollout to its end."""
+        return load_task(get_args().rl_task)
+
     def attach(self, chunk: torch.nn.Module) -> None:
         """Lets a chunk's configuration put the figures on log lines, and its checkpoint hold this."""
         enter_hooks(chunk.config, True, {"log_funcs": (self.describe,)})
@@ -123,7 +129,7 @@ class GrpoData:
     # -- A rollout --
 
     def _collect(self, model: list[torch.nn.Module], iteration: int) -> None:
-        args, task = get_args(), load_task(get_args().rl_task)
+        args, task = get_args(), self.task
         size, num_prompts = args.grpo_group_size, args.grpo_prompts_per_step
         generator = torch.Generator().manual_seed(
             (args.seed + ITERATIONS_APART * (iteration + 1)) % 2**31
@@ -201,7 +207,7 @@ class GrpoData:
 
     def _ask_held_out(self, model: list[torch.nn.Module]) -> float | None:
         """Share of right answers to prompts that are never trained on, the likeliest ones."""
-        args, task = get_args(), load_task(get_args().rl_task)
+        args, task = get_args(), self.task
         if not task.held_out:
             return None
         whole = args.micro_batch_size * smallest_num_microbatches() * args.data_parallel_size
