@@ -4,7 +4,7 @@ from minimegatron.exercises.exercise import Exercise
 
 EXERCISE = Exercise(
     name="ex25_grpo_loss",
-    title="GRPO's loss: from logits to what the loss function returns",
+    title="GRPO's loss, from logits to three values",
     tier="core",
     minutes=40,
     num_ranks=1,
