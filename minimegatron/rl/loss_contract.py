@@ -2,8 +2,8 @@
 
 A row says what a framework's step hands to the schedule, given the losses of tokens and their mask:
 two values or three, with which factor, at which setting of `calculate_per_token_loss`. `coefficients`
-says what becomes of it: how much each token's loss counts in the gradient. `BREAKS` are rows of which
-one part was exchanged, as it happens when code moves from one framework to another.
+says what becomes of it: how much each token's loss counts in the gradient. In `BREAKS` one
+part of a row is exchanged. This happens when code moves from one framework to another.
 
 Megatron has no counterpart. The lines are those of ROLL 8eb27cc, verl 1dda039, slime 624b824, NeMo-RL
 7ea279a and Megatron core_v0.16.1.
@@ -390,7 +390,7 @@ def coefficients(
 
     Args:
         mask: float64 [GBS, s], of tokens that count; rows of the first copy come first.
-        real: float64 [GBS, s], of tokens that are no padding, prompts too.
+        real: float64 [GBS, s], 1 for each token that is not padding, also in prompts.
     """
     counts = counts_of(mask, real, M, d, c)
     losses = torch.ones_like(mask).requires_grad_()
