@@ -112,7 +112,7 @@ def three_steps():
     _, _, model, *_ = everything
     train_step(*everything)
     with trace() as recorded:
-        losses, _, grad_norm, _ = train_step(*everything)
+        losses, *_, grad_norm, _ = train_step(*everything)
     with tracing.observed_by(diary := Diary(model[0])):
         train_step(*everything)
     return {

@@ -50,7 +50,8 @@ from minimegatron.core.enums import ModelType
 from minimegatron.core.inference.communication_utils import broadcast_from_last_pipeline_stage
 from minimegatron.core.utils import get_model_config
 from minimegatron.rl import grpo_data, rollout, tasks
-from minimegatron.rl.grpo_data import GrpoData, Microbatches, judge
+from minimegatron.core.rerun_state_machine import RerunDataIterator
+from minimegatron.rl.grpo_data import GrpoData, judge
 from minimegatron.rl.rl_arguments import add_rl_arguments
 from minimegatron.rl.rl_utils import calculate_grpo_advantages, logprobs_forward_step
 from minimegatron.rl.rollout import generate_answers
@@ -249,9 +250,9 @@ def microbatches(size):
 
 
 def update():
-    rows = Microbatches(microbatches(32))
+    rows = RerunDataIterator(microbatches(32))
     step = (train_rl.forward_step, rows, model, optimizer, scheduler, config, schedule)
-    losses, _, norm, _ = train_step(*step)
+    losses, *_, norm, _ = train_step(*step)
     return {name: float(loss) for name, loss in losses.items()} | {"gradient norm": norm}
 
 

@@ -1,117 +1,366 @@
-"""Judges results while they are computed: a NaN, an Inf or a sudden jump is seen where it arises.
+"""Runs a step again where a result is bad, to tell a fault of the machine from one of the data.
 
-Counterpart: `megatron.core.rerun_state_machine`; this is its judging part only. There, a rejected
-result can also be computed again, to tell a fault of the hardware from one of the run. A subclass that
-`set_rerun_state_machine` puts in place may do so: `train_step` asks it.
+Counterpart: `megatron.core.rerun_state_machine`. Its parts are in `core.rerun`, where `states` draws
+which run follows which. A NaN from a broken chip and a NaN from bad data look alike; but the data give
+it again, also on another device.
+
+    while machine.should_run_forward_backward(data_iterator):     # all ranks decide together
+        ...                                                       # gradients to zero, the schedule
+    should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
+
+By default the mode is `disabled`: a step runs once, and a bad result raises where it arises. Megatron's
+default is `validate_results`.
 """
 
-import logging
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from minimegatron.core import collectives
 from minimegatron.core.left_out import accepts_left_out
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Sample:
-    largest: float = 0.0
-    count: int = 0
+from minimegatron.core.rerun.compare import relative_difference
+from minimegatron.core.rerun.injector import RerunErrorInjector
+from minimegatron.core.rerun.judge import Judge, rank
+from minimegatron.core.rerun.large_values import LargeValues
+from minimegatron.core.rerun.random_numbers import keep_random_numbers
+from minimegatron.core.rerun.states import (  # noqa: F401  Megatron has them here
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+    EXITS,
+    Call,
+    Caller,
+    RerunDiagnostic,
+    RerunMode,
+    RerunState,
+    RerunValidationStatus,
+)
+from minimegatron.core.rerun.tracker import ResultTracker, read_iterations_to_skip
+from minimegatron.core.rerun.two_runs import TwoRuns
+from minimegatron.core.utils import get_device
 
 
 @accepts_left_out
-class RerunStateMachine:
-    """Keeps what `is_unexpectedly_large` has learned; one per process."""
+class RerunStateMachine(LargeValues):
+    """One per process; see `initialize_rerun_state_machine`.
 
-    def __init__(self) -> None:
-        self._samples: dict[str, _Sample] = {}
-        self._num_runs = 0
-        self.current_iteration: int | None = None
+    Args:
+        state_save_func, state_restore_func: what else than random numbers a run of a step changes, and
+            how to put it back; the second is called with what the first returned.
+        error_injector: None pretends nothing.
+        result_rejected_tracker_filename: gets a line for each rejected result.
+        job_id: the scheduler's number of this job, for those lines.
+    """
+
+    REPORTING_INTERVAL_ITERATIONS = 2
+
+    def __init__(
+        self,
+        state_save_func: Callable[[], Any] | None = None,
+        state_restore_func: Callable[[Any], None] | None = None,
+        mode: RerunMode = RerunMode.DISABLED,
+        error_injector: RerunErrorInjector | None = None,
+        result_rejected_tracker_filename: str | None = None,
+        *,
+        job_id: str = "N/A",
+    ) -> None:
+        super().__init__()
+        self.state_save_func, self.state_restore_func = state_save_func, state_restore_func
+        self.mode, self.state = RerunMode(mode), RerunState.NOT_RUNNING_YET
+        self.error_injector = error_injector or RerunErrorInjector()
+        tracker = ResultTracker(result_rejected_tracker_filename, job_id)
+        self.judge, self.two_runs = Judge(self.error_injector, tracker), TwoRuns()
+        self.first_iteration_complete = False
+        self.num_runs = 0
+        """Of the step under way, those that have begun; 0 between steps."""
+        self.validation_counts: Counter[str] = Counter()
+        self._saved_state: tuple[Callable[[], None], Any] | None = None
+
+    @property
+    def current_iteration(self) -> int:
+        """The step under way, from 1 on; between steps the last one."""
+        return self.judge.iteration
+
+    def set_mode(self, mode: RerunMode) -> None:
+        """From now on; between steps."""
+        self.mode = RerunMode(mode)
+
+    def get_mode(self) -> RerunMode:
+        """What is done with results now."""
+        return self.mode
+
+    # -- The loop around a step --
 
     def begin_step(self, iteration: int | None = None) -> None:
-        """Called before the forward and backward of each training step, after a failed one too.
+        """Called before the loop of each training step, also after one that raised.
 
-        `iteration` is its number, from 1 on, for messages.
+        `iteration` is its number, from 1 on, for messages; None counts on.
         """
-        self._num_runs = 0
-        self.current_iteration = iteration
+        if self.state in (RerunState.INITIAL_RUN, RerunState.RERUNNING_IN_PLACE):
+            self.state = RerunState.NOT_RUNNING_YET
+        self.num_runs = 0
+        self.judge.iteration = self.judge.iteration if iteration is None else iteration - 1
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
-        """Whether to run (again) all forwards and backwards of this training step: True once.
+        """Whether to run (again) all forwards and backwards of this training step.
 
-        `train_step` asks before each run, with the iterators of the chunks. A subclass that says True
-        more often must bring them back to the step's first microbatch. The gradients of the last run
-        count.
+        `train_step` asks before each run, with the iterators of the chunks: one, a list, or None. All
+        ranks must ask, and get the same answer. The gradients of the last run count. Raises ValueError
+        where the mode is not `disabled` and an iterator is no `RerunDataIterator`.
         """
-        self._num_runs += 1
-        return self._num_runs == 1
+        self.validation_counts.clear()
+        if self.mode is RerunMode.DISABLED:
+            runs = self.state is RerunState.NOT_RUNNING_YET
+            self.state = RerunState.INITIAL_RUN if runs else RerunState.NOT_RUNNING_YET
+        else:
+            runs = _AFTER[self.state](self, _iterators(data_iterator))
+        self.judge.iteration += runs and self.num_runs == 0
+        self.num_runs = self.num_runs + 1 if runs else 0
+        return runs
+
+    def _begin_initial_run(self, iterators: list["RerunDataIterator"]) -> bool:
+        self.judge.forget_step()
+        other = None if self.state_save_func is None else self.state_save_func()
+        self._saved_state = keep_random_numbers(), other
+        for iterator in iterators:
+            iterator.advance()
+        self.state = RerunState.INITIAL_RUN
+        return True
+
+    def _after_initial_run(self, iterators: list["RerunDataIterator"]) -> bool:
+        (again,) = _of_any_rank(self.judge.wishes.rerun)
+        if not again:
+            return self._accept()
+        self.state = RerunState.RERUNNING_IN_PLACE
+        self._put_back(iterators)
+        return True
+
+    def _after_rerun_in_place(self, iterators: list["RerunDataIterator"]) -> bool:
+        if self.mode is RerunMode.REPORT_DETERMINISM_STATS:
+            if self.current_iteration % self.REPORTING_INTERVAL_ITERATIONS == 0:
+                self.two_runs.report(self.current_iteration)
+            return self._accept()
+        wishes = self.judge.wishes
+        checkpoint, end, go_on = _of_any_rank(wishes.checkpoint, wishes.end, wishes.go_on)
+        if go_on and not (checkpoint or end):
+            return self._accept()
+        # As if the step had not been: a checkpoint that is saved now is of the moment before it.
+        self._put_back(iterators)
+        if checkpoint:
+            self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+        return False
+
+    def _begin_run_from_checkpoint(self, iterators: list["RerunDataIterator"]) -> bool:
+        for iterator in iterators:
+            iterator.advance()
+        self.state = RerunState.RERUNNING_FROM_CHECKPOINT
+        return True
+
+    def _after_run_from_checkpoint(self, iterators: list["RerunDataIterator"]) -> bool:
+        wishes = self.judge.wishes
+        restart, end, go_on = _of_any_rank(wishes.restart, wishes.end, wishes.go_on)
+        if restart and not end:
+            self.state = RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT
+        elif go_on and not end:
+            return self._accept()
+        return False
+
+    def _accept(self) -> bool:
+        self.state, self._saved_state = RerunState.NOT_RUNNING_YET, None
+        self.error_injector.forget()
+        return False
+
+    def _put_back(self, iterators: list["RerunDataIterator"]) -> None:
+        put_back_random_numbers, other = self._saved_state
+        if self.state_restore_func is not None:
+            self.state_restore_func(other)
+        put_back_random_numbers()
+        for iterator in iterators:
+            iterator.rewind()
+
+    def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
+        """After the loop, before the update: (save a checkpoint, end the run, its exit code).
+
+        The same on all ranks. Where the run ends, the weights must not be updated.
+        """
+        self.first_iteration_complete = True
+        return EXITS.get(self.state, (False, False, 0))
+
+    # -- Within a run --
 
     @accepts_left_out
     def validate_result(
         self,
-        result: torch.Tensor,
-        rejection_func: Callable[[torch.Tensor], bool | torch.Tensor],
-        message: str | Callable[[], str],
-        *,
+        result: Any,
+        rejection_func: Callable[[Any], bool | torch.Tensor],
+        message: str,
+        comparison_func: Callable[[Any, Any], float] | None = None,
+        tolerance: float = 0.0,
         fatal: bool = True,
+        *,
+        describe: Callable[[], str] | None = None,
     ) -> None:
-        """If `rejection_func(result)` is true, raises RuntimeError(message).
+        """Judges `result`, a scalar tensor or what else the two functions take.
 
-        If that is not `fatal`, logs a warning: rank, iteration, result and message. A message that
-        takes time to write may come as a function.
+        Args:
+            rejection_func: true for a bad result.
+            message: names the check. Calls with one message are counted in each run, and the n-th is
+                compared with the n-th.
+            comparison_func: the relative difference of two results; None for that of two numbers.
+            tolerance: a larger difference makes the second result another one.
+            fatal: whether the run ends with the verdict, or goes on with the last run of the step.
+            describe: more words for a rejected result; called for one.
+
+        In mode `disabled`, and outside of a step, a rejected result raises RuntimeError, or is logged
+        where it is not fatal. Otherwise the step goes on, and at its end all ranks run it again. In
+        the first step of a process a rejected result is logged, and nothing else.
         """
-        if not bool(rejection_func(result)):
+        describe = describe or (lambda: message)
+        if self.mode is RerunMode.DISABLED or self.state is RerunState.NOT_RUNNING_YET:
+            if bool(rejection_func(result)):
+                self.judge.tell_at_once(result, message, describe, fatal)
             return
-        text = message if isinstance(message, str) else message()
-        if fatal:
-            raise RuntimeError(text)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        value = result.tolist() if isinstance(result, torch.Tensor) else result
-        where = f"rank {rank}, iteration {self.current_iteration}"
-        logger.warning("%s: unexpected result %s: %s", where, value, text)
+        self.validation_counts[message] += 1
+        call = Call(Caller(message, rank()), self.validation_counts[message])
+        differs = comparison_func or relative_difference
+        is_first = self.state is RerunState.INITIAL_RUN
+        if self.mode is RerunMode.VALIDATE_RESULTS and is_first:
+            is_judged = self.first_iteration_complete
+            self.judge.judge_first(call, result, rejection_func, describe, is_judged)
+        elif self.mode is RerunMode.VALIDATE_RESULTS:
+            self.judge.judge_again(call, result, differs, tolerance, fatal, self.state)
+        elif is_first:
+            self.judge.wishes.rerun = True
+            self.two_runs.keep(call, result)
+        else:
+            self.two_runs.compare(call, result, differs)
 
-    def is_unexpectedly_large(
-        self,
-        result: torch.Tensor,
-        threshold: float,
-        context: str,
-        num_samples: int = 100,
-        resample: bool = False,
-    ) -> bool:
-        """True if `result` is at least `threshold` times the largest of the first `num_samples`.
+    # -- For a resumed run --
 
-        All are compared without their sign. While those are being seen it is False, and for a result
-        that is NaN or Inf, which is none of them. `context` names what is compared with what;
-        `resample` begins anew.
+    def state_dict(self) -> dict[str, Any] | None:
+        """What this rank must know to run the step from a checkpoint; plain numbers and text.
+
+        None where no step is to be run again. Megatron's also takes iterators, whose microbatches it
+        does not use; here a resumed run reads them where the checkpoint says.
         """
-        value = abs(float(result))
-        if not math.isfinite(value):
-            return False
-        if resample or context not in self._samples:
-            self._samples[context] = _Sample()
-        sample = self._samples[context]
-        if sample.count < num_samples:
-            sample.count += 1
-            sample.largest = max(sample.largest, value)
-            return False
-        return value >= threshold * sample.largest
+        if EXITS.get(self.state, (False, False, 0))[2] != EXIT_CODE_RESUME_TO_DISAMBIGUATE:
+            return None
+        return {
+            "mode": self.mode.value,
+            "samples": self.samples(),
+            **self.judge.state_dict(),
+        }
 
-    def largest(self, context: str) -> float:
-        """The largest of the samples seen under this name, without its sign."""
-        return self._samples[context].largest
+    def validate_state_dict(self, state_dict: dict[str, Any] | None) -> bool:
+        """Whether a step is to be run again, by what a checkpoint says."""
+        return state_dict is not None
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next step is the third run of one whose result was rejected. Not in mode `disabled`."""
+        if self.mode is RerunMode.DISABLED:
+            return
+        self.mode = RerunMode(state_dict["mode"])
+        self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+        self.take_samples(state_dict["samples"])
+        self.judge.load_state_dict(state_dict)
+
+    @staticmethod
+    def get_skipped_iterations_from_tracker_file(tracker_file_name: str) -> list[int]:
+        """Iterations that failed twice on one rank; see `core.rerun.tracker`."""
+        return read_iterations_to_skip(tracker_file_name)
+
+
+_AFTER = {
+    RerunState.NOT_RUNNING_YET: RerunStateMachine._begin_initial_run,
+    RerunState.INITIAL_RUN: RerunStateMachine._after_initial_run,
+    RerunState.RERUNNING_IN_PLACE: RerunStateMachine._after_rerun_in_place,
+    RerunState.WILL_RERUN_FROM_CHECKPOINT: RerunStateMachine._begin_run_from_checkpoint,
+    RerunState.RERUNNING_FROM_CHECKPOINT: RerunStateMachine._after_run_from_checkpoint,
+}
+"""State -> what happens when the loop asks whether to run."""
+
+
+class RerunDataIterator:
+    """Gives what `iterable` gives; after `rewind`, what it gave since the last `advance` once more.
+
+    Keeps what it gives for that, except in mode `disabled`.
+    """
+
+    def __init__(self, iterable: Iterable[Any]):
+        self.iterable = iter(iterable)
+        self.saved_microbatches: list[Any] = []
+        self.replaying, self.replay_pos = False, 0
+
+    def __iter__(self) -> "RerunDataIterator":
+        return self
+
+    def __next__(self) -> Any:
+        """Raises RuntimeError where a repeated step reads more than its first run did."""
+        if not self.replaying:
+            microbatch = next(self.iterable)
+            if _machine.mode is not RerunMode.DISABLED:
+                self.saved_microbatches.append(microbatch)
+            return microbatch
+        if self.replay_pos == len(self.saved_microbatches):
+            raise RuntimeError(
+                f"a repeated step reads more than the {self.replay_pos} microbatches of its first run; "
+                "let the forward step read the same ones each time"
+            )
+        self.replay_pos += 1
+        return self.saved_microbatches[self.replay_pos - 1]
+
+    def rewind(self) -> None:
+        """Back to the first microbatch of the step."""
+        self.replaying, self.replay_pos = True, 0
+
+    def advance(self) -> None:
+        """A new step: what was kept is forgotten."""
+        self.replaying, self.replay_pos, self.saved_microbatches = False, 0, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept, and how much of it was given again."""
+        names = ("saved_microbatches", "replaying", "replay_pos")
+        return {name: vars(self)[name] for name in names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` returned."""
+        vars(self).update(state_dict)
+
+
+def _iterators(data_iterator: Any) -> list[RerunDataIterator]:
+    given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    given = [iterator for iterator in given if iterator is not None]
+    for iterator in given:
+        if not isinstance(iterator, RerunDataIterator):
+            raise ValueError(
+                f"a step may be run again, but its data iterator is a {type(iterator).__name__}, which "
+                "cannot go back; give RerunDataIterator(iterator), or --rerun-mode disabled"
+            )
+    return given
+
+
+def _of_any_rank(*wishes: bool) -> tuple[bool, ...]:
+    if not dist.is_initialized():
+        return wishes
+    told = torch.tensor(wishes, dtype=torch.int32, device=get_device())
+    collectives.all_reduce(told, dist.group.WORLD, op=collectives.ReduceOp.MAX)
+    return tuple(bool(wish) for wish in told.tolist())
+
+
+# -- The machine of this process --
 
 _machine = RerunStateMachine()
 
 
+def initialize_rerun_state_machine(**options: Any) -> None:
+    """Makes this process's machine, with the arguments of `RerunStateMachine`."""
+    set_rerun_state_machine(RerunStateMachine(**options))
+
+
 def get_rerun_state_machine() -> RerunStateMachine:
-    """This process's."""
+    """This process's; before `initialize_rerun_state_machine` one that is disabled."""
     return _machine
 
 

@@ -20,6 +20,7 @@ from minimegatron.core import collectives, parallel_state
 from minimegatron.core.dist_checkpointing.mapping import ShardedTensor
 from minimegatron.core.inference.communication_utils import broadcast_from_last_pipeline_stage
 from minimegatron.core.model_parallel_config import enter_hooks
+from minimegatron.core.rerun_state_machine import RerunDataIterator
 from minimegatron.core.utils import get_device
 from minimegatron.rl.rl_utils import calculate_grpo_advantages, logprobs_forward_step
 from minimegatron.rl.rollout import Answers, generate_answers
@@ -35,26 +36,6 @@ WINDOW = 20
 Row = tuple[torch.Tensor, ...]
 """A microbatch, in Megatron's order: tokens, advantages, old log-probabilities, mask, positions,
 reference log-probabilities, those of drawing."""
-
-
-class Microbatches:
-    """One chunk's iterator over the microbatches of one step. `rewind` begins the step again."""
-
-    def __init__(self, microbatches: list[Row]):
-        self._microbatches, self._next = microbatches, 0
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
-
-    def __next__(self) -> Row:
-        if self._next == len(self._microbatches):
-            raise StopIteration
-        self._next += 1
-        return self._microbatches[self._next - 1]
-
-    def rewind(self) -> None:
-        """Back to the step's first microbatch: a repeated step reads what it read."""
-        self._next = 0
 
 
 class GrpoData:
@@ -102,8 +83,8 @@ class GrpoData:
             since = 0
         microbatches = self._microbatches(since % num_steps)
         if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
-            return Microbatches(microbatches)
-        return [Microbatches(microbatches) for _ in model]
+            return RerunDataIterator(microbatches)
+        return [RerunDataIterator(microbatches) for _ in model]
 
     def _num_steps(self) -> int:
         """Global batches of one rollout."""

@@ -57,6 +57,7 @@ from minimegatron.training.random_state import (
     sharded_rng_state,
     take_rng_state,
 )
+from minimegatron.training.rerun_state import take_rerun_state
 from minimegatron.training.resume_notes import notes_on_resuming
 from minimegatron.training.utils import print_rank_0
 
@@ -303,6 +304,7 @@ def load_checkpoint(
         print_rank_0(" random numbers are seeded anew: the checkpoint is of another layout")
     if args.save is not None and Path(args.load).resolve() == Path(args.save).resolve():
         state.saved_iteration = state.iteration
+    take_rerun_state(folder)
     barrier()
     print_rank_0(f" loaded checkpoint of iteration {state.iteration} from {folder}")
     return state.iteration, 0

@@ -18,6 +18,7 @@ from minimegatron.core.utils import get_device
 from minimegatron.training.datasets.data_samplers import build_pretraining_data_loader
 from minimegatron.training.function_checks import check_datasets
 from minimegatron.training.global_vars import get_args, get_train_state
+from minimegatron.training.reruns import with_replay
 
 
 def get_train_valid_test_num_samples(args: Any = None) -> tuple[int, int, int]:
@@ -81,7 +82,7 @@ def build_train_valid_test_data_iterators(
         None if loader is None else itertools.chain(iter(loader), _used_up(loader, *words))
         for loader, words in zip(loaders, _WORDS, strict=True)
     )
-    return train, valid, test
+    return None if train is None else with_replay(train), valid, test
 
 
 _WORDS = (

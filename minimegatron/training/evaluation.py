@@ -25,6 +25,7 @@ from minimegatron.training.global_vars import (
     write_curves,
 )
 from minimegatron.training.pipeline_schedule import schedule_of_run
+from minimegatron.training.reruns import not_rerun
 from minimegatron.training.utils import (
     broadcast_from_last_stage,
     print_rank_0,
@@ -70,7 +71,7 @@ def evaluate(
     # On a terminal only: a file has the result, a line later.
     hide = None if dist.get_rank() == 0 else True
     batches = tqdm(range(args.eval_iters), "evaluating", unit="batch", leave=False, disable=hide)
-    with torch.no_grad(), _untimed(config):
+    with torch.no_grad(), _untimed(config), not_rerun():
         for iteration in batches:
             reports = forward_backward_func(
                 forward_step_func=forward_step_func,

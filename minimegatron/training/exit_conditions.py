@@ -9,6 +9,7 @@ known to all, in one message of two numbers.
 
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,16 @@ import torch.distributed as dist
 from minimegatron.core import collectives
 from minimegatron.core.optimizer import MegatronOptimizer
 from minimegatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from minimegatron.core.rerun_state_machine import (
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+)
 from minimegatron.core.utils import get_device
+from minimegatron.training.checkpoint_folder import get_checkpoint_name
 from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.dist_signal_handler import signal_received
 from minimegatron.training.global_vars import get_args, get_train_state
+from minimegatron.training.rerun_state import save_rerun_state
 from minimegatron.training.utils import print_rank_0
 
 _start_time = time.monotonic()
@@ -62,3 +69,37 @@ def _reason_to_exit(iteration: int) -> str | None:
     if is_over:
         return f"--exit-duration-in-mins {args.exit_duration_in_mins:g}"
     return None
+
+
+# -- Where a result was rejected --
+
+REASONS = {
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE: "a result was rejected again; resume on another device",
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION: "a result was rejected, and its verdict is above",
+}
+
+
+def end_after_rejected_result(
+    should_checkpoint: bool,
+    exit_code: int,
+    model: list[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+) -> None:
+    """Ends the run before the update, with a checkpoint of the step before if that is asked for.
+
+    Every rank must call it. `pretrain` then ends the process with `exit_code`.
+    """
+    args, state = get_args(), get_train_state()
+    state.exit_reason, state.exit_code = REASONS[exit_code], exit_code
+    folder = state.rerun_folder
+    if should_checkpoint and args.save is not None:
+        save_checkpoint(state.iteration, model, optimizer, opt_param_scheduler)
+        folder = get_checkpoint_name(args.save, state.iteration)
+    if exit_code == EXIT_CODE_RESUME_TO_DISAMBIGUATE and folder is not None:
+        save_rerun_state(Path(folder))
+    lost = "; without --save nobody can resume it" if should_checkpoint and folder is None else ""
+    print_rank_0(
+        f" exiting after iteration {state.iteration}, with code {exit_code}: "
+        f"{state.exit_reason}{lost}"
+    )

@@ -34,9 +34,10 @@ from minimegatron.training.arguments import params_dtype, parse_args
 from minimegatron.training.config import Arguments
 from minimegatron.training.devices import agree_on_device, has_fused_attention, name_of_gpu
 from minimegatron.training.ending import end_properly
-from minimegatron.training.global_vars import set_global_variables
+from minimegatron.training.global_vars import get_train_state, set_global_variables
 from minimegatron.training.pipeline_schedule import pipeline_placement
 from minimegatron.training.rendezvous import find_each_other, ranks_of_environment
+from minimegatron.training.reruns import iterations_to_skip, make_rerun_state_machine
 from minimegatron.training.utils import print_rank_0
 
 BAD_ARGUMENTS = 2
@@ -63,11 +64,13 @@ def initialize_megatron(
         args = parse_args(extra_args_provider, args_defaults=args_defaults)
         if check_args is not None:
             check_args(args)
+        make_rerun_state_machine(args, os.environ.get("SLURM_JOBID", "N/A"))
     except ValueError as reason:
         _refuse(reason)
     set_global_variables(args)
     _initialize_distributed(args, get_embedding_ranks, get_position_embedding_ranks)
     _warn_of_slow_attention(args)
+    get_train_state().iterations_to_skip = iterations_to_skip(args)
     print_rank_0(f"> setting random seeds to {args.seed} ...")
     set_random_seed(args.seed, args.data_parallel_random_init)
 

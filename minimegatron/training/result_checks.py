@@ -20,19 +20,22 @@ SPIKY_LOSS_FACTOR = 10
 def check_loss(loss: torch.Tensor, model: torch.nn.Module | None) -> None:
     """As far as the arguments say so: RuntimeError for a NaN or Inf, a line for a sudden jump.
 
+    With `--rerun-mode validate_results` either has the step run again.
     `loss` is one microbatch's mean loss, a scalar; `model` the chunk that computed it, or None: then
     the words name no microbatch, and a step is one of training where gradients are recorded.
     """
     args, machine = get_args(), get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         # One check of both: on a GPU each is a wait for the microbatch.
-        machine.validate_result(loss, _is_not_finite, partial(_not_finite, loss, model))
+        words = partial(_not_finite, loss, model)
+        machine.validate_result(loss, _is_not_finite, "loss is not finite", describe=words)
     is_training = torch.is_grad_enabled() if model is None else model.training
     if args.check_for_spiky_loss and is_training:
         is_spiky = partial(
             machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
         )
-        machine.validate_result(loss, is_spiky, partial(_spiky, model), fatal=False)
+        words = partial(_spiky, model)
+        machine.validate_result(loss, is_spiky, "spiky loss", fatal=False, describe=words)
 
 
 def _is_not_finite(loss: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,12 @@ class TrainState:
     """The one whose checkpoint in `--save` is known to be complete."""
     exit_reason: str | None = None
     """Why training ended before its last step, if it did."""
+    exit_code: int = 0
+    """With which the process then ends."""
+    rerun_folder: str | None = None
+    """The checkpoint whose next step is examined, if one is; see `reruns`."""
+    iterations_to_skip: frozenset[int] = frozenset()
+    """Counted from 1, as log lines count."""
     do_train: bool = False
     do_valid: bool = False
     do_test: bool = False

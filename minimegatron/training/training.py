@@ -13,6 +13,7 @@ there in one file is here in several, and its names can be imported from this on
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -43,7 +44,10 @@ from minimegatron.training.checkpointing import save_checkpoint
 from minimegatron.training.data_iterators import build_train_valid_test_data_iterators
 from minimegatron.training.dist_signal_handler import signals_remembered
 from minimegatron.training.evaluation import evaluate, evaluate_and_print_results
-from minimegatron.training.exit_conditions import checkpoint_and_decide_exit
+from minimegatron.training.exit_conditions import (
+    checkpoint_and_decide_exit,
+    end_after_rejected_result,
+)
 from minimegatron.training.function_checks import check_functions, takes
 from minimegatron.training.global_vars import get_args, get_timers, get_train_state
 from minimegatron.training.initialize import initialize_megatron
@@ -55,6 +59,11 @@ from minimegatron.training.model_setup import (
 )
 from minimegatron.training.pipeline_schedule import schedule_of_run
 from minimegatron.training.progress import Progress, training_log
+from minimegatron.training.reruns import (
+    dummy_train_step,
+    keep_state_for_reruns,
+    skip_iteration,
+)
 from minimegatron.training.utils import (
     logical_and_across_model_parallel_group,
     print_rank_0,
@@ -66,6 +75,7 @@ from minimegatron.training.watching import watched
 __all__ = [
     "checkpoint_and_decide_exit",
     "build_train_valid_test_data_iterators",
+    "dummy_train_step",
     "evaluate",
     "evaluate_and_print_results",
     "get_megatron_optimizer_config",
@@ -119,7 +129,8 @@ def pretrain(
 
     `--trace` and `--pace-forward-ms` watch what comes after the set-up (see `watching`).
     SIGTERM and SIGUSR1 end it after the step under way, with a checkpoint and exit code 0. Ends the
-    process if a rank fails (see `failures`) or if the arguments cannot work (exit code 2).
+    process if a rank fails (see `failures`), if the arguments cannot work (exit code 2), or if a result
+    was rejected and examined (16 or 17; see `core.rerun.states`).
     """
     needed = (model_provider, train_valid_test_dataset_provider, forward_step_func)
     others = (process_non_loss_data_func, non_loss_data_func)
@@ -180,6 +191,8 @@ def pretrain(
                         write_to_tensorboard=name == "validation",
                     )
         failures.leave_together()
+    if state.exit_code:
+        sys.exit(state.exit_code)
 
 
 def _iterators_of_all_chunks(provider: Callable[..., tuple], num_chunks: int) -> tuple:
@@ -239,12 +252,22 @@ def train(
     with Progress(args.train_iters, state.iteration, describe_more) as progress:
         while state.iteration < args.train_iters:
             update_num_microbatches(state.consumed_train_samples, consistency_check=True)
+            if skip_iteration(train_data_iterator):
+                continue
             config.timers = get_timers() if args.timing_log_level > 0 else None
             if data_iterator_func is not None:
                 train_data_iterator = data_iterator_func(model, optimizer, state.iteration)
             learning_rate = get_canonical_lr_for_logging(optimizer.param_groups)
             with observed_by(config.timers):
-                loss_dict, skipped_iter, grad_norm, num_zeros_in_grad = train_step(
+                (
+                    loss_dict,
+                    skipped_iter,
+                    should_checkpoint,
+                    should_exit,
+                    exit_code,
+                    grad_norm,
+                    num_zeros_in_grad,
+                ) = train_step(
                     forward_step_func,
                     train_data_iterator,
                     model,
@@ -253,6 +276,11 @@ def train(
                     config,
                     forward_backward_func,
                 )
+            if should_exit:
+                end_after_rejected_result(
+                    should_checkpoint, exit_code, model, optimizer, opt_param_scheduler
+                )
+                break
             state.iteration += 1
             state.consumed_train_samples += get_current_global_batch_size()
             state.skipped_train_samples += skipped_iter * get_current_global_batch_size()
@@ -307,6 +335,7 @@ def _connect_schedule(
     args = get_args()
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
+    keep_state_for_reruns(config, model)
     if args.overlap_grad_reduce or args.DDP_impl == "torch":
         # Without these, every microbatch would send its gradients.
         hooks = [chunk.no_sync for chunk in model]
@@ -323,17 +352,23 @@ def train_step(
     opt_param_scheduler: OptimizerParamScheduler,
     config: ModelParallelConfig,
     forward_backward_func: Callable,
-) -> tuple[dict[str, torch.Tensor], int, float | None, float | None]:
+) -> tuple[dict[str, torch.Tensor], int, bool, bool, int, float | None, float | None]:
     """One global batch: all microbatches forward and backward, then one update.
 
-    Returns the mean losses (scalar tensors; empty but on the last stage), 1 if the update was
-    skipped else 0, the gradient norm before clipping, and the number of zeros in the gradient (None
-    unless `--log-num-zeros-in-grad`).
+    Returns seven values, as the sources' do:
+
+        loss_reduced        mean losses, scalar tensors; empty but on the last stage
+        skipped_iter        1 if the update was skipped, else 0
+        should_checkpoint   save a checkpoint of the step before, because of a rejected result
+        should_exit         end the run: nothing was updated
+        exit_code           with which; 0 to go on
+        grad_norm           before clipping
+        num_zeros_in_grad   None without `--log-num-zeros-in-grad`
     """
     args, machine = get_args(), get_rerun_state_machine()
 
     machine.begin_step(get_train_state().iteration + 1)
-    while machine.should_run_forward_backward(data_iterator):  # once, unless a subclass says more
+    while machine.should_run_forward_backward(data_iterator):  # once, unless a result was rejected
         # -- 1. Gradients back to zero: in the buffers, and where autograd may have left some --
         for chunk in model:
             chunk.zero_grad_buffer()
@@ -350,6 +385,9 @@ def train_step(
             decoder_seq_length=args.decoder_seq_length,
             forward_only=False,
         )
+    should_checkpoint, should_exit, exit_code = machine.should_checkpoint_and_exit()
+    if should_exit:
+        return {}, 1, should_checkpoint, should_exit, exit_code, None, None
 
     # -- 3. The update; then the ranks of a model agree on what they report --
     update_successful, grad_norm, num_zeros_in_grad = optimizer.step()
@@ -365,4 +403,6 @@ def train_step(
     # -- 5. What the loss function reported, over all microbatches and copies of the model --
     summed = sum_over_microbatches(losses_reduced)
     loss_reduced = {key: total / or_one(count) for key, (total, count) in summed.items()}
-    return loss_reduced, int(not update_successful), grad_norm, num_zeros_in_grad
+    skipped_iter = int(not update_successful)
+    exits = should_checkpoint, should_exit, exit_code
+    return loss_reduced, skipped_iter, *exits, grad_norm, num_zeros_in_grad

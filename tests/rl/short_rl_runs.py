@@ -74,7 +74,7 @@ class Run:
         state = get_train_state()
         update_num_microbatches(state.consumed_train_samples)
         iterator = self.rollouts(self.model, self.optimizer, state.iteration)
-        found, _, norm, _ = training.train_step(
+        found, *_, norm, _ = training.train_step(
             train_rl.forward_step,
             iterator,
             self.model,

@@ -96,7 +96,7 @@ def _run(steps: int, double: bool, program: Any, defaults: dict[str, Any]) -> di
         losses = []
         while state.iteration < steps:
             update_num_microbatches(state.consumed_train_samples)
-            loss, _, _, _ = training.train_step(
+            loss, *_ = training.train_step(
                 forward_step,
                 iterator,
                 model,

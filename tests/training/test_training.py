@@ -61,7 +61,7 @@ def train_and_evaluate(flags: str, steps: int = 3) -> dict:
     losses, norms = [], []
     while state.iteration < steps:
         update_num_microbatches(state.consumed_train_samples)
-        loss, skipped, norm, _ = training.train_step(
+        loss, skipped, *_, norm, _ = training.train_step(
             pretrain_gpt.forward_step,
             train_iterator,
             model,

@@ -17,6 +17,7 @@ communication, the buffer that owns the memory.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +29,7 @@ from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.local_host import new_lane
+from minimegatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from minimegatron.core.tensor_parallel.weight_grad_store import WeightGradStore, is_owed
 from minimegatron.core.tracing import traced
 from minimegatron.core.utils import device_is_asynchronous
@@ -38,6 +40,10 @@ PARAM_ALIGNMENT = 64
 
 BUCKET_ALIGNMENT = 128
 """With a distributed optimizer, buckets end at multiples of lcm(ranks, this): equal shards."""
+
+
+GRADIENT_TOLERANCE = 0.001
+"""Relative difference of two runs' gradients that is none: sums over threads vary."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,12 @@ def _describe_launch(arguments: dict[str, Any]) -> dict[str, Any]:
         "bytes": sum(b.grad_data.numel() * b.grad_data.element_size() for b in group.buckets),
         "num_params": len(group.params),
     }
+
+
+def _is_of_bad(grads: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether `total`, the sum of `grads`, has a bad term. One number says so while all is well: a
+    finite sum has only finite terms."""
+    return not (math.isfinite(total) or bool(grads.isfinite().all()))
 
 
 def _count_of_bad(param: torch.nn.Parameter) -> str:
@@ -321,34 +333,41 @@ class _ParamAndGradBucketGroup:
             )
 
     def _check_grads(self) -> None:
-        """Raises RuntimeError that names rank, bucket and parameters where a gradient is not finite.
+        """Has each bucket judged: RuntimeError that names rank, bucket and parameters if it is bad.
 
         On a GPU, to look at a number would stop the program in the middle of backward. There the
-        numbers are noted, and `DistributedDataParallel.check_grads` looks at them later.
+        numbers are noted, and `DistributedDataParallel.check_grads` looks at them later; unless a bad
+        result has the step run again, which is decided before that.
         """
+        machine = get_rerun_state_machine()
         for bucket in self.buckets:
-            if device_is_asynchronous():
+            if device_is_asynchronous() and machine.mode is RerunMode.DISABLED:
                 grads = [param.main_grad for param in bucket.params]
                 bucket.noted = torch.stack(torch._foreach_norm(grads, math.inf))
-            # One pass and one number while all is well; a finite sum has only finite terms.
-            elif not math.isfinite(bucket.grad_data.sum()):
-                self._raise_for(bucket, map(_count_of_bad, bucket.params))
+                continue
+            machine.validate_result(
+                bucket.grad_data.sum(),
+                partial(_is_of_bad, bucket.grad_data),
+                "gradients are not finite",
+                tolerance=GRADIENT_TOLERANCE,
+                describe=partial(self._words_of, bucket, map(_count_of_bad, bucket.params)),
+            )
 
     def raise_for_noted_grads(self) -> None:
         """Raises what `_check_grads` raises, for what it has noted."""
         for bucket in self.buckets:
-            if bucket.noted is not None:
-                self._raise_for(bucket, map(_kind_of_bad, bucket.noted.tolist()))
+            kinds = [] if bucket.noted is None else map(_kind_of_bad, bucket.noted.tolist())
+            if any(kinds := [*kinds]):
+                raise RuntimeError(self._words_of(bucket, kinds))
 
-    def _raise_for(self, bucket: _ParamAndGradBucket, words: Iterable[str]) -> None:
+    def _words_of(self, bucket: _ParamAndGradBucket, words: Iterable[str]) -> str:
         named = zip(bucket.params.values(), words, strict=True)
         culprits = [f"{name} ({what})" for name, what in named if what]
-        if culprits:
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: gradients are not finite in bucket "
-                f"{bucket.bucket_id}, before data-parallel summation: {first_few(culprits)}; "
-                "look at this rank's batch, lower the learning rate, or clip harder"
-            )
+        return (
+            f"rank {dist.get_rank()}: gradients are not finite in bucket "
+            f"{bucket.bucket_id}, before data-parallel summation: {first_few(culprits)}; "
+            "look at this rank's batch, lower the learning rate, or clip harder"
+        )
 
     # -- Parameters, with a distributed optimizer --
 

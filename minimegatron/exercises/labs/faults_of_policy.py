@@ -147,8 +147,8 @@ FAULTS_OF_POLICY = (
     Fault(
         "one-iterator-for-all-chunks",
         _DATA,
-        "return [Microbatches(microbatches) for _ in model]",
-        "return [Microbatches(microbatches)] * len(model)",
+        "return [RerunDataIterator(microbatches) for _ in model]",
+        "return [RerunDataIterator(microbatches)] * len(model)",
         "The chunks of a stage take each other's microbatches, until there are none left.",
     ),
     Fault(
