@@ -32,8 +32,8 @@ def divergences(a: Step, b: Step) -> list[Divergence]:
 
 def diff_report(a: Step, b: Step) -> Iterator[str]:
     """The lines of the comparison; the first run is A, the second B."""
-    yield f"A  step {a.number}: {step_title(a.config)}"
-    yield f"B  step {b.number}: {step_title(b.config)}"
+    yield f"A  step {a.number}: {step_title(a.config, a.run)}"
+    yield f"B  step {b.number}: {step_title(b.config, b.run)}"
     yield ""
     found = divergences(a, b)
     if found:

@@ -129,7 +129,7 @@ def _step_data(
     v = step.config.num_model_chunks
     return {
         "label": f"step {step.number}" + (f" ({where})" if names_pipeline else ""),
-        "title": step_title(step.config),
+        "title": step_title(step.config, step.run),
         "paced": "; ".join(filter(None, (pace_words(step.pace), late_words(step)))),
         "chunks": v,
         "colours": {

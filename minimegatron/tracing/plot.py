@@ -244,7 +244,7 @@ class _Gantt:
     def _titles(self) -> None:
         step = self.step
         how = pace_words(step.pace) or "real times"
-        title = f"{step_title(step.config)}  ({how})"
+        title = f"{step_title(step.config, step.run)}  ({how})"
         measured = f"{percent(step.bubble_over_total)} of all time is bubble"
         if len(step.stages) == 1:
             measured = (

@@ -135,6 +135,15 @@ class RankTrace:
                 steps.setdefault(event.attributes["step"], []).append(index)
         return steps
 
+    def run_of(self, step: int) -> int:
+        """Which run of its training step this is, from 1 on: a rejected result has one run again."""
+        root = self.steps[step][0]
+        around = self.events[root].parent
+        if around is None or self.events[around].name != "train-step":
+            return 1
+        runs = [indices[0] for indices in self.steps.values()]
+        return sum(self.events[run].parent == around and run <= root for run in runs)
+
     def below(self, root: int) -> dict[int, Event]:
         """An event and all that is nested in it, by index."""
         inside = {root: self.events[root]}

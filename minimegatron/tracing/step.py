@@ -101,6 +101,8 @@ class Step:
         ]
         schedule_run = stages[0].events[self.indices[0][0]]
         self.config = plan_config_from_json(schedule_run.attributes["config"])
+        self.run = stages[0].run_of(number)
+        """Which run of its training step it is, from 1 on."""
         self.transfers = _match(self)
         _split_waits(self)
 

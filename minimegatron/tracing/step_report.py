@@ -40,7 +40,7 @@ def step_report(step: Step, clock_words: str = "") -> Iterator[str]:
 
 def heading(step: Step, clock_words: str = "") -> Iterator[str]:
     """Which step this is, and how it was recorded."""
-    yield f"step {step.number}: {step_title(step.config)}"
+    yield f"step {step.number}: {step_title(step.config, step.run)}"
     if step.pace is not None:
         yield f"  {pace_words(step.pace)}; lengths of computation mean nothing else"
         if late := late_words(step):

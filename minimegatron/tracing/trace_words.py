@@ -166,10 +166,10 @@ def shape_words(event: Event) -> str:
     return f"[{shape}] {event.attributes['dtype']}"
 
 
-def step_title(config: PlanConfig) -> str:
+def step_title(config: PlanConfig, run: int = 1) -> str:
     """
-    >>> step_title(PlanConfig("1f1b", 4, 8))
-    '1F1B, 4 stages, 8 microbatches'
+    >>> step_title(PlanConfig("1f1b", 4, 8)), step_title(PlanConfig("1f1b", 1, 2), run=2)
+    ('1F1B, 4 stages, 8 microbatches', '1F1B, 1 stage, 2 microbatches, run 2 of its training step')
     """
     parts = [NAMES.get(config.schedule, config.schedule)]
     parts.append(f"{config.pp_size} stage{'s' * (config.pp_size != 1)}")
@@ -180,6 +180,8 @@ def step_title(config: PlanConfig) -> str:
         parts.append("forward only")
     if config.overlap_p2p_comm:
         parts.append("messages overlapped")
+    if run > 1:
+        parts.append(f"run {run} of its training step")
     return ", ".join(parts)
 
 

@@ -12,13 +12,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron import train_rl
-from minimegatron.core import parallel_state
+from minimegatron.core import parallel_state, rerun_state_machine
 from minimegatron.core.inference.communication_utils import broadcast_from_last_pipeline_stage
-from minimegatron.core.rerun_state_machine import (
-    RerunStateMachine,
-    destroy_rerun_state_machine,
-    set_rerun_state_machine,
-)
+from minimegatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from minimegatron.rl import grpo_data
 from minimegatron.rl.rl_arguments import add_rl_arguments
 from minimegatron.rl.rollout import draw
@@ -179,17 +175,6 @@ def test_the_program_ends_and_goes_on_with_its_curves(tmp_path):
 # -- Repeated steps --
 
 
-class Twice(RerunStateMachine):
-    """Runs each step's forward and backward two times, as one that looks for faults does."""
-
-    def should_run_forward_backward(self, data_iterator):
-        again = super().should_run_forward_backward(data_iterator)
-        if self._num_runs == 2:
-            for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
-                iterator.rewind()
-        return again or self._num_runs == 2
-
-
 def run_twice(flags):
     """In a rank: figures of a run whose steps are repeated, and how many rollouts it made."""
     with mock.patch.object(
@@ -197,11 +182,7 @@ def run_twice(flags):
     ) as rollout:
         plain = run(flags, STEPS)["figures"]
         once = rollout.call_count
-        set_rerun_state_machine(Twice())
-        try:
-            repeated = run(flags, STEPS)["figures"]
-        finally:
-            destroy_rerun_state_machine()
+        repeated = run(f"{flags} --rerun-mode report_stats", STEPS)["figures"]
         return plain, repeated, once, rollout.call_count - once
 
 
@@ -321,13 +302,15 @@ def test_each_chunk_has_an_iterator_that_begins_again():
         mock.patch.object(parallel_state, size, lambda: 2),
     ):
         first, second = data([None, None], None, 3)  # the second batch, for the second time
-    for iterator in (first, second):
-        read = [[next(iterator)[0].flatten().tolist() for _ in range(3)]]
-        with pytest.raises(StopIteration):
-            next(iterator)
-        iterator.rewind()
-        read.append([batch[0].flatten().tolist() for batch in iterator])
-        assert read == [[[6, 7], [8, 9], [10, 11]]] * 2
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    with mock.patch.object(rerun_state_machine, "_machine", machine):
+        for iterator in (first, second):
+            read = [[next(iterator)[0].flatten().tolist() for _ in range(3)]]
+            with pytest.raises(StopIteration):
+                next(iterator)
+            iterator.rewind()
+            read.append([next(iterator)[0].flatten().tolist() for _ in range(3)])
+            assert read == [[[6, 7], [8, 9], [10, 11]]] * 2
 
 
 @pytest.mark.parametrize(("smallest", "copies"), [(1, 1), (2, 2), (3, 1)])

@@ -153,6 +153,9 @@ class Planted:
         self.where, self.value = where, value
 
     def __call__(self, data_iterator, model):
+        machine = get_rerun_state_machine()
+        while machine.samples().get("loss", [0, 0])[1] < 100:
+            machine.is_unexpectedly_large(torch.tensor(6.5), 10.0, "loss")
         output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
         chunk = model.module
         microbatch = chunk.current_microbatch
@@ -167,9 +170,6 @@ class Planted:
 def planted_run(where: str, value: float, flags: str = "") -> str:
     """What such a run prints on this rank, if it comes to its end."""
     sys.argv = ["test", *MODEL.split(), *PP2.split(), "--train-iters", "2", *flags.split()]
-    machine = get_rerun_state_machine()
-    for _ in range(100):
-        machine.is_unexpectedly_large(torch.tensor(6.5), 10.0, "loss")
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         pretrain_gpt.pretrain(
             pretrain_gpt.train_valid_test_datasets_provider,
@@ -234,13 +234,18 @@ def test_spiky():
     assert not machine.is_unexpectedly_large(torch.tensor(50.0), 10.0, "loss", 3, resample=True)
     assert machine.validate_result(torch.tensor(1.0), torch.isnan, "bad") is None
     with pytest.raises(RuntimeError, match="bad"):
-        machine.validate_result(torch.tensor(1.0), torch.isfinite, lambda: "bad")
+        machine.validate_result(torch.tensor(1.0), torch.isfinite, "bad")
+    with pytest.raises(RuntimeError, match="very bad"):
+        machine.validate_result(
+            torch.tensor(1.0), torch.isfinite, "bad", describe=lambda: "very bad"
+        )
 
 
 def test_a5_a_result_that_is_not_fatal_is_logged(caplog):
     """As Megatron's `loss_func` asks for it: nobody looks at what comes back."""
     machine = RerunStateMachine()
     machine.begin_step(7)
+    assert machine.should_run_forward_backward(None)
     for fatal in (True, False):
         with contextlib.suppress(RuntimeError):
             result = machine.validate_result(

@@ -166,12 +166,12 @@ KINDS = {
     "t=2, dropout": f"{TP2} --sequence-parallel --attention-dropout 0.1 --hidden-dropout 0.1",
     "c=2": "--context-parallel-size 2",
     "interleaving with overlap": f"{PP2} {VP2} --overlap-p2p-communication",
-    "a planned schedule": f"{PP2} --pipeline-schedule zb-h1",
+    "a planned schedule": f"{PP2} --pipeline-schedule gpipe",
     "ZeRO-1 with both overlaps": f"{ZERO1} --overlap-grad-reduce --overlap-param-gather",
     "experts": f"{EXPERTS} --expert-model-parallel-size 2",
     "experts with biases": f"{EXPERTS} --moe-router-enable-expert-bias "
     "--moe-router-score-function sigmoid",
-    "further tokens": f"{PP2} --mtp-num-layers 1",
+    "further tokens": f"{PP2} --mtp-num-layers 1 --position-embedding-type rope",
     "fp16": f"{PP2} --fp16 --loss-scale 128",
     "recompute": f"{PP2} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --hidden-dropout 0.1",

@@ -169,10 +169,10 @@ class TwiceEachStep(RerunStateMachine):
     """Runs all forwards and backwards of a step again, from the same microbatches."""
 
     def should_run_forward_backward(self, data_iterator) -> bool:
-        self._num_runs += 1
+        self.num_runs += 1
         if data_iterator is not None:
             data_iterator.position = 0
-        return self._num_runs <= 2
+        return self.num_runs <= 2
 
 
 def train_through_hooks(hooked: bool) -> dict:
