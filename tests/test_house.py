@@ -53,6 +53,7 @@ LAYERS = [
     {"core.model_parallel_config"},
     {"core.local_host"},
     {"core.collectives"},
+    {"core.rerun"},
     {"core.parallel_state", "core.rerun_state_machine", "core.timers"},
     {"core.parameter", "core.parameter_marks", "core.process_groups_config", "core.inference"},
     {"core.tensor_parallel"},

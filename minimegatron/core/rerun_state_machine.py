@@ -13,33 +13,32 @@ default is `validate_results`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from minimegatron.core import collectives
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.rerun.compare import relative_difference
+from minimegatron.core.rerun.current import put_machine, this_machine
+from minimegatron.core.rerun.data_iterator import RerunDataIterator, iterators_of  # noqa: F401
+from minimegatron.core.rerun.differences import relative_difference
 from minimegatron.core.rerun.injector import RerunErrorInjector
-from minimegatron.core.rerun.judge import Judge, rank
 from minimegatron.core.rerun.large_values import LargeValues
-from minimegatron.core.rerun.random_numbers import keep_random_numbers
 from minimegatron.core.rerun.states import (  # noqa: F401  Megatron has them here
     EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
     EXIT_CODE_RESUME_TO_DISAMBIGUATE,
     EXITS,
-    Call,
-    Caller,
+    JudgedCall,
     RerunDiagnostic,
     RerunMode,
     RerunState,
     RerunValidationStatus,
 )
+from minimegatron.core.rerun.step_runs import StepRuns, is_run
 from minimegatron.core.rerun.tracker import ResultTracker, read_iterations_to_skip
 from minimegatron.core.rerun.two_runs import TwoRuns
-from minimegatron.core.utils import get_device
+from minimegatron.core.rerun.verdicts import ResultJudge, rank
 
 
 @accepts_left_out
@@ -71,12 +70,12 @@ class RerunStateMachine(LargeValues):
         self.mode, self.state = RerunMode(mode), RerunState.NOT_RUNNING_YET
         self.error_injector = error_injector or RerunErrorInjector()
         tracker = ResultTracker(result_rejected_tracker_filename, job_id)
-        self.judge, self.two_runs = Judge(self.error_injector, tracker), TwoRuns()
+        self.judge, self.two_runs = ResultJudge(self.error_injector, tracker), TwoRuns()
+        self._runs = StepRuns(self.judge, self._keep_more)
         self.first_iteration_complete = False
         self.num_runs = 0
         """Of the step under way, those that have begun; 0 between steps."""
         self.validation_counts: Counter[str] = Counter()
-        self._saved_state: tuple[Callable[[], None], Any] | None = None
 
     @property
     def current_iteration(self) -> int:
@@ -115,70 +114,20 @@ class RerunStateMachine(LargeValues):
             runs = self.state is RerunState.NOT_RUNNING_YET
             self.state = RerunState.INITIAL_RUN if runs else RerunState.NOT_RUNNING_YET
         else:
-            runs = _AFTER[self.state](self, _iterators(data_iterator))
+            is_statistics = self.mode is RerunMode.REPORT_DETERMINISM_STATS
+            before, iterators = self.state, iterators_of(data_iterator)
+            self.state = self._runs.next_state(before, iterators, is_statistics)
+            runs = is_run(before, self.state)
+            if is_statistics and not runs:
+                self.two_runs.report(self.current_iteration, self.REPORTING_INTERVAL_ITERATIONS)
         self.judge.iteration += runs and self.num_runs == 0
         self.num_runs = self.num_runs + 1 if runs else 0
         return runs
 
-    def _begin_initial_run(self, iterators: list["RerunDataIterator"]) -> bool:
-        self.judge.forget_step()
-        other = None if self.state_save_func is None else self.state_save_func()
-        self._saved_state = keep_random_numbers(), other
-        for iterator in iterators:
-            iterator.advance()
-        self.state = RerunState.INITIAL_RUN
-        return True
-
-    def _after_initial_run(self, iterators: list["RerunDataIterator"]) -> bool:
-        (again,) = _of_any_rank(self.judge.wishes.rerun)
-        if not again:
-            return self._accept()
-        self.state = RerunState.RERUNNING_IN_PLACE
-        self._put_back(iterators)
-        return True
-
-    def _after_rerun_in_place(self, iterators: list["RerunDataIterator"]) -> bool:
-        if self.mode is RerunMode.REPORT_DETERMINISM_STATS:
-            if self.current_iteration % self.REPORTING_INTERVAL_ITERATIONS == 0:
-                self.two_runs.report(self.current_iteration)
-            return self._accept()
-        wishes = self.judge.wishes
-        checkpoint, end, go_on = _of_any_rank(wishes.checkpoint, wishes.end, wishes.go_on)
-        if go_on and not (checkpoint or end):
-            return self._accept()
-        # As if the step had not been: a checkpoint that is saved now is of the moment before it.
-        self._put_back(iterators)
-        if checkpoint:
-            self.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
-        return False
-
-    def _begin_run_from_checkpoint(self, iterators: list["RerunDataIterator"]) -> bool:
-        for iterator in iterators:
-            iterator.advance()
-        self.state = RerunState.RERUNNING_FROM_CHECKPOINT
-        return True
-
-    def _after_run_from_checkpoint(self, iterators: list["RerunDataIterator"]) -> bool:
-        wishes = self.judge.wishes
-        restart, end, go_on = _of_any_rank(wishes.restart, wishes.end, wishes.go_on)
-        if restart and not end:
-            self.state = RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT
-        elif go_on and not end:
-            return self._accept()
-        return False
-
-    def _accept(self) -> bool:
-        self.state, self._saved_state = RerunState.NOT_RUNNING_YET, None
-        self.error_injector.forget()
-        return False
-
-    def _put_back(self, iterators: list["RerunDataIterator"]) -> None:
-        put_back_random_numbers, other = self._saved_state
-        if self.state_restore_func is not None:
-            self.state_restore_func(other)
-        put_back_random_numbers()
-        for iterator in iterators:
-            iterator.rewind()
+    def _keep_more(self) -> Callable[[], None]:
+        kept = None if self.state_save_func is None else self.state_save_func()
+        restore = self.state_restore_func
+        return (lambda: None) if restore is None else partial(restore, kept)
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
         """After the loop, before the update: (save a checkpoint, end the run, its exit code).
@@ -223,7 +172,7 @@ class RerunStateMachine(LargeValues):
                 self.judge.tell_at_once(result, message, describe, fatal)
             return
         self.validation_counts[message] += 1
-        call = Call(Caller(message, rank()), self.validation_counts[message])
+        call = JudgedCall(message, rank(), self.validation_counts[message])
         differs = comparison_func or relative_difference
         is_first = self.state is RerunState.INITIAL_RUN
         if self.mode is RerunMode.VALIDATE_RESULTS and is_first:
@@ -272,86 +221,7 @@ class RerunStateMachine(LargeValues):
         return read_iterations_to_skip(tracker_file_name)
 
 
-_AFTER = {
-    RerunState.NOT_RUNNING_YET: RerunStateMachine._begin_initial_run,
-    RerunState.INITIAL_RUN: RerunStateMachine._after_initial_run,
-    RerunState.RERUNNING_IN_PLACE: RerunStateMachine._after_rerun_in_place,
-    RerunState.WILL_RERUN_FROM_CHECKPOINT: RerunStateMachine._begin_run_from_checkpoint,
-    RerunState.RERUNNING_FROM_CHECKPOINT: RerunStateMachine._after_run_from_checkpoint,
-}
-"""State -> what happens when the loop asks whether to run."""
-
-
-class RerunDataIterator:
-    """Gives what `iterable` gives; after `rewind`, what it gave since the last `advance` once more.
-
-    Keeps what it gives for that, except in mode `disabled`.
-    """
-
-    def __init__(self, iterable: Iterable[Any]):
-        self.iterable = iter(iterable)
-        self.saved_microbatches: list[Any] = []
-        self.replaying, self.replay_pos = False, 0
-
-    def __iter__(self) -> "RerunDataIterator":
-        return self
-
-    def __next__(self) -> Any:
-        """Raises RuntimeError where a repeated step reads more than its first run did."""
-        if not self.replaying:
-            microbatch = next(self.iterable)
-            if _machine.mode is not RerunMode.DISABLED:
-                self.saved_microbatches.append(microbatch)
-            return microbatch
-        if self.replay_pos == len(self.saved_microbatches):
-            raise RuntimeError(
-                f"a repeated step reads more than the {self.replay_pos} microbatches of its first run; "
-                "let the forward step read the same ones each time"
-            )
-        self.replay_pos += 1
-        return self.saved_microbatches[self.replay_pos - 1]
-
-    def rewind(self) -> None:
-        """Back to the first microbatch of the step."""
-        self.replaying, self.replay_pos = True, 0
-
-    def advance(self) -> None:
-        """A new step: what was kept is forgotten."""
-        self.replaying, self.replay_pos, self.saved_microbatches = False, 0, []
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is kept, and how much of it was given again."""
-        names = ("saved_microbatches", "replaying", "replay_pos")
-        return {name: vars(self)[name] for name in names}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` returned."""
-        vars(self).update(state_dict)
-
-
-def _iterators(data_iterator: Any) -> list[RerunDataIterator]:
-    given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    given = [iterator for iterator in given if iterator is not None]
-    for iterator in given:
-        if not isinstance(iterator, RerunDataIterator):
-            raise ValueError(
-                f"a step may be run again, but its data iterator is a {type(iterator).__name__}, which "
-                "cannot go back; give RerunDataIterator(iterator), or --rerun-mode disabled"
-            )
-    return given
-
-
-def _of_any_rank(*wishes: bool) -> tuple[bool, ...]:
-    if not dist.is_initialized():
-        return wishes
-    told = torch.tensor(wishes, dtype=torch.int32, device=get_device())
-    collectives.all_reduce(told, dist.group.WORLD, op=collectives.ReduceOp.MAX)
-    return tuple(bool(wish) for wish in told.tolist())
-
-
 # -- The machine of this process --
-
-_machine = RerunStateMachine()
 
 
 def initialize_rerun_state_machine(**options: Any) -> None:
@@ -361,16 +231,17 @@ def initialize_rerun_state_machine(**options: Any) -> None:
 
 def get_rerun_state_machine() -> RerunStateMachine:
     """This process's; before `initialize_rerun_state_machine` one that is disabled."""
-    return _machine
+    return this_machine()
 
 
 def set_rerun_state_machine(machine: RerunStateMachine) -> None:
     """Puts `machine` in this process's place, until `destroy_rerun_state_machine`."""
-    global _machine
-    _machine = machine
+    put_machine(machine)
 
 
 def destroy_rerun_state_machine() -> None:
     """Forgets what was learned, so that another run may begin in this process."""
-    global _machine
-    _machine = RerunStateMachine()
+    put_machine(RerunStateMachine())
+
+
+destroy_rerun_state_machine()

@@ -81,15 +81,19 @@ REASONS = {
 
 def end_after_rejected_result(
     should_checkpoint: bool,
+    should_exit: bool,
     exit_code: int,
     model: list[torch.nn.Module],
     optimizer: MegatronOptimizer,
     opt_param_scheduler: OptimizerParamScheduler,
-) -> None:
-    """Ends the run before the update, with a checkpoint of the step before if that is asked for.
+) -> bool:
+    """What `train_step` says of exits: True, on all ranks, if the run ends with the step undone.
 
-    Every rank must call it. `pretrain` then ends the process with `exit_code`.
+    Then it saves a checkpoint of the step before, if that is asked for, and `pretrain` will end the
+    process with `exit_code`. Every rank must call it.
     """
+    if not should_exit:
+        return False
     args, state = get_args(), get_train_state()
     state.exit_reason, state.exit_code = REASONS[exit_code], exit_code
     folder = state.rerun_folder
@@ -103,3 +107,4 @@ def end_after_rejected_result(
         f" exiting after iteration {state.iteration}, with code {exit_code}: "
         f"{state.exit_reason}{lost}"
     )
+    return True

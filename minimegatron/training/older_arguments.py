@@ -48,7 +48,6 @@ OLDER_ARGUMENTS = {
     "adlr_autoresume_interval": (
         "it asked NVIDIA's scheduler when to end; today --exit-duration-in-mins, or SIGTERM: both save"
     ),
-    "rerun_mode": "a step runs once here; drop it",
     "use_legacy_models": "the models before core are not here; drop it",
     "model_type": "give it to pretrain, as its third argument",
     # -- Data --

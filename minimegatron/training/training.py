@@ -239,14 +239,13 @@ def train(
             chunk; called on every rank before each step, in place of `train_data_iterator`. It may run
             forward passes of its own.
     """
-    args, state = get_args(), get_train_state()
+    args, state, total_loss_dict = get_args(), get_train_state(), {}
     for chunk in model:
         chunk.train()
     _connect_schedule(config, model, optimizer)
     forward_backward_func = schedule_of_run()
     if wrap_forward_backward_func is not None:
         forward_backward_func = wrap_forward_backward_func(forward_backward_func)
-    total_loss_dict: dict[str, torch.Tensor] = {}
 
     describe_more = partial(_describe_model, config, model)
     with Progress(args.train_iters, state.iteration, describe_more) as progress:
@@ -259,15 +258,8 @@ def train(
                 train_data_iterator = data_iterator_func(model, optimizer, state.iteration)
             learning_rate = get_canonical_lr_for_logging(optimizer.param_groups)
             with observed_by(config.timers):
-                (
-                    loss_dict,
-                    skipped_iter,
-                    should_checkpoint,
-                    should_exit,
-                    exit_code,
-                    grad_norm,
-                    num_zeros_in_grad,
-                ) = train_step(
+                # The exits are should_checkpoint, should_exit and exit_code.
+                loss_dict, skipped_iter, *exits, grad_norm, num_zeros_in_grad = train_step(
                     forward_step_func,
                     train_data_iterator,
                     model,
@@ -276,10 +268,7 @@ def train(
                     config,
                     forward_backward_func,
                 )
-            if should_exit:
-                end_after_rejected_result(
-                    should_checkpoint, exit_code, model, optimizer, opt_param_scheduler
-                )
+            if end_after_rejected_result(*exits, model, optimizer, opt_param_scheduler):
                 break
             state.iteration += 1
             state.consumed_train_samples += get_current_global_batch_size()

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron import train_rl
-from minimegatron.core import parallel_state, rerun_state_machine
+from minimegatron.core import parallel_state
 from minimegatron.core.inference.communication_utils import broadcast_from_last_pipeline_stage
+from minimegatron.core.rerun import current
 from minimegatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from minimegatron.rl import grpo_data
 from minimegatron.rl.rl_arguments import add_rl_arguments
@@ -303,7 +304,7 @@ def test_each_chunk_has_an_iterator_that_begins_again():
     ):
         first, second = data([None, None], None, 3)  # the second batch, for the second time
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
-    with mock.patch.object(rerun_state_machine, "_machine", machine):
+    with mock.patch.object(current, "_machine", machine):
         for iterator in (first, second):
             read = [[next(iterator)[0].flatten().tolist() for _ in range(3)]]
             with pytest.raises(StopIteration):

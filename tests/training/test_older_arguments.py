@@ -28,7 +28,7 @@ from tests.ranks import run_ranks
 from tests.training.test_arguments import parse
 
 OF_THE_TEXTS = (
-    *("use_cpu_initialization", "rerun_mode", "mmap_warmup", "no_persist_layer_norm"),
+    *("use_cpu_initialization", "mmap_warmup", "no_persist_layer_norm"),
     *("activations_checkpoint_method", "distribute_checkpointed_activations", "adlr_autoresume"),
     *("use_contiguous_buffers_in_local_ddp", "fp16_lm_cross_entropy", "layernorm_epsilon"),
 )

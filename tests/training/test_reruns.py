@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimegatron.tracing.trace_view import Trace
 from tests.ranks import run_ranks
 from tests.training.rerun_runs import FLAGS, Fault, run, saved_in
 from tests.training.short_runs import PP2, TP2, VP2, ZERO1
@@ -23,10 +24,23 @@ def same(first: dict, second: dict) -> bool:
 # -- Verdicts, at p=2, d=2 --
 
 
+def runs_recorded(folder: Path) -> list[tuple[int, bool]]:
+    """Of the schedule's runs: which one of its training step each was, and whether it went as planned.
+
+    Those of the second copy's pipeline, in whose first run of step 2 the fault was.
+    """
+    found = Trace.load(folder)
+    numbers = range(STEPS + 1)
+    runs = [found.step(number, dp=1).run for number in numbers]
+    return [
+        (run, not found.compare_with_plan(n, dp=1)) for n, run in zip(numbers, runs, strict=True)
+    ]
+
+
 def every_verdict(folder: Path) -> dict:
     """In a rank of four: a clean run, then each kind of fault, then what a resumed run does."""
     found = {"clean": run(LAYOUT)}
-    found["not fatal"] = run(LAYOUT, Fault(fatal=False))
+    found["not fatal"] = run(f"{LAYOUT} --trace {folder / 'trace'}", Fault(fatal=False))
     found["again, not fatal"] = run(LAYOUT, Fault(comes_again=True, fatal=False))
     found["first step"] = run(LAYOUT, Fault(iteration=1))
     kept = f"--save {folder / 'transient'} --save-interval 1"
@@ -52,7 +66,8 @@ def every_verdict(folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def verdicts() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(every_verdict, 4, Path(folder), timeout=300)
+        found = run_ranks(every_verdict, 4, Path(folder), timeout=300)
+        return [rank | {"recorded": runs_recorded(Path(folder) / "trace")} for rank in found]
 
 
 CODES = {
@@ -148,6 +163,11 @@ def test_the_tracker_has_a_line_for_each(verdicts):
         "second_rerun_reproducible",
     ]
     assert all("rank=3 iteration=3 " in line and "message='planted'" in line for line in lines)
+
+
+def test_each_run_of_a_step_is_labelled_and_follows_its_plan(verdicts):
+    as_planned = [(1, True), (1, True), (2, True), (1, True), (1, True)]
+    assert verdicts[0]["recorded"] == as_planned
 
 
 def test_an_iteration_that_failed_twice_on_one_rank_is_skipped(verdicts):

@@ -1,11 +1,16 @@
 """What stands around the rerun state machine: each part can be read by itself.
 
 * `states`: modes, states, verdicts, exit codes; plain Python.
-* `compare`: whether two results are the same.
+* `data_iterator`: gives a step's microbatches once more.
+* `verdicts`: judges the results of one rank.
+* `step_runs`: which run of a step follows, decided by all ranks together.
+* `differences`: whether two results are the same.
+* `large_values`: whether a number is much larger than those before it.
 * `injector`: pretends that a result is wrong, to try all this.
 * `tracker`: a file of rejected results, and which iterations it says to skip.
-* `statistics`: how far results of two runs of a step lie apart.
+* `two_runs`, `statistics`: how far results of two runs of a step lie apart.
 * `random_numbers`: every generator of a process, saved and put back.
+* `current`: the machine of this process.
 
 Counterpart: parts of `megatron.core.rerun_state_machine`, where all have their names here too.
 """

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from minimegatron.core.rerun.compare import COMPARISON_MATCH, COMPARISON_MISMATCH
+from minimegatron.core.rerun.differences import COMPARISON_MATCH, COMPARISON_MISMATCH
 from minimegatron.core.rerun.states import RerunDiagnostic, RerunState
 
 logger = logging.getLogger(__name__)

@@ -73,17 +73,12 @@ class RerunValidationStatus(StrEnum):
     SECOND_RERUN_REPRODUCIBLE = "second_rerun_reproducible"
 
 
-class Caller(NamedTuple):
-    """Who had a result judged. The message names the check."""
+class JudgedCall(NamedTuple):
+    """One call of `validate_result`: on this rank the `sequence`-th with this message, in a run of a
+    step, from 1 on."""
 
     message: str
     rank: int
-
-
-class Call(NamedTuple):
-    """One call of `validate_result`: the `sequence`-th of its caller in a run of a step, from 1 on."""
-
-    caller: Caller
     sequence: int
 
 

@@ -8,30 +8,35 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minimegatron.core.rerun.judge import kept, rank
-from minimegatron.core.rerun.states import Call
+from minimegatron.core.rerun.states import JudgedCall
 from minimegatron.core.rerun.statistics import QuickStats
+from minimegatron.core.rerun.verdicts import kept, rank
 
 
 class TwoRuns:
     """Results of a step's first run, and statistics over all steps, by message."""
 
     def __init__(self) -> None:
-        self.saved_results: dict[Call, Any] = {}
+        self.saved_results: dict[JudgedCall, Any] = {}
         self.stats: dict[str, QuickStats] = {}
 
-    def keep(self, call: Call, result: Any) -> None:
+    def keep(self, call: JudgedCall, result: Any) -> None:
         """The first run's."""
         self.saved_results[call] = kept(result)
 
-    def compare(self, call: Call, result: Any, differs: Callable[[Any, Any], float]) -> None:
+    def compare(self, call: JudgedCall, result: Any, differs: Callable[[Any, Any], float]) -> None:
         """The second run's. Raises KeyError where the first run made no such call."""
-        stats = self.stats.setdefault(call.caller.message, QuickStats())
+        stats = self.stats.setdefault(call.message, QuickStats())
         stats.record(differs(self.saved_results[call], result))
 
-    def report(self, iteration: int) -> None:
-        """Prints, on rank 0, the statistics of all ranks. Every rank must call it."""
+    def report(self, iteration: int, interval: int) -> None:
+        """After a step: each `interval` steps rank 0 prints the statistics of all ranks.
+
+        Every rank must call it.
+        """
         self.saved_results = {}
+        if iteration % interval:
+            return
         everyones: list[Any] = [self.stats]
         if dist.is_initialized():
             everyones = [None] * dist.get_world_size()

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.rerun.compare import as_plain, from_plain
+from minimegatron.core.rerun.differences import as_plain, from_plain
 from minimegatron.core.rerun.injector import RerunErrorInjector
 from minimegatron.core.rerun.states import (
     MAX_RUNS_ON_SAME_DEVICE,
-    Call,
-    Caller,
+    JudgedCall,
     RerunState,
     RerunValidationStatus,
 )
@@ -45,7 +44,7 @@ class Wishes:
     """The end, with the verdict. It counts more than another rank's `go_on`."""
 
 
-class Judge:
+class ResultJudge:
     """Of this rank. Between steps it forgets everything but its device.
 
     Megatron's keeps the rejected call of an earlier step: a later step that runs again for another
@@ -64,14 +63,14 @@ class Judge:
     def forget_step(self) -> None:
         """Nothing was rejected yet."""
         self.wishes = Wishes()
-        self.failed_call: Call | None = None
+        self.failed_call: JudgedCall | None = None
         self.initial_result: Any = None
 
     # -- The first run --
 
     def judge_first(
         self,
-        call: Call,
+        call: JudgedCall,
         result: Any,
         rejection_func: Callable[[Any], bool | torch.Tensor],
         describe: Callable[[], str],
@@ -90,14 +89,14 @@ class Judge:
             return
         self.failed_call, self.initial_result = call, kept(result)
         self.wishes.rerun = True
-        self.track(Status.INITIAL_RUN, result, call.caller.message)
+        self.track(Status.INITIAL_RUN, result, call.message)
         self.say(f"{text}; the step runs again")
 
     # -- The second and the third --
 
     def judge_again(
         self,
-        call: Call,
+        call: JudgedCall,
         result: Any,
         differs: Callable[[Any, Any], float],
         tolerance: float,
@@ -107,7 +106,7 @@ class Judge:
         """The verdict on the rejected result, once the same call has come again."""
         if call != self.failed_call:
             return
-        first, message = self.initial_result, call.caller.message
+        first, message = self.initial_result, call.message
         # Written so that a difference which is NaN is none within the tolerance.
         is_other = not self.injector.maybe_miscompare(differs, first, result, state) <= tolerance
         pair = f"first {shown(first)}, then {shown(result)}"
@@ -185,7 +184,7 @@ class Judge:
         """What the third run needs: plain numbers and text."""
         failed = self.failed_call
         return {
-            "failed": None if failed is None else [*failed.caller, failed.sequence],
+            "failed": None if failed is None else [*failed],
             "initial_result": None if failed is None else as_plain(self.initial_result),
             "suspicious_device": self.suspicious_device,
             "num_on_same_device": self.num_on_same_device,
@@ -196,8 +195,7 @@ class Judge:
         """Goes on from what `state_dict` returned."""
         self.forget_step()
         if state_dict["failed"] is not None:
-            message, rank_of_call, sequence = state_dict["failed"]
-            self.failed_call = Call(Caller(message, rank_of_call), sequence)
+            self.failed_call = JudgedCall(*state_dict["failed"])
             self.initial_result = from_plain(state_dict["initial_result"])
         device = state_dict["suspicious_device"]
         self.suspicious_device = None if device is None else tuple(device)
