@@ -129,8 +129,9 @@ class StaticBufferLoader:
         """The buffers of microbatch number `microbatch`, with the numbers of `inputs`.
 
         `inputs` is a dict, or a tuple that begins with one. The first time its tensors are cloned,
-        and later filled; keys that are new by then are added. Raises ValueError, which names the stage
-        and the microbatch, for what the buffers cannot hold, and for keys that are missing.
+        and later filled; keys that are new by then are added. A key that is missing keeps its old
+        numbers: the chunks of a rank may read different ones. Raises ValueError, which names the stage
+        and the microbatch, for what the buffers cannot hold.
         """
         if isinstance(inputs, tuple) and inputs and isinstance(inputs[0], dict):
             inputs = inputs[0]
@@ -148,11 +149,6 @@ class StaticBufferLoader:
         return buffers[microbatch]
 
     def _fill(self, buffer: dict[str, Any], inputs: dict[str, Any], where: str) -> None:
-        if missing := buffer.keys() - inputs.keys():
-            raise ValueError(
-                f"{where} has no {', '.join(sorted(missing))}, which it had before, and a graph would "
-                "read old numbers; give the same keys, or call reset_cuda_graph() first"
-            )
         for key, value in inputs.items():
             if key not in buffer:
                 buffer[key] = copy_tensors_in_struct(value)

@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         if name in READS and func is not torch.ops.aten.repeat_interleave.self_int:
             _refuse(func.name(), READS[name])
-        if name.startswith("index") and _has_mask(args):
+        if name.strip("_").startswith("index") and _counts_mask(args):
             _refuse(func.name(), "the places where a mask is True, and so their count")
         # An alias keeps its memory where `tensor.data = ...` gives the tensor another one.
         aliases = _each_tensor((args, kwargs), torch.Tensor.detach)
@@ -152,9 +152,11 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _has_mask(args: Any) -> bool:
+def _counts_mask(args: Any) -> bool:
+    """One number for all places of a mask is written without a count of them."""
     masks = (torch.bool, torch.uint8)
-    return len(args) > 1 and any(index.dtype in masks for index in _tensors(args[1]))
+    has_mask = len(args) > 1 and any(index.dtype in masks for index in _tensors(args[1]))
+    return has_mask and not (len(args) > 2 and args[2].numel() == 1)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
