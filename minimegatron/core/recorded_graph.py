@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minimegatron.core.utils import numbers_out_of_reach
+from minimegatron.core.utils import Recording
 
 
 class HostReadError(RuntimeError):
@@ -197,6 +197,15 @@ def _random_states_unasked() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    Recording.is_on = True
+    try:
+        yield
+    finally:
+        Recording.is_on = False
+
+
 class RecordedGraph:
     """What `RecordedGraphs.capture` has recorded."""
 
@@ -223,7 +232,7 @@ class RecordedGraphs:
         Raises HostReadError for what a capture on a GPU forbids; what was changed is put back then too.
         """
         recorder = _Recorder()
-        with numbers_out_of_reach(), _random_states_unasked():
+        with _recording(), _random_states_unasked():
             try:
                 with recorder, _Guard():
                     function()

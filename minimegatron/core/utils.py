@@ -4,10 +4,9 @@ Counterpart: `megatron.core.utils`, a few of its many; the device is ours: Megat
 CUDA devices, and here every program also runs on a laptop.
 """
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -161,23 +160,10 @@ def device_is_asynchronous() -> bool:
     return get_device().type == "cuda"
 
 
-_numbers_are_out_of_reach = False
+class Recording:
+    """Whether a step is being recorded: then its numbers, even on a CPU, are not to be looked at."""
 
-
-@contextlib.contextmanager
-def numbers_out_of_reach() -> Iterator[None]:
-    """Within it, `can_be_read` says no: a step is being recorded, and nobody may read numbers."""
-    global _numbers_are_out_of_reach
-    before, _numbers_are_out_of_reach = _numbers_are_out_of_reach, True
-    try:
-        yield
-    finally:
-        _numbers_are_out_of_reach = before
-
-
-def can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether a look at the tensor's numbers costs nothing: they are the CPU's, and are computed."""
-    return tensor.is_cpu and not _numbers_are_out_of_reach
+    is_on = False
 
 
 def choose_backend(local_world_size: int) -> str:
