@@ -160,6 +160,12 @@ def device_is_asynchronous() -> bool:
     return get_device().type == "cuda"
 
 
+class Recording:
+    """Whether a step is being recorded: then its numbers, even on a CPU, are not to be looked at."""
+
+    is_on = False
+
+
 def choose_backend(local_world_size: int) -> str:
     """The `torch.distributed` backend for this machine's `local_world_size` ranks.
 

@@ -72,6 +72,11 @@ def check_rl_arguments(args: Any) -> None:
             "--overlap-moe-expert-parallel-comm needs a forward step that returns a plan, and "
             "train_rl's has none; drop it"
         )
+    if args.cuda_graph_impl != "none":
+        raise ValueError(
+            f"--cuda-graph-impl {args.cuda_graph_impl} captures one kind of forward without a "
+            "backward, and a rollout has several, which draw and which score; drop it"
+        )
     if args.data_path is not None:
         raise ValueError("--data-path is given, but the model writes its own data here; drop it")
     _check_task(args, load_task(args.rl_task))

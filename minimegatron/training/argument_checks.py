@@ -24,6 +24,7 @@ from minimegatron.core.transformer.pipeline_parallel_layer_layout import (
 )
 from minimegatron.core.transformer.transformer_config import TransformerConfig
 from minimegatron.training.argument_utils import flag_name, flags_by_name
+from minimegatron.training.captured_step import check_graph
 from minimegatron.training.checkpoint_args import check_against_checkpoint
 from minimegatron.training.checkpoint_folder import find_checkpoint
 from minimegatron.training.config import SECTIONS
@@ -429,5 +430,6 @@ CHECKS: tuple[typing.Callable[[argparse.Namespace], None], ...] = (
     check_checkpoint,
     check_tensorboard,
     check_tracing,
+    check_graph,
 )
 """In this order, once `check_fields`, `check_world` and the derived values are done."""

@@ -43,6 +43,7 @@ from minimegatron.training.argument_utils import (
     in_flags,
     refuse_unknown,
 )
+from minimegatron.training.captured_step import graph_impl
 from minimegatron.training.checkpoint_args import saved_padded_vocab_size
 from minimegatron.training.config import SECTIONS, Arguments
 from minimegatron.training.devices import give_memory_back
@@ -160,6 +161,7 @@ def derive(args: argparse.Namespace) -> None:
         args.check_for_nan_in_loss_and_grad = False
     if args.pipeline_schedule is not None:
         args.pipeline_schedule = registered_name(args.pipeline_schedule)
+    args.cuda_graph_impl = graph_impl(args)
     args.virtual_pipeline_model_parallel_size = _num_chunks(args)
     if args.overlap_p2p_comm is None:
         args.overlap_p2p_comm = args.virtual_pipeline_model_parallel_size is not None

@@ -177,6 +177,15 @@ class TrainingConfig:
     """Save and end after this many minutes."""
     empty_unused_memory_level: Literal[0, 1, 2] = knob(0)
     """GPU: give memory that no tensor uses back, 1 before each update, 2 also after it; slow."""
+    cuda_graph_impl: str = knob("none")
+    """full_iteration: capture a step, without the optimizer, as one CUDA graph, and replay it. A CPU
+    records it and repeats its operations."""
+    enable_cuda_graph: bool = knob(False)
+    """The same, with --cuda-graph-scope full_iteration."""
+    cuda_graph_scope: str | None = knob()
+    """What is captured: full_iteration, a whole step."""
+    cuda_graph_warmup_steps: int = knob(3, minimum=0)
+    """Steps that run before one is captured; of training, and of evaluation."""
     sample_tokens: int = knob(0, minimum=0)
     """Tokens of text to generate at each evaluation (no Megatron flag)."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from minimegatron.core.datasets.atomic_file import writing
 from minimegatron.core.datasets.megatron_tokenizer import MegatronTokenizer
+from minimegatron.core.full_cuda_graph import destroy_full_cuda_graphs
 from minimegatron.core.left_out import accepts_left_out
 from minimegatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
@@ -85,6 +86,7 @@ def destroy_global_vars() -> None:
     if _globals.tensorboard_writer is not None:
         _globals.tensorboard_writer.close()
     destroy_rerun_state_machine()
+    destroy_full_cuda_graphs()
     _globals = _Globals()
     unset_num_microbatches_calculator()
 

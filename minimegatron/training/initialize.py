@@ -31,6 +31,7 @@ from minimegatron.doctor.flight_recorder import turn_on_recorder
 from minimegatron.doctor.session import watch_ranks
 from minimegatron.training import failures
 from minimegatron.training.arguments import params_dtype, parse_args
+from minimegatron.training.captured_step import check_ranks_of_graph, describe_graph
 from minimegatron.training.config import Arguments
 from minimegatron.training.devices import agree_on_device, has_fused_attention, name_of_gpu
 from minimegatron.training.ending import end_properly
@@ -71,6 +72,7 @@ def initialize_megatron(
     _initialize_distributed(args, get_embedding_ranks, get_position_embedding_ranks)
     _warn_of_slow_attention(args)
     get_train_state().iterations_to_skip = iterations_to_skip(args)
+    describe_graph(args)
     print_rank_0(f"> setting random seeds to {args.seed} ...")
     set_random_seed(args.seed, args.data_parallel_random_init)
 
@@ -153,6 +155,7 @@ def _init_process_group(args: Arguments) -> None:
         chosen = agree_on_device(
             store, args.rank, args.world_size, gpu, args.device, args.distributed_backend
         )
+        check_ranks_of_graph(args, chosen.device, chosen.backend)
     except ValueError as reason:
         _refuse(reason)
     set_device(chosen.device, args.local_rank)

@@ -52,10 +52,6 @@ OLDER_ARGUMENTS = {
     "model_type": "give it to pretrain, as its third argument",
     # -- Data --
     "mmap_warmup": "it read data files once, to have them in memory; the system does that, so drop it",
-    # -- CUDA graphs --
-    "enable_cuda_graph": "steps are not captured as CUDA graphs here; drop it",
-    "cuda_graph_scope": "steps are not captured as CUDA graphs here; drop it",
-    "cuda_graph_warmup_steps": "steps are not captured as CUDA graphs here; drop it",
     # -- Other programs --
     "vision_pretraining": "models of pictures are not here; drop it",
     "vision_pretraining_type": "models of pictures are not here; drop it",
@@ -69,7 +65,6 @@ VALUES = {
     "activations_checkpoint_num_layers": None,
     "data_impl": "mmap",
     "distribute_checkpointed_activations": False,
-    "enable_cuda_graph": False,
     "exit_signal_handler": True,
     "fp16_lm_cross_entropy": False,
     "fp32_residual_connection": False,

@@ -30,6 +30,7 @@ from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_f
 from minimegatron.launching.user_file import load_user_function, place_in
 from minimegatron.planner.registry import ScheduleFunction
 from minimegatron.planner.unreceived import make_step
+from minimegatron.training.captured_step import FULL_ITERATION, captured
 from minimegatron.training.global_vars import get_args
 
 FLAG = "--pipeline-schedule"
@@ -68,11 +69,12 @@ def pipeline_placement(args: Any) -> Placement | None:
 
 
 def schedule_of_run() -> Callable:
-    """The function that runs this run's steps; see `get_forward_backward_func`."""
-    name = get_args().pipeline_schedule
-    if name is None:
-        return get_forward_backward_func()
-    return get_forward_backward_func(pipeline_schedule=name)
+    """The function that runs this run's steps; see `get_forward_backward_func`.
+
+    With `--cuda-graph-impl full_iteration` it is wrapped in a `FullCudaGraphWrapper`.
+    """
+    function = get_forward_backward_func(pipeline_schedule=get_args().pipeline_schedule)
+    return captured(function) if get_args().cuda_graph_impl == FULL_ITERATION else function
 
 
 def smallest_num_microbatches() -> int:

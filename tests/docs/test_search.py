@@ -74,7 +74,7 @@ WITH_ALL = ("warmup", "bubble", "1f1b", "interleaved", "loss scale", "expert bia
 """All four kinds of page have something on these."""
 NO_HIT = ("zzzzqqq", "梯形图", "qwertz uiop", "🙂", "--")
 MAX_FIRST_ANSWER_MS = 1000
-MAX_INDEX_BYTES = 1_400_000
+MAX_INDEX_BYTES = 1_450_000
 
 # Types a query and waits for what the theme shows; [address, title] of each result.
 ASK = """async query => {

@@ -226,7 +226,7 @@ class Chosen:
 class Given:
     rank, world_size, local_rank, local_world_size = 0, 2, 0, 1
     distributed_timeout_minutes, device, distributed_backend = 10, "cpu", "gloo"
-    tensor_model_parallel_size, tf32 = 1, False
+    tensor_model_parallel_size, tf32, cuda_graph_impl = 1, False, "none"
 
     def __init__(self, hang_timeout: float | None):
         self.hang_timeout = hang_timeout

@@ -30,6 +30,7 @@ PARTS = (
     Part("nccl", "NCCL in a world of one", "one_gpu:world_of_one", 1, 90),
     Part("sharing", "four ranks on one GPU, beside one rank", "one_gpu:sharing", 1, 90),
     Part("policy", "reinforcement learning, beside the CPU", "policy:beside_the_cpu", 1, 90),
+    Part("captured", "a captured step, beside eager ones", "captured:beside_eager", 1, 90),
     Part("waits", "where the program waits for the GPU", "one_gpu:host_waits", 1, 90),
     Part("gpt2", "GPT-2 124M beside plain PyTorch", "speed:gpt2", 1, 150),
     Part("tracing", "what tracing costs", "speed:tracing", 1, 60),

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.training import (
     bad_bert_configs,
     bad_context_configs,
+    bad_graph_configs,
     bad_mamba_configs,
     bad_masked_data_configs,
     bad_rl_configs,
@@ -508,6 +509,8 @@ BAD_CONFIGS = [
         BadConfig(bad_rl_configs.GOOD + flags, words, world_size, program="train_rl")
         for flags, words, world_size in bad_rl_configs.ROWS
     ),
+    # -- A step that is captured --
+    *(BadConfig(*row) for row in bad_graph_configs.ROWS),
     # -- Samples with hidden words, and flags of older launch scripts --
     *(
         BadConfig(flags, words, program=program)

@@ -45,6 +45,12 @@ ROWS = [
         ("--overlap-moe-expert-parallel-comm", "a plan", "drop it"),
         2,
     ),
+    (
+        "--cuda-graph-impl full_iteration --hidden-dropout 0 --attention-dropout 0 "
+        "--no-check-for-nan-in-loss-and-grad",
+        ("--cuda-graph-impl full_iteration", "a rollout has several", "drop it"),
+        1,
+    ),
     ("--data-path some", ("--data-path", "some"), 1),
     ("--seq-length 7", ("prompt of 4 tokens and answers of 4", "--seq-length 7", "give 8"), 1),
     ("--vocab-size 5", ("has 8 tokens, but the tokenizer 6", "--vocab-size 7"), 1),

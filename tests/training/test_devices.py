@@ -133,6 +133,7 @@ def arguments(rank: int, num_ranks: int, **others) -> SimpleNamespace:
         "tensor_model_parallel_size": 1,
         "tf32": False,
         "hang_timeout": None,
+        "cuda_graph_impl": "none",
     }
     return SimpleNamespace(**(given | others))
 

@@ -10,6 +10,7 @@ from minimegatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross
 from minimegatron.core.tensor_parallel.utils import make_viewless_tensor
 from minimegatron.core.transformer.module import MegatronModule
 from minimegatron.core.transformer.transformer_config import TransformerConfig
+from minimegatron.core.utils import Recording
 
 
 def label_without_logit(
@@ -18,9 +19,9 @@ def label_without_logit(
     """What is wrong with the first of `labels` that counts and is not 0 to `vocab_size`; None for none.
 
     Its loss would be a number, of no token: no rank holds its logit. Labels on a GPU pass, since a look
-    at them would wait for it.
+    at them would wait for it; so they do while a step is recorded.
     """
-    if not labels.is_cpu or labels.shape != loss_mask.shape:
+    if not labels.is_cpu or Recording.is_on or labels.shape != loss_mask.shape:
         return None
     strange = labels[(loss_mask != 0) & ((labels < 0) | (labels >= vocab_size))]
     if strange.numel() == 0:
