@@ -171,12 +171,15 @@ def forward_step(
         tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
 
-    batch = (tokens, position_ids, attention_mask)
     if return_schedule_plan:
-        plan = model.build_schedule_plan(*batch, labels=labels, loss_mask=loss_mask)
+        plan = model.build_schedule_plan(
+            tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
+        )
         return plan, partial(loss_func, loss_mask, model=model)
     with stimer:
-        output_tensor = model(*batch, labels=labels, loss_mask=loss_mask)
+        output_tensor = model(
+            tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
+        )
     return output_tensor, partial(loss_func, loss_mask, model=model)
 
 

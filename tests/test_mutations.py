@@ -20,6 +20,7 @@ import pytest
 from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
 from minimegatron.exercises.labs.labs import PACKAGE
 from tests.mutations_of_policy import CAUGHT_OF_POLICY
+from tests.mutations_of_straggler import CAUGHT_OF_STRAGGLERS
 from tests.mutations_with_context import CAUGHT_WITH_CONTEXT
 from tests.mutations_with_experts import CAUGHT_WITH_EXPERTS
 from tests.mutations_with_families import CAUGHT_WITH_FAMILIES
@@ -166,6 +167,7 @@ CAUGHT_BY = {
     **CAUGHT_WITH_CONTEXT,
     **CAUGHT_WITH_FAMILIES,
     **CAUGHT_OF_POLICY,
+    **CAUGHT_OF_STRAGGLERS,
 }
 
 

@@ -404,7 +404,7 @@ def check_tracing(args: argparse.Namespace) -> None:
             )
 
 
-def check_stragglers(args: argparse.Namespace) -> None:
+def _check_stragglers(args: argparse.Namespace) -> None:
     """What the detector times is a forward that runs in one piece."""
     if args.log_straggler and args.overlap_moe_expert_parallel_comm:
         raise ValueError(
@@ -438,6 +438,6 @@ CHECKS: tuple[typing.Callable[[argparse.Namespace], None], ...] = (
     check_checkpoint,
     check_tensorboard,
     check_tracing,
-    check_stragglers,
+    _check_stragglers,
 )
 """In this order, once `check_fields`, `check_world` and the derived values are done."""
