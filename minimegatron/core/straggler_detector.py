@@ -160,10 +160,10 @@ class StragglerDetector:
         row = torch.tensor([*times, *self._coordinates.values()], dtype=torch.float64)
         table = gather_rows(row).tolist()
         if self.rank == 0:
-            print(self._words(table, total_flops / log_interval), flush=True)
+            print(self.words(table, total_flops / log_interval), flush=True)
         return self.rank == 0
 
-    def _words(self, table: list[list[float]], flops: float) -> str:
+    def words(self, table: list[list[float]], flops: float = 0.0) -> str:
         """Of a report. `table` has a row for each rank: forward, data, then the coordinates."""
         lines = ["time of a step's forwards, and of getting its batches (ms):"]
         for stage, ranks in self._stages(table).items():

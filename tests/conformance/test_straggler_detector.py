@@ -1,4 +1,4 @@
-"""A program's calls of `stimer` are those of megatron-core: names, arguments, defaults, and off at first.
+"""A program's calls of `stimer` are those of megatron-core: names, arguments, defaults, off at first.
 
 Megatron's measures with CUDA events, and `configure` does nothing without them: its times are not
 compared.
