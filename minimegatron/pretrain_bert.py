@@ -29,6 +29,7 @@ from minimegatron.core.datasets.utils import get_blend_from_list
 from minimegatron.core.enums import ModelType
 from minimegatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from minimegatron.core.models.bert.bert_model import BertModel, Outputs
+from minimegatron.core.straggler_detector import StragglerDetector
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.utils import or_one
@@ -42,6 +43,8 @@ from minimegatron.training.utils import (
     check_loss_mask,
     print_rank_0,
 )
+
+stimer = StragglerDetector()
 
 
 def model_provider(
@@ -162,13 +165,15 @@ def forward_step(data_iterator: Iterator | None, model: torch.nn.Module) -> tupl
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator)
+    with stimer(bdata=True):
+        batch = get_batch(data_iterator)
     tokens, types, sentence_order, loss_mask, lm_labels, padding_mask = batch
     timers("batch-generator").stop()
 
     if not get_args().bert_binary_head:
         types = None
-    output_tensor = model(tokens, padding_mask, tokentype_ids=types, lm_labels=lm_labels)
+    with stimer:
+        output_tensor = model(tokens, padding_mask, tokentype_ids=types, lm_labels=lm_labels)
     return output_tensor, partial(loss_func, loss_mask, sentence_order, model=model)
 
 

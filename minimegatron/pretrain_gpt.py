@@ -29,6 +29,7 @@ from minimegatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.straggler_detector import StragglerDetector
 from minimegatron.core.transformer.layer_placement import ranks_with_word_embedding
 from minimegatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from minimegatron.core.utils import get_attr_wrapped_model, or_one
@@ -47,6 +48,8 @@ from minimegatron.training.utils import (
     get_batch_on_this_tp_rank,
     print_rank_0,
 )
+
+stimer = StragglerDetector()
 
 
 def model_provider(
@@ -163,8 +166,9 @@ def forward_step(
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
+    with stimer(bdata=True):
+        vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
 
     if return_schedule_plan:
@@ -172,7 +176,10 @@ def forward_step(
             tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
         )
         return plan, partial(loss_func, loss_mask, model=model)
-    output_tensor = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    with stimer:
+        output_tensor = model(
+            tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask
+        )
     return output_tensor, partial(loss_func, loss_mask, model=model)
 
 

@@ -35,6 +35,7 @@ from minimegatron.core.models.T5.t5_spec import (
     decoder_model_with_local_spec,
     encoder_model_with_local_spec,
 )
+from minimegatron.core.straggler_detector import StragglerDetector
 from minimegatron.core.tensor_parallel.data import broadcast_data
 from minimegatron.core.utils import or_one
 from minimegatron.training.arguments import core_transformer_config_from_args
@@ -42,6 +43,8 @@ from minimegatron.training.global_vars import get_args, get_timers, get_tokenize
 from minimegatron.training.result_checks import check_loss
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import check_labels, check_loss_mask
+
+stimer = StragglerDetector()
 
 
 def split_of_stages() -> StackSplit:
@@ -189,10 +192,12 @@ def forward_step(data_iterator: Iterator | None, model: torch.nn.Module) -> tupl
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    text_enc, text_dec, loss_mask, labels, *masks = get_batch(data_iterator)
+    with stimer(bdata=True):
+        text_enc, text_dec, loss_mask, labels, *masks = get_batch(data_iterator)
     timers("batch-generator").stop()
 
-    output_tensor = model(text_enc, text_dec, *masks, lm_labels=labels)
+    with stimer:
+        output_tensor = model(text_enc, text_dec, *masks, lm_labels=labels)
     return output_tensor, partial(loss_func, loss_mask, model=model)
 
 

@@ -14,6 +14,7 @@ import torch
 from minimegatron import pretrain_gpt
 from minimegatron.core.enums import ModelType
 from minimegatron.core.models.gpt.gpt_model import GPTModel
+from minimegatron.core.straggler_detector import StragglerDetector
 from minimegatron.core.utils import get_attr_wrapped_model, or_one
 from minimegatron.rl.grpo_data import GrpoData
 from minimegatron.rl.rl_arguments import add_rl_arguments
@@ -22,6 +23,8 @@ from minimegatron.training.global_vars import get_args, get_timers
 from minimegatron.training.result_checks import check_loss
 from minimegatron.training.training import pretrain
 from minimegatron.training.utils import print_rank_0
+
+stimer = StragglerDetector()
 
 DEFAULTS = {
     "model_family": "gpt",
@@ -87,10 +90,12 @@ def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch
     """One microbatch through one chunk. On the last one its output is the loss of each token."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    tokens, advantages, old, loss_mask, position_ids, ref, inference = next(data_iterator)
+    with stimer(bdata=True):
+        tokens, advantages, old, loss_mask, position_ids, ref, inference = next(data_iterator)
     timers("batch-generator").stop()
 
-    output_tensor, logged = get_logprobs(model, tokens, position_ids), {}
+    with stimer:
+        output_tensor, logged = get_logprobs(model, tokens, position_ids), {}
     if get_attr_wrapped_model(model, "post_process"):
         args = get_args()
         output_tensor, *found = calculate_grpo_loss(

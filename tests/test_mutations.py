@@ -21,6 +21,7 @@ from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
 from minimegatron.exercises.labs.labs import PACKAGE
 from tests.mutations_of_policy import CAUGHT_OF_POLICY
 from tests.mutations_of_replay import GRAPH
+from tests.mutations_of_straggler import CAUGHT_OF_STRAGGLERS
 from tests.mutations_with_context import CAUGHT_WITH_CONTEXT
 from tests.mutations_with_experts import CAUGHT_WITH_EXPERTS
 from tests.mutations_with_families import CAUGHT_WITH_FAMILIES
@@ -168,6 +169,7 @@ CAUGHT_BY = {
     **CAUGHT_WITH_FAMILIES,
     **CAUGHT_OF_POLICY,
     **GRAPH,
+    **CAUGHT_OF_STRAGGLERS,
 }
 
 

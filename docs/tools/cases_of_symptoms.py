@@ -8,6 +8,7 @@ import ast
 import json
 import re
 import textwrap
+from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -37,10 +38,13 @@ from why_times_two import (  # noqa: F401  for pages
     who_waits,
 )
 
+from minimegatron.core.straggler_detector import StragglerDetector
 from minimegatron.doctor.advice import ADVICE
 from minimegatron.exercises.exercise import find
 from minimegatron.exercises.labs.faults import FAULTS
 from minimegatron.exercises.labs.labs import LABS, find_lab, layout_words
+from minimegatron.planner.plan import plan
+from minimegatron.planner.simulator import Costs, simulate
 from minimegatron.training import failures
 
 HERE = Path(__file__).resolve().parent
@@ -248,6 +252,48 @@ def all_verdicts() -> str:
 
 STOPPED = "stopped"
 """A training run; one of its ranks was stopped by a signal."""
+
+
+# -- A stage that is slow --
+
+SLOW_TIMES = {"forward": 10, "backward": 20}
+SLOWER = Fraction(3, 2)
+"""Milliseconds of a microbatch on a stage, and how many times as long it takes on the slow one."""
+
+
+def slow_step(slow: int | None, pp: int = 4, num_microbatches: int = 8) -> tuple[list[int], int]:
+    """Of 1F1B with a slow stage: milliseconds of each stage's forwards in a step, and of the step."""
+    factors = [SLOWER if stage == slow else 1 for stage in range(pp)]
+    costs = Costs.of_stages(**SLOW_TIMES, imbalance=factors)
+    step_time = simulate(plan("1f1b", pp, num_microbatches), costs).makespan
+    forwards = [int(factor * SLOW_TIMES["forward"] * num_microbatches) for factor in factors]
+    return forwards, int(step_time)
+
+
+def slow_stage_table() -> str:
+    """What the detector shows of each stage, and the time of the step, wherever the slow one is."""
+    even = slow_step(None)[1]
+    rows = []
+    for slow in (None, 0, 1, 2, 3):
+        forwards, whole = slow_step(slow)
+        shown = [f"**{ms}**" if stage == slow else ms for stage, ms in enumerate(forwards)]
+        rows.append(["none" if slow is None else slow, *shown, whole, f"{whole / even:.2f}"])
+    head = ["slow stage", *(f"stage {stage}" for stage in range(4)), "the step", "times as long"]
+    return table(head, rows)
+
+
+def slow_cost(slow: int) -> str:
+    """How much longer a step takes because of that stage."""
+    return f"{slow_step(slow)[1] / slow_step(None)[1] - 1:.0%}".replace("%", " %")
+
+
+def slow_report() -> str:
+    """What the detector prints where one of two ranks of stage 2 is slow."""
+    of_stages, stimer = slow_step(None)[0], StragglerDetector()
+    rows = [[float(ms), 0.1, stage, copy] for stage, ms in enumerate(of_stages) for copy in (0, 1)]
+    rows[5][0] *= float(SLOWER)
+    stimer.configure(len(rows), 0, coordinates={"stage": 0, "dp": 0})
+    return _console(stimer.words(rows).splitlines())
 
 
 # -- Links to what one can do --

@@ -245,7 +245,7 @@ class Timers:
         for column, name in enumerate(agreed):
             if name in ran:
                 seconds[column] = ran[name].elapsed(reset=reset)
-        table = _gather(seconds)
+        table = gather_rows(seconds)
         columns = {name: table[:, column].tolist() for column, name in enumerate(agreed)}
         seen = {name: [s for s in column if s >= 0] for name, column in columns.items()}
         return {name: column for name, column in seen.items() if any(column)}
@@ -265,14 +265,14 @@ def _gather_names(names: list[str]) -> list[list[str]]:
     return gathered
 
 
-def _gather(seconds: torch.Tensor) -> torch.Tensor:
-    """[timers] on each rank -> [ranks, timers] on all."""
-    if not dist.is_initialized() or seconds.numel() == 0:
-        return seconds[None]
+def gather_rows(row: torch.Tensor) -> torch.Tensor:
+    """[n] on each rank -> [ranks, n] on all, on the CPU. Every rank must call it."""
+    if not dist.is_initialized() or row.numel() == 0:
+        return row[None]
     device = get_device() if dist.get_backend() == "nccl" else torch.device("cpu")
-    table = seconds.new_empty((dist.get_world_size() * seconds.numel(),), device=device)
-    collectives.all_gather(table, seconds.to(device), dist.group.WORLD)
-    return table.view(-1, seconds.numel()).cpu()
+    table = row.new_empty((dist.get_world_size() * row.numel(),), device=device)
+    collectives.all_gather(table, row.to(device), dist.group.WORLD)
+    return table.view(-1, row.numel()).cpu()
 
 
 def _label(name: str) -> str:

@@ -18,6 +18,7 @@ from minimegatron.exports import lazily
 __getattr__, __dir__ = lazily(
     __name__,
     {
+        "StragglerDetector": "minimegatron.core.straggler_detector:StragglerDetector",
         "configure_nvtx_profiling": "minimegatron.core.nvtx_ranges:configure_nvtx_profiling",
         "drain_embedding_wgrad_compute": (
             "minimegatron.core.tensor_parallel.layers:drain_embedding_wgrad_compute"

@@ -405,6 +405,15 @@ def check_tracing(args: argparse.Namespace) -> None:
             )
 
 
+def _check_stragglers(args: argparse.Namespace) -> None:
+    """What the detector times is a forward that runs in one piece."""
+    if args.log_straggler and args.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "--log-straggler times forwards, and with --overlap-moe-expert-parallel-comm a forward "
+            "runs in pieces beside a backward; drop one of them"
+        )
+
+
 def check_backend(args: argparse.Namespace) -> None:
     """NCCL and --device cuda need GPUs. Which rank has which is found out where the ranks meet
     (`devices`); here is what one process can tell for all of its machine."""
@@ -431,5 +440,6 @@ CHECKS: tuple[typing.Callable[[argparse.Namespace], None], ...] = (
     check_tensorboard,
     check_tracing,
     check_graph,
+    _check_stragglers,
 )
 """In this order, once `check_fields`, `check_world` and the derived values are done."""

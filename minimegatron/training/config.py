@@ -325,6 +325,12 @@ class LoggerConfig:
     """Show the 2-norm of all weights in each log line."""
     timing_log_level: Literal[0, 1, 2] = knob(0)
     """0 times steps, 1 the parts of a step, 2 every forward, backward and message."""
+    log_straggler: bool = knob(False)
+    """Show, below each log line, how long forwards take on each stage, and the slowest rank."""
+    straggler_minmax_count: int = knob(1, minimum=1)
+    """How many of the slowest ranks, and of the fastest, --log-straggler names."""
+    disable_straggler_on_startup: bool = knob(False)
+    """With --log-straggler, time nothing until the program calls stimer.configure(enabled=True)."""
 
 
 @section("tracing")

@@ -48,6 +48,10 @@ OLDER_ARGUMENTS = {
     "adlr_autoresume_interval": (
         "it asked NVIDIA's scheduler when to end; today --exit-duration-in-mins, or SIGTERM: both save"
     ),
+    "straggler_ctrlr_port": (
+        "it let anybody who can reach the machine turn --log-straggler on and off; no port is opened "
+        "here, so drop it, and call stimer.configure in the program"
+    ),
     "use_legacy_models": "the models before core are not here; drop it",
     "model_type": "give it to pretrain, as its third argument",
     # -- Data --
@@ -71,6 +75,7 @@ VALUES = {
     "lazy_mpu_init": False,
     "mmap_warmup": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "straggler_ctrlr_port": 65535,
     "use_contiguous_buffers_in_local_ddp": True,
     "use_cpu_initialization": False,
     "use_legacy_models": False,

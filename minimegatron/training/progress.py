@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minimegatron.core.num_microbatches_calculator import get_current_global_batch_size
+from minimegatron.core.straggler_detector import StragglerDetector
 from minimegatron.training.global_vars import (
     get_args,
     get_timers,
@@ -20,6 +21,8 @@ from minimegatron.training.global_vars import (
     write_curves,
 )
 from minimegatron.training.utils import broadcast_from_last_stage, print_rank_0
+
+stimer = StragglerDetector()
 
 
 class Progress:
@@ -48,6 +51,7 @@ class Progress:
     def restart(self) -> None:
         """Begins a new interval, now."""
         self.begin, self.tokens, self.steps = time.perf_counter(), 0, 0
+        stimer.reset()
 
     def advance(self, tokens: int) -> None:
         """Counts one step."""
@@ -122,6 +126,7 @@ def training_log(
     if args.timing_log_level > 0:
         # All steps of the interval: the clock above may have begun again, the timers have not.
         get_timers().log(rank=0, normalizer=good + skipped)
+    stimer.report(log_interval=progress.steps)
     progress.restart()
 
 

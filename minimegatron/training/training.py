@@ -127,7 +127,8 @@ def pretrain(
         non_loss_data_func: `(model)`, called on every rank during each evaluation.
         wrap_forward_backward_func, data_iterator_func: see `train`.
 
-    `--trace` and `--pace-forward-ms` watch what comes after the set-up (see `watching`).
+    `--trace`, `--pace-forward-ms` and `--log-straggler` watch what comes after the set-up (see
+    `watching`).
     SIGTERM and SIGUSR1 end it after the step under way, with a checkpoint and exit code 0. Ends the
     process if a rank fails (see `failures`), if the arguments cannot work (exit code 2), or if a result
     was rejected and examined (16 or 17; see `core.rerun.states`).

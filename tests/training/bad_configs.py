@@ -473,6 +473,13 @@ BAD_CONFIGS = [
         ("--mtp-num-layers 1", "--overlap-moe-expert-parallel-comm", "drop one"),
         world_size=2,
     ),
+    BadConfig(
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--overlap-moe-expert-parallel-comm --log-straggler",
+        ("--log-straggler", "--overlap-moe-expert-parallel-comm", "in pieces", "drop one"),
+        world_size=2,
+    ),
+    BadConfig("--straggler-minmax-count 0", ("--straggler-minmax-count is 0", "1 or more")),
     # -- Recording and pacing --
     BadConfig("--trace /proc/no-such-place", ("--trace", "/proc/no-such-place", "writable")),
     BadConfig("--trace-num-steps 2", ("--trace-num-steps 2", "--trace")),

@@ -345,7 +345,8 @@ def _message_shapes(
     )
     shapes = shapes_of(seq_length=decoder_seq_length or seq_length)
     if adjust_tensor_shapes_fn is not None:
-        return adjust_tensor_shapes_fn(shapes, shapes)
+        # Two lists: such a function may change each in place, as that of ModelOpt does.
+        return adjust_tensor_shapes_fn(shapes, list(shapes))
     message_shapes = getattr(unwrap_model(model), "message_shapes", None)
     if message_shapes is None:
         return shapes, shapes

@@ -12,7 +12,7 @@ import torch
 
 from minimegatron.core import utils
 from minimegatron.core.models.T5.stack_split import StackSplit
-from minimegatron.core.pipeline_parallel import steps
+from minimegatron.core.pipeline_parallel import schedules, steps
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
@@ -271,6 +271,20 @@ def test_a_first_stage_may_be_given_a_list_of_shapes_too():
     weight = leaf(2)
     assert backward([None, None], [weight * 2], [torch.ones(2)]) == [None, None]
     assert weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_shapes_may_be_adjusted_in_place():
+    """As by ModelOpt's function for distillation, which widens first one list and then the other."""
+
+    def widen(receive, send):
+        for shapes in (receive, send):
+            shapes[0] = (*shapes[0][:-1], shapes[0][-1] + 3)
+        return receive, send
+
+    config = Case(p=2, M=1).config()
+    groups = SimpleNamespace(tp=FakeGroup(0, 1), cp=FakeGroup(0, 1))
+    found = schedules._message_shapes(config, groups, (4, 1, None), widen)
+    assert found == ([(4, 1, 5)], [(4, 1, 5)])
 
 
 def test_outputs_come_with_what_the_model_hands_on():
