@@ -41,6 +41,7 @@ LAYERS = [
         "core.pipeline_parallel.schedule_table",
         "core.pipeline_parallel.work",
         "core.rank_generator",
+        "core.straggler_words",
         "core.tracing",
         "core.utils",
         "core.words",

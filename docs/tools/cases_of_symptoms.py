@@ -38,7 +38,7 @@ from why_times_two import (  # noqa: F401  for pages
     who_waits,
 )
 
-from minimegatron.core.straggler_detector import StragglerDetector
+from minimegatron.core.straggler_words import straggler_words
 from minimegatron.doctor.advice import ADVICE
 from minimegatron.exercises.exercise import find
 from minimegatron.exercises.labs.faults import FAULTS
@@ -289,11 +289,10 @@ def slow_cost(slow: int) -> str:
 
 def slow_report() -> str:
     """What the detector prints where one of two ranks of stage 2 is slow."""
-    of_stages, stimer = slow_step(None)[0], StragglerDetector()
+    of_stages = slow_step(None)[0]
     rows = [[float(ms), 0.1, stage, copy] for stage, ms in enumerate(of_stages) for copy in (0, 1)]
     rows[5][0] *= float(SLOWER)
-    stimer.configure(len(rows), 0, coordinates={"stage": 0, "dp": 0})
-    return _console(stimer.words(rows).splitlines())
+    return _console(straggler_words(rows, ["stage", "dp"], 1).splitlines())
 
 
 # -- Links to what one can do --

@@ -174,17 +174,14 @@ class RerunStateMachine(LargeValues):
         self.validation_counts[message] += 1
         call = JudgedCall(message, rank(), self.validation_counts[message])
         differs = comparison_func or relative_difference
-        is_first = self.state is RerunState.INITIAL_RUN
-        if self.mode is RerunMode.VALIDATE_RESULTS and is_first:
+        if self.mode is RerunMode.REPORT_DETERMINISM_STATS:
+            self.judge.wishes.rerun = True
+            self.two_runs.look(call, result, differs, self.state)
+        elif self.state is RerunState.INITIAL_RUN:
             is_judged = self.first_iteration_complete
             self.judge.judge_first(call, result, rejection_func, describe, is_judged)
-        elif self.mode is RerunMode.VALIDATE_RESULTS:
-            self.judge.judge_again(call, result, differs, tolerance, fatal, self.state)
-        elif is_first:
-            self.judge.wishes.rerun = True
-            self.two_runs.keep(call, result)
         else:
-            self.two_runs.compare(call, result, differs)
+            self.judge.judge_again(call, result, differs, tolerance, fatal, self.state)
 
     # -- For a resumed run --
 
@@ -196,11 +193,7 @@ class RerunStateMachine(LargeValues):
         """
         if EXITS.get(self.state, (False, False, 0))[2] != EXIT_CODE_RESUME_TO_DISAMBIGUATE:
             return None
-        return {
-            "mode": self.mode.value,
-            "samples": self.samples(),
-            **self.judge.state_dict(),
-        }
+        return {"mode": self.mode.value, "samples": self.samples(), **self.judge.state_dict()}
 
     def validate_state_dict(self, state_dict: dict[str, Any] | None) -> bool:
         """Whether a step is to be run again, by what a checkpoint says."""

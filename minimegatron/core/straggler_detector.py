@@ -7,10 +7,11 @@ launch. That costs overlap, so the detector is for a few steps, not for a whole 
 """
 
 from collections.abc import Mapping
-from types import TracebackType
+from typing import Any
 
 import torch
 
+from minimegatron.core.straggler_words import straggler_words
 from minimegatron.core.timers import Timer, gather_rows
 
 
@@ -94,12 +95,7 @@ class StragglerDetector:
             self.start()
         return self
 
-    def __exit__(
-        self,
-        ex_type: type[BaseException] | None,
-        ex_val: BaseException | None,
-        ex_tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if not self._off:
             self.stop()
 
@@ -160,47 +156,6 @@ class StragglerDetector:
         row = torch.tensor([*times, *self._coordinates.values()], dtype=torch.float64)
         table = gather_rows(row).tolist()
         if self.rank == 0:
-            print(self.words(table, total_flops / log_interval), flush=True)
+            work = total_flops / log_interval / (self.amp * self.world)
+            print(straggler_words(table, list(self._coordinates), self.mmcnt, work), flush=True)
         return self.rank == 0
-
-    def words(self, table: list[list[float]], flops: float = 0.0) -> str:
-        """Of a report. `table` has a row for each rank: forward, data, then the coordinates."""
-        lines = ["time of a step's forwards, and of getting its batches (ms):"]
-        for stage, ranks in self._stages(table).items():
-            forward, data = (sum(table[r][c] for r in ranks) / len(ranks) for c in (0, 1))
-            lines.append(f"    stage {stage}: {forward:.2f}, data {data:.2f}")
-            if len(ranks) > 1:
-                lines[-1] += f"; slowest {_rank(max(ranks, key=lambda r: table[r][0]), table)}"
-        slowest_first = sorted(range(len(table)), key=lambda rank: -table[rank][0])
-        count = self.mmcnt if self.mmcnt < len(table) else 1
-        for title, ranks in (
-            ("slowest", slowest_first[:count]),
-            ("fastest", slowest_first[::-1][:count]),
-        ):
-            named = (self._name(rank, table) + self._rate(table[rank][0], flops) for rank in ranks)
-            lines.append(f"    {title}: {'; '.join(named)}")
-        return "\n".join(lines)
-
-    def _stages(self, table: list[list[float]]) -> dict[int, list[int]]:
-        """Stage -> its ranks; none where nobody said which rank is on which stage."""
-        if "stage" not in self._coordinates:
-            return {}
-        column = 2 + list(self._coordinates).index("stage")
-        stages: dict[int, list[int]] = {}
-        for rank, row in enumerate(table):
-            stages.setdefault(int(row[column]), []).append(rank)
-        return dict(sorted(stages.items()))
-
-    def _name(self, rank: int, table: list[list[float]]) -> str:
-        values = zip(self._coordinates, table[rank][2:], strict=True)
-        where = ", ".join(f"{axis} {value:.0f}" for axis, value in values)
-        return f"rank {rank}{f' ({where})' if where else ''} {table[rank][0]:.2f}"
-
-    def _rate(self, milliseconds: float, flops: float) -> str:
-        if not (flops and milliseconds):
-            return ""
-        return f" ({flops / (self.amp * self.world * milliseconds * 1e9):.2f} TF/s)"
-
-
-def _rank(rank: int, table: list[list[float]]) -> str:
-    return f"rank {rank} {table[rank][0]:.2f}"

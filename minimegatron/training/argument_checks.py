@@ -34,6 +34,7 @@ from minimegatron.training.pipeline_schedule import (
     pipeline_placement,
     smallest_of_order,
 )
+from minimegatron.training.rerun_args import check_reruns
 from minimegatron.training.schedule_args import check_schedule
 
 TOO_MANY = 2**31
@@ -440,6 +441,7 @@ CHECKS: tuple[typing.Callable[[argparse.Namespace], None], ...] = (
     check_tensorboard,
     check_tracing,
     check_graph,
+    check_reruns,
     _check_stragglers,
 )
 """In this order, once `check_fields`, `check_world` and the derived values are done."""

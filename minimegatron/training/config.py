@@ -239,26 +239,26 @@ class GradientConfig:
     """Print a line when a microbatch's loss is ten times the largest of the first hundred."""
 
 
+RERUN_MODES = Literal["disabled", "validate_results", "report_determinism_stats", "report_stats"]
+ERROR_TYPES = Literal["correct_result", "transient_error", "persistent_error"]
+
+
 @section("rerun")
 class RerunConfig:
     """Steps that are run again"""
 
-    rerun_mode: Literal[
-        "disabled", "validate_results", "report_determinism_stats", "report_stats"
-    ] = knob("disabled")
+    rerun_mode: RERUN_MODES = knob("disabled")
     """What a NaN, an Inf or a spiky loss leads to. disabled: an error at once. validate_results: the
     step is run again, to tell a fault of the machine from others. The other two are the same: each step
     runs twice, and differences are printed."""
     error_injection_rate: int = knob(0, minimum=0)
     """Pretend that one of so many results is bad; 0 for none."""
-    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = knob(
-        "transient_error"
-    )
+    error_injection_type: ERROR_TYPES = knob("transient_error")
     """What it shall turn out to be."""
     result_rejected_tracker_filename: str | None = knob()
     """Append a line for each rejected result to this file. At the next start, iterations that failed
     twice on one rank are skipped."""
-    iterations_to_skip: list[int] | None = knob(nargs="+", minimum=1)
+    iterations_to_skip: list[int] | None = knob(nargs="+")
     """Read the data of these iterations and do not train on them; 1 is the first."""
 
 

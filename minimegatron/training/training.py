@@ -59,11 +59,7 @@ from minimegatron.training.model_setup import (
 )
 from minimegatron.training.pipeline_schedule import schedule_of_run
 from minimegatron.training.progress import Progress, training_log
-from minimegatron.training.reruns import (
-    dummy_train_step,
-    keep_state_for_reruns,
-    skip_iteration,
-)
+from minimegatron.training.reruns import dummy_train_step, keep_state_for_reruns, skip_iteration
 from minimegatron.training.utils import (
     logical_and_across_model_parallel_group,
     print_rank_0,

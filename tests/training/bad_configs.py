@@ -479,6 +479,20 @@ BAD_CONFIGS = [
         ("--log-straggler", "--overlap-moe-expert-parallel-comm", "in pieces", "drop one"),
         world_size=2,
     ),
+    # -- Steps that are run again, or skipped --
+    BadConfig("--iterations-to-skip 3 0", ("--iterations-to-skip is 0", "1 is the first")),
+    BadConfig(
+        "--error-injection-rate 5",
+        ("--error-injection-rate 5", "--rerun-mode disabled", "add --rerun-mode validate_results"),
+    ),
+    BadConfig(
+        "--error-injection-type persistent_error",
+        ("persistent_error without --error-injection-rate", "add --error-injection-rate 1000"),
+    ),
+    BadConfig(
+        "--result-rejected-tracker-filename /no/such/folder/lines",
+        ("/no/such/folder/lines: No such file or directory", "in a folder that exists"),
+    ),
     BadConfig("--straggler-minmax-count 0", ("--straggler-minmax-count is 0", "1 or more")),
     # -- Recording and pacing --
     BadConfig("--trace /proc/no-such-place", ("--trace", "/proc/no-such-place", "writable")),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minimegatron.core.rerun.states import JudgedCall
+from minimegatron.core.rerun.states import JudgedCall, RerunState
 from minimegatron.core.rerun.statistics import QuickStats
 from minimegatron.core.rerun.verdicts import kept, rank
 
@@ -20,12 +20,20 @@ class TwoRuns:
         self.saved_results: dict[JudgedCall, Any] = {}
         self.stats: dict[str, QuickStats] = {}
 
-    def keep(self, call: JudgedCall, result: Any) -> None:
-        """The first run's."""
-        self.saved_results[call] = kept(result)
+    def look(
+        self,
+        call: JudgedCall,
+        result: Any,
+        differs: Callable[[Any, Any], float],
+        state: RerunState,
+    ) -> None:
+        """In the first run it keeps the result; in the second it compares.
 
-    def compare(self, call: JudgedCall, result: Any, differs: Callable[[Any, Any], float]) -> None:
-        """The second run's. Raises KeyError where the first run made no such call."""
+        Raises KeyError where the first run made no such call.
+        """
+        if state is RerunState.INITIAL_RUN:
+            self.saved_results[call] = kept(result)
+            return
         stats = self.stats.setdefault(call.message, QuickStats())
         stats.record(differs(self.saved_results[call], result))
 

@@ -5,12 +5,12 @@ Megatron has no counterpart.
 
 from minimegatron.exercises.labs.fault import Fault
 
-_DETECTOR = "core/straggler_detector.py"
+_DETECTOR, _WORDS = "core/straggler_detector.py", "core/straggler_words.py"
 
 FAULTS_OF_STRAGGLERS = (
     Fault(
         "straggler-counts-the-wait",
-        _DETECTOR,
+        _WORDS,
         "key=lambda rank: -table[rank][0]",
         "key=lambda rank: -sum(table[rank][:2])",
         "Ranks are compared by the time of batch and forward together. While the batch is fetched, the "
@@ -20,13 +20,13 @@ FAULTS_OF_STRAGGLERS = (
         "straggler-runs-on-after-an-error",
         _DETECTOR,
         "        if not self._off:\n            self.stop()\n",
-        "        if not self._off and ex_type is None:\n            self.stop()\n",
+        "        if not self._off and error[0] is None:\n            self.stop()\n",
         "A forward that fails leaves its clock running. The next step, which could work, raises a "
         "RuntimeError.",
     ),
     Fault(
         "straggler-names-the-fastest",
-        _DETECTOR,
+        _WORDS,
         "key=lambda rank: -table[rank][0]",
         "key=lambda rank: table[rank][0]",
         "The ranks are sorted the other way round: who replaces the machine that is named, replaces "
