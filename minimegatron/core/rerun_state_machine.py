@@ -217,9 +217,9 @@ class RerunStateMachine(LargeValues):
 # -- The machine of this process --
 
 
-def initialize_rerun_state_machine(**options: Any) -> None:
+def initialize_rerun_state_machine(**kwargs: Any) -> None:
     """Makes this process's machine, with the arguments of `RerunStateMachine`."""
-    set_rerun_state_machine(RerunStateMachine(**options))
+    set_rerun_state_machine(RerunStateMachine(**kwargs))
 
 
 def get_rerun_state_machine() -> RerunStateMachine:
