@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from minimegatron.core.left_out import accepts_left_out
-from minimegatron.core.rerun.current import put_machine, this_machine
+from minimegatron.core.rerun.current import get_rerun_state_machine, set_rerun_state_machine  # noqa: F401
 from minimegatron.core.rerun.data_iterator import RerunDataIterator, iterators_of  # noqa: F401
 from minimegatron.core.rerun.differences import relative_difference
 from minimegatron.core.rerun.injector import RerunErrorInjector
@@ -222,19 +222,9 @@ def initialize_rerun_state_machine(**kwargs: Any) -> None:
     set_rerun_state_machine(RerunStateMachine(**kwargs))
 
 
-def get_rerun_state_machine() -> RerunStateMachine:
-    """This process's; before `initialize_rerun_state_machine` one that is disabled."""
-    return this_machine()
-
-
-def set_rerun_state_machine(machine: RerunStateMachine) -> None:
-    """Puts `machine` in this process's place, until `destroy_rerun_state_machine`."""
-    put_machine(machine)
-
-
 def destroy_rerun_state_machine() -> None:
     """Forgets what was learned, so that another run may begin in this process."""
-    put_machine(RerunStateMachine())
+    set_rerun_state_machine(RerunStateMachine())
 
 
 destroy_rerun_state_machine()

@@ -1,7 +1,7 @@
 """The rerun state machine of this process: one place, so that iterators can ask it too.
 
 Torch-free. Counterpart: the global of `megatron.core.rerun_state_machine`. That module here puts a
-machine in, and has these functions under Megatron's names.
+machine in.
 """
 
 from typing import Any
@@ -9,12 +9,14 @@ from typing import Any
 _machine: Any = None
 
 
-def this_machine() -> Any:
-    """The one that was put in last; None before there is any."""
+def get_rerun_state_machine() -> Any:
+    """This process's. Before `initialize_rerun_state_machine` it is one that is disabled; None where
+    `core.rerun_state_machine` is not even imported.
+    """
     return _machine
 
 
-def put_machine(machine: Any) -> None:
-    """From now on `machine` is the one."""
+def set_rerun_state_machine(machine: Any) -> None:
+    """Puts `machine` in this process's place, until `destroy_rerun_state_machine`."""
     global _machine
     _machine = machine

@@ -6,7 +6,7 @@ Torch-free. Counterpart: `RerunDataIterator` of `megatron.core.rerun_state_machi
 from collections.abc import Iterable
 from typing import Any
 
-from minimegatron.core.rerun.current import this_machine
+from minimegatron.core.rerun.current import get_rerun_state_machine
 from minimegatron.core.rerun.states import RerunMode
 
 
@@ -27,7 +27,7 @@ class RerunDataIterator:
     def __next__(self) -> Any:
         """Raises RuntimeError where a repeated step reads more than its first run did."""
         if not self.replaying:
-            microbatch, machine = next(self.iterable), this_machine()
+            microbatch, machine = next(self.iterable), get_rerun_state_machine()
             if machine is not None and machine.mode is not RerunMode.DISABLED:
                 self.saved_microbatches.append(microbatch)
             return microbatch
