@@ -21,6 +21,7 @@ TITLES = {
     "context_speed": "A shared sequence",
     "scan_speed": "A state-space scan",
     "policy_speed": "Reinforcement learning",
+    "rerun_speed": "A step that is run again",
     "gpu_mfu": "One GPU",
     "planner_speed": "The planner",
     "start_time": "Starting",

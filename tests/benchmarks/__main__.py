@@ -23,6 +23,7 @@ NAMES = (
     "context_speed",
     "scan_speed",
     "policy_speed",
+    "rerun_speed",
     "planner_speed",
     "start_time",
     "tracing_cost",

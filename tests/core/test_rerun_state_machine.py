@@ -284,6 +284,17 @@ def test_a_repeated_step_reads_the_same(on, num_chunks):
     assert read == [[pair] * num_chunks for pair in ([0, 1], [2, 3], [2, 3], [4, 5])]
 
 
+def test_what_was_kept_is_forgotten_after_the_step(on):
+    """Also where the next step is one that nobody runs again."""
+    iterator, given = RerunDataIterator(range(4)), iter([math.nan, 1.0])
+    while on.should_run_forward_backward(iterator):
+        next(iterator)
+        on.validate_result(torch.tensor(next(given)), torch.isnan, "nan", fatal=False)
+    assert iterator.saved_microbatches == []
+    on.set_mode("disabled")
+    assert next(iterator) == 1
+
+
 def test_an_iterator_that_cannot_go_back_is_refused(on):
     with pytest.raises(ValueError, match=r"is a list_iterator.*give RerunDataIterator"):
         on.should_run_forward_backward(iter([1]))

@@ -42,7 +42,7 @@ class StepRuns:
             case RerunState.INITIAL_RUN:
                 return self._after_initial_run(iterators)
             case RerunState.RERUNNING_IN_PLACE if is_statistics:
-                return self._accept()
+                return self._accept(iterators)
             case RerunState.RERUNNING_IN_PLACE:
                 return self._after_rerun_in_place(iterators)
             case RerunState.WILL_RERUN_FROM_CHECKPOINT:
@@ -50,7 +50,7 @@ class StepRuns:
                     iterator.advance()
                 return RerunState.RERUNNING_FROM_CHECKPOINT
             case RerunState.RERUNNING_FROM_CHECKPOINT:
-                return self._after_run_from_checkpoint()
+                return self._after_run_from_checkpoint(iterators)
         raise RuntimeError(f"the run was to end in state {state.name}, and went on")
 
     def _begin(self, iterators: list[RerunDataIterator]) -> RerunState:
@@ -64,7 +64,7 @@ class StepRuns:
     def _after_initial_run(self, iterators: list[RerunDataIterator]) -> RerunState:
         (again,) = of_any_rank(self.judge.wishes.rerun)
         if not again:
-            return self._accept()
+            return self._accept(iterators)
         self._put_back(iterators)
         return RerunState.RERUNNING_IN_PLACE
 
@@ -72,21 +72,25 @@ class StepRuns:
         wishes = self.judge.wishes
         checkpoint, end, go_on = of_any_rank(wishes.checkpoint, wishes.end, wishes.go_on)
         if go_on and not (checkpoint or end):
-            return self._accept()
+            return self._accept(iterators)
         # As if the step had not been: a checkpoint that is saved now is of the moment before it.
         self._put_back(iterators)
         ends = RerunState.RERUNNING_IN_PLACE
         return RerunState.WILL_RERUN_FROM_CHECKPOINT if checkpoint else ends
 
-    def _after_run_from_checkpoint(self) -> RerunState:
+    def _after_run_from_checkpoint(self, iterators: list[RerunDataIterator]) -> RerunState:
         wishes = self.judge.wishes
         restart, end, go_on = of_any_rank(wishes.restart, wishes.end, wishes.go_on)
         if restart and not end:
             return RerunState.RERUNNING_AGAIN_FROM_CHECKPOINT
-        return self._accept() if go_on and not end else RerunState.RERUNNING_FROM_CHECKPOINT
+        return (
+            self._accept(iterators) if go_on and not end else RerunState.RERUNNING_FROM_CHECKPOINT
+        )
 
-    def _accept(self) -> RerunState:
+    def _accept(self, iterators: list[RerunDataIterator]) -> RerunState:
         self._undo = ()
+        for iterator in iterators:
+            iterator.advance()
         self.judge.injector.forget()
         return RerunState.NOT_RUNNING_YET
 
