@@ -16,6 +16,7 @@ import torch
 from minimegatron import pretrain_gpt
 from minimegatron.core import parallel_state
 from minimegatron.core.rerun_state_machine import get_rerun_state_machine
+from minimegatron.core.utils import unwrap_model
 from minimegatron.training import training
 from minimegatron.training.global_vars import destroy_global_vars
 from tests.training.short_runs import MODEL, little_text
@@ -51,12 +52,12 @@ class Judged:
     def __init__(self, fault: Fault | None):
         self.fault = fault
 
-    def __call__(self, data_iterator: Any, model: torch.nn.Module, *plan: Any) -> Any:
-        output, loss_func = pretrain_gpt.forward_step(data_iterator, model, *plan)
+    def __call__(self, data_iterator: Any, model: torch.nn.Module, **plan: bool) -> Any:
+        output, loss_func = pretrain_gpt.forward_step(data_iterator, model, **plan)
 
         def judged(output: torch.Tensor) -> Any:
             loss, *others = loss_func(output)
-            if self.fault is not None and self.fault.is_now(model.module):
+            if self.fault is not None and self.fault.is_now(unwrap_model(model)):
                 loss = loss * 1000.0
             fatal = self.fault is None or self.fault.fatal
             get_rerun_state_machine().validate_result(

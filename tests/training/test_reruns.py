@@ -193,6 +193,10 @@ KINDS = {
     "--moe-router-score-function sigmoid",
     "further tokens": f"{PP2} --mtp-num-layers 1 --position-embedding-type rope",
     "fp16": f"{PP2} --fp16 --loss-scale 128",
+    "fp16, two chunks, deferred": f"{PP2} {VP2} --fp16 --loss-scale 128 "
+    "--defer-embedding-wgrad-compute",
+    "combined": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    "--overlap-moe-expert-parallel-comm",
     "recompute": f"{PP2} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --hidden-dropout 0.1",
     "torch's DDP": "--DDP-impl torch",
