@@ -155,14 +155,15 @@ def _acts_in_python(args: argparse.Namespace) -> Refusals:
     if args.mtp_num_layers is not None:
         reason = "counts its losses for the log in each step"
         yield f"--mtp-num-layers {args.mtp_num_layers}", reason, "drop it"
-    rerun_mode = vars(args).get("rerun_mode", "disabled")
-    if rerun_mode != "disabled":
+    if args.rerun_mode != "disabled":
         reason = "looks at each result as it arises"
-        yield f"--rerun-mode {rerun_mode}", reason, "give --rerun-mode disabled"
+        yield f"--rerun-mode {args.rerun_mode}", reason, "give --rerun-mode disabled"
     watching = "sees no call of a replayed step"
     if args.timing_log_level > 0:
         given = f"--timing-log-level {args.timing_log_level}"
         yield given, watching, "give 0"
+    if args.log_straggler:
+        yield "--log-straggler", watching, "drop it"
     for name in ("trace", "pace_forward_ms"):
         if vars(args)[name] is not None:
             yield f"--{name.replace('_', '-')} {vars(args)[name]}", watching, "drop it"

@@ -62,6 +62,12 @@ ROWS = [
         1,
     ),
     (f"{GRAPH} --timing-log-level 1", ("--timing-log-level 1", "sees no call", "give 0"), 1),
+    (f"{GRAPH} --log-straggler", ("--log-straggler", "sees no call", "drop it"), 1),
+    (
+        f"{FLAG} --attention-dropout 0 --rerun-mode report_stats {QUIET}",
+        ("--rerun-mode report_stats", "looks at each result", "give --rerun-mode disabled"),
+        1,
+    ),
     (f"{GRAPH} --trace {{folder}}", ("--trace", "sees no call", "drop it"), 1),
     (
         f"{GRAPH} --pace-forward-ms 1 --pace-backward-ms 2",
