@@ -20,7 +20,7 @@ import pytest
 from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
 from minimegatron.exercises.labs.labs import PACKAGE
 from tests.mutations_of_policy import CAUGHT_OF_POLICY
-from tests.mutations_of_replay import GRAPH
+from tests.mutations_of_replay import GRAPH, RERUN
 from tests.mutations_of_straggler import CAUGHT_OF_STRAGGLERS
 from tests.mutations_with_context import CAUGHT_WITH_CONTEXT
 from tests.mutations_with_experts import CAUGHT_WITH_EXPERTS
@@ -169,6 +169,7 @@ CAUGHT_BY = {
     **CAUGHT_WITH_FAMILIES,
     **CAUGHT_OF_POLICY,
     **GRAPH,
+    **RERUN,
     **CAUGHT_OF_STRAGGLERS,
 }
 

@@ -146,15 +146,18 @@ def test_the_nth_call_is_compared_with_the_nth():
     assert step(new_machine(), [1.0, math.nan], [2.0, math.nan]) == (True, True, 16)
 
 
-def test_a_result_is_kept_as_it_was():
+@pytest.mark.parametrize(
+    ("second", "exits"), [(math.nan, (True, True, 16)), (4.0, (False, True, 17))]
+)
+def test_a_result_is_kept_as_it_was(second, exits):
     """The program writes the next microbatch's result into the same tensor."""
     machine, result = new_machine(), torch.zeros(())
-    given = iter([[math.nan, 5.0], [math.nan, 5.0]])
+    given = iter([[math.nan, 5.0], [second, 5.0]])
     while machine.should_run_forward_backward(None):
         for value in next(given):
             result.fill_(value)
             machine.validate_result(result, torch.isnan, "not a number")
-    assert machine.should_checkpoint_and_exit() == (True, True, 16)
+    assert machine.should_checkpoint_and_exit() == exits
 
 
 def test_tolerance():
@@ -174,12 +177,14 @@ def test_a_comparison_of_ones_own():
     assert step(new_machine(), BAD, BAD, **nan) == (False, True, 17)
 
 
-def test_a_rejected_call_of_an_earlier_step_is_forgotten():
+def test_a_rejected_call_of_an_earlier_step_is_forgotten(caplog):
     """Another rank has step 2 run again; this one's step 1 had a rejected call, which was accepted."""
     machine = new_machine()
     assert step(machine, BAD, GOOD, fatal=False) == GO_ON
+    caplog.clear()
     with mock.patch.object(step_runs, "of_any_rank", others_want("rerun", "checkpoint")):
         assert step(machine, GOOD, GOOD, fatal=False) == (True, True, 16)
+    assert caplog.text == ""  # this rank has nothing to say of step 2
 
 
 # -- Decided together --

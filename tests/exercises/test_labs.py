@@ -32,11 +32,13 @@ SHOWN = {
     "final-norm-outside-plan rope-restarts-on-each-rank ring-takes-the-wrong-half "
     "padding-masks-queries-only mask-only-on-first-stage conv-not-causal chunk-state-dropped "
     "in-proj-cut-across-sections letters-of-the-first-stage clipped-from-above-only "
-    "best-of-both-ratios distance-the-other-way weights-without-a-cap",
+    "best-of-both-ratios distance-the-other-way weights-without-a-cap rerun-does-not-rewind "
+    "rerun-keeps-rng",
     "memory": "one-warm-up-too-many",
     "update": "clipped-by-the-local-norm shared-weight-counted-twice replicas-counted-often "
     "expert-norm-by-tp-rank",
-    "hang": "gradient-to-the-next-stage interleaved-warm-up-once all-stages-send-first",
+    "hang": "gradient-to-the-next-stage interleaved-warm-up-once all-stages-send-first "
+    "rerun-decided-alone",
     "error": "warm-up-not-clamped input-without-gradient embedding-group-of-all-stages "
     "backward-chunks-in-forward-order one-receive-too-many short-group-allowed "
     "chunks-share-an-iterator input-of-another-chunk full-sequence-buffer "
@@ -89,7 +91,7 @@ def test_a_lab_is_found_by_its_former_name(tmp_path):
 
 # `make test` runs the first of each layout and outcome, and one hang: each takes 4 s.
 FIRST = {(outcome_expected(lab.name), str(lab.layout)): lab for lab in reversed(LABS)}.values()
-LATER = {"num_experts", "cp", "mtp", "family"}
+LATER = {"num_experts", "cp", "mtp", "family", "rerun"}
 """Labs of these subjects are for `make test-full`, but for a few."""
 EVERY_TIME = {lab.name for lab in FIRST if not LATER & lab.layout.keys()}
 EVERY_TIME -= {"interleaved-warm-up-once"}

@@ -49,6 +49,7 @@ from minimegatron.exercises.bench.family_steps import (
     tokens_with_mask,
 )
 from minimegatron.exercises.bench.policy_step import policy_batches, policy_step
+from minimegatron.exercises.bench.repeated_step import judged, run_until_accepted
 from minimegatron.exercises.bench.step_case import (
     HEADS,
     HIDDEN,
@@ -93,7 +94,7 @@ def _transformer_config(case: StepCase) -> TransformerConfig:
         num_layers=case.layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
-        hidden_dropout=0.0,
+        hidden_dropout=case.dropout,
         attention_dropout=0.0,
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
@@ -251,15 +252,34 @@ class GptStep:
 
         `function` is another schedule than the one that `get_forward_backward_func` chooses.
         """
+        if self.case.dropout:
+            torch.manual_seed(self.case.seed)
+        run = partial(self._run, function)
+        num_chunks, of_step = len(self.chunks), self.data
+        if self.case.rerun:
+            further = self.family.batches(self.case.seed + 1, self.case.num_microbatches)
+            reports = run_until_accepted(run, of_step + further, num_chunks)
+        else:
+            reports = run([iter(of_step) for _ in range(num_chunks)])
+        for report in reports if self.groups.cp.size() > 1 else []:
+            all_reduce(report["loss"], self.groups.cp)
+        return reports
+
+    def _run(
+        self, function: Callable | None, data_iterator: list[Iterator]
+    ) -> list[dict[str, torch.Tensor]]:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if function is None:
             is_cut = self.case.pp > 1
             function = get_forward_backward_func() if is_cut else forward_backward_no_pipelining
-        reports = function(
-            forward_step_func=self.family.forward_step,
-            data_iterator=[iter(self.data) for _ in self.chunks],
+        forward_step = self.family.forward_step
+        if self.case.rerun:
+            forward_step = judged(forward_step, dist.get_rank())
+        return function(
+            forward_step_func=forward_step,
+            data_iterator=data_iterator,
             model=self.chunks,
             num_microbatches=self.case.num_microbatches,
             seq_length=self.family.seq_length,
@@ -267,9 +287,6 @@ class GptStep:
             micro_batch_size=MICRO_BATCH,
             pg_collection=self.groups,
         )
-        for report in reports if self.groups.cp.size() > 1 else []:
-            all_reduce(report["loss"], self.groups.cp)
-        return reports
 
     def meet(self) -> None:
         """Waits for all ranks: if one is stuck, the others are found here and not in the next case."""

@@ -159,5 +159,6 @@ def _one_process(case: StepCase, dp: int) -> GptStep:
         sequence_parallel=False,
         overlap_grad_reduce=False,
         distributed_optimizer=False,
+        rerun=False,
     )
     return GptStep(serial, ProcessGroupCollection(**dict.fromkeys(GROUPS, Seat())))

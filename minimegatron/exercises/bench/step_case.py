@@ -60,6 +60,12 @@ class StepCase:
     rope: bool = False
     """Positions by rotation, as always with `mtp`; else from a table."""
 
+    # -- Steps that run again --
+    rerun: bool = False
+    """The first run comes out wrong on one rank. One process computes the step once."""
+    dropout: float = 0.0
+    """Of hidden states. Only one rank draws what one process draws."""
+
     # -- Other families --
     split: int | None = None
     """T5's first decoder stage."""

@@ -32,6 +32,7 @@ REPLACED = tuple(
         "gpt_step",
         "family_steps",
         "policy_step",
+        "repeated_step",
         "step_case",
         "untagged_messages",
         "replacing",

@@ -184,6 +184,7 @@ _BERT = {"family": "bert", "num_microbatches": 2}
 _T5 = {"family": "t5", "num_layers": 2, "num_microbatches": 2}
 _MAMBA = {"family": "mamba", "num_microbatches": 2}
 _POLICY = {"family": "policy", "num_microbatches": 3}
+_RERUN = {"num_microbatches": 2, "rerun": True}
 
 LABS = (
     # -- One rank --
@@ -281,5 +282,9 @@ LABS = (
     Lab("best-of-both-ratios", _POLICY, 1),
     Lab("distance-the-other-way", _POLICY, 1),
     Lab("weights-without-a-cap", _POLICY | {"pp": 2}, 2),
+    # -- Steps that run again --
+    Lab("rerun-does-not-rewind", _RERUN, 1),
+    Lab("rerun-keeps-rng", _RERUN | {"dropout": 0.1}, 1),
+    Lab("rerun-decided-alone", _RERUN, 2),
 )
 """Those faults that one step of a small model can show, the simplest layouts first."""

@@ -7,6 +7,7 @@ from minimegatron.exercises.labs.faults_around_a_step import FAULTS_AROUND_A_STE
 from minimegatron.exercises.labs.faults_of_graphs import FAULTS_OF_GRAPHS
 from minimegatron.exercises.labs.faults_of_orders import FAULTS_OF_ORDERS
 from minimegatron.exercises.labs.faults_of_policy import FAULTS_OF_POLICY
+from minimegatron.exercises.labs.faults_of_reruns import FAULTS_OF_RERUNS
 from minimegatron.exercises.labs.faults_of_stragglers import FAULTS_OF_STRAGGLERS
 from minimegatron.exercises.labs.faults_with_context import FAULTS_WITH_CONTEXT
 from minimegatron.exercises.labs.faults_with_experts import FAULTS_WITH_EXPERTS
@@ -20,5 +21,6 @@ OTHER_FAULTS = (
     *FAULTS_WITH_FAMILIES,
     *FAULTS_OF_POLICY,
     *FAULTS_OF_GRAPHS,
+    *FAULTS_OF_RERUNS,
     *FAULTS_OF_STRAGGLERS,
 )
