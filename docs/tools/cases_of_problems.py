@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import cases_of_contracts as contracts  # noqa: F401  for pages
 import cases_of_graphs as graphs  # noqa: F401  for pages
 import cases_of_policy as policy  # noqa: F401  for pages
+import cases_of_reruns as reruns  # noqa: F401  for pages
 from case_words import size_words, table
 from cases import (
     BUFFER_PARAMS,

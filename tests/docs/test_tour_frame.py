@@ -66,8 +66,8 @@ def test_paths_fit_their_time(package):
     assert 45 <= minutes[0] <= hour.most_minutes == 60, tour.report(package)
     assert 120 <= minutes[1] <= four.most_minutes == 240, tour.report(package)
     asides = sum(tour.minutes_of(page, package) for page in PAGES if page.aside)
-    # Two pages along the sequence, two on other models, two on rewards, one on a captured step; two of
-    # them have a player.
+    # Two pages along the sequence, two on other models, two on rewards, one each on a captured step
+    # and on one that is run again; two of them have a player.
     assert 0 < asides < 85
     assert minutes[2] == minutes[1] + asides + sum(link.minutes for link in spine.read_spine())
     assert tuple(tour.pages_of(weekend)) == PAGES
