@@ -216,20 +216,20 @@ class Cost(NamedTuple):
     numbers: list[int]
     """How many are in each of the machine's messages."""
     kept: int
-    """Microbatches, when the step is over."""
+    """Microbatches, at the end of the last run."""
 
 
 def cost(machine: RerunStateMachine, *runs: Sequence[float]) -> Cost:
     """Of one step of two microbatches, whose losses `runs` has, run by run."""
     sent: list[int] = []
     with _is_the_one(machine), mock.patch.object(step_runs, "of_any_rank", partial(_note, sent)):
-        iterator, num_runs = RerunDataIterator(iter(range(100))), 0
+        iterator, num_runs, kept = RerunDataIterator(iter(range(100))), 0, 0
         while machine.should_run_forward_backward(iterator):
             for result in runs[num_runs]:
                 next(iterator)
                 machine.validate_result(torch.tensor(result), is_rejected, "loss", fatal=False)
-            num_runs += 1
-    return Cost(num_runs, sent, len(iterator.saved_microbatches))
+            num_runs, kept = num_runs + 1, len(iterator.saved_microbatches)
+    return Cost(num_runs, sent, kept)
 
 
 def _note(sent: list[int], *wishes: bool) -> tuple[bool, ...]:
