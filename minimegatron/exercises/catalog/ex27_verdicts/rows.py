@@ -24,17 +24,17 @@ TOLERANCE = 0.01
 # -- Two results --
 
 
-def pairs(draw: random.Random, with_: str = "") -> list[list[float]]:
-    """(first, second, tolerance), mixed; `with_` "nan" or "inf": in each pair."""
+def pairs(draw: random.Random, kind: str = "") -> list[list[float]]:
+    """(first, second, tolerance), mixed; `kind` "nan" or "inf": one in each pair."""
     x = draw.choice([2.0, 40.0, 500.0])
-    if not with_:
+    if not kind:
         found = [[x, x, 0.0], [-x, -x, 0.0], [x, x * 1.001, 0.0], [0.0, 0.0, TOLERANCE]]
         found += [[x, x * 1.005, TOLERANCE], [x, x * 1.02, TOLERANCE], [x, x * 0.98, TOLERANCE]]
         found += [[-x, -x * 1.005, TOLERANCE], [-x, -x * 1.02, TOLERANCE]]
         found += [[x, -x, TOLERANCE], [-x, x, 0.5], [0.0, 1e-6, TOLERANCE], [1e-6, 1.2e-6, 0.1]]
     else:
-        special = (NAN, INF, -INF, x, -x, 0.0) if with_ == "nan" else (INF, -INF, x, -x, 0.0)
-        wanted = math.isnan if with_ == "nan" else math.isinf
+        special = (NAN, INF, -INF, x, -x, 0.0) if kind == "nan" else (INF, -INF, x, -x, 0.0)
+        wanted = math.isnan if kind == "nan" else math.isinf
         found = [
             [a, b, tolerance]
             for a, b in product(special, repeat=2)
