@@ -620,8 +620,8 @@ ranks.stop()
 # %% [markdown]
 # ## Where next
 #
-# * [A step that is captured](../docs/tour/a-step-that-is-captured.md) and
-#   [train_step](../docs/tour/train-step.md) in the tour.
-# * `minimegatron/core/rerun/states.py` draws which run follows which;
+# * [A step that is run again](../docs/tour/a-step-that-is-run-again.md) and
+#   [a step that is captured](../docs/tour/a-step-that-is-captured.md) in the tour.
+# * `minimegatron/core/rerun/states.py` draws which run follows which, and
 #   `minimegatron/core/full_cuda_graph.py` has the wrapper.
 # * [Notebook 09](09_the_whole_step.ipynb): the step that both of them repeat.
