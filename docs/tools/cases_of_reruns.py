@@ -187,14 +187,24 @@ def _runs_words(case: Case) -> str:
 def _outcome_words(found: Outcome) -> list[str]:
     """
     >>> _outcome_words(Outcome([RerunState.INITIAL_RUN, RerunState.NOT_RUNNING_YET], GO_ON, "yes: no"))
-    ['`INITIAL_RUN`', 'go on', 'yes']
+    ['1', 'go on', 'yes']
     >>> _outcome_words(Outcome([RerunState.WILL_RERUN_FROM_CHECKPOINT], (True, True, 16), ""))
-    ['`WILL_RERUN_FROM_CHECKPOINT`', 'yes, yes, 16', 'nothing']
+    ['3', 'yes, yes, 16', 'nothing']
     """
-    passed = [f"`{state.name}`" for state in dict.fromkeys(found.states) if state.value]
+    passed = [str(state.value) for state in dict.fromkeys(found.states) if state.value]
     words = re.split("[:;,] | of node", found.said)
     is_not_judged = "not judged" in found.said
     return [" → ".join(passed), _exit_words(found.exits), words[is_not_judged] or "nothing"]
+
+
+def states_words() -> str:
+    """
+    >>> states_words()[:35]
+    '1 is `INITIAL_RUN`, 2 `RERUNNING_IN'
+    """
+    first, *others = (f"`{state.name}`" for state in RerunState if state.value)
+    named = [f"1 is {first}", *(f"{number} {name}" for number, name in enumerate(others, 2))]
+    return f"{', '.join(named[:-1])} and {named[-1]}"
 
 
 def _exit_words(exits: tuple[bool, bool, int] | None) -> str:

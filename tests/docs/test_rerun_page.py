@@ -24,10 +24,9 @@ def test_every_exit_and_every_state_has_a_row():
 
 def test_the_verdicts_are_those_of_the_drawing():
     rows = {row[0]: row[1:] for row in cells(reruns.verdicts_table()) if row[1] == "yes"}
-    again = "`INITIAL_RUN` → `RERUNNING_IN_PLACE`"
-    assert rows["2"] == ["yes", "`INITIAL_RUN`", "go on", "nothing"]
-    assert rows["NaN, 2"] == ["yes", again, "no, yes, 17", "transient error"]
-    assert rows["NaN, NaN"][2:] == ["yes, yes, 16", "no transient error"]
+    assert rows["2"] == ["yes", "1", "go on", "nothing"]
+    assert rows["NaN, 2"] == ["yes", "1 → 2", "no, yes, 17", "transient error"]
+    assert rows["NaN, NaN"][1:] == ["1 → 2 → 3", "yes, yes, 16", "no transient error"]
     assert rows["NaN, NaN; on another device: 2"][2:] == ["no, yes, 17", "persistent error"]
     assert rows["NaN, NaN; on another device: NaN"][2:] == ["no, yes, 17", "correct result"]
     assert rows["NaN, NaN; on the suspected device: NaN"][2] == "no, yes, 16"

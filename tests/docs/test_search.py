@@ -48,6 +48,9 @@ FIRST = {
     "checkpoint": "tour/checkpoints",
     "mamba": "tour/a-stage-that-is-no-transformer",
     "grpo": "tour/reinforcement-learning",
+    "cuda graph": "tour/a-step-that-is-captured",
+    "transient error": "tour/a-step-that-is-run-again",
+    "should_run_forward_backward": "tour/a-step-that-is-run-again",
     "torchrun": "tour/launching",
     "rank died": "tour/a-rank-died",
     "why times 2": "tour/why-times-two",
@@ -74,7 +77,7 @@ WITH_ALL = ("warmup", "bubble", "1f1b", "interleaved", "loss scale", "expert bia
 """All four kinds of page have something on these."""
 NO_HIT = ("zzzzqqq", "梯形图", "qwertz uiop", "🙂", "--")
 MAX_FIRST_ANSWER_MS = 1000
-MAX_INDEX_BYTES = 1_450_000
+MAX_INDEX_BYTES = 1_400_000
 
 # Types a query and waits for what the theme shows; [address, title] of each result.
 ASK = """async query => {
