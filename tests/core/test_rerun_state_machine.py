@@ -171,6 +171,16 @@ def test_tolerance():
     assert run(100.5) == (True, True, 16) and run(102.0) == (False, True, 17)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_needs_its_backward_is_judged_without_a_warning():
+    machine, values = new_machine(), iter([math.nan, 1.0])
+    while machine.should_run_forward_backward(None):
+        loss = torch.tensor(next(values), requires_grad=True)
+        machine.is_unexpectedly_large(loss, 10.0, "loss")
+        machine.validate_result(loss, torch.isnan, "not a number")
+    assert machine.should_checkpoint_and_exit() == (False, True, 17)
+
+
 def test_a_comparison_of_ones_own():
     assert step(new_machine(), BAD, GOOD, comparison_func=lambda a, b: 0.0) == (True, True, 16)
     nan = {"comparison_func": lambda a, b: math.nan}

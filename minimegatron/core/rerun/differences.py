@@ -12,6 +12,11 @@ COMPARISON_MATCH = 0.0
 COMPARISON_MISMATCH = math.inf
 
 
+def number_of(result: Any) -> float:
+    """A number, or that in a scalar tensor, which may be a loss that has its backward still to come."""
+    return float(result.detach() if isinstance(result, torch.Tensor) else result)
+
+
 def relative_difference(first: Any, second: Any) -> float:
     """|a - b| over the mean of |a| and |b|, of two numbers or scalar tensors; 0 where they are equal.
 
@@ -24,7 +29,7 @@ def relative_difference(first: Any, second: Any) -> float:
     >>> relative_difference(float("nan"), float("nan")), relative_difference(1.0, float("nan"))
     (0.0, inf)
     """
-    a, b = float(first), float(second)
+    a, b = number_of(first), number_of(second)
     if a == b or (math.isnan(a) and math.isnan(b)):
         return COMPARISON_MATCH
     if not (math.isfinite(a) and math.isfinite(b)):

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass
 class _Sample:
@@ -34,7 +36,7 @@ class LargeValues:
         that is NaN or Inf, which is none of them. `context` names what is compared with what;
         `resample` begins anew.
         """
-        value = abs(float(result))
+        value = abs(float(result.detach() if isinstance(result, torch.Tensor) else result))
         if not math.isfinite(value):
             return False
         if resample or context not in self._samples:
