@@ -95,7 +95,7 @@ class StragglerDetector:
             self.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, ex_type: Any, ex_val: Any, ex_tb: Any) -> None:
         if not self._off:
             self.stop()
 

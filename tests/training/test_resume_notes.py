@@ -167,6 +167,8 @@ MAY_DIFFER = {
     # How a step is divided, and when a run ends
     *("micro_batch_size", "exit_interval", "exit_duration_in_mins", "sample_tokens"),
     *("train_samples", "empty_unused_memory_level"),
+    # How the same step is queued
+    *("cuda_graph_impl", "enable_cuda_graph", "cuda_graph_scope", "cuda_graph_warmup_steps"),
     # Where the data are kept, and who reads them
     *("data_cache_path", "num_workers"),
     # Compared with the optimizer's state and schedule (`check_against_checkpoint`)

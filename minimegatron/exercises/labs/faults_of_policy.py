@@ -161,10 +161,9 @@ FAULTS_OF_POLICY = (
     ),
     Fault(
         "a-repeated-step-reads-on",
-        _DATA,
-        '        """Back to the step\'s first microbatch: a repeated step reads what it read."""\n'
-        "        self._next = 0\n",
-        '        """Back to the step\'s first microbatch: a repeated step reads what it read."""\n',
+        "core/rerun/data_iterator.py",
+        "        self.replaying, self.replay_pos = True, 0\n",
+        "",
         "A step that is run again finds no rows.",
     ),
     Fault(

@@ -20,7 +20,7 @@ FAULTS_OF_STRAGGLERS = (
         "straggler-runs-on-after-an-error",
         _DETECTOR,
         "        if not self._off:\n            self.stop()\n",
-        "        if not self._off and error[0] is None:\n            self.stop()\n",
+        "        if not self._off and ex_type is None:\n            self.stop()\n",
         "A forward that fails leaves its clock running. The next step, which could work, raises a "
         "RuntimeError.",
     ),
