@@ -91,7 +91,7 @@ def copy_tensors_in_struct(src: Any) -> Any:
 def clone_tensors_in_struct(tgt: Any, src: Any) -> None:
     """Fills the tensors in `tgt` with the numbers of those in `src`; both are built alike.
 
-    What is no tensor is replaced. Raises ValueError for a tuple, whose items cannot be, for a tensor of
+    Other values are replaced. Raises ValueError for a tuple, whose items cannot be, for a tensor of
     another shape or dtype, and where `src` itself is none of tensor, list and dict.
     """
     if isinstance(src, tuple):

@@ -11,7 +11,7 @@ def straggler_words(
 
     Args:
         axes: what the coordinates are of. With a "stage" among them, each stage has a line.
-        num_named: how many ranks are named at either end; 1 if there are no more ranks than that.
+        num_named: how many ranks are named at either end; 1 where so many would be all of them.
         work: floating-point operations of one rank's forwards in a step; 0 where nobody counts them.
 
     >>> print(straggler_words([[1.0, 0.5, 0], [4.0, 0.0, 1]], ["stage"], 1))

@@ -96,7 +96,8 @@ def end_after_rejected_result(
         return False
     args, state = get_args(), get_train_state()
     state.exit_reason, state.exit_code = REASONS[exit_code], exit_code
-    folder = state.rerun_folder
+    # Without a checkpoint of now, the state goes to the one that this examination began from.
+    folder = None if should_checkpoint else state.rerun_folder
     if should_checkpoint and args.save is not None:
         save_checkpoint(state.iteration, model, optimizer, opt_param_scheduler)
         folder = get_checkpoint_name(args.save, state.iteration)

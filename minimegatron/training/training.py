@@ -248,7 +248,7 @@ def train(
     with Progress(args.train_iters, state.iteration, describe_more) as progress:
         while state.iteration < args.train_iters:
             update_num_microbatches(state.consumed_train_samples, consistency_check=True)
-            if skip_iteration(train_data_iterator):
+            if skip_iteration(None if data_iterator_func else train_data_iterator):
                 continue
             config.timers = get_timers() if args.timing_log_level > 0 else None
             if data_iterator_func is not None:

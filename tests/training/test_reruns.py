@@ -1,12 +1,16 @@
 """Steps that are run again on real ranks: weights, exit codes, checkpoints, every kind of schedule."""
 
 import tempfile
+from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from minimegatron.tracing.trace_view import Trace
+from minimegatron.training import exit_conditions
+from minimegatron.training.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.training.rerun_runs import FLAGS, Fault, run, saved_in
 from tests.training.short_runs import PP2, TP2, VP2, ZERO1
@@ -227,3 +231,23 @@ def test_a_repeated_step_gives_the_same(kinds, name):
         assert plain["losses"] == twice["losses"] and same(plain, twice)
     assert "planted: " in kinds[0][name][1]["said"]
     assert "identical; relative" not in kinds[0][name][1]["said"]
+
+
+# -- Without a checkpoint of now --
+
+
+@pytest.mark.parametrize(("should_checkpoint", "written"), [(True, []), (False, ["F"])])
+def test_a_new_examination_is_not_written_beside_an_older_one(should_checkpoint, written):
+    """The run was resumed from F, examined there, went on, and has no --save."""
+    state, folders = TrainState(iteration=9, rerun_folder="F"), []
+    stand_ins = {
+        "get_args": lambda: Namespace(save=None),
+        "get_train_state": lambda: state,
+        "save_rerun_state": lambda folder: folders.append(str(folder)),
+        "print_rank_0": print,
+    }
+    with mock.patch.multiple(exit_conditions, **stand_ins):
+        assert exit_conditions.end_after_rejected_result(
+            should_checkpoint, True, 16, [], None, None
+        )
+    assert folders == written and state.exit_code == 16

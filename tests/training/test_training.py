@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ def train_through_hooks(hooked: bool) -> dict:
         pretrain_gpt.train_valid_test_datasets_provider, len(model)
     )
     steps = [[next(iterator) for _ in range(4)] for _ in range(3)] if iterator else [None] * 3
-    calls = {"wrapped": 0, "steps": [], "asked for data": []}
+    calls = {"wrapped": 0, "steps": [], "asked for data": [], "read by skipping": []}
 
     def wrap(function):
         calls["wrapped"] += 1
@@ -196,18 +197,25 @@ def train_through_hooks(hooked: bool) -> dict:
 
     if hooked:
         set_rerun_state_machine(TwiceEachStep())
-    training.train(
-        pretrain_gpt.forward_step,
-        model,
-        optimizer,
-        scheduler,
-        iter(sum(steps, [])) if iterator else None,
-        None,
-        None,
-        get_model_config(model[0]),
-        wrap_forward_backward_func=wrap if hooked else None,
-        data_iterator_func=data if hooked else None,
+    # Where each step has data of its own, an iteration that is skipped reads none of an earlier step's.
+    skip = mock.patch.object(
+        training,
+        "skip_iteration",
+        lambda given: calls["read by skipping"].append(given is not None) and False,
     )
+    with skip:
+        training.train(
+            pretrain_gpt.forward_step,
+            model,
+            optimizer,
+            scheduler,
+            iter(sum(steps, [])) if iterator else None,
+            None,
+            None,
+            get_model_config(model[0]),
+            wrap_forward_backward_func=wrap if hooked else None,
+            data_iterator_func=data if hooked else None,
+        )
     weights = sum(float(param.detach().double().sum()) for param in model[0].parameters())
     destroy_rerun_state_machine()
     destroy_global_vars()
@@ -290,6 +298,7 @@ def test_hooks_of_the_loop_change_no_number():
         assert plain["wrapped"] == 0 and hooked["wrapped"] == 1
         assert hooked["steps"] == [4] * 6 and hooked["asked for data"] == [0, 1, 2]
         assert hooked["weights"] == plain["weights"]
+        assert hooked["read by skipping"] == [False] * 3
 
 
 def test_torn_checkpoint_is_refused_before_the_start(tmp_path):
