@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from minimegatron.backend import channels as local_channels
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from minimegatron.core.distributed.finalize_model_grads import finalize_model_grads
-from minimegatron.core.local_host import channels as local_channels
 from minimegatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,

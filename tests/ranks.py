@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from minimegatron.core.local_host import channels as local_channels
+from minimegatron.backend import channels as local_channels
 from minimegatron.launching import launcher
 
 # Test modules import these; importing them once, in the process ranks are forked from, saves that

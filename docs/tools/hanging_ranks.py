@@ -15,8 +15,8 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend import channels
 from minimegatron.core.collectives import all_gather, all_reduce, all_to_all
-from minimegatron.core.local_host import channels
 from minimegatron.exercises.bench import gpt_step
 from minimegatron.launching.launcher import HangError, RankError, launch
 

@@ -14,16 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend import channels
+from minimegatron.backend import handshake as local_handshake
+from minimegatron.backend.channels import LENT, NUM_STEP_LANES, Connection, connect
+from minimegatron.backend.handshake import Met
+from minimegatron.backend.shared_memory import Arena
 from minimegatron.core import collectives, parallel_state
 from minimegatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from minimegatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from minimegatron.core.local_host import channels, local_collectives
-from minimegatron.core.local_host import handshake as local_handshake
-from minimegatron.core.local_host.channels import LENT, NUM_STEP_LANES, Connection, connect
-from minimegatron.core.local_host.handshake import Met
-from minimegatron.core.local_host.shared_memory import Arena
+from minimegatron.core.local_host import local_collectives
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.local_transport import LocalTransport
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

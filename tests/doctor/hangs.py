@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend import channels as local_channels
 from minimegatron.core import parallel_state
 from minimegatron.core.collectives import (
     all_gather,
@@ -21,7 +22,6 @@ from minimegatron.core.collectives import (
     broadcast,
     pass_to_next,
 )
-from minimegatron.core.local_host import channels as local_channels
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import (

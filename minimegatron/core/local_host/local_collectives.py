@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.local_host.channels import (
+from minimegatron.backend.channels import (
     IN_PLACE,
     NUM_STEP_LANES,
     STEPS,

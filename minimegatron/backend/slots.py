@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimegatron.core.local_host.shared_memory import PAGE_BYTES, Arena, Piece, map_piece
+from minimegatron.backend.shared_memory import PAGE_BYTES, Arena, Piece, map_piece
 
 _FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
 

@@ -40,10 +40,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from minimegatron.core.local_host.backlog import Writer
-from minimegatron.core.local_host.handshake import Met, is_supported, meet
-from minimegatron.core.local_host.shared_memory import Arena
-from minimegatron.core.local_host.slots import Slot, Slots, TheirSlot, TheirSlots
+from minimegatron.backend.backlog import Writer
+from minimegatron.backend.handshake import Met, is_supported, meet
+from minimegatron.backend.shared_memory import Arena
+from minimegatron.backend.slots import Slot, Slots, TheirSlot, TheirSlots
 
 # kind, lane, epoch, bytes of the message; offset and bytes of its slot, place of the slot's mark,
 # offset of a slot that exists no longer (0: none), when it was sent on the host's clock.

@@ -1,0 +1,1 @@
+"""Memory that ranks of one machine share, as a backend of `torch.distributed`."""
