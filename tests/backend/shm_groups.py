@@ -1,0 +1,38 @@
+"""Groups for the tests of the backend: over shared memory, and over gloo beside it."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+import minimegatron.backend  # noqa: F401  (registers the backend)
+from tests.ranks import run_ranks
+
+BACKEND = os.environ.get("MINIMEGATRON_TESTS_BACKEND", "shm")
+"""The backend that is tested. `gloo` shows what the tests expect of it."""
+
+LONG = timedelta(minutes=10)
+"""Longer than any test may take: what ends earlier was not ended by its time-out."""
+
+
+def make_group(
+    ranks: list[int] | None = None, timeout: timedelta = LONG, backend: str = BACKEND
+) -> dist.ProcessGroup:
+    """A new group of the tested backend. Collective over the world."""
+    return dist.new_group(ranks, timeout=timeout, backend=backend)
+
+
+def run_case(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """`run_ranks` with more time: eight ranks share two cores with other tests."""
+    return run_ranks(fn, nprocs, *args, timeout=timeout)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The type and the words of what `call` raises; "" if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
