@@ -35,10 +35,12 @@ import socket
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 import torch
 
 from minimegatron.backend.backlog import Writer
+from minimegatron.backend.calls import read_call
 from minimegatron.backend.epochs import belong_together, describe, is_in_step, next_step
 from minimegatron.backend.handshake import Met
 from minimegatron.backend.incoming import (
@@ -102,7 +104,9 @@ class Connection:
     """
 
     def __init__(self, met: Met, arena: Arena, peer: int, timeout: float):
-        self.peer, self.epoch, self.timeout = peer, 0, timeout
+        self.peer, self.epoch, self._timeout = peer, 0, timeout
+        self.ask_timeout: Callable[[], float] | None = None
+        """Says how long a wait may take, for a group whose time-out may change."""
         self._socket, self._arena = met.connection, arena
         self._socket.settimeout(None)
         # A number, because Python's own way to combine flags takes longer than the call.
@@ -126,9 +130,14 @@ class Connection:
         """Whether something more may come."""
         return not self._incoming.has_ended
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take."""
+        return self._timeout if self.ask_timeout is None else self.ask_timeout()
+
     def set_timeout(self, seconds: float) -> None:
         """From now on, no wait takes longer."""
-        self.timeout = seconds
+        self._timeout = seconds
 
     def close(self) -> None:
         """Ends the connection: the peer reads what it was sent, and then that nothing follows."""
@@ -204,7 +213,7 @@ class Connection:
             return bool(counts)
 
         if not reader.wait(has_come, time.monotonic() + self.timeout, self):
-            raise WireError(self._nothing_came(self.timeout))
+            raise WireError(self._nothing_came())
         epoch, count = counts[0]
         self._check_epoch(self.epoch, epoch)
         return count
@@ -217,7 +226,7 @@ class Connection:
         """Copies `tensor` into a slot of `channel` and tells the peer; waits for nobody.
 
         A channel says whose slots are used, a lane what the message is taken for, `call` what the
-        peer must expect. Raises WireError or OSError if the peer has gone.
+        peer must expect. Raises WireError if the peer has gone.
         """
         num_bytes = tensor.numel() * tensor.element_size()
         with self._sending:
@@ -246,6 +255,8 @@ class Connection:
                 num_sent = 0 if self._writer.later else self._socket.send(data, self._flags)
             except BlockingIOError:
                 num_sent = 0
+            except OSError as error:
+                raise WireError(f"rank {self.peer} of the group has gone: {error}") from error
             if num_sent < len(data):
                 self._writer.write(data[num_sent:])
 
@@ -311,9 +322,10 @@ class Connection:
         if len(self._expected) > _MAX_LANES and not expected and not messages:
             del self._expected[lane], self._incoming.messages[lane]
 
-    def complete(self, arrival: "PendingReceive", seconds: float | None = None) -> None:
-        """Waits until a message was taken for `arrival`, the group's time-out long or `seconds`."""
-        seconds = self.timeout if seconds is None else seconds
+    def complete(self, arrival: "PendingReceive", deadline: float | None = None) -> None:
+        """Waits until a message was taken for `arrival`, the group's time-out long or to `deadline`."""
+        if deadline is None:
+            deadline = time.monotonic() + self.timeout
 
         def is_there() -> bool:
             if not arrival.is_done:
@@ -321,8 +333,8 @@ class Connection:
             return arrival.is_done
 
         try:
-            if not reader.wait(is_there, time.monotonic() + seconds, self):
-                raise WireError(self._nothing_came(seconds))
+            if not reader.wait(is_there, deadline, self):
+                raise WireError(self._nothing_came())
         except BaseException:
             # What comes later for those before it must not be taken for what is asked for next.
             self.fail(arrival)
@@ -363,8 +375,8 @@ class Connection:
                 f"message of {describe(mine)}; every rank must begin every step"
             )
 
-    def _nothing_came(self, seconds: float) -> str:
-        text = f"rank {self.peer} of the group sent nothing within {seconds:g} s"
+    def _nothing_came(self) -> str:
+        text = f"rank {self.peer} of the group sent nothing within {self.timeout:g} s"
         if self._incoming.num_dropped:
             text += (
                 f" but {self._incoming.num_dropped} messages of earlier steps; has it left out a "
@@ -401,10 +413,23 @@ class PendingReceive:
     def __del__(self):
         self.release()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Raises WireError if the sender has gone, gave up, sent something else, or does not come."""
+    @property
+    def peer(self) -> int:
+        """The sender, within the group."""
+        return self._connection.peer
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that `wait` may take."""
+        return self._connection.timeout
+
+    def wait(self, deadline: float | None = None) -> bool:
+        """Raises WireError if the sender has gone, gave up, sent something else, or does not come.
+
+        It waits for the connection's time-out, or until `deadline` on `time.monotonic`'s clock.
+        """
         if not self.is_done:
-            self._connection.complete(self, seconds)
+            self._connection.complete(self, deadline)
         is_of_step = is_in_step(self.epoch) and self.lane < FIRST_LANE_OF_NO_STEP
         if is_of_step and self._connection.has_failed_in(self.epoch):
             raise WireError(_FAILED_STEP)
@@ -445,10 +470,16 @@ class PendingReceive:
             slot.free()
 
     def _say_other(self) -> str:
-        tensor = self.tensor
+        tensor, other = self.tensor, self.other
+        if self.call != other.call:
+            return (
+                f"rank {self.peer} of the group has called {read_call(other.call)}, and "
+                f"this rank {read_call(self.call)}; all ranks of a group must make the same calls "
+                "in one order"
+            )
         wanted = tensor.numel() * tensor.element_size()
         return (
-            f"a message of {self.other.num_bytes} bytes came where {wanted} were expected, for "
+            f"a message of {other.num_bytes} bytes came where {wanted} were expected, for "
             f"shape {tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
         )
 

@@ -110,7 +110,7 @@ class Incoming:
         if self._begun > epoch:
             raise WireError(f"it has gone on after a step that it had given up: {reason}")
         if self.has_ended:
-            raise WireError("the sender has closed the connection")
+            raise WireError("its process has closed the connection")
 
     def drop_before(self, epoch: int, messages: "deque[Header]") -> None:
         """Gives back, unread, a lane's messages of earlier epochs. A peer's epochs come in order."""

@@ -15,10 +15,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from minimegatron.backend.channels import Connection
+
+class Readable(Protocol):
+    """A connection, as far as this module uses it."""
+
+    number: int
+    """Of its socket, as a file."""
+    poller: select.poll
+    """Of its socket and the bell."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something more may come."""
+
+    def read(self) -> None:
+        """Takes what has come."""
 
 
 class Reader:
@@ -27,23 +40,23 @@ class Reader:
     def __init__(self):
         self.changed = threading.Condition()
         # The connections that expect a message.
-        self._expecting: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._expecting: weakref.WeakSet[Readable] = weakref.WeakSet()
         # Those that the thread in `poll` looks at; None while no thread is there.
-        self._watched: set[Connection] | None = None
+        self._watched: set[Readable] | None = None
         self._num_asleep = 0
         # A write to it ends the `poll`.
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if _HAS_EVENTS else -1
 
-    def watch(self, connection: "Connection") -> None:
+    def watch(self, connection: Readable) -> None:
         """From now on, whoever waits reads this connection too."""
         self._expecting.add(connection)
 
-    def forget(self, connection: "Connection") -> None:
+    def forget(self, connection: Readable) -> None:
         """The connection expects nothing more."""
         self._expecting.discard(connection)
 
     def wait(
-        self, is_done: Callable[[], bool], deadline: float, connection: "Connection | None" = None
+        self, is_done: Callable[[], bool], deadline: float, connection: Readable | None = None
     ) -> bool:
         """Returns True once `is_done()`, or False when `time.monotonic()` reaches `deadline`.
 
@@ -61,7 +74,7 @@ class Reader:
                     self._sleep(connection, seconds)
         return True
 
-    def read_what_came(self, connection: "Connection | None" = None) -> None:
+    def read_what_came(self, connection: Readable | None = None) -> None:
         """Takes what has come on all connections that expect something; waits for nobody."""
         with self.changed:
             for one in self._open(connection):
@@ -75,13 +88,13 @@ class Reader:
         if self._num_asleep:
             self.changed.notify_all()
 
-    def _open(self, connection: "Connection | None") -> "set[Connection]":
+    def _open(self, connection: Readable | None) -> set[Readable]:
         found = set(self._expecting)
         if connection is not None:
             found.add(connection)
         return {one for one in found if one.is_open}
 
-    def _read(self, connection: "Connection | None", seconds: float) -> None:
+    def _read(self, connection: Readable | None, seconds: float) -> None:
         watched = self._watched = self._open(connection)
         self.changed.release()
         ready: list[int] = []
@@ -98,7 +111,7 @@ class Reader:
             if one.number in ready:
                 one.read()
 
-    def _poll(self, watched: "set[Connection]", seconds: float) -> list[int]:
+    def _poll(self, watched: set[Readable], seconds: float) -> list[int]:
         if len(watched) == 1:
             (one,) = watched
             poller = one.poller
@@ -109,7 +122,7 @@ class Reader:
                 poller.register(one.number, select.POLLIN)
         return [number for number, _ in poller.poll(1000 * seconds)]
 
-    def _sleep(self, connection: "Connection | None", seconds: float) -> None:
+    def _sleep(self, connection: Readable | None, seconds: float) -> None:
         if connection is not None and connection not in self._watched:
             self._expecting.add(connection)
             os.eventfd_write(self.bell, 1)
