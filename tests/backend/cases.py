@@ -68,8 +68,6 @@ def draw_case(drawn: random.Random, names: list[str], groups: list[tuple[int, ..
         ops = ("MIN", "MAX", *OF_BITS)
     shape = drawn.choice(LARGE) if drawn.random() < 0.12 else drawn.choice(SMALL)
     layout = drawn.choice(LAYOUTS)
-    import os
-    if os.environ.get("MINIMEGATRON_TESTS_BACKEND") == "gloo" and layout != "offset": layout = "contiguous"  # DEV
     num_rows = [[drawn.choice((0, 1, 2, 5)) for _ in members] for _ in members]
     return Case(
         name=name,
@@ -154,9 +152,9 @@ def combine(case: Case, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def is_exact(case: Case, is_reduction: bool) -> bool:
-    """Whether the result has the same bits whatever the order of additions."""
+    """Whether the result has the same bits whatever the order of the ranks."""
     is_whole = not (case.dtype.is_floating_point or case.dtype.is_complex)
-    return not is_reduction or is_whole or case.op in ("MIN", "MAX") or case.size <= 2
+    return not is_reduction or is_whole or case.op in ("MIN", "MAX") or case.size == 1
 
 
 TOLERANCES = {

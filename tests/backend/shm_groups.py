@@ -24,7 +24,7 @@ def make_group(
     return dist.new_group(ranks, timeout=timeout, backend=backend)
 
 
-def run_case(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_case(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 60) -> list[Any]:
     """`run_ranks` with more time: eight ranks share two cores with other tests."""
     return run_ranks(fn, nprocs, *args, timeout=timeout)
 
