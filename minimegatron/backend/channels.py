@@ -34,6 +34,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -115,12 +116,13 @@ class Connection:
         self._slots: dict[object, Slots] = {}
         # Several threads may send; what comes in is guarded by `reader.changed`.
         self._sending = threading.RLock()
-        self._incoming = Incoming(met.connection, met.descriptor)
+        self._incoming = Incoming(met.connection, met.descriptor, peer)
         self._expected: defaultdict[int, deque[PendingReceive]] = defaultdict(deque)
         self._num_expected = 0
         self._failed_epoch = -1  # the last one in which a wait has failed
         self._has_abandoned = False  # the last step
         self.number = met.connection.fileno()
+        self.reference = weakref.ref(self)
         self.poller = select.poll()
         self.poller.register(self.number, select.POLLIN)
         self.poller.register(reader.bell, select.POLLIN)
@@ -145,7 +147,7 @@ class Connection:
             self._incoming.has_ended = True
             reader.forget(self)
             reader.ring()
-        self._socket.close()
+        self._writer.close()
 
     # -- Steps --
 

@@ -44,7 +44,7 @@ class SharedMemoryWork(dist.Work):
         super().__init__()
         self._outputs, self._arrivals, self._finish = list(outputs), arrivals, finish
         self._make_room, self._may_be_repeated = make_room, may_be_repeated
-        self._is_finished, self._error = False, None
+        self._is_finished, self._error = not arrivals and finish is None, None
         self._future: torch.futures.Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -57,6 +57,8 @@ class SharedMemoryWork(dist.Work):
             if timeout:
                 self._wait_at_most(timeout.total_seconds())
             self._complete()
+        if self._make_room is not None:
+            self._make_room()
         return True
 
     def _wait_at_most(self, seconds: float) -> None:
@@ -77,8 +79,6 @@ class SharedMemoryWork(dist.Work):
             if not self._may_be_repeated:
                 self._error, self._arrivals, self._finish = error, (), None
             raise
-        if self._make_room is not None:
-            self._make_room()
 
     def _conclude(self) -> None:
         if self._finish is not None:
@@ -176,6 +176,7 @@ class ReceivedFromAny(SharedMemoryWork):
 
     def __init__(self, outputs: Tensors, find: Callable[[], PendingReceive | None], timeout: float):
         super().__init__(outputs)
+        self._is_finished = False
         self._find, self._timeout, self._peer = find, timeout, -1
 
     @property
@@ -227,6 +228,7 @@ class GlooWork(SharedMemoryWork):
     ):
         super().__init__(outputs, arrivals, finish)
         self._work, self._compare, self._seconds = work, compare, seconds
+        self._is_finished = False
 
     def _wait_at_most(self, seconds: float) -> None:
         super()._wait_at_most(seconds)
@@ -276,7 +278,7 @@ class Works(SharedMemoryWork):
 
     def __init__(self, works: Sequence[dist.Work], outputs: Tensors):
         super().__init__(outputs)
-        self._works = works
+        self._works, self._is_finished = works, not works
 
     def _wait_at_most(self, seconds: float) -> None:
         for work in self._works:
