@@ -91,9 +91,9 @@ def values(case: Case, member: int, number: int, shape: tuple[int, ...]) -> torc
         drawn = torch.float32 if case.dtype in (torch.float16, torch.bfloat16) else case.dtype
         return torch.randn(shape, generator=generator, dtype=drawn).to(case.dtype)
     lowest = 0 if case.dtype in (torch.uint8, torch.bool) else -4
-    return torch.randint(lowest, 2 if case.dtype == torch.bool else 5, shape, generator=generator).to(
-        case.dtype
-    )
+    return torch.randint(
+        lowest, 2 if case.dtype == torch.bool else 5, shape, generator=generator
+    ).to(case.dtype)
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:

@@ -76,9 +76,7 @@ class Job:
         return [Ended(*answer, code) for answer, code in zip(found, codes, strict=True)]
 
 
-def run_mortal(
-    fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 60
-) -> list[Ended]:
+def run_mortal(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 60) -> list[Ended]:
     """Calls `fn(*args)` in `nprocs` ranks over gloo on the CPU, some of which may die."""
     with Job(fn, nprocs, *args) as job:
         return job.results(timeout)

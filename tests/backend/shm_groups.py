@@ -1,6 +1,7 @@
 """Groups for the tests of the backend: over shared memory, and over gloo beside it."""
 
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -29,10 +30,29 @@ def run_case(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 6
     return run_ranks(fn, nprocs, *args, timeout=timeout)
 
 
-def refusal(call: Callable[[], Any]) -> str:
-    """The type and the words of what `call` raises; "" if it raises nothing."""
+def refusal(call: Callable[..., Any], *args: Any) -> str:
+    """The type and the words of what `call(*args)` raises; "" if it raises nothing."""
     try:
-        call()
+        call(*args)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def in_threads(*calls: Callable[[], Any]) -> None:
+    """Runs all calls at once; raises the first exception of any."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend import channels, handshake
+from minimegatron.backend import connecting, handshake
 from tests.backend.lone_processes import Job, run_mortal
 from tests.backend.shm_groups import BACKEND, make_group, refusal, run_case
 
@@ -42,7 +42,7 @@ CALLS = {
     "scatter": lambda group, peer: dist.scatter(ones(), None, peer, group),
     "reduce_scatter": lambda group, peer: dist.reduce_scatter(ones(), [ones()] * 2, group=group),
     "all_to_all": lambda group, peer: dist.all_to_all_single(
-        torch.empty(3), ones(12), [1, 2], [2, 1], group
+        torch.empty(4), ones(12), [2, 2], [2, 1], group
     ),
     "recv": lambda group, peer: dist.recv(ones(), peer, group),
     "recv from any": lambda group, peer: dist.recv(ones(), None, group),
@@ -64,8 +64,8 @@ def lose_a_neighbour(names: list[str]) -> str:
     dist.all_reduce(ones(), group=group)
     if rank % 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    first = refusal(lambda: CALLS[name](group, rank + 1))
-    again = refusal(lambda: CALLS[name](group, rank + 1))
+    first = refusal(CALLS[name], group, rank + 1)
+    again = refusal(CALLS[name], group, rank + 1)
     assert first and again, f"{name} returned: {first!r}, and then {again!r}"
     return first
 
@@ -236,9 +236,11 @@ def use_group(group: dist.ProcessGroup) -> None:
 def refuse(how: str):
     """A context in which this process has no memory to share, or is like no other."""
     if how == "other system":
-        return mock.patch.object(channels, "is_supported", lambda: False)
+        return mock.patch.object(connecting, "is_supported", lambda: False)
     if how == "memory refused":
-        return mock.patch.object(channels, "Arena", mock.Mock(side_effect=PermissionError(1, "no")))
+        return mock.patch.object(
+            connecting, "Arena", mock.Mock(side_effect=PermissionError(1, "no"))
+        )
     if how == "other boot id":
         return mock.patch.object(handshake, "_host", lambda *_: ("other", os.getpid()))
     raise ValueError(how)

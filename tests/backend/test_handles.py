@@ -3,7 +3,6 @@
 import gc
 import os
 import random
-import threading
 import time
 from datetime import timedelta
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.backend.shm_groups import make_group, run_case
+from tests.backend.shm_groups import in_threads, make_group, run_case
 
 MIB = 1 << 20
 
@@ -236,25 +235,6 @@ def test_handles_may_be_dropped():
 # -- Threads --
 
 
-def in_threads(*calls) -> None:
-    """Runs all calls at once; raises the first exception of any."""
-    errors: list[BaseException] = []
-
-    def run(call):
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 def use_threads() -> bool:
     first, second, rank = make_group(), make_group(), dist.get_rank()
 
@@ -321,7 +301,11 @@ MAX_CPU_SECONDS = 0.2
 def wait_for_the_last_rank() -> float:
     """Seconds of this process's CPU, all threads together, while it waits for a rank that sleeps."""
     last = dist.get_world_size() - 1
-    groups, rank, tensor = [make_group([i, last]) for i in range(last)], dist.get_rank(), full(400, 1)
+    groups, rank, tensor = (
+        [make_group([i, last]) for i in range(last)],
+        dist.get_rank(),
+        full(400, 1),
+    )
     for i, group in enumerate(groups):
         if rank in (i, last):
             dist.barrier(group)
