@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,15 +37,20 @@ class Outcome:
         try:
             call(*args)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            self.words, self.handles = f"{type(error).__name__}: {error}", []
+            self.words = f"{type(error).__name__}: {error}"
 
     def _begin(self, group: dist.ProcessGroup) -> None:
         given = give(self.case, dist.get_rank(group))
         operation = OPERATIONS[self.case.name]
         self.handles, self.tensors = operation.call(self.case, group, given)
 
-    def finish(self) -> None:
-        self.attempt(lambda: [handle.wait() for handle in self.handles])
+    def finish(self, by_future: bool) -> None:
+        """Waits for all handles, or for the futures of those that have one."""
+        for handle in self.handles:
+            if by_future and self.case.name not in MESSAGES and isinstance(handle, dist.Work):
+                self.attempt(handle.get_future().wait)
+            else:
+                self.attempt(handle.wait)
 
     def digest(self) -> str:
         """For ranks to compare; "" where members may have different results."""
@@ -56,11 +62,14 @@ class Outcome:
         return hashlib.sha1(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
 
 
-def run_all(cases: list[Case], groups: dict, drawn: random.Random) -> list[Outcome]:
-    """Begins all cases in their order; waits for those under way in a drawn one."""
+def run_all(cases: list[Case], groups: dict, drawn: random.Random, futures: float) -> list[Outcome]:
+    """Begins all cases in their order; waits for those under way in a drawn one.
+
+    `futures` is the probability that a case's future is waited for, not its handle.
+    """
     begun = [Outcome(case, groups[case.members]) for case in cases]
     for outcome in drawn.sample(begun, len(begun)):
-        outcome.finish()
+        outcome.finish(by_future=drawn.random() < futures)
     return begun
 
 
@@ -109,11 +118,11 @@ def play(seed: int, num_batches: int, subsets: list[tuple[int, ...]]) -> dict[st
     ours = {members: make_group(list(members)) for members in subsets}
     theirs = {members: make_group(list(members), backend="gloo") for members in subsets}
     counts: Counter[str] = Counter()
-    for _ in range(num_batches):
-        cases = [draw_case(drawn, list(OPERATIONS), subsets) for _ in range(drawn.randint(1, 6))]
-        cases = [case for case in cases if is_possible(case) and case.is_for(dist.get_rank())]
-        found = run_all(cases, ours, own_order)
-        wanted = run_all(cases, theirs, own_order)
+    each = one_of_each(drawn, subsets) if dist.get_world_size() < 8 else []
+    for batch in [*each, *draw_batches(drawn, num_batches, subsets)]:
+        cases = [case for case in batch if is_possible(case) and case.is_for(dist.get_rank())]
+        found = run_all(cases, ours, own_order, futures=0.3)
+        wanted = run_all(cases, theirs, own_order, futures=0)
         counts.update(check(*three) for three in zip(cases, found, wanted, strict=True))
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, {one.case.seed: one.digest() for one in found})
@@ -121,6 +130,24 @@ def play(seed: int, num_batches: int, subsets: list[tuple[int, ...]]) -> dict[st
             digests = {of_rank[one.case.seed] for of_rank in everyone if one.case.seed in of_rank}
             assert len(digests) == 1, f"ranks have not the same: {one.case}"
     return dict(counts)
+
+
+def draw_batches(drawn: random.Random, num: int, subsets: list) -> list[list[Case]]:
+    """In each, up to six cases that may be under way at once."""
+    names = list(OPERATIONS)
+    return [
+        [draw_case(drawn, names, subsets) for _ in range(drawn.randint(1, 6))] for _ in range(num)
+    ]
+
+
+def one_of_each(drawn: random.Random, subsets: list) -> list[list[Case]]:
+    """Every function with nothing, with one number, and with what goes another way than small ones."""
+    shapes = [(0,), (1,), (), (5, 3), (400_000,)]
+    everyone = [subset for subset in subsets if len(subset) == max(map(len, subsets))]
+    return [
+        [replace(draw_case(drawn, [name], everyone), shape=shape) for shape in shapes]
+        for name in OPERATIONS
+    ]
 
 
 def is_possible(case: Case) -> bool:
