@@ -488,7 +488,7 @@ class PendingReceive:
             )
         wanted = tensor.numel() * tensor.element_size()
         return (
-            f"a message of {other.num_bytes} bytes came where {wanted} were expected, for "
+            f"rank {self.peer} of the group sends another size: a message of {other.num_bytes} bytes came where {wanted} were expected, for "
             f"shape {tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
         )
 
