@@ -99,6 +99,16 @@ def use_futures(num_bytes: int) -> bool:
 
     assert has(begin(rank).then(reduce_again).then(lambda done: done.value() * 2).wait(), 4)
 
+    def wait_again(done: torch.futures.Future) -> torch.Tensor:
+        halved = done.value()[0] / 2
+        work = dist.all_reduce(halved, group=group, async_op=True)
+        return work.get_future().wait()[0]
+
+    for _ in range(10):
+        if rank:
+            time.sleep(0.002)  # so that the future of the other rank is not done at once
+        assert has(begin(rank).then(wait_again).wait(), 1)
+
     heard: list[float] = []
     some = [begin(rank + i) for i in range(20)]
     for future in some:
@@ -213,17 +223,24 @@ def test_each_rank_waits_in_an_order_of_its_own():
 
 
 def drop_handles() -> bool:
+    """What is reduced in place, in halves, and through a copy, with nobody to wait for it."""
     group, rank = make_group(), dist.get_rank()
-    kept = [full(4 * MIB if i % 10 == 0 else 4000, rank + i) for i in range(60)]
-    for tensor in kept:
-        dist.all_reduce(tensor, group=group, async_op=True)
-        dist.all_reduce(tensor.clone(), group=group, async_op=True)  # its tensor is dropped too
+    wanted = []
+    for i in range(20):
+        num_bytes = 4 * MIB if i % 5 == 0 else 4000
+        total, mean = full(num_bytes, rank + i), full(num_bytes, 2 * rank + i)
+        turned = torch.full((2, num_bytes // 8), float(rank + i)).t()
+        dist.all_reduce(total, group=group, async_op=True)
+        dist.all_reduce(mean, dist.ReduceOp.AVG, group, async_op=True)
+        dist.all_reduce(turned, group=group, async_op=True)
+        dist.all_reduce(total.clone(), group=group, async_op=True)  # its tensor is dropped too
+        wanted += [(total, 2 * i + 1), (mean, i + 1), (turned, 2 * i + 1)]
     gc.collect()
     total = full(4000, rank)
     dist.all_reduce(total, group=group)
     dist.barrier(group)
     assert has(total, 1)
-    while not all(has(tensor, 2 * i + 1) for i, tensor in enumerate(kept)):
+    while not all(has(tensor, value) for tensor, value in wanted):
         time.sleep(0.001)
     return True
 

@@ -186,6 +186,14 @@ def reduces(size: int, op: str = "SUM", dtype: torch.dtype = torch.float32) -> C
     )
 
 
+def in_future(size: int, op: str) -> Call:
+    return lambda group: (
+        dist.all_reduce(zeros(size), getattr(dist.ReduceOp, op), group, async_op=True)
+        .get_future()
+        .wait()
+    )
+
+
 def broadcasts(size: int, root: int = 0) -> Call:
     return lambda group: dist.broadcast(zeros(size), root, group)
 
@@ -213,6 +221,8 @@ DIFFERENT: dict[str, tuple[Call, Call, list[str]]] = {
     "large sizes": (reduces(MIB), reduces(MIB + 2), [f"{4 * MIB}", f"{4 * MIB + 8}"]),  # B4
     "large ops": (reduces(MIB), reduces(MIB, "MAX"), ["SUM", "MAX"]),
     "large functions": (reduces(MIB), gathers(MIB), ["all_reduce", "all_gather"]),
+    "ops, by future": (in_future(3, "SUM"), in_future(3, "MAX"), ["SUM", "MAX"]),
+    "large ops, by future": (in_future(MIB, "SUM"), in_future(MIB, "MAX"), ["SUM", "MAX"]),
 }
 """What rank 0 calls, what rank 1 calls, and what both are told, in which each waits for the other."""
 
