@@ -38,6 +38,8 @@ from tests.plain_runs import (
 from tests.plain_walks import callers, extents, length_of, walks, ways_to_wire, without_turns
 from tests.ranks import has_shared_memory
 
+pytestmark = pytest.mark.timeout(900)  # five runs in the first test that asks for them
+
 MOST_ROOMS = 6
 MORE_WITH_ROOMS = 0.05
 
