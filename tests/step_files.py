@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import minimegatron
-from minimegatron.core.local_host.channels import Connection
+from minimegatron.backend.channels import Connection
 from minimegatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from minimegatron.training.tiny_gpt import TinyGPT
 from tests.ranks import run_ranks

@@ -52,6 +52,7 @@ LAYERS = [
     {"core.pipeline_parallel.lowering"},
     {"core.pipeline_parallel.send_limits"},
     {"core.model_parallel_config", "core.recorded_graph"},
+    {"backend"},
     {"core.local_host"},
     {"core.collectives"},
     {"core.rerun"},

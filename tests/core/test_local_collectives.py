@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend.connecting import connect
 from minimegatron.core import collectives
 from minimegatron.core.local_host import local_collectives
-from minimegatron.core.local_host.channels import connect
 from minimegatron.core.local_host.local_collectives import MAX_BYTES, get_mesh
 from tests.ranks import run_ranks
 

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from minimegatron.backend import connecting
 from minimegatron.core import parallel_state
 from minimegatron.core.collectives import (
     all_gather,
@@ -21,7 +22,6 @@ from minimegatron.core.collectives import (
     broadcast,
     pass_to_next,
 )
-from minimegatron.core.local_host import channels as local_channels
 from minimegatron.core.model_parallel_config import ModelParallelConfig
 from minimegatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from minimegatron.core.pipeline_parallel.schedules import (
@@ -300,7 +300,7 @@ def swallowed_exception() -> None:
 
 def swallowed_exception_over_gloo() -> None:
     """Over gloo's network nobody can be told that a rank has given up."""
-    with mock.patch.object(local_channels, "is_supported", lambda: False):
+    with mock.patch.object(connecting, "is_supported", lambda: False):
         swallowed_exception()
 
 

@@ -1,13 +1,11 @@
-"""Memory that ranks of one machine share, behind one door: others import from this file alone.
+"""Collectives of `core` over memory that ranks of one machine share, behind one door.
 
-Megatron needs no such package: NCCL moves tensors between GPUs.
-
-In the order to read it: `shared_memory`, `slots` (who may write where), `handshake` (who is there),
-`backlog` (what a full socket does not take), `channels` (tensors between two ranks),
-`local_collectives` (between all ranks of a group).
+Others import from this file alone. Megatron needs no such package: NCCL moves tensors between GPUs.
+What moves the bytes is `minimegatron.backend`; `local_collectives` has the ranks of a group.
 """
 
-from minimegatron.core.local_host.channels import LENT, Connection, connect, get_timeout
+from minimegatron.backend.channels import LENT, Connection
+from minimegatron.backend.connecting import connect, get_timeout
 from minimegatron.core.local_host.local_collectives import (
     abandon,
     begin_step,

@@ -37,7 +37,7 @@ FAULTS_AROUND_A_STEP = (
     # -- Shared memory --
     Fault(
         "messages-of-a-failed-step",
-        "core/local_host/channels.py",
+        "backend/incoming.py",
         "        while messages and self._is_before(messages[0].epoch, epoch):\n",
         "        while False:\n",
         "What a failed step left unread is taken for a message of the next step.",
@@ -59,8 +59,8 @@ FAULTS_AROUND_A_STEP = (
     ),
     Fault(
         "failure-kept-secret",
-        "core/local_host/channels.py",
-        "            self._write(_ABANDONED, len(text), text=text)\n",
+        "backend/channels.py",
+        "            self._write(ABANDONED, len(text), text=text)\n",
         "            pass\n",
         "A rank that fails tells nobody; those that wait for it wait until the time-out.",
     ),
@@ -73,14 +73,14 @@ FAULTS_AROUND_A_STEP = (
     ),
     Fault(
         "every-message-lent",
-        "core/local_host/slots.py",
+        "backend/slots.py",
         "return self._page not in self._lent",
         "return True",
         "What a stage keeps for its backward stays in shared memory, which grows with the stages.",
     ),
     Fault(
         "anybody-may-call",
-        "core/local_host/handshake.py",
+        "backend/handshake.py",
         "user == os.geteuid() and hmac.compare_digest(told, secret) and len",
         "len",
         "Whoever calls the socket counts as a rank, and gets the messages.",

@@ -1,0 +1,499 @@
+"""Tensors between two processes of one host, through shared memory: no polling thread, no network.
+
+Megatron needs no such module: NCCL does the same for GPUs of one host.
+
+A gloo message between two processes of one host goes through the kernel's network code twice, and
+wakes two threads in turn. Here a message is a *slot* of memory that both processes have mapped:
+
+1. The sender copies the tensor into a free slot, and writes a header, where and how long, to a
+   socket. That never blocks.
+2. The receiver, asleep until that socket has something, wakes. It uses the slot itself as its tensor,
+   if it uses no other slot of that channel, and copies it out otherwise. So the shared memory of a
+   channel has one message in use, and those under way; what a stage keeps for its backward is its own.
+3. The receiver marks the slot, as lent while it is in use, then as free. The sender sees that
+   without a message.
+
+One connection serves two ranks in both directions. What must not be taken for each other, such as
+activations and gradients, has *lanes* of its own. In each lane the n-th message is taken for the n-th
+one expected; the lanes know nothing of each other's order. Whoever waits for one message takes those
+of all other lanes and connections too (`waiting`).
+
+What a failed step leaves behind must not be taken for the next step's. So time is cut into *epochs*:
+each step is one, and so is the time between two steps. Every header carries its epoch; a receiver
+takes a message only for what it expected in the same epoch, and drops older ones. And a rank whose
+step fails says so to everybody it is connected with (`abandon`), so that nobody waits for it until the
+time-out. When it begins its next step it says that too, for those that had ended the failed one well,
+and wait for this rank outside of any.
+
+Some messages belong to no step: each rank will send them, be it one step later. Their lanes know no
+epochs (`FIRST_LANE_OF_NO_STEP`): there, a message stays until it is taken, whatever fails in between.
+"""
+
+import contextlib
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import torch
+
+from minimegatron.backend.backlog import Writer
+from minimegatron.backend.calls import read_call
+from minimegatron.backend.epochs import belong_together, describe, is_in_step, next_step
+from minimegatron.backend.handshake import Met
+from minimegatron.backend.incoming import (
+    ABANDONED,
+    BEGUN,
+    COUNT,
+    FIRST_LANE_OF_NO_STEP,
+    HEADER,
+    MESSAGE,
+    Header,
+    Incoming,
+    WireError,
+)
+from minimegatron.backend.shared_memory import Arena
+from minimegatron.backend.slots import Slot, Slots, TheirSlot
+from minimegatron.backend.waiting import reader
+
+STEPS = 0
+"""The lane of collectives."""
+COPIED, LENT, IN_PLACE = "copied", "lent", "in place"
+_FAILED_STEP = "this message belongs to a step that has failed"
+_MAX_REASON = 400
+_MAX_LANES = 64
+"""More lanes than these are forgotten while nothing is in them."""
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 2e-3
+
+
+# -- One message on its way out --
+
+
+class Sent:
+    """The handle of a message that lies in a slot. `wait` returns once the receiver has taken it."""
+
+    def __init__(self, connection: "Connection", slot: Slot):
+        self._connection, self._slot, self._number = connection, slot, slot.number
+
+    def is_taken(self) -> bool:
+        return self._slot.number != self._number or self._slot.is_taken()
+
+    def wait(self) -> bool:
+        """Raises WireError if the receiver has gone, gave up, or does not come in time."""
+        if not self.is_taken():
+            self._connection.wait_until_taken(self)
+        return True
+
+
+# -- Both directions --
+
+
+class Connection:
+    """One end of a connection between two ranks: what goes out is copied, what comes in is asked for.
+
+    Several receives may be under way in several lanes, and waited for in any order. A wait that fails
+    in a lane of the step fails the step: in all of them, nothing more of that epoch is expected.
+
+    Args:
+        met: the socket, and the descriptor of the peer's memory.
+        arena: this rank's memory; one for all of its connections of a group.
+        peer: the other rank, within the group; for messages.
+        timeout: seconds that a wait may take.
+    """
+
+    def __init__(self, met: Met, arena: Arena, peer: int, timeout: float):
+        self.peer, self.epoch, self._timeout = peer, 0, timeout
+        self.ask_timeout: Callable[[], float] | None = None
+        """Says how long a wait may take, for a group whose time-out may change."""
+        self._socket, self._arena = met.connection, arena
+        self._socket.settimeout(None)
+        # A number, because Python's own way to combine flags takes longer than the call.
+        self._flags = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        self._writer = Writer(met.connection, self._flags)
+        self._slots: dict[object, Slots] = {}
+        # Several threads may send; what comes in is guarded by `reader.changed`.
+        self._sending = threading.RLock()
+        self._incoming = Incoming(met.connection, met.descriptor, peer)
+        self._expected: defaultdict[int, deque[PendingReceive]] = defaultdict(deque)
+        self._num_expected = 0
+        self._failed_epoch = -1  # the last one in which a wait has failed
+        self._has_abandoned = False  # the last step
+        self.number = met.connection.fileno()
+        self.reference = weakref.ref(self)
+        self.poller = select.poll()
+        self.poller.register(self.number, select.POLLIN)
+        self.poller.register(reader.bell, select.POLLIN)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something more may come."""
+        return not self._incoming.has_ended
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take."""
+        return self._timeout if self.ask_timeout is None else self.ask_timeout()
+
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, no wait takes longer."""
+        self._timeout = seconds
+
+    def close(self) -> None:
+        """Ends the connection: the peer reads what it was sent, and then that nothing follows."""
+        with reader.changed:
+            self._incoming.has_ended = True
+            reader.forget(self)
+            reader.ring()
+        self._writer.close()
+
+    # -- Steps --
+
+    def begin_step(self, epoch: int | None = None) -> None:
+        """From here on messages belong to the next step, or to `epoch`. Both ends count alike."""
+        self.epoch = next_step(self.epoch) if epoch is None else epoch
+        if self._has_abandoned:
+            self._has_abandoned = False
+            with contextlib.suppress(OSError):
+                self._write(BEGUN)
+        with reader.changed:  # whoever waits for a peer that has gone is told
+            self.read()
+            self._drop_old()
+
+    def end_step(self) -> None:
+        """From here on messages belong to no step. What the step expected may still be waited for."""
+        self.epoch += 1
+
+    def abandon(self, reason: str) -> None:
+        """Ends a step that failed: expects nothing of it any more, and tells the peer. Never raises.
+
+        Between two steps there is nothing to end.
+        """
+        if not is_in_step(self.epoch):
+            return
+        self._give_up(self.epoch, self.epoch)
+        text = reason.encode(errors="replace")[:_MAX_REASON]
+        with contextlib.suppress(OSError):
+            self._write(ABANDONED, len(text), text=text)
+        self.epoch += 1
+        self._has_abandoned = True
+
+    def _give_up(self, from_epoch: int, to_epoch: int) -> None:
+        """Expects nothing of these epochs any more, in the lanes that know them."""
+        with reader.changed:
+            for lane, expected in self._expected.items():
+                if lane < FIRST_LANE_OF_NO_STEP:
+                    for arrival in expected:
+                        arrival.is_given_up = from_epoch <= arrival.epoch <= to_epoch
+                    self._expected[lane] = deque(a for a in expected if not a.is_given_up)
+            self._count_expected(sum(map(len, self._expected.values())))
+
+    def _drop_old(self) -> None:
+        for lane, messages in self._incoming.messages.items():
+            if lane < FIRST_LANE_OF_NO_STEP:
+                expected = self._expected[lane]
+                oldest = expected[0].epoch if expected else self.epoch
+                self._incoming.drop_before(min(oldest, self.epoch), messages)
+        self._incoming.drop_counts_before(self.epoch)
+
+    def tell_count(self, count: int) -> None:
+        """Tells the peer a number, for `read_count`; once in an epoch. Never raises."""
+        # The ranks of another pipeline may be through with this group; whoever waits for them is told.
+        with contextlib.suppress(OSError):
+            self._write(COUNT, count)
+
+    def read_count(self) -> int:
+        """What the peer has told in this epoch. Raises WireError if it tells nothing in time."""
+        counts = self._incoming.counts
+
+        def has_come() -> bool:
+            self._incoming.drop_counts_before(self.epoch)
+            if not counts:
+                self._incoming.check(self.epoch)
+            return bool(counts)
+
+        if not reader.wait(has_come, time.monotonic() + self.timeout, self):
+            raise WireError(self._nothing_came())
+        epoch, count = counts[0]
+        self._check_epoch(self.epoch, epoch)
+        return count
+
+    # -- Out --
+
+    def send(
+        self, tensor: torch.Tensor, channel: object = None, lane: int = STEPS, call: int = 0
+    ) -> Sent:
+        """Copies `tensor` into a slot of `channel` and tells the peer; waits for nobody.
+
+        A channel says whose slots are used, a lane what the message is taken for, `call` what the
+        peer must expect. Raises WireError if the peer has gone.
+        """
+        num_bytes = tensor.numel() * tensor.element_size()
+        with self._sending:
+            slots = self._slots.get(channel)
+            if slots is None:
+                slots = self._slots[channel] = Slots(self._arena)
+            slot, retired = slots.take(num_bytes)
+            slot.fill(tensor)
+            place = (slot.offset, len(slot.piece), slot.mark_place, retired)
+            self._write(MESSAGE, num_bytes, place, lane, call)
+            return Sent(self, slot)
+
+    def _write(
+        self,
+        kind: int,
+        number: int = 0,
+        place: tuple[int, int, int, int] = (0, 0, 0, 0),
+        lane: int = STEPS,
+        call: int = 0,
+        text: bytes = b"",
+    ) -> None:
+        data = HEADER.pack(kind, lane, self.epoch, call, number, *place, time.monotonic()) + text
+        with self._sending:
+            try:
+                # Unless something that was written earlier still waits for the socket.
+                num_sent = 0 if self._writer.later else self._socket.send(data, self._flags)
+            except BlockingIOError:
+                num_sent = 0
+            except OSError as error:
+                raise WireError(f"rank {self.peer} of the group has gone: {error}") from error
+            if num_sent < len(data):
+                self._writer.write(data[num_sent:])
+
+    def wait_until_taken(self, sent: Sent) -> None:
+        """See `Sent.wait`. The receiver sends nothing when it takes a message, so this one looks."""
+        deadline, pause = time.monotonic() + self.timeout, _SHORTEST_SLEEP
+        while not sent.is_taken():
+            reader.read_what_came(self)
+            with reader.changed:
+                self._incoming.check(self.epoch)
+            if time.monotonic() > deadline:
+                raise WireError(
+                    f"rank {self.peer} of the group has not taken a message within "
+                    f"{self.timeout:g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_SLEEP)
+
+    # -- In --
+
+    def expect(
+        self, tensor: torch.Tensor, how: str = COPIED, lane: int = STEPS, call: int = 0
+    ) -> "PendingReceive":
+        """Notes that the lane's next message not yet spoken for becomes `tensor`."""
+        with reader.changed:
+            arrival = PendingReceive(self, tensor, how, lane, call)
+            is_of_step = lane < FIRST_LANE_OF_NO_STEP
+            arrival.is_given_up = is_of_step and self.epoch == self._failed_epoch
+            if not arrival.is_given_up:
+                self._expected[lane].append(arrival)
+                self._count_expected(self._num_expected + 1)
+                if self._incoming.messages.get(lane):
+                    self._settle(lane)
+        return arrival
+
+    def _count_expected(self, count: int) -> None:
+        if count and not self._num_expected:
+            reader.watch(self)
+        elif self._num_expected and not count:
+            reader.forget(self)
+        self._num_expected = count
+
+    def read(self) -> None:
+        """Takes what has come, and waits for nothing. Call it with `reader.changed` held."""
+        for lane in self._incoming.read():
+            self._settle(lane)
+
+    def has_spare(self, lane: int) -> bool:
+        """Whether a message of the lane has come that nobody expects yet."""
+        return bool(self._incoming.messages.get(lane)) and not self._expected.get(lane)
+
+    def _settle(self, lane: int) -> None:
+        """Takes the lane's messages for what was expected, in order, as far as both go."""
+        expected, messages = self._expected[lane], self._incoming.messages[lane]
+        while expected and messages:
+            if lane < FIRST_LANE_OF_NO_STEP:
+                epoch = expected[0].epoch
+                self._incoming.drop_before(epoch, messages)
+                if not messages or not belong_together(epoch, messages[0].epoch):
+                    break
+            expected.popleft().take(messages.popleft(), self._incoming)
+            self._count_expected(self._num_expected - 1)
+        if len(self._expected) > _MAX_LANES and not expected and not messages:
+            del self._expected[lane], self._incoming.messages[lane]
+
+    def complete(self, arrival: "PendingReceive", deadline: float | None = None) -> None:
+        """Waits until a message was taken for `arrival`, the group's time-out long or to `deadline`."""
+        if deadline is None:
+            deadline = time.monotonic() + self.timeout
+
+        def is_there() -> bool:
+            if not arrival.is_done:
+                self._check_hope(arrival)
+            return arrival.is_done
+
+        try:
+            if not reader.wait(is_there, deadline, self):
+                raise WireError(self._nothing_came())
+        except BaseException:
+            # What comes later for those before it must not be taken for what is asked for next.
+            self.fail(arrival)
+            raise
+
+    def fail(self, arrival: "PendingReceive") -> None:
+        """A wait for `arrival` has failed: nothing more of its epoch is expected.
+
+        A wait for a message of no step gives nothing up: it may be made again in a later step.
+        """
+        if arrival.lane < FIRST_LANE_OF_NO_STEP:
+            self._failed_epoch = arrival.epoch
+            self._give_up(0, arrival.epoch)
+
+    def has_failed_in(self, epoch: int) -> bool:
+        """Whether a wait for a message of this epoch has failed."""
+        return epoch == self._failed_epoch
+
+    def _check_hope(self, arrival: "PendingReceive") -> None:
+        """Raises WireError if the message cannot come any more."""
+        if arrival.is_given_up:
+            raise WireError(_FAILED_STEP)
+        epoch, incoming = self.epoch, self._incoming
+        if arrival.lane < FIRST_LANE_OF_NO_STEP:
+            epoch = self._expected[arrival.lane][0].epoch
+            messages = incoming.messages[arrival.lane]
+            theirs = messages[0].epoch if messages else incoming.newest_epoch
+            # What came in another lane may tell that nothing of this epoch will come any more.
+            if messages or theirs > epoch:
+                self._check_epoch(epoch, theirs)
+        incoming.check(epoch)
+
+    def _check_epoch(self, mine: int, theirs: int) -> None:
+        if not belong_together(mine, theirs):
+            self._incoming.check(mine)
+            raise WireError(
+                f"rank {self.peer} of the group is in {describe(theirs)}, and this rank waits for a "
+                f"message of {describe(mine)}; every rank must begin every step"
+            )
+
+    def _nothing_came(self) -> str:
+        text = f"rank {self.peer} of the group sent nothing within {self.timeout:g} s"
+        if self._incoming.num_dropped:
+            text += (
+                f" but {self._incoming.num_dropped} messages of earlier steps; has it left out a "
+                "step that this rank has begun?"
+            )
+        elif unread := sum(map(len, self._incoming.messages.values())):
+            text += f" in the lane that this rank waits for; messages in other lanes: {unread}"
+        return text
+
+
+class PendingReceive:
+    """The handle of a message to come; `sent_at` is on `time.monotonic`'s clock, None before.
+
+    `tensor` holds the message after `wait`. `how`:
+
+    * `COPIED`: the message is copied into `tensor`'s memory.
+    * `LENT`: it may be the sender's slot that becomes `tensor`'s memory, until nobody has it any more;
+      such memory cannot be resized.
+    * `IN_PLACE`: `tensor` says shape and dtype alone; after `wait`, `PendingReceive.tensor` is another
+      one: the slot itself, valid until `release`, or until nobody has this handle any more.
+    """
+
+    def __init__(
+        self, connection: Connection, tensor: torch.Tensor, how: str, lane: int, call: int
+    ):
+        self._connection, self.tensor, self._how = connection, tensor, how
+        self.epoch, self.lane, self.call = connection.epoch, lane, call
+        self.is_done, self.is_given_up, self.sent_at = False, False, None
+        # The message that came instead of the one expected; why the right one could not be taken.
+        self.other: Header | None = None
+        self._failure: Exception | None = None
+        # What follows once it is taken, in the thread that takes it, with `reader.changed` held.
+        self.then: Callable[[], None] | None = None
+        self._slot: TheirSlot | None = None
+
+    def __del__(self):
+        self.release()
+
+    @property
+    def peer(self) -> int:
+        """The sender, within the group."""
+        return self._connection.peer
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that `wait` may take."""
+        return self._connection.timeout
+
+    def wait(self, deadline: float | None = None) -> bool:
+        """Raises WireError if the sender has gone, gave up, sent something else, or does not come.
+
+        It waits for the connection's time-out, or until `deadline` on `time.monotonic`'s clock.
+        """
+        if not self.is_done:
+            self._connection.complete(self, deadline)
+        is_of_step = is_in_step(self.epoch) and self.lane < FIRST_LANE_OF_NO_STEP
+        if is_of_step and self._connection.has_failed_in(self.epoch):
+            raise WireError(_FAILED_STEP)
+        if self.is_wrong():
+            if is_of_step:  # outside of steps, the messages after it are still in order
+                self._connection.fail(self)
+            raise WireError(self._say_other() if self.other else f"not taken: {self._failure}")
+        return True
+
+    def is_wrong(self) -> bool:
+        """Whether something else has come, or it could not be taken."""
+        return self.other is not None or self._failure is not None
+
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise at once."""
+
+        return self.is_wrong() or self.is_given_up or not self._connection.is_open
+
+    def take(self, message: Header, incoming: Incoming) -> None:
+        """Takes this message, in any thread; `wait` tells what is wrong with it."""
+        self.sent_at, self.is_done = message.sent_at, True
+        try:
+            self._take(message, incoming.slot_of(message))
+        except (OSError, RuntimeError) as error:
+            self._failure = error
+        if self.then is not None:
+            self.then()
+
+    def _take(self, message: Header, slot: TheirSlot) -> None:
+        tensor = self.tensor
+        wanted = tensor.numel() * tensor.element_size()
+        if message.num_bytes != wanted or message.call != self.call:
+            slot.free()
+            self.other = message
+        elif self._how == IN_PLACE:
+            self.tensor, self._slot = slot.view(tensor), slot
+        elif self._how == LENT and slot.may_be_lent() and tensor.is_cpu and wanted > 0:
+            tensor.data = slot.lend(wanted, tensor.dtype).view(tensor.shape)
+        else:
+            # Also where the thread that takes it is not in the mode in which the tensor was made.
+            with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+                tensor.detach().copy_(slot.view(tensor))
+            slot.free()
+
+    def _say_other(self) -> str:
+        tensor, other = self.tensor, self.other
+        if self.call != other.call:
+            return (
+                f"rank {self.peer} of the group has called {read_call(other.call)}, and "
+                f"this rank {read_call(self.call)}; all ranks of a group must make the same calls "
+                "in one order"
+            )
+        wanted = tensor.numel() * tensor.element_size()
+        return (
+            f"a message of {other.num_bytes} bytes came where {wanted} were expected, for "
+            f"shape {tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
+        )
+
+    def release(self) -> None:
+        """The sender may use the slot again."""
+        if self._slot is not None:
+            self._slot.free()
+            self._slot = None
