@@ -50,7 +50,7 @@ class _Completer:
 
     def add(self, promise: _Promise) -> None:
         """The thread will complete this one too."""
-        with reader.changed:
+        with reader.lock:
             self._promises.append(promise)
             self._has_news = True
             if self._is_waiting:
@@ -65,7 +65,7 @@ class _Completer:
     def _run(self) -> None:
         while (promise := self._next_due()) is not None:
             promise.work.complete_future(promise.future, promise.deadline)
-            with reader.changed:
+            with reader.lock:
                 if self._is_waiting:
                     return
                 self._is_waiting = True
@@ -77,7 +77,7 @@ class _Completer:
         wait for another future.
         """
         while True:
-            with reader.changed:
+            with reader.lock:
                 self._has_news = False
                 due = next((promise for promise in self._promises if promise.is_due()), None)
                 if due is not None or not self._promises:

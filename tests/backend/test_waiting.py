@@ -81,7 +81,7 @@ def test_a_connection_that_nobody_has_any_more_is_not_read():
     here, there = both_ends()
     here.expect(torch.empty(3))
     number = here.number
-    assert number in reader._expecting
+    assert number in reader.expecting
     del here
     gc.collect()  # what it expects knows it
     (other_here, other_there) = both_ends()
@@ -91,7 +91,7 @@ def test_a_connection_that_nobody_has_any_more_is_not_read():
     assert second.wait() and first.is_done and second.tensor[0] == 3
     other_here.expect(torch.empty(3))
     reader.read_what_came()
-    assert list(reader._expecting) == [other_here.number]
+    assert list(reader.expecting) == [other_here.number]
     there.close()
 
 

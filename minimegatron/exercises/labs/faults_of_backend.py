@@ -9,8 +9,8 @@ FAULTS_OF_BACKEND = (
     Fault(
         "who-waits-reads-for-itself-alone",
         "backend/waiting.py",
-        "if len(self._expecting) > 1 or not found or connection.number not in self._expecting:",
-        "if not found:",
+        "        for number, reference in list(self.expecting.items()):\n",
+        "        for number, reference in ():\n",
         "A rank that waits for one message leaves those of other ranks in their slots. Two ranks that "
         "each wait until the other takes what it has sent wait until the time-out.",
     ),
@@ -24,8 +24,8 @@ FAULTS_OF_BACKEND = (
     Fault(
         "any-call-will-do",
         "backend/channels.py",
-        "if message.num_bytes != wanted or message.call != self.call:",
-        "if message.num_bytes != wanted:",
+        "if num_bytes != wanted or message.call != self.call:",
+        "if num_bytes != wanted:",
         "A rank that calls a maximum and one that calls a sum combine their numbers, each in its way.",
     ),
     Fault(
