@@ -1,27 +1,28 @@
 """Groups for the tests of the backend: over shared memory, and over gloo beside it."""
 
-import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-import minimegatron.backend  # noqa: F401  (registers the backend)
-from tests.ranks import run_ranks
+from minimegatron.backend import NAME
+from tests.ranks import has_shared_memory, run_ranks
 
-BACKEND = os.environ.get("MINIMEGATRON_TESTS_BACKEND", "shm")
-"""The backend that is tested. `gloo` shows what the tests expect of it."""
+needs_shared_memory = pytest.mark.skipif(
+    not has_shared_memory(), reason="gloo carries all: nothing is shared, and it names no rank"
+)
 
 LONG = timedelta(minutes=10)
 """Longer than any test may take: what ends earlier was not ended by its time-out."""
 
 
 def make_group(
-    ranks: list[int] | None = None, timeout: timedelta = LONG, backend: str = BACKEND
+    ranks: list[int] | None = None, timeout: timedelta = LONG, backend: str = NAME
 ) -> dist.ProcessGroup:
-    """A new group of the tested backend. Collective over the world."""
+    """A new group, over shared memory if `backend` is not given. Collective over the world."""
     return dist.new_group(ranks, timeout=timeout, backend=backend)
 
 

@@ -19,10 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend import connecting, handshake
+from minimegatron.backend import NAME, connecting, handshake
 from tests.backend.lone_processes import Job, run_mortal
-from tests.backend.shm_groups import BACKEND, make_group, refusal, run_case
-from tests.ranks import has_shared_memory
+from tests.backend.shm_groups import make_group, needs_shared_memory, refusal, run_case
 
 pytestmark = pytest.mark.processes
 
@@ -75,6 +74,7 @@ def lose_a_neighbour(names: list[str]) -> str:
     return first
 
 
+@needs_shared_memory
 @pytest.mark.parametrize("first", range(0, len(CALLS), 4))
 def test_who_waits_for_a_killed_rank_is_told(first):
     names = list(CALLS)[first : first + 4]
@@ -82,7 +82,7 @@ def test_who_waits_for_a_killed_rank_is_told(first):
     for name, (value, error, _), killed in zip(names, results[::2], results[1::2], strict=True):
         assert killed.exit_code == -signal.SIGKILL
         assert not error, error
-        assert re.search(r"rank 1\b|ranks \[1\]", value) or BACKEND == "gloo", f"{name}: {value}"
+        assert re.search(r"rank 1\b|ranks \[1\]", value), f"{name}: {value}"
 
 
 def lose_one_of_three(num_bytes: int) -> tuple[str, int]:
@@ -99,6 +99,7 @@ def lose_one_of_three(num_bytes: int) -> tuple[str, int]:
     return said, num_good
 
 
+@needs_shared_memory
 @pytest.mark.parametrize("num_bytes", [400, 4 * MIB])
 def test_a_rank_killed_in_the_midst_of_a_collective_fails_all_others(num_bytes):
     *others, killed = run_mortal(lose_one_of_three, 3, num_bytes)
@@ -169,7 +170,7 @@ dist.all_reduce(total)
 
 
 def test_an_exception_between_two_calls_ends_both_programs(tmp_path):
-    command = [sys.executable, "-c", FAILING, str(tmp_path / "store"), f"cpu:{BACKEND}"]
+    command = [sys.executable, "-c", FAILING, str(tmp_path / "store"), f"cpu:{NAME}"]
     programs = [
         subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -206,12 +207,13 @@ def wait_for_a_stopped_rank(num_bytes: int) -> tuple[str, float]:
     return said, took
 
 
+@needs_shared_memory
 @pytest.mark.parametrize("num_bytes", [400, 4 * MIB])
 def test_a_stopped_rank_fails_the_others_after_the_time_out(num_bytes):
     *others, _ = run_case(wait_for_a_stopped_rank, 3, num_bytes)
     for said, took in others:
         assert took > 2.5, took
-        assert re.search(r"rank 2\b", said) or BACKEND == "gloo", said
+        assert re.search(r"rank 2\b", said), said
 
 
 # -- Systems that refuse --
@@ -356,10 +358,7 @@ def answer_to(stranger: socket.socket) -> bytes:
         return b""
 
 
-needs_sockets = pytest.mark.skipif(not has_shared_memory(), reason="ranks have no sockets to call")
-
-
-@needs_sockets
+@needs_shared_memory
 def test_strangers_are_turned_away_by_name_and_the_group_forms():
     hellos = [b"\0" * 20, b"GET / HTTP/1.0\r\n\r\n", None]
     *called, _ = run_case(make_group_among, 3, hellos, False)
@@ -369,37 +368,11 @@ def test_strangers_are_turned_away_by_name_and_the_group_forms():
         assert len(told) >= 2 and all(re.match(r"process \d+ \(.+\) of user \d+", t) for t in told)
 
 
-@needs_sockets
+@needs_shared_memory
 def test_many_silent_strangers_take_no_more_files_than_there_are():
     hellos = [None] * (handshake._MAX_CALLS + 20)
     (warned, _), _ = run_case(make_group_among, 2, hellos, True)
     assert sum("was turned away" in text for text in warned) >= handshake._MAX_CALLS
-
-
-# -- A rank that leaves --
-
-
-def send_and_leave() -> list[float]:
-    """What a rank has sent before it left arrives; what it did not send is told."""
-    group, rank = make_group(), dist.get_rank()
-    if rank == 0:
-        dist.broadcast(ones(), 0, group)
-        dist.isend(ones() * 2, 1, group, tag=4)
-        dist.destroy_process_group(group)
-        dist.barrier()
-        return []
-    dist.barrier()
-    first, second = ones() * 0, ones() * 0
-    dist.broadcast(first, 0, group)
-    dist.recv(second, 0, group, tag=4)
-    said = refusal(dist.recv, second, 0, group, 4)
-    assert re.search(r"rank 0\b", said) or BACKEND == "gloo", said
-    return [first.mean().item(), second.mean().item()]
-
-
-@needs_sockets
-def test_what_a_rank_has_sent_before_it_left_arrives():
-    assert run_case(send_and_leave, 2)[1] == [1.0, 2.0]
 
 
 # -- Many groups, and two jobs --

@@ -1,4 +1,4 @@
-"""Memory that a group shares: bounded, given back, never lent twice; and steps that fail."""
+"""Memory that a group shares: bounded, given back, and never two tensors' at once."""
 
 import gc
 import os
@@ -10,12 +10,9 @@ import torch
 import torch.distributed as dist
 
 from minimegatron.backend.mesh import MOST_BYTES_AHEAD
-from tests.backend.shm_groups import make_group, refusal, run_case
-from tests.ranks import has_shared_memory
+from tests.backend.shm_groups import make_group, needs_shared_memory, refusal, run_case
 
-pytestmark = pytest.mark.skipif(
-    not has_shared_memory(), reason="gloo carries all: nothing is shared, and no step is told apart"
-)
+pytestmark = needs_shared_memory
 
 MIB = 1 << 20
 PAGE = 4096
@@ -159,60 +156,7 @@ def test_what_came_is_the_receivers_own():
     assert all(run_case(own_what_came, 2, 20))
 
 
-# -- Steps --
-
-
-def fail_in_steps(num: int) -> tuple[list[float], list[str], int]:
-    """Steps that fail on rank 1 with messages unread, a good one after each."""
-    group, rank, sums, said = make_group(), dist.get_rank(), [], []
-    for number in range(num):
-        group.begin_step()
-        if rank == 0:
-            dist.isend(full(4000, -1), 1, group, tag=1)
-            dist.all_reduce(full(400, -1), group=group, async_op=True)
-            said.append(refusal(dist.recv, full(400, 0), 1, group, 2))
-        group.abandon(f"planted {number}")
-        group.begin_step()
-        total, message = full(400, rank + number), full(4000, number)
-        dist.all_reduce(total, group=group)
-        if rank == 0:
-            dist.isend(message, 1, group, tag=1)
-        else:
-            dist.recv(message, 0, group, tag=1)
-        sums += [total[0].item(), message[0].item()]
-        group.end_step()
-        dist.barrier(group)
-    return sums, said, shared_bytes()
-
-
-def test_a_step_that_failed_leaves_nothing_to_the_next_one():
-    results = run_case(fail_in_steps, 2, 20)
-    for sums, _, num_bytes in results:
-        assert sums == [value for i in range(20) for value in (2.0 * i + 1, float(i))]
-        assert num_bytes <= 20 * PAGE
-    for number, words in enumerate(results[0][1]):
-        assert f"rank 1 of the group has given up this step: planted {number}" in words, words
-
-
-def fail_with_large_ones() -> str:
-    """A step that fails on rank 1 before its large collective, which gloo carries; and one after it."""
-    group, rank = make_group(), dist.get_rank()
-    group.begin_step()
-    dist.all_reduce(full(8 * MIB, 1), group=group)
-    if rank == 0:
-        dist.all_reduce(full(8 * MIB, 1), group=group, async_op=True)
-    group.abandon("planted")
-    group.begin_step()
-    small = full(400, 1)
-    dist.all_reduce(small, group=group)
-    assert has(small, 2)
-    return refusal(lambda: dist.all_reduce(full(8 * MIB, 1), group=group))
-
-
-def test_large_tensors_after_a_failed_step_are_not_paired_with_its_own():
-    for rank, words in enumerate(run_case(fail_with_large_ones, 2)):
-        assert f"rank {1 - rank} of the group has begun" in words, words
-        assert re.search(r"begun \d+ collectives over gloo, and this rank \d+", words), words
+# -- What is told, and to whom --
 
 
 def give_up_in_a_strange_language() -> str:

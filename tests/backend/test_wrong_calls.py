@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.backend.operations import all_gather_one, reduce_scatter_one
-from tests.backend.shm_groups import in_threads, make_group, refusal, run_case
+from tests.backend.shm_groups import in_threads, make_group, needs_shared_memory, refusal, run_case
 
 MIB = 1 << 20
 Call = Callable[[dist.ProcessGroup], object]
@@ -239,6 +239,7 @@ def call_differently(names: list[str]) -> dict[str, str]:
     return found
 
 
+@needs_shared_memory
 def test_ranks_that_call_different_collectives_are_told_both():
     told = run_case(call_differently, 2, list(DIFFERENT))
     for name, (_, _, words) in DIFFERENT.items():
@@ -285,6 +286,7 @@ def call_one_way(names: list[str]) -> dict[str, str]:
     return found
 
 
+@needs_shared_memory
 def test_who_takes_something_is_told_that_the_giver_has_called_another_thing():
     told = run_case(call_one_way, 2, list(ONE_WAY))
     for name, (_, _, who) in ONE_WAY.items():
@@ -318,6 +320,7 @@ def wait_for_each_other(names: list[str]) -> dict[str, str]:
     return found
 
 
+@needs_shared_memory
 def test_roots_that_wait_for_each_other_are_told_by_the_time_out():
     for rank, of_rank in enumerate(run_case(wait_for_each_other, 2, list(IN_A_RING))):
         for name in IN_A_RING:
@@ -339,6 +342,7 @@ def send_another_size() -> list[str]:
     return found
 
 
+@needs_shared_memory
 def test_a_message_of_another_size_is_told_and_other_tags_go_on():
     wrong, right = run_case(send_another_size, 2)[1]
     assert "20 bytes" in wrong and "12" in wrong and "rank 0" in wrong, wrong
@@ -362,6 +366,7 @@ def wait_in_vain() -> list[str]:
     return found
 
 
+@needs_shared_memory
 def test_a_time_out_names_the_rank_that_did_not_come():
     for told in run_case(wait_in_vain, 3)[::2]:
         for words in told:
