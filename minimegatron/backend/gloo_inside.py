@@ -275,8 +275,8 @@ def _both(first: Finish, second: Finish) -> Finish:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8)
+    """The bytes of a contiguous tensor, whatever the stride of a dimension of one number."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _raws(tensors: Tensors) -> list[torch.Tensor]:
