@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from minimegatron.backend import channels as local_channels
+from minimegatron.backend import connecting
 from minimegatron.launching import launcher
 
 # Test modules import these; importing them once, in the process ranks are forked from, saves that
@@ -48,5 +48,5 @@ def has_shared_memory() -> bool:
 
 def call_without_shared_memory(fn: Callable[..., Any], *args: Any) -> Any:
     """In a rank: `fn(*args)`, as on a system that has no shared memory for ranks."""
-    with mock.patch.object(local_channels, "is_supported", lambda: False):
+    with mock.patch.object(connecting, "is_supported", lambda: False):
         return fn(*args)

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend import channels
+from minimegatron.backend import connecting
 from minimegatron.core.collectives import all_gather, all_reduce, all_to_all
 from minimegatron.exercises.bench import gpt_step
 from minimegatron.launching.launcher import HangError, RankError, launch
@@ -25,7 +25,7 @@ HANG_SECONDS = 2.0
 
 def as_between_machines() -> object:
     """Within it, ranks have gloo's network and no shared memory, over which a rank tells of its end."""
-    return mock.patch.object(channels, "is_supported", lambda: False)
+    return mock.patch.object(connecting, "is_supported", lambda: False)
 
 
 def data_of_unequal_length() -> None:

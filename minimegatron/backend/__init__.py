@@ -1,1 +1,18 @@
-"""Memory that ranks of one machine share, as a backend of `torch.distributed`."""
+"""Memory that ranks of one machine share, as a backend of `torch.distributed`, for any program:
+
+    import minimegatron.backend
+    torch.distributed.init_process_group("cpu:shm")
+
+Megatron has no counterpart: NCCL moves tensors between GPUs.
+
+In the order to read it: `shared_memory`, `slots` (who may write where), `handshake` and `connecting`
+(who is there), `backlog` (what a full socket does not take), `epochs`, `incoming`, `channels` (tensors
+between two ranks), `waiting` (who reads), `mesh` (between all ranks of a group), `works` and `futures`
+(handles), `gloo_inside` (what is large), `group` (what torch calls).
+"""
+
+from minimegatron.backend.group import SharedMemoryGroup
+from minimegatron.backend.incoming import WireError
+from minimegatron.backend.registering import NAME, is_available
+
+__all__ = ["NAME", "SharedMemoryGroup", "WireError", "is_available"]

@@ -7,15 +7,16 @@ wakes two threads in turn. Here a message is a *slot* of memory that both proces
 
 1. The sender copies the tensor into a free slot, and writes a header, where and how long, to a
    socket. That never blocks.
-2. The receiver, asleep in a read of that socket, wakes. It uses the slot itself as its tensor, if it
-   uses no other slot of that channel, and copies it out otherwise. So the shared memory of a channel
-   has one message in use, and those under way; what a stage keeps for its backward is its own.
+2. The receiver, asleep until that socket has something, wakes. It uses the slot itself as its tensor,
+   if it uses no other slot of that channel, and copies it out otherwise. So the shared memory of a
+   channel has one message in use, and those under way; what a stage keeps for its backward is its own.
 3. The receiver marks the slot, as lent while it is in use, then as free. The sender sees that
    without a message.
 
 One connection serves two ranks in both directions. What must not be taken for each other, such as
 activations and gradients, has *lanes* of its own. In each lane the n-th message is taken for the n-th
-one expected; the lanes know nothing of each other's order.
+one expected; the lanes know nothing of each other's order. Whoever waits for one message takes those
+of all other lanes and connections too (`waiting`).
 
 What a failed step leaves behind must not be taken for the next step's. So time is cut into *epochs*:
 each step is one, and so is the time between two steps. Every header carries its epoch; a receiver
@@ -25,140 +26,46 @@ time-out. When it begins its next step it says that too, for those that had ende
 and wait for this rank outside of any.
 
 Some messages belong to no step: each rank will send them, be it one step later. Their lanes know no
-epochs (`NUM_STEP_LANES`): there, a message stays until it is taken, whatever fails in between.
+epochs (`FIRST_LANE_OF_NO_STEP`): there, a message stays until it is taken, whatever fails in between.
 """
 
 import contextlib
-import resource
+import select
 import socket
-import struct
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from minimegatron.backend.backlog import Writer
-from minimegatron.backend.handshake import Met, is_supported, meet
+from minimegatron.backend.calls import read_call
+from minimegatron.backend.epochs import belong_together, describe, is_in_step, next_step
+from minimegatron.backend.handshake import Met
+from minimegatron.backend.incoming import (
+    ABANDONED,
+    BEGUN,
+    COUNT,
+    FIRST_LANE_OF_NO_STEP,
+    HEADER,
+    MESSAGE,
+    Header,
+    Incoming,
+    WireError,
+)
 from minimegatron.backend.shared_memory import Arena
-from minimegatron.backend.slots import Slot, Slots, TheirSlot, TheirSlots
+from minimegatron.backend.slots import Slot, Slots, TheirSlot
+from minimegatron.backend.waiting import reader
 
-# kind, lane, epoch, bytes of the message; offset and bytes of its slot, place of the slot's mark,
-# offset of a slot that exists no longer (0: none), when it was sent on the host's clock.
-_HEADER = struct.Struct("=BIQQQQQQd")
-_MESSAGE, _ABANDONED, _BEGUN, _COUNT = 1, 2, 3, 4
 STEPS = 0
-"""The lane of collectives; like all lanes below `NUM_STEP_LANES`, its messages belong to an epoch."""
-NUM_STEP_LANES = 16
-"""From this lane on, messages belong to no step."""
-_READ_BYTES = 4096
-_MAX_REASON = 400
+"""The lane of collectives."""
 COPIED, LENT, IN_PLACE = "copied", "lent", "in place"
+_FAILED_STEP = "this message belongs to a step that has failed"
+_MAX_REASON = 400
+_MAX_LANES = 64
+"""More lanes than these are forgotten while nothing is in them."""
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 2e-3
-
-
-def get_timeout(group: dist.ProcessGroup) -> float:
-    """Seconds after which a collective or a message of `group` gives up, as the group was told."""
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-
-def connect(
-    group: dist.ProcessGroup,
-    callees: list[int],
-    callers: list[int],
-    kind: "Callable[[Met, Arena, int, float], Connection] | None" = None,
-) -> tuple[dict[int, "Connection"], dict[int, "Connection"]] | None:
-    """Connects ranks of `group` with each other, if all of them can share memory and sockets.
-
-    Collective over `group`; ranks are those within it. This rank calls `callees`, and is called by
-    `callers`; of two ranks that talk to each other, one calls. Returns both kinds of connections by
-    rank, each made by `kind` (`Connection` if None); or None on every rank if the group spans hosts or
-    containers, or if a rank has no memory to share, as on another system than Linux. Raises
-    ConnectionError if a rank does not come within the group's time-out.
-    """
-    if not is_supported():
-        return None
-    timeout, arena = get_timeout(group), _new_arena()
-    descriptor = None if arena is None else arena.descriptor
-    found = meet(group, callees, callers, descriptor, timeout)
-    if found is None:
-        return None
-    make = kind or Connection
-    called, came = (
-        {rank: make(met, arena, rank, timeout) for rank, met in those.items()} for those in found
-    )
-    return called, came
-
-
-def _new_arena() -> Arena | None:
-    """None where a container's rules, or its limits on files, leave no memory to share."""
-    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
-        return None
-    try:
-        return Arena()
-    except OSError:
-        return None
-
-
-# -- Epochs --
-# The number that says to which step a message belongs. Every rank of a group counts for itself, and
-# all must count alike: who is in another epoch than the sender does not take its message.
-#
-# A training step takes the ranks of all groups. A forward-only step takes those of one copy of the
-# model; other copies may evaluate more often, or not at all. So in a group of several copies a
-# forward-only step counts as a part of the last training step: the next one brings all ranks to the
-# same number again, and the times around forward-only steps count as one.
-
-PARTS = 1 << 32
-"""Epochs from one training step to the next. An odd one is a step, an even one the time after it."""
-
-
-def next_step(epoch: int) -> int:
-    """The epoch of the next step, whatever came since the last one.
-
-    >>> next_step(0) == next_step(6) == PARTS + 1
-    True
-    """
-    return (epoch // PARTS + 1) * PARTS + 1
-
-
-def next_part(epoch: int) -> int:
-    """The epoch of a forward-only step in a group of several copies of the model."""
-    return epoch + 1
-
-
-def is_in_step(epoch: int) -> bool:
-    """Whether the epoch is a step."""
-    return epoch % 2 == 1
-
-
-def belong_together(one: int, other: int) -> bool:
-    """Whether a message sent in one epoch is for who waits in the other.
-
-    >>> belong_together(PARTS + 2, PARTS + 4), belong_together(PARTS + 3, PARTS + 5)
-    (True, False)
-    """
-    if one == other:
-        return True
-    between_steps = not is_in_step(one) and not is_in_step(other)
-    return between_steps and one // PARTS == other // PARTS
-
-
-def describe(epoch: int) -> str:
-    """The epoch in words.
-
-    >>> describe(2 * PARTS + 1), describe(2 * PARTS + 5), describe(0)
-    ('step 2', 'forward-only step 2 after step 2', 'the time before its first step')
-    """
-    step, part = divmod(epoch, PARTS)
-    if part == 1 and step:
-        return f"step {step}"
-    if is_in_step(epoch):
-        # The step itself is part 1; without one, a forward-only step is.
-        return f"forward-only step {(part - 1) // 2 if step else (part + 1) // 2} after step {step}"
-    return f"the time after its step {step}" if step else "the time before its first step"
 
 
 # -- One message on its way out --
@@ -174,7 +81,7 @@ class Sent:
         return self._slot.number != self._number or self._slot.is_taken()
 
     def wait(self) -> bool:
-        """Raises ConnectionError if the receiver has gone, gave up, or does not come in time."""
+        """Raises WireError if the receiver has gone, gave up, or does not come in time."""
         if not self.is_taken():
             self._connection.wait_until_taken(self)
         return True
@@ -197,32 +104,47 @@ class Connection:
     """
 
     def __init__(self, met: Met, arena: Arena, peer: int, timeout: float):
-        self.peer, self.epoch = peer, 0
+        self.peer, self.epoch, self._timeout = peer, 0, timeout
+        self.ask_timeout: Callable[[], float] | None = None
+        """Says how long a wait may take, for a group whose time-out may change."""
         self._socket, self._arena = met.connection, arena
+        self._socket.settimeout(None)
         # A number, because Python's own way to combine flags takes longer than the call.
         self._flags = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         self._writer = Writer(met.connection, self._flags)
         self._slots: dict[object, Slots] = {}
-        self._incoming = _Incoming(met.connection, met.descriptor)
+        # Several threads may send; what comes in is guarded by `reader.changed`.
+        self._sending = threading.RLock()
+        self._incoming = Incoming(met.connection, met.descriptor)
         self._expected: defaultdict[int, deque[PendingReceive]] = defaultdict(deque)
+        self._num_expected = 0
         self._failed_epoch = -1  # the last one in which a wait has failed
         self._has_abandoned = False  # the last step
-        self.timeout = 0.0
-        self.set_timeout(timeout)
+        self.number = met.connection.fileno()
+        self.poller = select.poll()
+        self.poller.register(self.number, select.POLLIN)
+        self.poller.register(reader.bell, select.POLLIN)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something more may come."""
+        return not self._incoming.has_ended
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take."""
+        return self._timeout if self.ask_timeout is None else self.ask_timeout()
 
     def set_timeout(self, seconds: float) -> None:
         """From now on, no wait takes longer."""
-        if seconds == self.timeout:
-            return
-        self.timeout = seconds
-        # In the kernel, not in Python: a socket with a Python time-out polls before each read.
-        self._socket.settimeout(None)
-        whole = int(seconds)
-        limit = struct.pack("ll", whole, max(1, int((seconds - whole) * 1e6)))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._timeout = seconds
 
     def close(self) -> None:
         """Ends the connection: the peer reads what it was sent, and then that nothing follows."""
+        with reader.changed:
+            self._incoming.has_ended = True
+            reader.forget(self)
+            reader.ring()
         self._socket.close()
 
     # -- Steps --
@@ -233,11 +155,10 @@ class Connection:
         if self._has_abandoned:
             self._has_abandoned = False
             with contextlib.suppress(OSError):
-                self._write(_BEGUN)
-        with contextlib.suppress(ConnectionError):  # whoever waits for a peer that has gone is told
-            while self._incoming.read(wait=False):
-                pass
-        self._drop_old()
+                self._write(BEGUN)
+        with reader.changed:  # whoever waits for a peer that has gone is told
+            self.read()
+            self._drop_old()
 
     def end_step(self) -> None:
         """From here on messages belong to no step. What the step expected may still be waited for."""
@@ -253,21 +174,23 @@ class Connection:
         self._give_up(self.epoch, self.epoch)
         text = reason.encode(errors="replace")[:_MAX_REASON]
         with contextlib.suppress(OSError):
-            self._write(_ABANDONED, len(text), text=text)
+            self._write(ABANDONED, len(text), text=text)
         self.epoch += 1
         self._has_abandoned = True
 
     def _give_up(self, from_epoch: int, to_epoch: int) -> None:
         """Expects nothing of these epochs any more, in the lanes that know them."""
-        for lane, expected in self._expected.items():
-            if lane < NUM_STEP_LANES:
-                for arrival in expected:
-                    arrival.is_given_up = from_epoch <= arrival.epoch <= to_epoch
-                self._expected[lane] = deque(a for a in expected if not a.is_given_up)
+        with reader.changed:
+            for lane, expected in self._expected.items():
+                if lane < FIRST_LANE_OF_NO_STEP:
+                    for arrival in expected:
+                        arrival.is_given_up = from_epoch <= arrival.epoch <= to_epoch
+                    self._expected[lane] = deque(a for a in expected if not a.is_given_up)
+            self._count_expected(sum(map(len, self._expected.values())))
 
     def _drop_old(self) -> None:
         for lane, messages in self._incoming.messages.items():
-            if lane < NUM_STEP_LANES:
+            if lane < FIRST_LANE_OF_NO_STEP:
                 expected = self._expected[lane]
                 oldest = expected[0].epoch if expected else self.epoch
                 self._incoming.drop_before(min(oldest, self.epoch), messages)
@@ -277,36 +200,44 @@ class Connection:
         """Tells the peer a number, for `read_count`; once in an epoch. Never raises."""
         # The ranks of another pipeline may be through with this group; whoever waits for them is told.
         with contextlib.suppress(OSError):
-            self._write(_COUNT, count)
+            self._write(COUNT, count)
 
     def read_count(self) -> int:
-        """What the peer has told in this epoch. Raises ConnectionError if it tells nothing in time."""
-        counts, deadline = self._incoming.counts, time.monotonic() + self.timeout
-        self._incoming.drop_counts_before(self.epoch)
-        while not counts:
-            self._read_more(self.epoch, deadline)
+        """What the peer has told in this epoch. Raises WireError if it tells nothing in time."""
+        counts = self._incoming.counts
+
+        def has_come() -> bool:
             self._incoming.drop_counts_before(self.epoch)
+            if not counts:
+                self._incoming.check(self.epoch)
+            return bool(counts)
+
+        if not reader.wait(has_come, time.monotonic() + self.timeout, self):
+            raise WireError(self._nothing_came())
         epoch, count = counts[0]
         self._check_epoch(self.epoch, epoch)
         return count
 
     # -- Out --
 
-    def send(self, tensor: torch.Tensor, channel: object = None, lane: int = STEPS) -> Sent:
+    def send(
+        self, tensor: torch.Tensor, channel: object = None, lane: int = STEPS, call: int = 0
+    ) -> Sent:
         """Copies `tensor` into a slot of `channel` and tells the peer; waits for nobody.
 
-        A channel says whose slots are used, a lane what the message is taken for. Raises
-        ConnectionError if the peer has gone.
+        A channel says whose slots are used, a lane what the message is taken for, `call` what the
+        peer must expect. Raises WireError if the peer has gone.
         """
         num_bytes = tensor.numel() * tensor.element_size()
-        slots = self._slots.get(channel)
-        if slots is None:
-            slots = self._slots[channel] = Slots(self._arena)
-        slot, retired = slots.take(num_bytes)
-        slot.fill(tensor)
-        place = (slot.offset, len(slot.piece), slot.mark_place, retired)
-        self._write(_MESSAGE, num_bytes, place, lane)
-        return Sent(self, slot)
+        with self._sending:
+            slots = self._slots.get(channel)
+            if slots is None:
+                slots = self._slots[channel] = Slots(self._arena)
+            slot, retired = slots.take(num_bytes)
+            slot.fill(tensor)
+            place = (slot.offset, len(slot.piece), slot.mark_place, retired)
+            self._write(MESSAGE, num_bytes, place, lane, call)
+            return Sent(self, slot)
 
     def _write(
         self,
@@ -314,25 +245,30 @@ class Connection:
         number: int = 0,
         place: tuple[int, int, int, int] = (0, 0, 0, 0),
         lane: int = STEPS,
+        call: int = 0,
         text: bytes = b"",
     ) -> None:
-        data = _HEADER.pack(kind, lane, self.epoch, number, *place, time.monotonic()) + text
-        try:
-            # Unless something that was written earlier still waits for the socket.
-            num_sent = 0 if self._writer.later else self._socket.send(data, self._flags)
-        except BlockingIOError:
-            num_sent = 0
-        if num_sent < len(data):
-            self._writer.write(data[num_sent:])
+        data = HEADER.pack(kind, lane, self.epoch, call, number, *place, time.monotonic()) + text
+        with self._sending:
+            try:
+                # Unless something that was written earlier still waits for the socket.
+                num_sent = 0 if self._writer.later else self._socket.send(data, self._flags)
+            except BlockingIOError:
+                num_sent = 0
+            except OSError as error:
+                raise WireError(f"rank {self.peer} of the group has gone: {error}") from error
+            if num_sent < len(data):
+                self._writer.write(data[num_sent:])
 
     def wait_until_taken(self, sent: Sent) -> None:
         """See `Sent.wait`. The receiver sends nothing when it takes a message, so this one looks."""
         deadline, pause = time.monotonic() + self.timeout, _SHORTEST_SLEEP
         while not sent.is_taken():
-            self._incoming.read(wait=False)
-            self._incoming.check(self.epoch)
+            reader.read_what_came(self)
+            with reader.changed:
+                self._incoming.check(self.epoch)
             if time.monotonic() > deadline:
-                raise ConnectionError(
+                raise WireError(
                     f"rank {self.peer} of the group has not taken a message within "
                     f"{self.timeout:g} s"
                 )
@@ -342,69 +278,99 @@ class Connection:
     # -- In --
 
     def expect(
-        self, tensor: torch.Tensor, how: str = COPIED, lane: int = STEPS
+        self, tensor: torch.Tensor, how: str = COPIED, lane: int = STEPS, call: int = 0
     ) -> "PendingReceive":
         """Notes that the lane's next message not yet spoken for becomes `tensor`."""
-        arrival = PendingReceive(self, tensor, how, lane)
-        arrival.is_given_up = lane < NUM_STEP_LANES and self.epoch == self._failed_epoch
-        if not arrival.is_given_up:
-            self._expected[lane].append(arrival)
+        with reader.changed:
+            arrival = PendingReceive(self, tensor, how, lane, call)
+            is_of_step = lane < FIRST_LANE_OF_NO_STEP
+            arrival.is_given_up = is_of_step and self.epoch == self._failed_epoch
+            if not arrival.is_given_up:
+                self._expected[lane].append(arrival)
+                self._count_expected(self._num_expected + 1)
+                if self._incoming.messages.get(lane):
+                    self._settle(lane)
         return arrival
 
-    def complete(self, arrival: "PendingReceive") -> None:
-        """Takes messages of its lane, in the order in which they were asked for, up to `arrival`'s."""
-        if arrival.is_given_up:
-            raise ConnectionError("this message belongs to a step that has failed")
-        if arrival.lane >= NUM_STEP_LANES:
-            return self._take_of_no_step(arrival)
+    def _count_expected(self, count: int) -> None:
+        if count and not self._num_expected:
+            reader.watch(self)
+        elif self._num_expected and not count:
+            reader.forget(self)
+        self._num_expected = count
+
+    def read(self) -> None:
+        """Takes what has come, and waits for nothing. Call it with `reader.changed` held."""
+        for lane in self._incoming.read():
+            self._settle(lane)
+
+    def has_spare(self, lane: int) -> bool:
+        """Whether a message of the lane has come that nobody expects yet."""
+        return bool(self._incoming.messages.get(lane)) and not self._expected.get(lane)
+
+    def _settle(self, lane: int) -> None:
+        """Takes the lane's messages for what was expected, in order, as far as both go."""
+        expected, messages = self._expected[lane], self._incoming.messages[lane]
+        while expected and messages:
+            if lane < FIRST_LANE_OF_NO_STEP:
+                epoch = expected[0].epoch
+                self._incoming.drop_before(epoch, messages)
+                if not messages or not belong_together(epoch, messages[0].epoch):
+                    break
+            expected.popleft().take(messages.popleft(), self._incoming)
+            self._count_expected(self._num_expected - 1)
+        if len(self._expected) > _MAX_LANES and not expected and not messages:
+            del self._expected[lane], self._incoming.messages[lane]
+
+    def complete(self, arrival: "PendingReceive", deadline: float | None = None) -> None:
+        """Waits until a message was taken for `arrival`, the group's time-out long or to `deadline`."""
+        if deadline is None:
+            deadline = time.monotonic() + self.timeout
+
+        def is_there() -> bool:
+            if not arrival.is_done:
+                self._check_hope(arrival)
+            return arrival.is_done
+
         try:
-            self._take_up_to(arrival)
+            if not reader.wait(is_there, deadline, self):
+                raise WireError(self._nothing_came())
         except BaseException:
             # What comes later for those before it must not be taken for what is asked for next.
-            self._failed_epoch = arrival.epoch
-            self._give_up(0, arrival.epoch)
+            self.fail(arrival)
             raise
 
-    def _take_up_to(self, arrival: "PendingReceive") -> None:
-        incoming, deadline = self._incoming, time.monotonic() + self.timeout
-        expected, messages = self._expected[arrival.lane], incoming.messages[arrival.lane]
-        while not arrival.is_done:
-            first = expected[0]
-            incoming.drop_before(first.epoch, messages)
-            while not messages:
-                # What came in another lane may tell that nothing of this epoch will come any more.
-                if incoming.newest_epoch > first.epoch:
-                    self._check_epoch(first.epoch, incoming.newest_epoch)
-                self._read_more(first.epoch, deadline)
-                incoming.drop_before(first.epoch, messages)
-            self._check_epoch(first.epoch, messages[0].epoch)
-            first.take(messages.popleft(), incoming)
-            expected.popleft()
+    def fail(self, arrival: "PendingReceive") -> None:
+        """A wait for `arrival` has failed: nothing more of its epoch is expected.
 
-    def _take_of_no_step(self, arrival: "PendingReceive") -> None:
-        # A wait that fails gives nothing up: it may be made again in a later step.
-        expected, messages = self._expected[arrival.lane], self._incoming.messages[arrival.lane]
-        deadline = time.monotonic() + self.timeout
-        while not arrival.is_done:
-            while not messages:
-                self._read_more(self.epoch, deadline)
-            expected[0].take(messages[0], self._incoming)
-            expected.popleft(), messages.popleft()
+        A wait for a message of no step gives nothing up: it may be made again in a later step.
+        """
+        if arrival.lane < FIRST_LANE_OF_NO_STEP:
+            self._failed_epoch = arrival.epoch
+            self._give_up(0, arrival.epoch)
 
-    def _read_more(self, epoch: int, deadline: float) -> None:
-        self._incoming.check(epoch)
-        try:
-            # One read ends in time by itself; what came in other lanes must not begin it again.
-            if time.monotonic() > deadline:
-                raise BlockingIOError
-            self._incoming.read(wait=True)
-        except BlockingIOError as error:
-            raise ConnectionError(self._nothing_came()) from error
+    def has_failed_in(self, epoch: int) -> bool:
+        """Whether a wait for a message of this epoch has failed."""
+        return epoch == self._failed_epoch
+
+    def _check_hope(self, arrival: "PendingReceive") -> None:
+        """Raises WireError if the message cannot come any more."""
+        if arrival.is_given_up:
+            raise WireError(_FAILED_STEP)
+        epoch, incoming = self.epoch, self._incoming
+        if arrival.lane < FIRST_LANE_OF_NO_STEP:
+            epoch = self._expected[arrival.lane][0].epoch
+            messages = incoming.messages[arrival.lane]
+            theirs = messages[0].epoch if messages else incoming.newest_epoch
+            # What came in another lane may tell that nothing of this epoch will come any more.
+            if messages or theirs > epoch:
+                self._check_epoch(epoch, theirs)
+        incoming.check(epoch)
 
     def _check_epoch(self, mine: int, theirs: int) -> None:
         if not belong_together(mine, theirs):
             self._incoming.check(mine)
-            raise ConnectionError(
+            raise WireError(
                 f"rank {self.peer} of the group is in {describe(theirs)}, and this rank waits for a "
                 f"message of {describe(mine)}; every rank must begin every step"
             )
@@ -430,137 +396,95 @@ class PendingReceive:
     * `LENT`: it may be the sender's slot that becomes `tensor`'s memory, until nobody has it any more;
       such memory cannot be resized.
     * `IN_PLACE`: `tensor` says shape and dtype alone; after `wait`, `PendingReceive.tensor` is another
-      one: the slot itself, valid until `release`.
+      one: the slot itself, valid until `release`, or until nobody has this handle any more.
     """
 
-    def __init__(self, connection: Connection, tensor: torch.Tensor, how: str, lane: int):
+    def __init__(
+        self, connection: Connection, tensor: torch.Tensor, how: str, lane: int, call: int
+    ):
         self._connection, self.tensor, self._how = connection, tensor, how
-        self.epoch, self.lane = connection.epoch, lane
+        self.epoch, self.lane, self.call = connection.epoch, lane, call
         self.is_done, self.is_given_up, self.sent_at = False, False, None
+        # The message that came instead of the one expected; why the right one could not be taken.
+        self.other: Header | None = None
+        self._failure: Exception | None = None
         self._slot: TheirSlot | None = None
 
-    def wait(self) -> bool:
-        """Raises ConnectionError if the sender has gone, gave up, or does not come in time."""
+    def __del__(self):
+        self.release()
+
+    @property
+    def peer(self) -> int:
+        """The sender, within the group."""
+        return self._connection.peer
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that `wait` may take."""
+        return self._connection.timeout
+
+    def wait(self, deadline: float | None = None) -> bool:
+        """Raises WireError if the sender has gone, gave up, sent something else, or does not come.
+
+        It waits for the connection's time-out, or until `deadline` on `time.monotonic`'s clock.
+        """
         if not self.is_done:
-            self._connection.complete(self)
+            self._connection.complete(self, deadline)
+        is_of_step = is_in_step(self.epoch) and self.lane < FIRST_LANE_OF_NO_STEP
+        if is_of_step and self._connection.has_failed_in(self.epoch):
+            raise WireError(_FAILED_STEP)
+        if self.other is not None or self._failure is not None:
+            if is_of_step:  # outside of steps, the messages after it are still in order
+                self._connection.fail(self)
+            raise WireError(self._say_other() if self.other else f"not taken: {self._failure}")
         return True
 
-    def take(self, message: "_Header", incoming: "_Incoming") -> None:
-        """Takes this message. Raises ConnectionError if it has another size."""
-        slot, tensor = incoming.slot_of(message), self.tensor
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise at once."""
+
+        is_wrong = self.other is not None or self._failure is not None
+        return is_wrong or self.is_given_up or not self._connection.is_open
+
+    def take(self, message: Header, incoming: Incoming) -> None:
+        """Takes this message, in any thread; `wait` tells what is wrong with it."""
+        self.sent_at, self.is_done = message.sent_at, True
+        try:
+            self._take(message, incoming.slot_of(message))
+        except (OSError, RuntimeError) as error:
+            self._failure = error
+
+    def _take(self, message: Header, slot: TheirSlot) -> None:
+        tensor = self.tensor
         wanted = tensor.numel() * tensor.element_size()
-        if message.num_bytes != wanted:
+        if message.num_bytes != wanted or message.call != self.call:
             slot.free()
-            raise ConnectionError(
-                f"a message of {message.num_bytes} bytes came where {wanted} were expected, for "
-                f"shape {tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
-            )
-        if self._how == IN_PLACE:
+            self.other = message
+        elif self._how == IN_PLACE:
             self.tensor, self._slot = slot.view(tensor), slot
         elif self._how == LENT and slot.may_be_lent() and tensor.is_cpu and wanted > 0:
             tensor.data = slot.lend(wanted, tensor.dtype).view(tensor.shape)
         else:
-            tensor.detach().copy_(slot.view(tensor))
+            # Also where the thread that takes it is not in the mode in which the tensor was made.
+            with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+                tensor.detach().copy_(slot.view(tensor))
             slot.free()
-        self.sent_at, self.is_done = message.sent_at, True
+
+    def _say_other(self) -> str:
+        tensor, other = self.tensor, self.other
+        if self.call != other.call:
+            return (
+                f"rank {self.peer} of the group has called {read_call(other.call)}, and "
+                f"this rank {read_call(self.call)}; all ranks of a group must make the same calls "
+                "in one order"
+            )
+        wanted = tensor.numel() * tensor.element_size()
+        return (
+            f"a message of {other.num_bytes} bytes came where {wanted} were expected, for "
+            f"shape {tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
+        )
 
     def release(self) -> None:
         """The sender may use the slot again."""
         if self._slot is not None:
             self._slot.free()
             self._slot = None
-
-
-class _Header(NamedTuple):
-    """A message that was announced and not yet taken; or news of the peer's steps."""
-
-    kind: int
-    lane: int
-    epoch: int
-    num_bytes: int
-    offset: int
-    slot_bytes: int
-    mark_place: int
-    retired: int
-    sent_at: float
-
-
-class _Incoming:
-    """What the peer has announced, and the pieces of its memory that are mapped here."""
-
-    def __init__(self, connection: socket.socket, descriptor: int):
-        self._socket, self._slots = connection, TheirSlots(descriptor)
-        self._unread = b""
-        self.messages: defaultdict[int, deque[_Header]] = defaultdict(deque)
-        self.num_dropped = 0
-        # The largest epoch of any message in the lanes of the step.
-        self.newest_epoch = 0
-        # The last epoch that the peer has abandoned, and why.
-        self._abandoned: tuple[int, str] = (-1, "")
-        # The last epoch that it has begun after one that it had abandoned.
-        self._begun = -1
-        # Epochs, and the numbers that it has told in them.
-        self.counts: deque[tuple[int, int]] = deque()
-
-    def read(self, wait: bool) -> bool:
-        """Reads headers; at least one byte, if `wait`. Returns whether it has read anything.
-
-        Raises ConnectionError if the peer has gone, BlockingIOError if nothing came in time.
-        """
-        try:
-            part = self._socket.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            if wait:
-                raise
-            return False
-        except ConnectionResetError:  # it has gone, and has not read all that it was sent
-            part = b""
-        if not part:
-            raise ConnectionError("the sender has closed the connection")
-        self._unread += part
-        while len(self._unread) >= _HEADER.size:
-            header = _Header._make(_HEADER.unpack_from(self._unread))
-            if header.kind == _MESSAGE:
-                self._slots.forget(header.retired)
-                self.messages[header.lane].append(header)
-                if header.lane < NUM_STEP_LANES:
-                    self.newest_epoch = header.epoch
-            elif header.kind == _BEGUN:
-                self._begun = header.epoch
-            elif header.kind == _COUNT:
-                self.counts.append((header.epoch, header.num_bytes))
-            elif len(self._unread) < _HEADER.size + header.num_bytes:
-                break  # the reason has not come whole
-            else:
-                text = self._unread[_HEADER.size :][: header.num_bytes]
-                self._abandoned = (header.epoch, text.decode(errors="replace"))
-                self._unread = self._unread[header.num_bytes :]
-            self._unread = self._unread[_HEADER.size :]
-        return True
-
-    def check(self, epoch: int) -> None:
-        """Raises ConnectionError if the peer will send nothing more of this epoch."""
-        abandoned, reason = self._abandoned
-        if abandoned >= epoch:
-            raise ConnectionError(f"it has given up this step: {reason}")
-        if self._begun > epoch:
-            raise ConnectionError(f"it has gone on after a step that it had given up: {reason}")
-
-    def drop_before(self, epoch: int, messages: "deque[_Header]") -> None:
-        """Gives back, unread, a lane's messages of earlier epochs. A peer's epochs come in order."""
-        while messages and self._is_before(messages[0].epoch, epoch):
-            self.num_dropped += 1
-            self.slot_of(messages.popleft()).free()
-
-    @staticmethod
-    def _is_before(theirs: int, mine: int) -> bool:
-        return theirs < mine and not belong_together(theirs, mine)
-
-    def drop_counts_before(self, epoch: int) -> None:
-        """Forgets the numbers of earlier epochs, in which nobody has asked for them."""
-        while self.counts and self.counts[0][0] < epoch:
-            self.counts.popleft()
-
-    def slot_of(self, header: _Header) -> TheirSlot:
-        """The slot that the message lies in."""
-        return self._slots.get(header.offset, header.slot_bytes, header.mark_place)

@@ -1,7 +1,7 @@
 """How ranks on one host find and trust each other, before they share memory.
 
-It asks `torch.distributed` once, to tell the ranks of a group each other's address and secret; then
-the operating system. Megatron has no counterpart.
+It asks `torch.distributed`, or its store, once: to tell the ranks of a group each other's address and
+secret. Then it asks the operating system. Megatron has no counterpart.
 
 The address is a socket that every process on the host can see and call, also one of another user.
 So a caller counts as a rank only if the kernel says that its process belongs to the same user, and
@@ -23,9 +23,8 @@ import struct
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
-
-import torch.distributed as dist
 
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"=I{_SECRET_BYTES}s")  # the caller's rank, the called rank's secret
@@ -50,43 +49,47 @@ class _Address(NamedTuple):
 
 
 def meet(
-    group: dist.ProcessGroup,
+    rank: int,
+    gather: Callable[[list], list[list]],
     callees: list[int],
     callers: list[int],
     descriptor: int | None,
     timeout: float,
 ) -> tuple[dict[int, Met], dict[int, Met]] | None:
-    """Connects this rank with others of `group`, if all of them are on one host.
+    """Connects this rank with others of its group, if all of them are on one host.
 
-    Collective over `group`; ranks are those within it. This rank calls `callees`, is called by
-    `callers`, and gives each of them `descriptor`: None where it has no memory to share. Returns
-    both by rank, or None on every rank if the group spans hosts or containers, or if a rank has no
-    memory. Raises ConnectionError, naming the ranks, if some have not come within `timeout` seconds.
+    Collective over the group; ranks are those within it. `gather` gives every rank what each has
+    said, lists of plain values. This rank calls `callees`, is called by `callers`, and gives each of
+    them `descriptor`: None where it has no memory to share. Returns both by rank, or None on every
+    rank if the group spans hosts or containers, or if a rank has no memory. Raises ConnectionError,
+    naming the ranks, if some have not come within `timeout` seconds.
     """
+    if descriptor is None:
+        gather([[], "", ""])
+        return None
     secret, name = secrets.token_bytes(_SECRET_BYTES), "\0minimegatron-" + secrets.token_hex(16)
     deadline = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(_MAX_CALLS)
-        everyone: list = [None] * group.size()
-        host = _host() if descriptor is not None else ()
-        dist.all_gather_object(everyone, _Address(host, name, secret), group=group)
-        if len({address.host for address in everyone}) > 1 or not host:
+        said = gather([list(_host()), name, secret.hex()])
+        everyone = [_Address(tuple(host), name, bytes.fromhex(told)) for host, name, told in said]
+        if len({address.host for address in everyone}) > 1:
             return None
         # First everybody calls, then everybody listens, and last everybody reads the answers: so
         # nobody waits for a rank that waits for somebody else.
         with contextlib.ExitStack() as if_it_fails:
             called = {}
-            for rank in callees:
-                called[rank] = _call(everyone[rank], rank, group.rank(), descriptor, deadline)
-                if_it_fails.callback(called[rank].close)
+            for callee in callees:
+                called[callee] = _call(everyone[callee], callee, rank, descriptor, deadline)
+                if_it_fails.callback(called[callee].close)
             came: dict[int, Met] = {}
             if_it_fails.callback(_close_all, came)
             _listen(listener, secret, callers, descriptor, deadline, came)
             answered: dict[int, Met] = {}
             if_it_fails.callback(_close_all, answered)
-            for rank, call in called.items():
-                answered[rank] = Met(call, _read_answer(call, rank, deadline))
+            for callee, call in called.items():
+                answered[callee] = Met(call, _read_answer(call, callee, deadline))
             if_it_fails.pop_all()
     return answered, came
 

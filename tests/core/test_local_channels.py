@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend import channels
+from minimegatron.backend import connecting
 from minimegatron.backend import handshake as local_handshake
-from minimegatron.backend.channels import LENT, NUM_STEP_LANES, Connection, connect
+from minimegatron.backend.channels import FIRST_LANE_OF_NO_STEP, LENT, Connection
+from minimegatron.backend.connecting import connect
 from minimegatron.backend.handshake import Met
 from minimegatron.backend.shared_memory import Arena
 from minimegatron.core import collectives, parallel_state
@@ -559,8 +560,8 @@ def test_a_lane_of_no_step_outlives_a_failed_one():
     sender, receiver = both_ends()
     for end in (sender, receiver):
         end.begin_step()
-    kept, lost = expect_value(receiver, NUM_STEP_LANES), expect_value(receiver, 1)
-    send_value(sender, 7, NUM_STEP_LANES)
+    kept, lost = expect_value(receiver, FIRST_LANE_OF_NO_STEP), expect_value(receiver, 1)
+    send_value(sender, 7, FIRST_LANE_OF_NO_STEP)
     send_value(sender, 8, 1)
     for end in (sender, receiver):
         end.abandon("planted")
@@ -574,7 +575,7 @@ def test_lanes_of_no_step_come_after_those_of_the_steps():
     def lanes() -> list[int]:
         return [local_collectives.new_lane(dist.group.WORLD) for _ in range(2)]
 
-    assert run_ranks(lanes, 1) == [[NUM_STEP_LANES, NUM_STEP_LANES + 1]]
+    assert run_ranks(lanes, 1) == [[FIRST_LANE_OF_NO_STEP, FIRST_LANE_OF_NO_STEP + 1]]
 
 
 # -- It serves ranks alone --
@@ -594,9 +595,9 @@ def meet_among_strangers() -> tuple[bool, list[str], float]:
 
     def gather_slowly(everyone, *arguments, **options):
         gather(everyone, *arguments, **options)
-        for address in everyone:
+        for _, name, _ in everyone:
             for hello in (b"", b"\0" * 20, b"GET / HTTP/1.0\r\n\r\n"):
-                strangers.append(call_as_a_stranger(address.name.removeprefix("\0"), hello))
+                strangers.append(call_as_a_stranger(name.removeprefix("\0"), hello))
         dist.barrier()
 
     dist.all_gather_object = gather_slowly
@@ -673,7 +674,7 @@ def meet_among_many() -> tuple[int, int]:
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             stranger.settimeout(0)
             with contextlib.suppress(BlockingIOError):
-                stranger.connect(everyone[0].name)
+                stranger.connect(everyone[0][1])
             strangers.append(stranger)
         dist.barrier()
 
@@ -713,7 +714,7 @@ def secrets_of_a_job() -> bool:
     dist.all_gather_object = gather
     with open("/proc/self/cmdline", "rb") as line, open("/proc/self/environ", "rb") as environment:
         public = line.read() + environment.read() + repr(dict(os.environ)).encode()
-    secrets = [address.secret for address in told]
+    secrets = [bytes.fromhex(secret) for _, _, secret in told]
     return len(set(secrets)) == 2 and not any(
         s in public or s.hex().encode() in public for s in secrets
     )
@@ -783,23 +784,14 @@ def test_b1_a_host_that_hides_its_identity_is_like_no_other(monkeypatch):
     assert here not in (one, other)
 
 
-class _GroupOfTwo:
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return 0
-
-
 @pytest.mark.parametrize("without_memory", ["this rank", "the other", "both"])
-def test_b1_without_memory_to_share_all_ranks_use_gloo(monkeypatch, without_memory):
-    def gather(everyone: list, mine: object, group: object) -> None:
-        host = () if without_memory != "this rank" else local_handshake._host()
-        everyone[:] = [mine, mine._replace(host=host)]
+def test_b1_without_memory_to_share_all_ranks_use_gloo(without_memory):
+    def gather(mine: list) -> list[list]:
+        host = [] if without_memory != "this rank" else list(local_handshake._host())
+        return [mine, [host, *mine[1:]]]
 
-    monkeypatch.setattr(dist, "all_gather_object", gather)
     descriptor = 0 if without_memory == "the other" else None
-    assert local_handshake.meet(_GroupOfTwo(), [1], [], descriptor, 5.0) is None
+    assert local_handshake.meet(0, gather, [1], [], descriptor, 5.0) is None
 
 
 @pytest.mark.parametrize("limit", ["system call", "size of files"])
@@ -807,9 +799,9 @@ def test_b1_a_container_may_forbid_memory_without_a_name(monkeypatch, limit):
     def forbidden() -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    assert isinstance(channels._new_arena(), Arena)
+    assert isinstance(connecting._new_arena(), Arena)
     if limit == "system call":
-        monkeypatch.setattr(channels, "Arena", forbidden)
+        monkeypatch.setattr(connecting, "Arena", forbidden)
     else:
-        monkeypatch.setattr(channels.resource, "getrlimit", lambda which: (4096, 4096))
-    assert channels._new_arena() is None
+        monkeypatch.setattr(connecting.resource, "getrlimit", lambda which: (4096, 4096))
+    assert connecting._new_arena() is None

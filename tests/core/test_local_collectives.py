@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend.channels import connect
+from minimegatron.backend.connecting import connect
 from minimegatron.core import collectives
 from minimegatron.core.local_host import local_collectives
 from minimegatron.core.local_host.local_collectives import MAX_BYTES, get_mesh

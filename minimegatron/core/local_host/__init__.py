@@ -4,7 +4,8 @@ Others import from this file alone. Megatron needs no such package: NCCL moves t
 What moves the bytes is `minimegatron.backend`; `local_collectives` has the ranks of a group.
 """
 
-from minimegatron.backend.channels import LENT, Connection, connect, get_timeout
+from minimegatron.backend.channels import LENT, Connection
+from minimegatron.backend.connecting import connect, get_timeout
 from minimegatron.core.local_host.local_collectives import (
     abandon,
     begin_step,

@@ -16,19 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from minimegatron.backend.channels import (
-    IN_PLACE,
-    NUM_STEP_LANES,
-    STEPS,
-    Connection,
-    PendingReceive,
-    Sent,
-    connect,
-    get_timeout,
-    is_in_step,
-    next_part,
-    next_step,
-)
+from minimegatron.backend.channels import IN_PLACE, STEPS, Connection, PendingReceive, Sent
+from minimegatron.backend.connecting import connect, get_timeout
+from minimegatron.backend.epochs import is_in_step, next_part, next_step
+from minimegatron.backend.incoming import FIRST_LANE_OF_NO_STEP
 
 MAX_BYTES = 1 << 20
 """Beyond, gloo: it works in threads of its own, behind a computation that goes on."""
@@ -94,7 +85,7 @@ def new_lane(group: dist.ProcessGroup) -> int:
     if not isinstance(group, dist.ProcessGroup):
         return STEPS
     _num_lanes[group] = _num_lanes.get(group, 0) + 1
-    return NUM_STEP_LANES + _num_lanes[group] - 1
+    return FIRST_LANE_OF_NO_STEP + _num_lanes[group] - 1
 
 
 def _mesh_of(group: dist.ProcessGroup) -> "LocalMesh | None":

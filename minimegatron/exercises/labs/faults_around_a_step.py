@@ -37,7 +37,7 @@ FAULTS_AROUND_A_STEP = (
     # -- Shared memory --
     Fault(
         "messages-of-a-failed-step",
-        "backend/channels.py",
+        "backend/incoming.py",
         "        while messages and self._is_before(messages[0].epoch, epoch):\n",
         "        while False:\n",
         "What a failed step left unread is taken for a message of the next step.",
@@ -60,7 +60,7 @@ FAULTS_AROUND_A_STEP = (
     Fault(
         "failure-kept-secret",
         "backend/channels.py",
-        "            self._write(_ABANDONED, len(text), text=text)\n",
+        "            self._write(ABANDONED, len(text), text=text)\n",
         "            pass\n",
         "A rank that fails tells nobody; those that wait for it wait until the time-out.",
     ),

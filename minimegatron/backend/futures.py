@@ -1,0 +1,92 @@
+"""The thread that completes works whose futures somebody has asked for.
+
+A future is completed while nobody calls a method of it, so somebody else must wait. The thread exists
+while such a future is not done; it sleeps until one of their messages comes (`waiting`).
+
+Megatron has no counterpart.
+"""
+
+import os
+import threading
+import time
+from typing import NamedTuple, Protocol
+
+import torch
+
+from minimegatron.backend.waiting import reader
+
+
+class Completable(Protocol):
+    """A work, as far as this module uses it."""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take."""
+
+    def is_ready(self) -> bool:
+        """Whether a wait would wait for nobody."""
+
+    def complete_future(self, done: torch.futures.Future, deadline: float) -> None:
+        """Completes the work, or says why it is not, and then the future."""
+
+
+class _Promise(NamedTuple):
+    work: Completable
+    future: torch.futures.Future
+    deadline: float
+
+    def is_due(self) -> bool:
+        return self.work.is_ready() or time.monotonic() >= self.deadline
+
+
+class _Completer:
+    """All promises of this process."""
+
+    def __init__(self):
+        self._promises: list[_Promise] = []
+        self._is_running = self._has_news = False
+
+    def add(self, promise: _Promise) -> None:
+        """The thread will complete this one too."""
+        with reader.changed:
+            self._promises.append(promise)
+            self._has_news = True
+            if self._is_running:
+                reader.ring()
+            else:
+                self._is_running = True
+                threading.Thread(target=self._run, name="local futures", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with reader.changed:
+                self._has_news = False
+                if not self._promises:
+                    self._is_running = False
+                    return
+                first = min(promise.deadline for promise in self._promises)
+            reader.wait(self._has_work, first)
+            for promise in self._take_due():
+                promise.work.complete_future(promise.future, promise.deadline)
+
+    def _has_work(self) -> bool:
+        return self._has_news or any(promise.is_due() for promise in self._promises)
+
+    def _take_due(self) -> list[_Promise]:
+        with reader.changed:
+            due: list[_Promise] = []
+            later: list[_Promise] = []
+            for promise in self._promises:
+                (due if promise.is_due() else later).append(promise)
+            self._promises = later
+        return due
+
+
+_completer = _Completer()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _completer.__init__())  # its thread is not there
+
+
+def complete_later(work: Completable, future: torch.futures.Future) -> None:
+    """Gives `future` the tensors of `work` once they are there, or when the work's time is over."""
+    _completer.add(_Promise(work, future, time.monotonic() + work.timeout))

@@ -1,0 +1,261 @@
+"""Gloo inside a group: for what is large, and for ranks that cannot share memory.
+
+Before each collective of gloo's, the ranks that take something from others hear what those have called,
+and how many collectives gloo has carried. So ranks that have called different things are told, as over
+shared memory; and so are ranks that a failed step has left apart: gloo pairs the n-th collective of one
+rank with the n-th of another.
+
+Megatron has no counterpart.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from minimegatron.backend.calls import CollectiveCall
+from minimegatron.backend.incoming import WireError
+from minimegatron.backend.mesh import Mesh
+from minimegatron.backend.works import GlooWork
+
+Tensors = Sequence[torch.Tensor]
+Finish = Callable[[], None] | None
+_NUM_THREADS = 2
+
+
+def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """A gloo group that connects when it is first used: many groups never use theirs."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._threads, options._timeout = _NUM_THREADS, timeout
+    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+
+
+class GlooInside:
+    """What a group does over gloo. Tensors may be on any device, and have any layout.
+
+    Args:
+        gloo: torch's own backend.
+        mesh: through which ranks hear what the others call; None where they cannot.
+        rank: of this process, within the group.
+        size: of the group.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, mesh: Mesh | None, rank: int, size: int):
+        self._gloo, self._mesh, self._rank, self._size = gloo, mesh, rank, size
+        self._num_carried = 0
+
+    # -- Reductions --
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> GlooWork:
+        """Reduces `tensor` in place, on all ranks."""
+        options = c10d.AllreduceOptions()
+        options.reduceOp = _op(op)
+        host, back = _staged(tensor)
+        start = partial(self._gloo.allreduce, [host], options)
+        finish = self._finish_reduction(host, op, back)
+        return self._start(_call("all_reduce", tensor, op), start, [tensor], finish)
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int) -> GlooWork:
+        """Reduces `tensor` in place, on rank `root`."""
+        options = c10d.ReduceOptions()
+        options.reduceOp, options.rootRank = _op(op), root
+        # Gloo leaves a part of the sum in what the other ranks give.
+        is_root = self._rank == root
+        host, back = _staged(tensor) if is_root else (tensor.detach().cpu().clone(), None)
+        finish = self._finish_reduction(host, op, back) if is_root else None
+        start = partial(self._gloo.reduce, [host], options)
+        return self._start(_call("reduce", tensor, op, root), start, [tensor], finish, to_one=root)
+
+    def reduce_scatter(self, output: torch.Tensor, shares: Tensors, op: str) -> GlooWork:
+        """Reduces `shares[i]` of all ranks into `output` of rank i."""
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = _op(op)
+        whole = torch.stack([share.detach().cpu().reshape(-1) for share in shares])
+        host, back = _staged(output)
+        start = partial(self._gloo._reduce_scatter_base, host.view(-1), whole.view(-1), options)
+        finish = self._finish_reduction(host, op, back)
+        return self._start(_call("reduce_scatter", output, op), start, [output], finish)
+
+    def _finish_reduction(self, host: torch.Tensor, op: str, back: Finish) -> Finish:
+        if op != "AVG":
+            return back
+
+        def divide() -> None:
+            host.div_(self._size)
+            if back is not None:
+                back()
+
+        return divide
+
+    # -- Copies: of bytes, since gloo does not know every dtype --
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> GlooWork:
+        """Copies `tensor` of rank `root` to all ranks, in place."""
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        host, back = _staged(tensor)
+        start = partial(self._gloo.broadcast, [_raw(host)], options)
+        finish = None if self._rank == root else back
+        return self._start(
+            _call("broadcast", tensor, root=root), start, [tensor], finish, from_one=root
+        )
+
+    def all_gather(self, outputs: Tensors, input: torch.Tensor, finish: Finish) -> GlooWork:
+        """Copies `input` of rank i to `outputs[i]`, on all ranks."""
+        hosts, back = _staged_list(outputs)
+        start = partial(self._gloo.allgather, [_raws(hosts)], [_raw(_staged(input)[0])])
+        return self._start(_call("all_gather", input), start, outputs, _both(back, finish))
+
+    def gather(self, outputs: Tensors, input: torch.Tensor, root: int) -> GlooWork:
+        """Copies `input` of rank i to `outputs[i]` of rank `root`."""
+        options = c10d.GatherOptions()
+        options.rootRank = root
+        hosts, back = _staged_list(outputs)
+        places = [_raws(hosts)] if hosts else []
+        start = partial(self._gloo.gather, places, [_raw(_staged(input)[0])], options)
+        return self._start(_call("gather", input, root=root), start, outputs, back, to_one=root)
+
+    def scatter(self, output: torch.Tensor, inputs: Tensors, root: int) -> GlooWork:
+        """Copies `inputs[i]` of rank `root` to `output` of rank i."""
+        options = c10d.ScatterOptions()
+        options.rootRank = root
+        host, back = _staged(output)
+        parts = [_raws([_staged(one)[0] for one in inputs])] if inputs else []
+        start = partial(self._gloo.scatter, [_raw(host)], parts, options)
+        return self._start(
+            _call("scatter", output, root=root), start, [output], back, from_one=root
+        )
+
+    def all_to_all(
+        self, outputs: Tensors, inputs: Tensors, num_bytes: int, finish: Finish
+    ) -> GlooWork:
+        """Copies `inputs[j]` of rank i to `outputs[i]` of rank j."""
+        given = torch.cat([_raw(_staged(one)[0]) for one in inputs])
+        sizes = [one.numel() * one.element_size() for one in outputs]
+        taken = torch.empty(sum(sizes), dtype=torch.uint8)
+
+        def share_out() -> None:
+            for output, part in zip(outputs, taken.split(sizes), strict=True):
+                # A copy: the part may begin where the dtype's numbers may not.
+                output.detach().copy_(part.clone().view(output.dtype).view(output.shape))
+
+        options = c10d.AllToAllOptions()
+        splits = [one.numel() * one.element_size() for one in inputs]
+        start = partial(self._gloo.alltoall_base, taken, given, sizes, splits, options)
+        call = CollectiveCall("all_to_all", num_bytes, inputs[0].dtype)
+        return self._start(call, start, outputs, _both(share_out, finish))
+
+    def barrier(self) -> GlooWork:
+        """Is done once all ranks have called it."""
+        return self._start(
+            CollectiveCall("barrier"), partial(self._gloo.barrier, c10d.BarrierOptions()), []
+        )
+
+    # -- Messages --
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooWork:
+        """Sends `tensor` to one rank."""
+        work = self._gloo.send([_raw(_staged(tensor)[0])], peer, tag)
+        return GlooWork([tensor], (), work, None, lambda: None, self._seconds)
+
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> GlooWork:
+        """Receives from one rank; from any, where `peer` is None."""
+        host, back = _staged(tensor)
+        if peer is None:
+            work = self._gloo.recv_anysource([_raw(host)], tag)
+        else:
+            work = self._gloo.recv([_raw(host)], peer, tag)
+        return GlooWork([tensor], (), work, back, lambda: None, self._seconds)
+
+    # -- All of them --
+
+    def _seconds(self) -> float:
+        return self._gloo.options._timeout.total_seconds()
+
+    def _start(
+        self,
+        call: CollectiveCall,
+        start: Callable[..., Any],
+        outputs: Tensors,
+        finish: Finish = None,
+        from_one: int | None = None,
+        to_one: int | None = None,
+    ) -> GlooWork:
+        """Tells the ranks that take something what is called, and starts it."""
+        self._num_carried += 1
+        heard = []
+        if self._mesh is not None:
+            number, peers = call._replace(is_over_gloo=True).number(), self._mesh.peers
+            takers = peers if to_one is None else [peer for peer in peers if peer == to_one]
+            givers = peers if from_one is None else [peer for peer in peers if peer == from_one]
+            if from_one in (None, self._rank):
+                self._mesh.tell(self._num_carried, number, takers)
+            if to_one in (None, self._rank):
+                heard = self._mesh.hear(number, givers)
+        compare = partial(_compare, heard, self._num_carried)
+        return GlooWork(outputs, heard, start(), finish, compare, self._seconds)
+
+
+def _compare(heard: list, num_carried: int) -> None:
+    for arrival in heard:
+        if (count := int(arrival.tensor)) != num_carried:
+            raise WireError(
+                f"rank {arrival.peer} of the group has begun {count} collectives over gloo, and this "
+                f"rank {num_carried}: a step that failed has left them apart, and gloo would pair "
+                "the wrong ones; make the group anew"
+            )
+
+
+def _op(name: str) -> dist.ReduceOp:
+    return getattr(dist.ReduceOp, "SUM" if name == "AVG" else name)
+
+
+def _call(
+    kind: str, tensor: torch.Tensor, op: str = "SUM", root: int | None = None
+) -> CollectiveCall:
+    return CollectiveCall(kind, tensor.numel() * tensor.element_size(), tensor.dtype, op, root)
+
+
+def _staged(tensor: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+    """The tensor as contiguous memory of the host, and what brings it back if that is a copy."""
+    tensor = tensor.detach()
+    if tensor.is_cpu and tensor.is_contiguous():
+        return tensor, None
+    host = tensor.cpu().contiguous()
+    return host, partial(tensor.copy_, host)
+
+
+def _staged_list(tensors: Tensors) -> tuple[list[torch.Tensor], Finish]:
+    staged = [_staged(tensor) for tensor in tensors]
+    backs = [back for _, back in staged if back is not None]
+
+    def bring_back() -> None:
+        for back in backs:
+            back()
+
+    return [host for host, _ in staged], bring_back if backs else None
+
+
+def _both(first: Finish, second: Finish) -> Finish:
+    if first is None or second is None:
+        return first or second
+
+    def one_after_the_other() -> None:
+        first()
+        second()
+
+    return one_after_the_other
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _raws(tensors: Tensors) -> list[torch.Tensor]:
+    return [_raw(tensor) for tensor in tensors]

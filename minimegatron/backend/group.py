@@ -1,0 +1,419 @@
+"""A process group over shared memory, with gloo inside: what `torch.distributed` calls.
+
+The names and arguments of the methods are torch's (`torch_names`). Each method checks its arguments,
+and then picks the way, by what all ranks of the group know alike:
+
+* shared memory: collectives up to `MAX_BYTES` in groups up to `MAX_RANKS`, and all messages;
+* gloo inside: everything else, or everything where the ranks cannot share memory.
+
+Megatron has no counterpart.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.backend.calls import name_of
+from minimegatron.backend.checks import (
+    check_all_to_all,
+    check_list,
+    check_one,
+    check_root,
+    check_shares,
+)
+from minimegatron.backend.connecting import connect_over_store
+from minimegatron.backend.gloo_inside import GlooInside, make_gloo
+from minimegatron.backend.mesh import Mesh, check_op
+from minimegatron.backend.step_methods import StepMethods
+from minimegatron.backend.torch_names import with_torch_names
+from minimegatron.backend.works import SharedMemoryWork, Works
+
+MAX_BYTES = 1 << 20
+"""Collectives beyond go over gloo: it has threads of its own, and a computation goes on meanwhile."""
+MAX_RANKS = 8
+"""Collectives of larger groups go over gloo: there each rank would send to too many others."""
+MAX_CONNECTED = 32
+"""Larger groups share no memory at all: each rank has a socket and a file for each other."""
+
+Tensors = list[torch.Tensor]
+
+
+@with_torch_names
+class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
+    """The ranks of one host, or of several; made by `dist.init_process_group("cpu:shm")`.
+
+    Collective: all ranks of the group make it, and wait for each other.
+
+    Args:
+        store: the group's own.
+        rank: of this process, within the group.
+        size: of the group.
+        timeout: how long a collective, a message, or another rank's coming may take.
+
+    Raises ConnectionError, naming the rank, if one does not come in time.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        dist.ProcessGroup.__init__(self, rank, size)
+        self._store, self._rank, self._size = store, rank, size
+        self._gloo = make_gloo(store, rank, size, timeout)
+        # What torch asks a group's C++ side for, gloo answers.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.mesh = self._make_mesh(timeout)
+        tells = self.mesh if size <= MAX_RANKS else None
+        self._inside = GlooInside(self._gloo, tells, rank, size)
+        self._num_splits, self._is_closed = 0, False
+
+    def _make_mesh(self, timeout: timedelta) -> Mesh | None:
+        if not 1 < self._size <= MAX_CONNECTED:
+            return None
+        store = dist.PrefixStore("shared memory", self._store)
+        connections = connect_over_store(store, self._rank, self._size, timeout)
+        if connections is None:
+            return None
+        for connection in connections.values():
+            connection.ask_timeout = self._seconds
+        return Mesh(self._rank, connections)
+
+    def _seconds(self) -> float:
+        # torch sets a new time-out on the gloo inside.
+        return self._gloo.options._timeout.total_seconds()
+
+    # -- What a group says of itself --
+
+    def rank(self) -> int:
+        """Of this process, within the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def name(self) -> str:
+        """The backend's."""
+        return "shm"
+
+    getBackendName = name
+
+    def get_group_store(self) -> dist.Store:
+        """The group's own."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From now on, no wait takes longer."""
+        self._gloo.options._timeout = timeout
+        self._gloo._set_default_timeout(timeout)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> "SharedMemoryGroup | None":
+        """A group of these ranks of this one, for each of them; None for the others.
+
+        Every rank of this group calls it, each with the ranks of its own part.
+        """
+        self._num_splits += 1
+        if self._rank not in ranks:
+            return None
+        store = dist.PrefixStore(f"split {self._num_splits} {list(ranks)}", self._store)
+        timeout = timeout or timedelta(seconds=self._seconds())
+        part = SharedMemoryGroup(store, list(ranks).index(self._rank), len(ranks), timeout)
+        part._set_group_name(group_name or f"{self.group_name}:split:{self._num_splits}")
+        part._set_group_desc(group_desc or "split")
+        return part
+
+    def shutdown(self) -> None:
+        """Ends the group on this rank; who waits for this rank is told."""
+        if not self._is_closed:
+            self._is_closed = True
+            for connection in self.mesh.to.values() if self.mesh else ():
+                connection.close()
+            self._gloo.shutdown()
+
+    abort = shutdown
+
+    # -- Which way --
+
+    def _way(self, num_bytes: int) -> Mesh | None:
+        """The mesh for a collective of so many bytes on each rank; None for gloo."""
+        if self._is_closed:
+            raise RuntimeError("this group has been destroyed; make a new one")
+        is_small = num_bytes <= MAX_BYTES and self._size <= MAX_RANKS
+        return self.mesh if is_small else None
+
+    def _alone(self, outputs: Tensors, inputs: Tensors) -> SharedMemoryWork:
+        """In a group of one, what goes in comes out."""
+        for output, input in zip(outputs, inputs, strict=True):
+            output.detach().copy_(input.detach().view_as(output))
+        return SharedMemoryWork(outputs)
+
+    def _each(self, start: Callable[..., dist.Work], *columns: Sequence, opts: Any) -> Works:
+        """One work for several calls."""
+        works = [start(*row, opts) for row in zip(*columns, strict=True)]
+        return Works(works, [tensor for work in works for tensor in work.result()])
+
+    # -- Reductions --
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Reduces the tensor in place, the same bits on every rank."""
+        tensor, op = check_one(tensors), _op_of(opts)
+        check_op(op, tensor.dtype)
+        if self._size == 1:
+            return SharedMemoryWork([tensor])
+        if mesh := self._way(_bytes(tensor)):
+            return mesh.all_reduce(tensor, op)
+        return self._inside.all_reduce(tensor, op)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Reduces each of the tensors in place."""
+        return self._each(self.allreduce, [[tensor] for tensor in tensors], opts=opts)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        """Reduces the tensor in place on the root; elsewhere it stays as it is."""
+        tensor, op = check_one(tensors), _op_of(opts)
+        check_op(op, tensor.dtype)
+        root = check_root(opts.rootRank, self._size)
+        if self._size == 1:
+            return SharedMemoryWork(tensors)
+        if mesh := self._way(_bytes(tensor)):
+            return mesh.reduce(tensor, op, root)
+        return self._inside.reduce(tensor, op, root)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
+    ) -> dist.Work:
+        """Reduces the i-th input tensor of all ranks into rank i's output."""
+        output, shares, op = check_one(outputs), check_one(inputs), _op_of(opts)
+        check_op(op, output.dtype)
+        check_shares(output, shares, self._size)
+        if self._size == 1:
+            return self._alone([output], shares)
+        if mesh := self._way(sum(map(_bytes, shares))):
+            return mesh.reduce_scatter(output, shares, op)
+        return self._inside.reduce_scatter(output, shares, op)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        """The same for one input, cut along dimension 0 or into rows of the output's size."""
+        shares = _cut(input, output, self._size, "input")
+        return self.reduce_scatter([output], [shares], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """The same for each pair of an output and an input."""
+        return self._each(self.reduce_scatter_single, outputs, inputs, opts=opts)
+
+    # -- Copies from one rank --
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
+        """Copies the root's tensor to all ranks, in place."""
+        tensor, root = check_one(tensors), check_root(opts.rootRank, self._size)
+        if self._size == 1:
+            return SharedMemoryWork(tensors)
+        if mesh := self._way(_bytes(tensor)):
+            return mesh.broadcast(tensor, root)
+        return self._inside.broadcast(tensor, root)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
+        """Copies the root's i-th input tensor to rank i's output."""
+        output, root = check_one(outputs), check_root(opts.rootRank, self._size)
+        shares = check_list(inputs, output, self._size, root == self._rank, "input")
+        if self._size == 1:
+            return self._alone([output], shares)
+        if mesh := self._way(_bytes(output)):
+            return mesh.scatter(output, shares, root)
+        return self._inside.scatter(output, shares, root)
+
+    # -- Copies to one rank, or to all --
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        """Copies rank i's input to the root's i-th output tensor."""
+        input, root = check_one(inputs), check_root(opts.rootRank, self._size)
+        places = check_list(outputs, input, self._size, root == self._rank, "output")
+        if self._size == 1:
+            return self._alone(places, [input])
+        if mesh := self._way(_bytes(input)):
+            return mesh.gather(places, input, root)
+        return self._inside.gather(places, input, root)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Copies rank i's input to the i-th output tensor of every rank."""
+        input = check_one(inputs)
+        places = check_list(outputs, input, self._size, True, "output")
+        return self._all_gather(places, input)
+
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """The same for each input; `outputs[i][j]` becomes rank i's input number j."""
+        places = [[list(column)] for column in zip(*outputs, strict=True)]
+        return self._each(self.allgather, places, [[one] for one in inputs], opts=opts)
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        """Copies all inputs to one output, in the order of the ranks."""
+        whole, finish = _whole(output)
+        return self._all_gather(_cut(whole, input, self._size, "output"), input, finish, [output])
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """The same for each pair of an output and an input."""
+        return self._each(self.all_gather_single, outputs, inputs, opts=opts)
+
+    def _all_gather(
+        self,
+        places: Tensors,
+        input: torch.Tensor,
+        finish: Callable[[], None] | None = None,
+        outputs: Tensors | None = None,
+    ) -> dist.Work:
+        if self._size == 1:
+            work = self._alone(places, [input])
+            if finish:
+                finish()
+        elif mesh := self._way(_bytes(input)):
+            work = mesh.all_gather(places, input, finish)
+        else:
+            work = self._inside.all_gather(places, input, finish)
+        return work.giving(outputs or places)
+
+    # -- From all ranks to all ranks --
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Copies rank i's input tensor number j to rank j's output tensor number i."""
+        check_all_to_all(outputs, inputs, self._rank, self._size)
+        return self._all_to_all(outputs, inputs, outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """The same for rows of one tensor; without splits, each rank gets as many."""
+        whole, finish = _whole(output)
+        places = _split(whole, output_splits, self._size, "output")
+        parts = _split(input, input_splits, self._size, "input")
+        check_all_to_all(places, parts, self._rank, self._size)
+        is_even = not output_splits and not input_splits
+        return self._all_to_all(places, parts, [output], _bytes(input) if is_even else 0, finish)
+
+    def _all_to_all(
+        self,
+        places: Tensors,
+        parts: Tensors,
+        outputs: Tensors,
+        num_bytes: int = 0,
+        finish: Callable[[], None] | None = None,
+    ) -> dist.Work:
+        # Uneven parts: no rank knows how many bytes the others move, so shared memory takes them all.
+        if self._size == 1:
+            work = self._alone(places, parts)
+            if finish:
+                finish()
+        elif mesh := self._way(num_bytes):
+            work = mesh.all_to_all(places, parts, num_bytes, finish)
+        else:
+            work = self._inside.all_to_all(places, parts, num_bytes, finish)
+        return work.giving(outputs)
+
+    # -- Messages --
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+        """Sends the tensor; it may be changed at once."""
+        tensor, peer = check_one(tensors), check_root(dst, self._size, self._rank)
+        self._way(0)
+        if self.mesh is None:
+            return self._inside.send(tensor, peer, tag)
+        return self.mesh.send(tensor, peer, tag)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+        """Receives into the tensor."""
+        tensor, peer = check_one(tensors), check_root(src, self._size, self._rank)
+        self._way(0)
+        if self.mesh is None:
+            return self._inside.receive(tensor, peer, tag)
+        return self.mesh.receive(tensor, peer, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        """Receives into the tensor what any rank sends; the work's `_source_rank` says which."""
+        tensor = check_one(tensors)
+        self._way(0)
+        if self.mesh is None:
+            return self._inside.receive(tensor, None, tag)
+        return self.mesh.receive_from_any(tensor, tag, self._seconds())
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Is done once all ranks have called it."""
+        if self._size == 1:
+            return SharedMemoryWork([])
+        if mesh := self._way(0):
+            return mesh.barrier()
+        return self._inside.barrier()
+
+    # -- For `dist._coalescing_manager` with a device: what is called in it starts at once --
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing is held back."""
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return Works([], [])
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _op_of(opts: Any) -> str:
+    return "SUM" if opts is None else name_of(opts.reduceOp)
+
+
+def _whole(output: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """A contiguous tensor to fill, and what brings it to `output`, if it is another one."""
+    if output.is_contiguous():
+        return output, None
+    whole = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+    return whole, partial(output.detach().copy_, whole)
+
+
+def _cut(whole: torch.Tensor, part: torch.Tensor, size: int, name: str) -> Tensors:
+    """`whole` in as many parts as there are ranks, each as large as `part`."""
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        raise ValueError(
+            f"the {name} has {whole.numel()} elements of {whole.dtype}; {size} ranks with "
+            f"{part.numel()} elements of {part.dtype} each make {size * part.numel()}"
+        )
+    return list(whole.detach().contiguous().view(size, *part.shape))
+
+
+def _split(tensor: torch.Tensor, splits: list[int], size: int, name: str) -> Tensors:
+    """The rows of `tensor`, by rank. Raises ValueError if they cannot be shared so."""
+    rows = tensor.size(0) if tensor.dim() else 0
+    if not splits:
+        if rows % size:
+            raise ValueError(
+                f"the {name} has {rows} rows, which {size} ranks cannot share equally; give splits"
+            )
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise ValueError(
+            f"{name} splits {splits} are {len(splits)} numbers with sum {sum(splits)}, but there are "
+            f"{size} ranks and {rows} rows; give each rank its rows"
+        )
+    return list(tensor.detach().split(splits))

@@ -1,0 +1,132 @@
+"""What one peer has announced: headers read from a socket, sorted by lane, not yet taken.
+
+Megatron has no counterpart.
+"""
+
+import socket
+import struct
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+from minimegatron.backend.epochs import belong_together
+from minimegatron.backend.slots import TheirSlot, TheirSlots
+
+FIRST_LANE_OF_NO_STEP = 1 << 31
+"""From this lane on, messages belong to no step. Below, they belong to the epoch they were sent in."""
+
+HEADER = struct.Struct("=BIQQQQQQQd")
+MESSAGE, ABANDONED, BEGUN, COUNT = 1, 2, 3, 4
+_READ_BYTES = 4096
+
+
+class WireError(ConnectionError, RuntimeError):
+    """A message that does not come, or is not the one expected: the text names the rank.
+
+    It is a RuntimeError too, because that is what gloo raises.
+    """
+
+
+class Header(NamedTuple):
+    """A message that was announced and not yet taken; or news of the peer's steps."""
+
+    kind: int
+    lane: int
+    epoch: int
+    call: int
+    """What the sender has called, a number that the receiver must expect."""
+    num_bytes: int
+    offset: int
+    slot_bytes: int
+    mark_place: int
+    """Where the slot's mark is in the sender's file."""
+    retired: int
+    """Offset of a slot that exists no longer; 0: of none."""
+    sent_at: float
+    """On the host's clock, `time.monotonic`."""
+
+
+class Incoming:
+    """What the peer has announced, and the pieces of its memory that are mapped here."""
+
+    def __init__(self, connection: socket.socket, descriptor: int):
+        self._socket, self._slots = connection, TheirSlots(descriptor)
+        self._unread = b""
+        self.messages: defaultdict[int, deque[Header]] = defaultdict(deque)
+        self.num_dropped = 0
+        # The largest epoch of any message in the lanes of the step.
+        self.newest_epoch = 0
+        # The peer will send nothing more, in any lane.
+        self.has_ended = False
+        # The last epoch that the peer has abandoned, and why.
+        self._abandoned: tuple[int, str] = (-1, "")
+        # The last epoch that it has begun after one that it had abandoned.
+        self._begun = -1
+        # Epochs, and the numbers that it has told in them.
+        self.counts: deque[tuple[int, int]] = deque()
+
+    def read(self) -> set[int]:
+        """Reads the headers that have come, and waits for none; returns the lanes of new messages."""
+        lanes: set[int] = set()
+        while not self.has_ended:
+            try:
+                part = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:  # the peer has gone and not read all; or this end is closed
+                part = b""
+            self.has_ended = not part
+            self._unread += part
+            self._sort(lanes)
+            if len(part) < _READ_BYTES:
+                break
+        return lanes
+
+    def _sort(self, lanes: set[int]) -> None:
+        while len(self._unread) >= HEADER.size:
+            header = Header._make(HEADER.unpack_from(self._unread))
+            if header.kind == MESSAGE:
+                self._slots.forget(header.retired)
+                self.messages[header.lane].append(header)
+                lanes.add(header.lane)
+                if header.lane < FIRST_LANE_OF_NO_STEP:
+                    self.newest_epoch = header.epoch
+            elif header.kind == BEGUN:
+                self._begun = header.epoch
+            elif header.kind == COUNT:
+                self.counts.append((header.epoch, header.num_bytes))
+            elif len(self._unread) < HEADER.size + header.num_bytes:
+                break  # the reason has not come whole
+            else:
+                text = self._unread[HEADER.size :][: header.num_bytes]
+                self._abandoned = (header.epoch, text.decode(errors="replace"))
+                self._unread = self._unread[header.num_bytes :]
+            self._unread = self._unread[HEADER.size :]
+
+    def check(self, epoch: int) -> None:
+        """Raises WireError if the peer will send nothing more of this epoch."""
+        abandoned, reason = self._abandoned
+        if abandoned >= epoch:
+            raise WireError(f"it has given up this step: {reason}")
+        if self._begun > epoch:
+            raise WireError(f"it has gone on after a step that it had given up: {reason}")
+        if self.has_ended:
+            raise WireError("its process has closed the connection")
+
+    def drop_before(self, epoch: int, messages: "deque[Header]") -> None:
+        """Gives back, unread, a lane's messages of earlier epochs. A peer's epochs come in order."""
+        while messages and self._is_before(messages[0].epoch, epoch):
+            self.num_dropped += 1
+            self.slot_of(messages.popleft()).free()
+
+    @staticmethod
+    def _is_before(theirs: int, mine: int) -> bool:
+        return theirs < mine and not belong_together(theirs, mine)
+
+    def drop_counts_before(self, epoch: int) -> None:
+        """Forgets the numbers of earlier epochs, in which nobody has asked for them."""
+        while self.counts and self.counts[0][0] < epoch:
+            self.counts.popleft()
+
+    def slot_of(self, header: Header) -> TheirSlot:
+        """The slot that the message lies in."""
+        return self._slots.get(header.offset, header.slot_bytes, header.mark_place)

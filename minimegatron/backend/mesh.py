@@ -1,0 +1,284 @@
+"""What the ranks of a group do over shared memory: each collective in one exchange of messages.
+
+Every rank sends its part to each rank that needs it, and combines what it gets in the order of the
+ranks, so that all ranks get the same bits. In an all-reduce over t ranks that is (t - 1) n bytes sent
+per rank, where a ring sends 2 (t - 1) n / t: equal for t = 2, twice as much for t = 4. What counts for
+a small tensor is that each rank is woken once, where gloo's threads wake each other several times.
+
+All tensors here are on the CPU or on a device that ranks share; shared memory has them in between.
+Megatron has no counterpart.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from minimegatron.backend.calls import CollectiveCall
+from minimegatron.backend.channels import (
+    COPIED,
+    IN_PLACE,
+    LENT,
+    STEPS,
+    Connection,
+    PendingReceive,
+    Sent,
+)
+from minimegatron.backend.incoming import FIRST_LANE_OF_NO_STEP
+from minimegatron.backend.waiting import reader
+from minimegatron.backend.works import ReceivedFromAny, SharedMemoryWork
+
+MOST_BYTES_AHEAD = 4 << 20
+"""So much may a rank have sent to another in one direction before the other takes any of it; a single
+message may be larger. In other collectives a rank takes as much from each peer as it sends there."""
+_LEAST_BYTES = 4096
+"""What a message takes of that at least: a page of memory."""
+_COMBINE: dict[str, Callable] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "MAX": torch.maximum,
+    "MIN": torch.minimum,
+    "PRODUCT": torch.mul,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_MESSAGES = "messages"
+"""The channel of messages between two ranks."""
+Tensors = Sequence[torch.Tensor]
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Raises ValueError where `op` has no meaning for `dtype`."""
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    if op == "AVG" and is_whole:
+        raise ValueError(f"op AVG of {dtype}: a mean of whole numbers; reduce with SUM and divide")
+    if op in ("BAND", "BOR", "BXOR") and not is_whole:
+        raise ValueError(f"op {op} of {dtype}: bits of numbers that are not whole; convert them")
+
+
+class Mesh:
+    """This rank's connections to every other rank of a group.
+
+    Args:
+        rank: of this process, within the group.
+        connections: by rank.
+    """
+
+    def __init__(self, rank: int, connections: dict[int, Connection]):
+        self.rank, self.size = rank, len(connections) + 1
+        self.peers, self.to = sorted(connections), connections
+        self._ahead = {peer: _Ahead() for peer in connections}
+
+    # -- Collectives --
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> SharedMemoryWork:
+        """Reduces `tensor` in place, on all ranks."""
+        call, own = _number("all_reduce", tensor, op), tensor.detach()
+        for peer in self.peers:
+            self.to[peer].send(own, call=call)
+        parts = self._parts(own, call)
+        return SharedMemoryWork([tensor], _arrivals(parts), partial(_combine, own, op, parts))
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int) -> SharedMemoryWork:
+        """Reduces `tensor` in place, on rank `root`."""
+        call, own = _number("reduce", tensor, op, root), tensor.detach()
+        if self.rank != root:
+            return self._sent([tensor], {root: own}, call)
+        parts = self._parts(own, call)
+        return SharedMemoryWork([tensor], _arrivals(parts), partial(_combine, own, op, parts))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> SharedMemoryWork:
+        """Copies `tensor` of rank `root` to all ranks, in place."""
+        call = _number("broadcast", tensor, root=root)
+        if self.rank == root:
+            return self._sent([tensor], dict.fromkeys(self.peers, tensor.detach()), call)
+        return SharedMemoryWork([tensor], [self.to[root].expect(tensor, call=call)])
+
+    def all_gather(
+        self, outputs: Tensors, input: torch.Tensor, finish: Callable[[], None] | None = None
+    ) -> SharedMemoryWork:
+        """Copies `input` of rank i to `outputs[i]`, on all ranks."""
+        call = _number("all_gather", input)
+        for peer in self.peers:
+            self.to[peer].send(input, call=call)
+        outputs[self.rank].detach().copy_(input.detach().view_as(outputs[self.rank]))
+        arrivals = [self.to[peer].expect(outputs[peer], call=call) for peer in self.peers]
+        return SharedMemoryWork(outputs, arrivals, finish)
+
+    def all_gather_of_no_step(
+        self, outputs: Tensors, input: torch.Tensor, number: int
+    ) -> SharedMemoryWork:
+        """As `all_gather`; the messages travel in a lane of no step, number `number` from 0."""
+        call, lane = _number("all_gather", input), FIRST_LANE_OF_NO_STEP + number
+        for peer in self.peers:
+            self.to[peer].send(input, "lanes", lane, call)
+        outputs[self.rank].copy_(input.detach())
+        arrivals = [self.to[peer].expect(outputs[peer], COPIED, lane, call) for peer in self.peers]
+        return SharedMemoryWork(outputs, arrivals, may_be_repeated=True)
+
+    def gather(self, outputs: Tensors, input: torch.Tensor, root: int) -> SharedMemoryWork:
+        """Copies `input` of rank i to `outputs[i]` of rank `root`; elsewhere `outputs` is empty."""
+        call = _number("gather", input, root=root)
+        if self.rank != root:
+            return self._sent([], {root: input}, call)
+        outputs[root].detach().copy_(input.detach())
+        arrivals = [self.to[peer].expect(outputs[peer], call=call) for peer in self.peers]
+        return SharedMemoryWork(outputs, arrivals)
+
+    def scatter(self, output: torch.Tensor, inputs: Tensors, root: int) -> SharedMemoryWork:
+        """Copies `inputs[i]` of rank `root` to `output` of rank i; elsewhere `inputs` is empty."""
+        call = _number("scatter", output, root=root)
+        if self.rank != root:
+            return SharedMemoryWork([output], [self.to[root].expect(output, call=call)])
+        output.detach().copy_(inputs[root].detach())
+        return self._sent([output], {peer: inputs[peer] for peer in self.peers}, call)
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: str) -> SharedMemoryWork:
+        """Reduces `inputs[i]` of all ranks into `output` of rank i."""
+        for peer in self.peers:
+            self.to[peer].send(inputs[peer], call=_number("reduce_scatter", inputs[peer], op))
+        own = inputs[self.rank].detach()
+        parts = self._parts(own, _number("reduce_scatter", own, op))
+        finish = partial(_combine, output.detach(), op, parts)
+        return SharedMemoryWork([output], _arrivals(parts), finish)
+
+    def all_to_all(
+        self,
+        outputs: Tensors,
+        inputs: Tensors,
+        num_bytes: int = 0,
+        finish: Callable[[], None] | None = None,
+    ) -> SharedMemoryWork:
+        """Copies `inputs[j]` of rank i to `outputs[i]` of rank j. Each pair agrees on its size.
+
+        `num_bytes` is the input's size where that is the same on all ranks.
+        """
+        call = CollectiveCall("all_to_all", num_bytes, inputs[0].dtype).number()
+        for peer in self.peers:
+            self.to[peer].send(inputs[peer], call=call)
+        # Before anything comes, for an output that is its own input.
+        outputs[self.rank].detach().copy_(inputs[self.rank].detach())
+        arrivals = [self.to[peer].expect(outputs[peer], call=call) for peer in self.peers]
+        return SharedMemoryWork(outputs, arrivals, finish)
+
+    def barrier(self) -> SharedMemoryWork:
+        """Is done once all ranks have called it."""
+        call, nothing = CollectiveCall("barrier").number(), torch.empty(0)
+        for peer in self.peers:
+            self.to[peer].send(nothing, call=call)
+        return SharedMemoryWork(
+            [], [self.to[peer].expect(nothing, call=call) for peer in self.peers]
+        )
+
+    def tell(self, value: int, call: int, to: Sequence[int]) -> None:
+        """Tells these ranks a number, in the order of the collectives."""
+        for peer in to:
+            self.to[peer].send(torch.tensor([value]), call=call)
+
+    def hear(self, call: int, of: Sequence[int]) -> list[PendingReceive]:
+        """What these ranks tell in the same way."""
+        return [self.to[peer].expect(torch.empty(1, dtype=torch.int64), call=call) for peer in of]
+
+    def _parts(self, own: torch.Tensor, call: int) -> list[torch.Tensor | PendingReceive]:
+        """By rank: this rank's part, and what the others' will become."""
+        parts: list = [self.to[peer].expect(own, IN_PLACE, call=call) for peer in self.peers]
+        parts.insert(self.rank, own)
+        return parts
+
+    def _sent(
+        self, outputs: Tensors, tensors: dict[int, torch.Tensor], call: int
+    ) -> SharedMemoryWork:
+        """Sends a tensor to each of these ranks, and takes nothing of them."""
+        for peer, tensor in tensors.items():
+            self._ahead[peer].note(self.to[peer].send(tensor, call=call), tensor)
+        return SharedMemoryWork(outputs, make_room=partial(self._make_room, list(tensors)))
+
+    def _make_room(self, peers: list[int]) -> None:
+        for peer in peers:
+            self._ahead[peer].make_room()
+
+    # -- Messages --
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> SharedMemoryWork:
+        """Sends `tensor` to one rank; the n-th message with a tag is for the n-th receive with it."""
+        sent = self.to[peer].send(tensor, _MESSAGES, _lane_of(tag))
+        self._ahead[peer].note(sent, tensor)
+        return SharedMemoryWork([tensor], make_room=self._ahead[peer].make_room)
+
+    def receive(
+        self, tensor: torch.Tensor, peer: int, tag: int, is_lent: bool = False
+    ) -> SharedMemoryWork:
+        """Receives from one rank; `is_lent`: the sender's slot may become the tensor's memory."""
+        how = LENT if is_lent else COPIED
+        return SharedMemoryWork([tensor], [self.to[peer].expect(tensor, how, _lane_of(tag))])
+
+    def receive_from_any(self, tensor: torch.Tensor, tag: int, timeout: float) -> ReceivedFromAny:
+        """Receives from whichever rank's message is there first."""
+        lane = _lane_of(tag)
+
+        def find() -> PendingReceive | None:
+            for connection in self.to.values():
+                if connection.has_spare(lane):
+                    return connection.expect(tensor, lane=lane)
+                reader.watch(connection)
+            return None
+
+        return ReceivedFromAny([tensor], find, timeout)
+
+    def num_untaken(self, peer: int) -> int:
+        """How many messages this rank has sent to `peer` that were not taken yet."""
+        return self._ahead[peer].num_untaken()
+
+
+class _Ahead:
+    """What was sent to one peer that need not send anything back, and perhaps not taken yet."""
+
+    def __init__(self):
+        self._sents: deque[tuple[Sent, int]] = deque()
+        self._num_bytes = 0
+
+    def note(self, sent: Sent, tensor: torch.Tensor) -> None:
+        num_bytes = max(_LEAST_BYTES, tensor.numel() * tensor.element_size())
+        with reader.changed:  # several threads may send
+            self._sents.append((sent, num_bytes))
+            self._num_bytes += num_bytes
+
+    def num_untaken(self) -> int:
+        with reader.changed:
+            while self._sents and self._sents[0][0].is_taken():
+                self._num_bytes -= self._sents.popleft()[1]
+            return len(self._sents)
+
+    def make_room(self) -> None:
+        """Waits while more than `MOST_BYTES_AHEAD` are not taken. Raises WireError, as `Sent.wait`."""
+        while self.num_untaken() > 1 and self._num_bytes > MOST_BYTES_AHEAD:
+            self._sents[0][0].wait()
+
+
+def _lane_of(tag: int) -> int:
+    return STEPS + 1 + tag % (1 << 30)
+
+
+def _number(kind: str, tensor: torch.Tensor, op: str = "SUM", root: int | None = None) -> int:
+    num_bytes = tensor.numel() * tensor.element_size()
+    return CollectiveCall(kind, num_bytes, tensor.dtype, op, root).number()
+
+
+def _arrivals(parts: list[torch.Tensor | PendingReceive]) -> list[PendingReceive]:
+    return [part for part in parts if isinstance(part, PendingReceive)]
+
+
+def _combine(target: torch.Tensor, op: str, parts: list[torch.Tensor | PendingReceive]) -> None:
+    """Combines the parts in the order of the ranks into `target`, which one of them may be."""
+    first, *middle, last = [p.tensor if isinstance(p, PendingReceive) else p for p in parts]
+    combine = _COMBINE[op]
+    for part in middle:
+        first = combine(first.to(target.device), part.to(target.device))
+    if target.is_cpu:
+        combine(first, last, out=target)
+    else:
+        target.copy_(combine(first.to(target.device), last.to(target.device)))
+    if op == "AVG":
+        target.div_(len(parts))

@@ -1,0 +1,75 @@
+"""What a program that trains in steps asks of a group over shared memory, beyond `torch.distributed`.
+
+A step that fails leaves messages behind. A group whose steps are begun, ended and abandoned does not
+take them for those of the next step, and who waits for a rank that has given up is told at once.
+
+Megatron has no counterpart.
+"""
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.backend.epochs import is_in_step, next_part, next_step
+from minimegatron.backend.mesh import Mesh
+
+
+class StepMethods:
+    """Methods of a group; `mesh` is None where its ranks share no memory, and nothing can be told."""
+
+    mesh: Mesh | None
+    epoch = 0
+    """The step that the group is in, or the time between two: see `epochs`."""
+
+    def begin_step(self, forward_only: bool = False) -> None:
+        """All ranks begin a step: what a failed one left behind is not taken for it.
+
+        Waits for nobody. `forward_only`: ranks may belong to copies of a model that begin such a step
+        at another time, or never.
+        """
+        self.epoch = (next_part if forward_only else next_step)(self.epoch)
+        for connection in self._connections():
+            connection.begin_step(self.epoch)
+
+    def end_step(self) -> None:
+        """The step has ended well on this rank. What it has launched may still be waited for."""
+        if is_in_step(self.epoch):
+            self.epoch += 1
+            for connection in self._connections():
+                connection.end_step()
+
+    def abandon(self, reason: str) -> None:
+        """Ends a step that failed on this rank, and tells the others. Never waits."""
+        if is_in_step(self.epoch):
+            self.epoch += 1
+            for connection in self._connections():
+                connection.abandon(reason)
+
+    def _connections(self) -> list:
+        return list(self.mesh.to.values()) if self.mesh is not None else []
+
+    # -- Messages --
+
+    def num_untaken(self, peer: int) -> int:
+        """How many messages to rank `peer` were not taken yet; 0 where gloo carries them."""
+        return self.mesh.num_untaken(peer) if self.mesh is not None else 0
+
+    def receive_lent(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> dist.Work:
+        """As `recv`; the sender's memory may become the tensor's, until nobody has the tensor."""
+        if self.mesh is None:
+            return self.recv([tensor], peer, tag)
+        return self.mesh.receive(tensor, peer, tag, is_lent=True)
+
+    # -- Collectives that belong to no step --
+
+    def all_gather_of_no_step(
+        self, output: torch.Tensor, input: torch.Tensor, lane: int
+    ) -> dist.Work:
+        """Concatenates all inputs in `output`, a contiguous tensor; a failed step does not end it.
+
+        Its handle may be waited for again after a wait that failed. Of two such calls with one `lane`,
+        from 0, the first on one rank is paired with the first on another, be it a step later.
+        """
+        if self.mesh is None or self._way(input.numel() * input.element_size()) is None:
+            return self.all_gather_single(output, input)
+        places = list(output.detach().view(self.size(), *input.shape))
+        return self.mesh.all_gather_of_no_step(places, input, lane).giving([output])

@@ -1,0 +1,147 @@
+"""How the threads of a process wait for messages: one of them reads for all.
+
+1. Whoever waits and finds nobody reading becomes the reader. It sleeps in one `poll` on the sockets of
+   all connections that expect something, and takes what comes on any of them. So a rank that waits for
+   one message still empties the slots of all others, and no rank waits for a rank that waits for it.
+2. Whoever else waits sleeps until the reader has read. When the reader has what it wanted, one of the
+   others reads on.
+
+Nobody reads while nobody waits: no thread polls. Megatron has no counterpart.
+"""
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Readable(Protocol):
+    """A connection, as far as this module uses it."""
+
+    number: int
+    """Of its socket, as a file."""
+    poller: select.poll
+    """Of its socket and the bell."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something more may come."""
+
+    def read(self) -> None:
+        """Takes what has come."""
+
+
+class Reader:
+    """What the threads of one process share. `changed` guards what all connections have received."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        # The connections that expect a message.
+        self._expecting: weakref.WeakSet[Readable] = weakref.WeakSet()
+        # Those that the thread in `poll` looks at; None while no thread is there.
+        self._watched: set[Readable] | None = None
+        self._num_asleep = 0
+        # A write to it ends the `poll`.
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if _HAS_EVENTS else -1
+
+    def watch(self, connection: Readable) -> None:
+        """From now on, whoever waits reads this connection too."""
+        self._expecting.add(connection)
+
+    def forget(self, connection: Readable) -> None:
+        """The connection expects nothing more."""
+        self._expecting.discard(connection)
+
+    def wait(
+        self, is_done: Callable[[], bool], deadline: float, connection: Readable | None = None
+    ) -> bool:
+        """Returns True once `is_done()`, or False when `time.monotonic()` reaches `deadline`.
+
+        `is_done` is called while this thread holds `changed`; it may raise. `connection` is read too,
+        whether or not it expects something.
+        """
+        with self.changed:
+            while not is_done():
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
+                    return False
+                if self._watched is None:
+                    self._read(connection, seconds)
+                else:
+                    self._sleep(connection, seconds)
+        return True
+
+    def read_what_came(self, connection: Readable | None = None) -> None:
+        """Takes what has come on all connections that expect something; waits for nobody."""
+        with self.changed:
+            for one in self._open(connection):
+                one.read()
+            self.ring()
+
+    def ring(self) -> None:
+        """Lets all threads that wait look again at what they wait for. Call it with `changed` held."""
+        if self._watched is not None:
+            os.eventfd_write(self.bell, 1)
+        if self._num_asleep:
+            self.changed.notify_all()
+
+    def _open(self, connection: Readable | None) -> set[Readable]:
+        found = set(self._expecting)
+        if connection is not None:
+            found.add(connection)
+        return {one for one in found if one.is_open}
+
+    def _read(self, connection: Readable | None, seconds: float) -> None:
+        watched = self._watched = self._open(connection)
+        self.changed.release()
+        ready: list[int] = []
+        try:
+            ready = self._poll(watched, seconds)
+        finally:
+            self.changed.acquire()
+            self._watched = None
+            if self._num_asleep:
+                self.changed.notify_all()
+        if self.bell in ready:
+            os.eventfd_read(self.bell)
+        for one in watched:
+            if one.number in ready:
+                one.read()
+
+    def _poll(self, watched: set[Readable], seconds: float) -> list[int]:
+        if len(watched) == 1:
+            (one,) = watched
+            poller = one.poller
+        else:
+            poller = select.poll()
+            poller.register(self.bell, select.POLLIN)
+            for one in watched:
+                poller.register(one.number, select.POLLIN)
+        return [number for number, _ in poller.poll(1000 * seconds)]
+
+    def _sleep(self, connection: Readable | None, seconds: float) -> None:
+        if connection is not None and connection not in self._watched:
+            self._expecting.add(connection)
+            os.eventfd_write(self.bell, 1)
+        self._num_asleep += 1
+        try:
+            self.changed.wait(seconds)
+        finally:
+            self._num_asleep -= 1
+
+
+_HAS_EVENTS = hasattr(os, "eventfd")
+reader = Reader()
+"""The process's own."""
+
+
+def _after_fork() -> None:
+    # The threads that waited are not in the child, and the bell's file is the parent's too.
+    reader.__init__()
+
+
+if _HAS_EVENTS:
+    os.register_at_fork(after_in_child=_after_fork)

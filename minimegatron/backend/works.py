@@ -1,0 +1,304 @@
+"""The handles of what a group does: torch's `Work`, completed by whoever waits for it.
+
+Megatron has no counterpart.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.backend.channels import PendingReceive
+from minimegatron.backend.futures import complete_later
+from minimegatron.backend.incoming import WireError
+from minimegatron.backend.waiting import reader
+
+Tensors = Sequence[torch.Tensor]
+
+
+class SharedMemoryWork(dist.Work):
+    """A collective or a message over shared memory.
+
+    What comes is taken while any thread of this rank waits for anything; `finish` is called once, by
+    the first `wait` or `is_completed` that finds all messages taken.
+
+    Args:
+        outputs: what the caller finds its result in; what `result` and the future give.
+        arrivals: the messages that the operation needs.
+        finish: makes the result of them.
+        make_room: waits while the receivers are too far behind what this rank has sent.
+        may_be_repeated: a `wait` that failed may be called again, and waits for the same messages.
+    """
+
+    def __init__(
+        self,
+        outputs: Tensors,
+        arrivals: Sequence[PendingReceive] = (),
+        finish: Callable[[], None] | None = None,
+        make_room: Callable[[], None] | None = None,
+        may_be_repeated: bool = False,
+    ):
+        super().__init__()
+        self._outputs, self._arrivals, self._finish = list(outputs), arrivals, finish
+        self._make_room, self._may_be_repeated = make_room, may_be_repeated
+        self._is_finished, self._error = False, None
+        self._future: torch.futures.Future | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns True once the result is there. Raises WireError, naming the rank that is in the way.
+
+        Without `timeout`, or with one of 0, it waits for the group's time-out, and then the group's
+        messages are lost. If `timeout` ends first, it may be called again.
+        """
+        if not self._is_finished:
+            if timeout:
+                self._wait_at_most(timeout.total_seconds())
+            self._complete()
+        return True
+
+    def _wait_at_most(self, seconds: float) -> None:
+        if not reader.wait(self.is_ready, time.monotonic() + seconds):
+            peers = sorted(arrival.peer for arrival in self._arrivals if not arrival.is_done)
+            raise WireError(f"ranks {peers} of the group sent nothing within {seconds:g} s")
+
+    def _complete(self, deadline: float | None = None) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            for arrival in self._arrivals:
+                arrival.wait(deadline)
+            with reader.changed:  # another thread may be here too
+                if not self._is_finished:
+                    self._conclude()
+        except (WireError, RuntimeError) as error:
+            if not self._may_be_repeated:
+                self._error, self._arrivals, self._finish = error, (), None
+            raise
+        if self._make_room is not None:
+            self._make_room()
+
+    def _conclude(self) -> None:
+        if self._finish is not None:
+            self._finish()
+        for arrival in self._arrivals:
+            arrival.release()
+        self._arrivals, self._finish, self._is_finished = (), None, True
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take."""
+        return self._arrivals[0].timeout
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would wait for nobody. Call it with `reader.changed` held."""
+        arrivals = self._arrivals
+        return all(arrival.is_done for arrival in arrivals) or any(map(_is_lost, arrivals))
+
+    def is_completed(self) -> bool:
+        """Whether the result is there, or will never be. Waits for nobody."""
+        if self._is_finished or self._error is not None:
+            return True
+        reader.read_what_came()
+        with reader.changed:
+            is_ready = self.is_ready()
+        if is_ready:
+            self._try_to_complete()
+        return is_ready
+
+    def _try_to_complete(self, deadline: float | None = None) -> None:
+        """Completes the work, or notes why it never will be. Does not wait, if it is ready."""
+        try:
+            for arrival in filter(_is_lost, self._arrivals):
+                arrival.wait()
+            self._complete(deadline)
+        except Exception as error:
+            self._error = error
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the list of result tensors. Raises WireError where the operation has failed.
+
+        While somebody has a future that is not done, one thread of the process waits for it.
+        """
+        if self._future is None:
+            done: torch.futures.Future = torch.futures.Future()
+            # An exception that is set on a future ends DDP's process; one that `then` raises does not.
+            self._future = done.then(self._result_or_raise)
+            if self.is_completed():
+                done.set_result(self._outputs)
+            else:
+                complete_later(self, done)
+        return self._future
+
+    def complete_future(self, done: torch.futures.Future, deadline: float) -> None:
+        """For the thread that waits for futures: the work is ready, or `deadline` is over."""
+        self._try_to_complete(deadline)
+        done.set_result(self._outputs)
+
+    def _result_or_raise(self, done: torch.futures.Future) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+    def giving(self, outputs: Tensors) -> "SharedMemoryWork":
+        """The same work, whose result is in these tensors."""
+        self._outputs = list(outputs)
+        return self
+
+    def result(self) -> list[torch.Tensor]:
+        """The result's tensors."""
+        return self._outputs
+
+    def is_success(self) -> bool:
+        """Whether the result is there."""
+        return self._is_finished
+
+    def exception(self) -> Exception | None:
+        """Why it has failed."""
+        return self._error
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+
+def _is_lost(arrival: PendingReceive) -> bool:
+    return not arrival.is_done and arrival.has_failed()
+
+
+class ReceivedFromAny(SharedMemoryWork):
+    """A message from whichever rank sends one first. `find` expects the first that is there.
+
+    `_source_rank` says who it was, after `wait`.
+    """
+
+    def __init__(self, outputs: Tensors, find: Callable[[], PendingReceive | None], timeout: float):
+        super().__init__(outputs)
+        self._find, self._timeout, self._peer = find, timeout, -1
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take."""
+        return self._timeout
+
+    def _wait_at_most(self, seconds: float) -> None:
+        if not reader.wait(self.is_ready, time.monotonic() + seconds):
+            raise WireError(f"no rank of the group sent anything within {seconds:g} s")
+
+    def _complete(self, deadline: float | None = None) -> None:
+        if not self._arrivals:
+            self._wait_at_most(self._timeout)
+        super()._complete(deadline)
+
+    def is_ready(self) -> bool:
+        """See `SharedMemoryWork.is_ready`."""
+        if not self._arrivals and (arrival := self._find()) is not None:
+            self._arrivals, self._peer = (arrival,), arrival.peer
+        return bool(self._arrivals)
+
+    def _source_rank(self) -> int:
+        return self._peer
+
+    source_rank = _source_rank
+
+
+class GlooWork(SharedMemoryWork):
+    """A collective that gloo carries inside a group.
+
+    Args:
+        outputs: as for `SharedMemoryWork`.
+        arrivals: what the others have called, where shared memory tells it.
+        work: gloo's own handle.
+        finish: copies the result to where the caller wants it, if it is not there.
+        compare: raises WireError where the others are at another collective of gloo's.
+        seconds: how long gloo may take.
+    """
+
+    def __init__(
+        self,
+        outputs: Tensors,
+        arrivals: Sequence[PendingReceive],
+        work: Any,
+        finish: Callable[[], None] | None,
+        compare: Callable[[], None],
+        seconds: Callable[[], float],
+    ):
+        super().__init__(outputs, arrivals, finish)
+        self._work, self._compare, self._seconds = work, compare, seconds
+
+    def _wait_at_most(self, seconds: float) -> None:
+        super()._wait_at_most(seconds)
+        self._work.wait(timedelta(seconds=seconds))
+
+    def _complete(self, deadline: float | None = None) -> None:
+        work = self._work
+        if self._error is None and not self._is_finished:
+            # First what the others say: gloo waits for ranks that will never come, and names none.
+            for arrival in self._arrivals:
+                arrival.wait(deadline)
+            self._compare()
+            self._wait_for_gloo(work)
+        super()._complete(deadline)
+
+    def _wait_for_gloo(self, work: Any) -> None:
+        try:
+            work.wait(timedelta(seconds=self._seconds()))
+        except RuntimeError as error:
+            raise WireError(f"gloo, inside the group, has failed: {error}") from error
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    source_rank = _source_rank
+
+    def is_completed(self) -> bool:
+        """See `SharedMemoryWork.is_completed`."""
+        return self._work.is_completed() and super().is_completed()
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the list of result tensors, which gloo's own thread completes."""
+        if self._future is None:
+            self._future = self._work.get_future().then(self._after_gloo)
+        return self._future
+
+    def _after_gloo(self, done: torch.futures.Future) -> list[torch.Tensor]:
+        done.value()  # raises what gloo has raised
+        with reader.changed:
+            if not self._is_finished:
+                self._conclude()
+        return self._outputs
+
+
+class Works(SharedMemoryWork):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work], outputs: Tensors):
+        super().__init__(outputs)
+        self._works = works
+
+    def _wait_at_most(self, seconds: float) -> None:
+        for work in self._works:
+            work.wait(timedelta(seconds=seconds))
+
+    def _complete(self, deadline: float | None = None) -> None:
+        for work in self._works:
+            work.wait()
+        self._is_finished = True
+
+    def is_completed(self) -> bool:
+        """Whether all are."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of all their tensors."""
+        if self._future is None:
+            everyone = torch.futures.collect_all([work.get_future() for work in self._works])
+            self._future = everyone.then(self._after_all)
+        return self._future
+
+    def _after_all(self, everyone: torch.futures.Future) -> list[torch.Tensor]:
+        for one in everyone.value():
+            one.value()
+        return self._outputs
