@@ -31,7 +31,7 @@ class Writer:
     def __init__(self, connection: socket.socket, flags: int):
         self._socket, self._flags = connection, flags
         self.later: deque[bytes] = deque()
-        self._lock = threading.Lock()
+        self._lock, self._is_closing = threading.Lock(), False
 
     def write(self, data: bytes) -> None:
         """Writes `data` later. Raises OSError if the other end is closed."""
@@ -50,6 +50,13 @@ class Writer:
         except BlockingIOError:
             return data
 
+    def close(self) -> None:
+        """Closes the socket once everything is written."""
+        with self._lock:
+            self._is_closing = True
+            if not self.later:
+                self._socket.close()
+
     def fileno(self) -> int:
         """For `poll`; -1 once the socket is closed."""
         return self._socket.fileno()
@@ -61,13 +68,14 @@ class Writer:
                 return True
             try:
                 rest = self._try(self.later[0])
+                if rest:
+                    self.later[0] = rest
+                else:
+                    self.later.popleft()
             except OSError:  # nobody will read it any more
                 self.later.clear()
-                return True
-            if rest:
-                self.later[0] = rest
-            else:
-                self.later.popleft()
+            if self._is_closing and not self.later:
+                self._socket.close()
             return not self.later
 
 

@@ -34,6 +34,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -115,12 +116,13 @@ class Connection:
         self._slots: dict[object, Slots] = {}
         # Several threads may send; what comes in is guarded by `reader.changed`.
         self._sending = threading.RLock()
-        self._incoming = Incoming(met.connection, met.descriptor)
+        self._incoming = Incoming(met.connection, met.descriptor, peer)
         self._expected: defaultdict[int, deque[PendingReceive]] = defaultdict(deque)
         self._num_expected = 0
         self._failed_epoch = -1  # the last one in which a wait has failed
         self._has_abandoned = False  # the last step
         self.number = met.connection.fileno()
+        self.reference = weakref.ref(self)
         self.poller = select.poll()
         self.poller.register(self.number, select.POLLIN)
         self.poller.register(reader.bell, select.POLLIN)
@@ -145,7 +147,7 @@ class Connection:
             self._incoming.has_ended = True
             reader.forget(self)
             reader.ring()
-        self._socket.close()
+        self._writer.close()
 
     # -- Steps --
 
@@ -408,6 +410,8 @@ class PendingReceive:
         # The message that came instead of the one expected; why the right one could not be taken.
         self.other: Header | None = None
         self._failure: Exception | None = None
+        # What follows once it is taken, in the thread that takes it, with `reader.changed` held.
+        self.then: Callable[[], None] | None = None
         self._slot: TheirSlot | None = None
 
     def __del__(self):
@@ -433,17 +437,20 @@ class PendingReceive:
         is_of_step = is_in_step(self.epoch) and self.lane < FIRST_LANE_OF_NO_STEP
         if is_of_step and self._connection.has_failed_in(self.epoch):
             raise WireError(_FAILED_STEP)
-        if self.other is not None or self._failure is not None:
+        if self.is_wrong():
             if is_of_step:  # outside of steps, the messages after it are still in order
                 self._connection.fail(self)
             raise WireError(self._say_other() if self.other else f"not taken: {self._failure}")
         return True
 
+    def is_wrong(self) -> bool:
+        """Whether something else has come, or it could not be taken."""
+        return self.other is not None or self._failure is not None
+
     def has_failed(self) -> bool:
         """Whether `wait` would raise at once."""
 
-        is_wrong = self.other is not None or self._failure is not None
-        return is_wrong or self.is_given_up or not self._connection.is_open
+        return self.is_wrong() or self.is_given_up or not self._connection.is_open
 
     def take(self, message: Header, incoming: Incoming) -> None:
         """Takes this message, in any thread; `wait` tells what is wrong with it."""
@@ -452,6 +459,8 @@ class PendingReceive:
             self._take(message, incoming.slot_of(message))
         except (OSError, RuntimeError) as error:
             self._failure = error
+        if self.then is not None:
+            self.then()
 
     def _take(self, message: Header, slot: TheirSlot) -> None:
         tensor = self.tensor

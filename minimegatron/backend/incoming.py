@@ -48,7 +48,8 @@ class Header(NamedTuple):
 class Incoming:
     """What the peer has announced, and the pieces of its memory that are mapped here."""
 
-    def __init__(self, connection: socket.socket, descriptor: int):
+    def __init__(self, connection: socket.socket, descriptor: int, peer: int):
+        self.peer = peer
         self._socket, self._slots = connection, TheirSlots(descriptor)
         self._unread = b""
         self.messages: defaultdict[int, deque[Header]] = defaultdict(deque)
@@ -106,11 +107,13 @@ class Incoming:
         """Raises WireError if the peer will send nothing more of this epoch."""
         abandoned, reason = self._abandoned
         if abandoned >= epoch:
-            raise WireError(f"it has given up this step: {reason}")
+            raise WireError(f"rank {self.peer} of the group has given up this step: {reason}")
         if self._begun > epoch:
-            raise WireError(f"it has gone on after a step that it had given up: {reason}")
+            raise WireError(
+                f"rank {self.peer} of the group has gone on after a step that it had given up: {reason}"
+            )
         if self.has_ended:
-            raise WireError("its process has closed the connection")
+            raise WireError(f"rank {self.peer} of the group has ended, or has left the group")
 
     def drop_before(self, epoch: int, messages: "deque[Header]") -> None:
         """Gives back, unread, a lane's messages of earlier epochs. A peer's epochs come in order."""

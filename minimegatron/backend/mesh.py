@@ -253,8 +253,9 @@ class _Ahead:
 
     def make_room(self) -> None:
         """Waits while more than `MOST_BYTES_AHEAD` are not taken. Raises WireError, as `Sent.wait`."""
-        while self.num_untaken() > 1 and self._num_bytes > MOST_BYTES_AHEAD:
-            self._sents[0][0].wait()
+        while self._num_bytes > MOST_BYTES_AHEAD and self.num_untaken() > 1:
+            if self._num_bytes > MOST_BYTES_AHEAD:
+                self._sents[0][0].wait()
 
 
 def _lane_of(tag: int) -> int:

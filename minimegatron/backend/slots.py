@@ -10,12 +10,14 @@ A byte beside each slot, its mark, tells the sender what the receiver does with 
 
 import os
 import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from minimegatron.backend.shared_memory import PAGE_BYTES, Arena, Piece, map_piece
 
+_MAX_LOOKS = 16
 _FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
 
 
@@ -58,18 +60,25 @@ class Slot:
 
 
 class Slots:
-    """The slots of one channel: as many as were ever in use at a time, none larger than needed."""
+    """The slots of one channel: about as many as were ever in use at a time, none larger than needed.
+
+    Messages are taken in about the order in which they were sent. So the slot whose message is the
+    oldest is looked at first, and after `_MAX_LOOKS` others that are not free a new one is made.
+    """
 
     def __init__(self, arena: Arena):
         self._arena = arena
-        self.slots: list[Slot] = []
+        self.slots: deque[Slot] = deque()
+        # The slots in the order in which they were used, the oldest first.
         self._marks: tuple[int, Piece] | None = None
         self._num_marks = 0
 
     def take(self, num_bytes: int) -> tuple[Slot, int]:
         """A free slot that is large enough, and the offset of the slot that it replaces (0: none)."""
         old = None
-        for slot in self.slots:
+        for _ in range(min(len(self.slots), _MAX_LOOKS)):
+            slot = self.slots[0]
+            self.slots.rotate(-1)
             if slot.is_free():
                 if len(slot.piece) >= num_bytes:
                     return slot, 0

@@ -10,7 +10,8 @@ that the group has registered inside itself.
 Five operations have two names. torch 2.9 to 2.12 know the older one alone. Since 2.13,
 `torch.distributed` calls the newer one; C++ looks up the newer one, then the older one.
 
-What torch passes is the same in each version and from both places, but for what METHODS notes.
+Each version passes the same arguments, from both places, but for what METHODS notes. A few callers,
+such as RPC and the joined inputs of `DistributedDataParallel`, leave out `opts`.
 """
 
 from types import FunctionType
@@ -20,12 +21,12 @@ AnyClass = TypeVar("AnyClass", bound=type)
 
 METHODS: dict[str, tuple[str, ...]] = {
     # -- Called from Python, and looked up by C++, in each version --
-    "allreduce": ("allreduce",),
+    "allreduce": ("allreduce",),  # Joined inputs pass one tensor, not a list.
     "allreduce_coalesced": ("allreduce_coalesced",),
     "broadcast": ("broadcast",),
     "allgather": ("allgather",),
     "reduce_scatter": ("reduce_scatter",),
-    "send": ("send",),
+    "send": ("send",),  # At times with `tag` by keyword; so `recv`.
     "recv": ("recv",),
     "barrier": ("barrier",),  # From Python with `opts` by keyword.
     "abort": ("abort",),
@@ -40,11 +41,11 @@ METHODS: dict[str, tuple[str, ...]] = {
     "monitored_barrier": ("monitored_barrier",),  # Before 2.14, of gloo's groups only.
     "gather_single": ("gather_single",),  # Since 2.14.
     "set_timeout": ("set_timeout",),  # Since 2.14; before, torch sets that of the gloo inside.
-    "_add_ephemeral_timeout": ("_add_ephemeral_timeout",),  # Since 2.14.
-    # -- The newer name, then the older one. C++ never looks up the older one of the first two, and
-    #    the newer one since 2.14. --
+    # -- The newer name, then the older one. Of the first two, C++ looks up the newer name since 2.14,
+    #    and the older name in no version. --
     "all_gather_single": ("all_gather_single", "_allgather_base"),
     "reduce_scatter_single": ("reduce_scatter_single", "_reduce_scatter_base"),
+    # Splits that the caller leaves out are [] from Python. Functional collectives write them out.
     "all_to_all_single": ("all_to_all_single", "alltoall_base"),
     "all_gather_single_coalesced": (  # From Python without `opts` before 2.12.
         "all_gather_single_coalesced",

@@ -25,6 +25,8 @@ class Readable(Protocol):
     """Of its socket, as a file."""
     poller: select.poll
     """Of its socket and the bell."""
+    reference: weakref.ref
+    """To itself."""
 
     @property
     def is_open(self) -> bool:
@@ -39,21 +41,22 @@ class Reader:
 
     def __init__(self):
         self.changed = threading.Condition()
-        # The connections that expect a message.
-        self._expecting: weakref.WeakSet[Readable] = weakref.WeakSet()
+        # The connections that expect a message, by the number of their sockets.
+        self._expecting: dict[int, weakref.ref[Readable]] = {}
         # Those that the thread in `poll` looks at; None while no thread is there.
-        self._watched: set[Readable] | None = None
+        self._watched: list[Readable] | None = None
         self._num_asleep = 0
         # A write to it ends the `poll`.
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if _HAS_EVENTS else -1
 
     def watch(self, connection: Readable) -> None:
         """From now on, whoever waits reads this connection too."""
-        self._expecting.add(connection)
+        self._expecting[connection.number] = connection.reference
 
     def forget(self, connection: Readable) -> None:
         """The connection expects nothing more."""
-        self._expecting.discard(connection)
+        if self._expecting.get(connection.number) is connection.reference:
+            del self._expecting[connection.number]
 
     def wait(
         self, is_done: Callable[[], bool], deadline: float, connection: Readable | None = None
@@ -88,11 +91,16 @@ class Reader:
         if self._num_asleep:
             self.changed.notify_all()
 
-    def _open(self, connection: Readable | None) -> set[Readable]:
-        found = set(self._expecting)
-        if connection is not None:
-            found.add(connection)
-        return {one for one in found if one.is_open}
+    def _open(self, connection: Readable | None) -> list[Readable]:
+        """The connections to read: `connection`, and those that expect something."""
+        found = [] if connection is None else [connection]
+        if len(self._expecting) > 1 or not found or connection.number not in self._expecting:
+            for number, reference in list(self._expecting.items()):
+                if (one := reference()) is None:  # nobody has it any more
+                    del self._expecting[number]
+                elif one is not connection:
+                    found.append(one)
+        return [one for one in found if one.is_open]
 
     def _read(self, connection: Readable | None, seconds: float) -> None:
         watched = self._watched = self._open(connection)
@@ -111,20 +119,19 @@ class Reader:
             if one.number in ready:
                 one.read()
 
-    def _poll(self, watched: set[Readable], seconds: float) -> list[int]:
+    def _poll(self, watched: list[Readable], seconds: float) -> list[int]:
         if len(watched) == 1:
-            (one,) = watched
-            poller = one.poller
+            poller = watched[0].poller
         else:
             poller = select.poll()
             poller.register(self.bell, select.POLLIN)
             for one in watched:
                 poller.register(one.number, select.POLLIN)
-        return [number for number, _ in poller.poll(1000 * seconds)]
+        return [number for number, _ in poller.poll(1000 * min(seconds, _MAX_SECONDS))]
 
     def _sleep(self, connection: Readable | None, seconds: float) -> None:
         if connection is not None and connection not in self._watched:
-            self._expecting.add(connection)
+            self.watch(connection)
             os.eventfd_write(self.bell, 1)
         self._num_asleep += 1
         try:
@@ -133,6 +140,8 @@ class Reader:
             self._num_asleep -= 1
 
 
+_MAX_SECONDS = 1e6
+"""What `poll` can count."""
 _HAS_EVENTS = hasattr(os, "eventfd")
 reader = Reader()
 """The process's own."""

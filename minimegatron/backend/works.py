@@ -22,8 +22,8 @@ Tensors = Sequence[torch.Tensor]
 class SharedMemoryWork(dist.Work):
     """A collective or a message over shared memory.
 
-    What comes is taken while any thread of this rank waits for anything; `finish` is called once, by
-    the first `wait` or `is_completed` that finds all messages taken.
+    What comes is taken while any thread of this rank waits for anything; with the last message
+    `finish` is called, also where nobody has the handle any more.
 
     Args:
         outputs: what the caller finds its result in; what `result` and the future give.
@@ -31,6 +31,7 @@ class SharedMemoryWork(dist.Work):
         finish: makes the result of them.
         make_room: waits while the receivers are too far behind what this rank has sent.
         may_be_repeated: a `wait` that failed may be called again, and waits for the same messages.
+        concludes: whether the result is there with the last message.
     """
 
     def __init__(
@@ -40,12 +41,33 @@ class SharedMemoryWork(dist.Work):
         finish: Callable[[], None] | None = None,
         make_room: Callable[[], None] | None = None,
         may_be_repeated: bool = False,
+        concludes: bool = True,
     ):
         super().__init__()
         self._outputs, self._arrivals, self._finish = list(outputs), arrivals, finish
         self._make_room, self._may_be_repeated = make_room, may_be_repeated
-        self._is_finished, self._error = False, None
+        self._is_finished, self._error = not arrivals and finish is None, None
         self._future: torch.futures.Future | None = None
+        if arrivals and concludes:
+            with reader.changed:
+                self._num_missing = sum(not arrival.is_done for arrival in arrivals)
+                for arrival in arrivals:
+                    arrival.then = self._one_came
+                if not self._num_missing:
+                    self._try_to_conclude()
+
+    def _one_came(self) -> None:
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._try_to_conclude()
+
+    def _try_to_conclude(self) -> None:
+        """Makes the result, unless something is wrong: then `wait` says what."""
+        try:
+            if not any(arrival.is_wrong() for arrival in self._arrivals):
+                self._conclude()
+        except (OSError, RuntimeError) as error:
+            self._error = error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True once the result is there. Raises WireError, naming the rank that is in the way.
@@ -57,6 +79,8 @@ class SharedMemoryWork(dist.Work):
             if timeout:
                 self._wait_at_most(timeout.total_seconds())
             self._complete()
+        if self._make_room is not None:
+            self._make_room()
         return True
 
     def _wait_at_most(self, seconds: float) -> None:
@@ -77,8 +101,6 @@ class SharedMemoryWork(dist.Work):
             if not self._may_be_repeated:
                 self._error, self._arrivals, self._finish = error, (), None
             raise
-        if self._make_room is not None:
-            self._make_room()
 
     def _conclude(self) -> None:
         if self._finish is not None:
@@ -176,6 +198,7 @@ class ReceivedFromAny(SharedMemoryWork):
 
     def __init__(self, outputs: Tensors, find: Callable[[], PendingReceive | None], timeout: float):
         super().__init__(outputs)
+        self._is_finished = False
         self._find, self._timeout, self._peer = find, timeout, -1
 
     @property
@@ -225,8 +248,9 @@ class GlooWork(SharedMemoryWork):
         compare: Callable[[], None],
         seconds: Callable[[], float],
     ):
-        super().__init__(outputs, arrivals, finish)
+        super().__init__(outputs, arrivals, finish, concludes=False)
         self._work, self._compare, self._seconds = work, compare, seconds
+        self._is_finished = False
 
     def _wait_at_most(self, seconds: float) -> None:
         super()._wait_at_most(seconds)
@@ -276,7 +300,7 @@ class Works(SharedMemoryWork):
 
     def __init__(self, works: Sequence[dist.Work], outputs: Tensors):
         super().__init__(outputs)
-        self._works = works
+        self._works, self._is_finished = works, not works
 
     def _wait_at_most(self, seconds: float) -> None:
         for work in self._works:
