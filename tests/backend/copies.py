@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -130,6 +130,16 @@ def ddp_with_a_hook(folder: Path) -> Numbers:
     return train(model)
 
 
+def ddp_that_sends_low_ranks(folder: Path) -> Numbers:
+    """PowerSGD: collectives that begin in the callback of another one's future."""
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    model = DistributedDataParallel(make_net())
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return train(model)
+
+
 def ddp_of_uneven_inputs(folder: Path) -> Numbers:
     """`Join`: rank r has r batches more than rank 0."""
     model = DistributedDataParallel(make_net())
@@ -218,6 +228,16 @@ def fsdp_2_of_mixed_precision(folder: Path) -> Numbers:
         model(batch(step_id, torch.float32)).float().square().mean().backward()
         optimizer.step()
     return whole(model)
+
+
+def fsdp_2_of_copies(folder: Path) -> Numbers:
+    """Sharded over pairs of ranks, copied over the pairs."""
+    pairs = init_device_mesh(
+        "cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("copy", "shard")
+    )
+    model = shard(pairs)
+    call(model, 0).backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
 
 
 # -- Checkpoints --

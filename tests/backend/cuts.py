@@ -232,6 +232,12 @@ def messages_and_objects(folder: Path) -> Numbers:
     told = [f"from {rank}", rank] if rank == 1 else [None, None]
     dist.broadcast_object_list(told, src=1)
     assert [one["rank"] for one in seen] == list(range(size)) and told == ["from 1", 1]
+    gathered = [None] * size if rank == 0 else None
+    dist.gather_object(rank, gathered, dst=0)
+    assert gathered == (list(range(size)) if rank == 0 else None)
+    dealt: list = [None]
+    dist.scatter_object_list(dealt, [{"to": i} for i in range(size)] if rank == 0 else None, src=0)
+    assert dealt == [{"to": rank}]
     return [*arrived, torch.tensor([len(one["words"]) for one in seen])]
 
 

@@ -43,6 +43,7 @@ PROGRAMS = [
     copies.fsdp_1,
     copies.fsdp_2,
     copies.fsdp_2_of_mixed_precision,
+    copies.fsdp_2_of_copies,
     copies.checkpoint,
     copies.checkpoint_beside_training,
     copies.checkpoint_for_half_of_the_ranks,
