@@ -198,7 +198,7 @@ class GlooInside:
             if to_one in (None, self._rank):
                 heard = self._mesh.hear(number, givers)
         compare = partial(_compare, heard, self._num_carried)
-        return GlooWork(outputs, heard, start(), finish, compare, self._seconds)
+        return GlooWork(outputs, heard, start(), finish, compare, self._seconds, self._mesh)
 
 
 def _compare(heard: list, num_carried: int) -> None:

@@ -248,6 +248,17 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
             return mesh.gather(places, input, root)
         return self._inside.gather(places, input, root)
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> dist.Work:
+        """Copies all inputs to one output on the root, in the order of the ranks."""
+        root, places, finish = check_root(opts.rootRank, self._size), [], None
+        if root == self._rank:
+            whole, finish = _whole(output)
+            places = _cut(whole, input, self._size, "output")
+        work = self.gather([places] if places else [], [input], opts)
+        if finish is None:
+            return work.giving([output])
+        return Works([work], [output], finish)
+
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Copies rank i's input to the i-th output tensor of every rank."""
         input = check_one(inputs)

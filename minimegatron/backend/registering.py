@@ -3,8 +3,10 @@
 Megatron has no counterpart.
 """
 
+import warnings
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from minimegatron.backend.group import SharedMemoryGroup
@@ -13,8 +15,20 @@ NAME = "shm"
 """For `init_process_group("cpu:shm")`."""
 
 
-def _make(options: Any, _: Any) -> SharedMemoryGroup:
-    return SharedMemoryGroup(options.store, options.group_rank, options.group_size, options.timeout)
+def _make(options: Any, _: Any) -> SharedMemoryGroup | dist.ProcessGroupGloo:
+    given = (options.store, options.group_rank, options.group_size, options.timeout)
+    if reason := why_not():
+        warnings.warn(f"{reason}; gloo carries everything in this group", stacklevel=2)
+        return dist.ProcessGroupGloo(*given)
+    return SharedMemoryGroup(*given)
+
+
+def why_not() -> str | None:
+    """Why this torch cannot have a group that is written in Python; None if it can."""
+    needs = [(dist.ProcessGroup, name) for name in ("_register_backend", "_set_default_backend")]
+    needs += [(dist.ProcessGroupGloo, name) for name in ("create_default_device", "_Options")]
+    missing = [f"{cls.__name__}.{name}" for cls, name in needs if not hasattr(cls, name)]
+    return f"torch {torch.__version__} has no {', '.join(missing)}" if missing else None
 
 
 def is_available() -> bool:

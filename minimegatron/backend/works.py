@@ -6,7 +6,7 @@ Megatron has no counterpart.
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -227,6 +227,16 @@ class ReceivedFromAny(SharedMemoryWork):
     source_rank = _source_rank
 
 
+class Losses(Protocol):
+    """What a group's connections know of ranks that have gone."""
+
+    def wait_for(self, future: torch.futures.Future, seconds: float) -> None:
+        """Waits for gloo. Raises WireError if a rank has gone, and gloo does not end soon after."""
+
+    def describe(self) -> str:
+        """Who has gone, as the beginning of a sentence; "" if nobody has."""
+
+
 class GlooWork(SharedMemoryWork):
     """A collective that gloo carries inside a group.
 
@@ -237,6 +247,7 @@ class GlooWork(SharedMemoryWork):
         finish: copies the result to where the caller wants it, if it is not there.
         compare: raises WireError where the others are at another collective of gloo's.
         seconds: how long gloo may take.
+        losses: what the connections know of ranks that have gone; None where there are none.
     """
 
     def __init__(
@@ -247,9 +258,10 @@ class GlooWork(SharedMemoryWork):
         finish: Callable[[], None] | None,
         compare: Callable[[], None],
         seconds: Callable[[], float],
+        losses: "Losses | None" = None,
     ):
         super().__init__(outputs, arrivals, finish, concludes=False)
-        self._work, self._compare, self._seconds = work, compare, seconds
+        self._work, self._compare, self._seconds, self._losses = work, compare, seconds, losses
         self._is_finished = False
 
     def _wait_at_most(self, seconds: float) -> None:
@@ -267,10 +279,14 @@ class GlooWork(SharedMemoryWork):
         super()._complete(deadline)
 
     def _wait_for_gloo(self, work: Any) -> None:
+        seconds, losses = self._seconds(), self._losses
+        if losses is not None:
+            losses.wait_for(work.get_future(), seconds)
         try:
-            work.wait(timedelta(seconds=self._seconds()))
+            work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
-            raise WireError(f"gloo, inside the group, has failed: {error}") from error
+            who = losses.describe() if losses is not None else ""
+            raise WireError(f"{who}gloo, inside the group, has failed: {error}") from error
 
     def _source_rank(self) -> int:
         return self._work._source_rank()
@@ -296,11 +312,16 @@ class GlooWork(SharedMemoryWork):
 
 
 class Works(SharedMemoryWork):
-    """Several works as one."""
+    """Several works as one; `finish` is called once, when all are done."""
 
-    def __init__(self, works: Sequence[dist.Work], outputs: Tensors):
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        outputs: Tensors,
+        finish: Callable[[], None] | None = None,
+    ):
         super().__init__(outputs)
-        self._works, self._is_finished = works, not works
+        self._works, self._finish, self._is_finished = works, finish, not works
 
     def _wait_at_most(self, seconds: float) -> None:
         for work in self._works:
@@ -309,7 +330,9 @@ class Works(SharedMemoryWork):
     def _complete(self, deadline: float | None = None) -> None:
         for work in self._works:
             work.wait()
-        self._is_finished = True
+        with reader.changed:
+            if not self._is_finished:
+                self._conclude()
 
     def is_completed(self) -> bool:
         """Whether all are."""
@@ -325,4 +348,5 @@ class Works(SharedMemoryWork):
     def _after_all(self, everyone: torch.futures.Future) -> list[torch.Tensor]:
         for one in everyone.value():
             one.value()
+        self._complete()
         return self._outputs

@@ -141,13 +141,11 @@ def gathers_over_a_failed_step() -> list[float]:
         work = group.all_gather_of_no_step(output, torch.tensor([1.0]), 0)
         with pytest.raises(WireError, match="given up this step"):
             work.wait()
-    else:
-        group.abandon("planted")
-        group.begin_step()
+    group.abandon("planted")
+    dist.barrier()
+    group.begin_step()
+    if rank == 1:
         work = group.all_gather_of_no_step(output, torch.tensor([2.0]), 0)
-    if rank == 0:
-        group.abandon("planted")
-        group.begin_step()
     work.wait()
     dist.all_reduce(ones(), group=group)
     group.end_step()
