@@ -1,0 +1,65 @@
+"""What the page on ranks that share memory shows: the times of the backend beside gloo's.
+
+Called by: `cases`, where pages find it as `backend`. Calls: `family_pictures`. Reads
+docs/benchmarks/backend_speed.json.
+"""
+
+import json
+from functools import cache
+from typing import Any
+
+import family_pictures
+from case_words import table
+from family_pictures import Panel
+from package import ROOT
+
+SHM, GLOO = "shm", "gloo"
+EXCHANGES = ("all-reduce", "there and back")
+SHOWN = ("256 B", "4 KiB", "64 KiB", "1 MiB", "4 MiB")
+
+
+@cache
+def kept() -> dict[str, Any]:
+    """What the benchmark wrote."""
+    return json.loads((ROOT / "docs" / "benchmarks" / "backend_speed.json").read_text())
+
+
+def rows() -> list[dict[str, Any]]:
+    """A row per number of ranks, exchange and size."""
+    return kept()["tables"][0]["rows"]
+
+
+def machine() -> str:
+    """In a line: the processors, torch, and the day."""
+    facts = kept()["machine"]
+    return f"{facts['processor']}, torch {facts['torch']}, {facts['date']}"
+
+
+def by_size(num_ranks: int) -> str:
+    """Time of two exchanges over the size, for each backend; both axes logarithmic."""
+    panels, sizes = [], []
+    for exchange in EXCHANGES:
+        found = [r for r in rows() if (r["num_ranks"], r["exchange"]) == (num_ranks, exchange)]
+        curves = {f"{way}": [row[way] for row in found] for way in (SHM, GLOO)}
+        sizes = [row["bytes"] for row in found]
+        ticks = [(value, f"{value:,} µs") for value in (10, 100, 1000, 10000)]
+        panels.append(Panel(f"{exchange}, by bytes", curves, ticks))
+    return family_pictures.growth(sizes, panels)
+
+
+def times() -> str:
+    """Microseconds by exchange, number of ranks and size, and the ratio."""
+    lines = []
+    for row in rows():
+        if row["exchange"] in EXCHANGES and row["size"] in SHOWN:
+            lines.append(
+                [
+                    row["exchange"],
+                    row["num_ranks"],
+                    row["size"],
+                    f"{row['shm']:,.0f}",
+                    f"{row['gloo']:,.0f}",
+                    f"{row['to_gloo']:.2f}",
+                ]
+            )
+    return table(["exchange", "ranks", "size", "shm, µs", "gloo, µs", "shm / gloo"], lines)
