@@ -56,6 +56,7 @@ LONGEST = (
     "faults/test_leftovers",
     "core/test_local_channels",
     "backend/test_for_anybody",
+    "test_plain_runs",
     "exercises/test_grading",
     "exercises/test_engine",
     "test_seam",

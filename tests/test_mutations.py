@@ -19,6 +19,7 @@ import pytest
 
 from minimegatron.exercises.labs.faults import FAULTS, Fault, apply_fault
 from minimegatron.exercises.labs.labs import PACKAGE
+from tests.mutations_of_backend import CAUGHT_OF_BACKEND
 from tests.mutations_of_policy import CAUGHT_OF_POLICY
 from tests.mutations_of_replay import GRAPH, RERUN
 from tests.mutations_of_straggler import CAUGHT_OF_STRAGGLERS
@@ -134,7 +135,7 @@ CAUGHT_BY = {
     ),
     "gradients-launched-without-backward": (FRAME + ("planned_forward_only",), r"grad sync"),
     "messages-of-a-failed-step": (
-        CHANNELS + ("leaves_nothing_in_any and receiver",),
+        CHANNELS + ("failed_step_is_dropped",),
         r"must begin every step",
     ),
     "evaluation-of-one-copy-alone": (FAILED_STEP + ("copies[dp]",), r"after layer|raised nothing"),
@@ -171,6 +172,7 @@ CAUGHT_BY = {
     **GRAPH,
     **RERUN,
     **CAUGHT_OF_STRAGGLERS,
+    **CAUGHT_OF_BACKEND,
 }
 
 

@@ -48,18 +48,13 @@ def by_size(num_ranks: int) -> str:
 
 
 def times() -> str:
-    """Microseconds by exchange, number of ranks and size, and the ratio."""
+    """Microseconds over each backend, by size; a column per exchange and number of ranks."""
+    kinds = list(dict.fromkeys((row["exchange"], row["num_ranks"]) for row in rows()))
+    kinds = [(exchange, num_ranks) for exchange, num_ranks in kinds if exchange in EXCHANGES]
+    found = {(row["exchange"], row["num_ranks"], row["size"]): row for row in rows()}
+    head = ["size", *(f"{exchange}, {num_ranks} ranks" for exchange, num_ranks in kinds)]
     lines = []
-    for row in rows():
-        if row["exchange"] in EXCHANGES and row["size"] in SHOWN:
-            lines.append(
-                [
-                    row["exchange"],
-                    row["num_ranks"],
-                    row["size"],
-                    f"{row['shm']:,.0f}",
-                    f"{row['gloo']:,.0f}",
-                    f"{row['to_gloo']:.2f}",
-                ]
-            )
-    return table(["exchange", "ranks", "size", "shm, µs", "gloo, µs", "shm / gloo"], lines)
+    for size in SHOWN:
+        cells = [found[*kind, size] for kind in kinds]
+        lines.append([size, *(f"{row[SHM]:,.0f} / {row[GLOO]:,.0f}" for row in cells)])
+    return table(head, lines)

@@ -63,6 +63,7 @@ STEPS = 0
 """The lane of collectives."""
 COPIED, LENT, IN_PLACE = "copied", "lent", "in place"
 _FAILED_STEP = "this message belongs to a step that has failed"
+_NOTHING = contextlib.nullcontext()
 _MAX_REASON = 400
 _MAX_LANES = 64
 """More lanes than these are forgotten while nothing is in them."""
@@ -114,23 +115,18 @@ class Connection:
         self._flags = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         self._writer = Writer(met.connection, self._flags)
         self._slots: dict[object, Slots] = {}
-        # Several threads may send; what comes in is guarded by `reader.changed`.
+        # Several threads may send; what comes in is guarded by `reader.lock`.
         self._sending = threading.RLock()
         self._incoming = Incoming(met.connection, met.descriptor, peer)
         self._expected: defaultdict[int, deque[PendingReceive]] = defaultdict(deque)
         self._num_expected = 0
-        self._failed_epoch = -1  # the last one in which a wait has failed
+        self.failed_epoch = -1  # the last one in which a wait has failed
         self._has_abandoned = False  # the last step
-        self.number = met.connection.fileno()
+        self.number, self.is_open = met.connection.fileno(), True
         self.reference = weakref.ref(self)
         self.poller = select.poll()
         self.poller.register(self.number, select.POLLIN)
         self.poller.register(reader.bell, select.POLLIN)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something more may come."""
-        return not self._incoming.has_ended
 
     @property
     def timeout(self) -> float:
@@ -143,8 +139,8 @@ class Connection:
 
     def close(self) -> None:
         """Ends the connection: the peer reads what it was sent, and then that nothing follows."""
-        with reader.changed:
-            self._incoming.has_ended = True
+        with reader.lock:
+            self._incoming.has_ended, self.is_open = True, False
             reader.forget(self)
             reader.ring()
         self._writer.close()
@@ -158,7 +154,7 @@ class Connection:
             self._has_abandoned = False
             with contextlib.suppress(OSError):
                 self._write(BEGUN)
-        with reader.changed:  # whoever waits for a peer that has gone is told
+        with reader.lock:  # whoever waits for a peer that has gone is told
             self.read()
             self._drop_old()
 
@@ -182,13 +178,15 @@ class Connection:
 
     def _give_up(self, from_epoch: int, to_epoch: int) -> None:
         """Expects nothing of these epochs any more, in the lanes that know them."""
-        with reader.changed:
+        with reader.lock:
             for lane, expected in self._expected.items():
                 if lane < FIRST_LANE_OF_NO_STEP:
                     for arrival in expected:
                         arrival.is_given_up = from_epoch <= arrival.epoch <= to_epoch
                     self._expected[lane] = deque(a for a in expected if not a.is_given_up)
-            self._count_expected(sum(map(len, self._expected.values())))
+            self._num_expected = sum(map(len, self._expected.values()))
+            if not self._num_expected:
+                reader.forget(self)
 
     def _drop_old(self) -> None:
         for lane, messages in self._incoming.messages.items():
@@ -267,7 +265,7 @@ class Connection:
         deadline, pause = time.monotonic() + self.timeout, _SHORTEST_SLEEP
         while not sent.is_taken():
             reader.read_what_came(self)
-            with reader.changed:
+            with reader.lock:
                 self._incoming.check(self.epoch)
             if time.monotonic() > deadline:
                 raise WireError(
@@ -283,28 +281,24 @@ class Connection:
         self, tensor: torch.Tensor, how: str = COPIED, lane: int = STEPS, call: int = 0
     ) -> "PendingReceive":
         """Notes that the lane's next message not yet spoken for becomes `tensor`."""
-        with reader.changed:
+        with reader.lock:
             arrival = PendingReceive(self, tensor, how, lane, call)
             is_of_step = lane < FIRST_LANE_OF_NO_STEP
-            arrival.is_given_up = is_of_step and self.epoch == self._failed_epoch
+            arrival.is_given_up = is_of_step and self.epoch == self.failed_epoch
             if not arrival.is_given_up:
                 self._expected[lane].append(arrival)
-                self._count_expected(self._num_expected + 1)
+                if not self._num_expected:
+                    reader.expecting[self.number] = self.reference
+                self._num_expected += 1
                 if self._incoming.messages.get(lane):
                     self._settle(lane)
         return arrival
 
-    def _count_expected(self, count: int) -> None:
-        if count and not self._num_expected:
-            reader.watch(self)
-        elif self._num_expected and not count:
-            reader.forget(self)
-        self._num_expected = count
-
     def read(self) -> None:
-        """Takes what has come, and waits for nothing. Call it with `reader.changed` held."""
+        """Takes what has come, and waits for nothing. Call it with `reader.lock` held."""
         for lane in self._incoming.read():
             self._settle(lane)
+        self.is_open = not self._incoming.has_ended
 
     def has_spare(self, lane: int) -> bool:
         """Whether a message of the lane has come that nobody expects yet."""
@@ -314,13 +308,15 @@ class Connection:
         """Takes the lane's messages for what was expected, in order, as far as both go."""
         expected, messages = self._expected[lane], self._incoming.messages[lane]
         while expected and messages:
-            if lane < FIRST_LANE_OF_NO_STEP:
-                epoch = expected[0].epoch
+            epoch = expected[0].epoch
+            if messages[0].epoch != epoch and lane < FIRST_LANE_OF_NO_STEP:
                 self._incoming.drop_before(epoch, messages)
                 if not messages or not belong_together(epoch, messages[0].epoch):
                     break
+            self._num_expected -= 1
+            if not self._num_expected:
+                reader.forget(self)
             expected.popleft().take(messages.popleft(), self._incoming)
-            self._count_expected(self._num_expected - 1)
         if len(self._expected) > _MAX_LANES and not expected and not messages:
             del self._expected[lane], self._incoming.messages[lane]
 
@@ -329,13 +325,8 @@ class Connection:
         if deadline is None:
             deadline = time.monotonic() + self.timeout
 
-        def is_there() -> bool:
-            if not arrival.is_done:
-                self._check_hope(arrival)
-            return arrival.is_done
-
         try:
-            if not reader.wait(is_there, deadline, self):
+            if not reader.wait_for(arrival, self, deadline):
                 raise WireError(self._nothing_came())
         except BaseException:
             # What comes later for those before it must not be taken for what is asked for next.
@@ -348,14 +339,10 @@ class Connection:
         A wait for a message of no step gives nothing up: it may be made again in a later step.
         """
         if arrival.lane < FIRST_LANE_OF_NO_STEP:
-            self._failed_epoch = arrival.epoch
+            self.failed_epoch = arrival.epoch
             self._give_up(0, arrival.epoch)
 
-    def has_failed_in(self, epoch: int) -> bool:
-        """Whether a wait for a message of this epoch has failed."""
-        return epoch == self._failed_epoch
-
-    def _check_hope(self, arrival: "PendingReceive") -> None:
+    def check_hope(self, arrival: "PendingReceive") -> None:
         """Raises WireError if the message cannot come any more."""
         if arrival.is_given_up:
             raise WireError(_FAILED_STEP)
@@ -410,12 +397,9 @@ class PendingReceive:
         # The message that came instead of the one expected; why the right one could not be taken.
         self.other: Header | None = None
         self._failure: Exception | None = None
-        # What follows once it is taken, in the thread that takes it, with `reader.changed` held.
+        # What follows once it is taken, in the thread that takes it, with `reader.lock` held.
         self.then: Callable[[], None] | None = None
-        self._slot: TheirSlot | None = None
-
-    def __del__(self):
-        self.release()
+        self._held: _Held | None = None
 
     @property
     def peer(self) -> int:
@@ -434,14 +418,19 @@ class PendingReceive:
         """
         if not self.is_done:
             self._connection.complete(self, deadline)
+        is_infailed_epoch = self.epoch == self._connection.failed_epoch
+        if is_infailed_epoch or self.other is not None or self._failure is not None:
+            self._say_what_is_wrong()
+        return True
+
+    def _say_what_is_wrong(self) -> None:
         is_of_step = is_in_step(self.epoch) and self.lane < FIRST_LANE_OF_NO_STEP
-        if is_of_step and self._connection.has_failed_in(self.epoch):
+        if is_of_step and self.epoch == self._connection.failed_epoch:
             raise WireError(_FAILED_STEP)
         if self.is_wrong():
             if is_of_step:  # outside of steps, the messages after it are still in order
                 self._connection.fail(self)
             raise WireError(self._say_other() if self.other else f"not taken: {self._failure}")
-        return True
 
     def is_wrong(self) -> bool:
         """Whether something else has come, or it could not be taken."""
@@ -454,29 +443,27 @@ class PendingReceive:
 
     def take(self, message: Header, incoming: Incoming) -> None:
         """Takes this message, in any thread; `wait` tells what is wrong with it."""
+        tensor, num_bytes = self.tensor, message.num_bytes
         self.sent_at, self.is_done = message.sent_at, True
         try:
-            self._take(message, incoming.slot_of(message))
+            slot = incoming.slot_of(message)
+            wanted = tensor.numel() * tensor.element_size()
+            if num_bytes != wanted or message.call != self.call:
+                slot.free()
+                self.other = message
+            elif self._how == IN_PLACE:
+                self.tensor, self._held = slot.view(tensor), _Held(slot)
+            elif self._how == LENT and slot.may_be_lent() and tensor.is_cpu and wanted > 0:
+                tensor.data = slot.lend(wanted, tensor.dtype).view(tensor.shape)
+            else:
+                # Also where the thread that takes it is not in the mode in which the tensor was made.
+                with torch.inference_mode() if tensor.is_inference() else _NOTHING:
+                    tensor.detach().copy_(slot.view(tensor))
+                slot.free()
         except (OSError, RuntimeError) as error:
             self._failure = error
         if self.then is not None:
             self.then()
-
-    def _take(self, message: Header, slot: TheirSlot) -> None:
-        tensor = self.tensor
-        wanted = tensor.numel() * tensor.element_size()
-        if message.num_bytes != wanted or message.call != self.call:
-            slot.free()
-            self.other = message
-        elif self._how == IN_PLACE:
-            self.tensor, self._slot = slot.view(tensor), slot
-        elif self._how == LENT and slot.may_be_lent() and tensor.is_cpu and wanted > 0:
-            tensor.data = slot.lend(wanted, tensor.dtype).view(tensor.shape)
-        else:
-            # Also where the thread that takes it is not in the mode in which the tensor was made.
-            with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
-                tensor.detach().copy_(slot.view(tensor))
-            slot.free()
 
     def _say_other(self) -> str:
         tensor, other = self.tensor, self.other
@@ -488,12 +475,21 @@ class PendingReceive:
             )
         wanted = tensor.numel() * tensor.element_size()
         return (
-            f"a message of {other.num_bytes} bytes came where {wanted} were expected, for "
-            f"shape {tuple(tensor.shape)} of {tensor.dtype}; both ranks must agree on it"
+            f"rank {self.peer} of the group sends another size: a message of {other.num_bytes} bytes "
+            f"came where {wanted} were expected, for shape {tuple(tensor.shape)} of {tensor.dtype}; "
+            "both ranks must agree on it"
         )
 
     def release(self) -> None:
         """The sender may use the slot again."""
-        if self._slot is not None:
-            self._slot.free()
-            self._slot = None
+        self._held = None
+
+
+class _Held:
+    """A slot in use, until nobody has this any more."""
+
+    def __init__(self, slot: TheirSlot):
+        self._slot = slot
+
+    def __del__(self):
+        self._slot.free()

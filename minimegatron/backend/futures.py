@@ -1,7 +1,8 @@
 """The thread that completes works whose futures somebody has asked for.
 
 A future is completed while nobody calls a method of it, so somebody else must wait. The thread exists
-while such a future is not done; it sleeps until one of their messages comes (`waiting`).
+while such a future is not done; it sleeps until one of their messages comes (`waiting`). While it runs
+a future's callbacks, another thread waits for the futures that are left.
 
 Megatron has no counterpart.
 """
@@ -44,42 +45,53 @@ class _Completer:
 
     def __init__(self):
         self._promises: list[_Promise] = []
-        self._is_running = self._has_news = False
+        # Whether a thread waits for the promises; whether there is one that it does not know.
+        self._is_waiting = self._has_news = False
 
     def add(self, promise: _Promise) -> None:
         """The thread will complete this one too."""
-        with reader.changed:
+        with reader.lock:
             self._promises.append(promise)
             self._has_news = True
-            if self._is_running:
+            if self._is_waiting:
                 reader.ring()
             else:
-                self._is_running = True
-                threading.Thread(target=self._run, name="local futures", daemon=True).start()
+                self._start()
+
+    def _start(self) -> None:
+        self._is_waiting = True
+        threading.Thread(target=self._run, name="local futures", daemon=True).start()
 
     def _run(self) -> None:
-        while True:
-            with reader.changed:
-                self._has_news = False
-                if not self._promises:
-                    self._is_running = False
+        while (promise := self._next_due()) is not None:
+            promise.work.complete_future(promise.future, promise.deadline)
+            with reader.lock:
+                if self._is_waiting:
                     return
+                self._is_waiting = True
+
+    def _next_due(self) -> _Promise | None:
+        """Waits for the next work that is ready or late; None where none is left.
+
+        Then this thread does not count as the one that waits: what the future's callbacks do may be to
+        wait for another future.
+        """
+        while True:
+            with reader.lock:
+                self._has_news = False
+                due = next((promise for promise in self._promises if promise.is_due()), None)
+                if due is not None or not self._promises:
+                    self._is_waiting = False
+                    if due is not None:
+                        self._promises.remove(due)
+                        if self._promises:
+                            self._start()
+                    return due
                 first = min(promise.deadline for promise in self._promises)
             reader.wait(self._has_work, first)
-            for promise in self._take_due():
-                promise.work.complete_future(promise.future, promise.deadline)
 
     def _has_work(self) -> bool:
         return self._has_news or any(promise.is_due() for promise in self._promises)
-
-    def _take_due(self) -> list[_Promise]:
-        with reader.changed:
-            due: list[_Promise] = []
-            later: list[_Promise] = []
-            for promise in self._promises:
-                (due if promise.is_due() else later).append(promise)
-            self._promises = later
-        return due
 
 
 _completer = _Completer()

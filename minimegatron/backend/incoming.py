@@ -68,7 +68,8 @@ class Incoming:
     def read(self) -> set[int]:
         """Reads the headers that have come, and waits for none; returns the lanes of new messages."""
         lanes: set[int] = set()
-        while not self.has_ended:
+        part = b" " * _READ_BYTES
+        while len(part) == _READ_BYTES and not self.has_ended:
             try:
                 part = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -77,31 +78,33 @@ class Incoming:
                 part = b""
             self.has_ended = not part
             self._unread += part
-            self._sort(lanes)
-            if len(part) < _READ_BYTES:
-                break
+            while len(self._unread) >= HEADER.size:
+                header = Header._make(HEADER.unpack_from(self._unread))
+                if header.kind == MESSAGE:
+                    if header.retired:
+                        self._slots.forget(header.retired)
+                    self.messages[header.lane].append(header)
+                    lanes.add(header.lane)
+                    if header.lane < FIRST_LANE_OF_NO_STEP:
+                        self.newest_epoch = header.epoch
+                elif not self._take_news(header):
+                    break
+                self._unread = self._unread[HEADER.size :]
         return lanes
 
-    def _sort(self, lanes: set[int]) -> None:
-        while len(self._unread) >= HEADER.size:
-            header = Header._make(HEADER.unpack_from(self._unread))
-            if header.kind == MESSAGE:
-                self._slots.forget(header.retired)
-                self.messages[header.lane].append(header)
-                lanes.add(header.lane)
-                if header.lane < FIRST_LANE_OF_NO_STEP:
-                    self.newest_epoch = header.epoch
-            elif header.kind == BEGUN:
-                self._begun = header.epoch
-            elif header.kind == COUNT:
-                self.counts.append((header.epoch, header.num_bytes))
-            elif len(self._unread) < HEADER.size + header.num_bytes:
-                break  # the reason has not come whole
-            else:
-                text = self._unread[HEADER.size :][: header.num_bytes]
-                self._abandoned = (header.epoch, text.decode(errors="replace"))
-                self._unread = self._unread[header.num_bytes :]
-            self._unread = self._unread[HEADER.size :]
+    def _take_news(self, header: Header) -> bool:
+        """Notes what the peer tells of its steps; False if the reason has not come whole."""
+        if header.kind == BEGUN:
+            self._begun = header.epoch
+        elif header.kind == COUNT:
+            self.counts.append((header.epoch, header.num_bytes))
+        elif len(self._unread) < HEADER.size + header.num_bytes:
+            return False
+        else:
+            text = self._unread[HEADER.size :][: header.num_bytes]
+            self._abandoned = (header.epoch, text.decode(errors="replace"))
+            self._unread = self._unread[header.num_bytes :]
+        return True
 
     def check(self, epoch: int) -> None:
         """Raises WireError if the peer will send nothing more of this epoch."""

@@ -259,7 +259,7 @@ class Mesh:
 
 
 def _wake_all(_: torch.futures.Future) -> None:
-    with reader.changed:
+    with reader.lock:
         reader.ring()
 
 
@@ -272,12 +272,12 @@ class _Ahead:
 
     def note(self, sent: Sent, tensor: torch.Tensor) -> None:
         num_bytes = max(_LEAST_BYTES, tensor.numel() * tensor.element_size())
-        with reader.changed:  # several threads may send
+        with reader.lock:  # several threads may send
             self._sents.append((sent, num_bytes))
             self._num_bytes += num_bytes
 
     def num_untaken(self) -> int:
-        with reader.changed:
+        with reader.lock:
             while self._sents and self._sents[0][0].is_taken():
                 self._num_bytes -= self._sents.popleft()[1]
             return len(self._sents)

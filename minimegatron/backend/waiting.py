@@ -18,6 +18,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 
+class Awaited(Protocol):
+    """A message to come."""
+
+    is_done: bool
+
+
 class Readable(Protocol):
     """A connection, as far as this module uses it."""
 
@@ -28,21 +34,24 @@ class Readable(Protocol):
     reference: weakref.ref
     """To itself."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether something more may come."""
+    is_open: bool
+    """Whether something more may come."""
 
     def read(self) -> None:
         """Takes what has come."""
 
+    def check_hope(self, arrival: Awaited) -> None:
+        """Raises an error where this message cannot come any more."""
+
 
 class Reader:
-    """What the threads of one process share. `changed` guards what all connections have received."""
+    """What the threads of one process share. `lock` guards what all connections have received."""
 
     def __init__(self):
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
         # The connections that expect a message, by the number of their sockets.
-        self._expecting: dict[int, weakref.ref[Readable]] = {}
+        self.expecting: dict[int, weakref.ref[Readable]] = {}
         # Those that the thread in `poll` looks at; None while no thread is there.
         self._watched: list[Readable] | None = None
         self._num_asleep = 0
@@ -51,22 +60,36 @@ class Reader:
 
     def watch(self, connection: Readable) -> None:
         """From now on, whoever waits reads this connection too."""
-        self._expecting[connection.number] = connection.reference
+        self.expecting[connection.number] = connection.reference
 
     def forget(self, connection: Readable) -> None:
         """The connection expects nothing more."""
-        if self._expecting.get(connection.number) is connection.reference:
-            del self._expecting[connection.number]
+        if self.expecting.get(connection.number) is connection.reference:
+            del self.expecting[connection.number]
+
+    def wait_for(self, arrival: Awaited, connection: Readable, deadline: float) -> bool:
+        """As `wait`, for a message: `connection` takes it, and says where it cannot come any more."""
+        with self.lock:
+            while not arrival.is_done:
+                connection.check_hope(arrival)
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
+                    return False
+                if self._watched is None:
+                    self._read(connection, seconds)
+                else:
+                    self._sleep(connection, seconds)
+        return True
 
     def wait(
         self, is_done: Callable[[], bool], deadline: float, connection: Readable | None = None
     ) -> bool:
         """Returns True once `is_done()`, or False when `time.monotonic()` reaches `deadline`.
 
-        `is_done` is called while this thread holds `changed`; it may raise. `connection` is read too,
+        `is_done` is called while this thread holds `lock`; it may raise. `connection` is read too,
         whether or not it expects something.
         """
-        with self.changed:
+        with self.lock:
             while not is_done():
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
@@ -79,55 +102,51 @@ class Reader:
 
     def read_what_came(self, connection: Readable | None = None) -> None:
         """Takes what has come on all connections that expect something; waits for nobody."""
-        with self.changed:
+        with self.lock:
             for one in self._open(connection):
                 one.read()
             self.ring()
 
     def ring(self) -> None:
-        """Lets all threads that wait look again at what they wait for. Call it with `changed` held."""
+        """Lets all threads that wait look again at what they wait for. Call it with `lock` held."""
         if self._watched is not None:
             os.eventfd_write(self.bell, 1)
         if self._num_asleep:
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def _open(self, connection: Readable | None) -> list[Readable]:
         """The connections to read: `connection`, and those that expect something."""
         found = [] if connection is None else [connection]
-        if len(self._expecting) > 1 or not found or connection.number not in self._expecting:
-            for number, reference in list(self._expecting.items()):
-                if (one := reference()) is None:  # nobody has it any more
-                    del self._expecting[number]
-                elif one is not connection:
-                    found.append(one)
+        for number, reference in list(self.expecting.items()):
+            if (one := reference()) is None:  # nobody has it any more
+                del self.expecting[number]
+            elif one is not connection:
+                found.append(one)
         return [one for one in found if one.is_open]
 
     def _read(self, connection: Readable | None, seconds: float) -> None:
-        watched = self._watched = self._open(connection)
-        self.changed.release()
-        ready: list[int] = []
+        is_alone = len(self.expecting) == 1 and connection is not None
+        if is_alone and connection.is_open and connection.number in self.expecting:
+            watched, poller = [connection], connection.poller
+        else:
+            watched = self._open(connection)
+            poller = select.poll()
+            for number in (self.bell, *(one.number for one in watched)):
+                poller.register(number, select.POLLIN)
+        self._watched = watched
+        self.lock.release()
         try:
-            ready = self._poll(watched, seconds)
+            ready = dict(poller.poll(1000 * min(seconds, _MAX_SECONDS)))
         finally:
-            self.changed.acquire()
+            self.lock.acquire()
             self._watched = None
             if self._num_asleep:
-                self.changed.notify_all()
+                self._changed.notify_all()
         if self.bell in ready:
             os.eventfd_read(self.bell)
         for one in watched:
             if one.number in ready:
                 one.read()
-
-    def _poll(self, watched: list[Readable], seconds: float) -> list[int]:
-        if len(watched) == 1:
-            poller = watched[0].poller
-        else:
-            poller = select.poll()
-            poller.register(self.bell, select.POLLIN)
-            for one in watched:
-                poller.register(one.number, select.POLLIN)
-        return [number for number, _ in poller.poll(1000 * min(seconds, _MAX_SECONDS))]
 
     def _sleep(self, connection: Readable | None, seconds: float) -> None:
         if connection is not None and connection not in self._watched:
@@ -135,7 +154,7 @@ class Reader:
             os.eventfd_write(self.bell, 1)
         self._num_asleep += 1
         try:
-            self.changed.wait(seconds)
+            self._changed.wait(seconds)
         finally:
             self._num_asleep -= 1
 

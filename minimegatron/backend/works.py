@@ -49,7 +49,7 @@ class SharedMemoryWork(dist.Work):
         self._is_finished, self._error = not arrivals and finish is None, None
         self._future: torch.futures.Future | None = None
         if arrivals and concludes:
-            with reader.changed:
+            with reader.lock:
                 self._num_missing = sum(not arrival.is_done for arrival in arrivals)
                 for arrival in arrivals:
                     arrival.then = self._one_came
@@ -94,7 +94,7 @@ class SharedMemoryWork(dist.Work):
         try:
             for arrival in self._arrivals:
                 arrival.wait(deadline)
-            with reader.changed:  # another thread may be here too
+            with reader.lock:  # another thread may be here too
                 if not self._is_finished:
                     self._conclude()
         except (WireError, RuntimeError) as error:
@@ -115,7 +115,7 @@ class SharedMemoryWork(dist.Work):
         return self._arrivals[0].timeout
 
     def is_ready(self) -> bool:
-        """Whether `wait` would wait for nobody. Call it with `reader.changed` held."""
+        """Whether `wait` would wait for nobody. Call it with `reader.lock` held."""
         arrivals = self._arrivals
         return all(arrival.is_done for arrival in arrivals) or any(map(_is_lost, arrivals))
 
@@ -124,7 +124,7 @@ class SharedMemoryWork(dist.Work):
         if self._is_finished or self._error is not None:
             return True
         reader.read_what_came()
-        with reader.changed:
+        with reader.lock:
             is_ready = self.is_ready()
         if is_ready:
             self._try_to_complete()
@@ -305,7 +305,7 @@ class GlooWork(SharedMemoryWork):
 
     def _after_gloo(self, done: torch.futures.Future) -> list[torch.Tensor]:
         done.value()  # raises what gloo has raised
-        with reader.changed:
+        with reader.lock:
             if not self._is_finished:
                 self._conclude()
         return self._outputs
@@ -330,7 +330,7 @@ class Works(SharedMemoryWork):
     def _complete(self, deadline: float | None = None) -> None:
         for work in self._works:
             work.wait()
-        with reader.changed:
+        with reader.lock:
             if not self._is_finished:
                 self._conclude()
 

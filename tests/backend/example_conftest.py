@@ -2,16 +2,17 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import minimegatron.backend  # noqa: F401  its import makes "shm" known to torch
+import minimegatron.backend  # noqa: F401  makes "shm" known to torch
 
 
-def run_rank(rank, size, store, fn):
-    dist.init_process_group("cpu:shm", init_method=f"file://{store}", rank=rank, world_size=size)
+def run_rank(rank, size, url, fn):
+    dist.init_process_group("cpu:shm", init_method=url, rank=rank, world_size=size)
     fn()
     dist.destroy_process_group()
 
 
 @pytest.fixture
 def on_ranks(tmp_path):
-    """`on_ranks(fn, 2)` calls `fn` in two processes; the test fails if it raises in one."""
-    return lambda fn, size: mp.spawn(run_rank, (size, tmp_path / "store", fn), nprocs=size)
+    """`on_ranks(fn, 2)` calls `fn` in two processes; fails if one raises."""
+    url = f"file://{tmp_path}/store"
+    return lambda fn, size: mp.spawn(run_rank, (size, url, fn), nprocs=size)

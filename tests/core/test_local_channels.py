@@ -485,6 +485,26 @@ def test_a_step_that_fails_in_one_lane_leaves_nothing_in_any(who_fails):
     assert not any(receiver._expected.values()) and not any(receiver._incoming.messages.values())
 
 
+def test_what_nobody_expected_of_a_failed_step_is_dropped():
+    sender, receiver = both_ends()
+    for step in range(3):
+        for end in (sender, receiver):
+            end.begin_step()
+        for _ in range(2):
+            send_value(sender, -1, 1)
+        send_value(sender, step, 2)
+        assert value_of(expect_value(receiver, 2)) == step
+        receiver.abandon("planted")
+        sender.end_step()
+        for end in (sender, receiver):
+            end.begin_step()
+        send_value(sender, 50 + step, 1)
+        assert value_of(expect_value(receiver, 1)) == 50 + step
+        for end in (sender, receiver):
+            end.end_step()
+    assert len(sender._slots["channel 1"].slots) <= 3
+
+
 def test_a_wait_that_fails_in_one_lane_fails_the_step_in_all():
     sender, receiver = both_ends()
     for end in (sender, receiver):
