@@ -216,4 +216,4 @@ def test_the_conftest_of_the_page_works(start, tmp_path):
     output, _ = run.communicate(timeout=ENOUGH_SECONDS)
     report = (tmp_path / "report.xml").read_text()
     assert run.returncode == 1 and 'tests="2"' in report and 'failures="1"' in report, output
-    assert "process 1 terminated" in output and "assert dist.get_rank() == 0" in output
+    assert "Process 1 terminated" in output and "assert dist.get_rank() == 0" in output
