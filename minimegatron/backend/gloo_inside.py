@@ -8,7 +8,7 @@ rank with the n-th of another.
 Megatron has no counterpart.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from minimegatron.backend.calls import CollectiveCall
+from minimegatron.backend.gloo_works import GlooMessage, GlooWork
 from minimegatron.backend.incoming import WireError
 from minimegatron.backend.mesh import Mesh
-from minimegatron.backend.works import GlooWork
+from minimegatron.backend.waiting import reader
 
 Tensors = Sequence[torch.Tensor]
 Finish = Callable[[], None] | None
@@ -43,11 +44,22 @@ class GlooInside:
         mesh: through which ranks hear what the others call; None where they cannot.
         rank: of this process, within the group.
         size: of the group.
+        numbers: of the collectives that gloo carries, from 1.
+        hears_first: whether the caller waits at once. Then gloo is started after all ranks have been
+            heard: it ends a process in which more bytes come than were expected.
     """
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, mesh: Mesh | None, rank: int, size: int):
+    def __init__(
+        self,
+        gloo: dist.ProcessGroupGloo,
+        mesh: Mesh | None,
+        rank: int,
+        size: int,
+        numbers: Iterator[int],
+        hears_first: bool,
+    ):
         self._gloo, self._mesh, self._rank, self._size = gloo, mesh, rank, size
-        self._num_carried = 0
+        self._numbers, self._hears_first = numbers, hears_first
 
     # -- Reductions --
 
@@ -73,12 +85,13 @@ class GlooInside:
 
     def reduce_scatter(self, output: torch.Tensor, shares: Tensors, op: str) -> GlooWork:
         """Reduces `shares[i]` of all ranks into `output` of rank i."""
-        options = c10d.ReduceScatterOptions()
+        # As gloo does it itself; its own handle of a reduce-scatter has no future.
+        options = c10d.AllreduceOptions()
         options.reduceOp = _op(op)
-        whole = torch.stack([share.detach().cpu().reshape(-1) for share in shares])
-        host, back = _staged(output)
-        start = partial(self._gloo._reduce_scatter_base, host.view(-1), whole.view(-1), options)
-        finish = self._finish_reduction(host, op, back)
+        whole = torch.stack([share.detach().cpu() for share in shares])
+        part = whole[self._rank]
+        finish = self._finish_reduction(part, op, partial(output.detach().copy_, part))
+        start = partial(self._gloo.allreduce, [whole], options)
         return self._start(_call("reduce_scatter", output, op), start, [output], finish)
 
     def _finish_reduction(self, host: torch.Tensor, op: str, back: Finish) -> Finish:
@@ -105,8 +118,14 @@ class GlooInside:
             _call("broadcast", tensor, root=root), start, [tensor], finish, from_one=root
         )
 
-    def all_gather(self, outputs: Tensors, input: torch.Tensor, finish: Finish) -> GlooWork:
-        """Copies `input` of rank i to `outputs[i]`, on all ranks."""
+    def all_gather(
+        self, outputs: Tensors, input: torch.Tensor, finish: Finish, whole: torch.Tensor | None
+    ) -> GlooWork:
+        """Copies `input` of rank i to `outputs[i]`, on all ranks: parts of `whole`, if there is one."""
+        if whole is not None and whole.is_cpu:
+            given = (_raw(whole.detach()), _raw(_staged(input)[0]), c10d.AllgatherOptions())
+            start = partial(self._gloo._allgather_base, *given)
+            return self._start(_call("all_gather", input), start, outputs, finish)
         hosts, back = _staged_list(outputs)
         start = partial(self._gloo.allgather, [_raws(hosts)], [_raw(_staged(input)[0])])
         return self._start(_call("all_gather", input), start, outputs, _both(back, finish))
@@ -158,19 +177,19 @@ class GlooInside:
 
     # -- Messages --
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooWork:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooMessage:
         """Sends `tensor` to one rank."""
         work = self._gloo.send([_raw(_staged(tensor)[0])], peer, tag)
-        return GlooWork([tensor], (), work, None, lambda: None, self._seconds)
+        return GlooMessage(tensor, work, None, self._seconds)
 
-    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> GlooWork:
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> GlooMessage:
         """Receives from one rank; from any, where `peer` is None."""
         host, back = _staged(tensor)
         if peer is None:
             work = self._gloo.recv_anysource([_raw(host)], tag)
         else:
             work = self._gloo.recv([_raw(host)], peer, tag)
-        return GlooWork([tensor], (), work, back, lambda: None, self._seconds)
+        return GlooMessage(tensor, work, back, self._seconds)
 
     # -- All of them --
 
@@ -187,17 +206,20 @@ class GlooInside:
         to_one: int | None = None,
     ) -> GlooWork:
         """Tells the ranks that take something what is called, and starts it."""
-        self._num_carried += 1
-        heard = []
+        num_carried, heard = next(self._numbers), []
         if self._mesh is not None:
             number, peers = call._replace(is_over_gloo=True).number(), self._mesh.peers
             takers = peers if to_one is None else [peer for peer in peers if peer == to_one]
             givers = peers if from_one is None else [peer for peer in peers if peer == from_one]
             if from_one in (None, self._rank):
-                self._mesh.tell(self._num_carried, number, takers)
+                self._mesh.tell(num_carried, number, takers)
             if to_one in (None, self._rank):
                 heard = self._mesh.hear(number, givers)
-        compare = partial(_compare, heard, self._num_carried)
+            reader.read_what_came()
+        for arrival in heard:
+            if self._hears_first or arrival.is_wrong():
+                arrival.wait()
+        compare = partial(_compare, heard, num_carried)
         return GlooWork(outputs, heard, start(), finish, compare, self._seconds, self._mesh)
 
 

@@ -9,6 +9,7 @@ and then picks the way, by what all ranks of the group know alike:
 Megatron has no counterpart.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -66,7 +67,9 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.mesh = self._make_mesh(timeout)
         tells = self.mesh if size <= MAX_RANKS else None
-        self._inside = GlooInside(self._gloo, tells, rank, size)
+        inside, numbers = (self._gloo, tells, rank, size), itertools.count(1)
+        self._inside = GlooInside(*inside, numbers, hears_first=False)
+        self._inside_at_once = GlooInside(*inside, numbers, hears_first=True)
         self._num_splits, self._is_closed = 0, False
 
     def _make_mesh(self, timeout: timedelta) -> Mesh | None:
@@ -151,6 +154,11 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         is_small = num_bytes <= MAX_BYTES and self._size <= MAX_RANKS
         return self.mesh if is_small else None
 
+    def _gloo_for(self, opts: Any) -> GlooInside:
+        """Gloo inside, for a caller that waits at once or later."""
+        is_async = opts is None or getattr(opts, "asyncOp", True)
+        return self._inside if is_async else self._inside_at_once
+
     def _alone(self, outputs: Tensors, inputs: Tensors) -> SharedMemoryWork:
         """In a group of one, what goes in comes out."""
         for output, input in zip(outputs, inputs, strict=True):
@@ -172,7 +180,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
             return SharedMemoryWork([tensor])
         if mesh := self._way(_bytes(tensor)):
             return mesh.all_reduce(tensor, op)
-        return self._inside.all_reduce(tensor, op)
+        return self._gloo_for(opts).all_reduce(tensor, op)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduces each of the tensors in place."""
@@ -187,7 +195,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
             return SharedMemoryWork(tensors)
         if mesh := self._way(_bytes(tensor)):
             return mesh.reduce(tensor, op, root)
-        return self._inside.reduce(tensor, op, root)
+        return self._gloo_for(opts).reduce(tensor, op, root)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
@@ -200,7 +208,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
             return self._alone([output], shares)
         if mesh := self._way(sum(map(_bytes, shares))):
             return mesh.reduce_scatter(output, shares, op)
-        return self._inside.reduce_scatter(output, shares, op)
+        return self._gloo_for(opts).reduce_scatter(output, shares, op)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
@@ -224,7 +232,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
             return SharedMemoryWork(tensors)
         if mesh := self._way(_bytes(tensor)):
             return mesh.broadcast(tensor, root)
-        return self._inside.broadcast(tensor, root)
+        return self._gloo_for(opts).broadcast(tensor, root)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         """Copies the root's i-th input tensor to rank i's output."""
@@ -234,7 +242,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
             return self._alone([output], shares)
         if mesh := self._way(_bytes(output)):
             return mesh.scatter(output, shares, root)
-        return self._inside.scatter(output, shares, root)
+        return self._gloo_for(opts).scatter(output, shares, root)
 
     # -- Copies to one rank, or to all --
 
@@ -246,7 +254,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
             return self._alone(places, [input])
         if mesh := self._way(_bytes(input)):
             return mesh.gather(places, input, root)
-        return self._inside.gather(places, input, root)
+        return self._gloo_for(opts).gather(places, input, root)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> dist.Work:
         """Copies all inputs to one output on the root, in the order of the ranks."""
@@ -263,7 +271,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         """Copies rank i's input to the i-th output tensor of every rank."""
         input = check_one(inputs)
         places = check_list(outputs, input, self._size, True, "output")
-        return self._all_gather(places, input)
+        return self._all_gather(places, input, opts)
 
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
@@ -277,7 +285,8 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
     ) -> dist.Work:
         """Copies all inputs to one output, in the order of the ranks."""
         whole, finish = _whole(output)
-        return self._all_gather(_cut(whole, input, self._size, "output"), input, finish, [output])
+        places = _cut(whole, input, self._size, "output")
+        return self._all_gather(places, input, opts, finish, [output], whole)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -289,8 +298,10 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         self,
         places: Tensors,
         input: torch.Tensor,
+        opts: Any,
         finish: Callable[[], None] | None = None,
         outputs: Tensors | None = None,
+        whole: torch.Tensor | None = None,
     ) -> dist.Work:
         if self._size == 1:
             work = self._alone(places, [input])
@@ -299,7 +310,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         elif mesh := self._way(_bytes(input)):
             work = mesh.all_gather(places, input, finish)
         else:
-            work = self._inside.all_gather(places, input, finish)
+            work = self._gloo_for(opts).all_gather(places, input, finish, whole)
         return work.giving(outputs or places)
 
     # -- From all ranks to all ranks --
@@ -307,7 +318,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Copies rank i's input tensor number j to rank j's output tensor number i."""
         check_all_to_all(outputs, inputs, self._rank, self._size)
-        return self._all_to_all(outputs, inputs, outputs)
+        return self._all_to_all(outputs, inputs, outputs, opts)
 
     def all_to_all_single(
         self,
@@ -323,13 +334,15 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         parts = _split(input, input_splits, self._size, "input")
         check_all_to_all(places, parts, self._rank, self._size)
         is_even = not output_splits and not input_splits
-        return self._all_to_all(places, parts, [output], _bytes(input) if is_even else 0, finish)
+        num_bytes = _bytes(input) if is_even else 0
+        return self._all_to_all(places, parts, [output], opts, num_bytes, finish)
 
     def _all_to_all(
         self,
         places: Tensors,
         parts: Tensors,
         outputs: Tensors,
+        opts: Any,
         num_bytes: int = 0,
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
@@ -341,7 +354,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         elif mesh := self._way(num_bytes):
             work = mesh.all_to_all(places, parts, num_bytes, finish)
         else:
-            work = self._inside.all_to_all(places, parts, num_bytes, finish)
+            work = self._gloo_for(opts).all_to_all(places, parts, num_bytes, finish)
         return work.giving(outputs)
 
     # -- Messages --
@@ -376,7 +389,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
             return SharedMemoryWork([])
         if mesh := self._way(0):
             return mesh.barrier()
-        return self._inside.barrier()
+        return self._gloo_for(opts).barrier()
 
     # -- For `dist._coalescing_manager` with a device: what is called in it starts at once --
 

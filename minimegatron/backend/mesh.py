@@ -9,7 +9,6 @@ All tensors here are on the CPU or on a device that ranks share; shared memory h
 Megatron has no counterpart.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,8 +32,6 @@ from minimegatron.backend.works import ReceivedFromAny, SharedMemoryWork
 MOST_BYTES_AHEAD = 4 << 20
 """So much may a rank have sent to another in one direction before the other takes any of it; a single
 message may be larger. In other collectives a rank takes as much from each peer as it sends there."""
-SECONDS_AFTER_A_LOSS = 5.0
-"""A rank that leaves may have done its part of what gloo still does: so long the others wait for it."""
 _LEAST_BYTES = 4096
 """What a message takes of that at least: a page of memory."""
 _COMBINE: dict[str, Callable] = {
@@ -234,19 +231,10 @@ class Mesh:
 
     # -- Ranks that have gone --
 
-    def wait_for(self, future: torch.futures.Future, seconds: float) -> None:
-        """Waits for what gloo does. Raises WireError if a rank has gone, and gloo does not end soon.
-
-        Gloo itself waits for its time-out where a rank has gone that it does not talk to.
-        """
-        future.add_done_callback(_wake_all)
-        deadline = time.monotonic() + seconds
+    def watch(self) -> None:
+        """Whoever waits reads all connections."""
         for connection in self.to.values():
             reader.watch(connection)
-        if not reader.wait(lambda: future.done() or bool(self.describe()), deadline):
-            return
-        if not reader.wait(future.done, min(deadline, time.monotonic() + SECONDS_AFTER_A_LOSS)):
-            raise WireError(f"{self.describe()}gloo, inside the group, waits for it")
 
     def describe(self) -> str:
         """Who has gone, as the beginning of a sentence; "" if nobody has."""
@@ -256,11 +244,6 @@ class Mesh:
     def num_untaken(self, peer: int) -> int:
         """How many messages this rank has sent to `peer` that were not taken yet."""
         return self._ahead[peer].num_untaken()
-
-
-def _wake_all(_: torch.futures.Future) -> None:
-    with reader.lock:
-        reader.ring()
 
 
 class _Ahead:

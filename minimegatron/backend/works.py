@@ -6,7 +6,6 @@ Megatron has no counterpart.
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -92,8 +91,7 @@ class SharedMemoryWork(dist.Work):
         if self._error is not None:
             raise self._error
         try:
-            for arrival in self._arrivals:
-                arrival.wait(deadline)
+            self._wait_for_all(deadline)
             with reader.lock:  # another thread may be here too
                 if not self._is_finished:
                     self._conclude()
@@ -101,6 +99,10 @@ class SharedMemoryWork(dist.Work):
             if not self._may_be_repeated:
                 self._error, self._arrivals, self._finish = error, (), None
             raise
+
+    def _wait_for_all(self, deadline: float | None) -> None:
+        for arrival in self._arrivals:
+            arrival.wait(deadline)
 
     def _conclude(self) -> None:
         if self._finish is not None:
@@ -117,7 +119,7 @@ class SharedMemoryWork(dist.Work):
     def is_ready(self) -> bool:
         """Whether `wait` would wait for nobody. Call it with `reader.lock` held."""
         arrivals = self._arrivals
-        return all(arrival.is_done for arrival in arrivals) or any(map(_is_lost, arrivals))
+        return all(arrival.is_done for arrival in arrivals) or any(map(is_lost, arrivals))
 
     def is_completed(self) -> bool:
         """Whether the result is there, or will never be. Waits for nobody."""
@@ -133,7 +135,7 @@ class SharedMemoryWork(dist.Work):
     def _try_to_complete(self, deadline: float | None = None) -> None:
         """Completes the work, or notes why it never will be. Does not wait, if it is ready."""
         try:
-            for arrival in filter(_is_lost, self._arrivals):
+            for arrival in filter(is_lost, self._arrivals):
                 arrival.wait()
             self._complete(deadline)
         except Exception as error:
@@ -186,7 +188,8 @@ class SharedMemoryWork(dist.Work):
         self.wait()
 
 
-def _is_lost(arrival: PendingReceive) -> bool:
+def is_lost(arrival: PendingReceive) -> bool:
+    """Whether the message will not come."""
     return not arrival.is_done and arrival.has_failed()
 
 
@@ -225,90 +228,6 @@ class ReceivedFromAny(SharedMemoryWork):
         return self._peer
 
     source_rank = _source_rank
-
-
-class Losses(Protocol):
-    """What a group's connections know of ranks that have gone."""
-
-    def wait_for(self, future: torch.futures.Future, seconds: float) -> None:
-        """Waits for gloo. Raises WireError if a rank has gone, and gloo does not end soon after."""
-
-    def describe(self) -> str:
-        """Who has gone, as the beginning of a sentence; "" if nobody has."""
-
-
-class GlooWork(SharedMemoryWork):
-    """A collective that gloo carries inside a group.
-
-    Args:
-        outputs: as for `SharedMemoryWork`.
-        arrivals: what the others have called, where shared memory tells it.
-        work: gloo's own handle.
-        finish: copies the result to where the caller wants it, if it is not there.
-        compare: raises WireError where the others are at another collective of gloo's.
-        seconds: how long gloo may take.
-        losses: what the connections know of ranks that have gone; None where there are none.
-    """
-
-    def __init__(
-        self,
-        outputs: Tensors,
-        arrivals: Sequence[PendingReceive],
-        work: Any,
-        finish: Callable[[], None] | None,
-        compare: Callable[[], None],
-        seconds: Callable[[], float],
-        losses: "Losses | None" = None,
-    ):
-        super().__init__(outputs, arrivals, finish, concludes=False)
-        self._work, self._compare, self._seconds, self._losses = work, compare, seconds, losses
-        self._is_finished = False
-
-    def _wait_at_most(self, seconds: float) -> None:
-        super()._wait_at_most(seconds)
-        self._work.wait(timedelta(seconds=seconds))
-
-    def _complete(self, deadline: float | None = None) -> None:
-        work = self._work
-        if self._error is None and not self._is_finished:
-            # First what the others say: gloo waits for ranks that will never come, and names none.
-            for arrival in self._arrivals:
-                arrival.wait(deadline)
-            self._compare()
-            self._wait_for_gloo(work)
-        super()._complete(deadline)
-
-    def _wait_for_gloo(self, work: Any) -> None:
-        seconds, losses = self._seconds(), self._losses
-        if losses is not None:
-            losses.wait_for(work.get_future(), seconds)
-        try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            who = losses.describe() if losses is not None else ""
-            raise WireError(f"{who}gloo, inside the group, has failed: {error}") from error
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
-    source_rank = _source_rank
-
-    def is_completed(self) -> bool:
-        """See `SharedMemoryWork.is_completed`."""
-        return self._work.is_completed() and super().is_completed()
-
-    def get_future(self) -> torch.futures.Future:
-        """A future of the list of result tensors, which gloo's own thread completes."""
-        if self._future is None:
-            self._future = self._work.get_future().then(self._after_gloo)
-        return self._future
-
-    def _after_gloo(self, done: torch.futures.Future) -> list[torch.Tensor]:
-        done.value()  # raises what gloo has raised
-        with reader.lock:
-            if not self._is_finished:
-                self._conclude()
-        return self._outputs
 
 
 class Works(SharedMemoryWork):

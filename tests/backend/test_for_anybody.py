@@ -61,6 +61,8 @@ PROGRAMS = [
     cuts.small_beside_large,
     cuts.groups_of_some_ranks,
 ]
+SHM_ALONE = [copies.ddp_that_sends_low_ranks]
+"""With gloo, some of these ranks end by SIGABRT: its own thread is the last to hold the group."""
 SIZES = (2, 4)
 TOLERANCE = {
     copies.ddp_that_sends_half_precision: 1e-2,
@@ -83,7 +85,7 @@ def run_all(folder: Path) -> dict[str, Result | str]:
 def run_over_both(program: Callable, folder: Path, rank: int, size: int) -> Result | str:
     """A text where the program raises: the programs after it still run."""
     found: Result = {}
-    for backend in (GLOO, SHM):
+    for backend in (SHM,) if program in SHM_ALONE else (GLOO, SHM):
         place = folder / f"{program.__name__}-{backend.replace(':', '-')}"
         place.mkdir(exist_ok=True)
         dist.init_process_group(
@@ -129,11 +131,13 @@ def test_the_same_numbers_as_gloo(results, program):
     assert num_compared > 0
 
 
-@pytest.mark.parametrize("program", COPIES, ids=names)
+@pytest.mark.parametrize("program", [*COPIES, *SHM_ALONE], ids=names)
 @pytest.mark.parametrize("results", SIZES, indirect=True)
 def test_all_copies_have_the_same_bits(results, program):
     num_weights = len(list(copies.make_net().parameters()))
-    first, *others = [by_program[program.__name__][SHM][-num_weights:] for by_program in results]
+    found = [by_program[program.__name__] for by_program in results]
+    assert not any(isinstance(one, str) for one in found), found
+    first, *others = [one[SHM][-num_weights:] for one in found]
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 

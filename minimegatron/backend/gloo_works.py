@@ -1,0 +1,162 @@
+"""The handles of what gloo carries inside a group.
+
+Megatron has no counterpart.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from minimegatron.backend.channels import PendingReceive
+from minimegatron.backend.incoming import WireError
+from minimegatron.backend.waiting import reader
+from minimegatron.backend.works import SharedMemoryWork, Tensors, is_lost
+
+SECONDS_AFTER_A_LOSS = 5.0
+"""A rank that leaves may have done its part of what gloo still does: so long the others wait for it."""
+_GLOO = "gloo, inside the group, "
+
+
+class Losses(Protocol):
+    """What a group's connections know of ranks that have gone."""
+
+    def watch(self) -> None:
+        """Whoever waits reads all connections."""
+
+    def describe(self) -> str:
+        """Who has gone, as the beginning of a sentence; "" if nobody has."""
+
+
+class GlooWork(SharedMemoryWork):
+    """A collective that gloo carries. It ends when gloo has, and all ranks have said what they called.
+
+    Args:
+        outputs: as for `SharedMemoryWork`.
+        arrivals: what the others have called, where shared memory tells it.
+        work: gloo's own handle.
+        finish: copies the result to where the caller wants it, if it is not there.
+        compare: raises WireError where the others are at another collective of gloo's.
+        seconds: how long gloo may take.
+        losses: None where the ranks share no memory.
+    """
+
+    def __init__(
+        self,
+        outputs: Tensors,
+        arrivals: Sequence[PendingReceive],
+        work: dist.Work,
+        finish: Callable[[], None] | None,
+        compare: Callable[[], None],
+        seconds: Callable[[], float],
+        losses: Losses | None,
+    ):
+        super().__init__(outputs, arrivals, finish, concludes=False)
+        self._work, self._compare, self._seconds, self._losses = work, compare, seconds, losses
+        self._is_finished = self._gloo_is_done = False
+        with reader.lock:
+            self._num_missing = 1 + sum(not arrival.is_done for arrival in arrivals)
+            for arrival in arrivals:
+                arrival.then = self._one_came
+        work.get_future().add_done_callback(self._gloo_came)
+
+    def _gloo_came(self, future: torch.futures.Future) -> None:
+        """In gloo's thread."""
+        with reader.lock:
+            try:
+                future.value()
+            except Exception as error:
+                self._error = WireError(f"{self._who()}{_GLOO}has failed: {error}")
+            self._gloo_is_done = True
+            self._one_came()
+            reader.ring()
+
+    def _try_to_conclude(self) -> None:
+        if self._error is None and not any(arrival.is_wrong() for arrival in self._arrivals):
+            try:
+                self._compare()
+            except WireError as error:
+                self._error = error
+            else:
+                super()._try_to_conclude()
+
+    def _wait_for_all(self, deadline: float | None) -> None:
+        # First what the others say: gloo waits for ranks that will never come, and names none.
+        super()._wait_for_all(deadline)
+        self._compare()
+        if not self._gloo_is_done:
+            self._wait_for_gloo(deadline or time.monotonic() + self._seconds())
+        if self._error is not None:
+            raise self._error
+
+    def _wait_for_gloo(self, deadline: float) -> None:
+        """Gloo waits for its time-out where a rank has gone that it does not talk to; this does not."""
+        if self._losses is not None:
+            self._losses.watch()
+        reader.wait(lambda: self._gloo_is_done or bool(self._who()), deadline)
+        if not self._gloo_is_done:
+            last = min(deadline, time.monotonic() + SECONDS_AFTER_A_LOSS)
+            if not reader.wait(lambda: self._gloo_is_done, last):
+                who = self._who() or f"ranks have not come within {self._seconds():g} s; "
+                raise WireError(f"{who}{_GLOO}still waits")
+
+    def _who(self) -> str:
+        return self._losses.describe() if self._losses is not None else ""
+
+    def _wait_at_most(self, seconds: float) -> None:
+        if not reader.wait(self.is_ready, time.monotonic() + seconds):
+            raise WireError(f"{_GLOO}has not ended within {seconds:g} s")
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take."""
+        return self._seconds()
+
+    def is_ready(self) -> bool:
+        """See `SharedMemoryWork.is_ready`."""
+        if self._error is not None or any(map(is_lost, self._arrivals)):
+            return True
+        return self._gloo_is_done and all(arrival.is_done for arrival in self._arrivals)
+
+
+class GlooMessage(SharedMemoryWork):
+    """A message that gloo carries, between ranks that share no memory."""
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        work: Any,
+        finish: Callable[[], None] | None,
+        seconds: Callable[[], float],
+    ):
+        super().__init__([tensor], (), finish)
+        self._work, self._seconds, self._is_finished = work, seconds, False
+
+    def _wait_at_most(self, seconds: float) -> None:
+        self._wait_for_gloo(seconds)
+
+    def _wait_for_all(self, deadline: float | None) -> None:
+        # Told its own limit: gloo would wait as long as the default group may.
+        self._wait_for_gloo(self._seconds())
+
+    def _wait_for_gloo(self, seconds: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise WireError(f"{_GLOO}has failed: {error}") from error
+
+    def is_completed(self) -> bool:
+        """Whether the message has arrived, or has left."""
+        return self._is_finished or self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future:
+        """Raises RuntimeError: gloo gives none for a message."""
+        return self._work.get_future()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    source_rank = _source_rank
