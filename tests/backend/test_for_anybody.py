@@ -79,7 +79,10 @@ def run_all(folder: Path) -> dict[str, Result | str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     warnings.simplefilter("ignore")  # torch finds some of its names old, which are in 2.9 already
-    return {program.__name__: run_over_both(program, folder, rank, size) for program in PROGRAMS}
+    return {
+        program.__name__: run_over_both(program, folder, rank, size)
+        for program in [*PROGRAMS, *SHM_ALONE]
+    }
 
 
 def run_over_both(program: Callable, folder: Path, rank: int, size: int) -> Result | str:
