@@ -362,16 +362,16 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Sends the tensor; it may be changed at once."""
         tensor, peer = check_one(tensors), check_root(dst, self._size, self._rank)
-        self._way(0)
-        if self.mesh is None:
+        if self.mesh is None or self._is_closed:
+            self._way(0)
             return self._inside.send(tensor, peer, tag)
         return self.mesh.send(tensor, peer, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         """Receives into the tensor."""
         tensor, peer = check_one(tensors), check_root(src, self._size, self._rank)
-        self._way(0)
-        if self.mesh is None:
+        if self.mesh is None or self._is_closed:
+            self._way(0)
             return self._inside.receive(tensor, peer, tag)
         return self.mesh.receive(tensor, peer, tag)
 

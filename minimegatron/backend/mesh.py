@@ -11,7 +11,8 @@ Megatron has no counterpart.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -277,8 +278,12 @@ def _lane_of(tag: int) -> int:
 
 
 def _number(kind: str, tensor: torch.Tensor, op: str = "SUM", root: int | None = None) -> int:
-    num_bytes = tensor.numel() * tensor.element_size()
-    return CollectiveCall(kind, num_bytes, tensor.dtype, op, root).number()
+    return _number_of(kind, tensor.numel() * tensor.element_size(), tensor.dtype, op, root)
+
+
+@lru_cache(1024)
+def _number_of(*call: Any) -> int:
+    return CollectiveCall(*call).number()
 
 
 def _arrivals(parts: list[torch.Tensor | PendingReceive]) -> list[PendingReceive]:

@@ -30,6 +30,7 @@ from minimegatron.core.utils import get_device, set_device
 from minimegatron.training.devices import name_of_gpu
 from tests import parity
 from tests.fake_transport import FakeGroup
+from tests.gpu import shared_backend
 from tests.gpu.host_syncs import beyond_what_is_allowed, count_waits
 from tests.gpu.place import Finding, Place, at_most, each, is_equal, no_problems
 from tests.gpu.tensors import difference
@@ -443,6 +444,7 @@ def sharing(place: Place) -> Iterator[Finding]:
     without_memory = partial(over_gloo, run)
     for finding in layouts(place, [parity.Case(pp=2)], shared=True, run=without_memory):
         yield replace(finding, what=f"{finding.what}, all over gloo")
+    yield from shared_backend.beside_the_numbers(place)
 
 
 # -- inventory --
