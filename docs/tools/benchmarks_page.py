@@ -18,6 +18,7 @@ TITLES = {
     "paced": "Paced pipelines",
     "demo_speed": "The demo",
     "bucket_overlap": "Buckets",
+    "backend_speed": "The backend beside gloo",
     "context_speed": "A shared sequence",
     "scan_speed": "A state-space scan",
     "policy_speed": "Reinforcement learning",

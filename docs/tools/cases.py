@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from types import SimpleNamespace
 
+import cases_of_backend as backend  # noqa: F401  for pages
 import cases_of_buffers as buffers  # noqa: F401  for pages
 import cases_of_experts as experts  # noqa: F401  for pages
 import cases_of_families as families  # noqa: F401  for pages

@@ -20,6 +20,7 @@ NAMES = (
     "paced",
     "demo_speed",
     "bucket_overlap",
+    "backend_speed",
     "context_speed",
     "scan_speed",
     "policy_speed",
