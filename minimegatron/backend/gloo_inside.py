@@ -81,7 +81,7 @@ class GlooInside:
         host, back = _staged(tensor if is_root else tensor.clone())
         finish = self._finish_reduction(host, op, back) if is_root else None
         start = partial(self._gloo.reduce, [host], options)
-        return self._start(_call("reduce", tensor, op, root), start, [tensor], finish, to_one=root)
+        return self._start(_call("reduce", tensor, op, root), start, [tensor], finish)
 
     def reduce_scatter(self, output: torch.Tensor, shares: Tensors, op: str) -> GlooWork:
         """Reduces `shares[i]` of all ranks into `output` of rank i."""
@@ -114,9 +114,7 @@ class GlooInside:
         host, back = _staged(tensor)
         start = partial(self._gloo.broadcast, [_raw(host)], options)
         finish = None if self._rank == root else back
-        return self._start(
-            _call("broadcast", tensor, root=root), start, [tensor], finish, from_one=root
-        )
+        return self._start(_call("broadcast", tensor, root=root), start, [tensor], finish)
 
     def all_gather(
         self, outputs: Tensors, input: torch.Tensor, finish: Finish, whole: torch.Tensor | None
@@ -137,7 +135,7 @@ class GlooInside:
         hosts, back = _staged_list(outputs)
         places = [_raws(hosts)] if hosts else []
         start = partial(self._gloo.gather, places, [_raw(_staged(input)[0])], options)
-        return self._start(_call("gather", input, root=root), start, outputs, back, to_one=root)
+        return self._start(_call("gather", input, root=root), start, outputs, back)
 
     def scatter(self, output: torch.Tensor, inputs: Tensors, root: int) -> GlooWork:
         """Copies `inputs[i]` of rank `root` to `output` of rank i."""
@@ -146,9 +144,7 @@ class GlooInside:
         host, back = _staged(output)
         parts = [_raws([_staged(one)[0] for one in inputs])] if inputs else []
         start = partial(self._gloo.scatter, [_raw(host)], parts, options)
-        return self._start(
-            _call("scatter", output, root=root), start, [output], back, from_one=root
-        )
+        return self._start(_call("scatter", output, root=root), start, [output], back)
 
     def all_to_all(
         self, outputs: Tensors, inputs: Tensors, num_bytes: int, finish: Finish
@@ -202,19 +198,12 @@ class GlooInside:
         start: Callable[..., Any],
         outputs: Tensors,
         finish: Finish = None,
-        from_one: int | None = None,
-        to_one: int | None = None,
     ) -> GlooWork:
-        """Tells the ranks that take something what is called, and starts it."""
+        """Tells all ranks what is called, and starts it; its handle hears what the others call."""
         num_carried, heard = next(self._numbers), []
         if self._mesh is not None:
-            number, peers = call._replace(is_over_gloo=True).number(), self._mesh.peers
-            takers = peers if to_one is None else [peer for peer in peers if peer == to_one]
-            givers = peers if from_one is None else [peer for peer in peers if peer == from_one]
-            if from_one in (None, self._rank):
-                self._mesh.tell(num_carried, number, takers)
-            if to_one in (None, self._rank):
-                heard = self._mesh.hear(number, givers)
+            number = call._replace(is_over_gloo=True).number()
+            heard = self._mesh.compare(num_carried, number)
             reader.read_what_came()
         for arrival in heard:
             if self._hears_first or arrival.is_wrong():

@@ -117,7 +117,7 @@ class GlooWork(SharedMemoryWork):
 
     def is_ready(self) -> bool:
         """See `SharedMemoryWork.is_ready`."""
-        if self._error is not None or any(map(is_lost, self._arrivals)):
+        if self._error is not None or any(a.is_wrong() or is_lost(a) for a in self._arrivals):
             return True
         return self._gloo_is_done and all(arrival.is_done for arrival in self._arrivals)
 

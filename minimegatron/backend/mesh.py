@@ -30,11 +30,10 @@ from minimegatron.backend.incoming import FIRST_LANE_OF_NO_STEP, WireError
 from minimegatron.backend.waiting import reader
 from minimegatron.backend.works import ReceivedFromAny, SharedMemoryWork
 
-MOST_BYTES_AHEAD = 4 << 20
+MOST_BYTES_AHEAD, MOST_MESSAGES_AHEAD = 4 << 20, 16
 """So much may a rank have sent to another in one direction before the other takes any of it; a single
-message may be larger. In other collectives a rank takes as much from each peer as it sends there."""
-_LEAST_BYTES = 4096
-"""What a message takes of that at least: a page of memory."""
+message may be larger. Then `wait` waits: over gloo it does so for each message. In other collectives a
+rank takes as much from each peer as it sends there."""
 _COMBINE: dict[str, Callable] = {
     "SUM": torch.add,
     "AVG": torch.add,
@@ -173,14 +172,12 @@ class Mesh:
             [], [self.to[peer].expect(nothing, call=call) for peer in self.peers]
         )
 
-    def tell(self, value: int, call: int, to: Sequence[int]) -> None:
-        """Tells these ranks a number, in the order of the collectives."""
-        for peer in to:
+    def compare(self, value: int, call: int) -> list[PendingReceive]:
+        """Tells all ranks a number, in the order of the collectives; what they tell in the same way."""
+        for peer in self.peers:
             self.to[peer].send(torch.tensor([value]), call=call)
-
-    def hear(self, call: int, of: Sequence[int]) -> list[PendingReceive]:
-        """What these ranks tell in the same way."""
-        return [self.to[peer].expect(torch.empty(1, dtype=torch.int64), call=call) for peer in of]
+        like = torch.empty(1, dtype=torch.int64)
+        return [self.to[peer].expect(torch.empty_like(like), call=call) for peer in self.peers]
 
     def _parts(self, own: torch.Tensor, call: int) -> list[torch.Tensor | PendingReceive]:
         """By rank: this rank's part, and what the others' will become."""
@@ -255,7 +252,7 @@ class _Ahead:
         self._num_bytes = 0
 
     def note(self, sent: Sent, tensor: torch.Tensor) -> None:
-        num_bytes = max(_LEAST_BYTES, tensor.numel() * tensor.element_size())
+        num_bytes = tensor.numel() * tensor.element_size()
         with reader.lock:  # several threads may send
             self._sents.append((sent, num_bytes))
             self._num_bytes += num_bytes
@@ -267,10 +264,12 @@ class _Ahead:
             return len(self._sents)
 
     def make_room(self) -> None:
-        """Waits while more than `MOST_BYTES_AHEAD` are not taken. Raises WireError, as `Sent.wait`."""
-        while self._num_bytes > MOST_BYTES_AHEAD and self.num_untaken() > 1:
-            if self._num_bytes > MOST_BYTES_AHEAD:
-                self._sents[0][0].wait()
+        """Waits while more than that is not taken. Raises WireError, as `Sent.wait`."""
+        while self._is_full() and self.num_untaken() > 1 and self._is_full():
+            self._sents[0][0].wait()
+
+    def _is_full(self) -> bool:
+        return self._num_bytes > MOST_BYTES_AHEAD or len(self._sents) > MOST_MESSAGES_AHEAD
 
 
 def _lane_of(tag: int) -> int:

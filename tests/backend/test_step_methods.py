@@ -227,7 +227,7 @@ def leave_with_messages_under_way() -> float:
     tensor = ones(4)
     if rank == 0:
         for value in range(number):
-            dist.send(tensor.fill_(value), 1, group=group)
+            dist.isend(tensor.fill_(value), 1, group=group)  # it waits for nobody
         dist.destroy_process_group(group)
     dist.barrier()
     if rank == 1:

@@ -301,7 +301,7 @@ AT_LAST: dict[str, tuple[Call, Call, list[int]]] = {
     "reduce": (reduces_to(3, 0), reduces_to(3, 1), [0, 1]),
     "large broadcast": (broadcasts(MIB, 1), broadcasts(MIB, 0), [0, 1]),
     "large reduce": (reduces_to(MIB, 0), reduces_to(MIB, 1), [0, 1]),
-    "large broadcast, sizes": (broadcasts(MIB), broadcasts(MIB + 1), [1]),
+    "large broadcast, sizes": (broadcasts(MIB), broadcasts(MIB + 1), [0, 1]),
     "large ops, by future": (in_future(MIB, "SUM"), in_future(MIB, "MAX"), [0, 1]),
 }
 """Calls in which a rank waits for what the other never sends; and who is told, at the latest by the

@@ -512,7 +512,7 @@ def test_a_wait_that_fails_in_one_lane_fails_the_step_in_all():
     send_value(sender, 1, 1, size=4)
     send_value(sender, 2, 2)
     wrong, right = expect_value(receiver, 1), expect_value(receiver, 2)
-    with pytest.raises(ConnectionError, match="16 bytes came where 12 were expected"):
+    with pytest.raises(ConnectionError, match="16 bytes came where 12 bytes were expected"):
         wrong.wait()
     for arrival in (right, expect_value(receiver, 2)):
         with pytest.raises(ConnectionError, match="belongs to a step that has failed"):
