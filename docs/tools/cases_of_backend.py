@@ -62,5 +62,7 @@ def times() -> str:
     lines = []
     for size in SHOWN:
         cells = [found[*kind, size] for kind in kinds]
-        lines.append([size, *(f"{row[SHM]:,.0f} / {row[GLOO]:,.0f}" for row in cells)])
+        lines.append(
+            [size.replace(" ", "\u00a0"), *(f"{row[SHM]:,.0f} / {row[GLOO]:,.0f}" for row in cells)]
+        )
     return table(head, lines)
