@@ -78,7 +78,7 @@ class GlooInside:
         options.reduceOp, options.rootRank = _op(op), root
         # Gloo leaves a part of the sum in what the other ranks give.
         is_root = self._rank == root
-        host, back = _staged(tensor) if is_root else (tensor.detach().cpu().clone(), None)
+        host, back = _staged(tensor if is_root else tensor.clone())
         finish = self._finish_reduction(host, op, back) if is_root else None
         start = partial(self._gloo.reduce, [host], options)
         return self._start(_call("reduce", tensor, op, root), start, [tensor], finish, to_one=root)
@@ -275,8 +275,8 @@ def _both(first: Finish, second: Finish) -> Finish:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8)
+    """The bytes of a contiguous tensor, whatever the stride of a dimension of one number."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _raws(tensors: Tensors) -> list[torch.Tensor]:
