@@ -35,6 +35,12 @@ def machine() -> str:
     return f"{facts['processor']}, torch {facts['torch']}, {facts['date']}"
 
 
+def large_ratios() -> str:
+    """Of collectives that gloo carries inside: the least and the largest time, as a part of gloo's."""
+    found = [r["to_gloo"] for r in rows() if r["bytes"] > 1 << 20 and r["exchange"] != EXCHANGES[1]]
+    return f"{min(found):.1f} to {max(found):.1f}"
+
+
 def by_size(num_ranks: int) -> str:
     """Time of two exchanges over the size, for each backend; both axes logarithmic."""
     panels, sizes = [], []
@@ -56,5 +62,7 @@ def times() -> str:
     lines = []
     for size in SHOWN:
         cells = [found[*kind, size] for kind in kinds]
-        lines.append([size, *(f"{row[SHM]:,.0f} / {row[GLOO]:,.0f}" for row in cells)])
+        lines.append(
+            [size.replace(" ", "\u00a0"), *(f"{row[SHM]:,.0f} / {row[GLOO]:,.0f}" for row in cells)]
+        )
     return table(head, lines)

@@ -6,7 +6,7 @@ import minimegatron.backend  # noqa: F401  makes "shm" known to torch
 
 
 def run_rank(rank, size, url, fn):
-    dist.init_process_group("cpu:shm", init_method=url, rank=rank, world_size=size)
+    dist.init_process_group("cpu:shm", url, rank=rank, world_size=size)
     fn()
     dist.destroy_process_group()
 
