@@ -41,6 +41,8 @@ from tests.ranks import has_shared_memory
 pytestmark = pytest.mark.timeout(900)  # five runs in the first test that asks for them
 
 MOST_ROOMS = 6
+MORE_LINES_OF_ROOMS = 20
+"""Lines of rooms that only run where a rank comes late, or a socket is full."""
 MORE_WITH_ROOMS = 0.05
 
 CAPS = {
@@ -166,6 +168,8 @@ def test_no_figure_is_above_its_cap(figures):
 
 def most(name: str) -> int:
     """What passes."""
+    if "rooms: lines executed" in name:
+        return CAPS[name] + MORE_LINES_OF_ROOMS
     slack = MORE_WITH_ROOMS if name.endswith("with rooms") else 0
     return math.floor(CAPS[name] * (1 + slack))
 

@@ -476,8 +476,8 @@ class PendingReceive:
         wanted = tensor.numel() * tensor.element_size()
         return (
             f"rank {self.peer} of the group sends another size: a message of {other.num_bytes} bytes "
-            f"came where {wanted} bytes were expected, for shape {tuple(tensor.shape)} of {tensor.dtype}; "
-            "both ranks must agree on it"
+            f"came where {wanted} bytes were expected, for shape {tuple(tensor.shape)} of "
+            f"{tensor.dtype}; both ranks must agree on it"
         )
 
     def release(self) -> None:

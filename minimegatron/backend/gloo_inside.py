@@ -8,6 +8,9 @@ rank with the n-th of another.
 Megatron has no counterpart.
 """
 
+import atexit
+import ctypes
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -36,6 +39,16 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> di
     return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
 
 
+def seconds_of(gloo: dist.ProcessGroupGloo) -> Callable[[], float]:
+    """Asks for the time-out, which torch may change.
+
+    It knows gloo's options and not gloo: who has it may be a handle that nobody but gloo's own thread
+    has, and gloo must not end in a thread of its own.
+    """
+    options = gloo.options
+    return lambda: options._timeout.total_seconds()
+
+
 class GlooInside:
     """What a group does over gloo. Tensors may be on any device, and have any layout.
 
@@ -60,6 +73,17 @@ class GlooInside:
     ):
         self._gloo, self._mesh, self._rank, self._size = gloo, mesh, rank, size
         self._numbers, self._hears_first = numbers, hears_first
+        self._seconds = seconds_of(gloo)
+        self._works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
+        _living.add(self)
+
+    def keep_if_busy(self) -> None:
+        """Lets gloo live for ever if something of it is under way.
+
+        What ends gloo waits for gloo's threads, and they wait for the thread that ends it.
+        """
+        if any(not work.gloo_is_done for work in self._works):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
     # -- Reductions --
 
@@ -189,9 +213,6 @@ class GlooInside:
 
     # -- All of them --
 
-    def _seconds(self) -> float:
-        return self._gloo.options._timeout.total_seconds()
-
     def _start(
         self,
         call: CollectiveCall,
@@ -209,7 +230,9 @@ class GlooInside:
             if self._hears_first or arrival.is_wrong():
                 arrival.wait()
         compare = partial(_compare, heard, num_carried)
-        return GlooWork(outputs, heard, start(), finish, compare, self._seconds, self._mesh)
+        work = GlooWork(outputs, heard, start(), finish, compare, self._seconds, self._mesh)
+        self._works.add(work)
+        return work
 
 
 def _compare(heard: list, num_carried: int) -> None:
@@ -270,3 +293,12 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def _raws(tensors: Tensors) -> list[torch.Tensor]:
     return [_raw(tensor) for tensor in tensors]
+
+
+_living: weakref.WeakSet[GlooInside] = weakref.WeakSet()
+
+
+@atexit.register
+def _keep_busy_ones() -> None:
+    for inside in list(_living):
+        inside.keep_if_busy()

@@ -56,7 +56,7 @@ class GlooWork(SharedMemoryWork):
     ):
         super().__init__(outputs, arrivals, finish, concludes=False)
         self._work, self._compare, self._seconds, self._losses = work, compare, seconds, losses
-        self._is_finished = self._gloo_is_done = False
+        self._is_finished = self.gloo_is_done = False
         with reader.lock:
             self._num_missing = 1 + sum(not arrival.is_done for arrival in arrivals)
             for arrival in arrivals:
@@ -69,8 +69,8 @@ class GlooWork(SharedMemoryWork):
             try:
                 future.value()
             except Exception as error:
-                self._error = WireError(f"{self._who()}{_GLOO}has failed: {error}")
-            self._gloo_is_done = True
+                self._error = f"{self._who()}{_GLOO}has failed: {error}"
+            self.gloo_is_done = True
             self._one_came()
             reader.ring()
 
@@ -79,7 +79,7 @@ class GlooWork(SharedMemoryWork):
             try:
                 self._compare()
             except WireError as error:
-                self._error = error
+                self._error = str(error)
             else:
                 super()._try_to_conclude()
 
@@ -87,19 +87,19 @@ class GlooWork(SharedMemoryWork):
         # First what the others say: gloo waits for ranks that will never come, and names none.
         super()._wait_for_all(deadline)
         self._compare()
-        if not self._gloo_is_done:
+        if not self.gloo_is_done:
             self._wait_for_gloo(deadline or time.monotonic() + self._seconds())
         if self._error is not None:
-            raise self._error
+            raise WireError(self._error)
 
     def _wait_for_gloo(self, deadline: float) -> None:
         """Gloo waits for its time-out where a rank has gone that it does not talk to; this does not."""
         if self._losses is not None:
             self._losses.watch()
-        reader.wait(lambda: self._gloo_is_done or bool(self._who()), deadline)
-        if not self._gloo_is_done:
+        reader.wait(lambda: self.gloo_is_done or bool(self._who()), deadline)
+        if not self.gloo_is_done:
             last = min(deadline, time.monotonic() + SECONDS_AFTER_A_LOSS)
-            if not reader.wait(lambda: self._gloo_is_done, last):
+            if not reader.wait(lambda: self.gloo_is_done, last):
                 who = self._who() or f"ranks have not come within {self._seconds():g} s; "
                 raise WireError(f"{who}{_GLOO}still waits")
 
@@ -119,7 +119,7 @@ class GlooWork(SharedMemoryWork):
         """See `SharedMemoryWork.is_ready`."""
         if self._error is not None or any(a.is_wrong() or is_lost(a) for a in self._arrivals):
             return True
-        return self._gloo_is_done and all(arrival.is_done for arrival in self._arrivals)
+        return self.gloo_is_done and all(arrival.is_done for arrival in self._arrivals)
 
 
 class GlooMessage(SharedMemoryWork):

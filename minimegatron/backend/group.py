@@ -27,7 +27,7 @@ from minimegatron.backend.checks import (
     check_shares,
 )
 from minimegatron.backend.connecting import connect_over_store
-from minimegatron.backend.gloo_inside import GlooInside, make_gloo
+from minimegatron.backend.gloo_inside import GlooInside, make_gloo, seconds_of
 from minimegatron.backend.mesh import Mesh, check_op
 from minimegatron.backend.step_methods import StepMethods
 from minimegatron.backend.torch_names import with_torch_names
@@ -62,6 +62,7 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         dist.ProcessGroup.__init__(self, rank, size)
         self._store, self._rank, self._size = store, rank, size
         self._gloo = make_gloo(store, rank, size, timeout)
+        self._seconds = seconds_of(self._gloo)
         # What torch asks a group's C++ side for, gloo answers.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -82,10 +83,6 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         for connection in connections.values():
             connection.ask_timeout = self._seconds
         return Mesh(self._rank, connections)
-
-    def _seconds(self) -> float:
-        # torch sets a new time-out on the gloo inside.
-        return self._gloo.options._timeout.total_seconds()
 
     # -- What a group says of itself --
 
@@ -141,6 +138,8 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
             self._is_closed = True
             for connection in self.mesh.to.values() if self.mesh else ():
                 connection.close()
+            for inside in (self._inside, self._inside_at_once):
+                inside.keep_if_busy()
             self._gloo.shutdown()
 
     abort = shutdown

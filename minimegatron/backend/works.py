@@ -45,7 +45,9 @@ class SharedMemoryWork(dist.Work):
         super().__init__()
         self._outputs, self._arrivals, self._finish = list(outputs), arrivals, finish
         self._make_room, self._may_be_repeated = make_room, may_be_repeated
-        self._is_finished, self._error = not arrivals and finish is None, None
+        self._is_finished = not arrivals and finish is None
+        # Words, and no exception: that would keep what the functions it has passed have at hand.
+        self._error: str | None = None
         self._future: torch.futures.Future | None = None
         if arrivals and concludes:
             with reader.lock:
@@ -66,7 +68,7 @@ class SharedMemoryWork(dist.Work):
             if not any(arrival.is_wrong() for arrival in self._arrivals):
                 self._conclude()
         except (OSError, RuntimeError) as error:
-            self._error = error
+            self._error = str(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True once the result is there. Raises WireError, naming the rank that is in the way.
@@ -89,7 +91,7 @@ class SharedMemoryWork(dist.Work):
 
     def _complete(self, deadline: float | None = None) -> None:
         if self._error is not None:
-            raise self._error
+            raise WireError(self._error)
         try:
             self._wait_for_all(deadline)
             with reader.lock:  # another thread may be here too
@@ -97,7 +99,7 @@ class SharedMemoryWork(dist.Work):
                     self._conclude()
         except (WireError, RuntimeError) as error:
             if not self._may_be_repeated:
-                self._error, self._arrivals, self._finish = error, (), None
+                self._error, self._arrivals, self._finish = str(error), (), None
             raise
 
     def _wait_for_all(self, deadline: float | None) -> None:
@@ -139,7 +141,7 @@ class SharedMemoryWork(dist.Work):
                 arrival.wait()
             self._complete(deadline)
         except Exception as error:
-            self._error = error
+            self._error = str(error)
 
     def get_future(self) -> torch.futures.Future:
         """A future of the list of result tensors. Raises WireError where the operation has failed.
@@ -163,7 +165,7 @@ class SharedMemoryWork(dist.Work):
 
     def _result_or_raise(self, done: torch.futures.Future) -> list[torch.Tensor]:
         if self._error is not None:
-            raise self._error
+            raise WireError(self._error)
         return self._outputs
 
     def giving(self, outputs: Tensors) -> "SharedMemoryWork":
@@ -181,7 +183,7 @@ class SharedMemoryWork(dist.Work):
 
     def exception(self) -> Exception | None:
         """Why it has failed."""
-        return self._error
+        return None if self._error is None else WireError(self._error)
 
     def synchronize(self) -> None:
         """As `wait`."""

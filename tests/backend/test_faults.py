@@ -446,3 +446,41 @@ def test_two_jobs_of_one_user_run_at_the_same_time():
         for job in (first, second):
             results = job.results(120)
             assert all(result.value == 20 and result.exit_code == 0 for result in results), results
+
+
+LATE = """
+import datetime, sys, time
+import torch, torch.distributed as dist
+import minimegatron.backend
+store, rank, way = dist.FileStore(sys.argv[1], 2), int(sys.argv[3]), sys.argv[4]
+limit = datetime.timedelta(seconds=120)
+dist.init_process_group(sys.argv[2], store=store, rank=rank, world_size=2, timeout=limit)
+large = torch.ones(1 << 20)
+dist.all_reduce(large)
+if rank == 1:
+    sys.stdin.read()
+    sys.exit(0)
+dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
+work = dist.all_reduce(large, async_op=True)
+if way != "dropped":
+    work.get_future().wait() if way == "future" else work.wait()
+"""
+
+
+@pytest.mark.parametrize("way", ["wait", "future", "dropped"])
+def test_a_process_ends_while_gloo_is_busy(tmp_path, way):
+    """Was: what ends gloo waited for gloo's thread, which waited for Python."""
+    command = [sys.executable, "-c", LATE, str(tmp_path / "store"), f"cpu:{NAME}"]
+    options = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    programs = [subprocess.Popen([*command, str(rank), way], **options) for rank in range(2)]
+    try:
+        told = programs[0].communicate(timeout=120)[1]
+        programs[1].communicate(timeout=120)
+    finally:
+        for program in programs:
+            program.kill()
+    if way == "dropped":
+        assert (programs[0].returncode, programs[1].returncode) == (0, 0), told
+    else:
+        assert programs[0].returncode == 1, told
+        assert "rank 1" in told

@@ -75,7 +75,7 @@ def wrong_size():
     other = 1 - dist.get_rank()
     _send(transport, 1, other, shape=(4, 2))
     _, work = _receive(transport, other, shape=(3, 2))
-    with pytest.raises(ConnectionError, match="32 bytes came where 24 were expected"):
+    with pytest.raises(ConnectionError, match="32 bytes came where 24 bytes were expected"):
         work.wait()
     return True
 
