@@ -116,7 +116,8 @@ class SharedMemoryWork(dist.Work):
     @property
     def timeout(self) -> float:
         """Seconds that a wait may take."""
-        return self._arrivals[0].timeout
+        arrivals = self._arrivals  # another thread may end the work meanwhile
+        return arrivals[0].timeout if arrivals else 0.0
 
     def is_ready(self) -> bool:
         """Whether `wait` would wait for nobody. Call it with `reader.lock` held."""
@@ -141,7 +142,8 @@ class SharedMemoryWork(dist.Work):
                 arrival.wait()
             self._complete(deadline)
         except Exception as error:
-            self._error = str(error)
+            if not self._may_be_repeated:
+                self._error = str(error)
 
     def get_future(self) -> torch.futures.Future:
         """A future of the list of result tensors. Raises WireError where the operation has failed.
@@ -164,8 +166,8 @@ class SharedMemoryWork(dist.Work):
         done.set_result(self._outputs)
 
     def _result_or_raise(self, done: torch.futures.Future) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise WireError(self._error)
+        if not self._is_finished:
+            raise WireError(self._error or "what the future stands for has not come")
         return self._outputs
 
     def giving(self, outputs: Tensors) -> "SharedMemoryWork":
@@ -217,14 +219,18 @@ class ReceivedFromAny(SharedMemoryWork):
 
     def _complete(self, deadline: float | None = None) -> None:
         if not self._arrivals:
-            self._wait_at_most(self._timeout)
+            now = time.monotonic()
+            self._wait_at_most(self._timeout if deadline is None else max(0.0, deadline - now))
         super()._complete(deadline)
 
     def is_ready(self) -> bool:
         """See `SharedMemoryWork.is_ready`."""
-        if not self._arrivals and (arrival := self._find()) is not None:
-            self._arrivals, self._peer = (arrival,), arrival.peer
-        return bool(self._arrivals)
+        try:
+            if not self._arrivals and (arrival := self._find()) is not None:
+                self._arrivals, self._peer = (arrival,), arrival.peer
+        except WireError as error:  # nobody is left who could send
+            self._error = str(error)
+        return bool(self._arrivals) or self._error is not None
 
     def _source_rank(self) -> int:
         return self._peer
