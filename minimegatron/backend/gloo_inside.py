@@ -10,6 +10,7 @@ Megatron has no counterpart.
 
 import atexit
 import ctypes
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -29,6 +30,8 @@ from minimegatron.backend.waiting import reader
 Tensors = Sequence[torch.Tensor]
 Finish = Callable[[], None] | None
 _NUM_THREADS = 2
+LAST_SECONDS = 2.0
+"""How long the end of the process waits for what gloo does."""
 
 
 def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
@@ -77,12 +80,16 @@ class GlooInside:
         self._works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
         _living.add(self)
 
+    def is_busy(self) -> bool:
+        """Whether something is under way."""
+        return any(not work.gloo_is_done for work in list(self._works))
+
     def keep_if_busy(self) -> None:
         """Lets gloo live for ever if something of it is under way.
 
         What ends gloo waits for gloo's threads, and they wait for the thread that ends it.
         """
-        if any(not work.gloo_is_done for work in self._works):
+        if self.is_busy():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
     # -- Reductions --
@@ -299,6 +306,10 @@ _living: weakref.WeakSet[GlooInside] = weakref.WeakSet()
 
 
 @atexit.register
-def _keep_busy_ones() -> None:
+def _end() -> None:
+    # What has timed out here is about to do so in gloo, whose thread then calls Python: not while Python
+    # ends, which would end the process with an error.
+    deadline = time.monotonic() + LAST_SECONDS
+    reader.wait(lambda: not any(inside.is_busy() for inside in list(_living)), deadline)
     for inside in list(_living):
         inside.keep_if_busy()
