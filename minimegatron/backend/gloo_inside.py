@@ -307,8 +307,8 @@ _living: weakref.WeakSet[GlooInside] = weakref.WeakSet()
 
 @atexit.register
 def _end() -> None:
-    # What has timed out here is about to do so in gloo, whose thread then calls Python: not while Python
-    # ends, which would end the process with an error.
+    # What has timed out here is about to do so in gloo, whose thread then calls Python. While Python
+    # ends, that would end the process with an error.
     deadline = time.monotonic() + LAST_SECONDS
     reader.wait(lambda: not any(inside.is_busy() for inside in list(_living)), deadline)
     for inside in list(_living):

@@ -69,7 +69,7 @@ class GlooWork(SharedMemoryWork):
             try:
                 future.value()
             except Exception as error:
-                self._error = f"{self._who()}{_GLOO}has failed: {error}"
+                self._error = f"{self._who() or self._who_is_late()}{_GLOO}has failed: {error}"
             self.gloo_is_done = True
             self._one_came()
             reader.ring()
@@ -105,6 +105,10 @@ class GlooWork(SharedMemoryWork):
 
     def _who(self) -> str:
         return self._losses.describe() if self._losses is not None else ""
+
+    def _who_is_late(self) -> str:
+        late = [f"rank {arrival.peer}" for arrival in self._arrivals if not arrival.is_done]
+        return f"{', '.join(late)} of the group sent nothing; " if late else ""
 
     def _wait_at_most(self, seconds: float) -> None:
         if not reader.wait(self.is_ready, time.monotonic() + seconds):
