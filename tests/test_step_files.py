@@ -2,12 +2,12 @@
 
 from tests.figures import figure
 from tests.ranks import has_shared_memory, run_ranks
-from tests.step_files import MOST_FILES, MOST_PLUMBING, plumbing, watch_a_step
+from tests.step_files import MOST_FILES, MOST_PLUMBING, plumbing, to_read, watch_a_step
 
 
 def test_a_step_enters_few_files_and_a_message_takes_the_short_way():
     ranks = run_ranks(watch_a_step, 2)
-    files = sorted({file for entered, _ in ranks for file in entered})
+    files = to_read(ranks)
     if not has_shared_memory():  # then messages go over gloo, another way
         return
     figure(f"{len(files)} files, {len(plumbing(files))} of them plumbing")

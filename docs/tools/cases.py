@@ -532,9 +532,8 @@ def spine_sentence() -> str:
 def submission_limits() -> str:
     """What of a submission is read, at most."""
     return (
-        f"{size_words(collection.MOST_BYTES)} of a file, "
-        f"{collection.MOST_FILES:,} files of a folder or an archive, "
-        f"{size_words(archives.MOST_UNPACKED)} of a tar archive, unpacked"
+        f"{size_words(collection.MOST_BYTES)} of a file, {collection.MOST_FILES:,} files of a folder "
+        f"or an archive, {size_words(archives.MOST_UNPACKED)} of a tar archive, unpacked"
     )
 
 

@@ -24,9 +24,8 @@ KINDS = (
     "barrier",
 )
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-_DTYPES = tuple(
-    dict.fromkeys(value for value in vars(torch).values() if isinstance(value, torch.dtype))
-)
+_NAMED = {value for value in list(vars(torch).values()) if isinstance(value, torch.dtype)}
+_DTYPES = tuple(sorted(_NAMED, key=str))
 _KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 _OP_OF = {op: number for number, op in enumerate(OPS)}
 _DTYPE_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}

@@ -30,7 +30,7 @@ from minimegatron.backend.waiting import reader
 Tensors = Sequence[torch.Tensor]
 Finish = Callable[[], None] | None
 _NUM_THREADS = 2
-LAST_SECONDS = 2.0
+LAST_SECONDS = 5.0
 """How long the end of the process waits for what gloo does."""
 
 
