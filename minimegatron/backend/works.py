@@ -49,7 +49,7 @@ class SharedMemoryWork(dist.Work):
         # Words, and no exception: that would keep what the functions it has passed have at hand.
         self._error: str | None = None
         self._future: torch.futures.Future | None = None
-        if arrivals and concludes:
+        if finish is not None and arrivals and concludes:  # else what comes is the result
             with reader.lock:
                 self._num_missing = sum(not arrival.is_done for arrival in arrivals)
                 for arrival in arrivals:
@@ -94,9 +94,12 @@ class SharedMemoryWork(dist.Work):
             raise WireError(self._error)
         try:
             self._wait_for_all(deadline)
-            with reader.lock:  # another thread may be here too
-                if not self._is_finished:
-                    self._conclude()
+            if self._finish is None:
+                self._arrivals, self._is_finished = (), True
+            else:
+                with reader.lock:  # another thread may be here too
+                    if not self._is_finished:
+                        self._conclude()
         except (WireError, RuntimeError) as error:
             if not self._may_be_repeated:
                 self._error, self._arrivals, self._finish = str(error), (), None
