@@ -1,9 +1,9 @@
 """Gloo inside a group: for what is large, and for ranks that cannot share memory.
 
-Before each collective of gloo's, the ranks that take something from others hear what those have called,
-and how many collectives gloo has carried. So ranks that have called different things are told, as over
-shared memory; and so are ranks that a failed step has left apart: gloo pairs the n-th collective of one
-rank with the n-th of another.
+With each collective of gloo's, every rank tells the others what it has called, and how many collectives
+it has begun over gloo. So ranks that have called different things are told, as over shared memory; and
+so are ranks that a failed call or step has left apart: gloo pairs the n-th collective of one rank with
+the n-th of another.
 
 Megatron has no counterpart.
 """
@@ -12,7 +12,7 @@ import atexit
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -52,6 +52,12 @@ def seconds_of(gloo: dist.ProcessGroupGloo) -> Callable[[], float]:
     return lambda: options._timeout.total_seconds()
 
 
+class Begun:
+    """How many collectives a group has begun over gloo, on this rank."""
+
+    count = 0
+
+
 class GlooInside:
     """What a group does over gloo. Tensors may be on any device, and have any layout.
 
@@ -60,7 +66,7 @@ class GlooInside:
         mesh: through which ranks hear what the others call; None where they cannot.
         rank: of this process, within the group.
         size: of the group.
-        numbers: of the collectives that gloo carries, from 1.
+        begun: how many collectives were begun over gloo.
         hears_first: whether the caller waits at once. Then gloo is started after all ranks have been
             heard: it ends a process in which more bytes come than were expected.
     """
@@ -71,11 +77,11 @@ class GlooInside:
         mesh: Mesh | None,
         rank: int,
         size: int,
-        numbers: Iterator[int],
+        begun: "Begun",
         hears_first: bool,
     ):
         self._gloo, self._mesh, self._rank, self._size = gloo, mesh, rank, size
-        self._numbers, self._hears_first = numbers, hears_first
+        self._begun, self._hears_first = begun, hears_first
         self._seconds = seconds_of(gloo)
         self._works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
         _living.add(self)
@@ -228,27 +234,30 @@ class GlooInside:
         finish: Finish = None,
     ) -> GlooWork:
         """Tells all ranks what is called, and starts it; its handle hears what the others call."""
-        num_carried, heard = next(self._numbers), []
+        num_begun, heard = self._begun.count + 1, []
         if self._mesh is not None:
             number = call._replace(is_over_gloo=True).number()
-            heard = self._mesh.compare(num_carried, number)
+            heard = self._mesh.compare(num_begun, number)
             reader.read_what_came()
         for arrival in heard:
             if self._hears_first or arrival.is_wrong():
                 arrival.wait()
-        compare = partial(_compare, heard, num_carried)
+        compare = partial(_compare, heard, num_begun)
+        if self._hears_first:
+            compare()
+        self._begun.count = num_begun  # not where a wait above has failed: gloo has not begun it
         work = GlooWork(outputs, heard, start(), finish, compare, self._seconds, self._mesh)
         self._works.add(work)
         return work
 
 
-def _compare(heard: list, num_carried: int) -> None:
+def _compare(heard: list, num_begun: int) -> None:
     for arrival in heard:
-        if (count := int(arrival.tensor)) != num_carried:
+        if (count := int(arrival.tensor)) != num_begun:
             raise WireError(
                 f"rank {arrival.peer} of the group has begun {count} collectives over gloo, and this "
-                f"rank {num_carried}: a step that failed has left them apart, and gloo would pair "
-                "the wrong ones; make the group anew"
+                f"rank {num_begun}: a call or step that failed has left them apart, and gloo would "
+                "pair the wrong ones; make the group anew"
             )
 
 

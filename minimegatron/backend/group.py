@@ -9,7 +9,6 @@ and then picks the way, by what all ranks of the group know alike:
 Megatron has no counterpart.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -27,7 +26,7 @@ from minimegatron.backend.checks import (
     check_shares,
 )
 from minimegatron.backend.connecting import connect_over_store
-from minimegatron.backend.gloo_inside import GlooInside, make_gloo, seconds_of
+from minimegatron.backend.gloo_inside import Begun, GlooInside, make_gloo, seconds_of
 from minimegatron.backend.mesh import Mesh, check_op
 from minimegatron.backend.step_methods import StepMethods
 from minimegatron.backend.torch_names import with_torch_names
@@ -68,9 +67,9 @@ class SharedMemoryGroup(StepMethods, dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.mesh = self._make_mesh(timeout)
         tells = self.mesh if size <= MAX_RANKS else None
-        inside, numbers = (self._gloo, tells, rank, size), itertools.count(1)
-        self._inside = GlooInside(*inside, numbers, hears_first=False)
-        self._inside_at_once = GlooInside(*inside, numbers, hears_first=True)
+        inside = (self._gloo, tells, rank, size, Begun())
+        self._inside = GlooInside(*inside, hears_first=False)
+        self._inside_at_once = GlooInside(*inside, hears_first=True)
         self._num_splits, self._is_closed = 0, False
 
     def _make_mesh(self, timeout: timedelta) -> Mesh | None:

@@ -377,3 +377,19 @@ def test_a_time_out_names_the_rank_that_did_not_come():
             assert re.search(r"within 1 s|[Tt]ime", words), words
         for words in (*told[:3], told[4]):
             assert re.search(r"rank 1\b|ranks \[1\]", words), words
+
+
+def call_alike_after_calls_that_differ() -> str:
+    """Rank 0 has begun a large sum over gloo; rank 1 has refused its own call before gloo began."""
+    group = make_group()
+    if dist.get_rank() == 0:
+        refusal(lambda group: dist.all_reduce(zeros(MIB), group=group, async_op=True).wait(), group)
+    else:
+        refusal(lambda group: dist.all_reduce(zeros(MIB), dist.ReduceOp.MAX, group), group)
+    return refusal(lambda group: dist.all_reduce(zeros(MIB), group=group), group)
+
+
+@needs_shared_memory
+def test_large_calls_after_calls_that_differ_are_not_paired_with_those():
+    for told in run_case(call_alike_after_calls_that_differ, 2):
+        assert not told or "collectives over gloo, and this rank" in told, told

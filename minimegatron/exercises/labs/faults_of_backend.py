@@ -38,7 +38,7 @@ FAULTS_OF_BACKEND = (
     Fault(
         "any-number-of-gloos-collectives",
         "backend/gloo_inside.py",
-        "        if (count := int(arrival.tensor)) != num_carried:\n",
+        "        if (count := int(arrival.tensor)) != num_begun:\n",
         "        if (count := int(arrival.tensor)) < 0:\n",
         "After a step that failed, gloo adds a tensor of the failed step to one of the next.",
     ),
