@@ -221,7 +221,7 @@ def test_a_step_has_all_three_phases(records):
 
 SAMPLE = dedent(
     '''\
-    """A docstring is no line."""
+    """A docstring does not count as a line."""
     import functools
 
     TABLE = {

@@ -67,7 +67,7 @@ class Mesh:
     """
 
     def __init__(self, rank: int, connections: dict[int, Connection]):
-        self.rank, self.size = rank, len(connections) + 1
+        self.rank = rank
         self.peers, self.to = sorted(connections), connections
         self._ahead = {peer: _Ahead() for peer in connections}
 

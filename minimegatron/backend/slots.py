@@ -68,8 +68,8 @@ class Slots:
 
     def __init__(self, arena: Arena):
         self._arena = arena
+        # In the order in which they were used, the oldest first.
         self.slots: deque[Slot] = deque()
-        # The slots in the order in which they were used, the oldest first.
         self._marks: tuple[int, Piece] | None = None
         self._num_marks = 0
 

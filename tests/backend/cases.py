@@ -112,7 +112,7 @@ def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def give(case: Case, member: int) -> list[torch.Tensor]:
-    """What a member gives: one tensor for each member, of which many functions use the first alone."""
+    """What a member gives: a tensor for each member. Many functions use the first one alone."""
     given = []
     for number in range(case.size):
         shape = case.shape

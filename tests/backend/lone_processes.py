@@ -77,7 +77,7 @@ class Job:
 
 
 def run_mortal(fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float = 60) -> list[Ended]:
-    """Calls `fn(*args)` in `nprocs` ranks over gloo on the CPU, some of which may die."""
+    """Calls `fn(*args)` in `nprocs` ranks over gloo on the CPU. Ranks may die."""
     with Job(fn, nprocs, *args) as job:
         return job.results(timeout)
 

@@ -156,7 +156,7 @@ def test_what_came_is_the_receivers_own():
     assert all(run_case(own_what_came, 2, 20))
 
 
-# -- What is told, and to whom --
+# -- Who is told what --
 
 
 def give_up_in_a_strange_language() -> str:
