@@ -9,6 +9,7 @@ CAUGHT_OF_BACKEND = {
         r"where False = is_taken",
     ),
     "who-comes-later-does-not-ring": ((*WAITING, "comes_later"), r"\[\] == \[True\]"),
+    "takes-the-later-part-first": ((*WAITING, "takes_nothing_before"), r"\[2.0, 1.0\] == \[1, 2\]"),
     "any-call-will-do": ((*WAITING, "different_things"), r"DID NOT RAISE"),
     "results-for-who-waits-alone": ((*WAITING, "nobody_has_the_handle"), r"\[\] == \[1\]"),
     "any-number-of-gloos-collectives": ((*STEPS, "not_paired"), r"DID NOT RAISE|WireError"),

@@ -32,6 +32,7 @@ epochs (`FIRST_LANE_OF_NO_STEP`): there, a message stays until it is taken, what
 import contextlib
 import select
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -57,14 +58,14 @@ from minimegatron.backend.incoming import (
 )
 from minimegatron.backend.shared_memory import Arena
 from minimegatron.backend.slots import Slot, Slots, TheirSlot
-from minimegatron.backend.waiting import reader
+from minimegatron.backend.waiting import BRIEFLY, reader
 
 STEPS = 0
 """The lane of collectives."""
 COPIED, LENT, IN_PLACE = "copied", "lent", "in place"
 _FAILED_STEP = "this message belongs to a step that has failed"
-_NOTHING = contextlib.nullcontext()
 _MAX_REASON = 400
+_READ_BYTES = 4096
 _MAX_LANES = 64
 """More lanes than these are forgotten while nothing is in them."""
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 2e-3
@@ -111,13 +112,16 @@ class Connection:
         """Says how long a wait may take, for a group whose time-out may change."""
         self._socket, self._arena = met.connection, arena
         self._socket.settimeout(None)
+        # In the kernel, not in Python: a socket with a Python time-out polls before each read.
+        limit = struct.pack("ll", 0, int(BRIEFLY * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         # A number, because Python's own way to combine flags takes longer than the call.
         self._flags = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         self._writer = Writer(met.connection, self._flags)
         self._slots: dict[object, Slots] = {}
         # Several threads may send; what comes in is guarded by `reader.lock`.
         self._sending = threading.RLock()
-        self._incoming = Incoming(met.connection, met.descriptor, peer)
+        self._incoming = Incoming(met.descriptor, peer)
         self._expected: defaultdict[int, deque[PendingReceive]] = defaultdict(deque)
         self._num_expected = 0
         self.failed_epoch = -1  # the last one in which a wait has failed
@@ -296,7 +300,29 @@ class Connection:
 
     def read(self) -> None:
         """Takes what has come, and waits for nothing. Call it with `reader.lock` held."""
-        for lane in self._incoming.read():
+        # What a thread has received without the lock must be taken before what follows it.
+        while self.is_open and reader.reading is not self:
+            part = self.receive(socket.MSG_DONTWAIT)
+            if part is not None:
+                self.take(part)
+            if part is None or len(part) < _READ_BYTES:
+                break
+
+    def receive(self, flags: int = 0) -> bytes | None:
+        """Reads from the socket: None if nothing has come, b"" if nothing more will.
+
+        Without `flags` it waits for `BRIEFLY`.
+        """
+        try:
+            return self._socket.recv(_READ_BYTES, flags)
+        except BlockingIOError:
+            return None
+        except OSError:  # the peer has gone and not read all; or this end is closed
+            return b""
+
+    def take(self, part: bytes) -> None:
+        """Takes what `receive` has read. Call it with `reader.lock` held."""
+        for lane in self._incoming.take(part):
             self._settle(lane)
         self.is_open = not self._incoming.has_ended
 
@@ -418,8 +444,8 @@ class PendingReceive:
         """
         if not self.is_done:
             self._connection.complete(self, deadline)
-        is_infailed_epoch = self.epoch == self._connection.failed_epoch
-        if is_infailed_epoch or self.other is not None or self._failure is not None:
+        is_in_failed_epoch = self.epoch == self._connection.failed_epoch
+        if is_in_failed_epoch or self.other is not None or self._failure is not None:
             self._say_what_is_wrong()
         return True
 
@@ -438,7 +464,6 @@ class PendingReceive:
 
     def has_failed(self) -> bool:
         """Whether `wait` would raise at once."""
-
         return self.is_wrong() or self.is_given_up or not self._connection.is_open
 
     def take(self, message: Header, incoming: Incoming) -> None:
@@ -455,10 +480,14 @@ class PendingReceive:
                 self.tensor, self._held = slot.view(tensor), _Held(slot)
             elif self._how == LENT and slot.may_be_lent() and tensor.is_cpu and wanted > 0:
                 tensor.data = slot.lend(wanted, tensor.dtype).view(tensor.shape)
+            elif tensor.is_inference():  # the thread that takes it need not be in that mode
+                with torch.inference_mode():
+                    tensor.copy_(slot.view(tensor))
+                slot.free()
             else:
-                # Also where the thread that takes it is not in the mode in which the tensor was made.
-                with torch.inference_mode() if tensor.is_inference() else _NOTHING:
-                    tensor.detach().copy_(slot.view(tensor))
+                # Each call counts here: a rank that was asleep makes them some microseconds long.
+                target = tensor.detach() if tensor.requires_grad else tensor
+                target.copy_(slot.view(tensor))
                 slot.free()
         except (OSError, RuntimeError) as error:
             self._failure = error

@@ -32,6 +32,8 @@ Finish = Callable[[], None] | None
 _NUM_THREADS = 2
 LAST_SECONDS = 5.0
 """How long the end of the process waits for what gloo does."""
+SECONDS_TO_LEAVE = 0.25
+"""Time for a thread to return from its last call of Python, on a machine that is busy."""
 
 
 def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
@@ -320,5 +322,7 @@ def _end() -> None:
     # ends, that would end the process with an error.
     deadline = time.monotonic() + LAST_SECONDS
     reader.wait(lambda: not any(inside.is_busy() for inside in list(_living)), deadline)
+    # Gloo's thread says so while it is still in Python; nothing says when it has left.
+    time.sleep(max(0.0, GlooWork.last_call + SECONDS_TO_LEAVE - time.monotonic()))
     for inside in list(_living):
         inside.keep_if_busy()

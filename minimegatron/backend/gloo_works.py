@@ -44,6 +44,9 @@ class GlooWork(SharedMemoryWork):
         losses: None where the ranks share no memory.
     """
 
+    last_call = 0.0
+    """When gloo's thread last called Python, on `time.monotonic`'s clock."""
+
     def __init__(
         self,
         outputs: Tensors,
@@ -71,6 +74,7 @@ class GlooWork(SharedMemoryWork):
             except Exception as error:
                 self._error = f"{self._who() or self._who_is_late()}{_GLOO}has failed: {error}"
             self.gloo_is_done = True
+            GlooWork.last_call = time.monotonic()
             self._one_came()
             reader.ring()
 

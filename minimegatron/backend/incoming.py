@@ -3,7 +3,6 @@
 Megatron has no counterpart.
 """
 
-import socket
 import struct
 from collections import defaultdict, deque
 from typing import NamedTuple
@@ -16,7 +15,7 @@ FIRST_LANE_OF_NO_STEP = 1 << 31
 
 HEADER = struct.Struct("=BIQQQQQQQd")
 MESSAGE, ABANDONED, BEGUN, COUNT = 1, 2, 3, 4
-_READ_BYTES = 4096
+_HEADER_BYTES = HEADER.size
 
 
 class WireError(ConnectionError, RuntimeError):
@@ -48,9 +47,9 @@ class Header(NamedTuple):
 class Incoming:
     """What the peer has announced, and the pieces of its memory that are mapped here."""
 
-    def __init__(self, connection: socket.socket, descriptor: int, peer: int):
+    def __init__(self, descriptor: int, peer: int):
         self.peer = peer
-        self._socket, self._slots = connection, TheirSlots(descriptor)
+        self._slots = TheirSlots(descriptor)
         self._unread = b""
         self.messages: defaultdict[int, deque[Header]] = defaultdict(deque)
         self.num_dropped = 0
@@ -65,46 +64,35 @@ class Incoming:
         # Epochs, and the numbers that it has told in them.
         self.counts: deque[tuple[int, int]] = deque()
 
-    def read(self) -> set[int]:
-        """Reads the headers that have come, and waits for none; returns the lanes of new messages."""
+    def take(self, part: bytes) -> set[int]:
+        """Notes what was received, headers and news; returns the lanes of new messages."""
         lanes: set[int] = set()
-        part = b" " * _READ_BYTES
-        while len(part) == _READ_BYTES and not self.has_ended:
-            try:
-                part = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            except OSError:  # the peer has gone and not read all; or this end is closed
-                part = b""
-            self.has_ended = not part
-            self._unread += part
-            while len(self._unread) >= HEADER.size:
-                header = Header._make(HEADER.unpack_from(self._unread))
-                if header.kind == MESSAGE:
-                    if header.retired:
-                        self._slots.forget(header.retired)
-                    self.messages[header.lane].append(header)
-                    lanes.add(header.lane)
-                    if header.lane < FIRST_LANE_OF_NO_STEP:
-                        self.newest_epoch = header.epoch
-                elif not self._take_news(header):
+        if not part:
+            self.has_ended = True
+        unread = self._unread + part if self._unread else part
+        while len(unread) >= _HEADER_BYTES:
+            header = Header._make(HEADER.unpack_from(unread))
+            lane, num_bytes = header.lane, _HEADER_BYTES
+            if header.kind == MESSAGE:
+                if header.retired:
+                    self._slots.forget(header.retired)
+                self.messages[lane].append(header)
+                lanes.add(lane)
+                if lane < FIRST_LANE_OF_NO_STEP:
+                    self.newest_epoch = header.epoch
+            elif header.kind == ABANDONED:
+                num_bytes += header.num_bytes
+                if len(unread) < num_bytes:  # the reason has not come whole
                     break
-                self._unread = self._unread[HEADER.size :]
+                text = unread[_HEADER_BYTES:num_bytes].decode(errors="replace")
+                self._abandoned = (header.epoch, text)
+            elif header.kind == BEGUN:
+                self._begun = header.epoch
+            elif header.kind == COUNT:
+                self.counts.append((header.epoch, header.num_bytes))
+            unread = unread[num_bytes:]
+        self._unread = unread
         return lanes
-
-    def _take_news(self, header: Header) -> bool:
-        """Notes what the peer tells of its steps; False if the reason has not come whole."""
-        if header.kind == BEGUN:
-            self._begun = header.epoch
-        elif header.kind == COUNT:
-            self.counts.append((header.epoch, header.num_bytes))
-        elif len(self._unread) < HEADER.size + header.num_bytes:
-            return False
-        else:
-            text = self._unread[HEADER.size :][: header.num_bytes]
-            self._abandoned = (header.epoch, text.decode(errors="replace"))
-            self._unread = self._unread[header.num_bytes :]
-        return True
 
     def check(self, epoch: int) -> None:
         """Raises WireError if the peer will send nothing more of this epoch."""

@@ -47,7 +47,7 @@ class Slot:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copies a message into the slot."""
-        self.view(tensor).copy_(tensor.detach())
+        self.view(tensor).copy_(tensor.detach() if tensor.requires_grad else tensor)
         self.marks[self.mark_at] = _SENT
         self.number += 1
 

@@ -5,6 +5,8 @@
    one message still empties the slots of all others, and no rank waits for a rank that waits for it.
 2. Whoever else waits sleeps until the reader has read. When the reader has what it wanted, one of the
    others reads on.
+3. While one connection alone expects something, and no second thread has ever waited, the reader first
+   sleeps for `BRIEFLY` in a read of that socket: a `poll` and a read take longer than the read.
 
 Nobody reads while nobody waits: no thread polls. Megatron has no counterpart.
 """
@@ -16,6 +18,9 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Protocol
+
+BRIEFLY = 0.02
+"""Seconds. So long may a process's second thread wait before the first one hears of it, once."""
 
 
 class Awaited(Protocol):
@@ -40,6 +45,12 @@ class Readable(Protocol):
     def read(self) -> None:
         """Takes what has come."""
 
+    def receive(self) -> bytes | None:
+        """Reads from the socket; waits for `BRIEFLY`, and returns None if nothing comes."""
+
+    def take(self, part: bytes) -> None:
+        """Takes what was received."""
+
     def check_hope(self, arrival: Awaited) -> None:
         """Raises an error where this message cannot come any more."""
 
@@ -55,6 +66,10 @@ class Reader:
         # Those that the thread in `poll` looks at; None while no thread is there.
         self._watched: list[Readable] | None = None
         self._num_asleep = 0
+        # The connection that the thread sleeps in a read of, if it is not in `poll`.
+        self.reading: Readable | None = None
+        self._is_shared = False  # two threads have waited at one time
+        self._was_silent = False  # a connection, for as long as a read waits
         # A write to it ends the `poll`.
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if _HAS_EVENTS else -1
 
@@ -110,7 +125,7 @@ class Reader:
     def ring(self) -> None:
         """Lets all threads that wait look again at what they wait for. Call it with `lock` held."""
         if self._watched is not None:
-            os.eventfd_write(self.bell, 1)
+            self._ring()
         if self._num_asleep:
             self._changed.notify_all()
 
@@ -124,24 +139,36 @@ class Reader:
                 found.append(one)
         return [one for one in found if one.is_open]
 
+    def _ring(self) -> None:
+        self._is_shared = True
+        os.eventfd_write(self.bell, 1)
+
     def _read(self, connection: Readable | None, seconds: float) -> None:
         is_alone = len(self.expecting) == 1 and connection is not None
         if is_alone and connection.is_open and connection.number in self.expecting:
             watched, poller = [connection], connection.poller
+            if not self._is_shared and not self._was_silent and seconds > BRIEFLY:
+                self.reading = connection
         else:
             watched = self._open(connection)
             poller = select.poll()
             for number in (self.bell, *(one.number for one in watched)):
                 poller.register(number, select.POLLIN)
-        self._watched = watched
+        self._watched, part, ready = watched, None, {}
         self.lock.release()
         try:
-            ready = dict(poller.poll(1000 * min(seconds, _MAX_SECONDS)))
+            if self.reading is not None:
+                part = connection.receive()
+            else:
+                ready = dict(poller.poll(1000 * min(seconds, _MAX_SECONDS)))
         finally:
             self.lock.acquire()
-            self._watched = None
+            self._was_silent = self.reading is not None and part is None
+            self._watched = self.reading = None
             if self._num_asleep:
                 self._changed.notify_all()
+        if part is not None:
+            connection.take(part)
         if self.bell in ready:
             os.eventfd_read(self.bell)
         for one in watched:
@@ -149,9 +176,10 @@ class Reader:
                 one.read()
 
     def _sleep(self, connection: Readable | None, seconds: float) -> None:
+        self._is_shared = True
         if connection is not None and connection not in self._watched:
             self.watch(connection)
-            os.eventfd_write(self.bell, 1)
+            self._ring()
         self._num_asleep += 1
         try:
             self._changed.wait(seconds)

@@ -33,6 +33,10 @@ class SharedMemoryWork(dist.Work):
         concludes: whether the result is there with the last message.
     """
 
+    # Words, and no exception: that would keep what the functions it has passed have at hand.
+    _error: str | None = None
+    _future: torch.futures.Future | None = None
+
     def __init__(
         self,
         outputs: Tensors,
@@ -46,9 +50,6 @@ class SharedMemoryWork(dist.Work):
         self._outputs, self._arrivals, self._finish = list(outputs), arrivals, finish
         self._make_room, self._may_be_repeated = make_room, may_be_repeated
         self._is_finished = not arrivals and finish is None
-        # Words, and no exception: that would keep what the functions it has passed have at hand.
-        self._error: str | None = None
-        self._future: torch.futures.Future | None = None
         if finish is not None and arrivals and concludes:  # else what comes is the result
             with reader.lock:
                 self._num_missing = sum(not arrival.is_done for arrival in arrivals)

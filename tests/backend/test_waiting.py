@@ -51,10 +51,25 @@ def in_a_thread(function: Callable[[], object]) -> tuple[threading.Thread, list]
     return thread, found
 
 
+@pytest.fixture(autouse=True)
+def one_thread_has_waited():
+    """As in a new process, whatever ran in this one."""
+    reader._is_shared = False
+    reader.expecting.clear()
+
+
 def until_somebody_waits(num_waiting: int = 1) -> None:
     deadline = time.monotonic() + SECONDS
     while (reader._watched is not None) + reader._num_asleep < num_waiting:
         assert time.monotonic() < deadline, "nobody waits"
+        time.sleep(1e-3)
+
+
+def until_somebody_polls() -> None:
+    """At first it sleeps in a read, for `BRIEFLY`."""
+    deadline = time.monotonic() + SECONDS
+    while reader._watched is None or reader.reading is not None:
+        assert time.monotonic() < deadline, "nobody is in poll"
         time.sleep(1e-3)
 
 
@@ -75,6 +90,32 @@ def test_who_waits_for_one_message_takes_those_of_other_connections():
     there.send(value(1))
     thread.join(SECONDS)
     assert not thread.is_alive()
+
+
+def test_one_thread_that_waits_for_one_connection_needs_no_poll():
+    here, there = both_ends()
+    here.poller = None
+    there.send(value(4))
+    assert here.expect(received := torch.empty(3)).wait() and received[0] == 4
+
+
+def test_what_comes_late_is_read_by_poll():
+    here, there = both_ends()
+    arrival = here.expect(torch.empty(3))
+    thread, found = in_a_thread(arrival.wait)
+    until_somebody_polls()
+    there.send(value(6))
+    thread.join(SECONDS)
+    assert found == [True] and arrival.tensor[0] == 6
+
+
+def test_a_peer_that_leaves_ends_a_wait_that_has_just_begun():
+    here, there = both_ends()
+    thread, found = in_a_thread(here.expect(torch.empty(3)).wait)
+    until_somebody_waits()
+    there.close()
+    thread.join(SOON)
+    assert isinstance(found[0], WireError) and "rank 1 of the group has ended" in str(found[0])
 
 
 def test_a_connection_that_nobody_has_any_more_is_not_read():
@@ -111,11 +152,12 @@ def test_two_threads_wait_in_two_lanes_of_one_connection(order):
         assert found == [True] and arrivals[lane].tensor[0] == lane
 
 
-def test_who_comes_later_is_read_for_too():
-    """The thread in `poll` does not know the connection of the one that comes after it."""
+@pytest.mark.parametrize("until_the_first_sleeps", [until_somebody_waits, until_somebody_polls])
+def test_who_comes_later_is_read_for_too(until_the_first_sleeps):
+    """The thread that reads does not know the connection of the one that comes after it."""
     (here, there), (other_here, other_there) = both_ends(), both_ends()
     first, _ = in_a_thread(lambda: here.expect(torch.empty(3)).wait())
-    until_somebody_waits()
+    until_the_first_sleeps()
     arrival = other_here.expect(torch.empty(3))
     second, found = in_a_thread(arrival.wait)
     until_somebody_waits(2)
@@ -125,6 +167,31 @@ def test_who_comes_later_is_read_for_too():
     there.send(value(1))
     first.join(SECONDS)
     assert not first.is_alive()
+
+
+def test_who_looks_takes_nothing_before_what_who_waits_has_read():
+    """What is read first must be taken first, though the lock is free in between."""
+    here, there = both_ends()
+    has_read, may_go_on, receive = threading.Event(), threading.Event(), here.receive
+
+    def receive_and_stay(flags: int = 0) -> bytes | None:
+        part = receive(flags)
+        if not flags and part is not None:
+            has_read.set()
+            assert may_go_on.wait(SECONDS)
+        return part
+
+    here.receive = receive_and_stay
+    there.send(value(1))
+    arrivals = [here.expect(torch.empty(3)) for _ in range(2)]
+    thread, found = in_a_thread(arrivals[0].wait)
+    assert has_read.wait(SECONDS)
+    there.send(value(2))
+    reader.read_what_came(here)
+    may_go_on.set()
+    thread.join(SECONDS)
+    assert found == [True] and arrivals[1].wait()
+    assert [arrival.tensor[0].item() for arrival in arrivals] == [1, 2]
 
 
 def test_who_looks_without_waiting_wakes_who_waits():

@@ -17,9 +17,16 @@ FAULTS_OF_BACKEND = (
     Fault(
         "who-comes-later-does-not-ring",
         "backend/waiting.py",
-        "            self.watch(connection)\n            os.eventfd_write(self.bell, 1)\n",
+        "            self.watch(connection)\n            self._ring()\n",
         "            self.watch(connection)\n",
         "A thread that begins to wait while another one sleeps in poll is not read for.",
+    ),
+    Fault(
+        "takes-the-later-part-first",
+        "backend/channels.py",
+        "while self.is_open and reader.reading is not self:",
+        "while self.is_open:",
+        "A thread that looks takes what follows the bytes that another one has read and not yet taken.",
     ),
     Fault(
         "any-call-will-do",
